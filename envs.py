@@ -1,0 +1,89 @@
+"""The environments behind one `gymnasium.Env` interface (paper, App. A.2).
+
+    env = envs.make("webshop", data=DIR, max_steps=None)      # None: no limit; default: the environment's own
+    obs, info = env.reset(options={"task_id": t})             # t from env.task_ids("train" | "val" | "test" | "all")
+    obs, reward, terminated, truncated, info = env.step("click[buy now]")
+    s = env.snapshot(); env.restore(s)
+    for thought, action in env.expert(t): ...                 # a demonstration, played on `env` by the caller
+
+Text in, text out: an action is the executable part of a ReAct step, an observation what the engine answers. The reward
+is the *outcome*: it arrives with the step that ends the episode and is 0 before. `info` always holds
+
+    task_id         the id given to reset
+    task            the instruction sentence alone, e.g. "i need a red shirt, and price lower than 20.00 dollars"
+    valid_actions   the executable actions that the environment would act on now, in a fixed order
+
+beside what the engine itself tells (`clickables`, `admissible_commands`, `feedback`, `won`, `reward_details`, ...).
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium
+from gymnasium import spaces
+
+UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
+
+
+class AnyText(spaces.Text):
+    """A space of all strings: pages of a shop hold any character, so membership is the type alone."""
+
+    def __init__(self) -> None:
+        super().__init__(max_length=1_000_000, min_length=0, charset=string.printable)
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str)
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        length = int(self.np_random.integers(1, 20))
+        return "".join(self.np_random.choice(list(string.ascii_lowercase + " []"), size=length))
+
+
+class TextEnv(gymnasium.Env):
+    """What every stage relies on; each environment overrides the part below the line."""
+
+    metadata: dict = {"render_modes": []}
+    name = ""
+    instruction = ""  # the first user message of ETO's layout: what the environment is and how to answer
+    prefix = "Observation: "  # ETO puts this in front of every observation but the first
+    max_steps: int | None = 40  # inference (App. A.2)
+    tree_steps = 18  # exploration trees
+    tree_depth = 8  # D of Algorithm 2
+
+    def __init__(self, max_steps: int | None = UNSET) -> None:
+        if max_steps is not UNSET:
+            self.max_steps = max_steps
+        self.observation_space = AnyText()
+        self.action_space = AnyText()
+        self.steps = 0
+
+    def message(self, observation: str) -> str:
+        """The user message that carries an observation (all but the first) to the model."""
+        return self.prefix + observation
+
+    # --------------------------------------------------------------------------------------------------------------
+    def task_ids(self, split: str) -> list[str]:
+        raise NotImplementedError
+
+    def snapshot(self) -> Any:
+        raise NotImplementedError
+
+    def restore(self, snapshot: Any) -> None:
+        raise NotImplementedError
+
+    def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
+        """Yield (thought, action); the caller steps this very environment between two of them."""
+        raise NotImplementedError
+
+    def candidates(self) -> list[tuple[str, str]]:
+        """(thought, action) of every valid action in the state at hand, for `--candidates valid`.
+
+        A thought here says only what the page already shows of the action's object, never what is right.
+        """
+        return [("", action) for action in self.valid_actions()]
+
+    def valid_actions(self) -> list[str]:
+        raise NotImplementedError
