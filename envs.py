@@ -28,6 +28,10 @@ from gymnasium import spaces
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 
 
+class UserError(Exception):
+    """A mistake that its message tells how to mend; the scripts print that one line and exit with code 2."""
+
+
 class AnyText(spaces.Text):
     """A space of all strings: pages of a shop hold any character, so membership is the type alone."""
 
@@ -45,7 +49,6 @@ class AnyText(spaces.Text):
 class TextEnv(gymnasium.Env):
     """What every stage relies on; each environment overrides the part below the line."""
 
-    metadata: dict = {"render_modes": []}
     name = ""
     instruction = ""  # the first user message of ETO's layout: what the environment is and how to answer
     prefix = "Observation: "  # ETO puts this in front of every observation but the first
@@ -87,3 +90,36 @@ class TextEnv(gymnasium.Env):
 
     def valid_actions(self) -> list[str]:
         raise NotImplementedError
+
+
+# ------------------------------------------------------------------------------------------------------------ WebShop
+
+
+# ----------------------------------------------------------------------------------------------------------- ALFWorld
+
+
+# ------------------------------------------------------------------------------------------------------- ScienceWorld
+
+
+# --------------------------------------------------------------------------------------------------------- FrozenLake
+
+
+# ------------------------------------------------------------------------------------------------------------ registry
+# name -> (class name in this file); `make` is the one door, also behind gymnasium.make("qlass/WebShop-v0").
+ENVIRONMENTS = {
+    "webshop": "WebShopEnv",
+    "alfworld": "ALFWorldEnv",
+    "sciworld": "SciWorldEnv",
+    "frozenlake": "FrozenLakeEnv",
+}
+
+
+def make(name: str, **options: Any) -> TextEnv:
+    """Build an environment by name; options are those of its class (`data`, `max_steps`, ...)."""
+    if name not in ENVIRONMENTS:
+        raise UserError(f"unknown environment {name!r}: choose one of {', '.join(ENVIRONMENTS)}")
+    return globals()[ENVIRONMENTS[name]](**options)
+
+
+for _name, _class in ENVIRONMENTS.items():
+    gymnasium.register(id=f"qlass/{_class[:-3]}-v0", entry_point=f"envs:{_class}")
