@@ -18,18 +18,21 @@ beside what the engine itself tells (`clickables`, `admissible_commands`, `feedb
 
 from __future__ import annotations
 
+import random
 import string
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium import spaces
+from gymnasium.utils import seeding
+
+import frozenlake
+from files import UserError as UserError
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
-
-
-class UserError(Exception):
-    """A mistake that its message tells how to mend; the scripts print that one line and exit with code 2."""
 
 
 class AnyText(spaces.Text):
@@ -102,6 +105,113 @@ class TextEnv(gymnasium.Env):
 
 
 # --------------------------------------------------------------------------------------------------------- FrozenLake
+class FrozenLakeEnv(TextEnv):
+    """Gymnasium's FrozenLake as text (see frozenlake.py), with its exact Q*.
+
+    map is "8x8", "4x4" (tasks are starts), "random8" or "random4" (tasks are maps). Gymnasium's rules hold, so the ice
+    slips by chance if it is slippery; a reset without a seed gives a task the same chances every time it is played.
+    """
+
+    name = "frozenlake"
+    instruction = (
+        "You are walking on a frozen lake. On its map F is ice, H a hole and G the goal. Each turn you move one cell: "
+        "your action is left, down, right or up. Reach the goal and do not fall into a hole.\n"
+        "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
+    )
+
+    def __init__(self, map: str = "8x8", slippery: bool = False, max_steps: int | None = UNSET) -> None:
+        super().__init__(max_steps)
+        if map not in frozenlake.LAYOUTS:
+            raise UserError(f"frozenlake: unknown map {map!r}: choose one of {', '.join(frozenlake.LAYOUTS)}")
+        self.layout = ("slippery-" if slippery else "") + map
+
+    def task_ids(self, split: str) -> list[str]:
+        parts = {"train": (0, 1, 2), "val": (3,), "test": (4,), "all": (0, 1, 2, 3, 4)}  # 60, 20 and 20 %
+        if split not in parts:
+            raise UserError(f"frozenlake: unknown split {split!r}: choose one of {', '.join(parts)}")
+        return [task for i, task in enumerate(frozenlake.tasks(self.layout)) if i % 5 in parts[split]]
+
+    def _load(self, task_id: str) -> None:
+        try:
+            self.lake = frozenlake.load(task_id)
+        except ValueError as error:
+            raise UserError(f"frozenlake: {error}") from None
+        goal = int(np.flatnonzero(self.lake.desc == b"G")[0])
+        self.task_id = task_id
+        self.task = f"walk from {self._where(self.lake.s)} to the goal at {self._where(goal)}"
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        super().reset(seed=seed)
+        self._load((options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("train"))))
+        self.lake.np_random, _ = seeding.np_random(zlib.crc32(self.task_id.encode()) if seed is None else seed)
+        self.steps, self.lake.lastaction = 0, None
+        # A fixed map is the same words in every task; the rows of a random one are there to be read cell by cell.
+        rows = ["".join(row).replace("S", "F") for row in self.lake.desc.astype(str)]
+        rows = [" ".join(row) for row in rows] if "random" in self.task_id else rows
+        return "\n".join(["Map:", *rows, f"Your task is to {self.task}.", self._look()]), self._info()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.steps += 1
+        move, reward, terminated, note = action.strip().lower(), 0.0, False, ""
+        if move in frozenlake.MOVES:
+            _, reward, terminated, _, _ = self.lake.step(frozenlake.MOVES.index(move))
+        else:
+            note = "Invalid action: choose left, down, right or up. "
+        truncated = not terminated and self.max_steps is not None and self.steps >= self.max_steps
+        return note + self._look(), float(reward), bool(terminated), truncated, self._info()
+
+    def _where(self, state: int) -> str:
+        return f"row {state // self.lake.ncol}, column {state % self.lake.ncol}"
+
+    def _look(self) -> str:
+        cell, where = frozenlake.cell(self.lake, self.lake.s), self._where(self.lake.s)
+        if cell != "ice":
+            return f"You fell into a hole at {where}." if "hole" in cell else f"You reached the goal at {where}."
+        around = ", ".join(f"{move} {frozenlake.ahead(self.lake, move)}" for move in frozenlake.MOVES)
+        return f"You are at {where}." + (f" Around you: {around}." if "random" in self.task_id else "")
+
+    def _info(self) -> dict[str, Any]:
+        return {"task_id": self.task_id, "task": self.task, "valid_actions": self.valid_actions()}
+
+    def valid_actions(self) -> list[str]:
+        return list(frozenlake.MOVES) if frozenlake.cell(self.lake, self.lake.s) == "ice" else []
+
+    def candidates(self) -> list[tuple[str, str]]:
+        return [(self._thought(move), move) for move in self.valid_actions()]
+
+    def _thought(self, move: str) -> str:
+        """What the map shows in that direction: the same words for a right move and a wrong one."""
+        return f"From {self._where(self.lake.s)}, {move} is {frozenlake.ahead(self.lake, move)}."
+
+    def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
+        """The optimal policy for gamma = 0.9; among equally good moves the task id decides, so demonstrations vary."""
+        q = self.q_star()
+        while self.valid_actions():
+            best = np.flatnonzero(q[self.lake.s] > q[self.lake.s].max() - 1e-9)
+            move = frozenlake.MOVES[random.Random(f"{task_id} {self.lake.s}").choice(best)]
+            yield self._thought(move), move
+
+    def snapshot(self) -> Any:
+        return self.task_id, int(self.lake.s), self.steps, self.lake.np_random.bit_generator.state
+
+    def restore(self, snapshot: Any) -> None:
+        task_id, state, steps, chances = snapshot
+        if task_id != getattr(self, "task_id", None):
+            self._load(task_id)
+        self.lake.s, self.steps, self.lake.np_random.bit_generator.state = state, steps, chances
+
+    def q_star(self, gamma: float = 0.9) -> np.ndarray:
+        """Q*(s, a) of every cell, row by row, shape (cells, 4): see frozenlake.q_star."""
+        return frozenlake.q_star(self.lake, gamma)
+
+    def q_star_of(self, action: str, gamma: float = 0.9) -> float:
+        """Q*(s, a) here; an invalid action only costs its step: gamma * max_a Q*(s, a)."""
+        q, move = self.q_star(gamma)[self.lake.s], action.strip().lower()
+        return float(q[frozenlake.MOVES.index(move)] if move in frozenlake.MOVES else gamma * q.max())
+
+    def optimal_value(self, gamma: float = 0.9) -> float:
+        """max_a Q*(s, a) in the state at hand."""
+        return float(self.q_star(gamma)[self.lake.s].max())
 
 
 # ------------------------------------------------------------------------------------------------------------ registry

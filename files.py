@@ -1,0 +1,208 @@
+"""The files between the stages: JSON Lines, a `<name>.meta.json` beside each output, and how a stage finds its input.
+
+Standard library only, so that `bellman.py` and a reader without torch can use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+class UserError(Exception):
+    """A mistake that its message tells how to mend; the scripts print that one line and exit with code 2."""
+
+
+# ---------------------------------------------------------------------------------------------------------- JSON Lines
+
+
+def read_jsonl(path: str | Path) -> Iterator[dict]:
+    """Yield each line's object. UserError names file:line where one is malformed or the file is missing."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file")
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError as error:
+                    hint = "a truncated line?" if not line.endswith("\n") else "one JSON object a line is expected"
+                    raise UserError(f"{path}:{number}: not valid JSON ({error.msg}); {hint}") from None
+                if not isinstance(record, dict):
+                    raise UserError(f"{path}:{number}: a JSON object is expected, not {type(record).__name__}")
+                yield record
+
+
+def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
+    """Write all records, or leave the old file as it was: the new one takes its name only when it is whole."""
+    with replacing(path) as out:
+        for record in records:
+            out.write(dumps(record))
+
+
+def dumps(record: dict) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Any]:
+    """A file opened for writing that takes the place of `path` when the block ends without an error."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(draft, "w", encoding="utf-8") as out:
+            yield out
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_trees(path: str | Path) -> Iterator[list[dict]]:
+    """Yield one tree at a time as its list of nodes, the root first (trees.jsonl, q_labels.jsonl)."""
+    tree: list[dict] = []
+    for node in read_jsonl(path):
+        if "node_id" not in node or "parent_id" not in node:
+            raise UserError(f"{path}: a line without node_id or parent_id; is this a trees.jsonl or q_labels.jsonl?")
+        if node["parent_id"] is None and tree:
+            yield whole(tree, path)
+            tree = []
+        tree.append(node)
+    if tree:
+        yield whole(tree, path)
+
+
+def whole(tree: list[dict], path: str | Path) -> list[dict]:
+    """The tree, if it has the root and the number of nodes that its root line says."""
+    if tree[0].get("nodes") != len(tree):
+        raise UserError(
+            f"{path}: the tree of task {tree[0].get('task_id')} has {len(tree)} of {tree[0].get('nodes')} nodes; "
+            "run build_trees.py again with the same arguments to complete it"
+        )
+    return tree
+
+
+class Resumable:
+    """A JSONL file that grows by groups of lines (a tree, an episode's result) and survives a stop at any byte.
+
+    `done(lines)` tells from the lines read so far how many of them form whole groups; the rest is cut off.
+    """
+
+    def __init__(self, path: str | Path, complete: Callable[[list[dict]], int]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.records: list[dict] = []
+        sizes = []
+        if self.path.exists():
+            with open(self.path, "rb") as lines:
+                for line in lines:
+                    try:
+                        record = json.loads(line)
+                    except ValueError:
+                        break
+                    if not line.endswith(b"\n"):
+                        break
+                    self.records.append(record)
+                    sizes.append(len(line))
+        keep = complete(self.records)
+        del self.records[keep:]
+        self.file = open(self.path, "ab")  # noqa: SIM115  (open for the life of the stage)
+        self.file.truncate(sum(sizes[:keep]))
+
+    def append(self, group: Iterable[dict]) -> None:
+        self.file.write("".join(map(dumps, group)).encode())
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+# --------------------------------------------------------------------------------------------------- metadata, chaining
+
+
+def meta_path(output: str | Path) -> Path:
+    """trees.jsonl -> trees.meta.json; a checkpoint folder sft -> sft.meta.json."""
+    output = Path(output)
+    return output.with_name(output.stem + ".meta.json")
+
+
+def write_meta(output: str | Path, args: argparse.Namespace, inputs: Iterable[Any] = (), **figures: Any) -> None:
+    """How `output` came about: arguments, versions, commit, hashes of the inputs, and the figures of the run."""
+    versions = {}
+    for package in ("torch", "transformers", "numpy", "gymnasium"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    commit = subprocess.run(
+        ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    record = {
+        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "inputs": {str(p): sha256(Path(p)) for p in inputs if p and Path(p).exists()},
+        "commit": commit.stdout.strip() or None,
+        "python": platform.python_version(),
+        "versions": versions,
+        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **figures,
+    }
+    with replacing(meta_path(output)) as out:
+        json.dump(record, out, indent=1, ensure_ascii=False)
+
+
+def sha256(path: Path) -> str:
+    """Of a file, or of a folder's files one after the other in order of their names."""
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def same_arguments(output: str | Path, args: argparse.Namespace, names: Iterable[str]) -> None:
+    """Resuming is only sound with the arguments that the file was begun with."""
+    path = meta_path(output)
+    if Path(output).exists() and path.exists():
+        old = json.loads(path.read_text(encoding="utf-8"))["arguments"]
+        for name in names:
+            now = getattr(args, name)
+            now = str(now) if isinstance(now, Path) else now
+            if name in old and old[name] != now:
+                raise UserError(
+                    f"{output} was begun with --{name.replace('_', '-')} {old[name]}, not {now}: "
+                    "delete it, or name another --out or --run"
+                )
+
+
+def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
+    """The input of a stage. What was named must be there; what was not is made by the earlier stage's defaults."""
+    if named is not None:
+        if not named.exists():
+            raise UserError(f"{named}: no such file or folder")
+        return named
+    if not default.exists():
+        argv = ["--env", args.env, "--run", str(args.run), "--seed", str(args.seed)]
+        print(f"{default} is missing: making it with python {stage}.py {' '.join(argv)}", flush=True)
+        importlib.import_module(stage).main(argv)
+    return default
+
+
+def run_stage(main: Callable[[], Any]) -> None:
+    """A script's last line: mistakes in one line with exit code 2, Ctrl-C without a traceback."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from what is written", file=sys.stderr)
+        sys.exit(130)
