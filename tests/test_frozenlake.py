@@ -1,0 +1,168 @@
+import random
+
+import numpy as np
+import pytest
+from gymnasium.envs.toy_text.frozen_lake import MAPS, generate_random_map
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import envs
+import frozenlake
+
+LEFT, DOWN, RIGHT, UP = range(4)
+
+
+def distances(desc: list[str]) -> dict[tuple[int, int], int]:
+    """Moves from each ice cell to the goal, by breadth-first search from the goal."""
+    size = len(desc)
+    goal = next((r, c) for r in range(size) for c in range(size) if desc[r][c] == "G")
+    found, frontier = {goal: 0}, [goal]
+    for r, c in frontier:
+        for cell in ((r + 1, c), (r - 1, c), (r, c + 1), (r, c - 1)):
+            if min(cell) >= 0 and max(cell) < size and cell not in found and desc[cell[0]][cell[1]] in "SF":
+                found[cell] = found[r, c] + 1
+                frontier.append(cell)
+    return found
+
+
+def test_q_star_of_the_4x4_map_by_hand():
+    q = frozenlake.q_star(frozenlake.load("4x4/r0c0"), gamma=0.9)
+    assert q.shape == (16, 4)
+    # SFFF / FHFH / FFFH / HFFG
+    assert q[14] == pytest.approx([0.9**2, 0.9, 1.0, 0.9**2], abs=1e-12)  # to cell 13, against the edge, G, to cell 10
+    assert q[10] == pytest.approx([0.9**3, 0.9, 0.0, 0.9**3], abs=1e-12)  # to cell 9, to cell 14, a hole, to cell 6
+    assert q[0] == pytest.approx([0.9**6, 0.9**5, 0.9**5, 0.9**6], abs=1e-12)  # six moves both by column 0 and by row 0
+    assert not q[5].any() and not q[15].any()  # a hole and the goal
+
+
+def test_q_star_of_slippery_ice_solves_the_bellman_equation_and_matches_gymnasiums_table():
+    lake = frozenlake.load("slippery-4x4/r0c0")
+    q = frozenlake.q_star(lake, gamma=0.9)
+    for state in range(16):
+        for action in range(4):
+            backup = sum(p * (r + 0.9 * (not done) * q[to].max()) for p, to, r, done in lake.P[state][action])
+            assert q[state, action] == pytest.approx(backup, abs=1e-10)
+    assert q[14].argmax() == DOWN  # from below no slip can end in the hole at row 3, column 0 or in row 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(["4x4", "8x8", "random4", "random8"]), st.data())
+def test_the_value_of_any_cell_is_gamma_to_its_distance(layout, data):
+    task = data.draw(st.sampled_from(frozenlake.tasks(layout)))
+    lake = frozenlake.load(task)
+    q, found = frozenlake.q_star(lake, 0.8), distances(["".join(row) for row in lake.desc.astype(str)])
+    for (row, column), d in found.items():
+        if d:
+            assert q[row * lake.ncol + column].max() == pytest.approx(0.8 ** (d - 1), abs=1e-9)
+    assert (q.max(1) > 0).sum() == len(found) - 1
+
+
+@pytest.mark.parametrize(("layout", "sizes"), [("8x8", (33, 10, 10)), ("4x4", (7, 2, 2))])
+def test_tasks_of_a_fixed_map_are_all_cells_that_reach_the_goal_once(layout, sizes):
+    env = envs.make("frozenlake", map=layout)
+    splits = [env.task_ids(split) for split in ("train", "val", "test")]
+    tasks = [task for split in splits for task in split]
+    assert {f"{layout}/r{r}c{c}" for (r, c), d in distances(MAPS[layout]).items() if d} == set(tasks)
+    assert tuple(map(len, splits)) == sizes and sorted(tasks) == sorted(env.task_ids("all"))
+
+
+@pytest.mark.parametrize("layout", ["random4", "random8"])
+def test_no_random_map_is_in_two_splits(layout):
+    env = envs.make("frozenlake", map=layout)
+    maps = [tuple(generate_random_map(int(layout[-1]), seed=int(t.split("/")[1]))) for t in env.task_ids("all")]
+    assert len(set(maps)) == len(maps) == 1000
+    assert not set(env.task_ids("train")) & set(env.task_ids("test")) and len(env.task_ids("test")) == 200
+
+
+@pytest.mark.parametrize("slippery", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_gymnasiums_checker_passes(slippery):
+    check_env(envs.make("frozenlake", slippery=slippery), skip_render_check=True)
+
+
+@pytest.mark.parametrize("layout", ["8x8", "4x4", "random4", "random8"])
+def test_the_expert_walks_a_shortest_path(layout):
+    env = envs.make("frozenlake", map=layout)
+    for task in env.task_ids("test")[:20]:
+        env.reset(options={"task_id": task})
+        value, reward = env.optimal_value(), 0.0
+        for _, action in env.expert(task):
+            assert env.q_star_of(action) == pytest.approx(env.optimal_value())
+            _, reward, terminated, _, info = env.step(action)
+        assert terminated and reward == 1.0 and info["valid_actions"] == []
+        assert value == pytest.approx(0.9 ** (env.steps - 1))
+
+
+def test_texts_rewards_and_limits():
+    env = envs.make("frozenlake", map="4x4", max_steps=3)
+    observation, info = env.reset(options={"task_id": "4x4/r2c2"})
+    assert observation.splitlines() == [
+        "Map:",
+        *("FFFF", "FHFH", "FFFH", "HFFG"),
+        "Your task is to walk from row 2, column 2 to the goal at row 3, column 3.",
+        "You are at row 2, column 2.",
+    ]
+    assert info["valid_actions"] == ["left", "down", "right", "up"] and info["task_id"] == "4x4/r2c2"
+    assert env.candidates()[2] == ("From row 2, column 2, right is a hole.", "right")
+    assert env.q_star_of("jump") == pytest.approx(0.9 * 0.9) and env.q_star_of("right") == 0.0
+    start = env.snapshot()
+    assert env.step("Down ")[:4] == ("You are at row 3, column 2.", 0.0, False, False)
+    assert env.step("right")[:4] == ("You reached the goal at row 3, column 3.", 1.0, True, False)
+    env.restore(start)
+    assert env.step("right")[:4] == ("You fell into a hole at row 2, column 3.", 0.0, True, False)
+    env.restore(start)
+    invalid = "Invalid action: choose left, down, right or up. You are at row 2, column 2."
+    answers = [env.step("dance")[:4] for _ in range(3)]
+    assert answers == [(invalid, 0.0, False, False), (invalid, 0.0, False, False), (invalid, 0.0, False, True)]
+
+
+def test_a_random_map_tells_what_lies_around():
+    env = envs.make("frozenlake", map="random4")
+    observation, _ = env.reset(options={"task_id": "random4/15"})
+    assert observation.splitlines()[1:5] == [" ".join(r.replace("S", "F")) for r in generate_random_map(4, seed=15)]
+    assert observation.endswith("Around you: left the edge, down ice, right a hole, up the edge.")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.booleans())
+def test_a_restored_snapshot_repeats_the_future_even_on_slippery_ice(seed, other_env):
+    rng = random.Random(seed)
+    env = envs.make("frozenlake", slippery=True, max_steps=None)
+    env.reset(seed=seed, options={"task_id": rng.choice(env.task_ids("all"))})
+    moves = [rng.choice([*frozenlake.MOVES, "sing"]) for _ in range(12)]
+    for move in moves[:4]:
+        env.step(move)
+    snapshot = env.snapshot()
+    future = [env.step(move)[:4] for move in moves]
+    if other_env:  # a snapshot carries its task: it can be restored into another environment, or after another task
+        env = envs.make("frozenlake", map="random4")
+        env.max_steps = None
+    env.restore(snapshot)
+    assert [env.step(move)[:4] for move in moves] == future
+
+
+def test_slippery_ice_repeats_by_default_and_varies_by_seed():
+    env, moves = envs.make("frozenlake", slippery=True), ["right"] * 6
+
+    def walk(seed=None):
+        env.reset(seed=seed, options={"task_id": "slippery-8x8/r0c0"})
+        return tuple(env.step(move)[0] for move in moves)
+
+    assert walk() == walk() and len({walk(seed) for seed in range(10)}) > 3
+    probabilities = [p for p, *_ in env.lake.P[0][RIGHT]]
+    assert np.allclose(probabilities, 1 / 3)
+
+
+@pytest.mark.parametrize("task", ["8x8/r2c3", "8x8/r9c9", "4x4/r5c0", "8x8", "random5/1", "8x8/r7c7", "webshop/1"])
+def test_a_task_that_does_not_exist_is_one_line(task):
+    with pytest.raises(envs.UserError, match="frozenlake") as error:
+        envs.make("frozenlake").reset(options={"task_id": task})
+    assert "\n" not in str(error.value)
+
+
+def test_bad_options_are_one_line():
+    with pytest.raises(envs.UserError, match="unknown map '5x5'"):
+        envs.make("frozenlake", map="5x5")
+    with pytest.raises(envs.UserError, match="unknown split 'dev'"):
+        envs.make("frozenlake").task_ids("dev")
