@@ -1,0 +1,204 @@
+"""The bundled WebShop catalogue: made-up products in WebShop's own files, so that a fresh clone has a shop to run.
+
+    python data/make_webshop.py [--seed 0] [--products 1500] [--out data/generated/webshop-0]
+
+Writes `items_shuffle.json`, `items_ins_v2.json`, `items_human_ins.json` (WebShop's schema, data/README.md) and
+`title_nouns.json` (asin -> what the title names, for the type part of the reward). The same seed gives the same bytes.
+
+How a choice becomes real. Products come in families of six of one kind ("jacket") that share their options and three
+attributes a, b, c. Each pair {a, b}, {b, c}, {a, c} has two members, the first one cheap, the second one usually too
+dear for a shopper who was sent for the first:
+
+    Norda hooded waterproof cotton jacket   $34.0      "i need a cotton waterproof jacket with color: red, and
+    Velmo cotton casual waterproof jacket   $76.0       size: large, and price lower than 60.00 dollars":
+    Tarvo lined slim cotton jacket          $31.0       the second is too dear, the third not waterproof
+
+Texts repeat the words of a product unequally often, so a search ranks the family in no telling order. An instruction
+names two attributes, never the brand, and is the only one with this kind and these two, so that splits by product
+share no instruction. The vocabulary is closed and small (about 250 words), each attribute and value a single word, so
+that a model of a million parameters, trained from scratch, can read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+GENERATED = Path(__file__).parent / "generated"
+
+COLORS = "red blue green black white yellow pink brown"
+SIZES = "small medium large huge"
+
+# category: (kinds, attributes, {option: values}), words parted by blanks. No attribute is part of another word here: the
+# reward looks for attributes as substrings of title, bullets and description.
+SHELVES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "fashion": (
+        "jacket shirt sweater dress skirt coat scarf hat belt vest",
+        "waterproof cotton wool hooded slim lined washable stretchy casual quilted",
+        {"color": COLORS, "size": SIZES, "pattern": "plain striped dotted floral"},
+    ),
+    "beauty": (
+        "shampoo lotion balm soap serum lipstick perfume mask toner conditioner",
+        "gentle hydrating soothing mineral herbal nourishing vegan organic fragrant lasting",
+        {"scent": "jasmine vanilla citrus cedar musk apple", "size": SIZES, "package": "tube jar pump"},
+    ),
+    "grocery": (
+        "cookie cracker muffin pretzel bagel cake pie pickle soup sauce",
+        "kosher crunchy sugarless spicy roasted salted creamy smoked fresh frozen",
+        {"flavor": "honey ginger almond maple garlic pepper", "size": SIZES, "pack": "single double triple"},
+    ),
+    "electronics": (
+        "speaker headset charger keyboard camera monitor radio router printer projector",
+        "wireless portable bluetooth compact rechargeable silent foldable backlit shockproof solar",
+        {"color": COLORS, "power": "low middle high", "plug": "american british european"},
+    ),
+    "garden": (
+        "chair table lamp rug shelf mirror pillow curtain vase basket",
+        "wooden rustic sturdy handmade padded woven vintage folding modern outdoor",
+        {"color": COLORS, "shape": "round square oval", "finish": "matte glossy brushed"},
+    ),
+}
+BRANDS = "Norda Velmo Tarvo Kesta Brivo Zelka Ombri Junta Pelix Sarto Wexla Dovik Fenlo Galtu Hirma Mirto Rovka"
+OPENINGS = ("find me", "i need", "i want", "i am looking for")
+KINDS = sum(len(kinds.split()) for kinds, _, _ in SHELVES.values())
+FAMILY = 6
+
+
+def instruct(rng: random.Random, words: list[str]) -> str:
+    """'i need a cotton waterproof jacket'; the shop adds the options and the price limit."""
+    article = "an" if words[0][0] in "aeiou" else "a"
+    return f"{rng.choice(OPENINGS)} {article} {' '.join(words)}"
+
+
+def triples(rng: random.Random, attributes: list[str]) -> Iterator[tuple[str, str, str]]:
+    """All triples of attributes in random order; first those that share no pair with one before them."""
+    later, pairs = [], set()
+    for triple in rng.sample(everything := list(itertools.combinations(attributes, 3)), len(everything)):
+        if pairs.isdisjoint(own := set(itertools.combinations(triple, 2))):
+            pairs |= own
+            yield triple
+        else:
+            later.append(triple)
+    yield from later
+
+
+def family(rng: random.Random, kind: str, category: str, triple: tuple[str, str, str]) -> Iterator[dict]:
+    """Six products of one kind, as records with the keys of WebShop's files (and `pair`: what an instruction asks)."""
+    _, attributes, groups = SHELVES[category]
+    names = rng.sample(sorted(groups), 3 if rng.random() < 0.7 else 2)
+    options = {
+        name: [{"value": v, "image": None} for v in rng.sample(groups[name].split(), 3)] for name in sorted(names)
+    }
+    brands = rng.sample(BRANDS.split(), FAMILY)
+    tens = rng.randint(1, 4)
+    for pair in itertools.combinations(triple, 2):
+        for twin in range(2):
+            own = [*pair, rng.choice([a for a in attributes.split() if a not in triple])]
+            rng.shuffle(own)
+            dear = twin == 1 and rng.random() < 0.7
+            # The limit of a goal is at most the fourth multiple of ten above the price, so four tens more is too dear.
+            price = 10 * tens + rng.randint(1, 9) + (40 if dear else 0)
+            praise = [f"This {kind} is {rng.choice(own)}." for _ in range(rng.randint(0, 4))]
+            brand = brands.pop()
+            yield {
+                "name": " ".join([brand, *own, kind]),
+                "full_description": " ".join([f"A {kind} by {brand}.", *praise]),
+                "small_description": [f"{attribute} {kind}" for attribute in rng.sample(own, 3)],
+                "pricing": f"${price}.00",
+                "customization_options": options,
+                "category": category,
+                "query": kind,
+                "product_category": f"{category} › {kind}",
+                "images": [""],
+                "attributes": own,
+                "pair": None if twin else rng.sample(pair, 2),
+            }
+
+
+def catalogue(seed: int = 0, products: int = 1500) -> dict[str, object]:
+    """File name -> content. `products` is rounded up to whole families."""
+    rng = random.Random(f"webshop {seed}")
+    shelves = [
+        (kind, category, triples(rng, attributes.split()))
+        for category, (kinds, attributes, _) in SHELVES.items()
+        for kind in kinds.split()
+    ]
+    members = [
+        product
+        for number in range(-(-products // FAMILY))
+        for kind, category, following in [shelves[number % KINDS]]
+        for product in family(rng, kind, category, next(following))
+    ]
+    rng.shuffle(members)
+    codes = rng.sample(range(26_000), len(members))
+    items, attributes, human, nouns, asked = [], {}, {}, {}, set()
+    for code, product in zip(codes, members, strict=True):
+        asin = f"{chr(ord('A') + code // 1000)}{code % 1000:03d}"
+        pair, kind = product.pop("pair"), product["query"]
+        attributes[asin] = {"attributes": product.pop("attributes")}
+        nouns[asin] = [kind]
+        items.append({"asin": asin, **product})
+        if pair and (kind, *sorted(pair)) not in asked:
+            asked.add((kind, *sorted(pair)))
+            attributes[asin] |= {"instruction": instruct(rng, [*pair, kind]), "instruction_attributes": pair}
+            wanted = [rng.choice(values)["value"] for values in product["customization_options"].values()]
+            text = f"{instruct(rng, [*pair, kind])} that is {' and '.join(wanted)}"
+            human[asin] = [
+                {"asin": asin, "instruction": text, "instruction_attributes": pair, "instruction_options": wanted}
+            ]
+    return {
+        "items_shuffle.json": items,
+        "items_ins_v2.json": attributes,
+        "items_human_ins.json": human,
+        "title_nouns.json": nouns,
+    }
+
+
+def write(folder: Path, seed: int, products: int) -> Path:
+    """Write the catalogue to `folder`, whole or not at all: a reader never meets half of it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    for name, content in catalogue(seed, products).items():
+        (fresh / name).write_text(json.dumps(content, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
+    (fresh / "made_by").write_text(stamp() + "\n")
+    fresh.chmod(0o755)
+    while True:
+        try:
+            os.rename(fresh, folder)
+            return folder
+        except OSError:  # an older catalogue is there, or another process was faster
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+            os.rename(folder, old)
+            shutil.rmtree(old)
+
+
+def stamp() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def ensure(seed: int = 0) -> Path:
+    """The folder of the default catalogue, made on first use and again when this file has changed."""
+    folder = GENERATED / f"webshop-{seed}"
+    made_by = folder / "made_by"
+    if not made_by.exists() or made_by.read_text().strip() != stamp():
+        write(folder, seed, 1500)
+    return folder
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--products", type=int, default=1500, help="at least; families of six (default: 1500)")
+    parser.add_argument("--out", type=Path, help="folder (default: data/generated/webshop-SEED)")
+    args = parser.parse_args()
+    if not 1 <= args.products <= 26_000:
+        parser.error(f"--products {args.products}: choose 1 to 26000 (item ids are a letter and three digits)")
+    print(write(args.out or GENERATED / f"webshop-{args.seed}", args.seed, args.products))
