@@ -18,10 +18,13 @@ beside what the engine itself tells (`clickables`, `admissible_commands`, `feedb
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import string
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -233,3 +236,42 @@ def make(name: str, **options: Any) -> TextEnv:
 
 for _name, _class in ENVIRONMENTS.items():
     gymnasium.register(id=f"qlass/{_class[:-3]}-v0", entry_point=f"envs:{_class}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that every stage shares; `stage_argv` hands them on when one stage makes another's missing input."""
+    add = parser.add_argument
+    add("--env", default="webshop", choices=list(ENVIRONMENTS))
+    add("--run", type=Path, help="folder of this run's files (default: runs/ENV)")
+    add("--seed", type=int, default=0)
+    add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
+    add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, else bundled ones)")
+    add("--env-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the environment")
+
+
+def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
+    """The environment that the flags name; `options` are the stage's own (`max_steps`)."""
+    args.run = args.run or Path("runs") / args.env
+    data = {"webshop": args.webshop_data, "alfworld": args.alfworld_data}.get(args.env)
+    if data:
+        options["data"] = data
+    for option in args.env_option:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise UserError(f"--env-option {option}: NAME=VALUE is expected, e.g. map=4x4")
+        try:
+            options[name] = json.loads(value)  # numbers, true, false, null
+        except json.JSONDecodeError:
+            options[name] = value
+    try:
+        return make(args.env, **options)
+    except TypeError as error:
+        raise UserError(f"--env-option: {error}") from None
+
+
+def stage_argv(args: argparse.Namespace) -> list[str]:
+    argv = ["--env", args.env, "--run", str(args.run), "--seed", str(args.seed)]
+    for flag in ("webshop_data", "alfworld_data"):
+        if getattr(args, flag):
+            argv += ["--" + flag.replace("_", "-"), getattr(args, flag)]
+    return argv + [word for option in args.env_option for word in ("--env-option", option)]

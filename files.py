@@ -183,14 +183,13 @@ def same_arguments(output: str | Path, args: argparse.Namespace, names: Iterable
                 )
 
 
-def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
+def needed(named: Path | None, default: Path, stage: str, argv: list[str]) -> Path:
     """The input of a stage. What was named must be there; what was not is made by the earlier stage's defaults."""
     if named is not None:
         if not named.exists():
             raise UserError(f"{named}: no such file or folder")
         return named
     if not default.exists():
-        argv = ["--env", args.env, "--run", str(args.run), "--seed", str(args.seed)]
         print(f"{default} is missing: making it with python {stage}.py {' '.join(argv)}", flush=True)
         importlib.import_module(stage).main(argv)
     return default

@@ -1,0 +1,254 @@
+"""How a state becomes tokens, for every stage alike.
+
+State, react, parse_action     a state is a list of chat messages; an action is "Thought: ...\\nAction: ..."
+Rendering, Chat                messages -> tokens, by the model's own chat template, one run of tokens a message
+TokenTree, packed              prefixes that sequences share are stored, and computed, once
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+# ------------------------------------------------------------------------------------------------- states and actions
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """s_t: the chat messages up to the last observation, and the task's sentence."""
+
+    messages: tuple[tuple[str, str], ...]  # (role, content), role "user" or "assistant" in turns
+    task: str = ""
+
+    def then(self, action: str, observation: str) -> State:
+        return State((*self.messages, ("assistant", action), ("user", observation)), self.task)
+
+    @staticmethod
+    def first(env: Any, observation: str, info: dict) -> State:
+        """ETO's layout: the environment's instruction, "OK", the first observation without its prefix."""
+        return State((("user", env.instruction), ("assistant", "OK"), ("user", observation)), info["task"])
+
+    @staticmethod
+    def load(messages: list[dict], task: str = "") -> State:
+        return State(tuple((m["role"], m["content"]) for m in messages), task)
+
+    def dump(self) -> list[dict]:
+        return [{"role": role, "content": content} for role, content in self.messages]
+
+
+def react(thought: str, action: str) -> str:
+    return f"Thought: {thought}\nAction: {action}" if thought else f"Action: {action}"
+
+
+def parse_action(text: str) -> str:
+    """The executable part: what follows the first "Action:". Without one the environment gets the text as it is,
+
+    which it answers with its own error message: an action that can't be parsed is data, not an exception."""
+    return text.split("Action:", 1)[-1].strip()
+
+
+def action_key(text: str) -> str:
+    """Actions with equal keys are the same child of a node ("child nodes that differ", Alg. 2)."""
+    return " ".join(parse_action(text).split()).lower()
+
+
+def uniforms(n: int, *key: Hashable) -> np.ndarray:
+    """n numbers in [0, 1) that depend on the key alone: (seed, task, node, candidate), not on what else is running."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(n)
+
+
+# ---------------------------------------------------------------------------------------------------- text into tokens
+
+
+@dataclasses.dataclass
+class Rendering:
+    """How a checkpoint reads and writes; kept in its folder as `policy.json`, so that no later stage can disagree.
+
+    The defaults are the paper's. The three aids are for models too small to have learned them from pretraining.
+    """
+
+    temperature: float = 0.7  # App. A.2
+    max_new_tokens: int = 256
+    candidates: str = "free"  # "valid": only what the environment would act on, by trie-constrained decoding
+    mark_matches: bool = False  # a mark behind each word of the task, in observations, thoughts and actions
+    compact: bool = False  # no instruction turn; in a page neither the task again nor a page shown before
+
+    FILE = "policy.json"
+
+    def save(self, folder: Path) -> None:
+        (folder / self.FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Rendering:
+        file = Path(folder) / cls.FILE
+        return cls(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else cls()
+
+
+MARK = "✓"
+_WORD = re.compile(r"[^\W_]+(?:[.'-][^\W_]+)*")
+_STOP_WORDS = frozenset("a an and are as at be by for from i in is it me my of on or than that the to with you".split())  # noqa: SIM905
+
+
+@functools.lru_cache(maxsize=4096)
+def task_words(task: str) -> frozenset[str]:
+    return frozenset(word.lower() for word in _WORD.findall(task)) - _STOP_WORDS
+
+
+def mark(text: str, task: str) -> str:
+    """ "red cotton shirt" for the task "a red shirt" -> "red ✓ cotton shirt ✓"."""
+    words = task_words(task)
+    return _WORD.sub(lambda m: f"{m[0]} {MARK}" if m[0].lower() in words else m[0], text)
+
+
+def unmark(text: str) -> str:
+    return text.replace(f" {MARK}", "").replace(MARK, "")
+
+
+SAME_PAGE = "(same page)"
+
+
+class Chat:
+    """Messages -> tokens, one run a message, so that a state's tokens are a prefix of every later state's.
+
+    A chat template is read off once as four strings around the contents,
+
+        begin USER ask ASSISTANT stop turn USER ask ASSISTANT stop ...
+
+    where `stop` ends with the token that ends the assistant's turn. What the assistant writes, `stop` included, is what
+    Eq. (5) trains; everything else is the user's.
+    """
+
+    PLAIN = (  # for a model without a template of its own
+        "{% for m in messages %}{% if m.role == 'user' %}{{ 'User: ' + m.content + '\nAssistant: ' }}"
+        "{% else %}{{ m.content + eos_token + '\n' }}{% endif %}{% endfor %}"
+    )
+
+    def __init__(self, tokenizer: Any, rendering: Rendering) -> None:
+        self.tokenizer, self.rendering = tokenizer, rendering
+        probe = [{"role": role, "content": f"§{i}§"} for i, role in enumerate(["user", "assistant"] * 2)]
+        template = tokenizer.chat_template or self.PLAIN
+        text = tokenizer.apply_chat_template(probe, chat_template=template, tokenize=False)
+        self.begin, self.ask, after, *_ = re.split(r"§\d§", text)
+        # The turn ends with the first special token behind the assistant's words.
+        specials = [(after.find(t), t) for t in tokenizer.all_special_tokens if t in after]
+        if specials:
+            at, token = min(specials)
+            self.stop, self.turn = after[: at + len(token)], after[at + len(token) :]
+        else:
+            self.stop, self.turn = tokenizer.eos_token, after
+        self.stop_id = self._ids(self.stop)[-1]
+        self._ids = functools.lru_cache(maxsize=100_000)(self._ids)  # type: ignore[method-assign]
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def runs(self, state: State) -> list[list[int]]:
+        """One list of tokens for each message of the state; the last user message's ends with the generation prompt."""
+        r, runs, seen = self.rendering, [], set()
+        messages = state.messages[2:] if r.compact and state.messages[1:2] == (("assistant", "OK"),) else state.messages
+        for i, (role, content) in enumerate(messages):
+            if role == "assistant":
+                runs.append(self.action(content, state.task))
+                continue
+            if r.compact and i:
+                content = SAME_PAGE if content in seen else content.replace(state.task, "")
+                seen.add(messages[i][1])
+            content = mark(content, state.task) if r.mark_matches and i else content
+            runs.append(self._ids((self.turn if i else self.begin) + content + self.ask))
+        return runs
+
+    def prompt(self, state: State) -> list[int]:
+        return [token for run in self.runs(state) for token in run]
+
+    def action(self, text: str, task: str) -> list[int]:
+        """Tokens of an action as the assistant writes it, the token that ends its turn included."""
+        return self._ids((mark(text, task) if self.rendering.mark_matches else text) + self.stop)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Tokens that a model wrote -> the action's text, as the environment and the tree files hold it."""
+        ids = list(ids)
+        ids = ids[: ids.index(self.stop_id)] if self.stop_id in ids else ids
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return (unmark(text) if self.rendering.mark_matches else text).strip()
+
+
+# -------------------------------------------------------------------------------------------------------- token trees
+
+
+class TokenTree:
+    """A trie of token sequences: what two sequences begin with in common is stored, and computed, once.
+
+    >>> t = TokenTree(); t.add([5, 6, 7]), t.add([5, 6, 8]); t.ids
+    [5, 6, 7, 8]
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.parent: list[int] = []
+        self.depth: list[int] = []
+        self._child: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def add(self, ids: Sequence[int], after: int = -1) -> list[int]:
+        """Insert a sequence below the token `after` (-1: from the root); the index of each of its tokens."""
+        path = []
+        for token in ids:
+            at = self._child.get((after, token))
+            if at is None:
+                at = self._child[after, token] = len(self.ids)
+                self.ids.append(token)
+                self.parent.append(after)
+                self.depth.append(self.depth[after] + 1 if after >= 0 else 0)
+            path.append(after := at)
+        return path
+
+    def attention(self) -> np.ndarray:
+        """(L, L) bool: a token sees itself and its ancestors, as it would in its own sequence."""
+        sees = np.eye(len(self), dtype=bool)
+        for i, p in enumerate(self.parent):
+            if p >= 0:
+                sees[i] |= sees[p]
+        return sees
+
+
+def packed(trees: Sequence[TokenTree], pad_id: int, device: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Model inputs of B token trees, padded on the left to the longest: (B, L) ids and positions, (B, 1, L, L) mask.
+
+    The positions are depths in the tree and the mask lets a token see its ancestors alone, so a causal LM computes for
+    each token what it would in its own sequence (equal within 1e-6 in float32). The mask is additive.
+    """
+    width = max(map(len, trees))
+    ids = torch.full((len(trees), width), pad_id)
+    positions = torch.zeros((len(trees), width), dtype=torch.long)
+    sees = torch.zeros((len(trees), 1, width, width), dtype=torch.bool)
+    sees[:, 0].diagonal(dim1=-2, dim2=-1).fill_(True)  # padding sees itself, or softmax would be 0/0
+    for row, tree in enumerate(trees):
+        ids[row, width - len(tree) :] = torch.tensor(tree.ids)
+        positions[row, width - len(tree) :] = torch.tensor(tree.depth)
+        sees[row, 0, width - len(tree) :, width - len(tree) :] = torch.from_numpy(tree.attention())
+    bias = torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)
+    return {"input_ids": ids.to(device), "position_ids": positions.to(device), "attention_mask": bias.to(device)}
+
+
+def batches(items: Sequence[Any], length: Callable[[Any], int], budget: int) -> Iterator[list[int]]:
+    """Indices of items of like length, in groups whose padded size stays within `budget` tokens (or of one item)."""
+    group: list[int] = []
+    for i in sorted(range(len(items)), key=lambda i: -length(items[i])):
+        if group and length(items[group[0]]) * (len(group) + 1) > budget:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group

@@ -1,0 +1,249 @@
+"""What an algorithm may ask of the models, and how many algorithms share a batch.
+
+    Sample, Score, drive      generators yield requests; the driver advances many and answers them in batches
+    Policy                    answers Sample requests with a HuggingFace causal LM
+
+Sampling noise is a function of (seed, task, node, candidate) alone, so the same seed gives the same files whatever the
+batch size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from chat import Chat, Rendering, State, TokenTree, batches, packed, uniforms
+from files import UserError
+
+# -------------------------------------------------------------------------------------------------- requests, driver
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """a ~ pi(a | s), n times. `key` names the state in the noise: (task, node or step)."""
+
+    state: State
+    n: int
+    key: tuple
+    temperature: float
+    valid: tuple[str, ...] = ()  # the actions to choose among; empty: free
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Q(s, a) of each action."""
+
+    state: State
+    actions: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    text: str
+    tokens: int  # generated, the end of the turn included
+    logprob: float
+
+
+Answers = dict[type, Callable[[list], list]]
+
+
+def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64) -> Iterator[Any]:
+    """Advance up to `width` generators side by side and yield what they return, in the order they were given.
+
+    A generator yields one request at a time; requests of one type from all generators are answered in one call of
+    `answers[type]`. A failed generator fails the run: nothing is swallowed.
+    """
+    waiting: list[tuple[int, Generator, Any]] = []  # (index, generator, its request)
+    finished: list[tuple[int, Any]] = []
+    source, following = enumerate(episodes), 0
+
+    def advance(index: int, generator: Generator, answer: Any) -> None:
+        try:
+            waiting.append((index, generator, generator.send(answer)))
+        except StopIteration as stop:
+            heapq.heappush(finished, (index, stop.value))
+
+    while True:
+        # What is finished and not yet yielded counts too, so that a slow first episode can't pile up the rest.
+        while len(waiting) + len(finished) < width and (item := next(source, None)) is not None:
+            advance(*item, None)
+        if finished and finished[0][0] == following:
+            yield heapq.heappop(finished)[1]
+            following += 1
+            continue
+        if not waiting:
+            return
+        # The most frequent kind of request goes first: the others meet more company later.
+        kinds = [type(request) for _, _, request in waiting]
+        kind = max(set(kinds), key=lambda k: (kinds.count(k), k.__name__))
+        turn = [w for w in waiting if type(w[2]) is kind]
+        waiting = [w for w in waiting if type(w[2]) is not kind]
+        for (index, generator, _), answer in zip(turn, answers[kind]([w[2] for w in turn]), strict=True):
+            advance(index, generator, answer)
+
+
+# ---------------------------------------------------------------------------------------------------------- the policy
+
+
+def device_and_dtype(device: str | None) -> tuple[torch.device, torch.dtype]:
+    """bf16 on a GPU, float32 on a CPU."""
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return chosen, torch.bfloat16 if chosen.type == "cuda" else torch.float32
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_checkpoint(path: str | Path, kind: Any, device: str | None, **options: Any) -> tuple[Any, Chat]:
+    """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name."""
+    where, dtype = device_and_dtype(device)
+    try:
+        model = kind.from_pretrained(path, dtype=dtype, **options)
+        chat = Chat(load_tokenizer(path), Rendering.load(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a checkpoint that transformers can load ({str(error).splitlines()[0]})") from None
+    if len(chat.tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise UserError(f"{path}: its tokenizer has more tokens than its model; was the folder mixed from two?")
+    return model.to(where), chat
+
+
+class Policy:
+    """pi(a | s): a causal LM that answers Sample requests, free or among the valid actions."""
+
+    def __init__(self, model: Any, chat: Chat, seed: int = 0, budget: int = 16_384) -> None:
+        self.model, self.chat, self.seed, self.budget = model.eval(), chat, seed, budget
+        self.computed = 0  # tokens put through the model
+        self._known: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
+
+    @classmethod
+    def load(cls, path: str | Path, device: str | None = None, seed: int = 0) -> Policy:
+        return cls(*load_checkpoint(path, transformers.AutoModelForCausalLM, device), seed)
+
+    def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
+        answers: list[Any] = [None] * len(requests)
+        for solve, which in ((self._choose, bool), (self._generate, lambda valid: not valid)):
+            mine = [i for i, request in enumerate(requests) if which(request.valid)]
+            for i, answer in zip(mine, solve([requests[i] for i in mine]), strict=True):
+                answers[i] = answer
+        return answers
+
+    # Among the valid actions: the trie of their texts goes through the model in one pass behind the prompt, which gives
+    # every conditional probability that trie-constrained decoding would meet; sampling is then a draw of a leaf.
+
+    def _choose(self, requests: list[Sample]) -> list[list[Candidate]]:
+        answers = []
+        texts = [[self.chat.action(a, r.state.task) for a in r.valid] for r in requests]
+        for r, tokens, logp in zip(requests, texts, self._trie_logprobs(requests, texts), strict=True):
+            picks = [int(logp.argmax())] * r.n
+            if r.temperature:
+                cumulative = np.cumsum(np.exp(logp))
+                draws = [uniforms(1, self.seed, *r.key, k)[0] for k in range(r.n)]
+                picks = [min(int(np.searchsorted(cumulative, u * cumulative[-1])), len(logp) - 1) for u in draws]
+            answers.append([Candidate(r.valid[p], len(tokens[p]), float(logp[p])) for p in picks])
+        return answers
+
+    @torch.inference_mode()
+    def _trie_logprobs(self, requests: list[Sample], texts: list[list[list[int]]]) -> list[np.ndarray]:
+        keys = [(r.state, r.valid, r.temperature) for r in requests]
+        fresh = {k: i for i, k in enumerate(keys) if k not in self._known}
+        if len(self._known) + len(fresh) > 200_000:
+            self._known.clear()
+            fresh = {k: i for i, k in enumerate(keys)}
+        tries = []
+        for i in fresh.values():
+            tree = TokenTree()
+            last = tree.add(self.chat.prompt(requests[i].state))[-1]
+            tries.append((tree, last, [tree.add(ids, last) for ids in texts[i]]))
+        for group in batches(tries, lambda t: len(t[0]), self.budget):
+            trees = [tries[g][0] for g in group]
+            inputs = packed(trees, self.chat.tokenizer.pad_token_id, self.model.device, self.model.dtype)
+            self.computed += sum(map(len, trees))
+            keep = max(len(tree) - tries[g][1] for g, tree in zip(group, trees, strict=True))
+            logits = self.model(**inputs, use_cache=False, logits_to_keep=keep).logits.float().cpu().numpy()
+            for row, g in enumerate(group):
+                tree, last, paths = tries[g]
+                index = list(fresh.values())[g]
+                t = requests[index].temperature or 1.0
+                # conditional[i]: log-probability of token i among its siblings, given the path to it
+                at = np.array(tree.parent[last + 1 :]) - len(tree)  # rows of the kept logits, counted from the end
+                score = logits[row, at, tree.ids[last + 1 :]].astype(np.float64) / t
+                top = np.full(len(tree) + 1, -np.inf)
+                np.maximum.at(top, at, score)
+                total = np.zeros(len(tree) + 1)
+                np.add.at(total, at, np.exp(score - top[at]))
+                conditional = score - top[at] - np.log(total[at])
+                known = np.array([sum(conditional[i - last - 1] for i in path) for path in paths])
+                self._known[keys[index]] = known
+        return [self._known[k] for k in keys]
+
+    # Free: one prefill a prompt, whose keys and values its n candidates share; finished sequences leave the batch.
+
+    def _generate(self, requests: list[Sample]) -> list[list[Candidate]]:
+        answers: list[Any] = [None] * len(requests)
+        prompts = [self.chat.prompt(r.state) for r in requests]
+        room = self.chat.rendering.max_new_tokens
+        for group in batches(requests, lambda r: (len(self.chat.prompt(r.state)) + room) * r.n, self.budget):
+            rows = self._decode([requests[g] for g in group], [prompts[g] for g in group])
+            for g, row in zip(group, rows, strict=True):
+                answers[g] = row
+        return answers
+
+    @torch.inference_mode()
+    def _decode(self, requests: list[Sample], prompts: list[list[int]]) -> list[list[Candidate]]:
+        device, chat, room = self.model.device, self.chat, self.chat.rendering.max_new_tokens
+        owner = np.repeat(np.arange(len(requests)), [r.n for r in requests])
+        noise = np.stack([uniforms(room, self.seed, *r.key, k) for r in requests for k in range(r.n)])
+        heat = np.array([r.temperature for r in requests])[owner]
+
+        width = max(map(len, prompts))
+        ids = torch.tensor([[chat.tokenizer.pad_token_id] * (width - len(p)) + p for p in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+        self.computed += sum(map(len, prompts))
+        rows = torch.from_numpy(owner).to(device)
+        cache, mask = out.past_key_values, mask[rows]
+        cache.batch_select_indices(rows)
+        logits, positions = out.logits[rows, -1], positions[rows, -1:]
+
+        written: list[list[int]] = [[] for _ in owner]
+        logprob = np.zeros(len(owner))
+        alive = np.arange(len(owner))  # which candidate each row of the batch is
+        for step in range(room):
+            logp = torch.log_softmax(logits.float() / torch.tensor(np.where(heat[alive] > 0, heat[alive], 1.0))
+                                     .to(device, torch.float32)[:, None], -1)  # fmt: skip
+            cumulative = logp.double().exp().cumsum(-1)
+            u = torch.from_numpy(noise[alive, step]).to(device)[:, None] * cumulative[:, -1:]
+            drawn = torch.searchsorted(cumulative, u).clamp(max=logp.shape[-1] - 1)[:, 0]
+            greedy = torch.from_numpy(heat[alive] == 0).to(device)
+            tokens = torch.where(greedy, logits.argmax(-1), drawn)
+            logprob[alive] += logp.gather(-1, tokens[:, None])[:, 0].double().cpu().numpy()
+            for row, token in zip(alive, tokens.tolist(), strict=True):
+                written[row].append(token)
+            going = (tokens != chat.stop_id).nonzero()[:, 0]
+            if not len(going) or step == room - 1:
+                break
+            if len(going) < len(alive):
+                cache.batch_select_indices(going)
+                mask, positions, tokens = mask[going], positions[going], tokens[going]
+                alive = alive[going.cpu().numpy()]
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], -1)
+            positions = positions + 1
+            self.computed += len(alive)
+            logits = self.model(input_ids=tokens[:, None], attention_mask=mask, position_ids=positions,
+                                past_key_values=cache, use_cache=True).logits[:, -1]  # fmt: skip
+        answers: list[list[Candidate]] = [[] for _ in requests]
+        for row, ids_ in enumerate(written):
+            answers[owner[row]].append(Candidate(chat.text(ids_), len(ids_), float(logprob[row])))
+        return answers
