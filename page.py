@@ -1,0 +1,134 @@
+"""The report as one HTML page: page.html filled with tables, figures, episodes side by side and the trees' data.
+
+Text of an environment may hold anything, `</script>` too. So whatever comes from a file passes `escape` on its way into
+the markup, or travels as JSON without a "<" and is put on the page as text; and the page forbids itself the network.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+import files
+
+TITLES = {
+    "tokens": "Score against tokens (the paper's Fig. 3)",
+    "targets": "Process rewards compared (the paper's Fig. 4)",
+    "calibration": "Calibration of QNet",
+}
+
+
+def render(content: dict) -> str:
+    """Fill page.html: each {{name}} is replaced once, so that a {{name}} inside a text stays as it is."""
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    figures = {name: "" for name in TITLES}
+    for name, env, svg in content["figures"]:
+        caption = f"<figcaption>{escape(env)}</figcaption>"
+        figures[name] += (
+            f'<figure role="img" aria-label="{escape(TITLES[name])}, {escape(env)}">{svg}{caption}</figure>'
+        )
+    parts = {
+        "results": content["results"],
+        "differences": content["differences"],
+        "tokens": section("tokens", TITLES["tokens"], figures["tokens"]),
+        "targets": section("targets", TITLES["targets"], figures["targets"]),
+        "calibration": section("calibration", TITLES["calibration"], figures["calibration"] + content["calibration"]),
+        "cases": section("steps", "One task, step by step (the paper's Fig. 5)", content["cases"]),
+        "trees": content["trees"],
+        "inputs": "".join(f"<li><code>{escape(path)}</code></li>" for path in content["inputs"]),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def section(name: str, title: str, body: str) -> str:
+    return f'<section id="{name}"><h2>{escape(title)}</h2>{body}</section>' if body else ""
+
+
+def paragraph(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    numeric = [bool(rows) and all(re.match(r"[-+–\d]", row[i]) for row in rows) for i in range(len(head))]
+    kind = [' class="number"' if n else "" for n in numeric]
+    top = "".join(f"<th{k}>{escape(c)}</th>" for k, c in zip(kind, head, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{k}>{escape(c)}</td>" for k, c in zip(kind, row, strict=True)) + "</tr>" for row in rows
+    )
+    return f'<div class="wide" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def case(title: str, greedy: dict, guided: dict) -> str:
+    """Two episodes of one task side by side, each step with its candidates and their q."""
+    columns = "".join(episode(name, row) for name, row in (("SFT greedy", greedy), ("QLASS", guided)))
+    return f'<details class="case" open><summary>{escape(title)}</summary><div class="pair">{columns}</div></details>'
+
+
+def episode(name: str, row: dict) -> str:
+    steps = "".join(step(s) for s in row.get("steps") or [])
+    budget = ", ".join(f"{key} = {row[key]}" for key in ("M", "N") if (row.get(key) or 1) > 1)
+    head = f"{escape(name)}{f' ({budget})' if budget else ''}: reward {row['reward']:.3f}"
+    return f"<div><h3>{head}</h3><ol>{steps}</ol></div>"
+
+
+def step(record: dict) -> str:
+    thought = f'<p class="thought">{escape(record["thought"])}</p>' if record.get("thought") else ""
+    scored = [c for c in record.get("candidates") or [] if c.get("q") is not None]
+    scored.sort(key=lambda c: -c["q"])
+    items = "".join(
+        f"<li{' class=taken' if c['action'] == record['action'] else ''}>{chip(c['q'])} "
+        f"<code>{escape(c['action'])}</code></li>"
+        for c in scored
+    )
+    candidates = f'<ul class="candidates" aria-label="candidates with q">{items}</ul>' if items else ""
+    answer = escape(record.get("observation") or "")
+    return (
+        f"<li>{thought}<code class=action>{escape(record['action'])}</code>{candidates}"
+        f"<details><summary>observation</summary><pre>{answer}</pre></details></li>"
+    )
+
+
+def chip(q: float) -> str:
+    """A number on its colour; page.html paints every `.q` by its data-q."""
+    return f'<span class="q" data-q="{q:.4f}">{q:.2f}</span>'
+
+
+FIELDS = ["parent", "action", "thought", "observation", "reward", "done", "source", "branch", "merged", "q", "q_raw"]
+TEXTS = {"action", "thought", "observation", "source"}
+
+
+def tree_data(path: Path | None, limit: int) -> str:
+    """The trees for the page's viewer as JSON: at most `limit`, evenly spread over the file.
+
+    {"total", "fields", "texts": [...], "trees": [{"task", "text", "nodes": [[value of each field]]}]}; texts are stored
+    once and named by their place in "texts", for the pages of a shop recur. A node comes after its parent.
+    """
+    if path is None:
+        return "null"
+    total = sum(1 for _ in files.read_trees(path))
+    shown = {int((i + 0.5) * total / limit) for i in range(limit)} if limit < total else set(range(total))
+    texts: dict[str, int] = {}
+    trees = [pack(tree, texts) for i, tree in enumerate(files.read_trees(path)) if i in shown]
+    data = {"total": total, "fields": FIELDS, "texts": list(texts), "trees": trees}
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def pack(tree: list[dict], texts: dict[str, int]) -> dict:
+    places = {node["node_id"]: i for i, node in enumerate(tree)}
+    nodes = []
+    for node in tree:
+        values = {**node, "parent": places.get(node["parent_id"], -1)}
+        record = [values.get(name) for name in FIELDS]
+        for i, name in enumerate(FIELDS):
+            if name in TEXTS and record[i] is not None:
+                record[i] = texts.setdefault(record[i], len(texts))
+            elif isinstance(record[i], float):
+                record[i] = round(record[i], 4) if math.isfinite(record[i]) else None
+        nodes.append(record)
+    root = tree[0]
+    text = root.get("task") or (root.get("messages") or [{"content": root.get("observation") or ""}])[-1]["content"]
+    return {"task": str(root["task_id"]), "text": text, "nodes": nodes}

@@ -1,0 +1,97 @@
+"""Statistics of the report: bootstrap over tasks, paired differences, rank correlations. Plain functions on numpy.
+
+A task is the unit that is drawn anew: where a method ran a task with several seeds, the seeds are averaged within the
+task first. So an interval says how much a number would move with other tasks of the same kind, for the models at hand;
+the spread between seeds stands beside it in the table. Every draw is seeded and the values are sorted before it: the
+same results give the same interval, whatever the order of their lines.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+BLOCK = 2_000_000  # indices drawn at a time: bounds the memory, and with it the draws do not depend on the machine
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over `n` tasks with its 95 % interval; the interval is NaN where there are fewer than two tasks."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def covers_zero(self) -> bool:
+        return not (self.low > 0 or self.high < 0)  # NaN: nothing is known, so nothing differs
+
+
+def bootstrap(values: Iterable[float], resamples: int = 10_000, level: float = 0.95, seed: int = 0) -> Estimate:
+    """Percentile bootstrap of the mean of `values` (n,), one value a task (Efron & Tibshirani 1993, ch. 13)."""
+    sample = np.sort(np.asarray(list(values), dtype=float))
+    n = len(sample)
+    if n < 2:
+        return Estimate(float(sample.mean()) if n else np.nan, np.nan, np.nan, n)
+    rng = np.random.default_rng(seed)
+    means, step = np.empty(resamples), max(1, BLOCK // n)
+    for start in range(0, resamples, step):
+        stop = min(start + step, resamples)
+        means[start:stop] = sample[rng.integers(n, size=(stop - start, n))].mean(axis=1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float(sample.mean()), float(low), float(high), n)
+
+
+def by_task(values: Mapping[tuple[Hashable, Hashable], float]) -> dict[Hashable, float]:
+    """{(task, seed): value} to {task: mean over its seeds}."""
+    groups: dict[Hashable, list[float]] = defaultdict(list)
+    for (task, _seed), value in values.items():
+        groups[task].append(value)
+    return {task: sum(group) / len(group) for task, group in groups.items()}
+
+
+def paired_difference(
+    a: Mapping[tuple[Hashable, Hashable], float], b: Mapping[tuple[Hashable, Hashable], float], **options: float
+) -> Estimate:
+    """a minus b over the tasks that both have, given as {(task, seed): value}; `options` are `bootstrap`'s.
+
+    Where the two share seeds, only the shared (task, seed) pairs count: a seed may stand for a whole trained pipeline.
+    Where they share none, each is averaged over its own.
+    """
+    pairs = a.keys() & b.keys()
+    if pairs:
+        a, b = {pair: a[pair] for pair in pairs}, {pair: b[pair] for pair in pairs}
+    left, right = by_task(a), by_task(b)
+    return bootstrap([left[task] - right[task] for task in left.keys() & right.keys()], **options)
+
+
+def ranks(values: ArrayLike) -> np.ndarray:
+    """Ranks from 0, equal values sharing their mean rank; (n,) to (n,)."""
+    _, inverse, counts = np.unique(np.asarray(values, dtype=float), return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts + 1) / 2)[inverse]
+
+
+def spearman(x: ArrayLike, y: ArrayLike) -> float:
+    """Spearman's rho of x (n,) and y (n,), ties by mean ranks; NaN where one of them is constant."""
+    a, b = ranks(x), ranks(y)
+    a, b = a - a.mean(), b - b.mean()
+    scale = np.sqrt((a @ a) * (b @ b))
+    return float(a @ b / scale) if scale > 0 else float("nan")
+
+
+def kendall(x: ArrayLike, y: ArrayLike) -> float:
+    """Kendall's tau-b of x (n,) and y (n,), O(n^2) time and O(n) memory; NaN where one of them is constant."""
+    x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    agreement = pairs_x = pairs_y = 0.0
+    for i in range(1, len(x)):
+        dx, dy = np.sign(x[i] - x[:i]), np.sign(y[i] - y[:i])
+        agreement += dx @ dy
+        pairs_x += dx @ dx  # pairs that x does not tie
+        pairs_y += dy @ dy
+    return float(agreement / np.sqrt(pairs_x * pairs_y)) if pairs_x and pairs_y else float("nan")
