@@ -5,18 +5,19 @@
 Writes `items_shuffle.json`, `items_ins_v2.json`, `items_human_ins.json` (WebShop's schema, data/README.md) and
 `title_nouns.json` (asin -> what the title names, for the type part of the reward). The same seed gives the same bytes.
 
-How a choice becomes real. Products come in families of six of one kind ("jacket") that share their options and three
-attributes a, b, c. Each pair {a, b}, {b, c}, {a, c} has two members, the first one cheap, the second one usually too
-dear for a shopper who was sent for the first:
+What makes the choice real: products come in families of six of one kind ("jacket") that share their options. Of three
+attributes a, b, c each of {a, b}, {b, c}, {a, c} has two members, one cheap, the other mostly too dear for who looks for
+the first. Sent for "a padded lined jacket with color: red, and size: large, and price lower than 60.00 dollars":
 
-    Norda hooded waterproof cotton jacket   $34.0      "i need a cotton waterproof jacket with color: red, and
-    Velmo cotton casual waterproof jacket   $76.0       size: large, and price lower than 60.00 dollars":
-    Tarvo lined slim cotton jacket          $31.0       the second is too dear, the third not waterproof
+    Norda padded lined beaded jacket      $34.0
+    Velmo lined padded zipped jacket      $76.0    too dear
+    Tarvo beaded lined quilted jacket     $31.0    "It has no padding."
 
-Texts repeat the words of a product unequally often, so a search ranks the family in no telling order. An instruction
-names two attributes, never the brand, and is the only one with this kind and these two, so that splits by product
-share no instruction. The vocabulary is closed and small (about 250 words), each attribute and value a single word, so
-that a model of a million parameters, trained from scratch, can read it.
+Search counts words (`padding` and `padded` are one to it), so a text that denies an attribute is found as well as one
+that has it, and the family fills the first results page in no telling order. An instruction names two attributes and
+never the brand; no other has this kind with these two, so splits by product share no instruction. The vocabulary is
+closed and small (about 250 words), attributes and values are single words: a model of a million parameters, trained
+from scratch, can read it.
 """
 
 from __future__ import annotations
@@ -37,32 +38,37 @@ GENERATED = Path(__file__).parent / "generated"
 COLORS = "red blue green black white yellow pink brown"
 SIZES = "small medium large huge"
 
-# category: (kinds, attributes, {option: values}), words parted by blanks. No attribute is part of another word here: the
-# reward looks for attributes as substrings of title, bullets and description.
+# category: (kinds, attributes, {option: values}), words parted by blanks. An attribute comes with the noun of what is
+# missing without it: search reduces both to one stem, the reward takes neither for the other.
 SHELVES: dict[str, tuple[str, str, dict[str, str]]] = {
     "fashion": (
         "jacket shirt sweater dress skirt coat scarf hat belt vest",
-        "waterproof cotton wool hooded slim lined washable stretchy casual quilted",
+        "padded:padding lined:lining quilted:quilting buttoned:buttons zipped:zip pocketed:pockets pleated:pleats"
+        " fringed:fringe beaded:beads ruffled:ruffles",
         {"color": COLORS, "size": SIZES, "pattern": "plain striped dotted floral"},
     ),
     "beauty": (
         "shampoo lotion balm soap serum lipstick perfume mask toner conditioner",
-        "gentle hydrating soothing mineral herbal nourishing vegan organic fragrant lasting",
+        "foaming:foam tinted:tint shimmering:shimmer oiled:oil medicated:medication moisturizing:moisturizer"
+        " exfoliating:exfoliation powdered:powder waxed:wax sugared:sugar",
         {"scent": "jasmine vanilla citrus cedar musk apple", "size": SIZES, "package": "tube jar pump"},
     ),
     "grocery": (
-        "cookie cracker muffin pretzel bagel cake pie pickle soup sauce",
-        "kosher crunchy sugarless spicy roasted salted creamy smoked fresh frozen",
+        "cookie cracker muffin pretzel bagel cake pie soup sauce salad",
+        "salted:salt smoked:smoke sweetened:sweetener frosted:frosting glazed:glaze filled:filling spiced:spice"
+        " buttered:butter sugared:sugar preserved:preservatives",
         {"flavor": "honey ginger almond maple garlic pepper", "size": SIZES, "pack": "single double triple"},
     ),
     "electronics": (
         "speaker headset charger keyboard camera monitor radio router printer projector",
-        "wireless portable bluetooth compact rechargeable silent foldable backlit shockproof solar",
+        "wired:wires lighted:lights shielded:shield cushioned:cushion folding:fold mounted:mount amplified:amplifier"
+        " filtered:filter insulated:insulation recording:recorder",
         {"color": COLORS, "power": "low middle high", "plug": "american british european"},
     ),
     "garden": (
         "chair table lamp rug shelf mirror pillow curtain vase basket",
-        "wooden rustic sturdy handmade padded woven vintage folding modern outdoor",
+        "carved:carving framed:frame wheeled:wheels cushioned:cushion weighted:weights gilded:gilding"
+        " lacquered:lacquer folding:fold tiled:tiles painted:paint",
         {"color": COLORS, "shape": "round square oval", "finish": "matte glossy brushed"},
     ),
 }
@@ -70,6 +76,11 @@ BRANDS = "Norda Velmo Tarvo Kesta Brivo Zelka Ombri Junta Pelix Sarto Wexla Dovi
 OPENINGS = ("find me", "i need", "i want", "i am looking for")
 KINDS = sum(len(kinds.split()) for kinds, _, _ in SHELVES.values())
 FAMILY = 6
+
+
+def nouns_of(category: str) -> dict[str, str]:
+    """attribute -> the noun of what a product without it lacks."""
+    return dict(pair.split(":") for pair in SHELVES[category][1].split())
 
 
 def instruct(rng: random.Random, words: list[str]) -> str:
@@ -92,7 +103,7 @@ def triples(rng: random.Random, attributes: list[str]) -> Iterator[tuple[str, st
 
 def family(rng: random.Random, kind: str, category: str, triple: tuple[str, str, str]) -> Iterator[dict]:
     """Six products of one kind, as records with the keys of WebShop's files (and `pair`: what an instruction asks)."""
-    _, attributes, groups = SHELVES[category]
+    groups, missing = SHELVES[category][2], nouns_of(category)
     names = rng.sample(sorted(groups), 3 if rng.random() < 0.7 else 2)
     options = {
         name: [{"value": v, "image": None} for v in rng.sample(groups[name].split(), 3)] for name in sorted(names)
@@ -101,17 +112,18 @@ def family(rng: random.Random, kind: str, category: str, triple: tuple[str, str,
     tens = rng.randint(1, 4)
     for pair in itertools.combinations(triple, 2):
         for twin in range(2):
-            own = [*pair, rng.choice([a for a in attributes.split() if a not in triple])]
+            own = [*pair, rng.choice([attribute for attribute in missing if attribute not in triple])]
             rng.shuffle(own)
             dear = twin == 1 and rng.random() < 0.7
             # The limit of a goal is at most the fourth multiple of ten above the price, so four tens more is too dear.
             price = 10 * tens + rng.randint(1, 9) + (40 if dear else 0)
-            praise = [f"This {kind} is {rng.choice(own)}." for _ in range(rng.randint(0, 4))]
+            praise = [f"A {kind} for every day."] * rng.randint(0, 3)
+            denial = [f"It has no {missing[attribute]}." for attribute in triple if attribute not in pair]
             brand = brands.pop()
             yield {
                 "name": " ".join([brand, *own, kind]),
-                "full_description": " ".join([f"A {kind} by {brand}.", *praise]),
-                "small_description": [f"{attribute} {kind}" for attribute in rng.sample(own, 3)],
+                "full_description": " ".join([f"Made by {brand}.", *praise, *denial]),
+                "small_description": rng.sample(own, 3),
                 "pricing": f"${price}.00",
                 "customization_options": options,
                 "category": category,
@@ -127,8 +139,8 @@ def catalogue(seed: int = 0, products: int = 1500) -> dict[str, object]:
     """File name -> content. `products` is rounded up to whole families."""
     rng = random.Random(f"webshop {seed}")
     shelves = [
-        (kind, category, triples(rng, attributes.split()))
-        for category, (kinds, attributes, _) in SHELVES.items()
+        (kind, category, triples(rng, list(nouns_of(category))))
+        for category, (kinds, _, _) in SHELVES.items()
         for kind in kinds.split()
     ]
     members = [
