@@ -6,7 +6,7 @@ Writes `items_shuffle.json`, `items_ins_v2.json`, `items_human_ins.json` (WebSho
 `title_nouns.json` (asin -> what the title names, for the type part of the reward). The same seed gives the same bytes.
 
 What makes the choice real: products come in families of six of one kind ("jacket") that share their options. Of three
-attributes a, b, c each of {a, b}, {b, c}, {a, c} has two members, one cheap, the other mostly too dear for who looks for
+attributes a, b, c each of {a, b}, {b, c}, {a, c} has two members, one cheap, the other mostly too dear for whoever wants
 the first. Sent for "a padded lined jacket with color: red, and size: large, and price lower than 60.00 dollars":
 
     Norda padded lined beaded jacket      $34.0
