@@ -1,0 +1,537 @@
+"""The WebShop engine: catalogue, goals, pages, actions and reward of Yao et al. (2022, arXiv 2207.01206).
+
+    shop = load(folder)                                     # shared by every environment with the same arguments
+    session = Session()                                     # immutable: a snapshot is the session itself
+    session, reward, details = shop.act(session, goal=0, action="search[red shirt]")
+    print(shop.page(session, goal=0).text)
+
+It answers page for page like the original (princeton-nlp/WebShop, text mode) without its Java, faiss, spaCy and web
+server. Kept from it: goals and their order, search results, clickables and their order, what is a no-op, the reward.
+Left out: images, reviews (the original never loads them), `show_attrs`, and the special first search words <r> <a> <c>
+<q>, which are plain words here.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import random
+import re
+import string
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from files import UserError
+from webshop_search import SearchIndex
+
+PAGE_SIZE, MAX_STEPS = 10, 5  # products on a results page; the paper's step limit
+BUNDLED_PAGE_SIZE, BUNDLED_MAX_STEPS = 5, 9  # the bundled catalogue's own: short pages for tiny models, more options
+SEP = " [SEP] "
+
+
+# -------------------------------------------------------------------------------------------------------- catalogue
+@dataclass(frozen=True, slots=True)
+class Product:
+    asin: str
+    title: str
+    description: str
+    bullets: tuple[str, ...]
+    prices: tuple[float, ...]  # dollars: one price, or the ends of a range
+    options: dict[str, tuple[str, ...]]  # name -> values, in the order of the page
+    attributes: tuple[str, ...]
+    query: str
+    category: str
+    breadcrumb: str
+
+    @property
+    def price_tag(self) -> str:
+        return " to ".join(f"${price}" for price in self.prices)
+
+    @property
+    def document(self) -> str:
+        """The text that search reads: of the bullets only the first, and no attributes."""
+        options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in self.options.items())
+        return " ".join([self.title, self.description, *self.bullets[:1], options])
+
+
+def find(folder: Path, *stems: str) -> Path:
+    """The first of the files that is there, as .json or .json.gz."""
+    names = [stem + suffix for stem in stems for suffix in (".json", ".json.gz")]
+    for path in (folder / name for name in names):
+        if path.exists():
+            return path
+    raise UserError(f"{folder}: found none of {', '.join(names)}; name a folder with WebShop's data files")
+
+
+def read_json(path: Path) -> Any:
+    """A .json or .json.gz file; raises UserError with the line where it is malformed."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
+
+
+def read_text(path: Path) -> str:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    return path.read_text(encoding="utf-8")
+
+
+def load_products(folder: Path) -> tuple[list[Product], dict[str, dict], dict[str, list[dict]]]:
+    """Products in file order, and by asin the synthetic and the human instructions; cleaned as the original does.
+
+    A folder that holds both the 1,000 products and the full catalogue gives the former.
+    """
+    path = find(folder, "items_shuffle_1000", "items_shuffle")
+    synthetic = read_json(find(folder, "items_ins_v2_1000", "items_ins_v2"))
+    human = read_json(find(folder, "items_human_ins"))
+    products: dict[str, Product] = {}
+    for number, record in enumerate(read_json(path)):
+        try:
+            asin = record["asin"]
+            if asin != "nan" and len(asin) <= 10 and asin not in products:
+                products[asin] = clean(record, synthetic.get(asin, {}).get("attributes", ["DUMMY_ATTR"]))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            message = f"{path}: product number {number} is not in WebShop's schema ({error!r})"
+            raise UserError(message) from None
+    return list(products.values()), synthetic, human
+
+
+def clean(record: dict, attributes: list[str]) -> Product:
+    bullets = record["small_description"]
+    digits = [re.sub(r"[^\d.]", "", piece) for piece in (record.get("pricing") or "").split("$")]
+    options = {
+        name.lower(): tuple(value["value"].strip().replace("/", " | ").lower() for value in values)
+        for name, values in (record["customization_options"] or {}).items()
+        if values is not None
+    }
+    return Product(
+        asin=record["asin"],
+        title=record["name"],
+        description=record["full_description"],
+        bullets=tuple(bullets) if isinstance(bullets, list) else (bullets,),
+        prices=tuple(float(d) for d in digits if d)[:2] or (100.0,),
+        options=options,
+        attributes=tuple(attributes),
+        query=record["query"].lower().strip(),
+        category=record["category"],
+        breadcrumb=record["product_category"],
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ goals
+def draw_prices(products: list[Product], rng: random.Random) -> dict[str, float]:
+    """One price per product, in catalogue order; it decides `r_price` and is never shown."""
+    return {p.asin: p.prices[0] if len(p.prices) == 1 else rng.uniform(*p.prices) for p in products}
+
+
+def draw_limit(price: float, rng: random.Random) -> tuple[float, str]:
+    """A price limit above the price, and the words that tell it."""
+    above = [10.0 * i for i in range(1, 100) if 10.0 * i > price][:4]
+    if len(above) < 2:
+        return 1_000_000, ""
+    limit = max(rng.sample(above, 2))
+    return limit, f", and price lower than {limit:.2f} dollars"
+
+
+def make_goal(product: Product, text: str, attributes: list[str], options: dict | list, limit: float) -> dict:
+    return {
+        "asin": product.asin,
+        "category": product.category,
+        "query": product.query,
+        "name": product.title,
+        "product_category": product.breadcrumb,
+        "instruction_text": text,
+        "attributes": attributes,
+        "price_upper": limit,
+        "goal_options": options,
+        "weight": 1,
+    }
+
+
+def synthetic_goals(products: list[Product], instructions: dict, prices: dict, rng: random.Random) -> list[dict]:
+    """One goal for every choice of options of every product that has a generated instruction."""
+    goals = []
+    for product in products:
+        record = instructions.get(product.asin, {})
+        if not record.get("instruction") or not record.get("instruction_attributes"):
+            continue
+        limit, price_text = draw_limit(prices[product.asin], rng)
+        names = sorted(product.options)
+        for values in itertools.product(*(product.options[name] for name in names)):
+            options = dict(zip(names, values, strict=True))
+            with_options = " with " + ", and ".join(f"{k}: {v}" for k, v in options.items()) if options else ""
+            text = record["instruction"] + with_options + price_text
+            goals.append(make_goal(product, text, record["instruction_attributes"], options, limit))
+    count = Counter(attribute for goal in goals for attribute in goal["attributes"])
+    for goal in goals:  # rare attributes are drawn as often as common ones
+        goal["weight"] = sum(1 / count[attribute] for attribute in goal["attributes"]) / len(goal["attributes"])
+    return goals
+
+
+def human_goals(products: list[Product], instructions: dict, prices: dict, rng: random.Random) -> list[dict]:
+    """One goal for every instruction that a person wrote; its options are values without names."""
+    goals = []
+    for product in products:
+        for record in instructions.get(product.asin, []):
+            if record["instruction_attributes"]:
+                limit, price_text = draw_limit(prices[product.asin], rng)
+                text = record["instruction"].strip(".") + price_text
+                goals.append(
+                    make_goal(product, text, record["instruction_attributes"], record["instruction_options"], limit)
+                )
+    return goals
+
+
+PRICE_CLAUSE = re.compile(r",? and price lower than [\d.]+ dollars$")
+OPTION_CLAUSE = re.compile(r" with (?:(?! with )[^,:])+: .*$")
+OPENING = re.compile(
+    r"^(find me|show me|i am looking for|i'm looking for|i would like|i need|i want|looking for)( an?)? ", re.I
+)
+
+
+def queries(instruction: str) -> list[str]:
+    """Searches that the instruction alone suggests: all but its price; also without options; also without "i need a";
+    the first and the last three words of the latter. For candidates of tiny models."""
+    whole = PRICE_CLAUSE.sub("", instruction.strip())
+    plain = OPTION_CLAUSE.sub("", whole)
+    core = OPENING.sub("", plain)
+    words = core.split()
+    return list(dict.fromkeys(q for q in (whole, plain, core, " ".join(words[:3]), " ".join(words[-3:])) if q))
+
+
+# ----------------------------------------------------------------------------------------------------------- splits
+def split_goals(goals: list[dict]) -> dict[str, list[int]]:
+    """train, val and test by a hash of the goal's product: 70, 10 and 20 %, the same whatever the seed."""
+    splits: dict[str, list[int]] = {"train": [], "val": [], "test": []}
+    for i, goal in enumerate(goals):
+        share = zlib.crc32(goal["asin"].encode()) % 100
+        splits["train" if share < 70 else "val" if share < 80 else "test"].append(i)
+    return splits
+
+
+def read_splits(source: str | Path | dict[str, str]) -> dict[str, list[int]]:
+    """Published splits by index of the goal: {name: file}, one file, or a folder with NAME_indices*.json (as ETO's).
+
+    A file is a JSON list of integers; an index that comes twice counts once.
+    """
+    if not isinstance(source, dict):
+        path = Path(source)
+        files = sorted(path.glob("*_indices*.json")) if path.is_dir() else [path]
+        if not files:
+            raise UserError(f"{path}: no NAME_indices.json in this folder")
+        source = {file.name.split(".")[0].replace("_indices", ""): file for file in files}
+    splits = {name: read_json(Path(file)) for name, file in source.items()}
+    for name, indices in splits.items():
+        if not isinstance(indices, list) or not all(type(i) is int for i in indices):
+            raise UserError(f"{source[name]}: a JSON list of integers is expected")
+    return {name: list(dict.fromkeys(indices)) for name, indices in splits.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------- reward
+COLOR_WORDS = """
+alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo
+caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal
+dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather indigo ivory
+ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor mushroom
+mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire
+seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white
+wine yellow"""
+COLORS = COLOR_WORDS.split()
+LATIN_1 = dict.fromkeys(range(128, 256))
+
+
+@lru_cache(maxsize=1 << 16)
+def token_set(text: str) -> frozenset[str]:
+    return frozenset(re.sub(r"\W", " ", text.translate(LATIN_1)).lower().split())
+
+
+@lru_cache(maxsize=1 << 18)
+def similar(a: str, b: str) -> bool:
+    """thefuzz's `token_set_ratio` above 85, with difflib as where python-Levenshtein is missing (rapidfuzz differs)."""
+    first, second = token_set(a), token_set(b)
+    if not first or not second:
+        return False
+    common = " ".join(sorted(first & second))
+    one = (common + " " + " ".join(sorted(first - second))).strip()
+    two = (common + " " + " ".join(sorted(second - first))).strip()
+    pairs = [(common, one), (common, two), (one, two)]
+    return any(x and y and round(100 * SequenceMatcher(None, x, y).ratio()) > 85 for x, y in pairs)
+
+
+def plain_color(value: str | tuple[str, str]) -> str:
+    """The first colour word found in an option's value replaces it all: "dark blue" -> "blue", "standard" -> "tan".
+
+    The (name, value) pairs of synthetic goals hold a colour only if one of the two *is* the word.
+    """
+    return next((color for color in COLORS if color in value), str(value))
+
+
+FUNCTION_WORDS = """
+a about above across after all also am an and any are around as at be because been before behind below between both
+but by can could do does down each either every few for from had has have he her here him his how i if in inside into
+is it its just many may me more most much must my near no nor not of off on only onto or other our out outside over
+own per shall she should so some such than that the their them then there these they this those through to too under
+until up upon us very via was we were what when where which while who whose will with within without would you your"""
+NO_NOUNS = frozenset(FUNCTION_WORDS.split())
+
+
+def rule_nouns(title: str) -> list[str]:
+    """A stand-in for a tagger: every word that starts with a letter and is no function word counts as a noun."""
+    pieces = re.split(r"[\s/&|()\[\]{}\"“”+*~:;!?]+|(?<=\w)[-–—](?=[^\W\d])|,\s|'s\b|’s\b", title.lower())
+    bare = (piece.strip(string.punctuation + "–—…，。、™®©") for piece in pieces if piece)
+    return [word for word in bare if word[:1].isalpha() and word not in NO_NOUNS]
+
+
+def noun_finder(file: Path | None) -> Any:
+    """A function product -> lower-cased nouns of its title: from a file {asin: [noun, ...]}, else by spaCy's small
+    English model where that is installed, else `rule_nouns`. Only the reward for buying another product than the goal's
+    depends on the choice (r_type changes in about 5 % of those purchases)."""
+    if file is not None:
+        recorded = read_json(file)
+        return lambda product: recorded.get(product.asin) or rule_nouns(product.title)
+    try:
+        import spacy
+
+        tag = spacy.load("en_core_web_sm", exclude=["parser", "ner", "lemmatizer"])
+    except (ImportError, OSError):
+        return lambda product: rule_nouns(product.title)
+    return lambda product: [t.text.lower() for t in tag(product.title) if t.pos_ in ("NOUN", "PROPN")]
+
+
+# -------------------------------------------------------------------------------------------------- pages and actions
+ACTION = re.compile(r"(.+)\[(.+)\]")
+
+
+def parse(action: str) -> tuple[str, str] | None:
+    """(name, lower-cased argument) of `name[argument]`; what follows the last bracket is ignored."""
+    match = ACTION.match(action)
+    return (match[1], match[2].lower()) if match else None
+
+
+class Session(NamedTuple):
+    """Where a shopper stands."""
+
+    page: str = "start"  # start, results, item, description, features, reviews, done
+    query: str = ""
+    number: int = 1  # of the results page
+    product: int = -1  # position in the catalogue
+    options: tuple[tuple[str, str], ...] = ()  # (name, value) as chosen
+    reward: float = 0.0  # of the purchase, shown on the last page
+
+
+class Page(NamedTuple):
+    """A page without its instruction; `clickables`: key -> the fields of Session that a click on it sets."""
+
+    text: str
+    clickables: dict[str, dict[str, Any]]
+    candidates: tuple[tuple[str, str], ...]  # (what the page says of the key, click[key])
+
+
+BUTTONS = {
+    "back to search": "search again",
+    "< prev": "go back",
+    "next >": "see more",
+    "description": "read the description",
+    "features": "read the features",
+    "reviews": "read the reviews",
+    "buy now": "buy it",
+}
+
+
+def make_page(nodes: list[str], clickables: dict[str, dict[str, Any]], says: dict[str, str] | None = None) -> Page:
+    says = BUTTONS | (says or {})
+    candidates = ((says[key], f"click[{key}]") for key in clickables if key != "search")
+    # A key that `parse` would not give back (a value with brackets) can't be clicked, in the original neither.
+    executable = tuple((said, action) for said, action in candidates if parse(action) == ("click", action[6:-1]))
+    return Page(SEP.join(visible(nodes)), clickables, executable)
+
+
+def visible(nodes: list[str]) -> list[str]:
+    """Text nodes as a browser's text mode lists them: an empty one is none, one of blanks alone is an empty entry."""
+    return [node.strip() for node in nodes if node and (node.strip() or "\n" not in node)]
+
+
+BACK = {"back to search": dict(Session()._asdict())}
+START = make_page(["WebShop", "Instruction:", "", "Search"], {"search": {}})
+THANKS = ["Thank you for shopping with us!", "Your code:", "None", "(Paste it in your MTurk interface.)", "Purchased"]
+RECEIPT = "attrs|None|category|None|query|None|product category|None|Target|asin|options|attrs|price upper|"
+RECEIPT += "instuction text|category|product category|query|Goal|None|Reward|Your score (min 0.0, max 1.0)"
+
+
+class Shop:
+    """A catalogue with its search index, goals and memoised pages; holds no session, so environments share it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        goals: Path | None = None,
+        title_nouns: Path | None = None,
+        use_human_goals: bool = False,
+        seed: int = 0,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        self.products, synthetic, human = load_products(folder)
+        self.position = {product.asin: i for i, product in enumerate(self.products)}
+        self.page_size = page_size
+        rng = random.Random(seed)
+        self.prices = draw_prices(self.products, rng)
+        if goals is not None:
+            recorded = read_json(goals)
+            self.goals = recorded["goals"] if isinstance(recorded, dict) else recorded
+            self.prices.update(recorded.get("prices", {}) if isinstance(recorded, dict) else {})
+            unknown = next((goal["asin"] for goal in self.goals if goal["asin"] not in self.position), None)
+            if unknown:
+                raise UserError(
+                    f"{goals}: product {unknown} of a goal is not in {folder}; take the catalogue it is from"
+                )
+        else:
+            build, instructions = (human_goals, human) if use_human_goals else (synthetic_goals, synthetic)
+            self.goals = build(self.products, instructions, self.prices, rng)
+            random.Random(233).shuffle(self.goals)  # the original's order: fixed whatever the prices
+        if not self.goals:
+            raise UserError(f"{goals or folder}: no goals; the catalogue has no instructions of the kind asked for")
+        self.by_asin = sorted(range(len(self.products)), key=lambda i: self.products[i].asin)  # equal scores: by asin
+        self.index = SearchIndex(self.products[i].document for i in self.by_asin)
+        own = folder / "title_nouns.json"  # the bundled catalogue has one
+        self.find_nouns = noun_finder(title_nouns or (own if own.exists() else None))
+        self.search = lru_cache(maxsize=1 << 14)(self.search)
+        self.results = lru_cache(maxsize=1 << 14)(self.results)
+        self.item = lru_cache(maxsize=1 << 14)(self.item)
+        self.nouns = lru_cache(maxsize=1 << 16)(self.nouns)
+        self.match = lru_cache(maxsize=1 << 18)(self.match)
+
+    def search(self, query: str) -> tuple[int, ...]:
+        """The positions of at most 50 products, best first."""
+        return tuple(self.by_asin[document] for document in self.index.top(query)[0])
+
+    def searches(self, goal: int) -> list[tuple[str, str]]:
+        return [("search for it", f"search[{query}]") for query in queries(self.goals[goal]["instruction_text"])]
+
+    # ---------------------------------------------------------------------------------------------------- pages
+    def page(self, session: Session) -> Page:
+        kind = session.page
+        if kind == "start":
+            return START
+        if kind == "results":
+            return self.results(session.query, session.number)
+        if kind == "item":
+            return self.item(session.product)
+        if kind == "done":
+            return self.done(session)
+        return self.sub_page(session.product, kind)
+
+    def text(self, session: Session, goal: int) -> str:
+        """The observation: the page's text below the instruction."""
+        body, instruction = self.page(session).text, self.goals[goal]["instruction_text"].strip()
+        if session.page == "start":
+            return SEP.join(["WebShop", "Instruction:", instruction, "Search"])
+        return body if session.page == "done" else SEP.join(["Instruction:", instruction, body])
+
+    def results(self, query: str, number: int) -> Page:
+        found = self.search(query)
+        shown = [self.products[i] for i in found[(number - 1) * self.page_size : number * self.page_size]]
+        turn = {"< prev": {"number": number - 1}} if number > 1 else {}
+        nodes = ["Back to Search", f"Page {number} (Total results: {len(found)})", "< Prev" if turn else "", "Next >"]
+        nodes += [node for product in shown for node in (product.asin, product.title, product.price_tag)]
+        links = {p.asin.lower(): {"page": "item", "product": self.position[p.asin]} for p in shown}
+        says = {p.asin.lower(): f"{p.title} {p.price_tag}" for p in shown}
+        return make_page(nodes, BACK | turn | {"next >": {"number": number + 1}} | links, says)
+
+    def item(self, i: int) -> Page:
+        product = self.products[i]
+        nodes = ["Back to Search", "< Prev", *(n for name, values in product.options.items() for n in (name, *values))]
+        nodes += [product.title, f"Price: {product.price_tag}", "Rating: N.A."]
+        nodes += ["Description", "Features", "Reviews", "Buy Now"]
+        clickables = BACK | {"< prev": {"page": "results", "options": ()}}
+        clickables |= {kind: {"page": kind} for kind in ("description", "features", "reviews")}
+        clickables |= {"buy now": {"page": "done"}}
+        values = {value: name for name, values in product.options.items() for value in values}  # twice: the later name
+        clickables |= {value: {"option": (name, value)} for value, name in values.items()}
+        return make_page(nodes, clickables, {value: f"{name} {value}" for value, name in values.items()})
+
+    def sub_page(self, i: int, kind: str) -> Page:
+        product = self.products[i]
+        body = {"description": [product.description], "features": [*product.bullets], "reviews": []}[kind]
+        return make_page(["Back to Search", "< Prev", *body], BACK | {"< prev": {"page": "item"}})
+
+    def done(self, session: Session) -> Page:
+        options = json.dumps(dict(session.options), sort_keys=True)
+        for char in "<>&'":
+            options = options.replace(char, f"\\u{ord(char):04x}")
+        bought = [*THANKS, "asin", self.products[session.product].asin, "options", options]
+        return make_page([*bought, *RECEIPT.split("|"), str(session.reward), "Reward Details", "None"], {})
+
+    # -------------------------------------------------------------------------------------------------- actions
+    def act(self, session: Session, goal: int, action: str) -> tuple[Session, dict[str, Any] | None]:
+        """The session after an action, and the reward's parts if it was a purchase; what is not valid is a no-op."""
+        name, argument = parse(action) or ("", "")
+        if name == "search":  # works on every page
+            return Session("results", argument), None
+        change = self.page(session).clickables.get(argument) if name == "click" else None
+        if not change:
+            return session, None
+        if "option" in change:
+            return session._replace(options=tuple((dict(session.options) | dict([change["option"]])).items())), None
+        if change.get("page") == "done":
+            reward, details = self.score(goal, session.product, tuple(v for _, v in session.options))
+            return session._replace(page="done", reward=reward), details
+        return session._replace(**change), None
+
+    # --------------------------------------------------------------------------------------------------- reward
+    def nouns(self, i: int) -> list[str]:
+        return self.find_nouns(self.products[i])
+
+    def match(self, goal: int, i: int) -> dict[str, Any]:
+        """The parts of the reward that do not depend on the options: type, attributes, price."""
+        wanted, product = self.goals[goal], self.products[i]
+        titles = self.nouns(self.position[wanted["asin"]]), self.nouns(i)
+        title_score = len(set(titles[0]) & set(titles[1])) / len(titles[0]) if titles[0] else 0.2
+        query_match = product.query == wanted["query"]
+        crumbs = ({c.strip() for c in text.split("›")} for text in (product.breadcrumb, wanted["product_category"]))
+        category_match = len(set.intersection(*crumbs)) >= 2
+        r_type = 1.0 if query_match or category_match or title_score > 0.2 else 0.5
+        r_type = 0.0 if title_score == 0 else 0.1 if title_score < 0.1 else r_type
+        texts = [t.lower() for t in (product.title, " ".join(product.bullets), product.description)]
+        found = sum(
+            any(similar(a, attribute) for a in product.attributes) or any(attribute in text for text in texts)
+            for attribute in wanted["attributes"]
+        )
+        return {
+            "r_type": r_type,
+            "title_score": title_score,
+            "query_match": query_match,
+            "category_match": category_match,
+            "n_att": found,
+            "r_price": self.prices[product.asin] <= wanted["price_upper"],
+        }
+
+    def score(self, goal: int, i: int, chosen: tuple[str, ...]) -> tuple[float, dict[str, Any]]:
+        """The reward in [0, 1] for buying product i with these option values, and its parts (r_*: met, w_*: weight)."""
+        wanted = self.goals[goal]
+        options = wanted["goal_options"]
+        options = list(options.items()) if isinstance(options, dict) else options
+        values = [plain_color(value) for value in chosen]
+        n_option = sum(any(similar(value, plain_color(o)) for value in values) for o in options)
+        parts = dict(self.match(goal, i))
+        n_att, n_attributes = parts.pop("n_att"), len(wanted["attributes"])
+        total = n_attributes + len(options) + 1
+        reward = (n_att + n_option + parts["r_price"]) / total * parts["r_type"]
+        parts |= {"r_att": n_att / n_attributes, "w_att": n_attributes / total}
+        parts |= {"r_option": n_option / len(options) if options else None, "w_option": len(options) / total}
+        return reward, parts | {"w_price": 1 / total}
+
+
+@lru_cache(maxsize=8)
+def load(folder: Path, *args: Any) -> Shop:
+    """A Shop, built once for the same arguments (those of Shop)."""
+    return Shop(folder, *args)
