@@ -15,239 +15,22 @@ reward before it answers is marked "oracle": it shows a ceiling, not what an age
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import re
-import sys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import files
-import page
-import plots
-from files import UserError
-from stats import Estimate, bootstrap, by_task, kendall, paired_difference, spearman
+import report_page as page
+import report_plots as plots
+from report_results import Group, load_row, read_results, result_files
+from stats import Estimate, kendall, paired_difference, spearman
 
-# Table 2 of the paper (Llama-2-7B-Chat), reward x 100: WebShop; SciWorld and ALFWorld seen, unseen.
-PAPER = {
-    "greedy": {"webshop": (63.1,), "sciworld": (67.4, 53.0), "alfworld": (60.0, 67.2)},
-    "rft": {"webshop": (63.6,), "sciworld": (71.6, 54.3), "alfworld": (62.9, 66.4)},
-    "best_of_n": {"webshop": (67.9,), "sciworld": (70.2, 57.6), "alfworld": (62.1, 69.4)},
-    "qlass": {"webshop": (70.3,), "sciworld": (75.3, 66.4), "alfworld": (77.9, 82.8)},
-}
 PAPER_NOTE = (
     "Paper: Table 2 divided by 100 (Llama-2-7B-Chat; other model, other data; SciWorld and ALFWorld seen / unseen; its "
     "best-of-N picks by the true reward). Tokens per task: generated = completion tokens of the policy, the paper's "
     "count; total = prompt computed + generated + scored by QNet."
 )
 DEFAULT_RUN = Path("runs/webshop")
-METHODS = {  # in the order of the table
-    "expert": "expert (knows the goal)",
-    "random": "random candidate",
-    "greedy": "SFT greedy",
-    "sample": "SFT sampled",
-    "rft": "SFT on best tree paths (RFT)",
-    "best_of_n": "best-of-N",
-    "qlass": "QLASS",
-    "oracle_step": "step scorer by true reward (oracle)",
-    "oracle_lookahead": "look-ahead of the released code (oracle)",
-}
-
-
-@dataclass(frozen=True)
-class Method:
-    """What one row of the table stands for."""
-
-    env: str
-    method: str
-    M: int | None
-    N: int | None
-    select: str | None
-    label: str
-
-    @property
-    def oracle(self) -> bool:
-        return self.method.startswith("oracle") or (self.select == "oracle" and (self.N or 1) > 1)
-
-    @property
-    def name(self) -> str:
-        name = METHODS.get(self.method, self.method)
-        if (self.N or 1) > 1:
-            name += {"q": ", picked by QNet", "oracle": ", picked by true reward (oracle)"}.get(self.select or "", "")
-        return f"{name} [{self.label}]" if self.label else name
-
-    @property
-    def budget(self) -> str:
-        """ "M=4 N=2", without what is 1."""
-        return " ".join(f"{k}={v}" for k, v in (("M", self.M), ("N", self.N)) if (v or 1) > 1)
-
-    @property
-    def target(self) -> str | None:
-        """The process reward that QNet learnt, where the label names one (Fig. 4)."""
-        found = re.search(r"(?:^|target[ =:_-]*)(q|avg|reward)\b", self.label)
-        return found[1] if found else "q" if self.method == "qlass" and not self.label else None
-
-    @property
-    def paper(self) -> str:
-        if self.label or (self.method == "best_of_n" and not self.oracle):
-            return "–"
-        numbers = PAPER.get(self.method, {}).get(self.env.split()[0], ())
-        return " / ".join(f"{x / 100:.3f}" for x in numbers) or "–"
-
-    def order(self) -> tuple:
-        rank = list(METHODS).index(self.method) if self.method in METHODS else len(METHODS)
-        return self.env, rank, self.method, self.label, self.oracle, self.N or 1, self.M or 1
-
-
-@dataclass
-class Result:
-    """One episode: the numbers of its line, and where the line is, so that its text need not stay in memory."""
-
-    task: str
-    seed: int
-    reward: float
-    success: float | None
-    generated: float
-    total: float  # tokens: prompt computed + generated + scored
-    env_steps: float
-    seconds: float
-    q: list[float]  # QNet's value of each action taken, where it scored them
-    where: tuple[Path, int, int]  # file, line number, byte offset
-
-
-@dataclass
-class Group:
-    """All results of one method, keyed by (task, seed)."""
-
-    method: Method
-    results: dict[tuple[str, int], Result] = field(default_factory=dict)
-
-    def values(self, name: str) -> dict[tuple[str, int], float]:
-        pairs = ((key, getattr(result, name)) for key, result in self.results.items())
-        return {key: float(value) for key, value in pairs if value is not None}
-
-    @cached_property
-    def reward(self) -> Estimate:
-        return bootstrap(by_task(self.values("reward")).values())
-
-    def mean(self, name: str) -> float:
-        values = by_task(self.values(name)).values()
-        return sum(values) / len(values) if values else math.nan
-
-    def zero_share(self) -> float:
-        return sum(result.reward == 0 for result in self.results.values()) / len(self.results)
-
-    def seeds(self) -> str:
-        """The number of seeds, and the lowest and highest of their mean rewards."""
-        rewards = defaultdict(list)
-        for (_task, seed), result in self.results.items():
-            rewards[seed].append(result.reward)
-        means = [sum(group) / len(group) for group in rewards.values()]
-        return "1" if len(means) == 1 else f"{len(means)} ({min(means):.3f}–{max(means):.3f})"
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
-
-
-def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
-    """(label, file) of each argument: a file, a folder's results*.jsonl, either with LABEL= in front."""
-    for argument in arguments:
-        label, path = "", Path(argument)
-        if not path.exists() and "=" in argument:
-            label, _, rest = argument.partition("=")
-            path = Path(rest)
-        if path.is_dir():
-            found = sorted(path.glob("results*.jsonl"))
-            if not found:
-                raise UserError(f"{path}: no results*.jsonl in this folder; python q_search.py --run {path} writes one")
-            yield from ((label, file) for file in found)
-        elif path.is_file():
-            yield label, path
-        else:
-            raise UserError(f"{path}: no such file or folder; python q_search.py writes results.jsonl")
-
-
-def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
-    """Read (label, file) pairs into one group a method, in the order of the table.
-
-    UserError names file:line of a malformed line, and both lines where two results claim the same method, task and
-    seed but differ. A last line that was cut short (a run that was stopped) is skipped with a warning.
-    """
-    groups: dict[Method, Group] = {}
-    for label, path in sources:
-        offset = 0
-        with open(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    try:
-                        method, result = parse_result(line, label, (path, number, offset))
-                    except ValueError as error:
-                        if line.endswith(b"\n"):
-                            raise UserError(f"{path}:{number}: {error}; mend or delete this line") from None
-                        print(f"warning: {path}:{number}: skipped, cut short by a stopped run", file=sys.stderr)
-                    else:
-                        insert(groups.setdefault(method, Group(method)), result)
-                offset += len(line)
-    if not groups:
-        raise UserError("the result files hold no result; python q_search.py writes some")
-    return [groups[method] for method in sorted(groups, key=Method.order)]
-
-
-def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple[Method, Result]:
-    """ValueError says what is wrong with a line."""
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError(f"a JSON object is expected, not {type(row).__name__}")
-    if missing := [name for name in ("task_id", "env", "method", "reward", "tokens") if row.get(name) is None]:
-        raise ValueError(f"{', '.join(missing)} missing")
-    if not (isinstance(row["reward"], int | float) and math.isfinite(row["reward"])):
-        raise ValueError(f"reward is {row['reward']!r}, not a number")
-    if not isinstance(row["tokens"], dict):
-        raise ValueError('tokens is not {"prompt", "generated", "scored"}')
-    steps, tokens = row.get("steps") or [], row["tokens"]
-    label = ", ".join(filter(None, (label, row.get("label") or "")))
-    split = row.get("split") if row.get("split") not in (None, "test") else ""
-    env = f"{row['env']} {split}".strip()
-    return Method(env, row["method"], row.get("M"), row.get("N"), row.get("select"), label), Result(
-        task=str(row["task_id"]),
-        seed=row.get("seed") or 0,
-        reward=row["reward"],
-        success=row.get("success"),
-        generated=tokens.get("generated", 0),
-        total=sum(tokens.get(part, 0) for part in ("prompt", "generated", "scored")),
-        env_steps=row.get("env_steps", row.get("n_steps", len(steps))),
-        seconds=row.get("seconds", 0),
-        q=[q for step in steps if (q := taken_q(step)) is not None],
-        where=where,
-    )
-
-
-def taken_q(step: dict) -> float | None:
-    """QNet's value of the action taken in a step, or None."""
-    scored = [c["q"] for c in step.get("candidates") or [] if c["action"] == step["action"] and c.get("q") is not None]
-    return max(scored, default=None)
-
-
-def insert(group: Group, result: Result) -> None:
-    old = group.results.setdefault((result.task, result.seed), result)
-    if (old.reward, old.total, old.q) != (result.reward, result.total, result.q):
-        places = " and ".join(f"{path}:{number}" for path, number, _ in (old.where, result.where))
-        raise UserError(
-            f"{places}: two different results of {group.method.name} for task {result.task}, seed {result.seed}; "
-            'name the runs apart: python report.py "first=PATH" "second=PATH"'
-        )
-
-
-def load_row(result: Result) -> dict:
-    path, _, offset = result.where
-    with open(path, "rb") as lines:
-        lines.seek(offset)
-        return json.loads(lines.readline())
-
-
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -265,18 +48,8 @@ def number(value: float, digits: int = 0) -> str:
 
 
 def results_table(groups: Sequence[Group]) -> Table:
-    head = [
-        "environment",
-        "method",
-        "M",
-        "N",
-        "tasks",
-        "seeds (their means)",
-        "reward [95 %]",
-        "success",
-        "zero reward",
-    ]
-    head += ["generated tokens", "total tokens", "env steps", "seconds", "paper"]
+    head = ["environment", "method", "M", "N", "tasks", "seeds (their means)", "reward [95 %]", "success"]
+    head += ["zero reward", "generated tokens", "total tokens", "env steps", "seconds", "paper"]
     rows = []
     for group in groups:
         m = group.method
@@ -298,8 +71,8 @@ def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
         peers = [b for b in groups if b.method.env == a.method.env and b.method.label in (a.method.label, "")]
         if a.method.method == "qlass":
             for oracle in (False, True):
-                rivals = [b for b in peers if b.method.method == "best_of_n" and b.method.oracle == oracle]
-                own = [b for b in rivals if b.method.label == a.method.label] or rivals
+                own = [b for b in peers if (b.method.method, b.method.oracle) == ("best_of_n", oracle)]
+                own = [b for b in own if b.method.label == a.method.label]
                 if own and a.mean("total") > 0:  # at equal cost, and at an equal number of samples
                     yield a, min(own, key=lambda b: abs(math.log((b.mean("total") or 1e-9) / a.mean("total"))))
                 yield from ((a, b) for b in own if (b.method.N or 1) == (a.method.M or 1) * (a.method.N or 1))
@@ -321,14 +94,8 @@ def differences_table(groups: Sequence[Group]) -> Table:
         names = [f"{g.method.name} {g.method.budget}".strip() for g in (a, b)]
         ratio = f"{a.mean('total') / b.mean('total'):.2f}" if b.mean("total") else "–"
         verdict = "no difference" if difference.covers_zero else "higher" if difference.mean > 0 else "lower"
-        rows[a.method.env, *names] = [
-            a.method.env,
-            *names,
-            str(difference.n),
-            interval(difference, "+"),
-            ratio,
-            verdict,
-        ]
+        key = (a.method.env, *names)
+        rows[key] = [*key, str(difference.n), interval(difference, "+"), ratio, verdict]
     return head, list(rows.values())
 
 
@@ -354,9 +121,7 @@ def scored_steps(group: Group) -> tuple[list[float], list[float]]:
 def markdown(table: Table) -> str:
     head, rows = table
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(re.sub(r"\s+", " ", c).replace("|", "\\|") for c in line) + " |" for line in lines
-    )
+    return "\n".join("| " + " | ".join(" ".join(c.split()).replace("|", "\\|") for c in line) + " |" for line in lines)
 
 
 # ---------------------------------------------------------------------------------------------------- one task, Fig. 5
@@ -386,9 +151,7 @@ def cases(groups: Sequence[Group]) -> Iterator[tuple[str, dict, dict]]:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tables, figures and an HTML page from result files.")
-    parser.add_argument(
-        "results", nargs="*", help="results*.jsonl or run folders, LABEL=PATH to name one; default: RUN"
-    )
+    parser.add_argument("results", nargs="*", help="results*.jsonl or run folders; LABEL=PATH names one (RUN)")
     parser.add_argument("--run", type=Path, help=f"run folder (that of the first result file, or {DEFAULT_RUN})")
     parser.add_argument("--trees", type=Path, help="q_labels.jsonl or trees.jsonl to show (default: the run folder's)")
     parser.add_argument("--max-trees", type=int, default=60, help="trees put into the page (%(default)s)")

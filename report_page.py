@@ -1,4 +1,4 @@
-"""The report as one HTML page: page.html filled with tables, figures, episodes side by side and the trees' data.
+"""The report as one HTML page: report_page.html filled with tables, figures, episodes side by side and the trees' data.
 
 Text of an environment may hold anything, `</script>` too. So whatever comes from a file passes `escape` on its way into
 the markup, or travels as JSON without a "<" and is put on the page as text; and the page forbids itself the network.
@@ -23,13 +23,13 @@ TITLES = {
 
 
 def render(content: dict) -> str:
-    """Fill page.html: each {{name}} is replaced once, so that a {{name}} inside a text stays as it is."""
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    """Fill report_page.html: each {{name}} is replaced once, so that a {{name}} inside a text stays as it is."""
+    template = Path(__file__).with_name("report_page.html").read_text(encoding="utf-8")
     figures = {name: "" for name in TITLES}
     for name, env, svg in content["figures"]:
-        caption = f"<figcaption>{escape(env)}</figcaption>"
+        described = f"{escape(TITLES[name])}, {escape(env)}"
         figures[name] += (
-            f'<figure role="img" aria-label="{escape(TITLES[name])}, {escape(env)}">{svg}{caption}</figure>'
+            f'<figure role="img" aria-label="{described}">{svg}<figcaption>{escape(env)}</figcaption></figure>'
         )
     parts = {
         "results": content["results"],
@@ -93,7 +93,7 @@ def step(record: dict) -> str:
 
 
 def chip(q: float) -> str:
-    """A number on its colour; page.html paints every `.q` by its data-q."""
+    """A number on its colour; report_page.html paints every `.q` by its data-q."""
     return f'<span class="q" data-q="{q:.4f}">{q:.2f}</span>'
 
 

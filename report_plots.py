@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from stats import bootstrap
 
 if TYPE_CHECKING:
-    from report import Group, Method
+    from report_results import Group, Method
 
 INK = "#2b2d31"  # stands for the page's text colour
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
@@ -73,14 +73,12 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.5, 4.6), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
-        for axes, cost, label in (
-            (left, "total", "all tokens"),
-            (right, "generated", "generated tokens (the paper's)"),
-        ):
+        counts = ("total", "all tokens per task"), ("generated", "generated tokens per task (the paper's count)")
+        for axes, (cost, label) in zip((left, right), counts, strict=True):
             for i, (name, line) in enumerate(lines.items()):
                 draw_line(axes, name, sorted(line, key=lambda g: g.mean(cost)), cost, i)
             axes.set_xscale("log")
-            axes.set_xlabel(f"{label} per task")
+            axes.set_xlabel(label)
             axes.grid(alpha=0.25)
         left.set_ylabel("mean reward, 95 % interval")
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
@@ -112,11 +110,11 @@ def targets(groups: Sequence[Group]) -> Figure | None:
         axes = figure.subplots()
         colours = {"q": COLOURS[0], "avg": COLOURS[4], "reward": COLOURS[3], None: "#8c8c8c"}
         for row, group in enumerate(bars):
-            errors = np.nan_to_num(np.abs(np.array([[group.reward.low], [group.reward.high]]) - group.reward.mean))
-            axes.barh(
-                row, group.reward.mean, xerr=errors, color=colours[group.method.target], ecolor=INK, capsize=2, height=0.7
-            )  # fmt: skip
-            axes.text(0.01, row, f"{group.reward.mean:.3f}", va="center", color="black", fontsize=9)
+            mean, low, high = group.reward.mean, group.reward.low, group.reward.high
+            errors = np.nan_to_num([[mean - low], [high - mean]])
+            colour = colours[group.method.target]
+            axes.barh(row, mean, xerr=errors, color=colour, ecolor=INK, capsize=2, height=0.7)
+            axes.text(0.01, row, f"{mean:.3f}", va="center", color="black", fontsize=9)
         axes.set_yticks(range(len(bars)), [f"{g.method.name} {g.method.budget}" for g in bars])
         axes.invert_yaxis()
         axes.set_xlabel("mean reward, 95 % interval")
@@ -128,12 +126,10 @@ def calibration(groups: Sequence[Group], bins: int = 10) -> Figure | None:
 
     The interval of a bin is drawn over tasks, since the steps of an episode share its reward.
     """
-    steps = [
-        (q, r.reward, r.task) for g in groups if g.method.method == "qlass" for r in g.results.values() for q in r.q
-    ]
+    results = [result for g in groups if g.method.method == "qlass" for result in g.results.values()]
+    steps = sorted((q, result.reward, result.task) for result in results for q in result.q)
     if len(steps) < 2 * bins:
         return None
-    steps.sort()
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5, 4.6), layout="constrained")
         axes = figure.subplots()
