@@ -6,8 +6,9 @@ Writes `items_shuffle.json`, `items_ins_v2.json`, `items_human_ins.json` (WebSho
 `title_nouns.json` (asin -> what the title names, for the type part of the reward). The same seed gives the same bytes.
 
 What makes the choice real: products come in families of six of one kind ("jacket") that share their options. Of three
-attributes a, b, c each of {a, b}, {b, c}, {a, c} has two members, one cheap, the other mostly too dear for whoever wants
-the first. Sent for "a padded lined jacket with color: red, and size: large, and price lower than 60.00 dollars":
+attributes a, b, c each of {a, b}, {b, c}, {a, c} has a member that shoppers are sent for, and beside it one that is too
+dear, or lacks both, or is as good. Sent for "a padded lined jacket with color: red, and size: large, and price lower
+than 60.00 dollars":
 
     Norda padded lined beaded jacket      $34.0
     Velmo lined padded zipped jacket      $76.0    too dear
@@ -73,6 +74,7 @@ SHELVES: dict[str, tuple[str, str, dict[str, str]]] = {
     ),
 }
 BRANDS = "Norda Velmo Tarvo Kesta Brivo Zelka Ombri Junta Pelix Sarto Wexla Dovik Fenlo Galtu Hirma Mirto Rovka"
+USES = "home work travel"
 OPENINGS = ("find me", "i need", "i want", "i am looking for")
 KINDS = sum(len(kinds.split()) for kinds, _, _ in SHELVES.values())
 FAMILY = 6
@@ -104,21 +106,21 @@ def triples(rng: random.Random, attributes: list[str]) -> Iterator[tuple[str, st
 def family(rng: random.Random, kind: str, category: str, triple: tuple[str, str, str]) -> Iterator[dict]:
     """Six products of one kind, as records with the keys of WebShop's files (and `pair`: what an instruction asks)."""
     groups, missing = SHELVES[category][2], nouns_of(category)
-    names = rng.sample(sorted(groups), 3 if rng.random() < 0.7 else 2)
-    options = {
-        name: [{"value": v, "image": None} for v in rng.sample(groups[name].split(), 3)] for name in sorted(names)
-    }
+    names = sorted(groups) if rng.random() < 0.8 else rng.sample(sorted(groups), 2)
+    values = {name: rng.sample(groups[name].split(), 4 if len(groups[name].split()) > 4 else 3) for name in names}
+    options = {name: [{"value": value, "image": None} for value in values[name]] for name in sorted(names)}
     brands = rng.sample(BRANDS.split(), FAMILY)
     tens = rng.randint(1, 4)
+    others = [attribute for attribute in missing if attribute not in triple]
     for pair in itertools.combinations(triple, 2):
-        for twin in range(2):
-            own = [*pair, rng.choice([attribute for attribute in missing if attribute not in triple])]
+        for role in ("wanted", rng.choice(("too dear", "too dear", "lacks both", "as good"))):
+            has = [] if role == "lacks both" else pair
+            own = [*has, *rng.sample(others, 3 - len(has))]
             rng.shuffle(own)
-            dear = twin == 1 and rng.random() < 0.7
             # The limit of a goal is at most the fourth multiple of ten above the price, so four tens more is too dear.
-            price = 10 * tens + rng.randint(1, 9) + (40 if dear else 0)
-            praise = [f"A {kind} for every day."] * rng.randint(0, 3)
-            denial = [f"It has no {missing[attribute]}." for attribute in triple if attribute not in pair]
+            price = 10 * tens + rng.randint(1, 9) + (40 if role == "too dear" else 0)
+            praise = [f"A {kind} for {use}." for use in rng.sample(USES.split(), rng.randint(0, 3))]
+            denial = [f"It has no {missing[attribute]}." for attribute in triple if attribute not in has]
             brand = brands.pop()
             yield {
                 "name": " ".join([brand, *own, kind]),
@@ -131,7 +133,7 @@ def family(rng: random.Random, kind: str, category: str, triple: tuple[str, str,
                 "product_category": f"{category} › {kind}",
                 "images": [""],
                 "attributes": own,
-                "pair": None if twin else rng.sample(pair, 2),
+                "pair": rng.sample(pair, 2) if role == "wanted" else None,
             }
 
 
