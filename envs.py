@@ -35,6 +35,7 @@ from gymnasium.utils import seeding
 
 import frozenlake
 import webshop
+import webshop_data
 from data import make_webshop
 from files import UserError as UserError
 
@@ -112,7 +113,7 @@ class WebShopEnv(TextEnv):
 
     data: folder with items_shuffle*, items_ins_v2*, items_human_ins (.json or .json.gz); None: the bundled catalogue,
     with its own page length and step limit. goals, title_nouns: recorded files instead of drawn goals and of a tagger.
-    human_goals: the instructions that people wrote. split_file: published splits by goal index (webshop.read_splits).
+    human_goals: the instructions that people wrote. split_file: published splits by goal index (webshop_data.splits).
     Task i is goal i. Other splits are by product, so that none is in two of them.
     """
 
@@ -149,14 +150,9 @@ class WebShopEnv(TextEnv):
         super().__init__(max_steps)
         files = [path and Path(path) for path in (goals, title_nouns)]
         self.shop = webshop.load(Path(data), *files, human_goals, seed, page_size or webshop.PAGE_SIZE)
-        self.splits = webshop.read_splits(split_file) if split_file else webshop.split_goals(self.shop.goals)
-        self.splits["all"] = list(range(len(self.shop.goals)))
-        for split, indices in self.splits.items():
-            if indices and not 0 <= max(indices) < len(self.shop.goals):
-                count = f"index {max(indices)}, but there are only {len(self.shop.goals)} goals"
-                raise UserError(f"webshop: split {split!r} names {count}; take the catalogue and goals it was made for")
+        self.splits = webshop_data.splits(self.shop.goals, split_file)
         if instruction:
-            self.instruction = webshop.read_text(Path(instruction))
+            self.instruction = webshop_data.read_text(Path(instruction))
         self.index, self.session = 0, webshop.Session()
 
     @property

@@ -18,8 +18,9 @@ import numpy as np
 import snowballstemmer
 
 K1, B, TOP = np.float32(0.9), np.float32(0.4), 50
-STOP = """a an and are as at be but by for if in into is it no not of on or such that the their then there these they this
-to was will with"""
+STOP = """
+a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was
+will with"""
 STOP_WORDS = frozenset(STOP.split())
 
 # --------------------------------------------------------------------------------------------------- words of a text
