@@ -27,10 +27,9 @@ def render(content: dict) -> str:
     template = Path(__file__).with_name("report_page.html").read_text(encoding="utf-8")
     figures = {name: "" for name in TITLES}
     for name, env, svg in content["figures"]:
-        described = f"{escape(TITLES[name])}, {escape(env)}"
-        figures[name] += (
-            f'<figure role="img" aria-label="{described}">{svg}<figcaption>{escape(env)}</figcaption></figure>'
-        )
+        title = escape(f"{TITLES[name]}, {env}")
+        caption = f"<figcaption>{escape(env)}</figcaption>"
+        figures[name] += f'<figure role="img" aria-label="{title}">{svg}{caption}</figure>'
     parts = {
         "results": content["results"],
         "differences": content["differences"],
@@ -79,9 +78,9 @@ def step(record: dict) -> str:
     thought = f'<p class="thought">{escape(record["thought"])}</p>' if record.get("thought") else ""
     scored = [c for c in record.get("candidates") or [] if c.get("q") is not None]
     scored.sort(key=lambda c: -c["q"])
+    taken = next((c for c in scored if c["action"] == record["action"]), None)
     items = "".join(
-        f"<li{' class=taken' if c['action'] == record['action'] else ''}>{chip(c['q'])} "
-        f"<code>{escape(c['action'])}</code></li>"
+        f"<li{' class=taken' if c is taken else ''}>{chip(c['q'])} <code>{escape(c['action'])}</code></li>"
         for c in scored
     )
     candidates = f'<ul class="candidates" aria-label="candidates with q">{items}</ul>' if items else ""

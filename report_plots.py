@@ -16,7 +16,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from stats import bootstrap
 
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from report_results import Group, Method
 
 INK = "#2b2d31"  # stands for the page's text colour
-COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
-MARKERS = "osD^vP"
+GREY = "#8c8c8c"
+COLOURS = {"qlass": "#0072b2", "best_of_n": "#d55e00", "rft": "#009e73", "greedy": GREY, "sample": GREY}
+ORACLE = "#cc79a7"  # step scorers that look at the true reward
+TARGETS = {"q": "#0072b2", "avg": "#e69f00", "reward": "#cc79a7", None: GREY}
+MARKERS = "osD^vPX"
 STYLE = {
     "text.color": INK,
     "axes.edgecolor": INK,
@@ -66,18 +69,21 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
     """Fig. 3: mean reward with its interval against tokens a task, by total cost and by the paper's count."""
     lines = defaultdict(list)
     for group in groups:
-        if group.mean("total") > 0:
+        if group.mean("total") > 0 and group.method.method not in ("random", "expert"):
             lines[family(group.method)].append(group)
     if not lines:
         return None
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(9.5, 4.6), layout="constrained")
+        figure = Figure(figsize=(9.5, 4.8), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         counts = ("total", "all tokens per task"), ("generated", "generated tokens per task (the paper's count)")
         for axes, (cost, label) in zip((left, right), counts, strict=True):
             for i, (name, line) in enumerate(lines.items()):
-                draw_line(axes, name, sorted(line, key=lambda g: g.mean(cost)), cost, i)
+                draw_line(axes, name, sorted(line, key=lambda g: g.mean(cost)), cost, MARKERS[i % len(MARKERS)])
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+            axes.xaxis.set_minor_formatter(NullFormatter())
             axes.set_xlabel(label)
             axes.grid(alpha=0.25)
         left.set_ylabel("mean reward, 95 % interval")
@@ -85,65 +91,83 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
         return figure
 
 
-def draw_line(axes: Axes, name: str, line: Sequence[Group], cost: str, i: int) -> None:
+def draw_line(axes: Axes, name: str, line: Sequence[Group], cost: str, marker: str) -> None:
     x = [group.mean(cost) for group in line]
     y = np.array([group.reward.mean for group in line])
     bounds = np.array([(group.reward.low, group.reward.high) for group in line]).T
+    method = line[0].method
+    colour = COLOURS.get(method.method, ORACLE)
+    look = {"linestyle": "--", "markerfacecolor": "none"} if method.oracle else {}
     errors = np.nan_to_num(np.abs(bounds - y))
-    colour, oracle = COLOURS[i % len(COLOURS)], line[0].method.oracle
-    axes.errorbar(
-        x, y, errors, label=name, color=colour, marker=MARKERS[i % len(MARKERS)], capsize=2, elinewidth=1,
-        linestyle="--" if oracle else "-", markerfacecolor="none" if oracle else colour,
-    )  # fmt: skip
+    axes.errorbar(x, y, errors, label=name, color=colour, marker=marker, capsize=2, elinewidth=1, **look)
     for group, a, b in zip(line, x, y, strict=True):
         if group.method.budget:
             axes.annotate(group.method.budget, (a, b), (5, 4), textcoords="offset points", fontsize=8, color=colour)
 
 
 def targets(groups: Sequence[Group]) -> Figure | None:
-    """Fig. 4: the same search or self-training under QNets that learnt different process rewards; None without them."""
-    bars = [g for g in groups if g.method.target or g.method.method in ("greedy", "rft")]
-    if len({g.method.target for g in bars} - {None}) < 2:
+    """Fig. 4: the same method at the same M and N under QNets that learnt different process rewards, beside greedy and
+    RFT; None where no label names another target."""
+    other = {budget(g.method) for g in groups if g.method.label and g.method.target}
+    bars = [g for g in groups if g.method.target and budget(g.method) in other]
+    if not bars:
         return None
+    bars = [g for g in groups if g.method.method in ("greedy", "rft") and not g.method.label] + bars
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7, 1 + 0.42 * len(bars)), layout="constrained")
         axes = figure.subplots()
-        colours = {"q": COLOURS[0], "avg": COLOURS[4], "reward": COLOURS[3], None: "#8c8c8c"}
         for row, group in enumerate(bars):
-            mean, low, high = group.reward.mean, group.reward.low, group.reward.high
-            errors = np.nan_to_num([[mean - low], [high - mean]])
-            colour = colours[group.method.target]
-            axes.barh(row, mean, xerr=errors, color=colour, ecolor=INK, capsize=2, height=0.7)
-            axes.text(0.01, row, f"{mean:.3f}", va="center", color="black", fontsize=9)
+            mean = group.reward.mean
+            low, high = np.nan_to_num([group.reward.low, group.reward.high], nan=mean)
+            colour = TARGETS[group.method.target]
+            axes.barh(row, mean, xerr=[[mean - low], [high - mean]], color=colour, ecolor=INK, capsize=2, height=0.7)
+            axes.annotate(f"{mean:.3f}", (high, row), (5, 0), textcoords="offset points", va="center", fontsize=9)
         axes.set_yticks(range(len(bars)), [f"{g.method.name} {g.method.budget}" for g in bars])
         axes.invert_yaxis()
         axes.set_xlabel("mean reward, 95 % interval")
         return figure
 
 
+def budget(method: Method) -> tuple:
+    return method.method, method.M, method.N, method.select
+
+
 def calibration(groups: Sequence[Group], bins: int = 10) -> Figure | None:
     """QNet's value of the actions taken against the final reward of their episodes, in bins of equal counts.
 
-    The interval of a bin is drawn over tasks, since the steps of an episode share its reward.
+    One series for each label (a QNet of its own). The interval of a bin is drawn over tasks, since the steps of an
+    episode share its reward.
     """
-    results = [result for g in groups if g.method.method == "qlass" for result in g.results.values()]
-    steps = sorted((q, result.reward, result.task) for result in results for q in result.q)
-    if len(steps) < 2 * bins:
+    series = defaultdict(list)
+    for group in groups:
+        if group.method.method == "qlass":
+            steps = [(q, result.reward, result.task) for result in group.results.values() for q in result.q]
+            series[group.method.label].extend(steps)
+    series = {label: sorted(steps) for label, steps in series.items() if len(steps) >= 2 * bins}
+    if not series:
         return None
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5, 4.6), layout="constrained")
         axes = figure.subplots()
-        for part in np.array_split(np.arange(len(steps)), bins):
-            tasks = defaultdict(list)
-            for i in part:
-                tasks[steps[i][2]].append(steps[i][1])
-            y = bootstrap([sum(rewards) / len(rewards) for rewards in tasks.values()])
-            x = float(np.mean([steps[i][0] for i in part]))
-            errors = np.nan_to_num([[y.mean - y.low], [y.high - y.mean]])
-            axes.errorbar(x, y.mean, errors, color=COLOURS[0], marker="o", capsize=2)
+        for i, (label, steps) in enumerate(series.items()):
+            points = [bin_point([steps[k] for k in part]) for part in np.array_split(np.arange(len(steps)), bins)]
+            x, y, low, high = np.array(points).T
+            errors = np.nan_to_num([y - low, high - y])
+            look = {"color": list(TARGETS.values())[i % len(TARGETS)], "marker": MARKERS[i % len(MARKERS)]}
+            axes.errorbar(x, y, errors, label=label or "QLASS", capsize=2, **look)
         axes.axline((0, 0), slope=1, color=INK, alpha=0.4, linestyle=":")
-        axes.yaxis.set_major_locator(MaxNLocator(6))
-        axes.set_xlabel("q that QNet predicts for the action taken (QLASS)")
+        axes.set_xlabel("q that QNet predicts for the action taken")
         axes.set_ylabel("final reward of the episode, 95 % interval")
         axes.grid(alpha=0.25)
+        if len(series) > 1:
+            axes.legend()
         return figure
+
+
+def bin_point(steps: Sequence[tuple[float, float, str]]) -> tuple[float, float, float, float]:
+    """Mean q, mean reward and the reward's interval of (q, reward, task) steps."""
+    tasks = defaultdict(list)
+    for _, reward, task in steps:
+        tasks[task].append(reward)
+    y = bootstrap([sum(rewards) / len(rewards) for rewards in tasks.values()])
+    return float(np.mean([q for q, _, _ in steps])), y.mean, y.low, y.high
