@@ -31,6 +31,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.toy_text.utils import categorical_sample
 from gymnasium.utils import seeding
 
 import frozenlake
@@ -258,14 +259,14 @@ class FrozenLakeEnv(TextEnv):
         except ValueError as error:
             raise UserError(f"frozenlake: {error}") from None
         goal = int(np.flatnonzero(self.lake.desc == b"G")[0])
-        self.task_id = task_id
-        self.task = f"walk from {self._where(self.lake.s)} to the goal at {self._where(goal)}"
+        self.task_id, self.cell = task_id, int(self.lake.s)
+        self.task = f"walk from {self._where(self.cell)} to the goal at {self._where(goal)}"
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
         self._load((options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("train"))))
-        self.lake.np_random, _ = seeding.np_random(zlib.crc32(self.task_id.encode()) if seed is None else seed)
-        self.steps, self.lake.lastaction = 0, None
+        self.chances, _ = seeding.np_random(zlib.crc32(self.task_id.encode()) if seed is None else seed)
+        self.steps = 0
         # A fixed map is the same words in every task; the rows of a random one are there to be read cell by cell.
         rows = ["".join(row).replace("S", "F") for row in self.lake.desc.astype(str)]
         rows = [" ".join(row) for row in rows] if "random" in self.task_id else rows
@@ -275,7 +276,9 @@ class FrozenLakeEnv(TextEnv):
         self.steps += 1
         move, reward, terminated, note = action.strip().lower(), 0.0, False, ""
         if move in frozenlake.MOVES:
-            _, reward, terminated, _, _ = self.lake.step(frozenlake.MOVES.index(move))
+            outcomes = self.lake.P[self.cell][frozenlake.MOVES.index(move)]
+            chosen = categorical_sample([probability for probability, *_ in outcomes], self.chances)
+            _, self.cell, reward, terminated = outcomes[chosen]
         else:
             note = "Invalid action: choose left, down, right or up. "
         truncated = not terminated and self.max_steps is not None and self.steps >= self.max_steps
@@ -285,41 +288,40 @@ class FrozenLakeEnv(TextEnv):
         return f"row {state // self.lake.ncol}, column {state % self.lake.ncol}"
 
     def _look(self) -> str:
-        cell, where = frozenlake.cell(self.lake, self.lake.s), self._where(self.lake.s)
-        if cell != "ice":
-            return f"You fell into a hole at {where}." if "hole" in cell else f"You reached the goal at {where}."
-        around = ", ".join(f"{move} {frozenlake.ahead(self.lake, move)}" for move in frozenlake.MOVES)
+        kind, where = frozenlake.kind(self.lake, self.cell), self._where(self.cell)
+        if kind != "ice":
+            return f"You fell into a hole at {where}." if "hole" in kind else f"You reached the goal at {where}."
+        around = ", ".join(f"{move} {frozenlake.ahead(self.lake, self.cell, move)}" for move in frozenlake.MOVES)
         return f"You are at {where}." + (f" Around you: {around}." if "random" in self.task_id else "")
 
     def _info(self) -> dict[str, Any]:
         return {"task_id": self.task_id, "task": self.task, "valid_actions": self.valid_actions()}
 
     def valid_actions(self) -> list[str]:
-        return list(frozenlake.MOVES) if frozenlake.cell(self.lake, self.lake.s) == "ice" else []
+        return list(frozenlake.MOVES) if frozenlake.kind(self.lake, self.cell) == "ice" else []
 
     def candidates(self) -> list[tuple[str, str]]:
         return [(self._thought(move), move) for move in self.valid_actions()]
 
     def _thought(self, move: str) -> str:
         """What the map shows in that direction: the same words for a right move and a wrong one."""
-        return f"From {self._where(self.lake.s)}, {move} is {frozenlake.ahead(self.lake, move)}."
+        return f"From {self._where(self.cell)}, {move} is {frozenlake.ahead(self.lake, self.cell, move)}."
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         """The optimal policy for gamma = 0.9; among equally good moves the task id decides, so demonstrations vary."""
         q = self.q_star()
         while self.valid_actions():
-            best = np.flatnonzero(q[self.lake.s] > q[self.lake.s].max() - 1e-9)
-            move = frozenlake.MOVES[random.Random(f"{task_id} {self.lake.s}").choice(best)]
+            best = np.flatnonzero(q[self.cell] > q[self.cell].max() - 1e-9)
+            move = frozenlake.MOVES[random.Random(f"{task_id} {self.cell}").choice(best)]
             yield self._thought(move), move
 
     def snapshot(self) -> Any:
-        return self.task_id, int(self.lake.s), self.steps, self.lake.np_random.bit_generator.state
+        return self.task_id, self.cell, self.steps, copy.deepcopy(self.chances)
 
     def restore(self, snapshot: Any) -> None:
-        task_id, state, steps, chances = snapshot
-        if task_id != getattr(self, "task_id", None):
-            self._load(task_id)
-        self.lake.s, self.steps, self.lake.np_random.bit_generator.state = state, steps, chances
+        task_id, cell, steps, chances = snapshot
+        self._load(task_id)
+        self.cell, self.steps, self.chances = cell, steps, copy.deepcopy(chances)
 
     def q_star(self, gamma: float = 0.9) -> np.ndarray:
         """Q*(s, a) of every cell, row by row, shape (cells, 4): see frozenlake.q_star."""
@@ -327,12 +329,12 @@ class FrozenLakeEnv(TextEnv):
 
     def q_star_of(self, action: str, gamma: float = 0.9) -> float:
         """Q*(s, a) here; an invalid action only costs its step: gamma * max_a Q*(s, a)."""
-        q, move = self.q_star(gamma)[self.lake.s], action.strip().lower()
+        q, move = self.q_star(gamma)[self.cell], action.strip().lower()
         return float(q[frozenlake.MOVES.index(move)] if move in frozenlake.MOVES else gamma * q.max())
 
     def optimal_value(self, gamma: float = 0.9) -> float:
         """max_a Q*(s, a) in the state at hand."""
-        return float(self.q_star(gamma)[self.lake.s].max())
+        return float(self.q_star(gamma)[self.cell].max())
 
 
 # ------------------------------------------------------------------------------------------------------------ registry

@@ -17,11 +17,12 @@ from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_ra
 MOVES = ("left", "down", "right", "up")  # Gymnasium's actions 0, 1, 2, 3
 LAYOUTS = ("8x8", "4x4", "random4", "random8")
 RANDOM_MAPS = 1000
-CELLS = {"F": "ice", "S": "ice", "H": "a hole", "G": "the goal"}
+KINDS = {"F": "ice", "S": "ice", "H": "a hole", "G": "the goal"}
 
 
+@functools.lru_cache(maxsize=256)
 def load(task_id: str) -> FrozenLakeEnv:
-    """The lake of a task with the walker `s` at its start; raises ValueError where the id names none."""
+    """The lake of a task, shared, with `s` its start; raises ValueError where the id names none."""
     match = re.fullmatch(r"(slippery-)?(?:(4x4|8x8)/r(\d)c(\d)|random([48])/(\d+))", task_id)
     if not match:
         raise ValueError(f"unknown task {task_id!r}: write e.g. 8x8/r2c3, slippery-4x4/r0c0 or random8/17")
@@ -29,7 +30,7 @@ def load(task_id: str) -> FrozenLakeEnv:
     desc = MAPS[fixed] if fixed else generate_random_map(int(size), seed=int(seed))
     lake = FrozenLakeEnv(desc=desc, is_slippery=bool(slippery))
     lake.s = int(row) * lake.ncol + int(column) if fixed else 0
-    if fixed and (max(int(row), int(column)) >= lake.ncol or cell(lake, lake.s) != "ice"):
+    if fixed and (max(int(row), int(column)) >= lake.ncol or kind(lake, lake.s) != "ice"):
         raise ValueError(f"task {task_id!r} does not start on ice: choose one of task_ids('all')")
     return lake
 
@@ -37,28 +38,28 @@ def load(task_id: str) -> FrozenLakeEnv:
 @functools.cache
 def tasks(layout: str) -> tuple[str, ...]:
     """All task ids of `[slippery-]MAP`, in an order in which any cut is a fair sample."""
-    kind = layout.removeprefix("slippery-")
-    if kind.startswith("random"):
+    name = layout.removeprefix("slippery-")
+    if name.startswith("random"):
         maps: dict[tuple[str, ...], int] = {}  # small maps repeat: only the first seed of each is a task
         for seed in itertools.count():
-            maps.setdefault(tuple(generate_random_map(int(kind[-1]), seed=seed)), seed)
+            maps.setdefault(tuple(generate_random_map(int(name[-1]), seed=seed)), seed)
             if len(maps) == RANDOM_MAPS:
                 return tuple(f"{layout}/{seed}" for seed in maps.values())
-    lake = FrozenLakeEnv(desc=MAPS[kind], is_slippery=False)
+    lake = FrozenLakeEnv(desc=MAPS[name], is_slippery=False)
     starts = [f"{layout}/r{s // lake.ncol}c{s % lake.ncol}" for s in np.flatnonzero(q_star(lake).max(1) > 0)]
-    return tuple(random.Random(kind).sample(starts, len(starts)))
+    return tuple(random.Random(name).sample(starts, len(starts)))
 
 
-def cell(lake: FrozenLakeEnv, state: int) -> str:
-    return CELLS[lake.desc.flat[state].decode()]
+def kind(lake: FrozenLakeEnv, cell: int) -> str:
+    return KINDS[lake.desc.flat[cell].decode()]
 
 
-def ahead(lake: FrozenLakeEnv, move: str) -> str:
-    """What the walker meets in a direction: "ice", "a hole", "the goal" or "the edge"."""
-    row, column = divmod(int(lake.s), lake.ncol)
+def ahead(lake: FrozenLakeEnv, cell: int, move: str) -> str:
+    """What lies next to a cell: "ice", "a hole", "the goal" or "the edge"."""
+    row, column = divmod(cell, lake.ncol)
     row, column = row + (move == "down") - (move == "up"), column + (move == "right") - (move == "left")
     inside = 0 <= row < lake.nrow and 0 <= column < lake.ncol
-    return cell(lake, row * lake.ncol + column) if inside else "the edge"
+    return kind(lake, row * lake.ncol + column) if inside else "the edge"
 
 
 @functools.lru_cache(maxsize=256)
@@ -76,4 +77,5 @@ def q_star(lake: FrozenLakeEnv, gamma: float = 0.9) -> np.ndarray:
     q, previous = reward, None
     while previous is None or np.abs(q - previous).max() > 1e-12:
         q, previous = reward + gamma * to @ q.max(1), q
+    q.setflags(write=False)  # shared by all who ask
     return q
