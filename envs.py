@@ -201,7 +201,7 @@ class WebShopEnv(TextEnv):
 
     def candidates(self) -> list[tuple[str, str]]:
         if self.session.page == "start":
-            return self.shop.searches(self.index)
+            return [("search for it", f"search[{query}]") for query in self.shop.queries(self.index)]
         return list(self.shop.page(self.session).candidates)
 
     def snapshot(self) -> tuple[int, webshop.Session, int]:
@@ -213,6 +213,11 @@ class WebShopEnv(TextEnv):
     def score(self, asin: str, options: dict[str, str]) -> tuple[float, dict[str, Any]]:
         """The reward that buying this product with these options would give, and its parts."""
         return self.shop.score(self.index, self.shop.position[asin], tuple(options.values()))
+
+    def optimal_value(self) -> float:
+        """The best final reward within the steps that are left (webshop.Shop.value); for ceilings only."""
+        left = 10**6 if self.max_steps is None else self.max_steps - self.steps
+        return self.shop.value(self.session, self.index, left)
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         from experts import shop

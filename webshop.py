@@ -1,8 +1,8 @@
 """The WebShop engine: catalogue, goals, pages, actions and reward of Yao et al. (2022, arXiv 2207.01206).
 
-    shop = load(folder)                                                 # one for all environments of the same arguments
-    session, details = shop.act(Session(), 0, "search[red shirt]")      # goal 0; details: the reward's parts, once bought
-    print(shop.text(session, 0), shop.page(session).clickables)         # a session is immutable: its own snapshot
+    shop = load(folder)                                              # one for all environments of the same arguments
+    session, details = shop.act(Session(), 0, "search[red shirt]")   # goal 0; details: the reward's parts, once bought
+    print(shop.text(session, 0), shop.page(session).clickables)      # a session is immutable: its own snapshot
 
 It answers page for page like the original (princeton-nlp/WebShop, text mode) without its Java, faiss, spaCy and web
 server. Kept from it: goals and their order, search results, clickables and their order, what is a no-op, the reward.
@@ -12,6 +12,7 @@ Left out: images, reviews (the original never loads them), `show_attrs`, and the
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -61,6 +62,7 @@ def similar(a: str, b: str) -> bool:
     return any(x and y and round(100 * SequenceMatcher(None, x, y).ratio()) > 85 for x, y in pairs)
 
 
+@lru_cache(maxsize=1 << 16)
 def plain_color(value: str | tuple[str, str]) -> str:
     """The first colour word found in an option's value replaces it all: "dark blue" -> "blue", "standard" -> "tan".
 
@@ -161,6 +163,10 @@ RECEIPT = "attrs|None|category|None|query|None|product category|None|Target|asin
 RECEIPT += "instuction text|category|product category|query|Goal|None|Reward|Your score (min 0.0, max 1.0)"
 
 
+MEMOISED = {"search": 1 << 14, "queries": 1 << 14, "results": 1 << 12, "item": 1 << 14, "nouns": 1 << 16}
+MEMOISED |= {"match": 1 << 18, "options_met": 1 << 14, "rewards": 1 << 18, "results_value": 1 << 18}
+
+
 class Shop:
     """A catalogue with its search index, goals and memoised pages; holds no session, so environments share it."""
 
@@ -197,18 +203,15 @@ class Shop:
         self.index = SearchIndex(self.products[i].document for i in self.by_asin)
         own = folder / "title_nouns.json"  # the bundled catalogue has one
         self.find_nouns = noun_finder(title_nouns or (own if own.exists() else None))
-        self.search = lru_cache(maxsize=1 << 14)(self.search)
-        self.results = lru_cache(maxsize=1 << 14)(self.results)
-        self.item = lru_cache(maxsize=1 << 14)(self.item)
-        self.nouns = lru_cache(maxsize=1 << 16)(self.nouns)
-        self.match = lru_cache(maxsize=1 << 18)(self.match)
+        for name, size in MEMOISED.items():
+            setattr(self, name, lru_cache(size)(getattr(self, name)))
 
     def search(self, query: str) -> tuple[int, ...]:
         """The positions of at most 50 products, best first."""
         return tuple(self.by_asin[document] for document in self.index.top(query)[0])
 
-    def searches(self, goal: int) -> list[tuple[str, str]]:
-        return [("search for it", f"search[{query}]") for query in queries(self.goals[goal]["instruction_text"])]
+    def queries(self, goal: int) -> list[str]:
+        return queries(self.goals[goal]["instruction_text"])
 
     # ---------------------------------------------------------------------------------------------------- pages
     def page(self, session: Session) -> Page:
@@ -308,20 +311,78 @@ class Shop:
             "r_price": self.prices[product.asin] <= wanted["price_upper"],
         }
 
+    def wanted_options(self, goal: int) -> list[Any]:
+        """Goal options as the reward compares them: (name, value) pairs of a synthetic goal, values of a human one."""
+        options = self.goals[goal]["goal_options"]
+        return [plain_color(o) for o in (options.items() if isinstance(options, dict) else options)]
+
+    def reward(self, goal: int, i: int, n_option: int) -> float:
+        wanted, parts = self.goals[goal], self.match(goal, i)
+        total = len(wanted["attributes"]) + len(wanted["goal_options"]) + 1
+        return (parts["n_att"] + n_option + parts["r_price"]) / total * parts["r_type"]
+
     def score(self, goal: int, i: int, chosen: tuple[str, ...]) -> tuple[float, dict[str, Any]]:
         """The reward in [0, 1] for buying product i with these option values, and its parts (r_*: met, w_*: weight)."""
-        wanted = self.goals[goal]
-        options = wanted["goal_options"]
-        options = list(options.items()) if isinstance(options, dict) else options
-        values = [plain_color(value) for value in chosen]
-        n_option = sum(any(similar(value, plain_color(o)) for value in values) for o in options)
-        parts = dict(self.match(goal, i))
-        n_att, n_attributes = parts.pop("n_att"), len(wanted["attributes"])
+        values, options = [plain_color(value) for value in chosen], self.wanted_options(goal)
+        n_option = sum(any(similar(value, option) for value in values) for option in options)
+        parts, n_attributes = dict(self.match(goal, i)), len(self.goals[goal]["attributes"])
         total = n_attributes + len(options) + 1
-        reward = (n_att + n_option + parts["r_price"]) / total * parts["r_type"]
-        parts |= {"r_att": n_att / n_attributes, "w_att": n_attributes / total}
+        parts |= {"r_att": parts.pop("n_att") / n_attributes, "w_att": n_attributes / total}
         parts |= {"r_option": n_option / len(options) if options else None, "w_option": len(options) / total}
-        return reward, parts | {"w_price": 1 / total}
+        return self.reward(goal, i, n_option), parts | {"w_price": 1 / total}
+
+    # --------------------------------------------------------------------------------------------------- oracle
+    def options_met(self, goal: int, i: int) -> dict[str, dict[str, frozenset[int]]]:
+        """Option name -> value -> which of the goal's options it meets."""
+        options, met = list(enumerate(self.wanted_options(goal))), {}
+        for change in self.item(i).clickables.values():
+            if "option" in change:
+                name, value = change["option"]
+                plain = plain_color(value)
+                met.setdefault(name, {})[value] = frozenset(n for n, option in options if similar(plain, option))
+        return met
+
+    def rewards(self, goal: int, i: int, chosen: tuple[tuple[str, str], ...] = ()) -> tuple[float, ...]:
+        """The best reward for product i after at most 0, 1, 2, ... clicks on options, from those chosen already."""
+        met, before = self.options_met(goal, i), dict(chosen)
+        fewest = {frozenset(): 0}  # which options are met -> clicks
+        for name, values in met.items():
+            moves = [(values.get(before.get(name), frozenset()), 0), *((gain, 1) for gain in set(values.values()))]
+            reached: dict[frozenset[int], int] = {}
+            for (have, clicks), (gain, cost) in itertools.product(fewest.items(), moves):
+                reached[have | gain] = min(clicks + cost, reached.get(have | gain, clicks + cost))
+            fewest = reached
+        counts = (max(len(have) for have, cost in fewest.items() if cost <= clicks) for clicks in range(len(met) + 1))
+        return tuple(self.reward(goal, i, count) for count in counts)
+
+    def results_value(self, goal: int, query: str, number: int, steps: int) -> float:
+        """The best reward from a page of results: turn to a product's page, click it, choose options, buy."""
+        best = 0.0
+        for rank, i in enumerate(self.search(query)):
+            clicks = steps - abs(rank // self.page_size + 1 - number) - 2
+            if clicks >= 0:
+                best = max(best, self.rewards(goal, i)[: clicks + 1][-1])
+        return best
+
+    def value(self, session: Session, goal: int, steps: int) -> float:
+        """The best final reward within so many steps, for measuring ceilings: it looks at the goal and the true reward.
+
+        It weighs buying this product after the best clicks on options, every product of this query's results, and those
+        of a new search among `queries`, which takes `back to search` first.
+        """
+        if session.page == "done":
+            return session.reward
+        anew = steps - 1 if session.page == "start" else steps - 2
+        best = max(self.results_value(goal, query, 1, anew) for query in self.queries(goal))
+        if session.page == "start":
+            return best
+        if session.page not in ("results", "item"):
+            steps -= 1  # back to the item
+        if session.page != "results":
+            if steps >= 1:
+                best = max(best, self.rewards(goal, session.product, session.options)[:steps][-1])
+            steps -= 1  # back to the results
+        return max(best, self.results_value(goal, session.query, session.number, steps))
 
 
 @lru_cache(maxsize=8)

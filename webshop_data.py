@@ -199,9 +199,9 @@ def queries(instruction: str) -> list[str]:
 def splits(goals: list[dict], published: str | Path | dict[str, str] | None = None) -> dict[str, list[int]]:
     """Split name -> indices of goals; "all" is always there.
 
-    By default train, val and test: 70, 10 and 20 % of the *products*, by a hash of the asin, so that the same product is
-    in the same split whatever the seed. Published ones: {name: file}, a file, or a folder with NAME_indices*.json (as
-    ETO's); a file is a JSON list of goal indices, and one that comes twice counts once.
+    By default train, val and test: 70, 10 and 20 % of the *products*, by a hash of the asin, so that a product stays in
+    its split whatever the seed. Published ones: {name: file}, a file, or a folder with NAME_indices*.json (as ETO's);
+    a file is a JSON list of goal indices, and one that comes twice counts once.
     """
     everything = range(len(goals))
     if published is None:
