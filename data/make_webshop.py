@@ -24,6 +24,7 @@ from scratch, can read it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
@@ -76,7 +77,6 @@ SHELVES: dict[str, tuple[str, str, dict[str, str]]] = {
 BRANDS = "Norda Velmo Tarvo Kesta Brivo Zelka Ombri Junta Pelix Sarto Wexla Dovik Fenlo Galtu Hirma Mirto Rovka"
 USES = "home work travel"
 OPENINGS = ("find me", "i need", "i want", "i am looking for")
-KINDS = sum(len(kinds.split()) for kinds, _, _ in SHELVES.values())
 FAMILY = 6
 
 
@@ -103,54 +103,60 @@ def triples(rng: random.Random, attributes: list[str]) -> Iterator[tuple[str, st
     yield from later
 
 
-def family(rng: random.Random, kind: str, category: str, triple: tuple[str, str, str]) -> Iterator[dict]:
-    """Six products of one kind, as records with the keys of WebShop's files (and `pair`: what an instruction asks)."""
+def family(rng: random.Random, category: str, kind: str, triple: tuple[str, ...], asked: set[frozenset]) -> list[dict]:
+    """Six products as records with the keys of WebShop's files (and `pair`: what an instruction asks for).
+
+    `asked`: the pairs that instructions for this kind ask for; a product has none of them by chance.
+    """
     groups, missing = SHELVES[category][2], nouns_of(category)
-    names = sorted(groups) if rng.random() < 0.8 else rng.sample(sorted(groups), 2)
+    names = sorted(groups) if rng.random() < 0.8 else sorted(rng.sample(sorted(groups), 2))
     values = {name: rng.sample(groups[name].split(), 4 if len(groups[name].split()) > 4 else 3) for name in names}
-    options = {name: [{"value": value, "image": None} for value in values[name]] for name in sorted(names)}
+    options = {name: [{"value": value, "image": None} for value in values[name]] for name in names}
     brands = rng.sample(BRANDS.split(), FAMILY)
     tens = rng.randint(1, 4)
-    others = [attribute for attribute in missing if attribute not in triple]
+    members = []
     for pair in itertools.combinations(triple, 2):
         for role in ("wanted", rng.choice(("too dear", "too dear", "lacks both", "as good"))):
-            has = [] if role == "lacks both" else pair
-            own = [*has, *rng.sample(others, 3 - len(has))]
+            has = [attribute for attribute in triple if (attribute in pair) != (role == "lacks both")]
+            own = list(has)
+            for other in rng.sample(sorted(missing), len(missing)):
+                if len(own) < 3 and other not in triple and asked.isdisjoint(frozenset((other, a)) for a in own):
+                    own.append(other)
             rng.shuffle(own)
             # The limit of a goal is at most the fourth multiple of ten above the price, so four tens more is too dear.
             price = 10 * tens + rng.randint(1, 9) + (40 if role == "too dear" else 0)
             praise = [f"A {kind} for {use}." for use in rng.sample(USES.split(), rng.randint(0, 3))]
             denial = [f"It has no {missing[attribute]}." for attribute in triple if attribute not in has]
-            brand = brands.pop()
-            yield {
-                "name": " ".join([brand, *own, kind]),
-                "full_description": " ".join([f"Made by {brand}.", *praise, *denial]),
-                "small_description": rng.sample(own, 3),
-                "pricing": f"${price}.00",
-                "customization_options": options,
-                "category": category,
-                "query": kind,
-                "product_category": f"{category} › {kind}",
-                "images": [""],
-                "attributes": own,
-                "pair": rng.sample(pair, 2) if role == "wanted" else None,
-            }
+            members.append(
+                {
+                    "name": " ".join([brands[-1], *own, kind]),
+                    "full_description": " ".join([f"Made by {brands.pop()}.", *praise, *denial]),
+                    "small_description": rng.sample(own, len(own)),
+                    "pricing": f"${price}.00",
+                    "customization_options": options,
+                    "category": category,
+                    "query": kind,
+                    "product_category": f"{category} › {kind}",
+                    "images": [""],
+                    "attributes": own,
+                    "pair": rng.sample(pair, 2) if role == "wanted" else None,
+                }
+            )
+    return members
 
 
 def catalogue(seed: int = 0, products: int = 1500) -> dict[str, object]:
     """File name -> content. `products` is rounded up to whole families."""
     rng = random.Random(f"webshop {seed}")
-    shelves = [
-        (kind, category, triples(rng, list(nouns_of(category))))
-        for category, (kinds, _, _) in SHELVES.items()
-        for kind in kinds.split()
-    ]
-    members = [
-        product
-        for number in range(-(-products // FAMILY))
-        for kind, category, following in [shelves[number % KINDS]]
-        for product in family(rng, kind, category, next(following))
-    ]
+    shelves = [(category, kind) for category, (kinds, _, _) in SHELVES.items() for kind in kinds.split()]
+    families = -(-products // FAMILY)
+    members = []
+    for number, (category, kind) in enumerate(shelves):
+        count = families // len(shelves) + (number < families % len(shelves))
+        chosen = list(itertools.islice(triples(rng, list(nouns_of(category))), count))
+        asked = {frozenset(pair) for triple in chosen for pair in itertools.combinations(triple, 2)}
+        for triple in chosen:
+            members += family(rng, category, kind, triple, asked)
     rng.shuffle(members)
     codes = rng.sample(range(26_000), len(members))
     items, attributes, human, nouns, asked = [], {}, {}, {}, set()
@@ -177,34 +183,38 @@ def catalogue(seed: int = 0, products: int = 1500) -> dict[str, object]:
 
 
 def write(folder: Path, seed: int, products: int) -> Path:
-    """Write the catalogue to `folder`, whole or not at all: a reader never meets half of it."""
+    """Write the catalogue to `folder`, whole or not at all: a reader never meets half of it, and writers may race."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    fresh.chmod(0o755)
     for name, content in catalogue(seed, products).items():
         (fresh / name).write_text(json.dumps(content, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
-    (fresh / "made_by").write_text(stamp() + "\n")
-    fresh.chmod(0o755)
-    while True:
+    (fresh / "made_by").write_text(made_by(seed, products))
+    while not is_made(folder, seed, products):
         try:
-            os.rename(fresh, folder)
-            return folder
-        except OSError:  # an older catalogue is there, or another process was faster
+            os.rename(fresh, folder)  # works if there is none, or an empty one
+        except OSError:
             old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-            os.rename(folder, old)
+            with contextlib.suppress(FileNotFoundError):  # another writer has moved it away
+                os.rename(folder, old)
             shutil.rmtree(old)
+    shutil.rmtree(fresh, ignore_errors=True)
+    return folder
 
 
-def stamp() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+def made_by(seed: int, products: int) -> str:
+    return f"{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()} --seed {seed} --products {products}\n"
+
+
+def is_made(folder: Path, seed: int, products: int) -> bool:
+    note = folder / "made_by"
+    return note.exists() and note.read_text() == made_by(seed, products)
 
 
 def ensure(seed: int = 0) -> Path:
     """The folder of the default catalogue, made on first use and again when this file has changed."""
     folder = GENERATED / f"webshop-{seed}"
-    made_by = folder / "made_by"
-    if not made_by.exists() or made_by.read_text().strip() != stamp():
-        write(folder, seed, 1500)
-    return folder
+    return folder if is_made(folder, seed, 1500) else write(folder, seed, 1500)
 
 
 if __name__ == "__main__":
@@ -215,4 +225,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if not 1 <= args.products <= 26_000:
         parser.error(f"--products {args.products}: choose 1 to 26000 (item ids are a letter and three digits)")
-    print(write(args.out or GENERATED / f"webshop-{args.seed}", args.seed, args.products))
+    out = args.out or GENERATED / f"webshop-{args.seed}"
+    if out.exists() and not (out / "made_by").exists() and not (out.is_dir() and not any(out.iterdir())):
+        parser.error(f"--out {out}: holds something else; name a new or empty folder")
+    print(write(out, args.seed, args.products))
