@@ -48,13 +48,13 @@ def number(value: float, digits: int = 0) -> str:
 
 
 def results_table(groups: Sequence[Group]) -> Table:
-    head = ["environment", "method", "M", "N", "tasks", "seeds (their means)", "reward [95 %]", "success"]
+    head = ["environment", "method", "M", "N", "reward [95 %]", "tasks", "seeds (their means)", "success"]
     head += ["zero reward", "generated tokens", "total tokens", "env steps", "seconds", "paper"]
     rows = []
     for group in groups:
         m = group.method
-        rows.append([m.env, m.name, str(m.M or "–"), str(m.N or "–"), str(group.reward.n), group.seeds()])
-        rows[-1] += [interval(group.reward), number(group.mean("success"), 3), f"{group.zero_share():.3f}"]
+        rows.append([m.env, m.name, str(m.M or "–"), str(m.N or "–"), interval(group.reward), str(group.reward.n)])
+        rows[-1] += [group.seeds(), number(group.mean("success"), 3), f"{group.zero_share():.3f}"]
         rows[-1] += [number(group.mean("generated")), number(group.mean("total")), number(group.mean("env_steps"), 1)]
         rows[-1] += [number(group.mean("seconds"), 2), m.paper]
     return head, rows
@@ -83,7 +83,7 @@ def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
 
 
 def differences_table(groups: Sequence[Group]) -> Table:
-    head = ["environment", "method", "minus", "tasks", "difference [95 %]", "total tokens (ratio)", "verdict"]
+    head = ["environment", "method", "minus", "difference [95 %]", "verdict", "tasks", "total tokens (ratio)"]
     rows: dict[tuple[str, ...], list[str]] = {}
     for a, b in comparisons(groups):
         if a is b:
@@ -95,7 +95,7 @@ def differences_table(groups: Sequence[Group]) -> Table:
         ratio = f"{a.mean('total') / b.mean('total'):.2f}" if b.mean("total") else "–"
         verdict = "no difference" if difference.covers_zero else "higher" if difference.mean > 0 else "lower"
         key = (a.method.env, *names)
-        rows[key] = [*key, str(difference.n), interval(difference, "+"), ratio, verdict]
+        rows[key] = [*key, interval(difference, "+"), verdict, str(difference.n), ratio]
     return head, list(rows.values())
 
 
@@ -127,23 +127,34 @@ def markdown(table: Table) -> str:
 # ---------------------------------------------------------------------------------------------------- one task, Fig. 5
 
 
-def cases(groups: Sequence[Group]) -> Iterator[tuple[str, dict, dict]]:
-    """(title, greedy's row, QLASS's row): QLASS's largest gain, its largest loss, and one without a difference."""
-    for greedy in (g for g in groups if g.method.method == "greedy" and not g.method.label):
-        guided = [g for g in groups if (g.method.env, g.method.method) == (greedy.method.env, "qlass")]
-        guided = [g for g in guided if not (g.method.label or g.method.oracle)]
+def cases(groups: Sequence[Group]) -> str:
+    """Greedy and QLASS side by side: where QLASS gains most, where it loses most, and an episode with neither."""
+    parts = []
+    for greedy in (g for g in groups if g.method.method == "greedy"):
+        run = greedy.method.env, "qlass", greedy.method.label
+        guided = [g for g in groups if (g.method.env, g.method.method, g.method.label) == run and not g.method.oracle]
         if not guided:
             continue
         best = max(guided, key=lambda g: g.reward.mean)
-        by_name = {task: result for (task, _seed), result in reversed(greedy.results.items())}
-        pairs = [(result, by_name[task]) for (task, _), result in best.results.items() if task in by_name]
-        pairs.sort(key=lambda pair: (pair[0].reward - pair[1].reward, pair[0].task))
-        even = [pair for pair in pairs if pair[0].reward == pair[1].reward > 0]
-        chosen = [("Largest gain", pairs[-1:]), ("Largest loss", pairs[:1]), ("No difference", even[:1])]
-        for title, pair in chosen:
-            for b, a in pair:
-                if (b.reward - a.reward) * {"Largest gain": 1, "Largest loss": -1}.get(title, 0) >= 0:
-                    yield f"{title}: {greedy.method.env}, task {b.task}", load_row(a), load_row(b)
+        any_seed = {task: result for (task, _seed), result in greedy.results.items()}
+        pairs = [(greedy.results.get(key, any_seed.get(key[0])), result) for key, result in best.results.items()]
+        pairs = sorted(
+            ((a, b) for a, b in pairs if a), key=lambda pair: (pair[0].reward - pair[1].reward, pair[0].task)
+        )
+        kinds = {
+            "better": [(a, b) for a, b in pairs if b.reward > a.reward],
+            "worse": [(a, b) for a, b in reversed(pairs) if b.reward < a.reward],
+            "the same": [(a, b) for a, b in pairs if b.reward == a.reward],
+        }
+        counts = ", ".join(f"{name} in {len(kind)}" for name, kind in kinds.items())
+        told = f"{greedy.method.env}: QLASS {best.method.budget} against {greedy.method.name}, by episodes: {counts}."
+        parts.append(page.paragraph(f"{told} Shown: the largest gain, the largest loss, and one of the rest."))
+        for name, kind in kinds.items():
+            for a, b in kind[:1]:
+                parts.append(
+                    page.case(f"QLASS {name}: task {b.task}", load_row(a), load_row(b), opened=name == "better")
+                )
+    return "".join(parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
@@ -185,9 +196,9 @@ def main(argv: list[str] | None = None) -> None:
         "differences": page.table(*differences),
         "calibration": page.table(*calibration) if calibration[1] else "",
         "figures": figures,
-        "cases": "".join(page.case(*case) for case in cases(groups)),
+        "cases": cases(groups),
         "trees": page.tree_data(trees, args.max_trees),
-        "inputs": [str(path) for _, path in sources] + [str(trees)] * bool(trees),
+        "inputs": [path for _, path in sources] + [trees] * bool(trees),
     }
     out.write_text(page.render(content), encoding="utf-8")
     print(f"{out}, {out.with_suffix('.md')} and {len(figures)} figures beside them")

@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 
 import files
+from report_results import scored_candidates, split_react
 
 TITLES = {
     "tokens": "Score against tokens (the paper's Fig. 3)",
@@ -38,9 +39,18 @@ def render(content: dict) -> str:
         "calibration": section("calibration", TITLES["calibration"], figures["calibration"] + content["calibration"]),
         "cases": section("steps", "One task, step by step (the paper's Fig. 5)", content["cases"]),
         "trees": content["trees"],
-        "inputs": "".join(f"<li><code>{escape(path)}</code></li>" for path in content["inputs"]),
+        "inputs": "".join(f"<li><code>{escape(str(path))}</code>{provenance(path)}</li>" for path in content["inputs"]),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def provenance(path: Path) -> str:
+    """Commit and time from the metadata beside a file, where there is some."""
+    meta = files.meta_path(path)
+    if not meta.is_file():
+        return ""
+    record = json.loads(meta.read_text(encoding="utf-8"))
+    return escape(f", commit {str(record.get('commit'))[:12]}, written {record.get('written')}")
 
 
 def section(name: str, title: str, body: str) -> str:
@@ -61,10 +71,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def case(title: str, greedy: dict, guided: dict) -> str:
+def case(title: str, greedy: dict, guided: dict, opened: bool) -> str:
     """Two episodes of one task side by side, each step with its candidates and their q."""
     columns = "".join(episode(name, row) for name, row in (("SFT greedy", greedy), ("QLASS", guided)))
-    return f'<details class="case" open><summary>{escape(title)}</summary><div class="pair">{columns}</div></details>'
+    task = paragraph(guided["task"]) if guided.get("task") else ""
+    start = "<details class=case open>" if opened else "<details class=case>"
+    return f'{start}<summary>{escape(title)}</summary>{task}<div class="pair">{columns}</div></details>'
 
 
 def episode(name: str, row: dict) -> str:
@@ -75,18 +87,19 @@ def episode(name: str, row: dict) -> str:
 
 
 def step(record: dict) -> str:
-    thought = f'<p class="thought">{escape(record["thought"])}</p>' if record.get("thought") else ""
-    scored = [c for c in record.get("candidates") or [] if c.get("q") is not None]
-    scored.sort(key=lambda c: -c["q"])
-    taken = next((c for c in scored if c["action"] == record["action"]), None)
+    thought, action = split_react(record["action"])
+    thought = record.get("thought") or thought
+    thought = f'<p class="thought">{escape(thought)}</p>' if thought else ""
+    scored, taken = scored_candidates(record)
     items = "".join(
-        f"<li{' class=taken' if c is taken else ''}>{chip(c['q'])} <code>{escape(c['action'])}</code></li>"
+        f'<li{" class=taken" if c is taken else ""} title="{escape(c["action"])}">{chip(c["q"])} '
+        f"<code>{escape(split_react(c['action'])[1])}</code></li>"
         for c in scored
     )
     candidates = f'<ul class="candidates" aria-label="candidates with q">{items}</ul>' if items else ""
     answer = escape(record.get("observation") or "")
     return (
-        f"<li>{thought}<code class=action>{escape(record['action'])}</code>{candidates}"
+        f"<li>{thought}<code class=action>{escape(action)}</code>{candidates}"
         f"<details><summary>observation</summary><pre>{answer}</pre></details></li>"
     )
 
@@ -96,7 +109,7 @@ def chip(q: float) -> str:
     return f'<span class="q" data-q="{q:.4f}">{q:.2f}</span>'
 
 
-FIELDS = ["parent", "action", "thought", "observation", "reward", "done", "source", "branch", "merged", "q", "q_raw"]
+FIELDS = ["parent", "action", "thought", "observation", "reward", "done", "source", "branch", "q", "q_raw"]
 TEXTS = {"action", "thought", "observation", "source"}
 
 
@@ -120,7 +133,8 @@ def pack(tree: list[dict], texts: dict[str, int]) -> dict:
     places = {node["node_id"]: i for i, node in enumerate(tree)}
     nodes = []
     for node in tree:
-        values = {**node, "parent": places.get(node["parent_id"], -1)}
+        thought, action = split_react(node["action"])
+        values = {**node, "parent": places.get(node["parent_id"], -1), "thought": thought, "action": action}
         record = [values.get(name) for name in FIELDS]
         for i, name in enumerate(FIELDS):
             if name in TEXTS and record[i] is not None:

@@ -81,7 +81,7 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
             for i, (name, line) in enumerate(lines.items()):
                 draw_line(axes, name, sorted(line, key=lambda g: g.mean(cost)), cost, MARKERS[i % len(MARKERS)])
             axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
             axes.xaxis.set_major_formatter("{x:,.0f}")
             axes.xaxis.set_minor_formatter(NullFormatter())
             axes.set_xlabel(label)

@@ -176,7 +176,10 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
 
 def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple[Method, Result]:
     """ValueError says what is wrong with a line."""
-    row = json.loads(line)
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f"a JSON object is expected, not {type(row).__name__}")
     if missing := [name for name in ("task_id", "env", "method", "reward", "tokens") if row.get(name) is None]:
@@ -198,15 +201,23 @@ def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple
         total=sum(tokens.get(part, 0) for part in ("prompt", "generated", "scored")),
         env_steps=row.get("env_steps", row.get("n_steps", len(steps))),
         seconds=row.get("seconds", 0),
-        q=[q for step in steps if (q := taken_q(step)) is not None],
+        q=[taken["q"] for step in steps if (taken := scored_candidates(step)[1])],
         where=where,
     )
 
 
-def taken_q(step: dict) -> float | None:
-    """QNet's value of the action taken in a step, or None."""
-    scored = [c["q"] for c in step.get("candidates") or [] if c["action"] == step["action"] and c.get("q") is not None]
-    return max(scored, default=None)
+def split_react(text: str | None) -> tuple[str, str]:
+    """(thought, executable part) of "Thought: ...\\nAction: ...", to be shown; the text alone where it is no such."""
+    thought, mark, action = (text or "").partition("Action:")
+    return (thought.removeprefix("Thought:").strip(), action.strip()) if mark else ("", text or "")
+
+
+def scored_candidates(step: dict) -> tuple[list[dict], dict | None]:
+    """The candidates that QNet scored, best first, and the one of them that was taken."""
+    scored = [candidate for candidate in step.get("candidates") or [] if candidate.get("q") is not None]
+    scored.sort(key=lambda candidate: -candidate["q"])
+    _, action = split_react(step["action"])
+    return scored, next((c for c in scored if split_react(c["action"])[1] == action), None)
 
 
 def insert(group: Group, result: Result) -> None:

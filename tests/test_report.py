@@ -1,0 +1,349 @@
+"""The report: statistics against known cases, tables against hand-computed numbers, a page that is whole and safe."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import report
+import report_results
+from files import UserError
+from stats import bootstrap, by_task, kendall, paired_difference, spearman
+
+HERE = Path(__file__).parent
+RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
+numbers = st.lists(st.floats(-10, 10, allow_subnormal=False), min_size=2, max_size=12)
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+def test_bootstrap_of_a_coin_is_the_binomial():
+    # The resampled mean of 50 zeros and 50 ones is Binomial(100, 1/2) / 100, with 95 % between .40 and .60.
+    estimate = bootstrap([0] * 50 + [1] * 50)
+    assert (estimate.mean, estimate.n) == (0.5, 100)
+    assert (estimate.low, estimate.high) == pytest.approx((0.40, 0.60), abs=0.011)
+
+
+def test_bootstrap_agrees_with_the_normal_interval_on_a_large_sample():
+    sample = np.random.default_rng(1).normal(3, 2, 2000)
+    estimate, half = bootstrap(sample), 1.96 * sample.std() / math.sqrt(2000)
+    assert (estimate.low, estimate.high) == pytest.approx((sample.mean() - half, sample.mean() + half), abs=0.05 * half)
+
+
+def test_bootstrap_covers_the_true_mean_nineteen_times_in_twenty():
+    rng = np.random.default_rng(2)
+    intervals = [bootstrap(rng.normal(1, 1, 60), resamples=2000) for _ in range(400)]
+    coverage = sum(e.low <= 1 <= e.high for e in intervals) / 400
+    assert 0.90 <= coverage <= 0.975  # .94 is expected of a percentile interval of 60, and 400 trials sway it by .012
+
+
+@settings(max_examples=40, deadline=None)
+@given(numbers, st.randoms(use_true_random=False))
+def test_bootstrap_does_not_depend_on_order_and_moves_with_the_sample(values, random):
+    shuffled = random.sample(values, len(values))
+    estimate, moved = bootstrap(values, 200), bootstrap([v + 5 for v in values], 200)
+    assert bootstrap(shuffled, 200) == estimate
+    assert min(values) - 1e-9 <= estimate.low <= estimate.high <= max(values) + 1e-9
+    assert (moved.low, moved.high) == pytest.approx((estimate.low + 5, estimate.high + 5))
+
+
+def test_one_task_has_no_interval_and_shows_no_difference():
+    estimate = bootstrap([0.7])
+    assert estimate.mean == 0.7 and math.isnan(estimate.low) and estimate.covers_zero
+    assert bootstrap([]).n == 0
+
+
+def test_paired_difference_by_hand():
+    a = {("t1", 0): 1.0, ("t2", 0): 0.5, ("t3", 0): 0.5, ("t4", 0): 1.0}
+    b = {("t1", 0): 0.5, ("t2", 0): 0.5, ("t3", 0): 0.5, ("t5", 0): 0.0}
+    difference = paired_difference(a, b)  # t1: .5, t2: 0, t3: 0; t4 and t5 have no partner
+    assert (difference.mean, difference.n) == (pytest.approx(1 / 6), 3)
+    # All differences are >= 0, and with probability (2/3)^3 = .30 a resample misses t1: the interval reaches 0.
+    assert difference.low == 0 and difference.covers_zero
+
+
+def test_pairing_removes_what_is_common_to_both():
+    rng = np.random.default_rng(3)
+    hard = rng.uniform(0, 1, 100)
+    a = {(i, 0): hard[i] + 0.05 + 0.01 * rng.normal() for i in range(100)}
+    b = {(i, 0): hard[i] for i in range(100)}
+    assert not paired_difference(a, b).covers_zero
+    assert bootstrap(a.values()).low < bootstrap(b.values()).high  # unpaired, the two cannot be told apart
+
+
+def test_shared_seeds_are_paired_else_each_has_its_own_mean():
+    a = {("t", 0): 1.0, ("t", 1): 0.0, ("u", 0): 1.0}
+    assert paired_difference(a, {("t", 1): 0.0, ("u", 0): 0.0}).mean == pytest.approx(0.5)  # t: 0 - 0, u: 1 - 0
+    assert paired_difference(a, {("t", 7): 0.0, ("u", 7): 0.0}).mean == pytest.approx(0.75)  # t: .5 - 0, u: 1 - 0
+    assert by_task(a) == {"t": 0.5, "u": 1.0}
+
+
+def test_rank_correlations_by_hand():
+    assert spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)  # 1 - 6 * 2 / (4 * 15)
+    assert kendall([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(4 / 6)  # 5 pairs agree, 1 does not
+    # Ties: x has ranks 0, 1.5, 1.5, 3. Of 6 pairs x ties one, and the others agree with y: 5 / sqrt(5 * 6).
+    assert kendall([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(5 / math.sqrt(30))
+    assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+    assert math.isnan(spearman([1, 1], [1, 2])) and math.isnan(kendall([1, 1], [1, 2]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=15))
+def test_rank_correlations_see_order_alone(pairs):
+    x, y = zip(*pairs, strict=True)
+    for correlation in (spearman, kendall):
+        value = correlation(x, y)
+        if not math.isnan(value):
+            assert -1 - 1e-9 <= value <= 1 + 1e-9
+            assert correlation(np.exp(x), y) == pytest.approx(value) == -correlation(np.negative(x), y)
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def groups_of(*arguments: object) -> dict[str, report_results.Group]:
+    groups = report_results.read_results(report_results.result_files(map(str, arguments)))
+    return {f"{g.method.name} {g.method.budget}".strip(): g for g in groups}
+
+
+def test_the_table_by_hand():
+    head, rows = report.results_table(list(groups_of(RESULTS).values()))
+    table = {row[1]: dict(zip(head, row, strict=True)) for row in rows}
+    assert list(table) == [
+        "SFT greedy", "best-of-N, picked by QNet", "best-of-N, picked by true reward (oracle)", "QLASS",
+    ]  # fmt: skip
+    greedy, qlass = table["SFT greedy"], table["QLASS"]
+    # Rewards 0, .5, 1, .5 of greedy; QLASS .5, .5, 1, 1 with seed 0 and .5, 1, 1, 0 with seed 1.
+    assert greedy["reward [95 %]"].startswith("0.500 [") and qlass["reward [95 %]"].startswith("0.688 [")
+    assert (greedy["success"], qlass["success"]) == ("0.250", "0.500")
+    assert (greedy["zero reward"], qlass["zero reward"]) == ("0.250", "0.125")
+    assert (qlass["tasks"], qlass["seeds (their means)"], qlass["M"], qlass["N"]) == ("4", "2 (0.625–0.750)", "2", "1")
+    # Tokens: 100 prompt, 20 (seed 0) and 24 (seed 1) generated, 30 scored.
+    assert (qlass["generated tokens"], qlass["total tokens"], qlass["seconds"]) == ("22", "152", "3.00")
+    assert table["best-of-N, picked by QNet"]["reward [95 %]"] == "0.500 [0.500, 0.500]"
+    assert [row["paper"] for row in table.values()] == ["0.631", "–", "0.679", "0.703"]
+
+
+def test_the_differences_by_hand():
+    head, rows = report.differences_table(list(groups_of(RESULTS).values()))
+    table = {tuple(row[1:3]): dict(zip(head, row, strict=True)) for row in rows}
+    # Seed 0 is shared: .5, 0, 0, .5. The resampled mean is Binomial(4, 1/2) / 8, whose 95 % are 0 to .5.
+    assert table["QLASS M=2", "SFT greedy"]["difference [95 %]"] == "+0.250 [+0.000, +0.500]"
+    assert table["QLASS M=2", "SFT greedy"]["verdict"] == "no difference"
+    oracle = "best-of-N, picked by true reward (oracle) N=2"
+    assert table[oracle, "SFT greedy"]["verdict"] == "higher"
+    assert table["QLASS M=2", oracle]["difference [95 %]"].startswith("-0.250")
+    assert table["QLASS M=2", "best-of-N, picked by QNet N=2"]["total tokens (ratio)"] == "1.09"  # 152 / 140
+    assert ("SFT greedy", "SFT greedy") not in table
+
+
+def test_qlass_meets_the_best_of_n_of_its_cost_and_of_its_samples(tmp_path):
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    for row in [r for r in lines if r["method"] == "best_of_n" and r["select"] == "q"]:
+        for n, generated in ((3, 32), (8, 999)):  # with 152 tokens a task, the one of 132 + 20 is nearest to QLASS
+            lines.append(row | {"N": n, "tokens": row["tokens"] | {"generated": generated}})
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    _, rows = report.differences_table(list(groups_of(tmp_path).values()))
+    rivals = [row[2] for row in rows if row[1] == "QLASS M=2" and "QNet" in row[2]]
+    assert rivals == ["best-of-N, picked by QNet N=3", "best-of-N, picked by QNet N=2"]
+
+
+def test_a_label_tells_runs_apart_and_names_the_process_reward(tmp_path):
+    (tmp_path / "results_avg.jsonl").write_text(RESULTS.read_text())
+    groups = groups_of(RESULTS, f"target avg={tmp_path}")
+    assert {"QLASS M=2", "QLASS [target avg] M=2", "SFT greedy [target avg]"} <= groups.keys()
+    targets = {name: group.method.target for name, group in groups.items()}
+    assert (targets["QLASS M=2"], targets["QLASS [target avg] M=2"], targets["SFT greedy"]) == ("q", "avg", None)
+    _, rows = report.differences_table(list(groups.values()))
+    assert ["QLASS [target avg] M=2", "QLASS M=2", "+0.000 [+0.000, +0.000]", "no difference"] in [r[1:5] for r in rows]
+    assert ["QLASS [target avg] M=2", "SFT greedy [target avg]"] in [row[1:3] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("method", "select", "n", "oracle"),
+    [
+        ("qlass", "q", 4, False),
+        ("qlass", "oracle", 1, False),
+        ("qlass", "oracle", 4, True),
+        ("oracle_step", None, 1, True),
+    ],
+)
+def test_what_looks_at_the_true_reward_is_called_oracle(method, select, n, oracle):
+    named = report_results.Method("webshop", method, 2, n, select, "")
+    assert named.oracle == oracle == ("oracle" in named.name)
+
+
+def test_calibration_reads_the_q_of_the_action_taken():
+    group = groups_of(RESULTS)["QLASS M=2"]
+    q, returns = report.scored_steps(group)
+    assert sorted(zip(q, returns, strict=True)) == [
+        (0.25, 0), (0.25, 0.5), (0.5, 0.5), (0.5, 0.5), (0.75, 1), (0.75, 1), (1, 1), (1, 1),
+    ]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------- malformed input
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"task_id": "a", "env": "web', "not valid JSON"),
+        ("[1, 2]", "a JSON object is expected"),
+        ('{"env": "webshop", "method": "greedy", "reward": 1, "tokens": {}}', "task_id"),
+        ('{"task_id": "a", "env": "webshop", "method": "greedy", "reward": NaN, "tokens": {}}', "reward"),
+        ('{"task_id": "a", "env": "webshop", "method": "greedy", "reward": 1, "tokens": 7}', "tokens"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, line, told):
+    path = tmp_path / "results.jsonl"
+    lines = RESULTS.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
+    with pytest.raises(UserError, match=rf"{re.escape(str(path))}:3: .*{told}"):
+        groups_of(path)
+
+
+def test_a_last_line_cut_short_is_skipped_with_a_warning(tmp_path, capsys):
+    text = RESULTS.read_text()
+    (tmp_path / "results.jsonl").write_text(text[:-40])
+    groups = groups_of(tmp_path)
+    assert len(groups["best-of-N, picked by true reward (oracle) N=2"].results) == 3
+    assert re.search(r"warning: .*results.jsonl:20: .*cut short", capsys.readouterr().err)
+
+
+def test_two_results_of_the_same_task_must_agree(tmp_path):
+    lines = RESULTS.read_text().splitlines()
+    other = json.dumps(json.loads(lines[0]) | {"reward": 0.75})
+    (tmp_path / "results.jsonl").write_text("\n".join([*lines, lines[0]]) + "\n")
+    assert len(groups_of(tmp_path)["SFT greedy"].results) == 4
+    (tmp_path / "results.jsonl").write_text("\n".join([*lines, other]) + "\n")
+    with pytest.raises(UserError, match=r"results.jsonl:1 and .*results.jsonl:21: two different results"):
+        groups_of(tmp_path)
+
+
+def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path):
+    command = [sys.executable, str(HERE.parent / "report.py"), str(tmp_path / "results.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error:") and done.stderr.count("\n") == 1 and "no such file" in done.stderr
+    with pytest.raises(UserError, match=r"no results\*\.jsonl"):
+        report.main([str(tmp_path)])
+    (tmp_path / "results.jsonl").write_text("")
+    with pytest.raises(UserError, match="no result"):
+        report.main([str(tmp_path)])
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+class Page(HTMLParser):
+    """Every start tag with its attributes, the open elements at the end, and the text of the data element."""
+
+    VOID = frozenset({"meta", "input", "br", "path", "use", "rect", "circle"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict]] = []
+        self.open: list[str] = []
+        self.data, self.texts = "", []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1][1].get("id") == "data" and self.open[-1] == "script":
+            self.data += data
+        else:
+            self.texts.append(data)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    for copy in range(3):  # enough scored steps for the calibration figure, and another process reward for Fig. 4
+        for row in lines[4:12]:
+            task = {"task_id": f"test_{copy}_{row['task_id']}"}
+            lines += [row | task, row | task | {"label": "target avg"}]
+    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    report.main(["--run", str(folder), "--trees", str(TREES), "--max-trees", "2"])
+    return folder
+
+
+def test_the_page_holds_everything_and_stays_by_itself(made):
+    text = (made / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert {"results", "differences", "tokens", "targets", "calibration", "steps", "trees", "inputs"} <= set(ids)
+    assert sum(tag == "svg" for tag, _ in page.tags) == 3
+    assert "http:" not in text and "https:" not in text and "@import" not in text and "url(//" not in text
+    for _, attributes in page.tags:
+        for name in ("src", "href", "xlink:href", "action", "data"):
+            assert (attributes.get(name) or "#").startswith("#")
+    assert any("default-src 'none'" in attributes.get("content", "") for _, attributes in page.tags)
+    words = " ".join(page.texts)
+    assert "0.703" in words and "no difference" in words and "search[red mug]" in words and "◀ taken" in text
+    assert len(list(made.glob("*.png"))) == 3 and all(p.read_bytes()[1:4] == b"PNG" for p in made.glob("*.png"))
+    assert report.PAPER_NOTE in (made / "report.md").read_text(encoding="utf-8")
+
+
+def test_text_of_an_environment_stays_text(made):
+    text = (made / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    scripts = [attributes for tag, attributes in page.tags if tag == "script"]
+    assert len(scripts) == 2 and "alert(1)" not in "".join(page.texts)
+    assert "Page 1 [SEP] B01 [SEP] Red Mug </script><b>&" in page.texts  # an observation in Fig. 5
+    assert not any(tag == "b" for tag, _ in page.tags)
+
+
+def test_the_viewer_gets_the_trees_as_they_are(made):
+    data = json.loads(Page((made / "report.html").read_text(encoding="utf-8")).data)
+    nodes = [json.loads(line) for line in TREES.read_text().splitlines()]
+    assert data["total"] == 3 and [tree["task"] for tree in data["trees"]] == ["train_0", "train_2"]
+    first = [dict(zip(data["fields"], values, strict=True)) for values in data["trees"][0]["nodes"]]
+    assert [node["parent"] for node in first] == [-1, 0, 1, 2, 1, 4]
+    assert [node["q"] for node in first] == [node["q"] for node in nodes[:6]]
+    for node, line in zip(first, nodes, strict=False):
+        assert data["texts"][node["observation"]] == line["observation"]
+    assert data["texts"][first[4]["action"]] == "click[b02]" and data["texts"][first[4]["thought"]] == "It is redder."
+    assert first[1]["observation"] == first[4]["observation"]  # a page that recurs is stored once
+    assert data["trees"][1]["text"] == "i need a blue mug {{results}}"
+
+
+def test_the_same_results_in_any_order_make_the_same_report(made, tmp_path):
+    lines = (made / "results.jsonl").read_text().splitlines()
+    (tmp_path / "results.jsonl").write_text("\n".join(reversed(lines)) + "\n")
+    report.main(["--run", str(tmp_path), "--trees", str(TREES), "--max-trees", "2"])
+    assert (tmp_path / "report.md").read_bytes() == (made / "report.md").read_bytes()
+    again, first = ((f / "report.html").read_text().replace(str(f), "RUN") for f in (tmp_path, made))
+    assert again == first
+
+
+def test_results_alone_make_a_page(tmp_path):
+    greedy = [line for line in RESULTS.read_text().splitlines() if '"greedy"' in line]
+    (tmp_path / "results.jsonl").write_text(greedy[0] + "\n")
+    report.main([str(tmp_path / "results.jsonl")])
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert page.data == "null" and page.open == []
