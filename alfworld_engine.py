@@ -1,6 +1,6 @@
 """ALFWorld's text engine over immutable states, for the game files that TextWorld plays (`game.tw-pddl`).
 
-    game = load(path)                                   # a BadGame says what is wrong with a file
+    game = alfworld_data.load(path)
     state, text = game.start, game.first
     state, text = game.step(state, "go to fridge 1")    # states are values: a snapshot is a reference
     state.commands, state.won                           # what can be done now; whether the goal holds
@@ -13,12 +13,9 @@ All texts, admissible commands and goals agree with TextWorld's (tests/test_alfw
 
 from __future__ import annotations
 
-import json
-import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 BANNER = "-= Welcome to TextWorld, ALFRED! =-\n\n"
@@ -45,12 +42,6 @@ TREATMENTS = {
     "cool": ("iscool", "ishot", "coolable", ("fridge",)),
 }
 KNIVES = ("knife", "butterknife")
-GOAL_PREDICATES = {"receptacletype", "objecttype", "inreceptacle", "cleanable", "heatable", "coolable", "isclean"}
-GOAL_PREDICATES |= {"ishot", "iscool", "toggleable", "istoggled", "receptacleatlocation", "atlocation", "holds"}
-
-
-class BadGame(ValueError):
-    """A game file that can't be played; the message says why."""
 
 
 class Goal(NamedTuple):
@@ -241,83 +232,3 @@ class Game:
         if o in self.traits["toggleable"]:
             return f"This {name} is {'on' if 'istoggled' in on else 'off'}."
         return f"This is a sliced {name}." if "issliced" in on else f"There's nothing special about {name}."
-
-
-# ---------------------------------------------------------------------------------------------------------- game files
-def load(path: str | Path) -> Game:
-    """Read a `game.tw-pddl`. Raises BadGame for a file that is truncated, unsolvable, or of another kind of task."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        problem, grammar = data["pddl_problem"], data["grammar"]
-    except OSError as error:
-        raise BadGame(f"can't be read ({error.strerror})") from None
-    except json.JSONDecodeError as error:
-        raise BadGame(f"line {error.lineno} is no JSON, the file may be truncated ({error.msg})") from None
-    except (UnicodeDecodeError, KeyError, TypeError) as error:
-        raise BadGame(f"is no game file of ALFWorld ({type(error).__name__}: {error})") from None
-    if not data.get("solvable"):
-        raise BadGame("is marked as unsolvable")
-    return parse(problem, grammar, data.get("walkthrough") or [])
-
-
-def parse(problem: str, grammar: str, walkthrough: Iterable[str] = ()) -> Game:
-    """Build a game from the PDDL problem; of the grammar only the task sentence and the wording's version matter."""
-    sentence = re.search(r"Your task is to: ([^\"\\]+)", grammar)
-    parts = re.search(r"\(:objects(.*?)\(:init(.*?)\(:goal(.*)", problem.lower(), re.DOTALL)
-    if not sentence or not parts:
-        raise BadGame("lacks its " + ("task sentence" if parts else "(:objects, (:init or (:goal part"))
-    objects, init, goal = parts.groups()
-    facts: dict[str, list[list[str]]] = defaultdict(list)
-    for predicate, arguments in re.findall(r"\((\w+) ([^()]+)\)", init):
-        facts[predicate].append(arguments.split())
-    try:
-        location = dict(sorted(facts["receptacleatlocation"]))
-        contents = {receptacle: () for receptacle in location}
-        for o, receptacle in sorted(facts["inreceptacle"]):
-            contents[receptacle] += (o,)
-        kinds = {i: kind.removesuffix("type") for i, kind in facts["objecttype"] + facts["receptacletype"]}
-        can_contain = {(r.removesuffix("type"), o.removesuffix("type")) for r, o in facts["cancontain"]}
-        inside: dict[str, list[str]] = defaultdict(list)
-        for o, outer in sorted(facts["inreceptacleobject"]):
-            inside[outer].append(o)
-        traits = {p: {arguments[0] for arguments in facts[p]} for p in (*UNARY, *TRAITS)}
-        names = _names(re.findall(r"(\S+) - (?!otype|rtype)\w+", objects))
-        old = "put {o} in/on {r}" in grammar
-        task = sentence[1].strip()
-        game = Game(task, old, _goal(goal), names, kinds, location, can_contain, traits, inside, list(walkthrough))
-        marks = [(mark, o) for mark in UNARY for o in traits[mark]]
-        spots = [(o, spot) for o, spot in facts["objectatlocation"]]
-        game.begin(facts["atlocation"][0][1], contents, spots, traits["opened"], marks)
-    except (KeyError, IndexError, ValueError) as error:
-        if isinstance(error, BadGame):
-            raise
-        raise BadGame(f"has a broken problem ({type(error).__name__}: {error})") from None
-    return game
-
-
-UNARY = ("isclean", "ishot", "iscool", "istoggled", "issliced")
-TRAITS = ("openable", "opened", "pickupable", "cleanable", "heatable", "coolable", "sliceable", "toggleable")
-TRAITS += ("isreceptacleobject",)
-
-
-def _names(ids: list[str]) -> dict[str, str]:
-    """ids -> "apple 2": the numbers of one base name run *down* along the sorted ids."""
-    base = {i: i.split("_bar_")[0] + ("basin" if "basin" in i else "") for i in ids if "_bar_" in i}
-    left, names = Counter(base.values()), {}
-    for i in sorted(base):
-        names[i] = f"{base[i]} {left[base[i]]}"
-        left[base[i]] -= 1
-    return names
-
-
-def _goal(text: str) -> Goal:
-    unknown = set(re.findall(r"\((\w+) \?", text)) - GOAL_PREDICATES
-    kinds = dict(re.findall(r"objecttype \?(\w+) (\w+)type\b", text))
-    receptacle = re.search(r"receptacletype \?\w+ (\w+)type\b", text)
-    if unknown or not kinds or not (receptacle or "ot" in kinds):
-        raise BadGame(f"asks for a kind of goal that ALFWorld's six tasks lack ({', '.join(unknown) or 'no types'})")
-    if "ot" in kinds:
-        return Goal("look", kinds["o"], kinds["ot"])
-    marks = {"isclean": "clean", "ishot": "heat", "iscool": "cool", "?o2": "two"}
-    kind = next((kind for mark, kind in marks.items() if mark in text), "place")
-    return Goal(kind, kinds.get("o") or kinds["o1"], receptacle[1])

@@ -1,0 +1,191 @@
+"""ALFWorld's game files: one file into an alfworld_engine.Game, and a folder of them with its splits."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from alfworld_engine import Game, Goal
+from files import UserError
+
+GOAL_PREDICATES = {"receptacletype", "objecttype", "inreceptacle", "cleanable", "heatable", "coolable", "isclean"}
+GOAL_PREDICATES |= {"ishot", "iscool", "toggleable", "istoggled", "receptacleatlocation", "atlocation", "holds"}
+MARKS = ("isclean", "ishot", "iscool", "istoggled", "issliced")
+TRAITS = ("openable", "opened", "pickupable", "cleanable", "heatable", "coolable", "sliceable", "toggleable")
+TRAITS += ("isreceptacleobject",)
+SPLITS = ("train", "val", "valid_seen", "valid_unseen", "test", "all")
+
+
+class BadGame(ValueError):
+    """A game file that can't be played; the message says why."""
+
+
+def load(path: str | Path) -> Game:
+    """Read a `game.tw-pddl`. Raises BadGame for a file that is truncated, unsolvable, or of another kind of task."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        problem, grammar = data["pddl_problem"], data["grammar"]
+    except OSError as error:
+        raise BadGame(f"can't be read ({error.strerror})") from None
+    except json.JSONDecodeError as error:
+        raise BadGame(f"line {error.lineno} is no JSON, the file may be truncated ({error.msg})") from None
+    except (UnicodeDecodeError, KeyError, TypeError) as error:
+        raise BadGame(f"is no game file of ALFWorld ({type(error).__name__}: {error})") from None
+    if not data.get("solvable"):
+        raise BadGame("is marked as unsolvable")
+    return parse(problem, grammar, data.get("walkthrough") or [])
+
+
+def parse(problem: str, grammar: str, walkthrough: Iterable[str] = ()) -> Game:
+    """Build a game from the PDDL problem; of the grammar only the task sentence and the wording's version matter."""
+    sentence = re.search(r"Your task is to: ([^\"\\]+)", grammar)
+    parts = re.search(r"\(:objects(.*?)\(:init(.*?)\(:goal(.*)", problem.lower(), re.DOTALL)
+    if not sentence or not parts:
+        raise BadGame("lacks its " + ("task sentence" if parts else "(:objects, (:init or (:goal part"))
+    objects, init, goal = parts.groups()
+    facts: dict[str, list[list[str]]] = defaultdict(list)
+    for predicate, arguments in re.findall(r"\((\w+) ([^()]+)\)", init):
+        facts[predicate].append(arguments.split())
+    try:
+        location = dict(sorted(facts["receptacleatlocation"]))
+        contents = {receptacle: () for receptacle in location}
+        for o, receptacle in sorted(facts["inreceptacle"]):
+            contents[receptacle] += (o,)
+        kinds = {i: kind.removesuffix("type") for i, kind in facts["objecttype"] + facts["receptacletype"]}
+        can_contain = {(r.removesuffix("type"), o.removesuffix("type")) for r, o in facts["cancontain"]}
+        inside: dict[str, list[str]] = defaultdict(list)
+        for o, outer in sorted(facts["inreceptacleobject"]):
+            inside[outer].append(o)
+        traits = {p: {arguments[0] for arguments in facts[p]} for p in (*MARKS, *TRAITS)}
+        names = _names(re.findall(r"(\S+) - (?!otype|rtype)\w+", objects))
+        old = "put {o} in/on {r}" in grammar
+        task = sentence[1].strip()
+        game = Game(task, old, _goal(goal), names, kinds, location, can_contain, traits, inside, list(walkthrough))
+        marks = [(mark, o) for mark in MARKS for o in traits[mark]]
+        spots = [(o, spot) for o, spot in facts["objectatlocation"]]
+        game.begin(facts["atlocation"][0][1], contents, spots, traits["opened"], marks)
+    except (KeyError, IndexError, ValueError) as error:
+        if isinstance(error, BadGame):
+            raise
+        raise BadGame(f"has a broken problem ({type(error).__name__}: {error})") from None
+    return game
+
+
+def _names(ids: list[str]) -> dict[str, str]:
+    """ids -> "apple 2": the numbers of one base name run *down* along the sorted ids."""
+    base = {i: i.split("_bar_")[0] + ("basin" if "basin" in i else "") for i in ids if "_bar_" in i}
+    left, names = Counter(base.values()), {}
+    for i in sorted(base):
+        names[i] = f"{base[i]} {left[base[i]]}"
+        left[base[i]] -= 1
+    return names
+
+
+def _goal(text: str) -> Goal:
+    unknown = set(re.findall(r"\((\w+) \?", text)) - GOAL_PREDICATES
+    kinds = dict(re.findall(r"objecttype \?(\w+) (\w+)type\b", text))
+    receptacle = re.search(r"receptacletype \?\w+ (\w+)type\b", text)
+    if unknown or not kinds or not (receptacle or "ot" in kinds):
+        raise BadGame(f"asks for a kind of goal that ALFWorld's six tasks lack ({', '.join(unknown) or 'no types'})")
+    if "ot" in kinds:
+        return Goal("look", kinds["o"], kinds["ot"])
+    marks = {"isclean": "clean", "ishot": "heat", "iscool": "cool", "?o2": "two"}
+    kind = next((kind for mark, kind in marks.items() if mark in text), "place")
+    return Goal(kind, kinds.get("o") or kinds["o1"], receptacle[1])
+
+
+# -------------------------------------------------------------------------------------------------------------- folders
+class Games:
+    """The games below a folder of ALFWorld's layout, `json_2.1.1/<split>/<task>/<trial>/game.tw-pddl`.
+
+    A task id is `<split>/<task>/<trial>`. Splits: "valid_seen" and "valid_unseen" as they are, "test" = valid_unseen;
+    a tenth of the folder `train`, chosen by a hash of the id, is "val" (for choices), the rest "train". Games that
+    can't be played are reported once for each split, and left out.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.root = Path(folder)
+        if (self.root / "json_2.1.1").is_dir():
+            self.root = self.root / "json_2.1.1"
+        layout = f"{folder}/json_2.1.1/<train|valid_seen|valid_unseen>/<task>/<trial>/game.tw-pddl"
+        if not self.root.is_dir():
+            raise UserError(f"{folder}: no such folder: ALFWorld's games are expected as {layout}")
+        if next(self.root.glob("*/*/*/game.tw-pddl"), None) is None:
+            raise UserError(
+                f"{folder}: holds no games: they are expected as {layout} (`alfworld-download` fetches them)"
+            )
+        self.load = functools.lru_cache(maxsize=512)(self._load)
+        self._listed = functools.cache(self._list)
+
+    def ids(self, split: str) -> list[str]:
+        if split not in SPLITS:
+            raise UserError(f"alfworld: unknown split {split!r}: choose one of {', '.join(SPLITS)}")
+        if split == "all":
+            return [task for folder in ("train", "valid_seen", "valid_unseen") for task in self._listed(folder)]
+        if split in ("train", "val"):
+            found = [t for t in self._listed("train") if (zlib.crc32(t.encode()) % 10 == 0) == (split == "val")]
+        else:
+            found = list(self._listed("valid_unseen" if split == "test" else split))
+        if not found:
+            raise UserError(f"{self.root}: holds no playable games for the split {split!r}")
+        return found
+
+    def path(self, task_id: str) -> Path:
+        return self.root / task_id / "game.tw-pddl"
+
+    def _list(self, folder: str) -> list[str]:
+        playable, problems = [], []
+        for path in sorted((self.root / folder).glob("*/*/game.tw-pddl")):
+            task_id = path.parent.relative_to(self.root).as_posix()
+            if "movable" in task_id or "Sliced" in task_id:  # not among the six types; ALFWorld leaves them out too
+                continue
+            problem = _problem(path)
+            playable += [task_id] * (problem is None)
+            problems += [f"{path} {problem}"] * (problem is not None)
+        if problems:
+            count = f"{len(problems)} of {len(problems) + len(playable)} games in {self.root / folder}"
+            logging.getLogger("qlass").warning("skipped %s; the first: %s", count, problems[0])
+        return playable
+
+    def _load(self, task_id: str) -> Game:
+        try:
+            return load(self.path(task_id))
+        except BadGame as error:
+            raise UserError(f"alfworld: game {task_id!r} ({self.path(task_id)}) {error}") from None
+
+    @functools.cached_property
+    def rates(self) -> dict[tuple[str, str], float]:
+        """(type of object, type of receptacle) -> how many such objects lie in one such receptacle, on average over
+        those of 400 training games that have the object at all: what a player may expect before looking."""
+        tasks = self._listed("train") or self.ids("all")
+        counts, places = Counter(), Counter()
+        for task in tasks[:: max(1, len(tasks) // 400)]:
+            try:
+                game = load(self.path(task))
+            except BadGame:
+                continue
+            kinds = game.kinds
+            lies = Counter((kinds.get(o), kinds[r]) for r, objects in game.start.contents.items() for o in objects)
+            counts += lies
+            places += Counter((o, kinds[r]) for o in {o for o, _ in lies} for r in game.location)
+        return {pair: counts[pair] / number for pair, number in places.items()}
+
+
+def _problem(path: Path) -> str | None:
+    """What keeps a file from being played, as far as a look at its bytes tells: loading all would take seconds."""
+    try:
+        text = path.read_bytes()
+        if text.rstrip().endswith(b"}") and b'"solvable": true' in text[-20_000:] and b"(:goal" in text:
+            return None
+        load(path)
+    except OSError as error:
+        return f"can't be read ({error.strerror})"
+    except BadGame as error:
+        return str(error)
+    return None

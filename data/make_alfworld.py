@@ -1,0 +1,357 @@
+"""Games for ALFWorld without its download: made-up rooms in ALFWorld's own files and folders.
+
+    python data/make_alfworld.py [--seed 0] [--train 2000] [--full] [--out data/generated/alfworld-0]
+
+Writes `json_2.1.1/{train,valid_seen,valid_unseen}/<task>/<trial>/game.tw-pddl`: all six task types over kitchens,
+living rooms, bedrooms and bathrooms, numbered as in ALFWorld (1-30, 201-230, 301-330, 401-430). A number is a layout:
+which receptacles there are, which of them can be opened, which stand at one spot. Training and `valid_seen` share
+layouts and differ in what lies where; the layouts of `valid_unseen` occur in no other split. Every game is solved
+before it is written. The same seed gives the same bytes.
+
+Domain and grammar are the same in every game of ALFWorld and half of its size, so a file holds only the lines of the
+grammar that tell games apart. `--full` writes them whole, from the `alfworld` package (requirements-alfworld.txt), for
+programs that read the files themselves; `--engine textworld` fills them in as it loads a game.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+GENERATED = Path(__file__).parent / "generated"
+LAYOUTS = 30  # of each kind of room
+UNSEEN = range(25, 31)  # those that training never sees
+VALID_SEEN, VALID_UNSEEN = 140, 134  # as many as ALFWorld has
+
+# kind of room -> first number - 1, its receptacles with the fewest and the most of each
+ROOMS = {
+    "kitchen": (0, "Cabinet 3-9 Drawer 2-5 CounterTop 1-3 StoveBurner 2-4 Fridge 1-1 Microwave 1-1 SinkBasin 1-1 "
+                   "CoffeeMachine 1-1 Toaster 1-1 GarbageCan 1-1 DiningTable 0-1 Shelf 0-2"),
+    "living": (200, "Drawer 0-4 Shelf 0-4 SideTable 1-2 ArmChair 1-2 Sofa 1-1 CoffeeTable 1-1 GarbageCan 1-1 "
+                    "Cabinet 0-3 DiningTable 0-1 Dresser 0-1 TVStand 0-1"),
+    "bedroom": (300, "Bed 1-2 Drawer 2-6 Shelf 0-4 Desk 1-1 SideTable 0-2 Dresser 0-1 GarbageCan 1-1 ArmChair 0-1 "
+                     "LaundryHamper 0-1 Safe 0-1"),
+    "bathroom": (400, "Cabinet 1-4 Drawer 0-4 CounterTop 1-1 SinkBasin 1-2 Toilet 1-1 GarbageCan 1-1 TowelHolder 1-1 "
+                      "HandTowelHolder 1-2 ToiletPaperHanger 1-1 BathtubBasin 0-1 Shelf 0-2"),
+}  # fmt: skip
+# kind of room -> object: where it may lie, the likeliest place first
+PLACES = {
+    "kitchen": {
+        "Apple": "Fridge CounterTop DiningTable GarbageCan Microwave SinkBasin",
+        "Bowl": "Cabinet CounterTop Fridge DiningTable Shelf SinkBasin Microwave",
+        "Bread": "CounterTop DiningTable Fridge",
+        "ButterKnife": "CounterTop DiningTable Drawer SinkBasin",
+        "Cup": "Cabinet CounterTop Fridge DiningTable SinkBasin Microwave Shelf",
+        "DishSponge": "CounterTop Drawer Cabinet SinkBasin DiningTable GarbageCan",
+        "Egg": "Fridge CounterTop SinkBasin DiningTable Microwave GarbageCan",
+        "Fork": "Drawer CounterTop DiningTable SinkBasin",
+        "Kettle": "StoveBurner CounterTop Cabinet DiningTable",
+        "Knife": "CounterTop Drawer DiningTable SinkBasin",
+        "Ladle": "CounterTop Drawer Cabinet DiningTable",
+        "Lettuce": "Fridge CounterTop DiningTable SinkBasin",
+        "Mug": "CoffeeMachine CounterTop Cabinet Fridge Microwave DiningTable SinkBasin Shelf",
+        "Pan": "StoveBurner CounterTop Cabinet DiningTable Fridge",
+        "PepperShaker": "CounterTop Cabinet Drawer DiningTable Shelf",
+        "Plate": "Cabinet CounterTop DiningTable Fridge SinkBasin Shelf Microwave",
+        "Pot": "StoveBurner CounterTop Cabinet Fridge DiningTable",
+        "Potato": "CounterTop Fridge DiningTable SinkBasin Microwave GarbageCan",
+        "SaltShaker": "CounterTop Cabinet Drawer DiningTable Shelf",
+        "SoapBottle": "CounterTop Cabinet GarbageCan DiningTable Drawer",
+        "Spatula": "CounterTop Drawer DiningTable SinkBasin",
+        "Spoon": "Drawer CounterTop DiningTable SinkBasin",
+        "Tomato": "Fridge CounterTop DiningTable SinkBasin GarbageCan Microwave",
+        "WineBottle": "CounterTop Cabinet DiningTable Fridge GarbageCan",
+    },
+    "living": {
+        "Book": "CoffeeTable SideTable Sofa ArmChair Dresser DiningTable Drawer",
+        "Box": "CoffeeTable Sofa DiningTable SideTable Cabinet Dresser",
+        "CellPhone": "SideTable CoffeeTable Sofa Dresser Drawer ArmChair DiningTable",
+        "CreditCard": "CoffeeTable Sofa Drawer ArmChair SideTable TVStand Dresser Shelf",
+        "KeyChain": "CoffeeTable SideTable Drawer Sofa ArmChair TVStand Dresser Shelf",
+        "Laptop": "Sofa CoffeeTable DiningTable SideTable Dresser ArmChair",
+        "Newspaper": "Sofa CoffeeTable DiningTable SideTable ArmChair Shelf GarbageCan",
+        "Pillow": "Sofa ArmChair",
+        "RemoteControl": "CoffeeTable Sofa SideTable TVStand Dresser ArmChair DiningTable Drawer",
+        "Statue": "Shelf CoffeeTable SideTable DiningTable Dresser TVStand Cabinet",
+        "TissueBox": "CoffeeTable SideTable DiningTable Shelf Dresser Cabinet",
+        "Vase": "Shelf CoffeeTable DiningTable SideTable Dresser TVStand Cabinet",
+        "Watch": "CoffeeTable Drawer SideTable Dresser DiningTable TVStand Shelf",
+        "FloorLamp": "SideTable Sofa",
+    },
+    "bedroom": {
+        "AlarmClock": "Desk SideTable Shelf Dresser",
+        "Book": "Bed Desk Drawer SideTable Dresser Shelf ArmChair",
+        "CD": "Drawer Desk SideTable Dresser Shelf GarbageCan Safe",
+        "CellPhone": "Bed Desk Drawer SideTable Dresser Shelf Safe ArmChair",
+        "Cloth": "LaundryHamper Bed Drawer Dresser ArmChair",
+        "CreditCard": "Drawer Desk SideTable Shelf Dresser Safe ArmChair",
+        "KeyChain": "Drawer Desk SideTable Safe Shelf Dresser ArmChair",
+        "Laptop": "Bed Desk Dresser ArmChair",
+        "Mug": "Desk SideTable Shelf Dresser",
+        "Pen": "Desk Drawer SideTable Shelf Dresser GarbageCan",
+        "Pencil": "Desk Drawer SideTable Shelf Dresser GarbageCan",
+        "Pillow": "Bed ArmChair",
+        "TeddyBear": "Bed ArmChair",
+        "Watch": "Drawer SideTable Desk Shelf Dresser Safe",
+        "DeskLamp": "Desk SideTable Dresser",
+    },
+    "bathroom": {
+        "Candle": "CounterTop Toilet Cabinet Drawer Shelf",
+        "Cloth": "BathtubBasin CounterTop Cabinet Drawer SinkBasin Shelf",
+        "HandTowel": "HandTowelHolder CounterTop",
+        "SoapBar": "CounterTop SinkBasin Toilet BathtubBasin Cabinet Drawer GarbageCan",
+        "SoapBottle": "CounterTop Toilet Cabinet Shelf GarbageCan Drawer",
+        "SprayBottle": "CounterTop Toilet Cabinet GarbageCan Shelf",
+        "TissueBox": "CounterTop Shelf Drawer Cabinet Toilet",
+        "ToiletPaper": "ToiletPaperHanger Toilet CounterTop Cabinet Drawer GarbageCan Shelf",
+        "Towel": "TowelHolder CounterTop",
+    },
+}
+_FOOD, _DISHES = "Apple Egg Potato Tomato", "Bowl Cup Mug Pan Plate Pot"
+_CUTLERY = "ButterKnife Fork Knife Ladle Spatula Spoon"
+TRAITS = {
+    "cleanable": f"{_FOOD} {_DISHES} {_CUTLERY} Cloth DishSponge Kettle Lettuce SoapBar",
+    "heatable": f"{_FOOD} Bread Cup Mug Plate",
+    "coolable": f"{_FOOD} {_DISHES} Bread Lettuce WineBottle",
+    "sliceable": f"{_FOOD} Bread Lettuce",
+    "toggleable": "DeskLamp FloorLamp",
+    "isReceptacleObject": f"{_DISHES} Box",
+}
+TRAITS = {trait: set(kinds.split()) for trait, kinds in TRAITS.items()}
+FIXED = TRAITS["toggleable"]
+OPENABLE = {"Cabinet": 0.85, "Drawer": 0.85, "Fridge": 1, "Microwave": 1, "Safe": 1}  # the share that can be opened
+
+
+class Task(NamedTuple):
+    folder: str  # how ALFWorld names the type
+    share: int  # its games in ALFWorld's training split
+    rooms: str
+    sentences: tuple[str, ...]
+    trait: str = ""  # what the object must be
+    tool: str = ""  # never the target of such a task
+    mark: str = ""  # what the goal asks of the object
+
+
+TASKS = [
+    Task("pick_and_place_simple", 790, "kitchen living bedroom bathroom",
+         ("put some {o} on {r}.", "put a {o} in {r}.")),
+    Task("pick_two_obj_and_place", 813, "kitchen living bedroom bathroom",
+         ("put two {o} in {r}.", "find two {o} and put them in {r}.")),
+    Task("pick_clean_then_place_in_recep", 650, "kitchen kitchen kitchen bathroom",
+         ("put a clean {o} in {r}.", "clean some {o} and put it in {r}."), "cleanable", "SinkBasin", "isClean"),
+    Task("pick_heat_then_place_in_recep", 459, "kitchen",
+         ("put a hot {o} in {r}.", "heat some {o} and put it in {r}."), "heatable", "Microwave", "isHot"),
+    Task("pick_cool_then_place_in_recep", 533, "kitchen",
+         ("put a cool {o} in {r}.", "cool some {o} and put it in {r}."), "coolable", "Fridge", "isCool"),
+    Task("look_at_obj_in_light", 308, "living bedroom",
+         ("look at {o} under the {r}.", "examine the {o} with the {r}."), "", "", "isToggled"),
+]  # fmt: skip
+
+
+class Layout(NamedTuple):
+    number: int
+    kinds: dict[str, str]  # receptacle's id -> its kind
+    spot: dict[str, int]  # receptacle's id -> its location; those of one spot stand side by side
+    openable: set[str]
+
+
+def layout(seed: int, room: str, index: int) -> Layout:
+    """The receptacles of one kind of room's layout 1 to 30."""
+    first, receptacles = ROOMS[room]
+    rng = random.Random(f"alfworld-{seed}-{room}-{index}")
+    made = Layout(first + index, {}, {}, set())
+    words = receptacles.split()
+    for kind, count in zip(words[::2], words[1::2], strict=True):
+        few, many = map(int, count.split("-"))
+        for i in range(1, rng.randint(few, many) + 1):
+            basin = f"_bar_{kind}" if kind.endswith("Basin") else ""
+            receptacle = f"{kind.removesuffix('Basin')}_bar_{i:02d}{basin}"
+            together = i > 1 and kind in ("Cabinet", "Drawer", "Shelf") and rng.random() < 0.25
+            made.spot[receptacle] = max(made.spot.values(), default=0) + (not together)
+            made.kinds[receptacle] = kind
+            if rng.random() < OPENABLE.get(kind, 0):
+                made.openable.add(receptacle)
+    return made
+
+
+def trial(rng: random.Random, task: Task, room: str, place: Layout) -> tuple[str, str, str] | None:
+    """One game: (folder of the task, task sentence, PDDL problem); None if this room has none of this type."""
+    there = set(place.kinds.values())
+    places = {o: [kind for kind in kinds.split() if kind in there] for o, kinds in PLACES[room].items()}
+    places = {o: kinds for o, kinds in places.items() if kinds}
+    lamps = [o for o in places if o in FIXED]
+    wanted = [o for o in places if o not in FIXED and (not task.trait or o in TRAITS[task.trait])]
+    wanted = [o for o in wanted if len(places[o]) > 1]
+    if not wanted or (task.mark == "isToggled" and not lamps):
+        return None
+    o = rng.choice(wanted)
+    target = lamps[0] if task.mark == "isToggled" else rng.choice([kind for kind in places[o] if kind != task.tool])
+    counts = {x: rng.choices((0, 1, 2, 3), (7, 7, 4, 2))[0] for x in places}
+    counts[o] = rng.choice((2, 3)) if "two" in task.folder else max(1, counts[o])
+    counts |= {lamp: int(lamp == target or rng.random() < 0.7) for lamp in lamps}
+    lies: list[tuple[str, str]] = []
+    for x, count in counts.items():
+        kinds = [kind for kind in places[x] if (x, kind) != (o, target)]  # else the task might be done at the start
+        for i in range(1, count + 1):
+            kind = rng.choices(kinds, [1 / rank for rank in range(1, len(kinds) + 1)])[0]
+            lies.append((f"{x}_bar_{i:02d}", rng.choice([r for r in place.kinds if place.kinds[r] == kind])))
+    folder = f"{task.folder}-{o}-None-{target}-{place.number}"
+    sentence = rng.choice(task.sentences).format(o=o.lower(), r=target.lower())
+    return folder, sentence, problem(place, places, lies, goal(task, o, target))
+
+
+def problem(place: Layout, places: dict[str, list[str]], lies: list[tuple[str, str]], goal: str) -> str:
+    """The PDDL problem; `lies` holds (object, receptacle)."""
+    kind = {o: o.split("_bar_")[0] for o, _ in lies}
+    facts = ["atLocation agent1 loc_bar_00"]
+    for r, spot in place.spot.items():
+        facts += [f"receptacleType {r} {place.kinds[r]}Type", f"receptacleAtLocation {r} loc_bar_{spot:02d}"]
+    facts += [f"openable {r}" for r in sorted(place.openable)]
+    for o, r in lies:
+        facts += [f"objectType {o} {kind[o]}Type", f"inReceptacle {o} {r}"]
+        facts += [f"objectAtLocation {o} loc_bar_{place.spot[r]:02d}"]
+        facts += [f"pickupable {o}"] if kind[o] not in FIXED else []
+        facts += [f"{trait} {o}" for trait, kinds in TRAITS.items() if kind[o] in kinds]
+    facts += [f"canContain {r}Type {o}Type" for o, kinds in places.items() for r in kinds]
+    spots = sorted({0, *place.spot.values()})
+    objects = ["agent1 - agent", *(f"loc_bar_{spot:02d} - location" for spot in spots)]
+    objects += [f"{o} - object" for o, _ in lies] + [f"{r} - receptacle" for r in place.spot]
+    objects += [f"{o}Type - otype" for o in places] + [f"{r}Type - rtype" for r in sorted(set(place.kinds.values()))]
+    lines = "\n".join(f"({fact})" for fact in facts)
+    return (
+        "(define (problem made)\n(:domain alfred)\n(:objects\n" + "\n".join(objects) + "\n)\n"
+        f"(:init\n{lines}\n)\n(:goal (and {goal}))\n)\n"
+    )
+
+
+def goal(task: Task, o: str, target: str) -> str:
+    """The goal in the words that ALFWorld's files use."""
+    if task.mark == "isToggled":
+        return (
+            "(exists (?ot - object ?r - receptacle ?a - agent ?l - location) (and "
+            f"(objectType ?ot {target}Type) (toggleable ?ot) (isToggled ?ot) "
+            "(receptacleAtLocation ?r ?l) (atLocation ?a ?l) (inReceptacle ?ot ?r))) "
+            f"(exists (?o - object ?a - agent) (and (objectType ?o {o}Type) (holds ?a ?o)))"
+        )
+    if "two" in task.folder:
+        where = f"(receptacleType ?r {target}Type) (inReceptacle"
+        return (
+            f"(exists (?r - receptacle) (exists (?o1 - object) (and (objectType ?o1 {o}Type) {where} ?o1 ?r) "
+            f"(exists (?o2 - object) (and (not (= ?o1 ?o2)) (objectType ?o2 {o}Type) {where} ?o2 ?r))))))"
+        )
+    treated = f"({task.trait} ?o) ({task.mark} ?o) " if task.mark else ""
+    return (
+        f"(exists (?r - receptacle) (exists (?o - object) (and {treated}(objectType ?o {o}Type) "
+        f"(receptacleType ?r {target}Type) (inReceptacle ?o ?r))))"
+    )
+
+
+def games(seed: int, train: int) -> Iterator[tuple[str, dict]]:
+    """(path below json_2.1.1, content of the file) of every game."""
+    sys.path.insert(0, str(ROOT))  # this file is also run by its path
+    import alfworld_data
+    from alfworld_expert import plan
+
+    sys.path.remove(str(ROOT))
+    seen = [i for i in range(1, LAYOUTS + 1) if i not in UNSEEN]
+    rooms = {(room, i): layout(seed, room, i) for room in ROOMS for i in (*seen, *UNSEEN)}
+    used: set[int] = set()
+    for split, count in {"train": train, "valid_seen": VALID_SEEN, "valid_unseen": VALID_UNSEEN}.items():
+        rng = random.Random(f"alfworld-{seed}-{split}")
+        made = 0
+        while made < count:
+            [task] = rng.choices(TASKS, [task.share for task in TASKS])
+            room = rng.choice(task.rooms.split())
+            place = rooms[room, rng.choice(list(UNSEEN) if split == "valid_unseen" else seen)]
+            if split == "valid_seen" and place.number not in used:
+                continue
+            drawn = trial(rng, task, room, place)
+            if drawn is None:
+                continue
+            folder, sentence, pddl = drawn
+            grammar = GRAMMAR % sentence
+            game = alfworld_data.parse(pddl, grammar)
+            state, walkthrough = game.start, plan(game, game.start) or []
+            for command in walkthrough:
+                state, _ = game.step(state, command)
+            if not walkthrough or not state.won:
+                continue
+            used.add(place.number)
+            content = {"pddl_domain": "", "grammar": grammar, "pddl_problem": pddl, "solvable": True}
+            yield f"{split}/{folder}/trial_{seed}_{made:05d}/game.tw-pddl", content | {"walkthrough": walkthrough}
+            made += 1
+
+
+# What of ALFWorld's grammar tells one game from another: the sentence, and the wording's version.
+GRAMMAR = '''grammar :: """
+    {
+        "task": [
+            {
+                "rhs": "Your task is to: %s"
+            }
+        ]
+    }
+""";
+
+action PutObject {
+    template :: "move {o} to {r}";
+}
+'''
+
+
+def write(folder: Path, seed: int, train: int, full: bool = False) -> Path:
+    """Write all games to `folder`, whole or not at all: a reader never meets half of them."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    for path, content in games(seed, train):
+        if full:
+            from alfworld_textworld import whole
+
+            content = whole(content)
+        file = fresh / "json_2.1.1" / path
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(content), encoding="utf-8")
+    (fresh / "made_by").write_text(stamp() + "\n")
+    fresh.chmod(0o755)
+    while True:
+        try:
+            os.rename(fresh, folder)
+            return folder
+        except OSError:  # older games are there, or another process was faster
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+            os.rename(folder, old)
+            shutil.rmtree(old)
+
+
+def stamp() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def ensure(seed: int = 0) -> Path:
+    """The folder of the default games, made on first use and again when this file has changed."""
+    folder = GENERATED / f"alfworld-{seed}"
+    made_by = folder / "made_by"
+    if not made_by.exists() or made_by.read_text().strip() != stamp():
+        print(f"making ALFWorld games in {folder} ...", file=sys.stderr)
+        write(folder, seed, 2000)
+    return folder
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", type=int, default=2000, help="training games (default: 2000)")
+    parser.add_argument("--full", action="store_true", help="whole files, with domain and grammar")
+    parser.add_argument("--out", type=Path, help="folder (default: data/generated/alfworld-SEED)")
+    args = parser.parse_args()
+    print(write(args.out or GENERATED / f"alfworld-{args.seed}", args.seed, args.train, args.full))
