@@ -78,6 +78,7 @@ BRANDS = "Norda Velmo Tarvo Kesta Brivo Zelka Ombri Junta Pelix Sarto Wexla Dovi
 USES = "home work travel"
 OPENINGS = ("find me", "i need", "i want", "i am looking for")
 FAMILY = 6
+CODES = 26_000  # A000 to Z999
 
 
 def nouns_of(category: str) -> dict[str, str]:
@@ -158,7 +159,7 @@ def catalogue(seed: int = 0, products: int = 1500) -> dict[str, object]:
         for triple in chosen:
             members += family(rng, category, kind, triple, asked)
     rng.shuffle(members)
-    codes = rng.sample(range(26_000), len(members))
+    codes = rng.sample(range(CODES), len(members))
     items, attributes, human, nouns, asked = [], {}, {}, {}, set()
     for code, product in zip(codes, members, strict=True):
         asin = f"{chr(ord('A') + code // 1000)}{code % 1000:03d}"
@@ -223,8 +224,10 @@ if __name__ == "__main__":
     parser.add_argument("--products", type=int, default=1500, help="at least; families of six (default: 1500)")
     parser.add_argument("--out", type=Path, help="folder (default: data/generated/webshop-SEED)")
     args = parser.parse_args()
-    if not 1 <= args.products <= 26_000:
-        parser.error(f"--products {args.products}: choose 1 to 26000 (item ids are a letter and three digits)")
+    if not 1 <= args.products <= CODES - FAMILY:
+        parser.error(
+            f"--products {args.products}: choose 1 to {CODES - FAMILY} (item ids are a letter and three digits)"
+        )
     out = args.out or GENERATED / f"webshop-{args.seed}"
     if out.exists() and not (out / "made_by").exists() and not (out.is_dir() and not any(out.iterdir())):
         parser.error(f"--out {out}: holds something else; name a new or empty folder")
