@@ -136,11 +136,10 @@ def cases(groups: Sequence[Group]) -> str:
         if not guided:
             continue
         best = max(guided, key=lambda g: g.reward.mean)
-        any_seed = {task: result for (task, _seed), result in greedy.results.items()}
+        any_seed = {task: result for (task, _seed), result in sorted(greedy.results.items())}
         pairs = [(greedy.results.get(key, any_seed.get(key[0])), result) for key, result in best.results.items()]
-        pairs = sorted(
-            ((a, b) for a, b in pairs if a), key=lambda pair: (pair[0].reward - pair[1].reward, pair[0].task)
-        )
+        pairs = [(a, b) for a, b in pairs if a]
+        pairs.sort(key=lambda pair: (pair[0].reward - pair[1].reward, pair[1].task, pair[1].seed))
         kinds = {
             "better": [(a, b) for a, b in pairs if b.reward > a.reward],
             "worse": [(a, b) for a, b in reversed(pairs) if b.reward < a.reward],
@@ -151,9 +150,8 @@ def cases(groups: Sequence[Group]) -> str:
         parts.append(page.paragraph(f"{told} Shown: the largest gain, the largest loss, and one of the rest."))
         for name, kind in kinds.items():
             for a, b in kind[:1]:
-                parts.append(
-                    page.case(f"QLASS {name}: task {b.task}", load_row(a), load_row(b), opened=name == "better")
-                )
+                title, opened = f"QLASS {name}: task {b.task}", name == "better"
+                parts.append(page.case(title, load_row(a), load_row(b), opened))
     return "".join(parts)
 
 
