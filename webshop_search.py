@@ -139,7 +139,7 @@ class SearchIndex:
         df = np.bincount(postings // max(n, 1), minlength=len(self.vocabulary))
         self.offsets = np.concatenate([[0], np.cumsum(df)])
         self.docs = (postings % max(n, 1)).astype(np.int32)
-        average = np.float32(length.mean() if n else 1.0)
+        average = np.float32(length.mean() if len(token) else 1.0)
         norm = 1 / (K1 * ((1 - B) + B * stored_length(length).astype(np.float32) / average))
         self.damping = 1 + tf.astype(np.float32) * norm[self.docs]
         self.idf = np.log(1 + (n - df + 0.5) / (df + 0.5)).astype(np.float32)

@@ -1,18 +1,37 @@
-"""WebShop: equal to the original's recordings, goal for goal, ranking for ranking and page for page."""
+"""WebShop: equal to the original's recordings, goal for goal, ranking for ranking, page for page; the rest by hand.
 
+python tests/test_webshop.py        # record the bundled catalogue's pages again, after a change meant to change them
+"""
+
+import copy
 import gzip
+import itertools
 import json
 import os
+import random
+import sys
+from collections import Counter
+from math import log
 from pathlib import Path
 
+import numpy as np
 import pytest
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import envs
+import webshop
+import webshop_data
+import webshop_search
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
+RECORDING = Path(__file__).parent / "recordings" / "webshop_bundled.json"
 recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
 
 
+# ------------------------------------------------------------------------------------------ the original's recordings
 def lines(name):
     with gzip.open(SHARED / name, "rt", encoding="utf-8") as file:
         yield from map(json.loads, file)
@@ -43,7 +62,471 @@ def test_pages_and_rewards_of_the_original():
 
 
 @recorded
-def test_lucenes_top_50():
+def test_lucenes_words_and_top_50():
     shop = real_shop().shop
+    for document in lines("lucene_doc_tokens.jsonl.gz"):
+        assert webshop_search.terms(shop.products[shop.position[document["id"]]].document) == document["tokens"]
     for query in lines("lucene_top50.jsonl.gz"):
+        assert webshop_search.terms(query["query"]) == query["tokens"]
         assert [shop.products[i].asin for i in shop.search(query["query"])] == [asin for asin, _ in query["hits"]]
+
+
+@recorded
+@pytest.mark.parametrize(("kind", "seed"), [*itertools.product(["synthetic", "human"], [0, 1])])
+def test_prices_and_goals_are_drawn_as_in_the_original(kind, seed):
+    shop = webshop.load(SHARED, None, None, kind == "human", seed)
+    drawn = webshop_data.read_json(SHARED / f"goals_{kind}_1k_seed{seed}.json.gz")
+    assert (shop.goals, shop.prices) == (drawn["goals"], drawn["prices"])
+
+
+@recorded
+def test_published_splits():
+    splits = webshop_data.splits([{"asin": ""}] * 12_087, SHARED)  # as many goals as the full catalogue has
+    assert {name: len(indices) for name, indices in splits.items()} == {
+        "all": 12_087,
+        "train": 1823,
+        "test": 200,
+        "test_500": 500,
+    }
+    assert len({*splits["train"]} & {*splits["test"]}) == 21
+    with pytest.raises(envs.UserError, match=r"_indices.*only 6910 goals"):
+        real_shop(split_file=SHARED)
+
+
+# ------------------------------------------------------------------------------------------------- a shop made by hand
+SHIRT = {
+    "asin": "B000000001",
+    "name": "Red Cotton Shirt",
+    "full_description": "A <soft> shirt, breathable.",
+    "small_description": [" made in Norway ", " "],
+    "pricing": "$27.00",
+    "customization_options": {
+        "Size": [{"value": "Small"}, {"value": "X-Large "}],
+        "Color": [{"value": "Dark Blue/Green"}, {"value": "wine"}, {"value": "small"}],
+        "Fit": None,
+    },
+    "category": "fashion",
+    "query": " Shirts",
+    "product_category": "Clothing › Men › Shirts",
+}
+JUMPER = SHIRT | {
+    "asin": "A000000002",
+    "name": "Wool Jumper",
+    "full_description": "",
+    "small_description": "warm",
+    "pricing": "$20.00 - $95.50",
+    "customization_options": "",
+    "query": "jumpers",
+    "product_category": "Clothing › Men › Jumpers",
+}
+LAMP = JUMPER | {
+    "asin": "C000000003",
+    "name": "Desk Lamp shirt",
+    "pricing": "",
+    "category": "garden",
+    "query": "lamps",
+    "product_category": "Home › Lamps",
+    "customization_options": {"size": [{"value": "a [b]"}, {"value": "description"}]},
+}
+GOAL = {
+    "asin": "B000000001",
+    "category": "fashion",
+    "query": "shirts",
+    "name": "Red Cotton Shirt",
+    "product_category": "Clothing › Men › Shirts",
+    "instruction_text": "find me a breathable cotton shirt with color: blue, and size: large, "
+    "and price lower than 30.00 dollars",
+    "attributes": ["breathable", "machine wash"],
+    "price_upper": 30.0,
+    "goal_options": ["large", "blue"],
+    "weight": 1,
+}
+
+
+@pytest.fixture
+def shop(tmp_path):
+    def build(products=(SHIRT, JUMPER, LAMP), goals=(GOAL,), **options):
+        ignored = [SHIRT | {"asin": "nan"}, SHIRT | {"asin": "B00000000011"}, SHIRT | {"name": "again"}]
+        nouns = {"B000000001": ["cotton", "shirt"], "A000000002": ["wool", "jumper"], "C000000003": ["lamp", "shirt"]}
+        files = {
+            "items_shuffle.json": [*products, *ignored],
+            "items_ins_v2.json": {"B000000001": {"attributes": ["machine washable"]}},
+            "items_human_ins.json": {},
+            "title_nouns.json": nouns,
+            "goals.json": {"goals": list(goals), "prices": {"A000000002": 25.0}},
+        }
+        for name, content in files.items():
+            (tmp_path / name).write_text(json.dumps(content))
+        webshop.load.cache_clear()
+        return envs.make("webshop", **{"data": tmp_path, "goals": tmp_path / "goals.json"} | options)
+
+    return build
+
+
+def play(env, *actions):
+    env.reset(options={"task_id": "0"})
+    for action in actions:
+        step = env.step(action)
+    return step
+
+
+def test_cleaning(shop):
+    shirt, jumper, lamp = shop().shop.products
+    assert shirt.options == {"size": ("small", "x-large"), "color": ("dark blue | green", "wine", "small")}
+    assert (shirt.query, shirt.attributes, shirt.price_tag) == ("shirts", ("machine washable",), "$27.0")
+    assert (jumper.bullets, jumper.attributes, jumper.price_tag) == (("warm",), ("DUMMY_ATTR",), "$20.0 to $95.5")
+    assert (lamp.price_tag, lamp.prices, jumper.options) == ("$100.0", (100.0,), {})
+
+
+def test_pages(shop):
+    env, told = shop(), "Instruction: [SEP] " + GOAL["instruction_text"] + " [SEP] "
+    observation, info = env.reset(options={"task_id": "0"})
+    assert observation == "WebShop [SEP] " + told + "Search"
+    assert info["valid_actions"][:2] == [
+        "search[find me a breathable cotton shirt with color: blue, and size: large]",
+        "search[find me a breathable cotton shirt]",
+    ]
+    observation, *_, info = env.step("search[Shirt]")
+    assert observation == told + (
+        "Back to Search [SEP] Page 1 (Total results: 2) [SEP] Next > [SEP] B000000001 [SEP] Red Cotton Shirt [SEP] "
+        "$27.0 [SEP] C000000003 [SEP] Desk Lamp shirt [SEP] $100.0"
+    )
+    assert info["clickables"] == ["back to search", "next >", "b000000001", "c000000003"]
+    assert env.candidates()[2] == ("Red Cotton Shirt $27.0", "click[b000000001]")
+    *_, info = env.step("click[Next >]")
+    assert info["clickables"] == ["back to search", "< prev", "next >"]
+    env.step("click[< prev]")
+    observation, *_, info = env.step("click[B000000001]")
+    assert observation == told + (
+        "Back to Search [SEP] < Prev [SEP] size [SEP] small [SEP] x-large [SEP] color [SEP] dark blue | green [SEP] "
+        "wine [SEP] small [SEP] Red Cotton Shirt [SEP] Price: $27.0 [SEP] Rating: N.A. [SEP] "
+        "Description [SEP] Features [SEP] Reviews [SEP] Buy Now"
+    )
+    buttons = ["back to search", "< prev", "description", "features", "reviews", "buy now"]
+    assert info["clickables"] == [*buttons, "small", "x-large", "dark blue | green", "wine"]
+    assert env.candidates()[-1] == ("color wine", "click[wine]")
+    assert env.step("click[features]")[0] == told + "Back to Search [SEP] < Prev [SEP] made in Norway [SEP] "
+    env.step("click[< prev]")
+    assert env.step("click[description]")[0].endswith("< Prev [SEP] A <soft> shirt, breathable.")
+    assert env.step("search[the]")[0].endswith("Page 1 (Total results: 0) [SEP] Next >")
+
+
+def test_options_are_kept_on_sub_pages_replaced_by_name_and_dropped_on_the_way_back(shop):
+    env = shop(max_steps=None)
+    play(env, "search[cotton]", "click[b000000001]", "click[x-large]", "click[wine]", "click[reviews]", "click[< prev]")
+    assert env.session.options == (("size", "x-large"), ("color", "wine"))
+    env.step("click[small]")  # of the two options with this value the later one
+    assert env.session.options == (("size", "x-large"), ("color", "small"))
+    env.step("click[< prev]")
+    env.step("click[b000000001]")
+    assert env.session.options == ()
+
+
+NOT_VALID = [
+    "",
+    "buy now",
+    "click[]",
+    "Click[next >]",
+    "click [next >]",
+    "click[search]",
+    "click[wine]",
+    "search[a[b]]",
+]
+
+
+@pytest.mark.parametrize("action", [*NOT_VALID, "\n", "click\n[next >]"])
+def test_what_is_not_valid_changes_nothing_but_counts_a_step(shop, action):
+    env = shop()
+    page = play(env, "search[shirt]")
+    assert env.step(action)[:4] == page[:4] and env.steps == 2
+
+
+def test_text_behind_the_last_bracket_is_ignored_and_a_value_with_brackets_is_out_of_reach(shop):
+    env = shop()
+    assert "C000000003" in play(env, "search[lamp] for the desk")[0]
+    *_, info = env.step("click[C000000003] ")
+    assert "a [b]" in info["clickables"] and "click[a [b]]" not in info["valid_actions"]
+    env.step("click[a [b]]")
+    assert env.session.options == ()
+    env.step("click[description]")  # an option with a button's name takes its place
+    assert env.session.options == (("size", "description"),)
+
+
+# The goal has 2 attributes, 2 options and a price limit: each part weighs 1/5.
+BUY = {
+    # "breathable" is in the description, "machine wash" is like "machine washable"; 27 <= 30
+    "plain": (["search[cotton]", "click[b000000001]"], 3 / 5),
+    # "x-large" holds all words of "large"; "dark blue | green" is "blue", the first colour in it
+    "options": (["search[cotton]", "click[b000000001]", "click[x-large]", "click[dark blue | green]"], 5 / 5),
+    "wrong option": (["search[cotton]", "click[b000000001]", "click[wine]"], 3 / 5),
+    # no attribute; price 25 of the range was drawn; two common breadcrumbs, but no common noun: type 0
+    "other kind": (["search[wool]", "click[a000000002]"], 0.0),
+    # price 100; no common query or breadcrumb, but one of two nouns of the goal's title: type 1; nothing else
+    "other place": (["search[lamp]", "click[c000000003]"], 0.0),
+}
+
+
+@pytest.mark.parametrize("name", BUY)
+def test_rewards_by_hand(shop, name):
+    env = shop()
+    actions, expected = BUY[name]
+    assert play(env, *actions)[1] == 0
+    observation, reward, done, truncated, info = env.step("click[buy now]")
+    assert (reward, done, truncated) == (pytest.approx(expected), True, False)
+    assert observation.endswith(f"[SEP] {reward} [SEP] Reward Details [SEP] None")
+    assert info["valid_actions"] == []
+    assert env.score(actions[1][6:-1].upper(), dict(enumerate(a[6:-1] for a in actions[2:])))[0] == reward
+
+
+def test_type_of_the_product(shop):
+    def r_type(nouns, **fields):
+        titles = {GOAL["name"]: ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k"], "Other": nouns}
+        env = shop([SHIRT, JUMPER | {"name": "Other"} | fields])
+        env.shop.find_nouns = lambda product: titles[product.title]
+        return env.score("A000000002", {})[1]["r_type"]
+
+    far = {"product_category": "Clothing › Jumpers"}
+    assert r_type(["x"]) == 0  # no common noun, though two common breadcrumbs
+    assert r_type(["a"]) == 0.1  # 1 of 11
+    assert r_type(["a", "b"], **far) == 0.5  # 2 of 11
+    assert r_type(["a", "b"]) == 1  # with two common breadcrumbs
+    assert r_type(["a", "b"], **far, query="Shirts ") == 1
+    assert r_type(["a", "b", "c"], **far) == 1
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("large", "x-large", True),  # a subset of the words
+        ("machine wash", "machine washable", True),  # ratio 0.857...: 86
+        ("machine wash", "hand wash", False),
+        ("B W", "w/b", True),
+        ("café", "caf", True),  # Latin-1 is dropped
+        ("!!!", "!!!", False),  # nothing left to compare
+        ("3 pack", "4 pack", False),  # ratio 0.833...: 83
+    ],
+)
+def test_similar(a, b, same):
+    assert webshop.similar(a, b) is webshop.similar(b, a) is same
+
+
+def test_plain_color():
+    assert [webshop.plain_color(v) for v in ("dark blue", "standard", "xl")] == ["blue", "tan", "xl"]
+    assert webshop.plain_color(("color", "wine")) == "wine"
+    assert webshop.plain_color(("color", "dark wine")) == "('color', 'dark wine')"
+
+
+# ------------------------------------------------------------------------------------------------------- environment
+def test_the_last_allowed_step_may_buy_and_running_out_gives_nothing(shop):
+    env = shop(max_steps=3)
+    assert play(env, "search[cotton]", "click[b000000001]", "click[buy now]")[1:4] == (pytest.approx(0.6), True, False)
+    assert play(env, "search[cotton]", "click[b000000001]", "click[wine]")[1:4] == (0.0, False, True)
+    assert shop().max_steps == 5
+
+
+def test_snapshot_and_fork():
+    env = envs.make("webshop")
+    env.reset(options={"task_id": "7"})
+    env.step(env.valid_actions()[0])
+    before, pages = env.snapshot(), []
+    for _ in range(2):
+        env.restore(before)
+        pages.append([env.step(env.valid_actions()[n])[0] for n in (3, 6, 5)])
+    assert pages[0] == pages[1] and env.snapshot() != before
+    other = copy.copy(env)
+    other.reset(options={"task_id": "8"})
+    assert env.snapshot()[0] == 7 and env.steps == 4
+
+
+def test_gymnasiums_checks():
+    check_env(envs.make("webshop"), skip_render_check=True)
+
+
+def test_splits_are_disjoint_by_product():
+    env = envs.make("webshop")
+    parts = {split: {env.shop.goals[int(t)]["asin"] for t in env.task_ids(split)} for split in ("train", "val", "test")}
+    assert sum(map(len, parts.values())) == len(set.union(*parts.values()))
+    assert sorted(int(t) for split in parts for t in env.task_ids(split)) == list(range(len(env.shop.goals)))
+    assert len(parts["train"]) > len(parts["test"]) > len(parts["val"]) > 0
+    assert set(env.task_ids("test")) == set(envs.make("webshop", max_steps=3).task_ids("test"))
+
+
+def test_split_files(shop, tmp_path):
+    for name, content in {"dev_indices.json": [0, 0], "far_indices.json": [1], "bad_indices.json": {"a": 1}}.items():
+        (tmp_path / "splits").mkdir(exist_ok=True)
+        (tmp_path / "splits" / name).write_text(json.dumps(content))
+    env = shop(split_file={"mine": tmp_path / "splits" / "dev_indices.json"})
+    assert env.task_ids("mine") == env.task_ids("all") == ["0"]
+    assert shop(split_file=str(tmp_path / "splits" / "dev_indices.json")).task_ids("dev") == ["0"]
+    with pytest.raises(envs.UserError, match=r"far_indices.json: index 1, but there are only 1 goals"):
+        shop(split_file={"far": tmp_path / "splits" / "far_indices.json"})
+    with pytest.raises(envs.UserError, match="a JSON list of integers"):
+        shop(split_file=tmp_path / "splits")
+
+
+def test_mistakes_are_told_with_their_place(shop, tmp_path):
+    with pytest.raises(envs.UserError, match="unknown split 'dev': choose one of train, val, test, all"):
+        shop().task_ids("dev")
+    with pytest.raises(envs.UserError, match="unknown task '1': tasks are 0 to 0"):
+        shop().reset(options={"task_id": "1"})
+    with pytest.raises(envs.UserError, match=r"items_shuffle.json: product number 1 .*'asin'"):
+        shop([SHIRT, {"name": "x"}])
+    with pytest.raises(envs.UserError, match="product Z of a goal is not in"):
+        shop(goals=[GOAL | {"asin": "Z"}])
+    with pytest.raises(envs.UserError, match="no goals"):
+        shop(goals=[])
+    with pytest.raises(envs.UserError, match=r"nothing/here: found none of items_shuffle_1000.json"):
+        envs.make("webshop", data="nothing/here")
+    (tmp_path / "bad.json").write_text('[\n{"a": 1},\n{"b" 2}]')
+    with pytest.raises(envs.UserError, match=r"bad.json:3: not valid JSON"):
+        shop(title_nouns=tmp_path / "bad.json")
+
+
+def test_candidates_of_the_start_page_come_from_the_instruction_alone():
+    assert webshop_data.queries(GOAL["instruction_text"]) == [
+        "find me a breathable cotton shirt with color: blue, and size: large",
+        "find me a breathable cotton shirt",
+        "breathable cotton shirt",
+    ]
+    assert webshop_data.queries("i need an odd long lasting green tea, and price lower than 9.00 dollars") == [
+        "i need an odd long lasting green tea",
+        "odd long lasting green tea",
+        "odd long lasting",
+        "lasting green tea",
+    ]
+
+
+@pytest.fixture(scope="module")
+def endless():
+    return envs.make("webshop", max_steps=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["search[%s]", "click[%s]", "%s", "[%s"]), st.text()), max_size=6))
+def test_any_text_is_an_action(endless, actions):
+    env = endless
+    env.reset(options={"task_id": "0"})
+    for form, argument in actions:
+        observation, reward, done, _, _ = env.step(form % argument)
+        assert isinstance(observation, str) and (reward, done) == (0.0, False)
+
+
+def test_valid_actions_act(endless):
+    env, rng = endless, random.Random(0)
+    for task in rng.sample(env.task_ids("all"), 5):
+        _, info = env.reset(options={"task_id": task})
+        for _ in range(6):
+            here = env.snapshot()
+            chosen = [f"click[{value}]" for _, value in env.session.options]
+            for action in info["valid_actions"]:
+                env.restore(here)
+                env.step(action)
+                assert env.session != here[1] or action in chosen
+            if info["valid_actions"]:
+                env.restore(here)
+                *_, info = env.step(rng.choice(info["valid_actions"]))
+
+
+# ------------------------------------------------------------------------------------------------------------ search
+def lucenes_byte(n):
+    """SmallFloat.intToByte4 and back, bit by bit."""
+    if n < 24:
+        return n
+    rest, bits = n - 24, (n - 24).bit_length()
+    shift = max(bits - 4, 0)
+    return 24 + (rest >> shift << shift)
+
+
+def test_stored_length():
+    lengths = np.arange(20_000)
+    assert webshop_search.stored_length(lengths).tolist() == [lucenes_byte(n) for n in lengths.tolist()]
+
+
+WORDS = st.lists(st.sampled_from(["red", "green", "shirts", "shirt", "the", "lamp", "hats", "5.5"]), max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(WORDS, min_size=1, max_size=8), WORDS)
+def test_bm25_against_the_formula(documents, query):
+    index = webshop_search.SearchIndex(" ".join(d) for d in documents)
+    bags = [Counter(webshop_search.terms(" ".join(d))) for d in documents]
+    average = sum(sum(bag.values()) for bag in bags) / len(bags)
+    expected = []
+    for bag in bags:  # documents are shorter than 40 words: lengths are exact
+        score = 0.0
+        for term, times in Counter(webshop_search.terms(" ".join(query))).items():
+            df, tf = sum(term in other for other in bags), bag[term]
+            idf = log(1 + (len(bags) - df + 0.5) / (df + 0.5))
+            score += times * idf * tf / (tf + 0.9 * (0.6 + 0.4 * sum(bag.values()) / average)) if tf else 0.0
+        expected.append(score)
+    found, scores = index.top(" ".join(query))
+    assert sorted(found) == [i for i, score in enumerate(expected) if score]
+    assert scores.tolist() == pytest.approx([expected[i] for i in found], rel=1e-4)
+    assert [*zip(-scores, found, strict=True)] == sorted(zip(-scores, found, strict=True))
+    best, _ = index.top(" ".join(query), k=2)
+    assert best.tolist() == found[:2].tolist()
+
+
+def test_terms():
+    text = "Women's 6.5\" size:xl t-shirt & ★hats, the 1,000 technologies (incredibly) don’t U.S.A. ___ ✔️"
+    expected = "women 6.5 size:xl t shirt ★ hat 1,000 technolog incred don’t u.s.a ✔️"
+    assert webshop_search.terms(text) == expected.split()
+
+
+# ------------------------------------------------------------------------------------------------------------ oracle
+def test_the_best_reward_in_reach_against_trying_everything():
+    env = envs.make("webshop")
+    rng, tried = random.Random(0), {}
+
+    def best(left):
+        if not env.valid_actions():
+            return env.session.reward
+        here = env.snapshot()
+        key = (*here[:2], left)
+        if left and key not in tried:
+            tried[key] = 0.0
+            for action in env.valid_actions():
+                env.restore(here)
+                env.step(action)
+                tried[key] = max(tried[key], best(left - 1))
+            env.restore(here)
+        return tried.get(key, 0.0)
+
+    checked = 0
+    for task in rng.sample(env.task_ids("all"), 6):
+        env.reset(options={"task_id": task})
+        tried.clear()
+        while env.valid_actions() and env.steps < 7:
+            for left in range(5):
+                here = env.snapshot()
+                env.restore((*here[:2], env.max_steps - left))
+                value = env.optimal_value()
+                assert value == pytest.approx(best(left))
+                env.restore(here)
+                checked += value > 0
+            env.step(rng.choice(env.valid_actions()))
+    assert checked > 20
+
+
+# --------------------------------------------------------------------------------------------- the bundled catalogue
+def wander(tasks=12, steps=7):
+    """Random walks of the bundled catalogue: [task, [[action, observation, reward, clickables], ...]]."""
+    env, rng, episodes = envs.make("webshop"), random.Random(0), []
+    for task in rng.sample(env.task_ids("all"), tasks):
+        observation, info = env.reset(options={"task_id": task})
+        walk = [["", observation, 0.0, info["clickables"]]]
+        while info["valid_actions"] and len(walk) <= steps:
+            action = "click[buy now]" if len(walk) == steps else rng.choice(info["valid_actions"][-9:])
+            observation, reward, _, _, info = env.step(action)
+            walk.append([action, observation, reward, info["clickables"]])
+        episodes.append([task, walk])
+    return episodes
+
+
+def test_bundled_catalogue_as_recorded():
+    assert wander() == json.loads(RECORDING.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    RECORDING.parent.mkdir(exist_ok=True)
+    RECORDING.write_text(json.dumps(wander(), ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
