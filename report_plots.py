@@ -102,7 +102,7 @@ def draw_line(axes: Axes, name: str, line: Sequence[Group], cost: str, marker: s
     axes.errorbar(x, y, errors, label=name, color=colour, marker=marker, capsize=2, elinewidth=1, **look)
     for group, a, b in zip(line, x, y, strict=True):
         if group.method.budget:
-            axes.annotate(group.method.budget, (a, b), (5, 4), textcoords="offset points", fontsize=8, color=colour)
+            axes.annotate(group.method.budget, (a, b), (6, -11), textcoords="offset points", fontsize=8, color=colour)
 
 
 def targets(groups: Sequence[Group]) -> Figure | None:
