@@ -162,9 +162,10 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
                 if line.strip():
                     try:
                         method, result = parse_result(line, label, (path, number, offset))
-                    except ValueError as error:
+                    except (ValueError, KeyError, TypeError, AttributeError) as error:
                         if line.endswith(b"\n"):
-                            raise UserError(f"{path}:{number}: {error}; mend or delete this line") from None
+                            what = f"{error} missing" if isinstance(error, KeyError) else error
+                            raise UserError(f"{path}:{number}: {what}; mend or delete this line") from None
                         print(f"warning: {path}:{number}: skipped, cut short by a stopped run", file=sys.stderr)
                     else:
                         insert(groups.setdefault(method, Group(method)), result)

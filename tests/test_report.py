@@ -203,6 +203,8 @@ def test_calibration_reads_the_q_of_the_action_taken():
         ('{"env": "webshop", "method": "greedy", "reward": 1, "tokens": {}}', "task_id"),
         ('{"task_id": "a", "env": "webshop", "method": "greedy", "reward": NaN, "tokens": {}}', "reward"),
         ('{"task_id": "a", "env": "webshop", "method": "greedy", "reward": 1, "tokens": 7}', "tokens"),
+        ('{"task_id": "a", "env": "e", "method": "m", "reward": 1, "tokens": {"prompt": "x"}}', "unsupported operand"),
+        ('{"task_id": "a", "env": "e", "method": "m", "reward": 1, "tokens": {}, "steps": [{}]}', "'action' missing"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, told):
