@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from files import UserError
-from webshop_data import draw_prices, human_goals, load_products, queries, read_json, synthetic_goals
+from webshop_data import draw_prices, human_goals, load_products, queries, read_goals, read_json, synthetic_goals
 from webshop_search import SearchIndex
 
 PAGE_SIZE, MAX_STEPS = 10, 5  # products on a results page; the paper's step limit
@@ -185,14 +185,8 @@ class Shop:
         rng = random.Random(seed)
         self.prices = draw_prices(self.products, rng)
         if goals is not None:
-            recorded = read_json(goals)
-            self.goals = recorded["goals"] if isinstance(recorded, dict) else recorded
-            self.prices.update(recorded.get("prices", {}) if isinstance(recorded, dict) else {})
-            unknown = next((goal["asin"] for goal in self.goals if goal["asin"] not in self.position), None)
-            if unknown:
-                raise UserError(
-                    f"{goals}: product {unknown} of a goal is not in {folder}; take the catalogue it is from"
-                )
+            self.goals, recorded = read_goals(goals, self.position)
+            self.prices |= recorded
         else:
             build, instructions = (human_goals, human) if use_human_goals else (synthetic_goals, synthetic)
             self.goals = build(self.products, instructions, self.prices, rng)

@@ -13,6 +13,7 @@ import random
 import re
 import zlib
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,24 @@ def human_goals(products: list[Product], instructions: dict, prices: dict, rng: 
                     make_goal(product, text, record["instruction_attributes"], record["instruction_options"], limit)
                 )
     return goals
+
+
+GOAL_FIELDS = "asin name query product_category instruction_text attributes goal_options price_upper"
+
+
+def read_goals(path: Path, asins: Container[str]) -> tuple[list[dict], dict[str, float]]:
+    """Recorded goals in their order, and the prices drawn with them: {"goals": [...], "prices": {asin: dollars}}."""
+    content = read_json(path)
+    goals, prices = (content.get("goals"), content.get("prices", {})) if isinstance(content, dict) else (content, {})
+    if not isinstance(goals, list):
+        raise UserError(f'{path}: {{"goals": [...], "prices": {{asin: dollars}}}} is expected')
+    for number, goal in enumerate(goals):
+        lacking = [field for field in GOAL_FIELDS.split() if field not in goal]
+        if lacking:
+            raise UserError(f"{path}: goal {number} lacks {', '.join(lacking)}")
+        if goal["asin"] not in asins:
+            raise UserError(f"{path}: product {goal['asin']} of goal {number} is not in this catalogue")
+    return goals, prices
 
 
 PRICE_CLAUSE = re.compile(r",? and price lower than [\d.]+ dollars$")

@@ -4,6 +4,7 @@ python tests/test_webshop.py        # record the bundled catalogue's pages again
 """
 
 import copy
+import dataclasses
 import gzip
 import itertools
 import json
@@ -13,6 +14,7 @@ import sys
 from collections import Counter
 from math import log
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -310,6 +312,17 @@ def test_similar(a, b, same):
     assert webshop.similar(a, b) is webshop.similar(b, a) is same
 
 
+def test_nouns_of_a_title(shop, monkeypatch):
+    title = "Vintage 2-Pack Men's T-Shirt (Navy/Red), Size: XL for the Home-Office"
+    rule = ["vintage", "pack", "men", "t", "shirt", "navy", "red", "size", "xl", "home", "office"]
+    product = shop().shop.products[0]
+    monkeypatch.setitem(sys.modules, "spacy", None)  # not installed
+    assert webshop.noun_finder(None)(dataclasses.replace(product, title=title)) == rule
+    words = [SimpleNamespace(text="Red", pos_="ADJ"), SimpleNamespace(text="Shirt", pos_="NOUN")]
+    monkeypatch.setitem(sys.modules, "spacy", SimpleNamespace(load=lambda model, exclude: lambda text: words))
+    assert webshop.noun_finder(None)(product) == ["shirt"]
+
+
 def test_plain_color():
     assert [webshop.plain_color(v) for v in ("dark blue", "standard", "xl")] == ["blue", "tan", "xl"]
     assert webshop.plain_color(("color", "wine")) == "wine"
@@ -371,8 +384,10 @@ def test_mistakes_are_told_with_their_place(shop, tmp_path):
         shop().reset(options={"task_id": "1"})
     with pytest.raises(envs.UserError, match=r"items_shuffle.json: product number 1 .*'asin'"):
         shop([SHIRT, {"name": "x"}])
-    with pytest.raises(envs.UserError, match="product Z of a goal is not in"):
-        shop(goals=[GOAL | {"asin": "Z"}])
+    with pytest.raises(envs.UserError, match="product Z of goal 1 is not in this catalogue"):
+        shop(goals=[GOAL, GOAL | {"asin": "Z"}])
+    with pytest.raises(envs.UserError, match="goal 0 lacks asin, name, query"):
+        shop(goals=[{}])
     with pytest.raises(envs.UserError, match="no goals"):
         shop(goals=[])
     with pytest.raises(envs.UserError, match=r"nothing/here: found none of items_shuffle_1000.json"):
