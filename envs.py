@@ -194,13 +194,8 @@ class WebShopEnv(TextEnv):
 
     def _info(self) -> dict[str, Any]:
         clickables = list(self.shop.page(self.session).clickables)
-        task = self.goal["instruction_text"]
-        return {
-            "task_id": str(self.index),
-            "task": task,
-            "valid_actions": self.valid_actions(),
-            "clickables": clickables,
-        }
+        about = {"task_id": str(self.index), "task": self.goal["instruction_text"]}
+        return about | {"valid_actions": self.valid_actions(), "clickables": clickables}
 
     def valid_actions(self) -> list[str]:
         return [action for _, action in self.candidates()]
@@ -477,20 +472,8 @@ for _name, _class in ENVIRONMENTS.items():
     gymnasium.register(id=f"qlass/{_class[:-3]}-v0", entry_point=f"envs:{_class}")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that every stage shares; `stage_argv` hands them on when one stage makes another's missing input."""
-    add = parser.add_argument
-    add("--env", default="webshop", choices=list(ENVIRONMENTS))
-    add("--run", type=Path, help="folder of this run's files (default: runs/ENV)")
-    add("--seed", type=int, default=0)
-    add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
-    add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, else bundled ones)")
-    add("--env-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the environment")
-
-
 def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     """The environment that the flags name; `options` are the stage's own (`max_steps`)."""
-    args.run = args.run or Path("runs") / args.env
     data = {"webshop": args.webshop_data, "alfworld": args.alfworld_data}.get(args.env)
     if data:
         options["data"] = data
@@ -506,11 +489,3 @@ def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
         return make(args.env, **options)
     except TypeError as error:
         raise UserError(f"--env-option: {error}") from None
-
-
-def stage_argv(args: argparse.Namespace) -> list[str]:
-    argv = ["--env", args.env, "--run", str(args.run), "--seed", str(args.seed)]
-    for flag in ("webshop_data", "alfworld_data"):
-        if getattr(args, flag):
-            argv += ["--" + flag.replace("_", "-"), getattr(args, flag)]
-    return argv + [word for option in args.env_option for word in ("--env-option", option)]

@@ -20,6 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+ENVIRONMENTS = ("webshop", "alfworld", "sciworld", "frozenlake")
+
 
 class UserError(Exception):
     """A mistake that its message tells how to mend; the scripts print that one line and exit with code 2."""
@@ -181,6 +183,31 @@ def same_arguments(output: str | Path, args: argparse.Namespace, names: Iterable
                     f"{output} was begun with --{name.replace('_', '-')} {old[name]}, not {now}: "
                     "delete it, or name another --out or --run"
                 )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that every stage shares; `stage_argv` hands them on when one stage makes another's missing input."""
+    add = parser.add_argument
+    add("--env", default="webshop", choices=ENVIRONMENTS)
+    add("--run", type=Path, help="folder of this run's files (default: runs/ENV)")
+    add("--seed", type=int, default=0)
+    add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
+    add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, else bundled ones)")
+    add("--env-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the environment")
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    args = parser.parse_args(argv)
+    args.run = args.run or Path("runs") / args.env
+    return args
+
+
+def stage_argv(args: argparse.Namespace) -> list[str]:
+    argv = ["--env", args.env, "--run", str(args.run), "--seed", str(args.seed)]
+    for flag in ("webshop_data", "alfworld_data"):
+        if getattr(args, flag):
+            argv += ["--" + flag.replace("_", "-"), getattr(args, flag)]
+    return argv + [word for option in args.env_option for word in ("--env-option", option)]
 
 
 def needed(named: Path | None, default: Path, stage: str, argv: list[str]) -> Path:

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import transformers
 
-from chat import Chat, Rendering, State, TokenTree, batches, packed, uniforms
+from chat import Chat, Rendering, State, TokenTree, batches, packed, react, uniforms
+from envs import TextEnv
 from files import UserError
 
 # -------------------------------------------------------------------------------------------------- requests, driver
@@ -34,6 +35,14 @@ class Sample:
     key: tuple
     temperature: float
     valid: tuple[str, ...] = ()  # the actions to choose among; empty: free
+
+
+def ask(
+    env: TextEnv, state: State, n: int, key: tuple, rendering: Rendering, temperature: float | None = None
+) -> Sample:
+    """Request n actions in the state that `env` is in, drawn as the checkpoint's rendering says."""
+    valid = tuple(react(*c) for c in env.candidates()) if rendering.candidates == "valid" else ()
+    return Sample(state, n, key, rendering.temperature if temperature is None else temperature, valid)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""Stage 3: Q-values on the trees (Eq. 7, Alg. 3). Standard library only.
+
+    reads   RUN/trees.jsonl
+    writes  RUN/q_labels.jsonl: the same lines with `q_raw` (Eq. 7) and `q` (min-max normalised within the tree)
+
+    python bellman.py --trees trees.jsonl --gamma 0.9 --target q --out q_labels.jsonl
+
+A node stands for the pair (s, a) of its parent's state and its own action, so its value is Q(s, a). Other process
+rewards for comparison (Sec. 5.2): `avg`, the mean of the final rewards below a node (Math-Shepherd's soft estimate), and
+`reward`, the final reward of the branch that made the node. All three are normalised alike, the root included; a tree
+whose values are all equal tells nothing apart and gets q = 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+from files import (
+    UserError,
+    add_arguments,
+    dumps,
+    needed,
+    parse_arguments,
+    read_trees,
+    replacing,
+    run_stage,
+    stage_argv,
+    write_meta,
+)
+
+# A tree is its list of nodes, parents before children; `children[i]` are the positions of node i's children.
+
+
+def children_of(tree: list[dict]) -> list[list[int]]:
+    position = {node["node_id"]: i for i, node in enumerate(tree)}
+    children: list[list[int]] = [[] for _ in tree]
+    for i, node in enumerate(tree[1:], 1):
+        parent = position.get(node["parent_id"], i)
+        if parent >= i:
+            raise UserError(f"task {node['task_id']}: node {node['node_id']} stands before its parent")
+        children[parent].append(i)
+    return children
+
+
+def q_values(tree: list[dict], gamma: float) -> list[float]:
+    """Eq. (7): Q(s, a) = r + gamma max_a' Q(s', a'); a leaf keeps its reward. One value a node."""
+    q = [node["reward"] for node in tree]
+    for i, children in reversed(list(enumerate(children_of(tree)))):  # Alg. 3: from the leaves to the root
+        if children:
+            q[i] += gamma * max(q[child] for child in children)
+    return q
+
+
+def average_rewards(tree: list[dict]) -> list[float]:
+    """The mean of the final rewards of all branches through a node."""
+    total, leaves = [node["reward"] for node in tree], [0] * len(tree)
+    for i, children in reversed(list(enumerate(children_of(tree)))):
+        leaves[i] = sum(leaves[child] for child in children) or 1
+        total[i] += sum(total[child] for child in children)
+    return [t / n for t, n in zip(total, leaves, strict=True)]
+
+
+def branch_rewards(tree: list[dict]) -> list[float]:
+    """The final reward of the branch that made the node; a branch that only met known nodes made none."""
+    final = {node["branch"]: node["reward"] for node in tree if node["done"]}
+    return [final.get(node["branch"], 0.0) for node in tree]
+
+
+def min_max(values: list[float]) -> list[float]:
+    """Alg. 3, last lines: to [0, 1] within the tree; all 0 where all are equal."""
+    low, high = min(values), max(values)
+    return [(v - low) / (high - low) if high > low else 0.0 for v in values]
+
+
+TARGETS = {
+    "q": q_values,
+    "avg": lambda tree, gamma: average_rewards(tree),
+    "reward": lambda tree, gamma: branch_rewards(tree),
+}
+
+
+def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
+    raw = TARGETS[target](tree, gamma)
+    return [node | {"q_raw": r, "q": q} for node, r, q in zip(tree, raw, min_max(raw), strict=True)]
+
+
+def chats(tree: list[dict]) -> Iterator[dict]:
+    """One self-contained line for each (s, a): the messages up to and including the action, and its q."""
+    messages: dict[int, list[dict]] = {tree[0]["node_id"]: tree[0]["messages"]}
+    for node in tree[1:]:
+        pair = [*messages[node["parent_id"]], {"role": "assistant", "content": node["action"]}]
+        messages[node["node_id"]] = [*pair, {"role": "user", "content": node["observation"]}]
+        yield {"task_id": node["task_id"], "messages": pair, "q": node["q"]}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_arguments(parser)
+    add = parser.add_argument
+    add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
+    add("--out", type=Path, help="default: RUN/q_labels.jsonl")
+    add("--gamma", type=float, default=0.9, help="discount of Eq. (7) (default: %(default)s)")
+    add("--target", choices=TARGETS, default="q", help="process reward (default: %(default)s)")
+    add("--chat", type=Path, metavar="FILE", help="also write self-contained (messages, q) lines for other trainers")
+    return parse_arguments(parser, argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    started = time.time()
+    args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", stage_argv(args))
+    args.out = args.out or args.run / "q_labels.jsonl"
+    trees = nodes = flat = 0
+    with replacing(args.out) as out, replacing(args.chat) if args.chat else nullcontext() as chat:
+        for tree in read_trees(args.trees):  # one tree in memory at a time
+            labels = label(tree, args.target, args.gamma)
+            out.writelines(map(dumps, labels))
+            if chat:
+                chat.writelines(map(dumps, chats(labels)))
+            trees, nodes = trees + 1, nodes + len(tree)
+            flat += len({node["q_raw"] for node in labels}) == 1
+    figures = {"trees": trees, "nodes": nodes, "flat_trees": flat}
+    write_meta(args.out, args, [args.trees], **figures, seconds=time.time() - started)
+    print(f"{args.out}: {nodes} nodes of {trees} trees, {flat} of them with all values equal (q = 0)")
+
+
+if __name__ == "__main__":
+    run_stage(main)

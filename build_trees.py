@@ -1,0 +1,223 @@
+"""Stage 2: exploration trees (Sec. 4.2, Alg. 2).
+
+    reads   RUN/sft/ (the behaviour-cloned agent)
+    writes  RUN/trees.jsonl: one node a line, a tree's lines together, the root first
+
+    python build_trees.py --env webshop --depth 3 --width 3
+
+For each training task the agent plays trajectories from the root, then from the nodes of branches that scored, until
+every node up to depth D has W children. A state is the path from the root, so no text is stored twice. A stopped run
+goes on with the first tree that is not whole.
+
+Where Alg. 2 leaves a choice: the popped node belongs to its new branch (else it would never reach width W); an action
+equal to an existing child's is that child, so that only what differs becomes new nodes; a node is expanded at most
+W + RETRIES times, and a tree at most --rollouts times (W to the power of D is 6,561 with ALFWorld's depth).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+import envs
+from chat import Rendering, State, action_key, parse_action, react
+from files import (
+    Resumable,
+    add_arguments,
+    needed,
+    parse_arguments,
+    run_stage,
+    same_arguments,
+    stage_argv,
+    write_meta,
+)
+from policy import Policy, Sample, ask, drive
+
+RETRIES = 2  # further draws and further rollouts for a node whose new child turned out to be a known one
+
+
+@dataclass(eq=False)
+class TreeNode:
+    """N of Alg. 2: the action N.a, the state N.s that it led to, its depth N.t, its children N.C."""
+
+    state: State
+    observation: str
+    snapshot: Any
+    t: int = 0
+    parent: TreeNode | None = None
+    action: str | None = None
+    reward: float = 0.0
+    done: bool = False
+    source: str = "root"
+    branch: int = 0
+    rollouts: int = 0
+    children: dict[str, TreeNode] = field(default_factory=dict)  # by action_key
+
+    def walk(self) -> Iterator[TreeNode]:
+        """This node and all below it, parents first."""
+        stack = [self]
+        while stack:
+            yield (node := stack.pop())
+            stack.extend(reversed(node.children.values()))
+
+
+def exploration_tree(
+    env: envs.TextEnv, task_id: str, rendering: Rendering, depth: int, width: int, rollouts: int, with_expert: bool
+) -> Generator[Sample, list, TreeNode]:
+    """Alg. 2. Yields Sample requests, returns the root U."""
+    observation, info = env.reset(options={"task_id": task_id})
+    root = TreeNode(State.first(env, observation, info), observation, env.snapshot())  # lines 1-2
+    queue = deque([root])  # line 3
+    branches = 0
+
+    def child(node: TreeNode, action: str, source: str) -> TreeNode:
+        """The child of `node` by this action: the one that is there, or what a step of the environment makes."""
+        key = action_key(action)
+        if key not in node.children:
+            env.restore(node.snapshot)
+            observation, reward, terminated, truncated, _ = env.step(parse_action(action))
+            message = env.message(observation)
+            node.children[key] = TreeNode(
+                node.state.then(action, message), message, env.snapshot(), node.t + 1, node, action,
+                reward, terminated or truncated, source, branches,
+            )  # fmt: skip
+        return node.children[key]
+
+    def rollout(node: TreeNode) -> Generator[Sample, list, list[TreeNode]]:
+        """A trajectory from N.s, as the branch of nodes from N to its leaf."""
+        branch = [node]
+        while not branch[-1].done:
+            node = branch[-1]
+            env.restore(node.snapshot)
+            # A new child is wanted where the branch begins; from there on the agent plays as it would.
+            draws = 1 + RETRIES if len(branch) == 1 else 1
+            candidates = yield ask(env, node.state, draws, (task_id, branches, node.t), rendering)
+            texts = [candidate.text for candidate in candidates]
+            text = next((a for a in texts if len(branch) == 1 and action_key(a) not in node.children), texts[0])
+            branch.append(child(node, text, "policy"))
+        return branch
+
+    def expand() -> Generator[Sample, list, None]:
+        nonlocal branches
+        while queue and branches < rollouts:  # line 4
+            node = queue.popleft()  # line 5: first in, first out
+            if node.t <= depth and len(node.children) < width and node.rollouts < width + RETRIES:  # line 6
+                node.rollouts += 1
+                branches += 1
+                branch = yield from rollout(node)  # lines 7-8
+                if branch[-1].reward != 0:  # line 9; else: stop expansion
+                    queue.extend(n for n in branch if n.t <= depth and not n.done)  # line 10
+
+    yield from expand()
+    if with_expert:
+        branches += 1
+        branch = [root]
+        env.reset(options={"task_id": task_id})
+        for thought, action in env.expert(task_id):  # line 11
+            branch.append(child(branch[-1], react(thought, action), "expert"))
+            env.restore(branch[-1].snapshot)
+            if branch[-1].done:
+                break
+        queue.extend(n for n in branch if n.t <= depth and not n.done)  # line 12
+        yield from expand()  # line 13
+    env.close()
+    return root
+
+
+def lines(env: envs.TextEnv, task_id: str, root: TreeNode) -> list[dict]:
+    """A tree as lines of trees.jsonl, parents before children; the root carries the prompt and the number of nodes."""
+    nodes = list(root.walk())
+    number = {id(node): i for i, node in enumerate(nodes)}
+    records = [
+        {
+            "task_id": task_id, "node_id": number[id(n)], "parent_id": number[id(n.parent)] if n.parent else None,
+            "depth": n.t, "action": n.action, "observation": n.observation, "reward": n.reward, "done": n.done,
+            "source": n.source, "branch": n.branch,
+        }
+        for n in nodes
+    ]  # fmt: skip
+    records[0] |= {"env": env.name, "task": root.state.task, "messages": root.state.dump(), "nodes": len(nodes)}
+    return records
+
+
+def whole_trees(records: list[dict]) -> int:
+    """How many of these lines belong to trees that are all there."""
+    whole = 0
+    while whole < len(records) and whole + records[whole].get("nodes", 0) <= len(records):
+        whole += records[whole]["nodes"]
+    return whole
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="App. A.2: D = 3 WebShop, W = 3.")
+    add_arguments(parser)
+    add = parser.add_argument
+    add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
+    add("--out", type=Path, help="default: RUN/trees.jsonl")
+    add("--depth", type=int, help="D (default: 3 WebShop, 6 ScienceWorld, 8 ALFWorld and FrozenLake)")
+    add("--width", type=int, default=3, help="W (default: %(default)s)")
+    add("--rollouts", type=int, default=64, help="trajectories a tree at most (default: %(default)s; paper: no bound)")
+    add("--steps", type=int, help="step limit of a trajectory (default: 5 WebShop, 18 others; bundled WebShop 9)")
+    add("--limit", type=int, default=300, metavar="N", help="number of training tasks (default: %(default)s; 0: all)")
+    add("--temperature", type=float, help="default: the checkpoint's own (0.7; tiny: 1)")
+    add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
+    add("--device")
+    return parse_arguments(parser, argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    started = time.time()
+    env = envs.from_arguments(args)
+    env.max_steps = args.steps or env.tree_steps
+    args.depth = env.tree_depth if args.depth is None else args.depth
+    args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
+    args.out = args.out or args.run / "trees.jsonl"
+    same_arguments(
+        args.out, args, ["env", "sft", "depth", "width", "rollouts", "steps", "temperature", "no_expert", "seed"]
+    )
+
+    # From the far end of the training list: where there are more tasks than demonstrations, the agent meets new ones.
+    tasks = env.task_ids("train")[::-1][: args.limit or None]
+    trees = Resumable(args.out, whole_trees)
+    finished = {record["task_id"] for record in trees.records}
+    todo = [t for t in tasks if t not in finished]
+    if todo:
+        write_meta(args.out, args, [args.sft])
+        policy = Policy.load(args.sft, args.device, args.seed)
+        rendering = policy.chat.rendering
+        if args.temperature is not None:
+            rendering.temperature = args.temperature
+
+        def explore(task_id: str) -> Generator:
+            root = yield from exploration_tree(
+                env.fork(), task_id, rendering, args.depth, args.width, args.rollouts, not args.no_expert
+            )
+            return lines(env, task_id, root)
+
+        bar = tqdm(total=len(tasks), initial=len(finished), desc="trees", disable=None)
+        for records in drive(map(explore, todo), {Sample: policy.sample}, env.side_by_side):
+            trees.append(records)
+            trees.records += records
+            bar.update()
+    trees.close()
+    leaves = [r["reward"] for r in trees.records if r["done"] and r["source"] == "policy"]
+    figures = {"trees": len(tasks), "nodes": len(trees.records), "leaves": len(leaves)}
+    figures["mean_leaf_reward"] = sum(leaves) / max(1, len(leaves))
+    if todo:
+        write_meta(args.out, args, [args.sft], **figures, tokens=policy.computed, seconds=time.time() - started)
+    print(
+        f"{args.out}: {len(tasks)} trees, {len(trees.records)} nodes, "
+        f"mean reward of the agent's branches {figures['mean_leaf_reward']:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    run_stage(main)
