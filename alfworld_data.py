@@ -45,13 +45,13 @@ def load(path: str | Path) -> Game:
 def parse(problem: str, grammar: str, walkthrough: Iterable[str] = ()) -> Game:
     """Build a game from the PDDL problem; of the grammar only the task sentence and the wording's version matter."""
     sentence = re.search(r"Your task is to: ([^\"\\]+)", grammar)
-    parts = re.search(r"\(:objects(.*?)\(:init(.*?)\(:goal(.*)", problem.lower(), re.DOTALL)
-    if not sentence or not parts:
-        raise BadGame("lacks its " + ("task sentence" if parts else "(:objects, (:init or (:goal part"))
-    objects, init, goal = parts.groups()
+    objects, begun, rest = problem.lower().partition("(:init")
+    init, ended, goal = rest.partition("(:goal")
+    if not (sentence and begun and ended):
+        raise BadGame("lacks its task sentence" if ended else "lacks its (:init or (:goal part")
     facts: dict[str, list[list[str]]] = defaultdict(list)
-    for predicate, arguments in re.findall(r"\((\w+) ([^()]+)\)", init):
-        facts[predicate].append(arguments.split())
+    for words in map(str.split, init.replace(")", " ").split("(")):
+        facts["".join(words[:1])].append(words[1:])
     try:
         location = dict(sorted(facts["receptacleatlocation"]))
         contents = {receptacle: () for receptacle in location}
@@ -63,7 +63,12 @@ def parse(problem: str, grammar: str, walkthrough: Iterable[str] = ()) -> Game:
         for o, outer in sorted(facts["inreceptacleobject"]):
             inside[outer].append(o)
         traits = {p: {arguments[0] for arguments in facts[p]} for p in (*MARKS, *TRAITS)}
-        names = _names(re.findall(r"(\S+) - (?!otype|rtype)\w+", objects))
+        names = _names(objects.split())
+        nameless = (
+            location.keys() | {o for o, _ in facts["inreceptacle"]}
+        ) - names.keys() | location.keys() - kinds.keys()
+        if nameless:
+            raise BadGame(f"has a broken problem (no object or type for {min(nameless)})")
         old = "put {o} in/on {r}" in grammar
         task = sentence[1].strip()
         game = Game(task, old, _goal(goal), names, kinds, location, can_contain, traits, inside, list(walkthrough))
@@ -77,9 +82,9 @@ def parse(problem: str, grammar: str, walkthrough: Iterable[str] = ()) -> Game:
     return game
 
 
-def _names(ids: list[str]) -> dict[str, str]:
-    """ids -> "apple 2": the numbers of one base name run *down* along the sorted ids."""
-    base = {i: i.split("_bar_")[0] + ("basin" if "basin" in i else "") for i in ids if "_bar_" in i}
+def _names(words: Iterable[str]) -> dict[str, str]:
+    """id -> "apple 2": the numbers of one base name run *down* along the sorted ids."""
+    base = {i: i.partition("_bar_")[0] + ("basin" if "basin" in i else "") for i in words if "_bar_" in i}
     left, names = Counter(base.values()), {}
     for i in sorted(base):
         names[i] = f"{base[i]} {left[base[i]]}"
@@ -154,6 +159,8 @@ class Games:
         return playable
 
     def _load(self, task_id: str) -> Game:
+        if not self.path(task_id).is_file():
+            raise UserError(f"alfworld: unknown task {task_id!r}: a task is <split>/<task>/<trial> below {self.root}")
         try:
             return load(self.path(task_id))
         except BadGame as error:

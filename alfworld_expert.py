@@ -72,7 +72,8 @@ class Memory:
     def first(cls, text: str, rates: Mapping[tuple[str, str], float], old: bool) -> Memory:
         room, _, sentence = text.partition("Your task is to: ")
         put = "put {} in/on {}" if old else "move {} to {}"
-        return cls(Wish.read(sentence), rates, tuple(_things(room)), {}, put=put)
+        receptacles = tuple(reversed(_things(room)))  # the texts count down: "cabinet 2, a cabinet 1"
+        return cls(Wish.read(sentence), rates, receptacles, {}, put=put)
 
     def after(self, command: str, text: str, commands: Container[str]) -> Memory:
         """The memory after a command, the text that answered it, and the commands that are offered next."""
@@ -133,7 +134,7 @@ class Memory:
 
     def cost(self, receptacle: str) -> int:
         """Steps to have it before one and open, as far as one can tell."""
-        unsure = receptacle not in self.seen and kind(receptacle) in HAS_DOOR
+        unsure = receptacle not in (*self.seen, *self.near) and kind(receptacle) in HAS_DOOR
         return (receptacle not in self.near) + (receptacle in self.closed or unsure)
 
     # --------------------------------------------------------------------------------------------------- the expert
@@ -174,7 +175,7 @@ class Memory:
 
     def _search(self, wanted: str) -> str | None:
         """The likeliest place for its cost that was not searched yet."""
-        unknown = [r for r in reversed(self.receptacles) if r not in self.seen]  # cabinet 1 stands last in the text
+        unknown = [r for r in self.receptacles if r not in self.seen]
         best = max(unknown, key=lambda r: (self.rate(wanted, r) + 0.001) / max(1, self.cost(r)), default=None)
         return best and (self._reach(best) or f"examine {best}")
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 GENERATED = Path(__file__).parent / "generated"
 LAYOUTS = 30  # of each kind of room
 UNSEEN = range(25, 31)  # those that training never sees
-VALID_SEEN, VALID_UNSEEN = 140, 134  # as many as ALFWorld has
+TRAIN, VALID_SEEN, VALID_UNSEEN = 2000, 140, 134  # of the last two as many as ALFWorld has
 
 # kind of room -> first number - 1, its receptacles with the fewest and the most of each
 ROOMS = {
@@ -343,14 +343,14 @@ def ensure(seed: int = 0) -> Path:
     made_by = folder / "made_by"
     if not made_by.exists() or made_by.read_text().strip() != stamp():
         print(f"making ALFWorld games in {folder} ...", file=sys.stderr)
-        write(folder, seed, 2000)
+        write(folder, seed, TRAIN)
     return folder
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", type=int, default=2000, help="training games (default: 2000)")
+    parser.add_argument("--train", type=int, default=TRAIN, help=f"training games (default: {TRAIN})")
     parser.add_argument("--full", action="store_true", help="whole files, with domain and grammar")
     parser.add_argument("--out", type=Path, help="folder (default: data/generated/alfworld-SEED)")
     args = parser.parse_args()

@@ -1,0 +1,510 @@
+"""ALFWorld: our engine against recorded walks of the original and against TextWorld itself; games, expert, thoughts."""
+
+from __future__ import annotations
+
+import collections
+import gzip
+import json
+import logging
+import os
+import random
+import re
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import alfworld_data
+import alfworld_engine
+import envs
+from alfworld_expert import Wish, plan
+from data import make_alfworld
+from files import UserError
+
+SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "alfworld"
+real = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
+OLD_PUT = 'template :: "put {o} in/on {r}"'
+
+
+@pytest.fixture(scope="session")
+def golden() -> list[dict]:
+    with gzip.open(SHARED / "golden.jsonl.gz", "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def unpacked(golden, tmp_path_factory) -> dict[str, Path]:
+    """grammar -> folder with the recorded games, and every 30th of the others."""
+    folders = {}
+    for grammar in ("new", "old"):
+        wanted = {f"json_2.1.1/{walk['game']}" for walk in golden if walk["grammar"] == grammar}
+        folders[grammar] = tmp_path_factory.mktemp(grammar)
+        with tarfile.open(SHARED / f"games_{grammar}_grammar.tar.xz") as archive:
+            games = (member for member in archive if member.name.endswith("game.tw-pddl"))
+            for i, member in enumerate(games):
+                if member.name in wanted or i % 30 == 0:
+                    archive.extract(member, folders[grammar], filter="data")
+    return folders
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory) -> Path:
+    return make_alfworld.write(tmp_path_factory.mktemp("made") / "games", seed=3, train=150)
+
+
+@pytest.fixture(scope="session")
+def env(made) -> envs.ALFWorldEnv:
+    return envs.make("alfworld", data=made)
+
+
+def play(env, task_id, actions=None):
+    """Play the actions, else the expert; yields (thought, action, observation, info) up to the episode's end."""
+    env.reset(options={"task_id": task_id})
+    for thought, action in [("", action) for action in actions] if actions else env.expert(task_id):
+        observation, _, terminated, truncated, info = env.step(action)
+        yield thought, action, observation, info
+        if terminated or truncated:
+            return
+
+
+# ------------------------------------------------------------------------------------------------ against the original
+@real
+def test_recorded_walks_of_the_original(golden, unpacked):
+    differences, steps = [], 0
+    for walk in golden:
+        game = alfworld_data.load(unpacked[walk["grammar"]] / "json_2.1.1" / walk["game"])
+        state, text = game.start, game.first
+        assert (text, sorted(state.commands)) == (walk["first"], walk["admissible"]), walk["game"]
+        for step in walk["steps"]:
+            state, text = game.step(state, step["action"])
+            ours = (text.strip(), state.won, float(state.won), sorted(state.commands))
+            steps += 1
+            if ours != (step["observation"], step["won"], step["reward"], step["admissible"]):
+                differences.append((walk["game"], step["action"], text))
+    assert not differences and steps == 1594
+
+
+@real
+@pytest.mark.parametrize("grammar", ["new", "old"])
+def test_recorded_walks_through_the_environment(golden, unpacked, grammar):
+    """ETO's layout: no banner, no "You arrive at loc 5."; beside it the engine's own text."""
+    env = envs.make("alfworld", data=unpacked[grammar], max_steps=None)
+    walks = [walk for walk in golden if walk["grammar"] == grammar and "valid_train" not in walk["game"]][:8]
+    for walk in walks:
+        observation, info = env.reset(options={"task_id": walk["game"].removesuffix("/game.tw-pddl")})
+        assert observation == walk["first"].split("\n\n", 1)[1] and info["feedback"] == walk["first"]
+        assert f"Your task is to: {info['task']}" in observation
+        for step in walk["steps"]:
+            observation, reward, terminated, _, info = env.step(step["action"])
+            assert observation == re.sub(r"You arrive at loc \d+\. ", "", step["observation"])
+            assert (reward, terminated, info["won"]) == (step["reward"], step["done"], step["won"])
+            assert info["admissible_commands"] == step["admissible"]
+    assert len(walks) == 8
+
+
+@real
+def test_plans_are_as_short_as_the_shipped_ones(unpacked):
+    paths = sorted(unpacked["new"].rglob("game.tw-pddl"))
+    for path in paths:
+        game = alfworld_data.load(path)
+        for commands in (game.walkthrough, plan(game, game.start)):
+            state = game.start
+            for command in commands:
+                assert not state.won
+                state, _ = game.step(state, command)
+            assert state.won
+        assert len(game.walkthrough) == len(plan(game, game.start)), path
+    assert len(paths) > 150
+
+
+@real
+def test_unsolvable_games_are_reported_and_skipped(unpacked, caplog):
+    env = envs.make("alfworld", data=unpacked["old"])
+    with caplog.at_level(logging.WARNING):
+        playable = env.task_ids("all") + env.task_ids("all")
+    found = len(list(unpacked["old"].glob("json_2.1.1/valid_*seen/*/*/game.tw-pddl")))
+    assert 0 < len(playable) // 2 < found
+    assert all("is marked as unsolvable" in message for message in caplog.messages) and len(caplog.messages) <= 2
+    for task_id in playable:
+        env.reset(options={"task_id": task_id})
+
+
+@real
+def test_expert_finds_things_in_real_rooms(unpacked):
+    env = envs.make("alfworld", data=unpacked["new"])
+    tasks = env.task_ids("all")[::2]
+    last = [list(play(env, task_id))[-1] for task_id in tasks]
+    assert sum(info["won"] for *_, info in last) >= 0.97 * len(tasks)
+
+
+@pytest.mark.parametrize("kind", [task.folder for task in make_alfworld.TASKS])
+def test_side_by_side_with_textworld(made, kind):
+    """Random and expert actions mixed, one generated game of each type."""
+    pytest.importorskip("textworld", reason="pip install -r requirements-alfworld.txt")
+    ours, theirs = (envs.make("alfworld", data=made, engine=engine) for engine in ("python", "textworld"))
+    task_id = next(t for t in ours.task_ids("valid_unseen") if kind in t)
+    rng = random.Random(kind)
+    assert ours.reset(options={"task_id": task_id}) == theirs.reset(options={"task_id": task_id})
+    for _ in range(14):
+        way = plan(ours.game, ours.state)
+        choices = [way[0]] if way and rng.random() < 0.5 else [*ours.state.commands, "open fridge 9", "dance"]
+        action = rng.choice(choices)
+        answer = ours.step(action)
+        assert answer == theirs.step(action)
+        if answer[2]:
+            break
+    assert ours.candidates() == theirs.candidates()
+    here = theirs.snapshot()
+    forward = theirs.step("look")
+    theirs.restore(here)
+    assert theirs.step("look") == forward
+
+
+def test_whole_files_load_in_the_original(made, tmp_path):
+    pytest.importorskip("textworld", reason="pip install -r requirements-alfworld.txt")
+    import textworld
+
+    from alfworld_textworld import whole
+
+    path = next(made.rglob("game.tw-pddl"))
+    content = json.loads(path.read_text())
+    (tmp_path / "game.tw-pddl").write_text(json.dumps(whole(content)))
+    world = textworld.start(str(tmp_path / "game.tw-pddl"), textworld.EnvInfos(feedback=True))
+    assert alfworld_data.load(path).task in world.reset()["feedback"]
+
+
+# ------------------------------------------------------------------------------------------------------ rules by hand
+def kitchen_file(lies: str, task: int = 3, o: str = "Apple", target: str = "CounterTop", old: bool = False) -> dict:
+    """A made-up kitchen: a fridge and a microwave (closed), a counter, and at one spot two drawers (one opens)."""
+    kinds = {"Fridge_bar_1": "Fridge", "Microwave_bar_1": "Microwave", "CounterTop_bar_1": "CounterTop"}
+    kinds |= {"Drawer_bar_1": "Drawer", "Drawer_bar_2": "Drawer", "Sink_bar_1_bar_SinkBasin": "SinkBasin"}
+    spot = dict(zip(kinds, (1, 2, 3, 4, 4, 5), strict=True))
+    place = make_alfworld.Layout(1, kinds, spot, {"Fridge_bar_1", "Microwave_bar_1", "Drawer_bar_1"})
+    places = {o: sorted(set(kinds.values())) for o in ("Apple", "Knife", "Mug", "DeskLamp")}
+    pairs = [tuple(pair.split(":")) for pair in lies.split()]
+    sentence = make_alfworld.TASKS[task].sentences[0].format(o=o.lower(), r=target.lower())
+    goal = make_alfworld.goal(make_alfworld.TASKS[task], o, target)
+    grammar = make_alfworld.GRAMMAR % sentence + (OLD_PUT if old else "")
+    problem = make_alfworld.problem(place, places, pairs, goal)
+    return {"pddl_domain": "", "grammar": grammar, "pddl_problem": problem, "solvable": True}
+
+
+def kitchen(lies: str, **options):
+    content = kitchen_file(lies, **options)
+    return alfworld_data.parse(content["pddl_problem"], content["grammar"])
+
+
+def walk(game, commands: str):
+    """The texts, and the last state, of commands that are separated by semicolons."""
+    state, texts = game.start, []
+    for command in commands.split(";"):
+        state, text = game.step(state, command.strip())
+        texts.append(text)
+    return state, texts
+
+
+APPLE = "Apple_bar_1:Fridge_bar_1 Apple_bar_2:CounterTop_bar_1 Knife_bar_1:CounterTop_bar_1"
+
+
+def test_a_hot_apple():
+    game = kitchen(APPLE)
+    assert game.first == (
+        "-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see a "
+        "countertop 1, a drawer 2, a drawer 1, a fridge 1, a microwave 1, and a sinkbasin 1.\n\n"
+        "Your task is to: put a hot apple in countertop."
+    )
+    commands = (
+        "look; inventory; take apple 2 from fridge 1; go to fridge 1; open fridge 1; take apple 2 from fridge 1;"
+        "inventory; examine apple 2; cool apple 2 with fridge 1; examine apple 2; go to microwave 1;"
+        "heat apple 2 with microwave 1; examine apple 2; go to countertop 1; move apple 2 to countertop 1"
+    )
+    state, texts = walk(game, commands)
+    assert texts == [
+        "You are in the middle of a room. Looking quickly around you, you see nothing.",
+        "You are not carrying anything.",
+        "Nothing happens.",
+        "You arrive at fridge 1. The fridge 1 is closed.",
+        "You open the fridge 1. The fridge 1 is open. In it, you see a apple 2.",
+        "You pick up the apple 2 from the fridge 1.",
+        "You are carrying: a apple 2.",
+        "There's nothing special about apple 2.",
+        "You cool the apple 2 using the fridge 1.",
+        "This is a cold apple 2.",
+        "You arrive at microwave 1. The microwave 1 is closed.",
+        "You heat the apple 2 using the microwave 1.",
+        "This is a hot apple 2.",
+        "You arrive at countertop 1. On the countertop 1, you see a apple 1, and a knife 1.",
+        "You move the apple 2 to the countertop 1.",
+    ]
+    assert state.won and not game.start.won
+
+
+def test_receptacles_side_by_side():
+    game = kitchen(APPLE)
+    state, texts = walk(game, "go to drawer 1; look")
+    assert texts[1] == "You are facing the drawer 2, and drawer 1. Next to it, you see nothing."
+    assert {"examine drawer 1", "examine drawer 2"} < set(state.commands)
+    # ids run against the numbers: Drawer_bar_1, the one that opens, is drawer 2
+    assert "open drawer 2" in state.commands and "open drawer 1" not in state.commands
+    assert "go to drawer 1" not in state.commands and "go to drawer 2" not in state.commands
+
+
+def test_slicing_reaches_into_closed_receptacles():
+    game = kitchen(APPLE)
+    state, _ = walk(game, "go to countertop 1; take knife 1 from countertop 1; go to fridge 1")
+    assert "slice apple 2 with knife 1" in state.commands and "take apple 2 from fridge 1" not in state.commands
+    _, text = game.step(state, "slice apple 2 with knife 1")
+    assert text == "You sliced the apple 2 with the knife 1."
+
+
+def test_looking_at_a_thing_under_a_lamp():
+    lies = "Mug_bar_1:CounterTop_bar_1 DeskLamp_bar_1:CounterTop_bar_1"
+    game = kitchen(lies, task=5, o="Mug", target="DeskLamp")
+    lit, texts = walk(game, "go to countertop 1; use desklamp 1; use desklamp 1; go to fridge 1")
+    assert texts[1] == texts[2] == "You turn on the desklamp 1."  # it never goes off
+    assert "take desklamp 1 from countertop 1" not in game.step(game.start, "go to countertop 1")[0].commands
+    won = [walk(game, f"go to countertop 1; {c}")[0].won for c in ("take mug 1 from countertop 1", "use desklamp 1")]
+    assert won == [False, False] and not lit.won
+    assert walk(game, "go to countertop 1; use desklamp 1; take mug 1 from countertop 1")[0].won
+    assert len(plan(game, game.start)) == 3 and len(plan(game, lit)) == 2
+
+
+def test_two_must_lie_in_the_same_receptacle():
+    game = kitchen("Apple_bar_1:CounterTop_bar_1 Apple_bar_2:CounterTop_bar_1", task=1, target="Drawer")
+    one = "go to countertop 1; take apple 1 from countertop 1; go to drawer 1; move apple 1 to drawer 1;"
+    two = "go to countertop 1; take apple 2 from countertop 1; go to drawer 1;"
+    apart, _ = walk(game, one + two + "open drawer 2; move apple 2 to drawer 2")
+    together, _ = walk(game, one + two + "move apple 2 to drawer 1")
+    assert not apart.won and together.won
+    assert len(plan(game, game.start)) == 8 and plan(game, apart) is not None
+
+
+def test_the_older_wording():
+    game = kitchen(APPLE, old=True)
+    state, texts = walk(game, "go to countertop 1; take apple 1 from countertop 1; put apple 1 in/on countertop 1")
+    assert texts[0].startswith("You arrive at loc 3. On the countertop 1, you see")  # six locations, counted down
+    assert texts[2] == "You put the apple 1 in/on the countertop 1."
+    assert "help" not in state.commands and "help" in kitchen(APPLE).start.commands
+    assert plan(game, state)[-1] == "put apple 1 in/on countertop 1"
+
+
+# ------------------------------------------------------------------------------------------------------ generated games
+def test_generated_games(made):
+    games = alfworld_data.Games(made)
+    layouts = collections.defaultdict(set)
+    for task_id in games.ids("all"):
+        split, folder, _ = task_id.split("/")
+        layouts[split].add(int(folder.rsplit("-", 1)[1]))
+        game = games.load(task_id)
+        state = game.start
+        assert not state.won
+        for command in game.walkthrough:
+            state, _ = game.step(state, command)
+        assert state.won, task_id
+    count = collections.Counter(task_id.split("/")[0] for task_id in games.ids("all"))
+    assert count == {"train": 150, "valid_seen": 140, "valid_unseen": 134}
+    assert layouts["valid_seen"] <= layouts["train"] and not layouts["valid_unseen"] & layouts["train"]
+    for split in ("train", "valid_seen", "valid_unseen"):
+        assert {t.split("/")[1].split("-")[0] for t in games.ids(split)} == {t.folder for t in make_alfworld.TASKS}
+
+
+def test_splits(env):
+    train, val, test = (set(env.task_ids(split)) for split in ("train", "val", "test"))
+    assert not train & val and not (train | val) & test and len(train | val) == 150 and val
+    assert test == set(env.task_ids("valid_unseen"))
+    assert set(env.task_ids("all")) == train | val | test | set(env.task_ids("valid_seen"))
+
+
+def test_generated_games_depend_on_the_seed_alone(tmp_path):
+    one, same, other = (list(make_alfworld.games(seed, 20)) for seed in (0, 0, 1))
+    assert one == same and [content for _, content in one] != [content for _, content in other]
+    assert len({json.dumps(content["pddl_problem"]) for _, content in one}) == len(one)
+
+
+def test_made_once_and_again_when_the_generator_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_alfworld, "GENERATED", tmp_path)
+    monkeypatch.setattr(make_alfworld, "TRAIN", 5)
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    first = envs.make("alfworld").games.root
+    stamp = (first.parent / "made_by").stat().st_mtime_ns
+    make_alfworld.ensure()
+    assert (first.parent / "made_by").stat().st_mtime_ns == stamp
+    (first.parent / "made_by").write_text("another version")
+    make_alfworld.ensure()
+    assert (first.parent / "made_by").read_text().strip() == make_alfworld.stamp()
+    assert [path.name for path in tmp_path.iterdir()] == ["alfworld-0"]
+
+
+# ------------------------------------------------------------------------------------------------------ the environment
+def test_gymnasium_checks(env):
+    check_env(env.fork(), skip_render_check=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_walks(env, data):
+    """Restoring brings everything back; what is not offered changes nothing; things neither vanish nor double."""
+    task_id = data.draw(st.sampled_from(env.task_ids("all")))
+    _, info = env.reset(options={"task_id": task_id})
+    things = sorted(o for objects in env.state.contents.values() for o in objects)
+    for _ in range(data.draw(st.integers(1, 15))):
+        before = env.snapshot()
+        action = data.draw(st.sampled_from([*info["valid_actions"], "go to nowhere 1", "GO TO fridge 1", ""]))
+        first = env.step(action)
+        assert (first[0] == "Nothing happens.") == (action not in info["valid_actions"])
+        assert first[0] != "Nothing happens." or env.state is before[1]
+        held = [env.state.held] if env.state.held else []
+        assert sorted([*held, *(o for objects in env.state.contents.values() for o in objects)]) == things
+        after = env.snapshot()
+        env.restore(before)
+        assert env.step(action) == first and env.snapshot() == after
+        info = first[4]
+        if first[2]:
+            return
+    assert info["valid_actions"] == [c for c in info["admissible_commands"] if c != "help"]
+    assert [action for _, action in env.candidates()] == info["valid_actions"]
+    distance = env.distance()
+    if distance:
+        env.step(plan(env.game, env.state)[0])
+        assert env.distance() == distance - 1
+
+
+def test_outcome_limit_and_oracle(env):
+    task_id = env.task_ids("test")[0]
+    env.reset(options={"task_id": task_id})
+    way = plan(env.game, env.state)
+    assert env.optimal_value() == pytest.approx(0.99 ** len(way)) and env.optimal_value(0.5) == 0.5 ** len(way)
+    short = envs.make("alfworld", data=env.games.root, max_steps=len(way) - 1)
+    *_, (*_, info) = play(short, task_id, way)
+    assert not info["won"] and short.steps == len(way) - 1 and short.optimal_value() == 0
+    for action in way:
+        _, reward, terminated, truncated, info = env.step(action)
+        assert reward == float(action is way[-1]) == float(terminated) == float(info["won"]) and not truncated
+
+
+def test_data_by_the_environment_variable(made, monkeypatch):
+    monkeypatch.setenv("ALFWORLD_DATA", str(made))
+    assert envs.make("alfworld").games.root == made / "json_2.1.1"
+
+
+# ------------------------------------------------------------------------------------------------- expert and thoughts
+def test_expert_searches_and_finds(env):
+    won, lengths = 0, []
+    for task_id in env.task_ids("valid_unseen")[:60]:
+        env.reset(options={"task_id": task_id})
+        for thought, action in env.expert(task_id):
+            assert (thought, action) in env.candidates()
+            *_, info = env.step(action)
+            if env.steps == 40:
+                break
+        won += info["won"]
+        lengths.append(env.steps)
+    assert won >= 58 and sum(lengths) / 60 > 7  # longer than a plan that knows: it has to look
+
+
+def test_walkthrough_as_the_expert(made):
+    env = envs.make("alfworld", data=made, expert="walkthrough")
+    task_id = env.task_ids("train")[0]
+    actions = [action for _, action, _, info in play(env, task_id)]
+    assert actions == env.game.walkthrough and env.state.won
+
+
+def test_thoughts_tell_nothing_hidden(tmp_path):
+    """Two games that differ in what lies where nobody has looked: what can be seen is alike, so are the thoughts."""
+    for hidden in ("Fridge_bar_1", "Microwave_bar_1"):
+        content = kitchen_file(f"Apple_bar_1:{hidden} Knife_bar_1:CounterTop_bar_1 Mug_bar_1:Drawer_bar_2")
+        (tmp_path / "json_2.1.1/train/kitchen" / hidden).mkdir(parents=True)
+        (tmp_path / "json_2.1.1/train/kitchen" / hidden / "game.tw-pddl").write_text(json.dumps(content))
+    env = envs.make("alfworld", data=tmp_path)
+    told, actions = [], ["go to countertop 1", "go to drawer 1", "take mug 1 from drawer 1", "go to fridge 1"]
+    actions += ["open fridge 1", "move mug 1 to fridge 1"]
+    for task_id in env.task_ids("all"):
+        env.reset(options={"task_id": task_id})
+        told.append([env.candidates()])
+        for action in actions:
+            env.step(action)
+            told[-1].append(env.candidates())
+    assert told[0][:5] == told[1][:5] and told[0][-1] != told[1][-1]
+    assert ("The fridge 1 is not searched yet and often holds an apple.", "go to fridge 1") in told[0][1]
+    assert ("The knife 1 is not an apple.", "take knife 1 from countertop 1") in told[0][1]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "wish"),
+    [
+        ("put a hot apple in fridge.", Wish("apple", "fridge", "heat")),
+        ("clean some soapbar and put it in bathtubbasin.", Wish("soapbar", "bathtubbasin", "clean")),
+        ("cool some egg and put it in microwave.", Wish("egg", "microwave", "cool")),
+        ("put some book on sofa.", Wish("book", "sofa")),
+        ("find two cd and put them in safe.", Wish("cd", "safe", two=True)),
+        ("put two cd in safe.", Wish("cd", "safe", two=True)),
+        ("examine the mug with the desklamp.", Wish("mug", "desklamp", lamp=True)),
+        ("look at mug under the floorlamp.", Wish("mug", "floorlamp", lamp=True)),
+    ],
+)
+def test_reading_the_task(sentence, wish):
+    assert Wish.read(sentence) == wish
+
+
+def test_sentences_of_all_generated_games_are_read(env):
+    for task_id in env.task_ids("all"):
+        goal, wish = env.games.load(task_id).goal, Wish.read(env.games.load(task_id).task)
+        kind = "look" if wish.lamp else "two" if wish.two else wish.treatment or "place"
+        assert alfworld_engine.Goal(kind, wish.object, wish.target) == goal
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+def test_a_broken_game_is_reported_once_and_skipped(made, tmp_path, caplog):
+    folder = tmp_path / "json_2.1.1" / "train" / "pick_and_place_simple-Mug-None-Shelf-1"
+    whole = next(made.rglob("game.tw-pddl")).read_text()
+    for trial, text in {"good": whole, "cut": whole[: len(whole) // 2], "empty": "", "other": '{"a": 1}'}.items():
+        (folder / trial).mkdir(parents=True)
+        (folder / trial / "game.tw-pddl").write_text(text)
+    env = envs.make("alfworld", data=tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert env.task_ids("all") == env.task_ids("all") == [f"train/{folder.name}/good"]
+    [message] = caplog.messages
+    assert "skipped 3 of 4 games" in message and "cut/game.tw-pddl line 1 is no JSON, the file may be trunc" in message
+    with pytest.raises(UserError, match=r"cut' \(.*game.tw-pddl\) line 1 is no JSON"):
+        env.reset(options={"task_id": f"train/{folder.name}/cut"})
+    with pytest.raises(UserError, match="no playable games for the split 'test'"):
+        env.task_ids("test")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda problem: problem.replace("(:goal", "(:gaol"), "lacks its"),
+        (lambda problem: problem.replace("(receptacleType", "(receptacleTypo"), "no object or type for"),
+        (lambda problem: problem.replace("(atLocation agent1", "(atLocation"), "broken problem"),
+        (
+            lambda problem: problem.replace("(holds ?a", "(isSliced ?a").replace("?r)", "?r) (isSliced ?o)"),
+            "kind of goal",
+        ),
+    ],
+)
+def test_problems_that_are_none(made, change, message):
+    content = json.loads(next(made.rglob("look_at*/*/game.tw-pddl")).read_text())
+    with pytest.raises(alfworld_data.BadGame, match=message):
+        alfworld_data.parse(change(content["pddl_problem"]), content["grammar"])
+
+
+def test_messages(made, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="no such folder"):
+        envs.make("alfworld", data=tmp_path / "nowhere")
+    with pytest.raises(UserError, match="holds no games"):
+        envs.make("alfworld", data=tmp_path)
+    with pytest.raises(UserError, match="unknown engine 'c'"):
+        envs.make("alfworld", data=made, engine="c")
+    env = envs.make("alfworld", data=made, engine="textworld")
+    with pytest.raises(UserError, match="unknown split 'dev'"):
+        env.task_ids("dev")
+    with pytest.raises(UserError, match="unknown task 'train/none'"):
+        env.reset(options={"task_id": "train/none"})
+    monkeypatch.setitem(sys.modules, "textworld", None)
+    with pytest.raises(UserError, match=r"pip install -r requirements-alfworld\.txt"):
+        env.reset(options={"task_id": env.task_ids("test")[0]})
