@@ -303,7 +303,7 @@ def test_type_of_the_product(shop):
         ("machine wash", "machine washable", True),  # ratio 0.857...: 86
         ("machine wash", "hand wash", False),
         ("B W", "w/b", True),
-        ("café", "caf", True),  # Latin-1 is dropped
+        ("éaßb", "ab", True),  # Latin-1 is dropped
         ("!!!", "!!!", False),  # nothing left to compare
         ("3 pack", "4 pack", False),  # ratio 0.833...: 83
     ],
@@ -511,6 +511,8 @@ def test_the_best_reward_in_reach_against_trying_everything():
     for task in rng.sample(env.task_ids("all"), 6):
         env.reset(options={"task_id": task})
         tried.clear()
+        if int(task) % 2:  # a search that leads astray
+            env.step(f"search[{rng.choice(env.shop.products).title}]")
         while env.valid_actions() and env.steps < 7:
             for left in range(5):
                 here = env.snapshot()
