@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import permutations
 
 from alfworld_engine import NOTHING_HAPPENS, TREATMENTS, Game, State
@@ -105,6 +106,7 @@ class Memory:
         """Whether `o` is of the wanted type and treated as the task asks."""
         return kind(o) == self.wish.object and (not self.wish.treatment or (self.wish.treatment, o) in self.treated)
 
+    @cached_property
     def in_place(self) -> dict[str, str]:
         """object -> receptacle of those that are where the task wants them; two must lie in the same."""
         if self.wish.lamp:
@@ -113,21 +115,12 @@ class Memory:
         best = max(ready, key=lambda r: len(ready[r]), default="")
         return {o: best for o in ready.get(best, ())}
 
-    def known(self, wanted: str) -> dict[str, str]:
-        """object -> receptacle of the things of a type that were seen and are still to be used."""
-        there = self.in_place()
-        return {
-            o: r
-            for r, objects in self.seen.items()
-            for o in objects
-            if kind(o) == wanted and o not in (*there, self.held)
-        }
-
-    def missing(self) -> str:
-        """The type of thing that is to be found next; "" when all are known or at hand."""
-        if kind(self.held) != self.wish.object:
-            return "" if self.known(self.wish.object) else self.wish.object
-        return self.wish.target if self.wish.lamp and not self.known(self.wish.target) else ""
+    @cached_property
+    def known(self) -> dict[str, dict[str, str]]:
+        """type -> object -> receptacle of the things of the task that were seen and are still to be used."""
+        used = {*self.in_place, self.held}
+        seen = [(o, r) for r, objects in self.seen.items() for o in objects if o not in used]
+        return {k: {o: r for o, r in seen if kind(o) == k} for k in (self.wish.object, self.wish.target)}
 
     def rate(self, wanted: str, receptacle: str) -> float:
         return self.rates.get((wanted, kind(receptacle)), 0.0)
@@ -142,7 +135,7 @@ class Memory:
         """What a sensible person does next; None if everything was searched in vain."""
         wish, held = self.wish, self.held
         if not held:
-            known = self.known(wish.object)
+            known = self.known[wish.object]
             if not known:
                 return self._search(wish.object)
             o = min(known, key=lambda o: self.cost(known[o]))
@@ -151,7 +144,7 @@ class Memory:
             fits = [r for r in self.receptacles if self.rate(kind(held), r)]
             return self._place(min(fits or self.receptacles, key=self.cost))
         if wish.lamp:
-            lamps = self.known(wish.target)
+            lamps = self.known[wish.target]
             if not lamps:
                 return self._search(wish.target)
             lamp = min(lamps, key=lambda o: self.cost(lamps[o]))
@@ -161,8 +154,8 @@ class Memory:
             tool = min(tools, key=lambda r: r not in self.near, default=None)
             return tool and (f"{wish.treatment} {held} with {tool}" if tool in self.near else f"go to {tool}")
         targets = [r for r in self.receptacles if kind(r) == wish.target]
-        if wish.two and self.in_place():
-            targets = list(self.in_place().values())
+        if wish.two and self.in_place:
+            targets = list(self.in_place.values())
         return self._place(min(targets, key=self.cost)) if targets else None
 
     def _reach(self, receptacle: str) -> str | None:
@@ -206,7 +199,7 @@ class Memory:
             return f"The {one} is not {a(object)}."
         match verb:
             case "take":
-                return f"The {one} is in place already." if one in self.in_place() else f"The {one} is {a(object)}."
+                return f"The {one} is in place already." if one in self.in_place else f"The {one} is {a(object)}."
             case "clean" | "heat" | "cool" if verb != wish.treatment:
                 return f"The task asks for no {DONE[verb]} {object}."
             case "clean" | "heat" | "cool":
@@ -226,12 +219,12 @@ class Memory:
         if held and not wish.lamp:
             if kind(receptacle) != wish.target:
                 return f"The {receptacle} is no {wish.target}."
-            other = next(iter(self.in_place().items()), None) if wish.two else None
+            other = next(iter(self.in_place.items()), None) if wish.two else None
             if other:
                 return f"The {other[0]} is in the {other[1]}, {'here' if other[1] == receptacle else 'not here'}."
             return f"The {held} belongs in the {receptacle}{door.replace('and is', 'which is')}."
         wanted = wish.target if held else wish.object
-        there = [o for o, r in self.known(wanted).items() if r == receptacle]
+        there = [o for o, r in self.known[wanted].items() if r == receptacle]
         if there:
             return f"The {there[0]} is in the {receptacle}{door}."
         if receptacle in self.seen:

@@ -258,11 +258,9 @@ def goal(task: Task, o: str, target: str) -> str:
 
 def games(seed: int, train: int) -> Iterator[tuple[str, dict]]:
     """(path below json_2.1.1, content of the file) of every game."""
-    sys.path.insert(0, str(ROOT))  # this file is also run by its path
     import alfworld_data
     from alfworld_expert import plan
 
-    sys.path.remove(str(ROOT))
     seen = [i for i in range(1, LAYOUTS + 1) if i not in UNSEEN]
     rooms = {(room, i): layout(seed, room, i) for room in ROOMS for i in (*seen, *UNSEEN)}
     used: set[int] = set()
@@ -313,14 +311,20 @@ def write(folder: Path, seed: int, train: int, full: bool = False) -> Path:
     """Write all games to `folder`, whole or not at all: a reader never meets half of them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    for path, content in games(seed, train):
-        if full:
-            from alfworld_textworld import whole
+    try:
+        for path, content in games(seed, train):
+            file = fresh / "json_2.1.1" / path
+            file.parent.mkdir(parents=True)
+            if full:
+                from alfworld_textworld import whole
 
-            content = whole(content)
-        file = fresh / "json_2.1.1" / path
-        file.parent.mkdir(parents=True)
-        file.write_text(json.dumps(content), encoding="utf-8")
+                content = whole(content)
+                kind = {"task_type": path.split("/")[1].split("-")[0]}  # all that ALFWorld's own loader asks of it
+                (file.parent / "traj_data.json").write_text(json.dumps(kind))
+            file.write_text(json.dumps(content), encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(fresh)
+        raise
     (fresh / "made_by").write_text(stamp() + "\n")
     fresh.chmod(0o755)
     while True:
@@ -354,4 +358,12 @@ if __name__ == "__main__":
     parser.add_argument("--full", action="store_true", help="whole files, with domain and grammar")
     parser.add_argument("--out", type=Path, help="folder (default: data/generated/alfworld-SEED)")
     args = parser.parse_args()
-    print(write(args.out or GENERATED / f"alfworld-{args.seed}", args.seed, args.train, args.full))
+    if args.train < 1:
+        parser.error(f"--train {args.train}: at least one game is needed")
+    sys.path.insert(0, str(ROOT))  # run by its path, this file finds the modules beside its folder only so
+    from files import UserError
+
+    try:
+        print(write(args.out or GENERATED / f"alfworld-{args.seed}", args.seed, args.train, args.full))
+    except UserError as error:
+        parser.error(str(error))
