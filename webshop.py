@@ -362,7 +362,8 @@ class Shop:
         """The best final reward within so many steps, for measuring ceilings: it looks at the goal and the true reward.
 
         It weighs buying this product after the best clicks on options, every product of this query's results, and those
-        of a new search among `queries`, which takes `back to search` first.
+        of a new search among `queries`, which takes `back to search` first. That is exact for candidates that are valid
+        actions, and a lower bound for an agent that searches words of its own.
         """
         if session.page == "done":
             return session.reward
