@@ -12,12 +12,11 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 # ------------------------------------------------------------------------------------------------- states and actions
 
@@ -180,75 +179,3 @@ class Chat:
         ids = ids[: ids.index(self.stop_id)] if self.stop_id in ids else ids
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return (unmark(text) if self.rendering.mark_matches else text).strip()
-
-
-# -------------------------------------------------------------------------------------------------------- token trees
-
-
-class TokenTree:
-    """A trie of token sequences: what two sequences begin with in common is stored, and computed, once.
-
-    >>> t = TokenTree(); t.add([5, 6, 7]), t.add([5, 6, 8]); t.ids
-    [5, 6, 7, 8]
-    """
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.parent: list[int] = []
-        self.depth: list[int] = []
-        self._child: dict[tuple[int, int], int] = {}
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def add(self, ids: Sequence[int], after: int = -1) -> list[int]:
-        """Insert a sequence below the token `after` (-1: from the root); the index of each of its tokens."""
-        path = []
-        for token in ids:
-            at = self._child.get((after, token))
-            if at is None:
-                at = self._child[after, token] = len(self.ids)
-                self.ids.append(token)
-                self.parent.append(after)
-                self.depth.append(self.depth[after] + 1 if after >= 0 else 0)
-            path.append(after := at)
-        return path
-
-    def attention(self) -> np.ndarray:
-        """(L, L) bool: a token sees itself and its ancestors, as it would in its own sequence."""
-        sees = np.eye(len(self), dtype=bool)
-        for i, p in enumerate(self.parent):
-            if p >= 0:
-                sees[i] |= sees[p]
-        return sees
-
-
-def packed(trees: Sequence[TokenTree], pad_id: int, device: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Model inputs of B token trees, padded on the left to the longest: (B, L) ids and positions, (B, 1, L, L) mask.
-
-    The positions are depths in the tree and the mask lets a token see its ancestors alone, so a causal LM computes for
-    each token what it would in its own sequence (equal within 1e-6 in float32). The mask is additive.
-    """
-    width = max(map(len, trees))
-    ids = torch.full((len(trees), width), pad_id)
-    positions = torch.zeros((len(trees), width), dtype=torch.long)
-    sees = torch.zeros((len(trees), 1, width, width), dtype=torch.bool)
-    sees[:, 0].diagonal(dim1=-2, dim2=-1).fill_(True)  # padding sees itself, or softmax would be 0/0
-    for row, tree in enumerate(trees):
-        ids[row, width - len(tree) :] = torch.tensor(tree.ids)
-        positions[row, width - len(tree) :] = torch.tensor(tree.depth)
-        sees[row, 0, width - len(tree) :, width - len(tree) :] = torch.from_numpy(tree.attention())
-    bias = torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)
-    return {"input_ids": ids.to(device), "position_ids": positions.to(device), "attention_mask": bias.to(device)}
-
-
-def batches(items: Sequence[Any], length: Callable[[Any], int], budget: int) -> Iterator[list[int]]:
-    """Indices of items of like length, in groups whose padded size stays within `budget` tokens (or of one item)."""
-    group: list[int] = []
-    for i in sorted(range(len(items)), key=lambda i: -length(items[i])):
-        if group and length(items[group[0]]) * (len(group) + 1) > budget:
-            yield group
-            group = []
-        group.append(i)
-    if group:
-        yield group

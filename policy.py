@@ -19,9 +19,10 @@ import numpy as np
 import torch
 import transformers
 
-from chat import Chat, Rendering, State, TokenTree, batches, packed, react, uniforms
+from chat import Chat, Rendering, State, react, uniforms
 from envs import TextEnv
 from files import UserError
+from tokens import Prompt, Prompts, batches
 
 # -------------------------------------------------------------------------------------------------- requests, driver
 
@@ -117,6 +118,7 @@ def load_tokenizer(path: str | Path) -> Any:
 def load_checkpoint(path: str | Path, kind: Any, device: str | None, **options: Any) -> tuple[Any, Chat]:
     """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name."""
     where, dtype = device_and_dtype(device)
+    transformers.utils.logging.disable_progress_bar()
     try:
         model = kind.from_pretrained(path, dtype=dtype, **options)
         chat = Chat(load_tokenizer(path), Rendering.load(path))
@@ -132,7 +134,8 @@ class Policy:
 
     def __init__(self, model: Any, chat: Chat, seed: int = 0, budget: int = 16_384) -> None:
         self.model, self.chat, self.seed, self.budget = model.eval(), chat, seed, budget
-        self.computed = 0  # tokens put through the model
+        self.prompts = Prompts()
+        self.computed = 0  # tokens put through the model, padding included
         self._known: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
 
     @classmethod
@@ -164,67 +167,91 @@ class Policy:
 
     @torch.inference_mode()
     def _trie_logprobs(self, requests: list[Sample], texts: list[list[list[int]]]) -> list[np.ndarray]:
+        """log pi(a | s) of each request's valid actions."""
         keys = [(r.state, r.valid, r.temperature) for r in requests]
         fresh = {k: i for i, k in enumerate(keys) if k not in self._known}
-        if len(self._known) + len(fresh) > 200_000:
+        if len(self._known) > 200_000:
             self._known.clear()
             fresh = {k: i for i, k in enumerate(keys)}
-        tries = []
-        for i in fresh.values():
-            tree = TokenTree()
-            last = tree.add(self.chat.prompt(requests[i].state))[-1]
-            tries.append((tree, last, [tree.add(ids, last) for ids in texts[i]]))
-        for group in batches(tries, lambda t: len(t[0]), self.budget):
-            trees = [tries[g][0] for g in group]
-            inputs = packed(trees, self.chat.tokenizer.pad_token_id, self.model.device, self.model.dtype)
-            self.computed += sum(map(len, trees))
-            keep = max(len(tree) - tries[g][1] for g, tree in zip(group, trees, strict=True))
-            logits = self.model(**inputs, use_cache=False, logits_to_keep=keep).logits.float().cpu().numpy()
-            for row, g in enumerate(group):
-                tree, last, paths = tries[g]
-                index = list(fresh.values())[g]
-                t = requests[index].temperature or 1.0
-                # conditional[i]: log-probability of token i among its siblings, given the path to it
-                at = np.array(tree.parent[last + 1 :]) - len(tree)  # rows of the kept logits, counted from the end
-                score = logits[row, at, tree.ids[last + 1 :]].astype(np.float64) / t
-                top = np.full(len(tree) + 1, -np.inf)
-                np.maximum.at(top, at, score)
-                total = np.zeros(len(tree) + 1)
-                np.add.at(total, at, np.exp(score - top[at]))
-                conditional = score - top[at] - np.log(total[at])
-                known = np.array([sum(conditional[i - last - 1] for i in path) for path in paths])
-                self._known[keys[index]] = known
+        which = list(fresh.values())
+
+        def logits(inputs: dict, keep: int) -> torch.Tensor:
+            self.computed += inputs["input_ids"].numel()
+            return self.model(**inputs, logits_to_keep=keep).logits.float()
+
+        states, tails = [self.chat.runs(requests[i].state) for i in which], [texts[i] for i in which]
+        for n, out, tree, last, paths in self.prompts.read(
+            logits, self.model, self.chat.tokenizer.pad_token_id, self.budget, states, tails
+        ):
+            # Each token's log-probability among its siblings, given the path to it.
+            at = np.array(tree.parent[last + 1 :]) - last
+            ids = np.array(tree.ids[last + 1 :])
+            score = out.cpu().numpy()[at, ids].astype(np.float64) / (requests[which[n]].temperature or 1.0)
+            top = np.full(len(out), -np.inf)
+            np.maximum.at(top, at, score)
+            total = np.zeros(len(out))
+            np.add.at(total, at, np.exp(score - top[at]))
+            conditional = score - top[at] - np.log(total[at])
+            known = np.array([conditional[np.array(path) - last - 1].sum() for path in paths])
+            self._known[keys[which[n]]] = known
         return [self._known[k] for k in keys]
+
+    @torch.inference_mode()
+    def logprobs(self, pairs: list[tuple[State, str]]) -> list[float]:
+        """log pi(a | s) of actions as free text."""
+        answers = [0.0] * len(pairs)
+        runs = [self.chat.runs(s) for s, _ in pairs]
+        tails = [[self.chat.action(a, s.task)] for s, a in pairs]
+
+        def logp(inputs: dict, keep: int) -> torch.Tensor:
+            return self.model(**inputs, logits_to_keep=keep).logits.float().log_softmax(-1)
+
+        pad_id = self.chat.tokenizer.pad_token_id
+        for n, out, tree, last, _ in self.prompts.read(logp, self.model, pad_id, self.budget, runs, tails):
+            ids = torch.tensor(tree.ids[last + 1 :], device=out.device)
+            answers[n] = float(out[:-1].gather(-1, ids[:, None]).sum())
+        return answers
 
     # Free: one prefill a prompt, whose keys and values its n candidates share; finished sequences leave the batch.
 
     def _generate(self, requests: list[Sample]) -> list[list[Candidate]]:
         answers: list[Any] = [None] * len(requests)
-        prompts = [self.chat.prompt(r.state) for r in requests]
+        prompts = [self.prompts.prompt(self.chat.runs(r.state)) for r in requests]
         room = self.chat.rendering.max_new_tokens
-        for group in batches(requests, lambda r: (len(self.chat.prompt(r.state)) + room) * r.n, self.budget):
+        sizes = [(len(p.ids) + room) * r.n for p, r in zip(prompts, requests, strict=True)]
+        for group in batches(sizes, lambda size: size, self.budget):
             rows = self._decode([requests[g] for g in group], [prompts[g] for g in group])
             for g, row in zip(group, rows, strict=True):
                 answers[g] = row
         return answers
 
     @torch.inference_mode()
-    def _decode(self, requests: list[Sample], prompts: list[list[int]]) -> list[list[Candidate]]:
+    def _decode(self, requests: list[Sample], prompts: list[Prompt]) -> list[list[Candidate]]:
         device, chat, room = self.model.device, self.chat, self.chat.rendering.max_new_tokens
         owner = np.repeat(np.arange(len(requests)), [r.n for r in requests])
         noise = np.stack([uniforms(room, self.seed, *r.key, k) for r in requests for k in range(r.n)])
         heat = np.array([r.temperature for r in requests])[owner]
 
-        width = max(map(len, prompts))
-        ids = torch.tensor([[chat.tokenizer.pad_token_id] * (width - len(p)) + p for p in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
-        self.computed += sum(map(len, prompts))
+        before, width = max(p.known for p in prompts), max(len(p.fresh) for p in prompts)
+        pads = [width - len(p.fresh) for p in prompts]
+        pad_id = chat.tokenizer.pad_token_id
+        ids = torch.tensor([[pad_id] * n + p.fresh for n, p in zip(pads, prompts, strict=True)])
+        mask = torch.tensor(
+            [
+                [0] * (before - p.known) + [1] * p.known + [0] * n + [1] * len(p.fresh)
+                for n, p in zip(pads, prompts, strict=True)
+            ]
+        )
+        ids, mask, cache = ids.to(device), mask.to(device), self.prompts.cache(prompts)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, before:]
+        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
+                         use_cache=True, logits_to_keep=1)  # fmt: skip
+        self.computed += ids.numel()
+        for row, (n, prompt) in enumerate(zip(pads, prompts, strict=True)):
+            self.prompts.remember(prompt, cache, row, before + n)
         rows = torch.from_numpy(owner).to(device)
-        cache, mask = out.past_key_values, mask[rows]
         cache.batch_select_indices(rows)
-        logits, positions = out.logits[rows, -1], positions[rows, -1:]
+        mask, logits, positions = mask[rows], out.logits[rows, -1], positions[rows, -1:]
 
         written: list[list[int]] = [[] for _ in owner]
         logprob = np.zeros(len(owner))

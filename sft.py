@@ -28,11 +28,13 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 import envs
-from chat import MARK, Chat, Rendering, State, batches, mark, react
+from chat import MARK, Chat, Rendering, State, mark, react
 from files import UserError, add_arguments, parse_arguments, read_jsonl, run_stage, write_jsonl, write_meta
 from policy import device_and_dtype, load_checkpoint
+from tokens import batches
 
 TINY = {"n_expert": 2000, "epochs": 2, "lr": 2e-3, "batch": 32}
+TINY_STEPS = 200  # few demonstrations are repeated until so many updates are made
 PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64}  # Table 5
 
 # ------------------------------------------------------------------------------------------------- expert trajectories
@@ -97,7 +99,10 @@ def tiny_model(states: list[State], vocabulary: int = 4096) -> tuple[Any, Any, R
     )  # fmt: skip
     bpe.add_tokens([AddedToken(t, lstrip=True) for t in (MARK, "[SEP]")])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<end>")
-    tokenizer.chat_template = "{% for m in messages %}{{ '<user>' + m.content + '\n' if m.role == 'user' else m.content + '<end>' }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<user>' + m.content + '\n' }}"
+        "{% else %}{{ m.content + '<end>' }}{% endif %}{% endfor %}"
+    )
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
         max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.06,
@@ -136,7 +141,12 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
     examples = [tokens_and_mask(chat, s, args.max_tokens) for s in states]
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, betas=(0.9, 0.95))
     order = torch.Generator().manual_seed(args.seed)
-    steps = math.ceil(len(examples) / args.batch) * args.epochs
+    if args.model == "tiny":
+        args.batch = min(args.batch, math.ceil(len(examples) / 4))
+    per_epoch = math.ceil(len(examples) / args.batch)
+    if args.model == "tiny":
+        args.epochs = max(args.epochs, math.ceil(TINY_STEPS / per_epoch))
+    steps = per_epoch * args.epochs
     step, seen, losses = 0, 0, []
     model.train()
     bar = tqdm(total=steps, desc="sft", disable=None)
@@ -182,7 +192,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
     add("--n-expert", type=int, help="number of trajectories (default: all; tiny: 2000)")
-    add("--epochs", type=int, help="default: 3; tiny: 2")
+    add("--epochs", type=int, help="default: 3; tiny: 2, or what 200 updates take")
     add("--lr", type=float, help="default: 1e-5; tiny: 2e-3")
     add("--batch", type=int, help="trajectories a step (default: 64; tiny: 32)")
     add("--max-tokens", type=int, default=4096, help="longer trajectories are cut (default: %(default)s)")
@@ -227,6 +237,7 @@ def main(argv: list[str] | None = None) -> None:
 
     draft = args.out.with_name(args.out.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
+    transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(draft)
     chat.tokenizer.save_pretrained(draft)
     chat.rendering.save(draft)

@@ -1,0 +1,347 @@
+"""Stage 4: the Q-network (Sec. 4.3, Eq. 8-11).
+
+    reads   RUN/sft/ (the backbone's first weights), RUN/q_labels.jsonl
+    writes  RUN/qnet/ (backbone, value head, tokenizer)
+
+    python train_qnet.py --sft runs/webshop/sft --labels runs/webshop/q_labels.jsonl
+
+QNet is the agent's own language model with a value head, regressed at *every* token of (s, a) onto that pair's Q-value.
+The pairs of a tree share their beginnings, and the loss is a square: sum_i w_i (v - q_i)^2 is (sum w_i) (v - mean q)^2
+plus a constant. So a tree goes through the backbone once, each token with a weight and a mean target, and gives the
+gradient of its pairs one by one (`pair_loss`, the readable form that the tests hold it to) at a fraction of the cost.
+
+Held-out trees (one in ten) tell whether QNet can rank *siblings*, which is all that search asks of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from tqdm import tqdm
+
+from chat import Chat, State
+from files import UserError, add_arguments, needed, parse_arguments, read_trees, run_stage, stage_argv, write_meta
+from policy import Policy, Score, load_checkpoint
+from sft import cosine
+from stats import spearman
+from tokens import Prompts, TokenTree, batches, packed
+
+
+class QNet(nn.Module):
+    """Q(s, a): a HuggingFace causal LM without its output layer, and an MLP on each token's hidden state (Eq. 8)."""
+
+    def __init__(self, backbone: Any, chat: Chat, hidden: int = 1024, readout: str = "last") -> None:
+        super().__init__()
+        self.backbone, self.chat, self.readout = backbone, chat, readout
+        size = backbone.config.get_text_config().hidden_size
+        self.head = nn.Sequential(  # App. A.2: two hidden layers of 1024, ReLU
+            nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)
+        ).to(backbone.device)  # fmt: skip
+        self.prompts, self.budget = Prompts(), 16_384
+        self.computed = 0  # tokens put through the net for scores, padding included
+        self._known: dict[tuple[State, str], float] = {}
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        """Values (B, L) of the tokens of `inputs` (ids, positions, mask as from `tokens.packed`)."""
+        hidden = self.backbone(**inputs).last_hidden_state
+        return self.head(hidden.to(self.head[0].weight.dtype)).squeeze(-1)
+
+    def train(self, mode: bool = True) -> QNet:
+        """Training changes the weights: what was computed with the old ones is forgotten."""
+        self.prompts, self._known = Prompts(), {}
+        return super().train(mode)
+
+    @torch.inference_mode()
+    def score(self, requests: list[Score]) -> list[list[float]]:
+        """Q(s, a) of each request's actions: the value at the action's last token, or their mean."""
+        if self.training:
+            self.eval()
+        fresh: dict[State, dict[str, None]] = {}
+        for r in requests:
+            for action in r.actions:
+                if (r.state, action) not in self._known:
+                    fresh.setdefault(r.state, {})[action] = None
+        states = list(fresh)
+        tails = [[self.chat.action(a, s.task) for a in fresh[s]] for s in states]
+
+        def values(inputs: dict, keep: int) -> torch.Tensor:
+            self.computed += inputs["input_ids"].numel()
+            return self(**inputs)[:, -keep:].float()
+
+        runs, pad_id = [self.chat.runs(s) for s in states], self.chat.tokenizer.pad_token_id
+        for n, out, _, last, paths in self.prompts.read(values, self.backbone, pad_id, self.budget, runs, tails):
+            v = out.cpu().numpy()
+            for action, path in zip(fresh[states[n]], paths, strict=True):
+                at = np.array(path) - last
+                self._known[states[n], action] = float(v[at[-1]] if self.readout == "last" else v[at].mean())
+        return [[self._known[r.state, action] for action in r.actions] for r in requests]
+
+    def save_pretrained(self, folder: Path) -> None:
+        """The backbone by HuggingFace's save_pretrained, tokenizer and rendering, head.safetensors, qnet.json."""
+        self.backbone.save_pretrained(folder)
+        self.chat.tokenizer.save_pretrained(folder)
+        self.chat.rendering.save(folder)
+        save_file({k: v.contiguous() for k, v in self.head.state_dict().items()}, folder / "head.safetensors")
+        about = {"hidden": self.head[0].out_features, "readout": self.readout}
+        (folder / "qnet.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, device: str | None = None, readout: str | None = None) -> QNet:
+        folder = Path(folder)
+        if not (folder / "qnet.json").exists():
+            raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
+        about = json.loads((folder / "qnet.json").read_text(encoding="utf-8"))
+        backbone, chat = load_checkpoint(folder, transformers.AutoModel, device)
+        qnet = cls(backbone, chat, about["hidden"], readout or about["readout"])
+        qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
+        return qnet.to(backbone.device).eval()
+
+
+# ------------------------------------------------------------------------------------------------------- the targets
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One (s, a) of a tree with its target q; siblings have the same state."""
+
+    state: State
+    action: str
+    q: float
+
+
+def pairs_of(tree: list[dict]) -> list[Pair]:
+    """All (s, a, q) of a labelled tree, depth first."""
+    states = {tree[0]["node_id"]: State.load(tree[0]["messages"], tree[0].get("task", ""))}
+    pairs = []
+    for node in tree[1:]:
+        state = states[node["parent_id"]]
+        states[node["node_id"]] = state.then(node["action"], node["observation"])
+        pairs.append(Pair(state, node["action"], node["q"]))
+    return pairs
+
+
+def loss_tokens(prompt: Sequence[int], action: Sequence[int], loss_on: str) -> slice:
+    """Which tokens of (s, a) carry the loss: all (Eq. 11), the action's, or its last."""
+    n = len(prompt) + len(action)
+    return slice({"all": 0, "action": len(prompt), "last": n - 1}[loss_on], n)
+
+
+def pair_loss(qnet: QNet, pair: Pair, loss_on: str = "all") -> torch.Tensor:
+    """Eq. (11) for one pair: 1/n sum_j (V_j - q)^2 over the n tokens of (s, a)."""
+    prompt, action = qnet.chat.prompt(pair.state), qnet.chat.action(pair.action, pair.state.task)
+    values = qnet(input_ids=torch.tensor([[*prompt, *action]], device=qnet.backbone.device))[0]
+    return (values[loss_tokens(prompt, action, loss_on)].float() - pair.q).square().mean()
+
+
+@dataclasses.dataclass
+class PackedPairs:
+    """Pairs as one token tree with, for each token, sum_i w_i and sum_i w_i q_i over the pairs through it."""
+
+    tree: TokenTree = dataclasses.field(default_factory=TokenTree)
+    weight: list[float] = dataclasses.field(default_factory=list)
+    weighted_q: list[float] = dataclasses.field(default_factory=list)
+    constant: float = 0.0  # what the squares' completion leaves over, so that losses are equal too
+    pairs: int = 0
+    tokens: int = 0  # of the pairs one by one
+
+    def add(self, prompt: list[int], action: list[int], q: float, loss_on: str) -> None:
+        path = self.tree.add([*prompt, *action])
+        grow = len(self.tree) - len(self.weight)
+        self.weight += [0.0] * grow
+        self.weighted_q += [0.0] * grow
+        trained = path[loss_tokens(prompt, action, loss_on)]
+        for token in trained:  # w_i = 1 / n_i
+            self.weight[token] += 1 / len(trained)
+            self.weighted_q[token] += q / len(trained)
+        self.constant += q * q
+        self.pairs += 1
+        self.tokens += len(path)
+
+
+def pack(chat: Chat, pairs: Sequence[Pair], loss_on: str, max_tokens: int) -> Iterator[PackedPairs]:
+    """A tree's pairs in as few token trees of at most `max_tokens` as their order allows."""
+    current = PackedPairs()
+    for pair in pairs:
+        prompt, action = chat.prompt(pair.state), chat.action(pair.action, pair.state.task)
+        if current.pairs and len(current.tree) + len(prompt) + len(action) > max_tokens:
+            # The rest of the branch may fit once its shared part is counted once; a full check costs a dry run.
+            yield current
+            current = PackedPairs()
+        current.add(prompt[:max_tokens], action, pair.q, loss_on)
+    if current.pairs:
+        yield current
+
+
+def packed_loss(qnet: QNet, packs: Sequence[PackedPairs]) -> torch.Tensor:
+    """The sum of `pair_loss` over all pairs of the packs, each unique token computed once."""
+    backbone = qnet.backbone
+    inputs = packed([p.tree for p in packs], qnet.chat.tokenizer.pad_token_id, backbone.device, backbone.dtype)
+    values = qnet(**inputs, use_cache=False).float()
+    loss = values.new_zeros(())
+    for row, p in zip(values, packs, strict=True):
+        v = row[len(row) - len(p.tree) :]
+        weight, weighted_q = torch.tensor([p.weight, p.weighted_q], device=v.device)
+        # sum_i w_i (v - q_i)^2 = W v^2 - 2 v sum_i w_i q_i + sum_i w_i q_i^2, the last of which sums to sum_i q_i^2
+        loss = loss + (weight * v.square() - 2 * weighted_q * v).sum() + p.constant
+    return loss
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def train(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) -> dict:
+    packs = [p for tree in trees for p in pack(qnet.chat, tree, args.loss_on, args.max_tokens)]
+    parameters = [p for p in qnet.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=0.0, betas=(0.9, 0.95))
+    order = torch.Generator().manual_seed(args.seed)
+    plan: list[list[int]] = []  # packs of each update: at least `batch` pairs
+    for _ in range(args.epochs):
+        update: list[int] = []
+        for i in torch.randperm(len(packs), generator=order).tolist():
+            update.append(i)
+            if sum(packs[j].pairs for j in update) >= args.batch:
+                plan.append(update)
+                update = []
+        if update:
+            plan.append(update)
+    qnet.train()
+    losses = []
+    bar = tqdm(plan, desc="qnet", disable=None)
+    for step, update in enumerate(bar):
+        pairs, total = sum(packs[i].pairs for i in update), 0.0
+        for group in batches([packs[i] for i in update], lambda p: len(p.tree), args.micro_tokens):
+            loss = packed_loss(qnet, [packs[update[g]] for g in group]) / pairs
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * cosine(step, len(plan))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+        bar.set_postfix(mse=f"{total:.4f}")
+    computed, plain = sum(len(p.tree) for p in packs), sum(p.tokens for p in packs)
+    last = losses[-max(1, len(losses) // 10) :]
+    return {"updates": len(plan), "tokens": computed * args.epochs, "tokens_pair_by_pair": plain * args.epochs,
+            "mse": sum(last) / len(last)}  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- can it rank siblings?
+
+
+def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], float], gap: float = 0.05) -> dict:
+    """Of the sibling pairs whose q differ by more than `gap`, the share whose scores stand in the same order.
+
+    Chance is .5. `spearman` is the global rank correlation, which a net that only knows V(s) can reach too.
+    """
+    right, total = 0.0, 0
+    flat = [(p.q, scores[p.state, p.action]) for tree in trees for p in tree if (p.state, p.action) in scores]
+    for tree in trees:
+        siblings: dict[State, list[Pair]] = {}
+        for p in tree:
+            siblings.setdefault(p.state, []).append(p)
+        for family in siblings.values():
+            for i, a in enumerate(family):
+                for b in family[:i]:
+                    if abs(a.q - b.q) > gap:
+                        x, y = scores[a.state, a.action], scores[b.state, b.action]
+                        right += 0.5 if x == y else float((x > y) == (a.q > b.q))
+                        total += 1
+    return {
+        "sibling_accuracy": right / total if total else None,
+        "sibling_pairs": total,
+        "spearman": float(spearman(*zip(*flat, strict=True))) if len(flat) > 2 else None,
+    }
+
+
+def qnet_scores(qnet: QNet, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
+    pairs = list(dict.fromkeys((p.state, p.action) for tree in trees for p in tree))
+    return dict(zip(pairs, (s[0] for s in qnet.score([Score(s, (a,)) for s, a in pairs])), strict=True))
+
+
+def policy_scores(policy: Policy, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
+    """log pi(a | s): the baseline that a QNet has to beat."""
+    pairs = list(dict.fromkeys((p.state, p.action) for tree in trees for p in tree))
+    return dict(zip(pairs, policy.logprobs(pairs), strict=True))
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
+    add_arguments(parser)
+    add = parser.add_argument
+    add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
+    add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
+    add("--out", type=Path, help="default: RUN/qnet")
+    add("--epochs", type=int, default=2, help="default: %(default)s")
+    add("--lr", type=float, help="default: 1e-5; below 50 M parameters 1e-3")
+    add("--batch", type=int, default=64, help="(s, a) pairs an update (default: %(default)s)")
+    add("--loss-on", choices=["all", "action", "last"], default="all", help="tokens with the loss (Eq. 11: all)")
+    add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
+    add("--freeze", action="store_true", help="train the head alone")
+    add("--max-tokens", type=int, default=2048, help="of a packed tree (default: %(default)s)")
+    add("--micro-tokens", type=int, default=8192, help="padded tokens in memory at once (default: %(default)s)")
+    add("--limit", type=int, metavar="N", help="number of trees (default: all)")
+    add("--device")
+    return parse_arguments(parser, argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    started = time.time()
+    args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", stage_argv(args))
+    args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
+    args.out = args.out or args.run / "qnet"
+    torch.manual_seed(args.seed)
+
+    trees = []
+    for tree in read_trees(args.labels):
+        if "q" not in tree[0]:
+            raise UserError(f"{args.labels}: no q-values; run bellman.py on it and name its output")
+        trees.append(pairs_of(tree))
+    trees = trees[: args.limit]
+    held_out, training = trees[::10], [t for i, t in enumerate(trees) if i % 10] or trees
+
+    backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device)
+    qnet = QNet(backbone, chat, readout=args.readout)
+    small = sum(p.numel() for p in backbone.parameters()) < 50e6
+    args.lr = args.lr or (1e-3 if small else 1e-5)
+    backbone.requires_grad_(not args.freeze)
+    figures = train(qnet, training, args)
+
+    policy = Policy.load(args.sft, args.device, args.seed)
+    for name, some in (("held_out", held_out), ("training", training[: len(held_out)])):
+        figures[name] = sibling_accuracy(some, qnet_scores(qnet, some))
+        figures[name]["policy_sibling_accuracy"] = sibling_accuracy(some, policy_scores(policy, some))[
+            "sibling_accuracy"
+        ]
+
+    draft = args.out.with_name(args.out.name + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    qnet.save_pretrained(draft)
+    shutil.rmtree(args.out, ignore_errors=True)
+    draft.rename(args.out)
+    write_meta(args.out, args, [args.labels, args.sft], trees=len(trees), seconds=time.time() - started, **figures)
+    print(f"{args.out}: mse {figures['mse']:.4f}, each token once: {figures['tokens']:,} of "
+          f"{figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
+    for name in ("held_out", "training"):
+        f = figures[name]
+        if f["sibling_pairs"]:
+            print(f"  {name} trees: sibling pairs ranked right {f['sibling_accuracy']:.3f} of {f['sibling_pairs']} "
+                  f"(chance .5, policy's log-probability {f['policy_sibling_accuracy']:.3f}), "
+                  f"Spearman {f['spearman']:.3f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_stage(main)
