@@ -113,6 +113,10 @@ class TextEnv(gymnasium.Env):
     def valid_actions(self) -> list[str]:
         raise NotImplementedError
 
+    def optimal_value(self) -> float:
+        """The best final outcome still in reach: an oracle, for the ceilings of `q_search.py --method oracle_step`."""
+        raise UserError(f"{self.name}: has no oracle for the value of a state")
+
 
 # ------------------------------------------------------------------------------------------------------------ WebShop
 class WebShopEnv(TextEnv):
