@@ -1,0 +1,33 @@
+# make demo   virtual environment, packages, all four stages on WebShop with the tiny model, table and plots
+# make test   the same set-up, then the test suite
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed
+	PYTHON=$(BIN)/python bash runs/quickstart.sh
+
+test: $(VENV)/.installed $(VENV)/.textworld
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -q
+
+# torch first and alone: its CPU build where one is at hand, and nothing later may replace it.
+$(VENV)/.installed: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q $$(grep '^torch==' requirements.txt)
+	$(BIN)/pip install -q -r requirements.txt
+	touch $@
+
+# The original ALFWorld engine compiles C++; without a compiler its parity tests are skipped.
+$(VENV)/.textworld: requirements-alfworld.txt $(VENV)/.installed
+	$(BIN)/pip install -q -r requirements-alfworld.txt || echo "TextWorld did not install: its parity tests are skipped"
+	touch $@
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) data/generated
