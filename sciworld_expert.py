@@ -1,0 +1,145 @@
+"""ScienceWorld's experts: the simulator's own solutions as ReAct, and a choice among its thousands of valid actions.
+
+thought, candidates    ReAct's reason for an action; the valid actions that are worth a look
+expert_plan            a solution in fewer steps, proved by replay
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+
+import sciworld
+
+# ------------------------------------------------------------------------------------------------- actions and thoughts
+# What one would say before an action; {0} and {1} are its objects. The reason is the verb's, right or wrong.
+REASONS = {
+    "look around": "I need to see what is here.",
+    "teleport to": "The {0} may have what I need.",
+    "look at": "I want to know more about the {0}.",
+    "focus on": "The task may be about the {0}.",
+    "pick up": "I can use the {0}.",
+    "put down": "I do not need to hold the {0}.",
+    "move": "The {0} should be at the {1}.",
+    "pour": "The {0} should be in the {1}.",
+    "use": "I try the {0} on the {1}.",
+    "mix": "What is in the {0} may react.",
+    "connect": "The circuit may need the {0} joined to the {1}.",
+    "open": "Something may be in the {0}.",
+    "activate": "The {0} should be on.",
+    "deactivate": "The {0} should be off.",
+    "read": "The {0} may tell what to do.",
+    "wait1": "This takes time.",
+    "wait": "This takes a long time.",
+}
+_ACTION = re.compile(rf"({'|'.join(REASONS)})(?: (.*))?")
+_SECOND = {"move": " to ", "pour": " into ", "use": " on ", "connect": " to "}
+AMONG = 60  # candidates
+SCENERY = {"agent", "air", "inventory", "door", "picture", "painting", "ground", "sewer", "drain"}
+SCENERY |= {"kitchen", "foundry", "workshop", "bathroom", "outside", "living room", "bedroom", "greenhouse"}
+SCENERY |= {"art studio", "hallway"}
+
+
+def parts(action: str) -> tuple[str, list[str]]:
+    """ "move metal pot to sink" -> ("move", ["metal pot", "sink"]); ("", []) for an action of another form."""
+    if match := _ACTION.fullmatch(action):
+        objects = match[2].split(_SECOND.get(match[1], "\0"), 1) if match[2] else []
+        if len(objects) == len(set(re.findall(r"\{\d\}", REASONS[match[1]]))):
+            return match[1], objects
+    return "", []
+
+
+def thought(action: str) -> str:
+    verb, objects = parts(action)
+    return REASONS[verb].format(*objects) if verb else "Let me see what this does."
+
+
+def _words(text: str) -> str:
+    """Its words between single blanks, so that whole words are found."""
+    return f" {' '.join(re.findall(r'[a-z0-9]+', text.lower()))} "
+
+
+def candidates(valid: list[str], task: str, recent: str, inventory: str) -> list[str]:
+    """At most AMONG of the valid actions, by a rule that knows only what the agent was told.
+
+    Looking around, waiting and teleporting come first; then the verbs take turns, each beginning with the objects that
+    the task names (twice the weight), that the last turns spoke of, or that the agent holds. Scenery is left out, as
+    are the verbs that are not in REASONS.
+    """
+    texts = [(2, _words(task)), (1, _words(recent)), (1, _words(inventory))]
+    weight = functools.cache(lambda name: sum(w for w, text in texts if _words(name) in text))
+    fixed, turns = [], collections.defaultdict(list)
+    for action in valid:
+        verb, objects = parts(action)
+        names = [re.split(r" in | on | containing ", name.lower())[0] for name in objects]
+        if verb == "teleport to" or (verb and not names):
+            fixed.append(action)
+        elif verb and not any(n in SCENERY or n.startswith("door to") or n.endswith(" drain") for n in names):
+            turns[verb].append((-sum(map(weight, names)) / len(names), action))
+    ranked = [(turn, verb, action) for verb, row in turns.items() for turn, (_, action) in enumerate(sorted(row))]
+    return (fixed + [action for *_, action in sorted(ranked)])[:AMONG]
+
+
+# ------------------------------------------------------------------------------------------------------------- experts
+def shorten(gold: list[str], straight: bool, wait: bool) -> list[str]:
+    """A solution in fewer steps: teleporting instead of walking, straight to where something is done (or room by room,
+    where a room passed counts), with a look around on arrival; and waiting instead of looking again and again until
+    something is hot or cold enough, or has come to rest."""
+    text = re.sub(r"(?:open door to .*\n)?go to (.*)", r"teleport to \1", "\n".join(gold))
+    if straight:
+        text = re.sub(r"(?:teleport to .*\n(?:look around\n)*)+(?=teleport to)", "", text)
+    text = re.sub(r"(teleport to .*\n)(?!look around)", r"\1look around\n", text)
+    text = re.sub(r"pour (.*) in(?:to)? \1(?:\n|$)", "", text)  # the simulator's way to test that it holds something
+    if wait:
+        again = re.compile(r"((?:examine|look at) .*\n(?:use thermometer .*\n)?)(\1{2,})")
+        text = again.sub(lambda m: m[1] + "wait\n" * (1 + m[2].count("\n") // 10) + m[1], text)
+    return text.splitlines()
+
+
+def wordings(action: str) -> list[str]:
+    """An action in the words of the simulator's own lists of valid actions, as far as they can be guessed; as it is."""
+    plain = re.sub(r"^drop ", "put down ", re.sub(r"^examine ", "look at ", action)).replace(" in inventory", "")
+    if plain.startswith("pour "):
+        plain = [f"{plain[: m.start()]} into {plain[m.end() :]}" for m in re.finditer(" in(?:to)? ", plain)]
+    return list(dict.fromkeys([*([plain] if isinstance(plain, str) else plain), action]))
+
+
+def expert_plan(task: sciworld.Task) -> tuple[str, ...]:
+    """The first form of the simulator's own solution, from the shortest to the original, that reaches the full score in
+    a replay; else the one that scores most."""
+    return sciworld.simulators().ask(task, (), "plan", lambda simulator: _plan(simulator, task))
+
+
+def _plan(simulator: sciworld.Simulator, task: sciworld.Task) -> tuple[str, ...]:
+    gold = simulator.load(task, gold=True)
+    forms = [shorten(gold, True, True), shorten(gold, True, False), shorten(gold, False, False), gold]
+    best: tuple[float, tuple[str, ...]] = (-1.0, ())
+    for actions in forms:
+        if best[0] < 1:
+            best = max(best, rehearse(simulator, task, actions), key=lambda played: played[0])
+    return best[1]
+
+
+def rehearse(simulator: sciworld.Simulator, task: sciworld.Task, actions: list[str]) -> tuple[float, tuple[str, ...]]:
+    """Play a solution in the first wording of each action that is understood, and fits one object only; what does
+    nothing is left out. Returns the best score and the actions up to the one that reached it."""
+    tries = [wordings(action) for action in actions]
+    while True:
+        simulator.load(task)
+        best, length, doubtful = 0.0, 0, None
+        for wording in tries:
+            for words in wording:
+                turn = simulator.step(words)
+                if not turn.observation.startswith(sciworld.UNKNOWN):
+                    break
+            if simulator.question and len(wording) > 1 and words != wording[-1]:
+                doubtful = wording, words  # the question has changed the state: once more, without these words
+                break
+            if turn.score > best:
+                best, length = turn.score, len(simulator.played)
+            if turn.over:
+                break
+        if doubtful is None:
+            return best, simulator.played[:length]
+        doubtful[0].remove(doubtful[1])
