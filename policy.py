@@ -67,10 +67,11 @@ Answers = dict[type, Callable[[list], list]]
 def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64) -> Iterator[Any]:
     """Advance up to `width` generators side by side and yield what they return, in the order they were given.
 
-    A generator yields one request at a time; requests of one type from all generators are answered in one call of
-    `answers[type]`. A failed generator fails the run: nothing is swallowed.
+    A generator yields a request, or a list of requests of one type, whose answers it gets as a list; requests of one
+    type from all generators are answered in one call of `answers[type]`. A failed generator fails the run: nothing is
+    swallowed.
     """
-    waiting: list[tuple[int, Generator, Any]] = []  # (index, generator, its request)
+    waiting: list[tuple[int, Generator, Any]] = []  # (index, generator, its request or requests)
     finished: list[tuple[int, Any]] = []
     source, following = enumerate(episodes), 0
 
@@ -91,12 +92,15 @@ def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64) -> I
         if not waiting:
             return
         # The most frequent kind of request goes first: the others meet more company later.
-        kinds = [type(request) for _, _, request in waiting]
+        kinds = [type(r[0] if isinstance(r, list) else r) for _, _, r in waiting]
         kind = max(set(kinds), key=lambda k: (kinds.count(k), k.__name__))
-        turn = [w for w in waiting if type(w[2]) is kind]
-        waiting = [w for w in waiting if type(w[2]) is not kind]
-        for (index, generator, _), answer in zip(turn, answers[kind]([w[2] for w in turn]), strict=True):
-            advance(index, generator, answer)
+        turn = [w for w, k in zip(waiting, kinds, strict=True) if k is kind]
+        waiting = [w for w, k in zip(waiting, kinds, strict=True) if k is not kind]
+        asked = [r if isinstance(r, list) else [r] for _, _, r in turn]
+        answered = iter(answers[kind]([r for some in asked for r in some]))
+        for (index, generator, request), some in zip(turn, asked, strict=True):
+            mine = [next(answered) for _ in some]
+            advance(index, generator, mine if isinstance(request, list) else mine[0])
 
 
 # ---------------------------------------------------------------------------------------------------------- the policy

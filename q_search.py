@@ -20,6 +20,7 @@ One loop plays them all: draw M actions, let a chooser take one, step; N times o
     expert          the environment's demonstrator
 
 Only methods named oracle, and --select oracle (the paper's "best of N by final reward"), see the environment's reward.
+With --paraphrase, each candidate of any method is drawn under its own wording of the task (App. A.3.2, paraphrase.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ import envs
 from chat import Chat, State, action_key, parse_action, react, uniforms
 from files import (
     Resumable,
+    UserError,
     add_arguments,
     needed,
     parse_arguments,
@@ -45,7 +48,8 @@ from files import (
     stage_argv,
     write_meta,
 )
-from policy import Policy, Sample, Score, ask, drive
+from paraphrase import Reword, Server, by_rules, reword
+from policy import Candidate, Policy, Sample, Score, ask, drive
 from train_qnet import QNet
 
 
@@ -108,15 +112,35 @@ CHOOSERS: dict[str, Callable[..., Chooser]] = {
 # ------------------------------------------------------------------------------------------------------- Algorithm 4
 
 
-def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, chat: Chat) -> Generator:
-    """One trajectory (Alg. 4, lines 3-10). Yields requests, returns the trajectory with what it cost."""
+def draw(
+    env: envs.TextEnv, state: State, worded: list[str], key: tuple, chat: Chat, temperature: float | None
+) -> Generator[Any, Any, list[Candidate]]:
+    """a ~ pi(a | s) once for each wording of the task."""
+    requests = [
+        ask(env, reword(state, w), n, key if w == state.task else (*key, w), chat.rendering, temperature)
+        for w, n in Counter(worded).items()
+    ]
+    if len(requests) == 1:
+        return (yield requests[0])
+    return [candidate for answer in (yield requests) for candidate in answer]
+
+
+def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, chat: Chat, wordings: int = 1) -> Generator:
+    """One trajectory (Alg. 4, lines 3-10). Yields requests, returns the trajectory with what it cost.
+
+    Candidate k of trial n is drawn under wording n M + k of the task, modulo their number; 0 is the original.
+    """
     chooser = CHOOSERS.get(method.name)
     observation, info = env.reset(options={"task_id": task_id})
     state, reward, done = State.first(env, observation, info), 0.0, False
+    worded = [state.task] * method.M
+    if wordings > 1:
+        worded = yield [Reword(state.task, (trial * method.M + k) % wordings) for k in range(method.M)]
     steps, generated, scored, env_steps = [], 0, 0, 0
     while not done:
         key = (task_id, trial, len(steps))  # not the method: all draw with the same luck
-        drawn = yield ask(env, state, method.M, key, chat.rendering, 0.0 if method.name == "greedy" else None)
+        temperature = 0.0 if method.name == "greedy" else None
+        drawn = yield from draw(env, state, worded, key, chat, temperature)
         distinct = list({action_key(c.text): c.text for c in reversed(drawn)}.values())[::-1]
         scores = (yield from chooser(env, state, distinct, key)) if chooser else [None]
         action = distinct[max(range(len(scores)), key=scores.__getitem__)]  # Alg. 4, line 8: argmax_a Q(s, a)
@@ -130,19 +154,22 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, chat: C
         listed = [{"action": a, "q": None if q is None else round(float(q), 4)}
                   for a, q in zip(distinct, scores, strict=False)]  # fmt: skip
         steps.append({"action": action, "candidates": listed, "observation": env.message(observation)})
-    # Every token once: with its keys and values kept, a model reads each of the environment's words once an episode.
+    # Every token once: with its keys and values kept, a model reads each of the environment's words once an episode;
+    # under each further wording it reads them again, and the actions too, which were written under one wording alone.
+    runs = [chat.runs(reword(last[0], w)) for w in dict.fromkeys(worded)]
+    prompt = sum(len(run) for run in runs[0][::2]) + sum(len(run) for others in runs[1:] for run in others)
     read = sum(len(run) for run in chat.runs(last[0])[::2])
     return {
         "reward": float(reward), "steps": steps, "last": last, "env_steps": env_steps,
-        "tokens": {"prompt": read, "generated": generated, "scored": scored + read if scored else 0},
+        "tokens": {"prompt": prompt, "generated": generated, "scored": scored + read if scored else 0},
     }  # fmt: skip
 
 
-def play(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
+def play(env: envs.TextEnv, task_id: str, method: Method, chat: Chat, wordings: int = 1) -> Generator:
     """N trajectories, of which one counts (Alg. 4, lines 1-2 and 11). Returns most of a line of results.jsonl."""
     started, trials = time.time(), []
     for trial in range(method.N):
-        trials.append((yield from episode(env, task_id, method, trial, chat)))
+        trials.append((yield from episode(env, task_id, method, trial, chat, wordings)))
     env.close()
     best = trials[0]
     if method.select == "oracle":
@@ -213,13 +240,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
     add("--out", type=Path, help="default: RUN/results.jsonl; lines that it has are not played again")
-    add("--label", help="name of a variant, kept in each line")
+    add("--label", help="name of a variant, kept in each line (default: none; with paraphrases: paraphrased)")
+    add(
+        "--paraphrase",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="N",
+        help="draw each candidate under its own wording of the task, of N (default: off; without N: all different)",
+    )
+    add("--paraphrase-server", metavar="URL[#MODEL]", help="wordings by an OpenAI-compatible server, not by our rules")
     add("--temperature", type=float, help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--max-steps", type=int, help="step limit (default: the environment's: 5 WebShop, 40 others)")
     add("--device")
     args = parse_arguments(parser, argv)
     args.M = args.M or ([2, 4, 6] if "all" in args.method else [2])
     args.N = args.N or ([4] if "best_of_n" in args.method else [1])
+    if args.paraphrase_server and args.paraphrase is None:
+        args.paraphrase = 0
+    if args.paraphrase is not None:
+        if args.env != "webshop":
+            raise UserError(f"--paraphrase: for webshop (App. A.3.2), not for {args.env}; leave it out")
+        args.label = args.label or "paraphrased"
     return args
 
 
@@ -241,7 +283,9 @@ def main(argv: list[str] | None = None) -> None:
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", stage_argv(args))
         qnet = QNet.from_pretrained(args.qnet, args.device)
         answers[Score] = qnet.score
-    same_arguments(args.out, args, ["env", "sft", "qnet", "temperature", "max_steps", "seed", "label"])
+    answers[Reword] = paraphraser = Server(args.paraphrase_server) if args.paraphrase_server else by_rules
+    same_arguments(args.out, args, ["env", "sft", "qnet", "temperature", "max_steps", "seed", "label", "paraphrase",
+                                    "paraphrase_server"])  # fmt: skip
 
     tasks = env.task_ids(args.split)[: args.limit or None]
     results = Resumable(args.out, len)
@@ -260,7 +304,8 @@ def main(argv: list[str] | None = None) -> None:
             if method.name == "expert":
                 return demonstration(env.fork(), task_id)
                 yield
-            return (yield from play(env.fork(), task_id, method, chat))
+            wordings = 1 if args.paraphrase is None else args.paraphrase or method.M * method.N
+            return (yield from play(env.fork(), task_id, method, chat, wordings))
 
         bar = tqdm(total=len(todo), desc=name, disable=None)
         for task_id, record in zip(todo, drive(map(player, todo), answers, env.side_by_side), strict=True):
@@ -273,7 +318,8 @@ def main(argv: list[str] | None = None) -> None:
             f"{name}: mean reward {sum(rewards) / len(rewards):.3f} over {len(rewards)} {args.split} tasks", flush=True
         )
     results.close()
-    computed = {"policy": policy and policy.computed, "qnet": qnet and qnet.computed}
+    computed = {"policy": policy and policy.computed, "qnet": qnet and qnet.computed,
+                "paraphrase_server": getattr(paraphraser, "tokens", 0)}  # fmt: skip
     write_meta(args.out, args, [args.sft, args.qnet], computed_tokens=computed, seconds=time.time() - started)
 
 
