@@ -20,7 +20,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from files import (
-    UserError,
     add_arguments,
     dumps,
     needed,
@@ -39,10 +38,7 @@ def children_of(tree: list[dict]) -> list[list[int]]:
     position = {node["node_id"]: i for i, node in enumerate(tree)}
     children: list[list[int]] = [[] for _ in tree]
     for i, node in enumerate(tree[1:], 1):
-        parent = position.get(node["parent_id"], i)
-        if parent >= i:
-            raise UserError(f"task {node['task_id']}: node {node['node_id']} stands before its parent")
-        children[parent].append(i)
+        children[position[node["parent_id"]]].append(i)
     return children
 
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ENVIRONMENTS = ("webshop", "alfworld", "sciworld", "frozenlake")
 
@@ -34,13 +35,15 @@ def read_jsonl(path: str | Path) -> Iterator[dict]:
     """Yield each line's object. UserError names file:line where one is malformed or the file is missing."""
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file")
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    record = json.loads(line)
+                    record = json.loads(line.decode())
+                except UnicodeDecodeError:
+                    raise UserError(f"{path}:{number}: not UTF-8 text; is this a JSONL file?") from None
                 except json.JSONDecodeError as error:
-                    hint = "a truncated line?" if not line.endswith("\n") else "one JSON object a line is expected"
+                    hint = "a truncated line?" if not line.endswith(b"\n") else "one JSON object a line is expected"
                     raise UserError(f"{path}:{number}: not valid JSON ({error.msg}); {hint}") from None
                 if not isinstance(record, dict):
                     raise UserError(f"{path}:{number}: a JSON object is expected, not {type(record).__name__}")
@@ -72,12 +75,17 @@ def replacing(path: str | Path) -> Iterator[Any]:
         draft.unlink(missing_ok=True)
 
 
+NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")  # what every line of a tree has
+
+
 def read_trees(path: str | Path) -> Iterator[list[dict]]:
     """Yield one tree at a time as its list of nodes, the root first (trees.jsonl, q_labels.jsonl)."""
     tree: list[dict] = []
-    for node in read_jsonl(path):
-        if "node_id" not in node or "parent_id" not in node:
-            raise UserError(f"{path}: a line without node_id or parent_id; is this a trees.jsonl or q_labels.jsonl?")
+    for number, node in enumerate(read_jsonl(path), 1):
+        missing = [key for key in NODE if key not in node]
+        if missing or not isinstance(node["reward"], int | float):
+            wrong = f"no {missing[0]}" if missing else f"reward {node['reward']!r} is no number"
+            raise UserError(f"{path}:{number}: {wrong}; is this a trees.jsonl or q_labels.jsonl?")
         if node["parent_id"] is None and tree:
             yield whole(tree, path)
             tree = []
@@ -87,41 +95,46 @@ def read_trees(path: str | Path) -> Iterator[list[dict]]:
 
 
 def whole(tree: list[dict], path: str | Path) -> list[dict]:
-    """The tree, if it has the root and the number of nodes that its root line says."""
+    """The tree, if it has the number of nodes that its root line says, parents before children."""
     if tree[0].get("nodes") != len(tree):
         raise UserError(
             f"{path}: the tree of task {tree[0].get('task_id')} has {len(tree)} of {tree[0].get('nodes')} nodes; "
             "run build_trees.py again with the same arguments to complete it"
         )
+    above: set[Any] = {None}
+    for node in tree:
+        if node["parent_id"] not in above:
+            raise UserError(f"{path}: task {node['task_id']}: node {node['node_id']} stands before its parent")
+        above.add(node["node_id"])
     return tree
 
 
 class Resumable:
     """A JSONL file that grows by groups of lines (a tree, an episode's result) and survives a stop at any byte.
 
-    `done(lines)` tells from the lines read so far how many of them form whole groups; the rest is cut off.
+    `complete(lines)` tells from the lines read so far how many of them form whole groups; the rest is cut off.
     """
 
     def __init__(self, path: str | Path, complete: Callable[[list[dict]], int]) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.records: list[dict] = []
-        sizes = []
+        ends: list[int] = []  # of each line, in bytes
         if self.path.exists():
             with open(self.path, "rb") as lines:
+                at = 0
                 for line in lines:
-                    try:
-                        record = json.loads(line)
-                    except ValueError:
-                        break
-                    if not line.endswith(b"\n"):
-                        break
-                    self.records.append(record)
-                    sizes.append(len(line))
-        keep = complete(self.records)
+                    at += len(line)
+                    if line.strip() and line.endswith(b"\n"):  # a stop leaves the last line unfinished
+                        ends.append(at)
+            self.records = list(itertools.islice(read_jsonl(self.path), len(ends)))
+        try:
+            keep = complete(self.records)
+        except KeyError as error:
+            raise UserError(f"{self.path}: lines without {error}, from another stage? Name another --out") from None
         del self.records[keep:]
         self.file = open(self.path, "ab")  # noqa: SIM115  (open for the life of the stage)
-        self.file.truncate(sum(sizes[:keep]))
+        self.file.truncate(ends[keep - 1] if keep else 0)
 
     def append(self, group: Iterable[dict]) -> None:
         self.file.write("".join(map(dumps, group)).encode())
@@ -146,13 +159,14 @@ def write_meta(output: str | Path, args: argparse.Namespace, inputs: Iterable[An
     for package in ("torch", "transformers", "numpy", "gymnasium"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    commit = subprocess.run(
-        ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
+    commit = ""
+    with contextlib.suppress(OSError):  # a machine without git
+        command = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     record = {
         "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
         "inputs": {str(p): sha256(Path(p)) for p in inputs if p and Path(p).exists()},
-        "commit": commit.stdout.strip() or None,
+        "commit": commit or None,
         "python": platform.python_version(),
         "versions": versions,
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -171,18 +185,21 @@ def sha256(path: Path) -> str:
 
 
 def same_arguments(output: str | Path, args: argparse.Namespace, names: Iterable[str]) -> None:
-    """Resuming is only sound with the arguments that the file was begun with."""
+    """Resuming is only sound with the arguments and the inputs that the file was begun with."""
     path = meta_path(output)
     if Path(output).exists() and path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))["arguments"]
+        old = json.loads(path.read_text(encoding="utf-8"))
+        way_out = "delete it, or name another --out or --run"
         for name in names:
             now = getattr(args, name)
             now = str(now) if isinstance(now, Path) else now
-            if name in old and old[name] != now:
-                raise UserError(
-                    f"{output} was begun with --{name.replace('_', '-')} {old[name]}, not {now}: "
-                    "delete it, or name another --out or --run"
-                )
+            before = old["arguments"].get(name, now)
+            if before != now:
+                flag = "--" + name.replace("_", "-")
+                raise UserError(f"{output} was begun with {flag} {before}, not {now}: {way_out}")
+        for source, digest in old["inputs"].items():
+            if Path(source).exists() and sha256(Path(source)) != digest:
+                raise UserError(f"{output} was begun with another {source}, which has changed since: {way_out}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +214,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    def error(message: str) -> NoReturn:
+        raise UserError(f"{message} (python {parser.prog} --help lists the flags)")
+
+    parser.error = error  # type: ignore[method-assign]
     args = parser.parse_args(argv)
     args.run = args.run or Path("runs") / args.env
     return args

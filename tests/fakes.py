@@ -1,0 +1,232 @@
+"""Small fakes for the tests of the pipeline: a world whose tree is written out, tokenizers and models made on the spot.
+
+No fake knows the answer that a test expects of it: worlds are data of the test, models have random weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+import envs
+from chat import Chat, Rendering, State, parse_action, react
+from policy import Candidate, Sample, Score
+
+# ------------------------------------------------------------------------------------------------------ a written world
+# A node of a world is {action: node}, a leaf its final reward. Two steps lead to the first purse, three to the second.
+
+WORLD = {
+    "left": {"left": 0.0, "right": {"left": 0.5, "right": 0.2}},
+    "right": {"left": 0.4, "right": {"left": 0.0, "right": 1.0}},
+}
+
+
+class FakeEnv(envs.TextEnv):
+    """A deterministic world that is a tree: the state is the path, an action leads down an edge, a leaf pays."""
+
+    name = "fake"
+    instruction = "walk"
+    tree_depth, tree_steps, max_steps = 2, 5, 5
+
+    def __init__(self, world: dict = WORLD, tasks: int = 6, **options: Any) -> None:
+        super().__init__(**options)
+        self.world, self.tasks, self.played = world, tasks, []  # `played`: every step, shared by all forks
+        self.path: tuple[str, ...] = ()
+
+    @property
+    def here(self) -> Any:
+        node = self.world
+        for action in self.path:
+            node = node[action]
+        return node
+
+    def task_ids(self, split: str) -> list[str]:
+        return {split: [f"{split}{i}" for i in range(self.tasks)] for split in ("train", "val", "test")}[split]
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        self.task_id, self.path, self.steps = (options or {}).get("task_id", "train0"), (), 0
+        return self._look(), self._info()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.steps += 1
+        self.played.append((self.task_id, *self.path, action))
+        known = action in self.here
+        self.path += (action,) * known
+        ended = not isinstance(self.here, dict)
+        truncated = not ended and self.max_steps is not None and self.steps >= self.max_steps
+        reward = float(self.here) if ended else 0.0
+        return self._look() if known else "nothing happens", reward, ended, truncated, self._info()
+
+    def _look(self) -> str:
+        return " ".join(("you", "stand", "at", "start", *self.path))
+
+    def _info(self) -> dict:
+        return {"task_id": self.task_id, "task": "find the purse", "valid_actions": self.valid_actions()}
+
+    def valid_actions(self) -> list[str]:
+        return list(self.here) if isinstance(self.here, dict) else []
+
+    def snapshot(self) -> tuple:
+        return self.task_id, self.path, self.steps
+
+    def restore(self, snapshot: tuple) -> None:
+        self.task_id, self.path, self.steps = snapshot
+
+    def optimal_value(self) -> float:
+        return best(self.here)
+
+    def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
+        while self.valid_actions():
+            action = max(self.here, key=lambda a: best(self.here[a]))
+            yield "this way", action
+
+
+def best(node: Any) -> float:
+    return max(map(best, node.values())) if isinstance(node, dict) else node
+
+
+# -------------------------------------------------------------------------------------------------- scripted policies
+
+
+def run(generator: Generator, answer: Callable[[Any], Any]) -> tuple[Any, list]:
+    """Play a generator to its end: what it returns, and all requests that it made."""
+    requests, reply = [], None
+    while True:
+        try:
+            requests.append(generator.send(reply))
+        except StopIteration as stop:
+            return stop.value, requests
+        reply = answer(requests[-1])
+
+
+def path_of(state: State) -> tuple[str, ...]:
+    """The actions that led to a state."""
+    return tuple(parse_action(content) for role, content in state.messages[2:] if role == "assistant")
+
+
+def say(*actions: str) -> list[Candidate]:
+    return [Candidate(react("hm", action), 3, -1.0) for action in actions]
+
+
+class Script:
+    """Answers Sample requests from {path: actions}: the actions of a state in turn, from the start again at the end."""
+
+    def __init__(self, script: dict[tuple, str], otherwise: str = "left") -> None:
+        self.script, self.otherwise, self.used = script, otherwise, {}
+
+    def __call__(self, request: Sample | Score) -> list[Candidate]:
+        path = path_of(request.state)
+        actions, at = self.script.get(path, self.otherwise).split(), self.used.get(path, 0)
+        self.used[path] = at + request.n
+        return say(*(actions[(at + k) % len(actions)] for k in range(request.n)))
+
+
+# --------------------------------------------------------------------------------------------------------- tokenizers
+
+LLAMA_2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHATML_SYSTEM = "{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}" + CHATML
+LLAMA_3 = (
+    "{% for m in messages %}{% set turn = '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim"
+    " + '<|eot_id|>' %}{{ bos_token + turn if loop.first else turn }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+PHI_3 = (  # the token that ends a turn is none of the tokenizer's named special tokens
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+TEMPLATES: dict[str, tuple[str | None, dict[str, str], list[str]]] = {  # template, special tokens, other special ones
+    "llama-2": (LLAMA_2, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, []),
+    "chatml": (CHATML, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, ["<|im_start|>"]),
+    "chatml-system": (CHATML_SYSTEM, {"eos_token": "<|endoftext|>"}, ["<|im_start|>", "<|im_end|>"]),
+    "llama-3": (
+        LLAMA_3,
+        {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    ),
+    "phi-3": (PHI_3, {"eos_token": "<|endoftext|>"}, ["<|user|>", "<|assistant|>", "<|end|>"]),
+    "none": (None, {"eos_token": "<|endoftext|>"}, []),
+}
+
+
+def chat_tokenizer(name: str) -> Any:
+    """A tokenizer of single bytes (Llama-2: of characters, spaces as in SentencePiece) with a real model's template."""
+    template, named, others = TEMPLATES[name]
+    if name == "llama-2":
+        characters = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *map(chr, range(33, 127))]
+        core = Tokenizer(
+            models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token="<unk>", byte_fallback=True)
+        )
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        core.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    else:
+        core = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True) for token in others])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **named)
+    tokenizer.chat_template = template
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+WORDS = "you stand at start left right walk find the purse hm this way OK nothing happens Thought: Action: Observation:"
+
+
+def word_chat(**rendering: Any) -> Chat:
+    """A chat of whole words, so that tokens can be counted by hand: "Thought: hm Action: left <end>" are five of them.
+
+    A user's turn costs its words and two more, for <user> and <agent>.
+    """
+    words = ["<pad>", "<end>", "<unk>", "<user>", "<agent>", *WORDS.split()]
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "removed")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<user> ' + m.content + ' <agent> ' }}"
+        "{% else %}{{ m.content + ' <end> ' }}{% endif %}{% endfor %}"
+    )
+    return Chat(tokenizer, Rendering(**{"max_new_tokens": 12} | rendering))
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+
+def tiny_config(vocabulary: int, **options: Any) -> transformers.LlamaConfig:
+    """Two layers of 32 with grouped keys; weights large enough that what differs in the input differs in the output."""
+    return transformers.LlamaConfig(
+        **{"vocab_size": vocabulary, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+           "tie_word_embeddings": True, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": None,
+           "eos_token_id": 1} | options,
+    )  # fmt: skip
+
+
+def tiny_lm(chat: Chat, seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(tiny_config(len(chat.tokenizer), **options)).eval()
+
+
+def tiny_backbone(chat: Chat, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return transformers.LlamaModel(tiny_config(len(chat.tokenizer))).eval()
+
+
+def dump(records: list[dict]) -> str:
+    return "".join(json.dumps(r) + "\n" for r in records)

@@ -1,0 +1,193 @@
+"""Stage 3 against values by hand and against brute force over all paths of random trees."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fakes import dump
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bellman
+from files import UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+def node(node_id, parent, reward=0.0, branch=0, done=False, **more) -> dict:
+    about = {"task_id": "t", "depth": 0, "action": f"Action: {node_id}", "observation": f"saw {node_id}"}
+    return about | {"node_id": node_id, "parent_id": parent, "reward": reward, "branch": branch, "done": done} | more
+
+
+def tree_by_hand() -> list[dict]:
+    """0 has the children 1 and 2; 1 has 3 and 4. Three branches: 1 3, then 2, then 4."""
+    messages = [{"role": "user", "content": "go"}]
+    return [
+        node(0, None, nodes=5, messages=messages, task=""),
+        node(1, 0, branch=1),
+        node(3, 1, 1.0, branch=1, done=True),
+        node(4, 1, 0.5, branch=3, done=True),
+        node(2, 0, 0.2, branch=2, done=True),
+    ]
+
+
+def values(tree, target, gamma=0.9):
+    return {n["node_id"]: (n["q_raw"], n["q"]) for n in bellman.label(tree, target, gamma)}
+
+
+def test_q_values_by_hand():
+    # Q(3) = 1, Q(4) = .5, Q(1) = .9 max(1, .5), Q(2) = .2, Q(0) = .9 max(.9, .2); least .2, greatest 1
+    expected = {0: (0.81, 0.7625), 1: (0.9, 0.875), 2: (0.2, 0.0), 3: (1.0, 1.0), 4: (0.5, 0.375)}
+    for n, (raw, q) in values(tree_by_hand(), "q").items():
+        assert (raw, q) == pytest.approx(expected[n])
+
+
+def test_average_by_hand():
+    raw = {0: 1.7 / 3, 1: 0.75, 2: 0.2, 3: 1.0, 4: 0.5}
+    for n, (value, q) in values(tree_by_hand(), "avg").items():
+        assert (value, q) == pytest.approx((raw[n], (raw[n] - 0.2) / 0.8))
+
+
+def test_branch_reward_by_hand():
+    raw = {0: 0.0, 1: 1.0, 2: 0.2, 3: 1.0, 4: 0.5}  # the root belongs to no branch
+    assert {n: v for n, (v, _) in values(tree_by_hand(), "reward").items()} == raw
+
+
+def test_a_reward_on_the_way_counts_once_and_undiscounted():
+    tree = [node(0, None), node(1, 0, 0.3), node(2, 1, 1.0, done=True)]
+    assert bellman.q_values(tree, 0.5) == pytest.approx([0.4, 0.8, 1.0])
+
+
+@pytest.mark.parametrize("target", bellman.TARGETS)
+def test_a_flat_tree_tells_nothing_apart(target):
+    flat = [node(0, None), node(1, 0, branch=1), node(2, 1, branch=1, done=True), node(3, 0, branch=2, done=True)]
+    assert all(v == (0.0, 0.0) for v in values(flat, target).values())
+    assert values([node(0, None, 0.7)], "q") == {0: (0.7, 0.0)}  # a root alone
+
+
+# ----------------------------------------------------------------------------------------------------- brute force
+
+rewards = st.floats(0, 1, allow_nan=False).map(lambda r: round(r, 3))
+
+
+@st.composite
+def grown_trees(draw) -> list[dict]:
+    """A tree as Alg. 2 grows it: each branch is a chain from a node that has not ended, and its leaf has a reward."""
+    tree = [node(0, None)]
+    for branch in range(1, draw(st.integers(1, 6)) + 1):
+        at = draw(st.sampled_from([n["node_id"] for n in tree if not n["done"]]))
+        for _ in range(draw(st.integers(1, 4))):
+            tree.append(node(len(tree), at, branch=branch))
+            at = len(tree) - 1
+        tree[-1] |= {"reward": draw(rewards), "done": True}
+    return tree
+
+
+def paths_below(tree: list[dict], start: int) -> list[list[dict]]:
+    """Every way from a node down to a leaf, the node included."""
+    children = [n["node_id"] for n in tree if n["parent_id"] == start]
+    return [[tree[start], *path] for c in children for path in paths_below(tree, c)] or [[tree[start]]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(grown_trees(), st.floats(0.05, 1))
+def test_all_targets_equal_brute_force(tree, gamma):
+    q, average, branch = (bellman.TARGETS[t](tree, gamma) for t in ("q", "avg", "reward"))
+    for n in tree:
+        paths = paths_below(tree, n["node_id"])
+        # With deterministic steps the best a' at each s' is the best whole path.
+        assert q[n["node_id"]] == pytest.approx(
+            max(sum(gamma**t * m["reward"] for t, m in enumerate(p)) for p in paths)
+        )
+        assert average[n["node_id"]] == pytest.approx(sum(p[-1]["reward"] for p in paths) / len(paths))
+        ends = [m["reward"] for m in tree if m["done"] and m["branch"] == n["branch"]]
+        assert branch[n["node_id"]] == (ends[0] if ends else 0.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(grown_trees(), st.randoms(use_true_random=False))
+def test_the_order_of_the_lines_and_the_names_of_the_nodes_do_not_matter(tree, random):
+    before = dict(enumerate(bellman.q_values(tree, 0.9)))
+    shuffled, waiting = [tree[0]], tree[1:]
+    while waiting:
+        placed = {n["node_id"] for n in shuffled}
+        shuffled.append(waiting.pop(waiting.index(random.choice([n for n in waiting if n["parent_id"] in placed]))))
+    renamed = [n | {"node_id": f"n{n['node_id']}", "parent_id": f"n{n['parent_id']}"} for n in shuffled]
+    renamed[0]["parent_id"] = None
+    after = bellman.q_values(renamed, 0.9)
+    assert {n["node_id"]: q for n, q in zip(shuffled, after, strict=True)} == before
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))
+def test_min_max_keeps_the_order_and_spans_the_unit_interval(raw):
+    scaled = bellman.min_max(raw)
+    if min(raw) == max(raw):
+        assert scaled == [0.0] * len(raw)
+    else:
+        assert (min(scaled), max(scaled)) == (0.0, 1.0)
+        assert all(a <= b for (_, a), (_, b) in zip(*[iter(sorted(zip(raw, scaled, strict=True)))] * 2, strict=False))
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+def test_the_command_keeps_every_line_and_adds_q(tmp_path, capsys):
+    flat = [node(0, None, task_id="u", nodes=2, messages=[], task=""), node(1, 0, task_id="u", done=True, branch=1)]
+    trees, out, chat = (tmp_path / f for f in ("trees.jsonl", "labels.jsonl", "chat.jsonl"))
+    trees.write_text(dump(tree_by_hand() + flat))
+    bellman.main(["--trees", str(trees), "--out", str(out), "--chat", str(chat), "--gamma", "0.5"])
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [{k: v for k, v in n.items() if k not in ("q", "q_raw")} for n in written] == tree_by_hand() + flat
+    assert [n["q_raw"] for n in written] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2, 0.0, 0.0])
+    meta = json.loads((tmp_path / "labels.meta.json").read_text())
+    assert (meta["trees"], meta["nodes"], meta["flat_trees"]) == (2, 7, 1)
+    assert "1 of them with all values equal" in capsys.readouterr().out
+
+    pairs = [json.loads(line) for line in chat.read_text().splitlines()]
+    assert len(pairs) == 5  # every node but the roots
+    assert [m["content"] for m in pairs[1]["messages"]] == ["go", "Action: 1", "saw 1", "Action: 3"]
+    assert [p["q"] for p in pairs] == [n["q"] for n in written if n["parent_id"] is not None]
+
+
+def without(record: dict, key: str) -> dict:
+    return {k: v for k, v in record.items() if k != key}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        (lambda t: t[1:], "task t"),  # no root
+        (lambda t: t[:-1], "has 4 of 5 nodes"),  # stopped in the middle of a tree
+        (lambda t: [t[0], t[2], t[1], *t[3:]], "before its parent"),
+        (lambda t: [t[0], node(7, 99), *t[2:]], "before its parent"),  # a parent that is nowhere
+        (lambda t: [t[0], without(t[1], "parent_id"), *t[2:]], "parent_id"),
+        (lambda t: [t[0], without(t[1], "reward"), *t[2:]], "reward"),
+        (lambda t: [t[0], t[1] | {"reward": "much"}, *t[2:]], "reward"),
+    ],
+)
+def test_a_broken_tree_is_named_in_one_line(tmp_path, mistake, says):
+    trees = tmp_path / "trees.jsonl"
+    trees.write_text(dump(mistake(tree_by_hand())))
+    with pytest.raises(UserError, match=says) as error:
+        bellman.main(["--trees", str(trees), "--out", str(tmp_path / "out.jsonl")])
+    assert "\n" not in str(error.value) and "trees.jsonl" in str(error.value)
+    assert not (tmp_path / "out.jsonl").exists()  # nothing half-done is left
+
+
+def test_a_truncated_line_is_named_by_its_number(tmp_path):
+    trees = tmp_path / "trees.jsonl"
+    trees.write_text(dump(tree_by_hand())[:-9])
+    with pytest.raises(UserError, match=r"trees\.jsonl:5: not valid JSON .* truncated"):
+        bellman.main(["--trees", str(trees), "--out", str(tmp_path / "out.jsonl")])
+
+
+def test_the_standard_library_is_enough(tmp_path):
+    """Without any installed package, and without git to ask for the commit."""
+    trees = tmp_path / "trees.jsonl"
+    trees.write_text(dump(tree_by_hand()))
+    command = [sys.executable, "-S", str(ROOT / "bellman.py"), "--trees", str(trees), "--run", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": ""})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len((tmp_path / "q_labels.jsonl").read_text().splitlines()) == 5

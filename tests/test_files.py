@@ -1,0 +1,186 @@
+"""JSON Lines, resuming, metadata, the search for inputs, and how mistakes reach the person at the keyboard."""
+
+import argparse
+import json
+import tempfile
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from fakes import dump
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import files
+from files import Resumable, UserError
+
+GROUPS = [[{"task": f"t{g}", "n": n, "text": "✓é" * n} for n in range(g + 1)] for g in range(3)]
+
+
+def whole_groups(records: list[dict]) -> int:
+    """Group g has g + 1 lines; how many lines belong to groups that are all there."""
+    sizes = [1, 3, 6]
+    return max([0] + [s for s in sizes if s <= len(records)])
+
+
+def test_lines_come_back_as_they_were(tmp_path):
+    records = [{"a": "✓ é\n\u2028", "b": None}, {"c": [1, 2.5]}]
+    files.write_jsonl(tmp_path / "deep" / "x.jsonl", records)
+    assert list(files.read_jsonl(tmp_path / "deep" / "x.jsonl")) == records
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"a": 1}\n{"a": \n', r":2: not valid JSON .*one JSON object a line"),
+        ('{"a": 1}\n\n{"a"', r":3: not valid JSON .*truncated"),
+        ("[1]\n", r":1: a JSON object is expected, not list"),
+        ("5\n", r":1: a JSON object is expected, not int"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, text, says):
+    (tmp_path / "x.jsonl").write_text(text)
+    with pytest.raises(UserError, match=r"x\.jsonl" + says):
+        list(files.read_jsonl(tmp_path / "x.jsonl"))
+
+
+def test_a_missing_file_and_a_file_of_bytes_are_named(tmp_path):
+    with pytest.raises(UserError, match="nowhere"):
+        list(files.read_jsonl(tmp_path / "nowhere"))
+    (tmp_path / "model.bin").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"model\.bin"):
+        list(files.read_jsonl(tmp_path / "model.bin"))
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    def records():
+        yield {"new": 1}
+        raise RuntimeError("power cut")
+
+    (tmp_path / "x.jsonl").write_text("old")
+    with pytest.raises(RuntimeError):
+        files.write_jsonl(tmp_path / "x.jsonl", records())
+    assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("x.jsonl", "old")]
+
+
+WHOLE = "".join(map(dump, GROUPS)).encode()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, len(WHOLE)))
+@example(len(WHOLE) - 1)
+@example(len(dump(GROUPS[0]).encode()))
+def test_a_file_cut_at_any_byte_grows_to_the_same_file(cut):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.jsonl"
+        path.write_bytes(WHOLE[:cut])
+        file = Resumable(path, whole_groups)
+        kept = [1, 3, 6].index(len(file.records)) + 1 if file.records else 0
+        assert file.records == list(chain(*GROUPS[:kept]))
+        for group in GROUPS[kept:]:
+            file.append(group)
+        file.close()
+        assert list(files.read_jsonl(path)) == list(chain(*GROUPS))
+
+
+def test_empty_lines_are_no_lines(tmp_path):
+    (tmp_path / "x.jsonl").write_text('\n{"a": 1}\n\n{"a": 2}\n{"a"')
+    file = Resumable(tmp_path / "x.jsonl", len)
+    file.append([{"a": 3}])
+    file.close()
+    assert [r["a"] for r in files.read_jsonl(tmp_path / "x.jsonl")] == [1, 2, 3]
+
+
+def test_resuming_does_not_empty_a_file_of_another_kind(tmp_path):
+    notes = tmp_path / "notes.md"
+    notes.write_text("# Results\nall is well\n")
+    with pytest.raises(UserError, match=r"notes\.md:1"):
+        Resumable(notes, len)
+    assert notes.read_text() == "# Results\nall is well\n"
+
+
+def test_metadata_says_how_a_file_came_about(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("{}\n")
+    files.write_meta(out, argparse.Namespace(out=out, seed=3), [source, None, tmp_path / "gone"], nodes=7)
+    meta = json.loads((tmp_path / "out.meta.json").read_text())
+    assert meta["arguments"] == {"out": str(out), "seed": 3} and meta["nodes"] == 7
+    assert list(meta["inputs"]) == [str(source)] and meta["versions"]["torch"]
+    # printf '{}\n' | sha256sum
+    assert meta["inputs"][str(source)] == "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356"
+
+
+def test_a_folders_hash_depends_on_its_files(tmp_path):
+    (tmp_path / "a").write_text("1")
+    first = files.sha256(tmp_path)
+    (tmp_path / "a").write_text("2")
+    assert files.sha256(tmp_path) != first
+
+
+def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
+    out, model = tmp_path / "trees.jsonl", tmp_path / "sft"
+    model.mkdir()
+    (model / "weights").write_text("1")
+    args = argparse.Namespace(depth=3, sft=model, limit=5)
+    files.same_arguments(out, args, ["depth"])  # nothing there yet
+    out.write_text("")
+    files.write_meta(out, args, [model])
+    files.same_arguments(out, argparse.Namespace(depth=3, sft=model, limit=9), ["depth", "sft"])
+    with pytest.raises(UserError, match=r"--depth 3, not 4"):
+        files.same_arguments(out, argparse.Namespace(depth=4, sft=model, limit=5), ["depth", "sft"])
+    (model / "weights").write_text("2")
+    with pytest.raises(UserError, match=r"another .*sft"):
+        files.same_arguments(out, args, ["depth", "sft"])
+
+
+def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeypatch, capsys):
+    with pytest.raises(UserError, match="no such file"):
+        files.needed(tmp_path / "named", tmp_path / "default", "bellman", [])
+    (tmp_path / "here").touch()
+    assert files.needed(tmp_path / "here", tmp_path / "default", "bellman", []) == tmp_path / "here"
+    made = []
+    monkeypatch.setattr("bellman.main", made.append)
+    assert files.needed(None, tmp_path / "default", "bellman", ["--seed", "1"]) == tmp_path / "default"
+    assert made == [["--seed", "1"]]
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert files.needed(None, tmp_path / "here", "bellman", []) == tmp_path / "here" and len(made) == 1
+
+
+def test_the_arguments_that_stages_share_are_handed_on():
+    argv = ["--env", "frozenlake", "--seed", "4", "--env-option", "map=4x4", "--env-option", "slippery=true"]
+    argv += ["--webshop-data", "shop", "--alfworld-data", "games", "--run", "r"]
+
+    def parse(words):
+        parser = argparse.ArgumentParser()
+        files.add_arguments(parser)
+        return files.parse_arguments(parser, words)
+
+    assert parse(files.stage_argv(parse(argv))) == parse(argv)
+    assert parse(["--env", "frozenlake"]).run == Path("runs/frozenlake")
+
+
+def exits(stage, capsys) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as stop:
+        files.run_stage(stage)
+    return stop.value.code, capsys.readouterr().err
+
+
+def test_mistakes_end_in_one_line_and_code_2(capsys):
+    def mistake():
+        raise UserError("x.jsonl:3: not valid JSON")
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    assert exits(mistake, capsys) == (2, "error: x.jsonl:3: not valid JSON\n")
+    assert exits(interrupt, capsys)[0] == 130
+    with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
+        files.run_stage(lambda: 1 / 0)
+
+
+@pytest.mark.parametrize("argv", [["--env", "chess"], ["--seed", "x"], ["--no-such-flag"]])
+def test_a_wrong_flag_is_one_line_too(argv, capsys):
+    import bellman
+
+    code, error = exits(lambda: bellman.main(argv), capsys)
+    assert code == 2 and error.count("\n") == 1 and argv[0] in error
