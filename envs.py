@@ -419,12 +419,12 @@ class SciWorldEnv(TextEnv):
 
     def candidates(self) -> list[tuple[str, str]]:
         """At most 60 (see sciworld_expert.candidates); where the simulator asks which object is meant, the answers."""
-        valid = self.valid_actions()
         if self.recent and self.recent[-1][1].startswith(sciworld.AMBIGUOUS):
-            return list(zip(sciworld.choices(self.recent[-1][1]), valid, strict=True))
+            return [(meant, str(i)) for i, meant in enumerate(sciworld.choices(self.recent[-1][1]))]
         told = " ".join(f"{a} {o}" for a, o in self.recent if not re.match("This (room|outside location) is", o))
         task, held = self.pool.description(self.task), self.pool.inventory(self.task, self.played)
-        return [(sciworld_expert.thought(a), a) for a in sciworld_expert.candidates(valid, task, told, held)]
+        chosen = sciworld_expert.candidates(self.valid_actions(), task, told, held)
+        return [(sciworld_expert.thought(action), action) for action in chosen]
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         for action in sciworld_expert.expert_plan(sciworld.find_task(task_id, self.simplifications)):
