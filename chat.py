@@ -119,12 +119,12 @@ SAME_PAGE = "(same page)"
 class Chat:
     """Messages -> tokens, one run a message, so that a state's tokens are a prefix of every later state's.
 
-    A chat template is read off once as four strings around the contents,
+    A chat template is read off once as five strings around the contents,
 
-        begin USER ask ASSISTANT stop turn USER ask ASSISTANT stop ...
+        begin USER ask lead ASSISTANT stop turn USER ask lead ASSISTANT stop ...
 
-    where `stop` ends with the token that ends the assistant's turn. What the assistant writes, `stop` included, is what
-    Eq. (5) trains; everything else is the user's.
+    where `lead` is a space or nothing, and `stop` ends with the token that ends the assistant's turn. What the
+    assistant writes, `stop` included, is what Eq. (5) trains; everything else is the user's.
     """
 
     PLAIN = (  # for a model without a template of its own
@@ -138,8 +138,13 @@ class Chat:
         template = tokenizer.chat_template or self.PLAIN
         text = tokenizer.apply_chat_template(probe, chat_template=template, tokenize=False)
         self.begin, self.ask, after, *_ = re.split(r"§\d§", text)
-        # The turn ends with the first special token behind the assistant's words.
-        specials = [(after.find(t), t) for t in tokenizer.all_special_tokens if t in after]
+        # A space before the assistant's words is the first word's, as in any text; SentencePiece adds it by itself.
+        without = self.ask.rstrip(" ")
+        prefixed = tokenizer.convert_ids_to_tokens(self._ids("a"))[0].startswith("▁")
+        self.ask, self.lead = without, "" if prefixed else self.ask[len(without) :]
+        # The turn ends with the first special token behind the assistant's words, whether it has a name or not.
+        special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+        specials = [(after.find(t), t) for t in special if t in after]
         if specials:
             at, token = min(specials)
             self.stop, self.turn = after[: at + len(token)], after[at + len(token) :]
@@ -171,7 +176,7 @@ class Chat:
 
     def action(self, text: str, task: str) -> list[int]:
         """Tokens of an action as the assistant writes it, the token that ends its turn included."""
-        return self._ids((mark(text, task) if self.rendering.mark_matches else text) + self.stop)
+        return self._ids(self.lead + (mark(text, task) if self.rendering.mark_matches else text) + self.stop)
 
     def text(self, ids: Sequence[int]) -> str:
         """Tokens that a model wrote -> the action's text, as the environment and the tree files hold it."""
