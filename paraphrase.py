@@ -86,6 +86,7 @@ def clauses(task: str) -> tuple[str, list[tuple[str, str]], str]:
     return whole[: found.start()] if found else whole, options, re.search(r"[\d.]+", price[0])[0] if price else ""
 
 
+@functools.lru_cache(maxsize=8)  # the candidates of a step come one after the other
 def wordings(task: str) -> list[str]:
     """All that the rules make of a task, without the task itself, in an order that depends on the task alone."""
     core, options, amount = clauses(task)
@@ -105,7 +106,6 @@ def wordings(task: str) -> list[str]:
     return random.Random(task).sample(distinct, len(distinct))
 
 
-@functools.lru_cache(maxsize=4096)
 def paraphrase(task: str, index: int) -> str:
     """Wording `index` of a task: 0 the task itself; all are different until the rules have no more."""
     others = wordings(task) if index else []

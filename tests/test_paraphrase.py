@@ -1,0 +1,337 @@
+"""Wordings of a task: nothing that is asked changes; each candidate under its own; a server that fails in every way."""
+
+import gzip
+import json
+import os
+import re
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from fakes import run, word_chat
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import envs
+import q_search
+from chat import State
+from files import UserError
+from paraphrase import Reword, Server, by_rules, clauses, paraphrase, reword, wordings
+from policy import Candidate, Sample, Score, drive
+from q_search import Method
+
+SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
+TASK = "i need a red cotton shirt with color: navy, and size: x-large, and price lower than 60.00 dollars"
+
+# --------------------------------------------------------------------------------------------------------------- rules
+FRAME = set(
+    re.findall(
+        r"\S+",
+        """a after am and are below be buy can could costing dollars find for get have help i i'm im in interested is
+        less like looking lower me my need order please price priced request should show than the this to under want
+        what with would you i'd id searching of""",
+    )
+)
+UNITS = {
+    "oz": "ounce",
+    "ounces": "ounce",
+    "fl": "fluid",
+    "ml": "milliliter",
+    "milliliters": "milliliter",
+    "cm": "centimeter",
+}
+
+
+def asked(text):
+    """The words of a request that say what is wanted, as a multiset; units and amounts in one form."""
+    words = re.findall(r"[^\s,;:()?]+", text.lower())
+    words = [word.lstrip("$").removesuffix(".00") for word in words]
+    return Counter(UNITS.get(word, word) for word in words if word not in FRAME)
+
+
+def check(task, options=(), limit=None):
+    """Some of the task's wordings against the task; options as (name, value)."""
+    some = [paraphrase(task, index) for index in range(1, 40)]
+    for text in some:
+        assert asked(text) == asked(task), text
+        for name, value in options:  # each value still belongs to its name
+            assert re.search(rf"\b{re.escape(name)}(: | should be ){re.escape(value)}", text), text
+        if limit:
+            amounts = re.findall(r"(?:lower than|less than|under|below) \$?([\d.]+)(?: dollars)?\b", text)
+            assert [float(amount) for amount in amounts] == [limit], text
+    return some
+
+
+def test_wordings_by_hand():
+    assert clauses(TASK) == ("i need a red cotton shirt", [("color", "navy"), ("size", "x-large")], "60.00")
+    every = wordings(TASK)
+    assert "under $60.00, find me a red cotton shirt, with color: navy, and size: x-large" in every
+    assert "the size should be x-large and the color should be navy, i want to order a red cotton shirt, " \
+           "for less than 60 dollars" in every  # fmt: skip
+    # 8 frames beside "i need" (one of them), 4 x 2 ways to list the options, 6 prices, 6 orders of the three
+    assert len(every) == len(set(every)) == 8 * 8 * 6 * 6
+    assert TASK not in every
+    assert all("red cotton shirt" in text for text in every)
+
+
+@pytest.mark.parametrize(
+    ("task", "other"),
+    [
+        ("i need 6 oz of tea", "i need 6 ounce of tea"),
+        ("i need 6.5 fl oz soap", "find me 6.5 fluid ounce soap"),
+        ("show me 120 milliliters of oil", "i would like 120 ml of oil"),
+    ],
+)
+def test_units(task, other):
+    assert other in wordings(task)
+    check(task)
+
+
+@pytest.mark.parametrize(
+    "task", ["i need 2 foot scrubs", "i want a 60x40x40cm box", "i need a 2 pound cake", "6 oz. tea"]
+)
+def test_what_is_no_unit_or_is_quoted_stays(task):
+    core = task.split(" ", 2)[-1]
+    assert all(core in text for text in wordings(task))
+
+
+def test_an_unknown_opening_stays_whole():
+    for task in (
+        "place order for a pack of 12 almonds",
+        "i need you to find me a lamp",
+        "hello, a lamp? also a rug",
+        "",
+    ):
+        assert wordings(task)
+        assert all(task in text for text in wordings(task))
+
+
+def test_the_same_index_is_the_same_wording_and_zero_the_task():
+    assert paraphrase(TASK, 0) == TASK
+    assert by_rules([Reword(TASK, 3), Reword(TASK, 0), Reword(TASK, 3)]) == [
+        paraphrase(TASK, 3),
+        TASK,
+        paraphrase(TASK, 3),
+    ]
+    few = wordings("i need a lamp")
+    assert paraphrase("i need a lamp", 1) == paraphrase("i need a lamp", 1 + len(few))  # the rules have no more
+
+
+word = st.text("bdgkmpvz", min_size=2, max_size=6)
+names = st.sampled_from(["color", "size", "fit type", "flavor name", "item shape"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["find me", "Find me a", "i am looking for a", "i'm looking for", "buy", "i would like to get an"]),
+    st.lists(word, min_size=1, max_size=6),
+    st.dictionaries(names, st.builds(" | ".join, st.lists(word, min_size=1, max_size=2)), max_size=3),
+    st.integers(1, 99) | st.none(),
+)
+def test_nothing_that_is_asked_changes(opening, words, options, tens):
+    task = f"{opening} {' '.join(words)}"
+    task += " with " * bool(options) + ", and ".join(f"{k}: {v}" for k, v in options.items())
+    task += f", and price lower than {10 * tens}.00 dollars" if tens else ""
+    assert len(set(some := check(task, options.items(), 10 * tens if tens else None))) > 2
+    assert all(" ".join(words) in text for text in some)
+
+
+def test_bundled_goals():
+    env = envs.make("webshop")
+    for task_id in env.task_ids("test")[:25]:
+        env.reset(options={"task_id": task_id})
+        check(env.goal["instruction_text"], env.goal["goal_options"].items(), env.goal["price_upper"])
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the original's goals are not here")
+@pytest.mark.parametrize("kind", ["synthetic", "human"])
+def test_the_originals_goals(kind):
+    with gzip.open(SHARED / f"goals_{kind}_1k_seed0.json.gz", "rt", encoding="utf-8") as file:
+        goals = json.load(file)["goals"]
+    for goal in goals[:: 1 + len(goals) // 150]:
+        options = goal["goal_options"].items() if kind == "synthetic" else ()
+        some = check(goal["instruction_text"], options, goal["price_upper"] if goal["price_upper"] < 1e6 else None)
+        there = [a for a in goal["attributes"] if a.lower() in goal["instruction_text"].lower()]
+        assert all(attribute.lower() in text.lower() for attribute in there for text in some)
+
+
+# ---------------------------------------------------------------------------------------------------------- candidates
+
+
+class Shop(envs.TextEnv):
+    """Two pages that both show the task, as WebShop's do."""
+
+    name, instruction, max_steps = "shop", "shop", 2
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return f"start {TASK} end", self.info()
+
+    def step(self, action):
+        self.steps += 1
+        return f"page {TASK} end", 0.5, False, self.steps == 2, self.info()
+
+    def info(self):
+        return {"task": TASK, "valid_actions": []}
+
+    def snapshot(self):
+        return self.steps
+
+    def restore(self, snapshot):
+        self.steps = snapshot
+
+
+def answer(request):
+    """A model that says which wording it read; Q is 1 for candidate "c1"."""
+    if isinstance(request, list):
+        return [answer(r) for r in request]
+    if isinstance(request, Reword):
+        return paraphrase(request.task, request.index)
+    if isinstance(request, Score):
+        return [float("c1" in action) for action in request.actions]
+    texts = [f"Action: c{k}" for k in range(5) if paraphrase(TASK, k) == request.state.task]
+    return [Candidate(texts[0], 2, -1.0)] * request.n
+
+
+def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_original():
+    chat = word_chat()
+    result, requests = run(q_search.episode(Shop(), "t", Method("qlass", M=3), 0, chat, wordings=3), answer)
+    words = [paraphrase(TASK, k) for k in range(3)]
+    drawn = [r for r in requests if isinstance(r, list) and isinstance(r[0], Sample)]
+    assert [[r.state.task for r in step] for step in drawn] == [words, words]
+    for r in [r for step in drawn for r in step]:
+        assert all(r.state.task in text for role, text in r.state.messages[2:] if role == "user")
+    assert [r.key for r in drawn[0]] == [("t", 0, 0), ("t", 0, 0, words[1]), ("t", 0, 0, words[2])]
+    scored = [r.state for r in requests if isinstance(r, Score)]
+    assert all(s.task == TASK and TASK in s.messages[-1][1] for s in scored)
+    assert [step["action"] for step in result["steps"]] == ["Action: c1"] * 2
+
+    # Tokens, counted by hand: 2 a candidate; under the first wording what the user says, under the others all.
+    last = drawn[-1]
+    whole = [len(chat.prompt(r.state)) for r in last]
+    own, ok = (len(chat.action(text, "")) for text in ("Action: c1", "OK"))
+    assert result["tokens"]["generated"] == 2 * 3 * 2
+    assert result["tokens"]["prompt"] == whole[0] - own - ok + whole[1] + whole[2]
+    assert result["tokens"]["scored"] == whole[0] - own - ok + 2 * 3 * own
+
+
+def test_trials_go_on_with_further_wordings_and_start_again_at_the_last():
+    chat = word_chat()
+    for trial, expected in ((0, [0, 1]), (1, [2, 0]), (2, [1, 2])):
+        _, requests = run(q_search.episode(Shop(), "t", Method("qlass", M=2), trial, chat, wordings=3), answer)
+        assert [r.index for r in requests[0]] == expected
+
+
+def test_without_wordings_requests_are_what_they_were():
+    _, requests = run(q_search.episode(Shop(), "t", Method("qlass", M=3), 0, word_chat()), answer)
+    samples = [r for r in requests if isinstance(r, Sample)]
+    assert [(r.n, r.key, r.state.task) for r in samples] == [(3, ("t", 0, t), TASK) for t in range(2)]
+
+
+def test_the_driver_answers_lists_and_single_requests_together():
+    def several():
+        first = yield [1, 2]
+        then = yield 3
+        return first, then
+
+    def one():
+        return (yield 5)
+
+    calls = []
+    assert list(drive([several(), one()], {int: lambda batch: calls.append(batch) or [10 * x for x in batch]})) == [
+        ([10, 20], 30),
+        50,
+    ]
+    assert calls == [[1, 2, 5], [3]]
+
+
+def test_reword_leaves_the_agents_own_words():
+    messages = (("user", "shop"), ("assistant", "OK"), ("user", f"a {TASK} b"), ("assistant", TASK), ("user", TASK))
+    state = reword(State(messages, TASK), "W")
+    assert state == State((*messages[:2], ("user", "a W b"), ("assistant", TASK), ("user", "W")), "W")
+    assert reword(State(messages, TASK), TASK) == State(messages, TASK)
+
+
+def test_only_webshop_is_perturbed():
+    with pytest.raises(UserError, match="webshop"):
+        q_search.parse(["--env", "frozenlake", "--paraphrase"])
+    assert q_search.parse(["--paraphrase-server", "http://x/v1"]).paraphrase == 0
+    assert q_search.parse(["--paraphrase", "3"]).label == "paraphrased"
+    assert q_search.parse([]).paraphrase is None
+
+
+# -------------------------------------------------------------------------------------------------------------- server
+
+
+@pytest.fixture
+def server():
+    """Serves what its list `script` says, in turn: a status, or an answer's content; `seen` are the bodies."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(200, {"data": [{"id": "first"}, {"id": "second"}]})
+
+        def do_POST(self):
+            seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            turn = script.pop(0) if script else "in other words"
+            if isinstance(turn, int):
+                self.reply(turn, {"error": "no such model"})
+            else:
+                content = turn if isinstance(turn, str) else turn(seen[-1])
+                self.reply(200, {"choices": [{"message": {"content": content}}], "usage": {"total_tokens": 7}})
+
+        def reply(self, status, body):
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    script, seen = [], []
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{http.server_port}/v1", script, seen
+    http.shutdown()
+    http.server_close()
+
+
+def test_server_is_asked_once_for_each_wording(server):
+    url, _, seen = server
+    asked_of = Server(url)
+    assert asked_of([Reword(TASK, 0), Reword(TASK, 1), Reword(TASK, 1)]) == [TASK, "in other words", "in other words"]
+    assert asked_of([Reword(TASK, 1)]) == ["in other words"]
+    (body,) = seen
+    assert body["model"] == "first" and body["messages"][0]["content"].endswith(TASK)
+    assert asked_of.tokens == 7
+    assert Server(url + "#second").model == "second"
+
+
+def test_server_that_fails_for_a_moment(server):
+    url, script, seen = server
+    script += [503, "", ' "one\n line" ']
+    assert Server(url, pause=0)([Reword(TASK, 1)]) == ["one line"]
+    assert len(seen) == 3
+    assert seen[1]["seed"] != seen[2]["seed"]  # an empty answer would come again
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [([404], "404.*no such model"), ([500] * 3, "500"), ([""] * 3, "no words"), ([429] * 3, "429")],
+)
+def test_server_that_keeps_failing(server, script, message):
+    url, turns, seen = server
+    turns += script
+    with pytest.raises(UserError, match=message) as error:
+        Server(url, pause=0)([Reword(TASK, 1)])
+    assert len(seen) == len(script) and "\n" not in str(error.value)
+
+
+def test_no_server_there():
+    for url in ("http://127.0.0.1:9/v1", "nonsense"):
+        with pytest.raises(UserError, match="--paraphrase for the bundled rules"):
+            Server(url, pause=0)
