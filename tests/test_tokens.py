@@ -1,0 +1,381 @@
+"""Every token once: packed trees, remembered prompts, batches and sampling against one plain sequence at a time."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from fakes import WORLD, FakeEnv, tiny_lm, word_chat
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chat import State, react, uniforms
+from policy import Policy, Sample, Score, ask, drive
+from tokens import Prompts, TokenTree, batches, packed
+
+CHAT = word_chat(temperature=0.8)
+MODEL = tiny_lm(CHAT)
+PAD = CHAT.tokenizer.pad_token_id
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@torch.inference_mode()
+def plain(ids: list[int]) -> np.ndarray:
+    """Logits (T, V) of one sequence by itself."""
+    return MODEL(input_ids=torch.tensor([ids])).logits[0].double().numpy()
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def states() -> list[State]:
+    """All states of the fake world that are not its ends, of two tasks, and after an invalid action."""
+    env, found = FakeEnv(), []
+    for task in ("train0", "train1"):
+        observation, info = env.reset(options={"task_id": task})
+        first = State.first(env, observation, info)
+        found += [first, first.then("Thought: find", "Observation: nothing happens")]
+        for path in [("left",), ("right",), ("left", "right"), ("right", "right")]:
+            env.reset(options={"task_id": task})
+            state = first
+            for action in path:
+                observation, *_ = env.step(action)
+                state = state.then(react("hm", action), env.message(observation))
+            found.append(state)
+    return found
+
+
+STATES = states()
+ACTIONS = (
+    "Action: left",
+    "Action: right",
+    "Action: left right",
+    "Thought: hm Action: walk",
+    "Thought: hm Action: left",
+)
+
+# -------------------------------------------------------------------------------------------------- trees of tokens
+
+
+def test_a_token_tree_by_hand():
+    tree = TokenTree()
+    assert [tree.add([5, 6, 7]), tree.add([5, 6, 8, 7]), tree.add([6])] == [[0, 1, 2], [0, 1, 3, 4], [5]]
+    assert (tree.ids, tree.parent, tree.depth) == ([5, 6, 7, 8, 7, 6], [-1, 0, 1, 1, 3, -1], [0, 1, 2, 2, 3, 0])
+    assert tree.add([5, 6]) == [0, 1] and tree.add([9, 9], after=2) == [6, 7] and tree.depth[-2:] == [3, 4]
+    sees = tree.attention()
+    assert [list(np.flatnonzero(row)) for row in sees] == [
+        [0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4], [5], [0, 1, 2, 6], [0, 1, 2, 6, 7]
+    ]  # fmt: skip
+
+
+sequences = st.lists(st.lists(st.integers(2, 5), min_size=1, max_size=8), min_size=1, max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(sequences, min_size=1, max_size=3))
+def test_a_packed_tree_gives_the_outputs_of_its_sequences(forest):
+    trees, paths = [], []
+    for some in forest:
+        trees.append(TokenTree())
+        paths.append([trees[-1].add(ids) for ids in some])
+    inputs = packed(trees, PAD, "cpu", torch.float32)
+    assert inputs["input_ids"].shape == (len(trees), max(map(len, trees)))
+    with torch.inference_mode():
+        logits = MODEL(**inputs, use_cache=False).logits.double().numpy()
+    for row, tree, some, where in zip(logits, trees, forest, paths, strict=True):
+        for ids, path in zip(some, where, strict=True):
+            np.testing.assert_allclose(row[len(row) - len(tree) :][path], plain(ids), atol=1e-5)
+
+
+@given(st.lists(st.integers(1, 30), max_size=20), st.integers(1, 100))
+def test_batches_hold_every_item_once_within_the_budget(lengths, budget):
+    groups = list(batches(lengths, lambda n: n, budget))
+    assert sorted(itertools.chain(*groups)) == list(range(len(lengths)))
+    for group in groups:
+        assert len(group) == 1 or max(lengths[i] for i in group) * len(group) <= budget
+
+
+# ---------------------------------------------------------------------------------------------- remembered prompts
+
+
+def read(prompts: Prompts, some: list[State], budget: int = 10_000) -> tuple[list, int]:
+    """For each state the logits behind the prompt and behind each action, and how many tokens went in."""
+    cost = 0
+
+    def forward(inputs: dict, keep: int) -> torch.Tensor:
+        nonlocal cost
+        cost += inputs["input_ids"].numel()
+        return MODEL(**inputs, logits_to_keep=keep).logits
+
+    tails = [[CHAT.action(a, s.task) for a in ACTIONS] for s in some]
+    found: list = [None] * len(some)
+    with torch.inference_mode():
+        runs = [CHAT.runs(s) for s in some]
+        for i, out, _, last, paths in prompts.read(forward, MODEL, PAD, budget, runs, tails):
+            found[i] = [out[0].double().numpy(), *(out[np.array(p) - last].double().numpy() for p in paths)]
+    return found, cost
+
+
+def check(found: list, some: list[State]) -> None:
+    for rows, state in zip(found, some, strict=True):
+        prompt = CHAT.prompt(state)
+        np.testing.assert_allclose(rows[0], plain(prompt)[-1], atol=1e-5)
+        for row, action in zip(rows[1:], ACTIONS, strict=True):
+            ids = CHAT.action(action, state.task)
+            np.testing.assert_allclose(row, plain([*prompt, *ids])[len(prompt) :], atol=1e-5)
+
+
+@pytest.mark.parametrize("room", [1 << 30, 20_000, 0])
+@pytest.mark.parametrize("budget", [10_000, 150, 1])
+def test_outputs_behind_remembered_prompts_are_those_of_plain_sequences(room, budget):
+    prompts = Prompts(room)
+    order = np.random.default_rng(0).permutation(len(STATES) * 3) % len(STATES)  # each three times, children first too
+    for some in np.array_split(order, 6):
+        asked = [STATES[i] for i in some]
+        check(read(prompts, asked, budget)[0], asked)
+        assert prompts.used <= room
+        assert prompts.used == sum(entry.nbytes for entry in prompts._entries.values())
+    assert (prompts.used == 0) == (room == 0)
+
+
+def test_a_step_costs_its_last_turn_and_the_actions():
+    first = STATES[0]
+    state = first.then("Action: left", "Observation: you stand").then("Action: left", "Observation: nothing happens")
+    trie = TokenTree()
+    for action in ACTIONS:
+        trie.add(CHAT.action(action, ""))
+    prompts = Prompts()
+    costs = [read(prompts, [s])[1] for s in (first, first.then("Action: left", "Observation: you stand"), state)]
+    # "Action: left <end>" and "<user> Observation: you stand <agent>", then "... nothing happens ..."
+    assert [c - len(trie) for c in costs] == [len(CHAT.prompt(first)), 3 + 5, 3 + 5]
+    assert read(prompts, [state])[1] - len(trie) == 8  # the last turn is always fresh
+    assert len(CHAT.prompt(state)) == len(CHAT.prompt(first)) + 16
+
+
+# ------------------------------------------------------------------------------------------------------ the policy
+
+
+def policy(seed: int = 0, **options) -> Policy:
+    return Policy(MODEL, CHAT, seed, **options)
+
+
+def requests(valid: bool, n: int = 3) -> list[Sample]:
+    """32 requests of several states, sizes and temperatures."""
+    return [
+        Sample(
+            STATES[i % len(STATES)], 1 + i % n, ("task", i), (0.8, 1.0, 0.0, 2.0)[i % 4], ACTIONS[: 2 + i % 4] * valid
+        )
+        for i in range(32)
+    ]
+
+
+def in_chunks(asked: list[Sample], size: int, **options) -> list:
+    agent = policy(**options)
+    return [a for start in range(0, len(asked), size) for a in agent.sample(asked[start : start + size])]
+
+
+def texts(answers: list) -> list:
+    return [[(c.text, c.tokens) for c in answer] for answer in answers]
+
+
+@pytest.mark.parametrize("valid", [True, False])
+def test_the_batch_size_does_not_matter(valid):
+    asked = requests(valid)
+    one = in_chunks(asked, 1)
+    for size, options in ((32, {}), (7, {}), (32, {"budget": 100})):
+        some = in_chunks(asked, size, **options)
+        assert texts(some) == texts(one)
+        np.testing.assert_allclose([c.logprob for a in some for c in a], [c.logprob for a in one for c in a], atol=1e-4)
+    assert [len(a) for a in one] == [r.n for r in asked]
+    assert texts(in_chunks(asked, 32, seed=1)) != texts(one)
+
+
+def test_valid_and_free_requests_share_a_call():
+    mixed = [r for pair in zip(requests(True), requests(False), strict=True) for r in pair]
+    expected = [a for pair in zip(in_chunks(mixed[::2], 8), in_chunks(mixed[1::2], 8), strict=True) for a in pair]
+    assert texts(policy().sample(mixed)) == texts(expected)
+
+
+@pytest.mark.parametrize("valid", [True, False])
+def test_forgetting_prompts_changes_nothing(valid):
+    asked = requests(valid)
+    expected = texts(in_chunks(asked, 8))
+    for room in (0, 10_000):
+        agent = policy()
+        agent.prompts = Prompts(room)
+        answers = [a for start in range(0, 32, 8) for a in agent.sample(asked[start : start + 8])]
+        assert texts(answers) == expected
+
+
+def written_plainly(request: Sample, k: int, seed: int) -> tuple[list[int], float]:
+    """Candidate k of a free request, one token at a time without a cache: its tokens and their log-probability."""
+    ids, total = CHAT.prompt(request.state), 0.0
+    start, room = len(ids), CHAT.rendering.max_new_tokens
+    for u in uniforms(room, seed, *request.key, k):
+        logp = log_softmax(plain(ids)[-1] / (request.temperature or 1))
+        cumulative = np.exp(logp).cumsum()
+        token = int(np.searchsorted(cumulative, u * cumulative[-1])) if request.temperature else int(logp.argmax())
+        ids, total = [*ids, token], total + logp[token]
+        if token == CHAT.stop_id:
+            break
+    return ids[start:], total
+
+
+def test_free_sampling_equals_one_token_at_a_time():
+    asked = requests(valid=False)
+    lengths = set()
+    for request, answer in zip(asked, policy(seed=5).sample(asked), strict=True):
+        for k, candidate in enumerate(answer):
+            ids, logp = written_plainly(request, k, 5)
+            assert (candidate.text, candidate.tokens) == (CHAT.text(ids), len(ids))
+            assert candidate.logprob == pytest.approx(logp, abs=1e-4)
+            lengths.add(len(ids))
+    assert {1, CHAT.rendering.max_new_tokens} < lengths  # some end at once, some are cut, some in between
+
+
+def logprobs_by_brute_force(state: State, valid: tuple[str, ...], temperature: float) -> list[float]:
+    """Token by token, among the tokens with which a valid action can go on."""
+    whole = [tuple(CHAT.action(a, state.task)) for a in valid]
+    totals = []
+    for ids in whole:
+        total = 0.0
+        for t, token in enumerate(ids):
+            allowed = sorted({w[t] for w in whole if w[:t] == ids[:t] and len(w) > t})
+            logits = plain([*CHAT.prompt(state), *ids[:t]])[-1][allowed] / temperature
+            total += log_softmax(logits)[allowed.index(token)]
+        totals.append(total)
+    return totals
+
+
+def test_logprobs_of_the_valid_actions_equal_brute_force():
+    asked = [
+        Sample(state, 1, ("t",), temperature, ACTIONS[:n])
+        for state, n, temperature in itertools.product(STATES[:6], (1, 3, 5), (1.0, 0.5))
+    ]
+    tries = [[CHAT.action(a, r.state.task) for a in r.valid] for r in asked]
+    for request, logp in zip(asked, policy()._trie_logprobs(asked, tries), strict=True):
+        assert logp == pytest.approx(
+            logprobs_by_brute_force(request.state, request.valid, request.temperature), abs=1e-5
+        )
+        assert np.exp(logp).sum() == pytest.approx(1, abs=1e-9)
+
+
+def test_valid_actions_are_drawn_as_often_as_they_are_likely():
+    state = STATES[0]
+    drawn = [c.text for c in policy().sample([Sample(state, 4000, ("t",), 1.0, ACTIONS)])[0]]
+    for action, logp in zip(ACTIONS, logprobs_by_brute_force(state, ACTIONS, 1.0), strict=True):
+        assert drawn.count(action) / 4000 == pytest.approx(np.exp(logp), abs=0.03)  # four standard errors
+
+
+def test_greedy_takes_the_likeliest():
+    for state in STATES[:6]:
+        best = int(np.argmax(logprobs_by_brute_force(state, ACTIONS, 1.0)))
+        (valid,), (free,) = policy().sample([Sample(state, 1, (), 0.0, ACTIONS), Sample(state, 1, (), 0.0)])
+        assert valid.text == ACTIONS[best]
+        assert free.text == CHAT.text(written_plainly(Sample(state, 1, (), 0.0), 0, 0)[0])
+
+
+def test_the_likelihood_of_free_text():
+    pairs = list(itertools.product(STATES, ACTIONS))
+    for (state, action), logp in zip(pairs, policy().logprobs(pairs), strict=True):
+        prompt, ids = CHAT.prompt(state), CHAT.action(action, state.task)
+        rows = log_softmax(plain([*prompt, *ids]))[len(prompt) - 1 : -1]
+        assert logp == pytest.approx(rows[np.arange(len(ids)), ids].sum(), abs=1e-4)
+
+
+def test_a_request_is_rendered_as_the_checkpoint_says():
+    env = FakeEnv()
+    env.reset(options={"task_id": "train0"})
+    free, valid = (word_chat(candidates=c, temperature=0.3).rendering for c in ("free", "valid"))
+    assert ask(env, STATES[0], 2, ("k",), free) == Sample(STATES[0], 2, ("k",), 0.3, ())
+    assert ask(env, STATES[0], 2, ("k",), valid, 0.0) == Sample(
+        STATES[0], 2, ("k",), 0.0, tuple(f"Action: {a}" for a in WORLD)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the driver
+
+
+def test_what_generators_return_comes_in_their_order():
+    def episode(i, rounds):
+        got = []
+        for r in range(rounds):
+            got.append((yield Score(State(()), (f"{i}.{r}",))))
+        return i, got
+
+    rounds = [5, 0, 3, 1, 0, 4, 2, 0]
+    echo = {Score: lambda asked: [r.actions[0] for r in asked]}
+    for width in (1, 2, 3, 100):
+        done = list(drive(itertools.starmap(episode, enumerate(rounds)), echo, width))
+        assert done == [(i, [f"{i}.{r}" for r in range(n)]) for i, n in enumerate(rounds)]
+
+
+def test_many_requests_are_answered_in_one_call():
+    calls = []
+
+    def episode(i):
+        yield Sample(STATES[0], 1, (i,), 1.0)
+        if i % 2:
+            yield Score(STATES[0], (f"a{i}",))
+        yield Sample(STATES[0], 1, (i,), 1.0)
+
+    def answer(asked):
+        calls.append((type(asked[0]).__name__, len(asked)))
+        assert len({type(r) for r in asked}) == 1
+        return [None] * len(asked)
+
+    assert list(drive(map(episode, range(6)), {Sample: answer, Score: answer}, 6)) == [None] * 6
+    assert calls == [("Sample", 6), ("Score", 3), ("Sample", 6)]  # the last samples wait for company
+
+
+def test_a_list_of_requests_is_answered_by_a_list():
+    def episode(i):
+        one = yield i
+        two = yield [10 * i, 10 * i + 1]
+        return one, two
+
+    calls = []
+
+    def double(asked):
+        calls.append(asked)
+        return [2 * n for n in asked]
+
+    assert list(drive(map(episode, range(3)), {int: double}, 3)) == [(2 * i, [20 * i, 20 * i + 2]) for i in range(3)]
+    assert calls == [[0, 1, 2], [0, 1, 10, 11, 20, 21]]
+
+
+def test_no_more_than_width_are_open_even_behind_a_slow_one():
+    started, yielded = [], []
+
+    def episode(i):
+        started.append(i)
+        for _ in range(50 if i == 0 else 1):
+            assert len(started) - len(yielded) <= 4
+            yield i
+        return i
+
+    for value in drive(map(episode, itertools.count()), {int: lambda asked: asked}, 4):  # no end of episodes
+        yielded.append(value)
+        if value == 20:
+            break
+    assert yielded == list(range(21))
+
+
+def test_a_failure_is_not_swallowed():
+    def episode(i):
+        yield i
+        if i == 2:
+            raise RuntimeError("episode 2")
+
+    with pytest.raises(RuntimeError, match="episode 2"):
+        list(drive(map(episode, range(4)), {int: lambda asked: asked}, 4))
+
+    def broken(asked):
+        raise ValueError("model")
+
+    with pytest.raises(ValueError, match="model"):
+        list(drive(map(episode, range(4)), {int: broken}, 4))
+    with pytest.raises(KeyError):  # nobody answers such requests
+        list(drive(map(episode, range(4)), {}, 4))
