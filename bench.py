@@ -1,0 +1,345 @@
+"""How fast, side by side with the plain way of doing the same, in one run.
+
+    python bench.py                     # a table; --json: a list of {name, plain, ours, ratio, goal, unit}
+    python bench.py --only trees qnet   # some of: trees, qnet, webshop, alfworld, sciworld
+
+Each plain version is written here for its simplicity and does the same work: the same tree nodes, the same loss, the
+same pages. `ratio` says how many times more a second, or how much less of it, and `goal` what it should be at least.
+
+    trees     exploration trees on the bundled WebShop with a tiny Llama of random weights, which cost what trained ones
+              do. Plain: one sequence at a time with the keys and values of that sequence alone, and a state that the
+              environment is not in is reached by playing from the start.
+    qnet      training on these trees, forward and backward. Plain: one (s, a) at a time (`train_qnet.pair_loss`).
+    webshop   steps of a random shopper through fresh tasks, text and valid actions of each page included. Plain: what
+              Princeton's engine does on its own 1,000 products, a recorded figure (--webshop-data names those files).
+    alfworld  loads and steps of random walks. Plain: TextWorld, where requirements-alfworld.txt is installed.
+    sciworld  steps of gold paths, and what it costs to come back to a state. Starts Java; only if it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+import alfworld_data
+import envs
+import train_qnet
+from alfworld_textworld import TextWorldGame
+from bellman import label
+from build_trees import exploration_tree, lines
+from chat import Chat, State, uniforms
+from files import UserError, run_stage
+from policy import Candidate, Policy, Sample, drive
+from sft import demonstrate, tiny_model
+from tokens import batches
+from train_qnet import Pair, QNet, pack, packed_loss, pair_loss, pairs_of
+
+WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
+
+
+@dataclasses.dataclass
+class Figure:
+    name: str
+    plain: float | None
+    ours: float
+    unit: str  # with "/" a rate: more is better; else a cost
+    goal: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        if self.plain is None:
+            return None
+        return self.ours / self.plain if "/" in self.unit else self.plain / self.ours
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.perf_counter()
+    result = work()
+    return time.perf_counter() - started, result
+
+
+# ------------------------------------------------------------------------------------------------- exploration trees
+
+
+class Replayed:
+    """An environment without snapshots: a state is its task and the actions so far, reached by playing them."""
+
+    def __init__(self, env: envs.TextEnv) -> None:
+        self.env, self.here = env, ()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def reset(self, options: dict) -> tuple[str, dict]:
+        self.here = (options["task_id"],)
+        return self.env.reset(options=options)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.here += (action,)
+        return self.env.step(action)
+
+    def snapshot(self) -> tuple[str, ...]:
+        return self.here
+
+    def restore(self, snapshot: tuple[str, ...]) -> None:
+        if snapshot != self.here:
+            self.reset({"task_id": snapshot[0]})
+            for action in snapshot[1:]:
+                self.step(action)
+
+
+class OneByOne:
+    """`policy.Policy` in its simplest form: every sequence by itself, prompt and all."""
+
+    def __init__(self, model: Any, chat: Chat, seed: int = 0) -> None:
+        self.model, self.chat, self.seed = model.eval(), chat, seed
+
+    @torch.inference_mode()
+    def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
+        choose = self.choose if requests[0].valid else self.write
+        return [[choose(r, prompt, (*r.key, k)) for k in range(r.n)] for r in requests
+                for prompt in [self.chat.prompt(r.state)]]  # fmt: skip
+
+    def write(self, r: Sample, prompt: list[int], key: tuple) -> Candidate:
+        """Token by token, as `generate` does."""
+        noise = uniforms(self.chat.rendering.max_new_tokens, self.seed, *key)
+        fresh, past, written, total = prompt, None, [], 0.0
+        for u in noise:
+            out = self.model(input_ids=torch.tensor([fresh]), past_key_values=past, use_cache=True, logits_to_keep=1)
+            logp = torch.log_softmax(out.logits[0, -1] / r.temperature, -1)
+            cumulative = logp.double().exp().cumsum(-1)
+            token = min(int(torch.searchsorted(cumulative, u * cumulative[-1])), len(logp) - 1)
+            written.append(token)
+            total += float(logp[token])
+            if token == self.chat.stop_id:
+                break
+            fresh, past = [token], out.past_key_values
+        return Candidate(self.chat.text(written), len(written), total)
+
+    def choose(self, r: Sample, prompt: list[int], key: tuple) -> Candidate:
+        """Each valid action gets its probability: of its tokens, among those with which a valid action goes on."""
+        texts = [self.chat.action(a, r.state.task) for a in r.valid]
+        logp = []
+        for text in texts:
+            logits = self.model(input_ids=torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+            logp.append(0.0)
+            for i, token in enumerate(text):
+                allowed = sorted({t[i] for t in texts if t[:i] == text[:i]})
+                logp[-1] += float(torch.log_softmax(logits[i, allowed] / r.temperature, -1)[allowed.index(token)])
+        cumulative = np.cumsum(np.exp(logp))
+        u = uniforms(1, self.seed, *key)[0] * cumulative[-1]
+        pick = min(int(np.searchsorted(cumulative, u)), len(logp) - 1)
+        return Candidate(r.valid[pick], len(texts[pick]), logp[pick])
+
+
+def grow(env: Any, tasks: list[str], policy: Any, width: int) -> list[list[dict]]:
+    """The trees of these tasks, `width` of them side by side, as lines of trees.jsonl."""
+
+    def tree(task: str) -> Iterator:
+        root = yield from exploration_tree(
+            fork := env(), task, policy.chat.rendering, depth=3, width=3, rollouts=6, with_expert=True
+        )
+        return lines(fork, task, root)
+
+    return list(drive(map(tree, tasks), {Sample: policy.sample}, width))
+
+
+def random_agent(env: envs.TextEnv, candidates: str) -> tuple[Any, Chat]:
+    torch.manual_seed(0)
+    demonstrations = [demonstrate(env, t) for t in env.task_ids("train")[:30]]
+    model, tokenizer, rendering = tiny_model([State.load(d["messages"], d["task"]) for d in demonstrations])
+    rendering = dataclasses.replace(rendering, candidates=candidates, max_new_tokens=17)  # a demonstration's mean
+    return model, Chat(tokenizer, rendering)
+
+
+def trees(candidates: str, n: int = 64, plain: int = 4) -> Iterator[Figure]:
+    """The plain way builds the first `plain` of our `n` trees."""
+    env = envs.make("webshop")
+    model, chat = random_agent(env, candidates)
+    tasks = env.task_ids("train")[100 : 100 + n]
+    slow, few = timed(lambda: grow(lambda: Replayed(env.fork()), tasks[:plain], OneByOne(model, chat), 1))
+    fast, many = timed(lambda: grow(env.fork, tasks, Policy(model, chat), 64))
+    rates = (sum(map(len, some)) / seconds for some, seconds in ((few, slow), (many, fast)))
+    wording = "written freely" if candidates == "free" else "among the valid ones"
+    yield Figure(f"exploration trees, actions {wording}", *rates, "nodes/s", goal=8)
+
+
+# --------------------------------------------------------------------------------------------------------------- QNet
+
+
+def one_pair_at_a_time(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
+    """The loss of these pairs, with its gradient left in the parameters, and the tokens that went through the net."""
+    total, tokens = 0.0, 0
+    for pair in pairs:
+        loss = pair_loss(net, pair)
+        loss.backward()
+        total += loss.item()
+        tokens += len(net.chat.prompt(pair.state)) + len(net.chat.action(pair.action, pair.state.task))
+    return total, tokens
+
+
+def packed_trees(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
+    """The same, each token of the tree once."""
+    sizes = train_qnet.parse([])
+    total, packs = 0.0, list(pack(net.chat, pairs, "all", sizes.max_tokens))
+    for group in batches(packs, lambda p: len(p.tree), sizes.micro_tokens):
+        loss = packed_loss(net, [packs[i] for i in group])
+        loss.backward()
+        total += loss.item()
+    return total, sum(len(p.tree) for p in packs)
+
+
+def qnet(n: int = 2) -> Iterator[Figure]:
+    env = envs.make("webshop")
+    model, chat = random_agent(env, "valid")
+    grown = grow(env.fork, env.task_ids("train")[100 : 100 + n], Policy(model, chat), 64)
+    net = QNet(model.model, chat).train()
+    seconds, tokens = [0.0, 0.0], [0, 0]
+    for tree in grown:
+        pairs = pairs_of(label(tree, "q", 0.9))
+        for way, loss in enumerate((one_pair_at_a_time, packed_trees)):
+            spent, (_, computed) = timed(lambda loss=loss, pairs=pairs: loss(net, pairs))
+            seconds[way] += spent
+            tokens[way] += computed
+    yield Figure("QNet, tokens of an epoch", *tokens, "tokens", goal=4)
+    yield Figure("QNet, time of an epoch", *seconds, "s", goal=4)
+
+
+# ------------------------------------------------------------------------------------------------------- environments
+
+
+def webshop(data: str | None, seconds: float = 5) -> Iterator[Figure]:
+    """A shopper who clicks at random, through one task after the other: the searches are new ones."""
+    env, rng, steps = envs.make("webshop", data=data), random.Random(0), 0
+    started = time.perf_counter()
+    for task in itertools.cycle(env.task_ids("all")):
+        _, info = env.reset(options={"task_id": task})
+        bought = out_of_steps = False
+        while not (bought or out_of_steps):
+            _, _, bought, out_of_steps, info = env.step(rng.choice(info["valid_actions"]))
+            steps += 1
+        if time.perf_counter() - started > seconds:
+            break
+    rate = steps / (time.perf_counter() - started)
+    name = f"WebShop, {len(env.shop.products):,} products of {data or 'the bundled catalogue'}"
+    yield Figure(name, WEBSHOP_RECORDED if data else None, rate, "steps/s", goal=100 if data else None)
+
+
+def random_walk(game: Any, steps: int, rng: random.Random) -> list[str]:
+    """Commands that can be given one after the other."""
+    state, commands = game.start, []
+    while len(commands) < steps and not state.won:
+        commands.append(rng.choice(sorted(state.commands)))
+        state, _ = game.step(state, commands[-1])
+    return commands
+
+
+def walk(game: Any, commands: list[str]) -> list[tuple[str, list[str]]]:
+    """Feedback and next commands of each step, on our engine or on TextWorld."""
+    state, told = game.start, []
+    for command in commands:
+        state, feedback = game.step(state, command)
+        told.append((feedback.strip(), sorted(state.commands)))
+    return told
+
+
+def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) -> Iterator[Figure]:
+    """The first `plain` of `n` games on TextWorld too."""
+    env, rng = envs.make("alfworld", data=data), random.Random(0)
+    tasks = random.Random(0).sample(env.task_ids("train"), n)
+    paths = [env.games.path(task) for task in tasks]
+    loading, games = timed(lambda: [alfworld_data.load(path) for path in paths])
+    walks = [random_walk(game, steps, rng) for game in games]
+    walking, _ = timed(lambda: [walk(game, commands) for game, commands in zip(games, walks, strict=True)])
+    rates = [n / loading, sum(map(len, walks)) / walking]
+    theirs: list[float | None] = [None, None]
+    with contextlib.suppress(UserError):  # not installed
+        loading, games = timed(lambda: [TextWorldGame(path) for path in paths[:plain]])
+        walking, _ = timed(lambda: [walk(game, commands) for game, commands in zip(games, walks, strict=False)])
+        theirs = [plain / loading, sum(map(len, walks[:plain])) / walking]
+    where = f"ALFWorld, games of {data}" if data else "ALFWorld, bundled games"
+    yield Figure(f"{where}, loaded", theirs[0], rates[0], "games/s")
+    yield Figure(f"{where}, played", theirs[1], rates[1], "steps/s", goal=theirs[1] and 500)
+
+
+def sciworld(tasks: int = 5, depths: Iterable[int] = (5, 10, 20)) -> Iterator[Figure]:
+    """One gold path a task, then back into it. A restore is a replay, so the plain way is ours."""
+    env = envs.make("sciworld", simulators=1, max_steps=None)
+    steps, seconds, back = 0, 0.0, {depth: [] for depth in depths}
+    for task in env.task_ids("train")[:tasks]:
+        plan = [action for _, action in env.expert(task)]
+        env.reset(options={"task_id": task})
+        snapshots = [env.snapshot()]
+        for action in plan:
+            spent, (_, _, over, _, _) = timed(lambda action=action: env.step(action))
+            steps, seconds = steps + 1, seconds + spent
+            snapshots.append(env.snapshot())
+            if over:
+                break
+        for depth in back:
+            if depth < len(snapshots):
+                env.pool.answers.clear()  # what was seen before is remembered, and would cost nothing
+                env.restore(snapshots[depth])
+                back[depth].append(timed(lambda: env.step("look around"))[0])
+    yield Figure("ScienceWorld, gold paths", None, steps / seconds, "steps/s")
+    for depth, spent in back.items():
+        if spent:
+            yield Figure(f"ScienceWorld, back to depth {depth} and one step", None, statistics.median(spent), "s")
+    for simulator in env.pool.running[:1]:
+        told = subprocess.run(["ps", "-o", "rss=", "-p", str(simulator.process.pid)], capture_output=True, text=True)
+        yield Figure("ScienceWorld, memory of a simulator", None, int(told.stdout) / 1024, "MiB")
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--json", action="store_true", help="a list of {name, plain, ours, ratio, goal, unit}")
+    names = ["trees", "qnet", "webshop", "alfworld", "sciworld"]
+    add("--only", nargs="+", choices=names, default=names[:-1], metavar="NAME", help=f"some of {', '.join(names)}")
+    add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
+    add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, else bundled ones)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    benches: dict[str, Callable[[], Iterable[Figure]]] = {
+        "trees": lambda: itertools.chain(*(trees(candidates) for candidates in ("free", "valid"))),
+        "qnet": qnet,
+        "webshop": lambda: webshop(args.webshop_data),
+        "alfworld": lambda: alfworld(args.alfworld_data),
+        "sciworld": sciworld,
+    }
+    figures = []
+    for name in args.only:
+        for figure in benches[name]():
+            figures.append(dataclasses.asdict(figure) | {"ratio": figure.ratio})
+            if not args.json:
+                print(row(figure), flush=True)
+    if args.json:
+        print(json.dumps(figures, indent=1))
+
+
+def row(f: Figure) -> str:
+    plain = f"{f.plain:>10,.4g} -> " if f.plain is not None else " " * 14
+    ratio = f"{f.ratio:8,.1f}x" if f.ratio is not None else ""
+    return f"{f.name:60} {plain}{f.ours:>10,.4g} {f.unit:8}{ratio}" + (f" (goal: {f.goal}x)" if f.goal else "")
+
+
+if __name__ == "__main__":
+    run_stage(main)
