@@ -116,8 +116,8 @@ class TextEnv(gymnasium.Env):
     def valid_actions(self) -> list[str]:
         raise NotImplementedError
 
-    def optimal_value(self) -> float:
-        """The best final outcome still in reach: an oracle, for the ceilings of `q_search.py --method oracle_step`."""
+    def optimal_value(self, gamma: float = 0.99) -> float:
+        """The best discounted outcome still in reach: an oracle, for `q_search.py --method oracle_step` alone."""
         raise UserError(f"{self.name}: has no oracle for the value of a state")
 
 
@@ -222,10 +222,10 @@ class WebShopEnv(TextEnv):
         """The reward that buying this product with these options would give, and its parts."""
         return self.shop.score(self.index, self.shop.position[asin], tuple(options.values()))
 
-    def optimal_value(self) -> float:
-        """The best final reward within the steps that are left (webshop.Shop.value); for ceilings only."""
+    def optimal_value(self, gamma: float = 0.99) -> float:
+        """The best discounted final reward within the steps that are left (webshop.Shop.value); for ceilings only."""
         left = 10**6 if self.max_steps is None else self.max_steps - self.steps
-        return self.shop.value(self.session, self.index, left)
+        return self.shop.value(self.session, self.index, left, gamma)
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         from experts import shop

@@ -30,10 +30,10 @@ from tqdm import tqdm
 import envs
 from chat import MARK, Chat, Rendering, State, mark, react
 from files import UserError, add_arguments, parse_arguments, read_jsonl, run_stage, write_jsonl, write_meta
-from policy import device_and_dtype, load_checkpoint
+from policy import device_and_dtype, load_checkpoint, mixed_precision
 from tokens import batches
 
-TINY = {"n_expert": 2000, "epochs": 2, "lr": 2e-3, "batch": 32}
+TINY = {"n_expert": 1000, "epochs": 2, "lr": 3e-3, "batch": 16}
 TINY_STEPS = 200  # few demonstrations are repeated until so many updates are made
 PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64}  # Table 5
 
@@ -84,9 +84,7 @@ def tiny_model(states: list[State], vocabulary: int = 4096) -> tuple[Any, Any, R
 
     rendering = Rendering(temperature=1.0, max_new_tokens=48, candidates="valid", mark_matches=True, compact=True)
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     texts = (mark(content, s.task) for s in states for _, content in s.messages)
     special = ["<pad>", "<end>", "<user>"]
@@ -165,7 +163,9 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
                     wrote[row, : len(batch[i][1])] = torch.tensor(batch[i][1])
                 ids, wrote = ids.to(model.device), wrote.to(model.device)
                 # Padding is on the right and attention is causal: nothing that counts can see it.
-                loss = sft_loss(model(input_ids=ids, use_cache=False).logits, ids, wrote) / n_wrote
+                with mixed_precision(model):
+                    logits = model(input_ids=ids, use_cache=False).logits
+                loss = sft_loss(logits, ids, wrote) / n_wrote
                 loss.backward()
                 total += loss.item()
                 seen += ids.numel()
@@ -191,12 +191,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", default="tiny", help="tiny, or a HuggingFace name or path (default: %(default)s)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
-    add("--n-expert", type=int, help="number of trajectories (default: all; tiny: 2000)")
+    add("--n-expert", type=int, help="number of trajectories (default: all; tiny: 1000)")
     add("--epochs", type=int, help="default: 3; tiny: 2, or what 200 updates take")
-    add("--lr", type=float, help="default: 1e-5; tiny: 2e-3")
-    add("--batch", type=int, help="trajectories a step (default: 64; tiny: 32)")
+    add("--lr", type=float, help="default: 1e-5; tiny: 3e-3")
+    add("--batch", type=int, help="trajectories a step (default: 64; tiny: 16)")
     add("--max-tokens", type=int, default=4096, help="longer trajectories are cut (default: %(default)s)")
-    add("--micro-tokens", type=int, default=16_384, help="padded tokens in memory at once (default: %(default)s)")
+    add("--micro-tokens", type=int, default=8192, help="padded tokens in memory at once (default: %(default)s)")
     add(
         "--candidates",
         choices=["free", "valid"],

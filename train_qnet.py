@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from chat import Chat, State
 from files import UserError, add_arguments, needed, parse_arguments, read_trees, run_stage, stage_argv, write_meta
-from policy import Policy, Score, load_checkpoint
+from policy import Policy, Score, load_checkpoint, mixed_precision
 from sft import cosine
 from stats import spearman
 from tokens import Prompts, TokenTree, batches, packed
@@ -222,7 +222,8 @@ def train(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) -> dict
     for step, update in enumerate(bar):
         pairs, total = sum(packs[i].pairs for i in update), 0.0
         for group in batches([packs[i] for i in update], lambda p: len(p.tree), args.micro_tokens):
-            loss = packed_loss(qnet, [packs[update[g]] for g in group]) / pairs
+            with mixed_precision(qnet.backbone):
+                loss = packed_loss(qnet, [packs[update[g]] for g in group]) / pairs
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)

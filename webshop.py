@@ -27,7 +27,7 @@ from webshop_data import draw_prices, human_goals, load_products, queries, read_
 from webshop_search import SearchIndex
 
 PAGE_SIZE, MAX_STEPS = 10, 5  # products on a results page; the paper's step limit
-BUNDLED_PAGE_SIZE, BUNDLED_MAX_STEPS = 5, 9  # the bundled catalogue's own: short pages for tiny models, more options
+BUNDLED_PAGE_SIZE, BUNDLED_MAX_STEPS = 4, 9  # the bundled catalogue's own: short pages for tiny models, more options
 SEP = " [SEP] "
 
 
@@ -349,35 +349,35 @@ class Shop:
         counts = (max(len(have) for have, cost in fewest.items() if cost <= clicks) for clicks in range(len(met) + 1))
         return tuple(self.reward(goal, i, count) for count in counts)
 
-    def results_value(self, goal: int, query: str, number: int, steps: int) -> float:
-        """The best reward from a page of results: turn to a product's page, click it, choose options, buy."""
-        best = 0.0
-        for rank, i in enumerate(self.search(query)):
-            clicks = steps - abs(rank // self.page_size + 1 - number) - 2
-            if clicks >= 0:
-                best = max(best, self.rewards(goal, i)[: clicks + 1][-1])
-        return best
+    def purchase(self, goal: int, i: int, chosen: tuple, before: int, steps: int, gamma: float) -> float:
+        """The best of gamma ** (steps taken) * reward for product i, whose page is `before` steps away."""
+        clicks = steps - before - 1  # on options; the purchase itself is the last step
+        rewards = self.rewards(goal, i, chosen)[: max(0, clicks + 1)]
+        return max((gamma ** (before + n + 1) * r for n, r in enumerate(rewards)), default=0.0)
 
-    def value(self, session: Session, goal: int, steps: int) -> float:
-        """The best final reward within so many steps, for measuring ceilings: it looks at the goal and the true reward.
+    def results_value(self, goal: int, query: str, number: int, before: int, steps: int, gamma: float) -> float:
+        """The best purchase from page `number` of a query's results: turn to a product's page and click it first."""
+        away = ((i, before + abs(rank // self.page_size + 1 - number) + 1) for rank, i in enumerate(self.search(query)))
+        return max((self.purchase(goal, i, (), at, steps, gamma) for i, at in away), default=0.0)
 
-        It weighs buying this product after the best clicks on options, every product of this query's results, and those
-        of a new search among `queries`, which takes `back to search` first. That is exact for candidates that are valid
-        actions, and a lower bound for an agent that searches words of its own.
+    def value(self, session: Session, goal: int, steps: int, gamma: float = 1.0) -> float:
+        """The best gamma ** n * reward of a purchase after n <= `steps` steps. It sees the goal: for ceilings only.
+
+        It weighs buying this product after the best clicks on options, every product of this query's results, and
+        those of a new search among `queries`, which takes `back to search` first. That is exact for candidates that
+        are valid actions, and a lower bound for an agent that searches words of its own.
         """
         if session.page == "done":
             return session.reward
-        anew = steps - 1 if session.page == "start" else steps - 2
-        best = max(self.results_value(goal, query, 1, anew) for query in self.queries(goal))
+        anew = 1 if session.page == "start" else 2
+        best = max(self.results_value(goal, query, 1, anew, steps, gamma) for query in self.queries(goal))
         if session.page == "start":
             return best
-        if session.page not in ("results", "item"):
-            steps -= 1  # back to the item
+        to_item = int(session.page not in ("results", "item"))
+        to_results = 0 if session.page == "results" else to_item + 1
         if session.page != "results":
-            if steps >= 1:
-                best = max(best, self.rewards(goal, session.product, session.options)[:steps][-1])
-            steps -= 1  # back to the results
-        return max(best, self.results_value(goal, session.query, session.number, steps))
+            best = max(best, self.purchase(goal, session.product, session.options, to_item, steps, gamma))
+        return max(best, self.results_value(goal, session.query, session.number, to_results, steps, gamma))
 
 
 @lru_cache(maxsize=8)
