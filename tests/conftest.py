@@ -1,5 +1,31 @@
-"""One thread for every test: models are tiny, and the machine may be shared."""
+"""One thread for every test: models are tiny, and the machine may be shared. Fixtures that several stages use."""
 
+import pytest
 import torch
+from fakes import FakeEnv, tiny_lm, word_chat
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def fake_world(monkeypatch):
+    """The scripts play the fake world, whatever --env says; the options that they ask for are kept."""
+    asked = []
+
+    def from_arguments(args, **options):
+        asked.append(options)
+        return FakeEnv(**options)
+
+    monkeypatch.setattr("envs.from_arguments", from_arguments)
+    return asked
+
+
+@pytest.fixture(scope="session")
+def agent(tmp_path_factory):
+    """A checkpoint of an agent with random weights that knows the words of the fake world."""
+    folder = tmp_path_factory.mktemp("agent") / "sft"
+    chat = word_chat(candidates="valid", temperature=1.0)
+    tiny_lm(chat).save_pretrained(folder)
+    chat.tokenizer.save_pretrained(folder)
+    chat.rendering.save(folder)
+    return folder

@@ -1,0 +1,215 @@
+"""Algorithm 2 on a written world: the exact tree that scripted agents must grow, and what holds for any agent."""
+
+import json
+
+import pytest
+from fakes import WORLD, FakeEnv, Script, dump, path_of, run, say
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import build_trees
+from build_trees import RETRIES, exploration_tree
+from chat import Rendering, action_key, parse_action
+from files import UserError
+
+FREE = Rendering(temperature=0.9)
+
+
+def grow(script, depth=1, width=2, rollouts=64, with_expert=False, world=WORLD, **options):
+    """The tree's nodes as {path: (reward, source, branch)}, and the requests as (path, n)."""
+    env = FakeEnv(world, **options)
+    answer = script if callable(script) else Script(script)
+    root, asked = run(exploration_tree(env, "train0", FREE, depth, width, rollouts, with_expert), answer)
+    nodes = {path_of(n.state): (n.reward, n.source, n.branch) for n in root.walk()}
+    return nodes, [(path_of(r.state), r.n) for r in asked], root, env
+
+
+L, R, LL, LR, RL, RR = ("left",), ("right",), ("left", "left"), ("left", "right"), ("right", "left"), ("right", "right")
+NEW = 1 + RETRIES  # draws for the first step of a branch
+
+SCRIPT = {
+    (): "left left right",
+    L: "right left",
+    LR: "left",
+    R: "left right right right",
+    RR: "left",
+}
+
+
+def test_algorithm_2_by_hand():
+    nodes, asked, _, _ = grow(SCRIPT, with_expert=True)
+    assert asked == [
+        # 1: from the root; of left, left, right the first. It ends with .5: the root and L are pushed.
+        ((), NEW), (L, 1), (LR, 1),
+        # 2: the root again; left is known, right is not. It ends with .4: the root and R are pushed.
+        ((), NEW), (R, 1),
+        # 3: L; of left, right, left the first is new. It ends with 0: nothing is pushed.
+        (L, NEW),
+        # The root is popped, and is full. 4: R; right is new, and leads to 0.
+        (R, NEW), (RR, 1),
+        # 5 is the expert's, who meets R and RR on the way. The root and R are pushed, and are full.
+    ]  # fmt: skip
+    assert nodes == {
+        (): (0.0, "root", 0),
+        L: (0.0, "policy", 1), LR: (0.0, "policy", 1), (*LR, "left"): (0.5, "policy", 1), LL: (0.0, "policy", 3),
+        R: (0.0, "policy", 2), RL: (0.4, "policy", 2), RR: (0.0, "policy", 4), (*RR, "left"): (0.0, "policy", 4),
+        (*RR, "right"): (1.0, "expert", 5),
+    }  # fmt: skip
+
+
+def test_the_first_branch_that_fails_ends_the_first_pass():
+    nodes, asked, _, _ = grow({})  # always left
+    assert asked == [((), NEW), (L, 1)] and set(nodes) == {(), L, LL}
+
+
+def test_the_second_pass_expands_the_experts_branch():
+    nodes, asked, root, _ = grow({RR: "right"}, width=3, with_expert=True)
+    assert asked[:2] == [((), NEW), (L, 1)]  # the first pass as above; then the root and R of the expert's branch
+    assert asked[2:4] == [((), NEW), (L, 1)]  # no new child is found: the tree is as it was, the branch is worth 0
+    assert asked[4] == (R, NEW)
+    assert nodes[RL] == (0.4, "policy", 4) and nodes[(*RR, "right")] == (1.0, "expert", 2)
+    # R scores, so it is pushed again, though it finds no third child: that ends after W + RETRIES rollouts.
+    assert asked[5:] == [(R, NEW)] * (3 + RETRIES - 1)
+    assert root.children["left"].rollouts == 0 and root.children["right"].rollouts == 3 + RETRIES
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_only_nodes_up_to_depth_d_are_expanded(depth):
+    script = {(): "left right", L: "right left", LR: "left right", R: "left right", RR: "right left"}
+    nodes, asked, _, _ = grow(script, depth=depth, width=2)
+    assert {len(path) for path, n in asked if n == NEW} == set(range(depth + 1))
+    leaves = {path for path in nodes if len(path) == 3 or path in (LL, RL)}
+    assert len(leaves) == {0: 2, 1: 4, 2: 6}[depth]
+
+
+def test_the_number_of_rollouts_is_bounded():
+    for bound in (1, 2, 3):
+        _, asked, _, _ = grow(SCRIPT, rollouts=bound)
+        assert sum(n == NEW for _, n in asked) == bound
+    nodes, asked, _, _ = grow(SCRIPT, rollouts=2, with_expert=True)
+    assert sum(n == NEW for _, n in asked) == 2 and nodes[(*RR, "right")] == (1.0, "expert", 3)
+
+
+def test_an_equal_action_is_the_same_child():
+    at_root = iter(["left", "left", "left", "LEFT", "  left ", "Left", "left", "right", "left"])
+
+    def answer(request):
+        return say(*("right" if path_of(request.state) else next(at_root) for _ in range(request.n)))
+
+    nodes, asked, root, env = grow(answer, depth=0, width=2)
+    assert [path for path, _ in asked] == [(), L, LR] * 2 + [(), R, RR]  # the second branch finds nothing new
+    assert list(root.children) == ["left", "right"] and len(nodes) == 7
+    assert env.played.count(("train0", "left")) == 1  # a known action costs no step
+
+
+def test_an_action_that_means_nothing_is_a_node_like_any_other():
+    nodes, _, root, _ = grow({(): "jump", ("jump",): "jump"}, max_steps=2)
+    assert set(nodes) == {(), ("jump",), ("jump", "jump")}
+    leaf = root.children["jump"].children["jump"]
+    assert (leaf.observation, leaf.reward, leaf.done) == ("Observation: nothing happens", 0.0, True)
+
+
+def test_an_expert_who_gives_up_leaves_an_open_leaf(monkeypatch):
+    monkeypatch.setattr(FakeEnv, "expert", lambda self, task: iter([("this way", "right")]))
+    nodes, _, root, _ = grow({}, with_expert=True, rollouts=1)
+    assert nodes[R] == (0.0, "expert", 2) and not root.children["right"].done
+
+
+worlds = st.recursive(
+    st.sampled_from([0.0, 0.3, 1.0]), lambda w: st.dictionaries(st.sampled_from("abc"), w, min_size=1), max_leaves=12
+).filter(lambda w: isinstance(w, dict))
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds, st.integers(0, 3), st.integers(1, 3), st.integers(1, 12), st.booleans(), st.randoms())
+def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_expert, random):
+    def answer(request):
+        return say(*(random.choice(["a", "b", "c", "A ", "jump"]) for _ in range(request.n)))
+
+    nodes, asked, root, env = grow(answer, depth, width, rollouts, with_expert, world)
+    assert sum(n == NEW for _, n in asked) <= rollouts
+    assert all(len(path) <= depth for path, n in asked if n == NEW)
+    assert len({b for _, _, b in nodes.values()} - {0}) <= rollouts + with_expert
+    for node in root.walk():
+        assert node.rollouts <= width + RETRIES
+        assert bool(node.children) != node.done or (
+            not node.t and not node.children
+        )  # a path ends where the episode ends
+        assert not node.reward or node.done
+        # What the node says is what the world answers when its actions are played again.
+        observation, _ = env.reset(options={"task_id": "train0"})
+        done = False
+        for action in path_of(node.state):
+            assert not done
+            observation, reward, terminated, truncated, _ = env.step(action)
+            done = terminated or truncated
+        if node.t:
+            assert (env.message(observation), reward, done) == (node.observation, node.reward, node.done)
+    for node in root.walk():
+        assert len({action_key(child.action) for child in node.children.values()}) == len(node.children)
+
+
+# ---------------------------------------------------------------------------------------------------------- the file
+
+
+def test_a_tree_in_lines():
+    _, _, root, env = grow(SCRIPT, with_expert=True)
+    records = build_trees.lines(env, "train0", root)
+    assert [r["node_id"] for r in records] == list(range(10)) and records[0]["nodes"] == 10
+    assert [r["parent_id"] for r in records] == [None, 0, 1, 2, 1, 0, 5, 5, 7, 7]
+    assert [r["depth"] for r in records] == [0, 1, 2, 3, 2, 1, 2, 2, 3, 3]
+    assert [parse_action(r["action"] or "") for r in records] == [
+        "", "left", "right", "left", "left", "right", "left", "right", "left", "right"
+    ]  # fmt: skip
+    assert [m["content"] for m in records[0]["messages"]] == ["walk", "OK", "you stand at start"]
+    assert records[0]["task"] == "find the purse" and records[0]["env"] == "fake"
+    assert records[1]["observation"] == "Observation: you stand at start left"
+    assert "messages" not in records[1]  # a state is the path: no text is stored twice
+
+
+def test_whole_trees_are_counted():
+    tree = [{"nodes": 3}, {}, {}]
+    for n, whole in enumerate([0, 0, 0, 3, 3, 3, 6]):
+        assert build_trees.whole_trees((tree * 2)[:n]) == whole
+
+
+@pytest.fixture
+def build(tmp_path, agent, fake_world):
+    def command(*more: str, out: str = "trees.jsonl") -> bytes:
+        argv = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--out", str(tmp_path / out)]
+        build_trees.main([*argv, "--limit", "4", *more])
+        return (tmp_path / out).read_bytes()
+
+    return command
+
+
+def test_the_file_is_the_same_wherever_a_run_was_stopped(build, tmp_path, monkeypatch):
+    whole = build()
+    trees = [json.loads(line)["nodes"] for line in whole.splitlines() if b'"nodes"' in line]
+    assert len(trees) == 4 and sum(trees) == len(whole.splitlines())
+    ends = [i for i, byte in enumerate(whole) if byte == ord("\n")]
+    first = ends[trees[0] - 1] + 1
+    for cut in (0, 1, ends[0], ends[0] + 1, first - 1, first, first + 1, len(whole) // 2, len(whole) - 1, len(whole)):
+        (tmp_path / "trees.jsonl").write_bytes(whole[:cut])
+        assert build() == whole
+    monkeypatch.setattr(FakeEnv, "side_by_side", 1)
+    assert build(out="one.jsonl") == whole  # whatever the batch size
+    assert build("--seed", "1", out="other.jsonl") != whole
+
+
+def test_trees_are_of_the_last_training_tasks_within_the_tree_step_limit(build, monkeypatch):
+    monkeypatch.setattr(FakeEnv, "tree_steps", 2)
+    records = [json.loads(line) for line in build().splitlines()]
+    assert list(dict.fromkeys(r["task_id"] for r in records)) == ["train5", "train4", "train3", "train2"]
+    assert max(r["depth"] for r in records) == 2
+    records = [json.loads(line) for line in build("--steps", "1", "--no-expert", out="b.jsonl").splitlines()]
+    assert max(r["depth"] for r in records) == 1 and {r["source"] for r in records} == {"root", "policy"}
+
+
+def test_a_run_goes_on_only_as_it_was_begun(build, tmp_path):
+    build()
+    with pytest.raises(UserError, match=r"begun with --width 3, not 2"):
+        build("--width", "2")
+    (tmp_path / "results.jsonl").write_text(dump([{"task_id": "t", "reward": 1.0}]))
+    with pytest.raises(UserError, match=r"results\.jsonl"):
+        build(out="results.jsonl")
