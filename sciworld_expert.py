@@ -34,18 +34,21 @@ REASONS = {
     "wait": "This takes a long time.",
 }
 _ACTION = re.compile(rf"({'|'.join(REASONS)})(?: (.*))?")
+_OBJECTS = {verb: reason.count("{") for verb, reason in REASONS.items()}
 _SECOND = {"move": " to ", "pour": " into ", "use": " on ", "connect": " to "}
 AMONG = 60  # candidates
+EXPLORES = {"pick up", "open", "activate", "deactivate", "read"}
 SCENERY = {"agent", "air", "inventory", "door", "picture", "painting", "ground", "sewer", "drain"}
 SCENERY |= {"kitchen", "foundry", "workshop", "bathroom", "outside", "living room", "bedroom", "greenhouse"}
 SCENERY |= {"art studio", "hallway"}
 
 
+@functools.lru_cache(maxsize=100_000)
 def parts(action: str) -> tuple[str, list[str]]:
     """ "move metal pot to sink" -> ("move", ["metal pot", "sink"]); ("", []) for an action of another form."""
     if match := _ACTION.fullmatch(action):
         objects = match[2].split(_SECOND.get(match[1], "\0"), 1) if match[2] else []
-        if len(objects) == len(set(re.findall(r"\{\d\}", REASONS[match[1]]))):
+        if len(objects) == _OBJECTS[match[1]]:
             return match[1], objects
     return "", []
 
@@ -60,25 +63,35 @@ def _words(text: str) -> str:
     return f" {' '.join(re.findall(r'[a-z0-9]+', text.lower()))} "
 
 
+@functools.lru_cache(maxsize=100_000)
+def bare(name: str) -> str | None:
+    """The words of an object's name without its place and contents; None for scenery."""
+    name = re.split(r" in | on | containing ", name.lower())[0]
+    scenery = name in SCENERY or name.startswith("door to") or name.endswith(" drain")
+    return None if scenery else _words(name)
+
+
 def candidates(valid: list[str], task: str, recent: str, inventory: str) -> list[str]:
     """At most AMONG of the valid actions, by a rule that knows only what the agent was told.
 
-    Looking around, waiting and teleporting come first; then the verbs take turns, each beginning with the objects that
-    the task names (twice the weight), that the last turns spoke of, or that the agent holds. Scenery is left out, as
-    are the verbs that are not in REASONS.
+    Looking around, waiting and teleporting come first. Then the verbs take turns, each beginning with the objects that
+    the task names (twice the weight), that the last turns spoke of, or that the agent holds; first what EXPLORES and
+    what is done with such objects only, then the rest. Scenery is left out, as are the verbs that are not in REASONS.
     """
     texts = [(2, _words(task)), (1, _words(recent)), (1, _words(inventory))]
-    weight = functools.cache(lambda name: sum(w for w, text in texts if _words(name) in text))
+    weight = functools.cache(lambda name: sum(w for w, text in texts if name in text))
     fixed, turns = [], collections.defaultdict(list)
     for action in valid:
         verb, objects = parts(action)
-        names = [re.split(r" in | on | containing ", name.lower())[0] for name in objects]
+        names = [bare(name) for name in objects]
         if verb == "teleport to" or (verb and not names):
             fixed.append(action)
-        elif verb and not any(n in SCENERY or n.startswith("door to") or n.endswith(" drain") for n in names):
-            turns[verb].append((-sum(map(weight, names)) / len(names), action))
-    ranked = [(turn, verb, action) for verb, row in turns.items() for turn, (_, action) in enumerate(sorted(row))]
-    return (fixed + [action for *_, action in sorted(ranked)])[:AMONG]
+        elif verb and None not in names:
+            weights = [weight(name) for name in names]
+            later = verb not in EXPLORES and 0 in weights
+            turns[later, verb].append((-sum(weights) / len(weights), action))
+    order = [(later, turn, verb, a) for (later, verb), row in turns.items() for turn, (_, a) in enumerate(sorted(row))]
+    return (fixed + [action for *_, action in sorted(order)])[:AMONG]
 
 
 # ------------------------------------------------------------------------------------------------------------- experts
