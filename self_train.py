@@ -1,0 +1,197 @@
+"""Self-training: the agent learns from its own trajectories on the training tasks (Sec. 5.2, Fig. 4).
+
+    reads   RUN/sft/ and what it was trained on; --method qlass: RUN/qnet/; --method tree: RUN/trees.jsonl
+    writes  RUN/self_train-NAME.rollouts.jsonl (all trajectories), RUN/self_train-NAME.jsonl (demonstrations and the
+            trajectories that were kept, in expert.jsonl's layout), RUN/sft-NAME/ (the checkpoint trained on them)
+
+    python self_train.py --env webshop --method rft
+    python self_train.py --env webshop --method qlass --qnet runs/webshop/qnet-avg --name target-avg
+    python q_search.py --env webshop --method greedy --sft runs/webshop/sft-rft --label rft \\
+                       --out runs/webshop/results-rft.jsonl
+
+    rft     -N sampled trajectories a task, no QNet (rejection-sampling fine-tuning, Yuan et al. 2023)
+    qlass   -N trajectories a task, each action the best of -M by QNet (Alg. 4); one QNet for each process reward
+    tree    the best branch of each exploration tree, no new rollouts: what the trees alone are worth
+
+All keep a trajectory whose true reward reaches --threshold, which training tasks may tell. The model starts from where
+RUN/sft started, not from RUN/sft, and is trained in the same way on more data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Generator, Iterable
+from pathlib import Path
+
+from tqdm import tqdm
+
+import envs
+import sft
+from chat import Chat
+from files import (
+    Resumable,
+    UserError,
+    add_arguments,
+    meta_path,
+    needed,
+    parse_arguments,
+    read_trees,
+    run_stage,
+    same_arguments,
+    stage_argv,
+    write_jsonl,
+    write_meta,
+)
+from policy import Policy, Sample, Score, drive
+from q_search import Method, episode
+from train_qnet import QNet
+
+OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not drawn again
+
+
+def play(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
+    """N trajectories of one task as lines of expert.jsonl, whatever they earned."""
+    lines = []
+    for trial in range(method.N):
+        played = yield from episode(env, task_id, method, trial, chat)
+        state, action = played["last"]
+        messages = [*state.dump(), {"role": "assistant", "content": action}]
+        line = {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages}
+        lines.append(line | {"reward": played["reward"], "tokens": played["tokens"]})
+    env.close()
+    return lines
+
+
+def rollouts(args: argparse.Namespace, env: envs.TextEnv) -> list[dict]:
+    """Trajectories on the training tasks, those of a stopped run included."""
+    path = args.run / f"self_train-{args.name}.rollouts.jsonl"
+    same_arguments(path, args, ["env", "method", "sft", "qnet", "M", "N", "temperature", "seed"])
+    finished = Resumable(path, lambda records: len(records) // args.N * args.N)
+    done = {line["task_id"] for line in finished.records}
+    tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
+    if todo := [t for t in tasks if t not in done]:
+        write_meta(path, args, [args.sft, args.qnet])
+        policy = Policy.load(args.sft, args.device, args.seed + OTHER_LUCK)
+        answers = {Sample: policy.sample}
+        if args.temperature is not None:
+            policy.chat.rendering.temperature = args.temperature
+        if args.qnet:
+            answers[Score] = QNet.from_pretrained(args.qnet, args.device).score
+        method = Method("qlass" if args.qnet else "sample", args.M, args.N)
+        bar = tqdm(total=len(tasks), initial=len(tasks) - len(todo), desc=args.name, disable=None)
+        for lines in drive((play(env.fork(), t, method, policy.chat) for t in todo), answers, env.side_by_side):
+            finished.append(lines)
+            finished.records += lines
+            bar.update()
+    finished.close()
+    chosen = set(tasks)
+    return [line for line in finished.records if line["task_id"] in chosen]
+
+
+def best_branch(tree: list[dict]) -> dict | None:
+    """The agent's branch with the highest final reward, of equals the shortest, as a line of expert.jsonl."""
+    leaves = [node for node in tree if node["done"] and node["source"] == "policy"]
+    if not leaves:
+        return None
+    leaf, by_id = max(leaves, key=lambda node: (node["reward"], -node["depth"])), {n["node_id"]: n for n in tree}
+    messages, node = [{"role": "assistant", "content": leaf["action"]}], by_id[leaf["parent_id"]]
+    while node["parent_id"] is not None:
+        turns = ("assistant", node["action"]), ("user", node["observation"])
+        messages = [{"role": role, "content": content} for role, content in turns] + messages
+        node = by_id[node["parent_id"]]
+    root = {key: node[key] for key in ("task_id", "env", "task")}
+    return root | {"messages": node["messages"] + messages, "reward": leaf["reward"]}
+
+
+def kept(lines: Iterable[dict], threshold: float, known: Iterable[dict]) -> list[dict]:
+    """The distinct trajectories that earned enough and are not known yet."""
+    seen = {json.dumps(line["messages"]) for line in known}
+    good = {json.dumps(line["messages"]): line for line in lines if line["reward"] >= threshold - 1e-9}
+    return [
+        {key: line[key] for key in ("task_id", "env", "task", "messages", "reward")}
+        for text, line in good.items()
+        if text not in seen
+    ]
+
+
+def demonstrations(record: dict, env: str) -> list[dict]:
+    """What a checkpoint was trained on, by its meta.json's arguments."""
+    trajectories = list(sft.read_trajectories(Path(record["expert"])))[: record["n_expert"]]
+    return [
+        {"task_id": f"expert/{i}", "env": env, "task": state.task, "messages": state.dump(), "reward": reward}
+        for i, (state, reward) in enumerate(trajectories)
+    ]
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Sec. 5.2: M = 3, N = 1.")
+    add_arguments(parser)
+    add = parser.add_argument
+    add("--method", choices=["rft", "qlass", "tree"], default="qlass", help="default: %(default)s")
+    add("--name", help="of the checkpoint RUN/sft-NAME (default: the method)")
+    add("-M", type=int, help="candidates a step (default: qlass 3, rft 1)")
+    add("-N", type=int, help="trajectories a task (default: qlass 1, rft 3, so that both draw three times the actions)")
+    add("--threshold", type=float, default=1.0, help="reward that a trajectory must reach (default: %(default)s)")
+    add("--limit", type=int, default=300, metavar="N", help="number of training tasks (default: %(default)s; 0: all)")
+    add("--temperature", type=float, help="default: the checkpoint's own (0.7; tiny: 1)")
+    add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
+    add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
+    add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
+    add("--device")
+    args = parse_arguments(parser, argv)
+    if args.method == "rft" and (args.M or 1) > 1:
+        raise UserError(f"-M {args.M}: rft has no QNet to choose among candidates; give -N, trajectories a task")
+    args.name = args.name or args.method
+    args.M, args.N = args.M or (1 if args.method == "rft" else 3), args.N or (3 if args.method == "rft" else 1)
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    started = time.time()
+    env = envs.from_arguments(args)
+    args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
+    if not meta_path(args.sft).exists():
+        raise UserError(f"{meta_path(args.sft)}: missing; it tells how sft.py made {args.sft}, run that again")
+    record = json.loads(meta_path(args.sft).read_text(encoding="utf-8"))["arguments"]
+    expert = demonstrations(record, env.name)
+    if args.method == "tree":
+        args.trees, args.qnet = needed(args.trees, args.run / "trees.jsonl", "build_trees", stage_argv(args)), None
+        lines = [line for tree in read_trees(args.trees) if (line := best_branch(tree))]
+    else:
+        args.qnet = None if args.method == "rft" else args.qnet
+        if args.method == "qlass":
+            args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", stage_argv(args))
+        lines = rollouts(args, env)
+    new = kept(lines, args.threshold, expert)
+    if not new:
+        best = max((line["reward"] for line in lines), default=0.0)
+        raise UserError(
+            f"none of {len(lines)} trajectories is new and reaches --threshold {args.threshold} (highest reward "
+            f"{best:.3f}): lower it, or play more tasks (--limit 0) or more trajectories (-N)"
+        )
+    merged, out = args.run / f"self_train-{args.name}.jsonl", args.run / f"sft-{args.name}"
+    write_jsonl(merged, expert + new)
+    figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new)}
+    figures["mean_reward"] = sum(line["reward"] for line in lines) / max(1, len(lines))
+    write_meta(merged, args, [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
+    print(
+        f"{merged}: {len(new)} of {len(lines)} trajectories kept (mean reward {figures['mean_reward']:.3f}) "
+        f"beside {len(expert)} demonstrations",
+        flush=True,
+    )
+
+    # The tiny model chooses epochs and batch anew for the number of trajectories.
+    again = ["lr", "max_tokens", "micro_tokens", "candidates"] + ["epochs", "batch"] * (record["model"] != "tiny")
+    flags = [f"--{name.replace('_', '-')}={record[name]}" for name in again if record.get(name) is not None]
+    flags += ["--device", args.device] if args.device else []
+    flags += ["--model", record["model"], "--expert", str(merged), "--n-expert", str(len(expert) + len(new))]
+    sft.main([*stage_argv(args), *flags, "--out", str(out)])
+    print(f"next: python q_search.py --env {args.env} --run {args.run} --sft {out} --label {args.name} --method greedy "
+          f"--out {args.run}/results-{args.name}.jsonl")  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_stage(main)
