@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from chat import Chat, Rendering, State, react, uniforms
 from envs import TextEnv
@@ -132,7 +133,7 @@ def load_checkpoint(path: str | Path, kind: Any, device: str | None, **options: 
     try:
         model = kind.from_pretrained(path, dtype=dtype, **options)
         chat = Chat(load_tokenizer(path), Rendering.load(path))
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not a checkpoint that transformers can load ({str(error).splitlines()[0]})") from None
     if len(chat.tokenizer) > model.get_input_embeddings().num_embeddings:
         raise UserError(f"{path}: its tokenizer has more tokens than its model; was the folder mixed from two?")

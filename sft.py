@@ -58,21 +58,26 @@ def read_trajectories(path: Path) -> Iterator[tuple[State, float | None]]:
     """Expert files in our layout or in ETO's and QLASS's: `conversations` of {"from", "value"}, JSON list or JSONL."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    with open(path, encoding="utf-8") as file:
-        is_list = file.read(1) == "["
+    with open(path, "rb") as file:
+        is_list = file.read(100).lstrip().startswith(b"[")
     try:
-        records = json.loads(path.read_text(encoding="utf-8")) if is_list else read_jsonl(path)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
+        records = json.loads(path.read_bytes()) if is_list else read_jsonl(path)
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
     roles = {"human": "user", "gpt": "assistant"}
     for number, record in enumerate(records, 1):
-        turns = record.get("messages") or [
-            {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
-            for turn in record.get("conversations", [])
-        ]
-        if [turn["role"] for turn in turns[:2]] != ["user", "assistant"]:
-            raise UserError(f"{path}: record {number} is no chat of user and assistant in turns")
-        yield State.load(turns, record.get("task", "")), record.get("reward")
+        try:
+            turns = record.get("messages") or [
+                {"role": roles.get(turn["from"]), "content": turn["value"]} for turn in record["conversations"]
+            ]
+            state = State.load(turns, record.get("task", ""))
+            in_turns = all(role == ("user", "assistant")[i % 2] for i, (role, _) in enumerate(state.messages))
+            sound = in_turns and len(turns) > 1 and all(isinstance(text, str) for _, text in state.messages)
+        except (AttributeError, KeyError, TypeError):
+            sound = False
+        if not sound:
+            raise UserError(f"{path}: record {number} is no chat of user and assistant in turns (data/README.md)")
+        yield state, record.get("reward")
 
 
 # ----------------------------------------------------------------------------------------------------- the tiny model
@@ -116,8 +121,8 @@ def tokens_and_mask(chat: Chat, state: State, limit: int) -> tuple[list[int], li
     """The trajectory's tokens and which of them the agent wrote (Eq. 5's a_t), cut at `limit` tokens."""
     ids: list[int] = []
     wrote: list[bool] = []
-    roles = [role for role, _ in state.messages][-len(chat.runs(state)) :]
-    for role, run in zip(roles, chat.runs(state), strict=True):
+    runs = chat.runs(state)
+    for (role, _), run in zip(state.messages[len(state.messages) - len(runs) :], runs, strict=True):
         ids += run
         wrote += [role == "assistant"] * len(run)
     return ids[:limit], wrote[:limit]
@@ -136,7 +141,9 @@ def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
 
 
 def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace) -> dict:
-    examples = [tokens_and_mask(chat, s, args.max_tokens) for s in states]
+    examples = [e for e in (tokens_and_mask(chat, s, args.max_tokens) for s in states) if any(e[1][1:])]
+    if not examples:
+        raise UserError(f"no trajectory holds an action within --max-tokens {args.max_tokens}: give it more")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, betas=(0.9, 0.95))
     order = torch.Generator().manual_seed(args.seed)
     if args.model == "tiny":

@@ -77,8 +77,8 @@ class FakeEnv(envs.TextEnv):
     def restore(self, snapshot: tuple) -> None:
         self.task_id, self.path, self.steps = snapshot
 
-    def optimal_value(self) -> float:
-        return best(self.here)
+    def optimal_value(self, gamma: float = 0.99) -> float:
+        return best(self.here, gamma)
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         while self.valid_actions():
@@ -86,8 +86,9 @@ class FakeEnv(envs.TextEnv):
             yield "this way", action
 
 
-def best(node: Any) -> float:
-    return max(map(best, node.values())) if isinstance(node, dict) else node
+def best(node: Any, gamma: float = 1.0) -> float:
+    """The best purse below, discounted by the steps to it."""
+    return gamma * max(best(child, gamma) for child in node.values()) if isinstance(node, dict) else node
 
 
 # -------------------------------------------------------------------------------------------------- scripted policies

@@ -1,0 +1,258 @@
+"""Stage 1: what counts in the loss, the learning rate, what expert files may look like, and that training trains."""
+
+import argparse
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, word_chat
+
+import sft
+from chat import MARK, Chat, Rendering, State
+from files import UserError, read_jsonl
+from policy import Policy
+
+CHAT = word_chat()
+STATE = State(
+    (("user", "walk"), ("assistant", "OK"), ("user", "you stand"), ("assistant", "Thought: hm Action: left"),
+     ("user", "Observation: nothing happens"), ("assistant", "Action: right")), "find the purse"
+)  # fmt: skip
+
+# ----------------------------------------------------------------------------------------------------------- the loss
+
+
+def test_the_loss_mask_by_hand():
+    ids, wrote = sft.tokens_and_mask(CHAT, STATE, 100)
+    marked = [
+        "<user> walk <agent>", "*OK <end>", "<user> you stand <agent>", "*Thought: hm Action: left <end>",
+        "<user> Observation: nothing happens <agent>", "*Action: right <end>",
+    ]  # fmt: skip
+    words = [(word.strip("*"), run[0] == "*") for run in marked for word in run.split()]
+    assert list(zip(CHAT.tokenizer.convert_ids_to_tokens(ids), wrote, strict=True)) == words
+    assert sft.tokens_and_mask(CHAT, STATE, 9) == (ids[:9], wrote[:9])
+
+
+def test_the_loss_mask_of_llama_2_by_hand():
+    chat = Chat(chat_tokenizer("llama-2"), Rendering())
+    ids, wrote = sft.tokens_and_mask(chat, STATE, 1000)
+    written = [i for i, w in zip(ids, wrote, strict=True) if w]
+    assert chat.tokenizer.decode(written) == "OK </s> Thought: hm Action: left </s> Action: right </s>"
+    read = [i for i, w in zip(ids, wrote, strict=True) if not w]
+    assert chat.tokenizer.decode(read) == (
+        "<s> [INST] walk [/INST]<s> [INST] you stand [/INST]<s> [INST] Observation: nothing happens [/INST]"
+    )
+
+
+def test_the_mask_follows_the_compact_rendering():
+    chat = word_chat(compact=True)
+    ids, wrote = sft.tokens_and_mask(chat, STATE, 100)
+    assert chat.tokenizer.convert_ids_to_tokens(ids)[:3] == ["<user>", "you", "stand"]  # no instruction, no OK
+    assert sum(wrote) == 5 + 3
+    only_ok = State(STATE.messages[:2])  # an expert who did nothing
+    assert sft.tokens_and_mask(chat, only_ok, 100) == ([], [])
+
+
+def test_the_loss_by_hand():
+    logits = torch.tensor([[[0.0, 0.0], [math.log(3), 0.0], [0.0, 5.0], [9.0, 9.0]]])
+    ids = torch.tensor([[0, 1, 0, 1]])
+    # Tokens 1 and 2 were written: -log(1/2) of the first position, -log(3/4) of the second.
+    loss = sft.sft_loss(logits, ids, torch.tensor([[False, True, True, False]]))
+    assert loss.item() == pytest.approx(math.log(2) - math.log(3 / 4))
+    assert sft.sft_loss(logits, ids, torch.tensor([[True, False, False, False]])).item() == 0  # nothing predicts it
+
+
+def test_what_the_loss_does_not_see_does_not_move_it():
+    """Padding on the right, and the words of the user where nothing that was written follows."""
+    model = tiny_lm(CHAT)
+    ids, wrote = (torch.tensor([x]) for x in sft.tokens_and_mask(CHAT, STATE, 100))
+    loss = sft.sft_loss(model(input_ids=ids).logits, ids, wrote)
+    padded = torch.cat([ids, torch.full((1, 5), 7)], 1), torch.cat([wrote, torch.zeros(1, 5, dtype=torch.bool)], 1)
+    assert sft.sft_loss(model(input_ids=padded[0]).logits, *padded).item() == pytest.approx(loss.item(), abs=1e-4)
+    logp = model(input_ids=ids).logits[0].log_softmax(-1)
+    by_hand = -sum(logp[t - 1, ids[0, t]].item() for t in range(ids.shape[1]) if wrote[0, t])
+    assert loss.item() == pytest.approx(by_hand, abs=1e-4)
+
+
+def test_the_learning_rate_rises_and_falls():
+    rate = [sft.cosine(step, 100) for step in range(100)]
+    assert rate[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])  # 3 % of the steps
+    assert rate[3 + 97 // 2] == pytest.approx(0.5, abs=0.02) and 0 < rate[-1] < 0.001
+    assert all(a >= b for a, b in pairwise(rate[3:]))
+    assert [sft.cosine(s, 1) for s in range(1)] == [1]
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def arguments(**more) -> argparse.Namespace:
+    defaults = {"max_tokens": 100, "micro_tokens": 1000, "lr": 1e-2, "batch": 4, "epochs": 2, "seed": 0, "model": "x"}
+    return argparse.Namespace(**defaults | more)
+
+
+def others(n: int) -> list[State]:
+    words = ["left", "right", "walk", "find", "purse"]
+    return [State((*STATE.messages[:3], ("assistant", "Action: " + " ".join(words[: 1 + i % 5])))) for i in range(n)]
+
+
+def trained(**more) -> tuple[dict, dict]:
+    model = tiny_lm(CHAT)
+    figures = sft.train(model, CHAT, others(7), arguments(**more))
+    return figures, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.fixture
+def float32(monkeypatch):
+    """No bf16 arithmetic, so that equal sums are equal numbers on any CPU."""
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(float32):
+    (one, whole), (two, parts) = trained(), trained(micro_tokens=1)
+    assert one["steps"] == two["steps"] == 4  # 7 trajectories in batches of 4, twice
+    assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
+    for name, p in whole.items():
+        torch.testing.assert_close(p, parts[name], atol=1e-4, rtol=1e-4)
+    assert any(not torch.equal(p, trained(seed=1)[1][name]) for name, p in whole.items())
+
+
+def test_four_trajectories_are_learned_by_heart():
+    model = tiny_lm(CHAT)
+    figures = sft.train(model, CHAT, others(4), arguments(epochs=80))
+    assert figures["loss"] < math.log(4) / 2  # four answers to one question: log 4 over the tokens of an action
+    agent = Policy(model, CHAT)
+    likely = agent.logprobs([(State(s.messages[:-1]), s.messages[-1][1]) for s in others(4)])
+    assert all(abs(math.exp(p) - 1 / 4) < 0.1 for p in likely)
+
+
+def test_a_limit_that_leaves_nothing_to_learn_is_an_error():
+    with pytest.raises(UserError, match="max-tokens"):
+        sft.train(tiny_lm(CHAT), CHAT, [State(STATE.messages[2:])], arguments(max_tokens=3))
+
+
+# -------------------------------------------------------------------------------------------------------- expert files
+
+ETO = {
+    "id": "webshop_1",
+    "conversations": [
+        {"from": "human", "value": "You are shopping."}, {"from": "gpt", "value": "OK"},
+        {"from": "human", "value": "Find a shirt."}, {"from": "gpt", "value": "Thought: x\nAction: search[shirt]"},
+    ],
+}  # fmt: skip
+MESSAGES = (("user", "You are shopping."), ("assistant", "OK"), ("user", "Find a shirt."),
+            ("assistant", "Thought: x\nAction: search[shirt]"))  # fmt: skip
+
+
+def test_expert_files_in_all_layouts_are_the_same(tmp_path):
+    ours = {"messages": State(MESSAGES).dump(), "task": "a shirt", "reward": 0.5}
+    for name, text in {
+        "list.json": json.dumps([ETO, ETO], indent=1),
+        "lines.jsonl": dump([ETO, ETO]),
+        "spaced.json": "\n " + json.dumps([ETO, ETO]),
+    }.items():
+        (tmp_path / name).write_text(text)
+        assert list(sft.read_trajectories(tmp_path / name)) == [(State(MESSAGES), None)] * 2
+    (tmp_path / "ours.jsonl").write_text(dump([ours]))
+    assert list(sft.read_trajectories(tmp_path / "ours.jsonl")) == [(State(MESSAGES, "a shirt"), 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[{"conversations": [\n', r"file: not valid JSON .*line 2"),
+        ('{"messages"', "file:1: not valid JSON"),
+        (json.dumps([{"id": 1}]), "record 1"),
+        (json.dumps([ETO, {"conversations": ETO["conversations"][1:]}]), "record 2"),
+        (json.dumps([{"conversations": [{"from": "human"}, {"from": "gpt"}]}]), "record 1"),
+        (json.dumps([ETO, ["human", "gpt"]]), "record 2"),
+        (
+            json.dumps([{"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]}]),
+            "record 1",
+        ),
+        (dump([{"messages": State((*MESSAGES, ("assistant", "Action: more"))).dump()}]), "record 1"),
+    ],
+)
+def test_a_malformed_expert_file_is_named_in_one_line(tmp_path, text, says):
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(UserError, match=says) as error:
+        list(sft.read_trajectories(tmp_path / "file"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_demonstration_ends_with_the_experts_last_action():
+    record = sft.demonstrate(FakeEnv(), "train0")
+    contents = [m["content"] for m in record["messages"]]
+    assert contents == [
+        "walk", "OK", "you stand at start",
+        "Thought: this way\nAction: right", "Observation: you stand at start right",
+        "Thought: this way\nAction: right", "Observation: you stand at start right right",
+        "Thought: this way\nAction: right",
+    ]  # fmt: skip
+    assert (record["reward"], record["task"], record["env"], record["task_id"]) == (
+        1.0,
+        "find the purse",
+        "fake",
+        "train0",
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world, monkeypatch):
+    monkeypatch.setattr(sft, "TINY_STEPS", 3)
+    sft.main(["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "1", "--n-expert", "4"])
+    assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == ["train0", "train1", "train2", "train3"]
+    chat = Policy.load(tmp_path / "sft").chat
+    assert chat.rendering == Rendering(1.0, 48, "valid", True, True)
+    state = State(STATE.messages[:3], "find the purse").then(
+        "Thought: the purse\nAction: left", "Observation: the purse"
+    )
+    text = chat.tokenizer.decode(chat.prompt(state))
+    # The mark and what the byte pairs have joined; no instruction.
+    assert text == f"<user>you stand\nThought: the purse{MARK}\nAction: left<end><user>Observation: the purse{MARK}\n"
+    for action in ("Thought: a , b .\nAction: click[x [SEP] y]", "Action: ünïcode ½", "Action: 12.5  two spaces"):
+        assert chat.text(chat.action(action, "x y")) == action.replace(" [SEP]", "[SEP]")
+    meta = json.loads((tmp_path / "sft.meta.json").read_text())
+    assert meta["trajectories"] == 4 and meta["expert_reward"] == 1.0 and meta["steps"] == 4  # batches of a quarter
+
+
+def test_another_model_keeps_its_tokenizer_and_the_papers_rendering(tmp_path, agent, fake_world):
+    (tmp_path / "expert.json").write_text(json.dumps([ETO] * 3))
+    (tmp_path / "model").mkdir()
+    for file in agent.iterdir():
+        if file.name != Rendering.FILE:
+            (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    argv = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(tmp_path / "model")]
+    sft.main([*argv, "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
+    agent = Policy.load(tmp_path / "sft")
+    assert agent.chat.rendering == Rendering() and agent.model.config.hidden_size == 32
+    assert not (tmp_path / "expert.jsonl").exists() and not list(tmp_path.glob("*.draft"))
+
+
+@pytest.mark.parametrize("damage", ["empty", "no weights", "cut weights", "other vocabulary", "bad json", "bad policy"])
+def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path, agent, damage):
+    folder = tmp_path / "sft"
+    folder.mkdir()
+    for file in agent.iterdir():
+        (folder / file.name).write_bytes(b"" if damage == "empty" else file.read_bytes())
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if damage == "no weights":
+        weights.unlink()
+    elif damage == "cut weights":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage == "other vocabulary":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 9}))
+    elif damage == "bad json":
+        config.write_text("{")
+    elif damage == "bad policy":
+        (folder / Rendering.FILE).write_text('{"warmth": 1}')
+    with pytest.raises(UserError, match=str(folder)) as error:
+        Policy.load(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_is_none_is_named_in_one_line(tmp_path):
+    with pytest.raises(UserError, match="nowhere"):
+        Policy.load(tmp_path / "nowhere")
