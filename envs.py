@@ -544,8 +544,8 @@ class FrozenLakeEnv(TextEnv):
         return float(q[frozenlake.MOVES.index(move)] if move in frozenlake.MOVES else gamma * q.max())
 
     def optimal_value(self, gamma: float = 0.9) -> float:
-        """max_a Q*(s, a) in the state at hand."""
-        return float(self.q_star(gamma)[self.cell].max())
+        """gamma max_a Q*(s, a): a goal one move away is worth less than one that is reached."""
+        return gamma * float(self.q_star(gamma)[self.cell].max())
 
 
 # ------------------------------------------------------------------------------------------------------------ registry
