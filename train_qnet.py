@@ -38,6 +38,8 @@ from sft import cosine
 from stats import spearman
 from tokens import Prompts, TokenTree, batches, packed
 
+HELD_OUT = slice(None, None, 10)  # every tenth tree is not trained on
+
 
 class QNet(nn.Module):
     """Q(s, a): a HuggingFace causal LM without its output layer, and an MLP on each token's hidden state (Eq. 8)."""
@@ -312,7 +314,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"{args.labels}: no q-values; run bellman.py on it and name its output")
         trees.append(pairs_of(tree))
     trees = trees[: args.limit]
-    held_out, training = trees[::10], [t for i, t in enumerate(trees) if i % 10] or trees
+    held_out, training = trees[HELD_OUT], [t for i, t in enumerate(trees) if i % 10] or trees
 
     backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device)
     qnet = QNet(backbone, chat, readout=args.readout)
