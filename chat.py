@@ -103,6 +103,7 @@ def task_words(task: str) -> frozenset[str]:
     return frozenset(word.lower() for word in _WORD.findall(task)) - _STOP_WORDS
 
 
+@functools.lru_cache(maxsize=100_000)
 def mark(text: str, task: str) -> str:
     """ "red cotton shirt" for the task "a red shirt" -> "red ✓ cotton shirt ✓"."""
     words = task_words(task)

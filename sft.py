@@ -107,7 +107,7 @@ def tiny_model(states: list[State], vocabulary: int = 4096) -> tuple[Any, Any, R
         "{% else %}{{ m.content + '<end>' }}{% endif %}{% endfor %}"
     )
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=2,
         max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.06,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip

@@ -49,6 +49,24 @@ class TokenTree:
             path.append(after := at)
         return path
 
+    def fresh(self, ids: Sequence[int]) -> int:
+        """How many tokens `add` would store."""
+        after = -1
+        for known, token in enumerate(ids):
+            if (after, token) not in self._child:
+                return len(ids) - known
+            after = self._child[after, token]
+        return 0
+
+    def growth(self, ids: Sequence[int]) -> int:
+        """How many tokens `add` would have to store for this sequence."""
+        after = -1
+        for i, token in enumerate(ids):
+            after = self._child.get((after, token), -2)
+            if after == -2:
+                return len(ids) - i
+        return 0
+
     def attention(self) -> np.ndarray:
         """(L, L) bool: a token sees itself and its ancestors, as it would in its own sequence."""
         sees = np.eye(len(self), dtype=bool)

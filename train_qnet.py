@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm import tqdm
@@ -104,10 +105,14 @@ class QNet(nn.Module):
         folder = Path(folder)
         if not (folder / "qnet.json").exists():
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
-        about = json.loads((folder / "qnet.json").read_text(encoding="utf-8"))
         backbone, chat = load_checkpoint(folder, transformers.AutoModel, device)
-        qnet = cls(backbone, chat, about["hidden"], readout or about["readout"])
-        qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
+        try:
+            about = json.loads((folder / "qnet.json").read_text(encoding="utf-8"))
+            qnet = cls(backbone, chat, about["hidden"], readout or about["readout"])
+            qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
+        except (KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
+            wrong = str(error).splitlines()[0]
+            raise UserError(f"{folder}: no value head that fits its backbone ({wrong}); mixed from two?") from None
         return qnet.to(backbone.device).eval()
 
 
@@ -173,15 +178,14 @@ class PackedPairs:
 
 
 def pack(chat: Chat, pairs: Sequence[Pair], loss_on: str, max_tokens: int) -> Iterator[PackedPairs]:
-    """A tree's pairs in as few token trees of at most `max_tokens` as their order allows."""
+    """A tree's pairs, depth first, in token trees of at most `max_tokens` each (or of one pair that is longer)."""
     current = PackedPairs()
     for pair in pairs:
         prompt, action = chat.prompt(pair.state), chat.action(pair.action, pair.state.task)
-        if current.pairs and len(current.tree) + len(prompt) + len(action) > max_tokens:
-            # The rest of the branch may fit once its shared part is counted once; a full check costs a dry run.
+        if current.pairs and len(current.tree) + current.tree.growth([*prompt, *action]) > max_tokens:
             yield current
             current = PackedPairs()
-        current.add(prompt[:max_tokens], action, pair.q, loss_on)
+        current.add(prompt, action, pair.q, loss_on)
     if current.pairs:
         yield current
 
@@ -293,7 +297,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--loss-on", choices=["all", "action", "last"], default="all", help="tokens with the loss (Eq. 11: all)")
     add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
     add("--freeze", action="store_true", help="train the head alone")
-    add("--max-tokens", type=int, default=2048, help="of a packed tree (default: %(default)s)")
+    add("--max-tokens", type=int, help="of a packed tree (default: 4096; below 50 M parameters 1024)")
     add("--micro-tokens", type=int, default=8192, help="padded tokens in memory at once (default: %(default)s)")
     add("--limit", type=int, metavar="N", help="number of trees (default: all)")
     add("--device")
@@ -314,12 +318,15 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"{args.labels}: no q-values; run bellman.py on it and name its output")
         trees.append(pairs_of(tree))
     trees = trees[: args.limit]
+    if not trees:
+        raise UserError(f"{args.labels}: no trees")
     held_out, training = trees[HELD_OUT], [t for i, t in enumerate(trees) if i % 10] or trees
 
     backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device)
     qnet = QNet(backbone, chat, readout=args.readout)
     small = sum(p.numel() for p in backbone.parameters()) < 50e6
     args.lr = args.lr or (1e-3 if small else 1e-5)
+    args.max_tokens = args.max_tokens or (1024 if small else 4096)
     backbone.requires_grad_(not args.freeze)
     figures = train(qnet, training, args)
 
