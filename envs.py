@@ -350,6 +350,7 @@ class SciWorldEnv(TextEnv):
 
     Tasks are `split/name/variation`; "test_seen" is the package's dev split and "test_unseen" its test split, as ETO
     has them. max_steps "eto": ETO's own limit for each task. simulators: how many JVMs (0.4 GB each) may run at once.
+    tasks: "all" 30, "eto" for the 24 that ETO has, or names with commas between them.
     simplifications: the simulator's own list; "easy" opens doors, not containers, and adds teleporting.
     The reward is the best score of the episode, 0 to 1: it ends when the task is done, spoilt, or out of steps.
     A restore replays the actions of the episode, unless a simulator is there already.
@@ -372,6 +373,7 @@ class SciWorldEnv(TextEnv):
 
     def __init__(
         self,
+        tasks: str = "all",
         simplifications: str = "easy",
         simulators: int = 4,
         instruction: str | Path | None = None,
@@ -380,14 +382,14 @@ class SciWorldEnv(TextEnv):
         super().__init__(max_steps)
         if isinstance(self.max_steps, str) and self.max_steps != "eto":
             raise UserError(f"sciworld: max_steps is a number or eto, not {max_steps!r}")
-        self.simplifications, self.side_by_side = simplifications, simulators
+        self.tasks, self.simplifications, self.side_by_side = tasks, simplifications, simulators
         self.pool = sciworld.simulators()
         self.pool.size = simulators
         if instruction:
             self.instruction = webshop_data.read_text(Path(instruction))
 
     def task_ids(self, split: str) -> list[str]:
-        if split not in (ids := sciworld.task_ids()):
+        if split not in (ids := sciworld.task_ids(self.tasks)):
             raise UserError(f"sciworld: unknown split {split!r}: choose one of {', '.join(ids)}")
         return ids[split]
 

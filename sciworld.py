@@ -67,17 +67,22 @@ def split_of(name: str, variation: int, variations: int) -> str:
 
 
 @functools.cache
-def task_ids() -> dict[str, list[str]]:
-    """Split -> task ids `split/name/variation`: first one variation of every task, then another, so that the first
-    (or last) few hundred are a fair sample."""
-    rounds: dict[str, list[tuple[int, str]]] = {"train": [], "val": [], "test_seen": [], "test_unseen": []}
-    for name, variations in simulators().variations.items():
-        turn = collections.Counter()
-        for variation in range(variations):
-            split = split_of(name, variation, variations)
-            rounds[split].append((turn[split], f"{split}/{name}/{variation}"))
-            turn[split] += 1
-    ids = {split: [task_id for _, task_id in sorted(members)] for split, members in rounds.items()}
+def task_ids(which: str = "all") -> dict[str, list[str]]:
+    """Split -> task ids `split/name/variation` of "all" tasks, of "eto"'s, or of those with these names. From either end
+    of a list inwards there is first one variation of every task, then another: a few hundred are a fair sample."""
+    counts = simulators().variations
+    names = {"all": list(counts), "eto": list(ETO_STEPS)}.get(which) or [task_name(n) for n in which.split(",")]
+    if unknown := [name for name in names if name not in counts]:
+        raise UserError(f"sciworld: unknown task {unknown[0]!r}: choose of {', '.join(counts)}")
+    rounds: dict[str, list[tuple[int, int, str]]] = {"train": [], "val": [], "test_seen": [], "test_unseen": []}
+    for name in names:
+        turns = collections.Counter()
+        for variation in range(counts[name]):
+            split = split_of(name, variation, counts[name])
+            turn, from_the_end = divmod(turns[split], 2)
+            rounds[split].append((from_the_end, -turn if from_the_end else turn, f"{split}/{name}/{variation}"))
+            turns[split] += 1
+    ids = {split: [task_id for *_, task_id in sorted(members)] for split, members in rounds.items()}
     return ids | {"test": ids["test_unseen"], "all": [task_id for split in rounds for task_id in ids[split]]}
 
 

@@ -49,7 +49,10 @@ def test_names_of_older_versions(old, new):
 def test_splits_are_the_packages_and_disjoint(env):
     ids = {split: env.task_ids(split) for split in ("train", "val", "test_seen", "test_unseen", "all")}
     assert len(set(ids["all"])) == len(ids["all"]) == sum(len(ids[split]) for split in ids if split != "all") == 7207
-    assert len({task.split("/")[1] for task in ids["test_unseen"][:30]}) == 30  # the first of every task first
+    for some in (ids["test_unseen"][:30], ids["train"][-30:]):  # both ends are fair samples
+        assert len({task.split("/")[1] for task in some}) == 30
+    assert len({task.split("/")[1] for task in sciworld.task_ids("eto")["all"]}) == 24
+    assert len(sciworld.task_ids("task-1-boil,melt")["all"]) == 60
     assert 0.05 < len(ids["val"]) / (len(ids["val"]) + len(ids["train"])) < 0.15
     simulator = sciworld.simulators().nearest(sciworld.Task("boil", 0), ())
     for name in ("identify-life-stages-2", "power-component", "chemistry-mix", "lifespan-longest-lived"):
@@ -78,6 +81,8 @@ def test_a_task_that_does_not_exist_is_one_line(env, task, message):
 def test_bad_options_are_one_line(env):
     with pytest.raises(envs.UserError, match="unknown split 'dev'"):
         env.task_ids("dev")
+    with pytest.raises(envs.UserError, match="unknown task 'fry': choose of boil, "):
+        envs.make("sciworld", tasks="boil,fry", simulators=1).task_ids("test")
     with pytest.raises(envs.UserError, match="max_steps is a number or eto"):
         envs.make("sciworld", max_steps="many", simulators=1)
     with pytest.raises(envs.UserError, match="Unknown simplification label: esay"):
