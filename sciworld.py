@@ -68,7 +68,7 @@ def split_of(name: str, variation: int, variations: int) -> str:
 
 @functools.cache
 def task_ids(which: str = "all") -> dict[str, list[str]]:
-    """Split -> task ids `split/name/variation` of "all" tasks, of "eto"'s, or of those with these names. From either end
+    """Split -> task ids `split/name/variation` of "all" tasks, of ETO's ("eto"), or of the named. From either end
     of a list inwards there is first one variation of every task, then another: a few hundred are a fair sample."""
     counts = simulators().variations
     names = {"all": list(counts), "eto": list(ETO_STEPS)}.get(which) or [task_name(n) for n in which.split(",")]
