@@ -131,10 +131,12 @@ def load_checkpoint(path: str | Path, kind: Any, device: str | None, **options: 
     where, dtype = device_and_dtype(device)
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = kind.from_pretrained(path, dtype=dtype, **options)
+        model, about = kind.from_pretrained(path, dtype=dtype, output_loading_info=True, **options)
         chat = Chat(load_tokenizer(path), Rendering.load(path))
     except (OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not a checkpoint that transformers can load ({str(error).splitlines()[0]})") from None
+    if about["missing_keys"]:  # transformers would draw them at random
+        raise UserError(f"{path}: no weights for {min(about['missing_keys'])}; was the folder mixed from two?")
     if len(chat.tokenizer) > model.get_input_embeddings().num_embeddings:
         raise UserError(f"{path}: its tokenizer has more tokens than its model; was the folder mixed from two?")
     return model.to(where), chat
@@ -151,6 +153,8 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | Path, device: str | None = None, seed: int = 0) -> Policy:
+        if (Path(path) / "qnet.json").exists():
+            raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
         return cls(*load_checkpoint(path, transformers.AutoModelForCausalLM, device), seed)
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
