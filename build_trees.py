@@ -17,6 +17,7 @@ W + RETRIES times, and a tree at most --rollouts times (W to the power of D is 6
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -104,9 +105,9 @@ def exploration_tree(
             branch.append(child(node, text, "policy"))
         return branch
 
-    def expand() -> Generator[Sample, list, None]:
+    def expand(bound: float) -> Generator[Sample, list, None]:
         nonlocal branches
-        while queue and branches < rollouts:  # line 4
+        while queue and branches < bound:  # line 4
             node = queue.popleft()  # line 5: first in, first out
             if node.t <= depth and len(node.children) < width and node.rollouts < width + RETRIES:  # line 6
                 node.rollouts += 1
@@ -115,7 +116,8 @@ def exploration_tree(
                 if branch[-1].reward != 0:  # line 9; else: stop expansion
                     queue.extend(n for n in branch if n.t <= depth and not n.done)  # line 10
 
-    yield from expand()
+    bound = rollouts or math.inf
+    yield from expand(bound / 2 if with_expert else bound)  # the bound leaves as much for the second pass
     if with_expert:
         branches += 1
         branch = [root]
@@ -126,7 +128,7 @@ def exploration_tree(
             if branch[-1].done:
                 break
         queue.extend(n for n in branch if n.t <= depth and not n.done)  # line 12
-        yield from expand()  # line 13
+        yield from expand(bound)  # line 13
     env.close()
     return root
 
@@ -163,9 +165,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="default: RUN/trees.jsonl")
     add("--depth", type=int, help="D (default: 3 WebShop, 6 ScienceWorld, 8 ALFWorld and FrozenLake)")
     add("--width", type=int, default=3, help="W (default: %(default)s)")
-    add("--rollouts", type=int, default=64, help="trajectories a tree at most (default: %(default)s; paper: no bound)")
+    add(
+        "--rollouts", type=int, default=24, help="trajectories a tree at most (default: %(default)s; 0, the paper: any)"
+    )
     add("--steps", type=int, help="step limit of a trajectory (default: 5 WebShop, 18 others; bundled WebShop 9)")
-    add("--limit", type=int, default=300, metavar="N", help="number of training tasks (default: %(default)s; 0: all)")
+    add("--limit", type=int, default=400, metavar="N", help="number of training tasks (default: %(default)s; 0: all)")
     add("--temperature", type=float, help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
     add("--device")

@@ -141,7 +141,10 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, chat: C
         key = (task_id, trial, len(steps))  # not the method: all draw with the same luck
         temperature = 0.0 if method.name == "greedy" else None
         drawn = yield from draw(env, state, worded, key, chat, temperature)
-        distinct = list({action_key(c.text): c.text for c in reversed(drawn)}.values())[::-1]
+        first: dict[str, str] = {}
+        for c in drawn:
+            first.setdefault(action_key(c.text), c.text)
+        distinct = list(first.values())
         scores = (yield from chooser(env, state, distinct, key)) if chooser else [None]
         action = distinct[max(range(len(scores)), key=scores.__getitem__)]  # Alg. 4, line 8: argmax_a Q(s, a)
         generated += sum(c.tokens for c in drawn)
@@ -218,9 +221,9 @@ def methods(args: argparse.Namespace) -> list[Method]:
             chosen += [Method("best_of_n", N=n, select=select) for select in ("q", "oracle") for n in args.M]
             chosen += [Method("qlass", M=m) for m in args.M] + [Method("oracle_step", M=max(args.M))]
         elif name == "best_of_n":
-            chosen += [Method(name, N=n, select=args.select) for n in args.N]
+            chosen += [Method(name, N=n, select=args.select) for n in args.N or [4]]
         elif name in CHOOSERS:
-            chosen += [Method(name, m, n, args.select if n > 1 else None) for m in args.M for n in args.N]
+            chosen += [Method(name, m, n, args.select if n > 1 else None) for m in args.M for n in args.N or [1]]
         else:
             chosen.append(Method(name))
     return chosen
@@ -237,10 +240,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--select", choices=["q", "oracle"], default="q", help="which of N trajectories counts (default: %(default)s)")
     add("--split", default="test", help="tasks to play (default: %(default)s)")
     add("--limit", type=int, default=400, metavar="N", help="number of tasks (default: %(default)s; 0: all)")
-    add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
+    add("--sft", type=Path, help="the agent's checkpoint (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
     add("--out", type=Path, help="default: RUN/results.jsonl; lines that it has are not played again")
-    add("--label", help="name of a variant, kept in each line (default: none; with paraphrases: paraphrased)")
+    add("--label", help="a variant's name, kept in each line")
     add(
         "--paraphrase",
         nargs="?",
@@ -250,12 +253,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="draw each candidate under its own wording of the task, of N (default: off; without N: all different)",
     )
     add("--paraphrase-server", metavar="URL[#MODEL]", help="wordings by an OpenAI-compatible server, not by our rules")
-    add("--temperature", type=float, help="default: the checkpoint's own (0.7; tiny: 1)")
-    add("--max-steps", type=int, help="step limit (default: the environment's: 5 WebShop, 40 others)")
+    add("--temperature", type=float, metavar="T", help="default: the checkpoint's own (0.7; tiny: 1)")
+    add("--max-steps", type=int, metavar="N", help="step limit (default: 5 WebShop, 40 others; bundled WebShop 9)")
     add("--device")
     args = parse_arguments(parser, argv)
     args.M = args.M or ([2, 4, 6] if "all" in args.method else [2])
-    args.N = args.N or ([4] if "best_of_n" in args.method else [1])
     if args.paraphrase_server and args.paraphrase is None:
         args.paraphrase = 0
     if args.paraphrase is not None:
@@ -283,12 +285,18 @@ def main(argv: list[str] | None = None) -> None:
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", stage_argv(args))
         qnet = QNet.from_pretrained(args.qnet, args.device)
         answers[Score] = qnet.score
+    # Which models a line came from is the same question whether this call's methods need them or not.
+    args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
+    # The file is of one agent and one QNet, also where the methods of this call need none.
+    args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     answers[Reword] = paraphraser = Server(args.paraphrase_server) if args.paraphrase_server else by_rules
     same_arguments(args.out, args, ["env", "sft", "qnet", "temperature", "max_steps", "seed", "label", "paraphrase",
                                     "paraphrase_server"])  # fmt: skip
 
     tasks = env.task_ids(args.split)[: args.limit or None]
-    results = Resumable(args.out, len)
+    if not tasks:
+        raise UserError(f"{args.env}: no tasks in --split {args.split}")
+    results = Resumable(args.out, lambda records: len([r["method"] for r in records]))
     identity = ("task_id", "split", "method", "M", "N", "select")
     finished = {tuple(r[k] for k in identity): r for r in results.records}
     write_meta(args.out, args, [args.sft, args.qnet])
