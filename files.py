@@ -209,7 +209,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run", type=Path, help="folder of this run's files (default: runs/ENV)")
     add("--seed", type=int, default=0)
     add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
-    add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, else bundled ones)")
+    add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, bundled)")
     add("--env-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the environment")
 
 
@@ -218,6 +218,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> 
         raise UserError(f"{message} (python {parser.prog} --help lists the flags)")
 
     parser.error = error  # type: ignore[method-assign]
+    parser.usage = "python %(prog)s [flags]"  # all of them would fill the screen twice
     args = parser.parse_args(argv)
     args.run = args.run or Path("runs") / args.env
     return args

@@ -49,15 +49,6 @@ class TokenTree:
             path.append(after := at)
         return path
 
-    def fresh(self, ids: Sequence[int]) -> int:
-        """How many tokens `add` would store."""
-        after = -1
-        for known, token in enumerate(ids):
-            if (after, token) not in self._child:
-                return len(ids) - known
-            after = self._child[after, token]
-        return 0
-
     def growth(self, ids: Sequence[int]) -> int:
         """How many tokens `add` would have to store for this sequence."""
         after = -1

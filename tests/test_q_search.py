@@ -1,0 +1,334 @@
+"""Algorithm 4 and its baselines on a written world: who takes which path with which Q, and what it costs."""
+
+import json
+
+import pytest
+from fakes import WORLD, FakeEnv, Script, best, dump, path_of, run, say, tiny_backbone, word_chat
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import q_search
+from chat import parse_action
+from files import UserError, read_jsonl
+from policy import Sample, Score
+from q_search import Method, play
+from train_qnet import QNet
+
+CHAT = word_chat()
+BOTH = {path: "left right" for path in [(), ("left",), ("right",), ("left", "right"), ("right", "right")]}
+
+
+def true_q(request: Score) -> list[float]:
+    """The best purse behind each action: what a perfect QNet says (gamma = 1)."""
+    node = WORLD
+    for action in path_of(request.state):
+        node = node.get(action, node)
+    return [best(node.get(parse_action(a), node)) for a in request.actions]
+
+
+def never(request):
+    raise AssertionError(f"no {type(request).__name__} was to be asked")
+
+
+def episode(method: Method, script=BOTH, q=never, env: FakeEnv | None = None, **options):
+    """The record, the path taken, and the environment that was played."""
+    env = env or FakeEnv(**options)
+    draw = script if callable(script) else Script(script)
+    record, asked = run(play(env, "test0", method, CHAT), lambda r: draw(r) if isinstance(r, Sample) else q(r))
+    assert all(r.temperature == (0 if method.name == "greedy" else 0.7) for r in asked if isinstance(r, Sample))
+    return record, tuple(parse_action(s["action"]) for s in record["steps"]), env
+
+
+# ------------------------------------------------------------------------------------------------ who goes where
+
+
+def test_the_highest_q_leads_to_the_best_purse():
+    record, path, _ = episode(Method("qlass", M=2), q=true_q)
+    assert path == ("right", "right", "right")
+    assert (record["reward"], record["success"], record["n_steps"]) == (1.0, True, 3)
+    first = record["steps"][0]
+    assert [(parse_action(c["action"]), c["q"]) for c in first["candidates"]] == [("left", 0.5), ("right", 1.0)]
+    assert first["observation"] == "Observation: you stand at start right"
+
+
+def test_q_decides_even_where_it_is_wrong():
+    record, path, _ = episode(Method("qlass", M=2), q=lambda r: [-v for v in true_q(r)])
+    assert path == ("left", "left") and record["reward"] == 0 and not record["success"]
+
+
+def test_only_what_the_agent_draws_can_be_chosen():
+    script = BOTH | {("right",): "left left"}
+    record, path, _ = episode(Method("qlass", M=2), script, true_q)
+    assert path == ("right", "left") and record["reward"] == 0.4
+    assert len(record["steps"][1]["candidates"]) == 1  # two equal draws are one candidate
+
+
+@pytest.mark.parametrize("draws", ["left right", "right left right", "right left left", "left right left left"])
+def test_among_equals_the_first_draw_is_taken(draws):
+    n = len(draws.split())
+    record, path, _ = episode(Method("qlass", M=n), {(): draws}, lambda r: [0.5] * len(r.actions))
+    assert path[0] == draws.split()[0]
+    assert [parse_action(c["action"]) for c in record["steps"][0]["candidates"]] == list(dict.fromkeys(draws.split()))
+
+
+def test_spellings_of_one_action_are_one_candidate():
+    def draw(request):
+        return say(*["left", "LEFT", " left ", "right"][: request.n])
+
+    record, _, _ = episode(Method("qlass", M=4), draw, lambda r: [0.5] * len(r.actions))
+    assert [c["action"] for c in record["steps"][0]["candidates"]] == [
+        "Thought: hm\nAction: left",
+        "Thought: hm\nAction: right",
+    ]
+
+
+@pytest.mark.parametrize("name", ["greedy", "sample"])
+def test_the_agent_alone(name):
+    script = {(): "right", ("right",): "right"}
+    record, path, _ = episode(Method(name), script)
+    assert path == ("right", "right", "left") and record["reward"] == 0
+    assert record["steps"][0]["candidates"] == [{"action": "Thought: hm\nAction: right", "q": None}]
+
+
+def test_random_choice_is_of_the_drawn_and_depends_on_the_task_alone():
+    paths = {}
+    for task in range(30):
+        env = FakeEnv()
+        taken = [run(play(env, f"test{task}", Method("random", M=2), CHAT), Script(BOTH))[0] for _ in range(2)]
+        assert taken[0]["steps"] == taken[1]["steps"]
+        paths[tuple(parse_action(s["action"]) for s in taken[0]["steps"])] = taken[0]
+    assert len(paths) == 6  # all the ends of the world are met
+
+
+def test_the_oracle_sees_the_value_of_the_next_state():
+    record, path, env = episode(Method("oracle_step", M=2))
+    assert path == ("right", "right", "right") and record["reward"] == 1
+    assert record["env_steps"] == len(env.played) == 9  # three steps, and two looks ahead at each
+
+
+def test_the_lookahead_sees_rewards_but_no_values():
+    for q, expected in ((0.3, ("right", "left")), (0.41, ("right", "right", "right"))):
+        # From R, left ends the episode with .4; right goes on, and counts by its q.
+        def answer(request, q=q):
+            return [q if parse_action(a) == "right" else 0.0 for a in request.actions]
+
+        record, path, env = episode(Method("oracle_lookahead", M=2), q=answer)
+        assert path == expected and record["env_steps"] == len(env.played) == 3 * len(path)
+
+
+def by_trial(*scripts):
+    """A different script for each of N trajectories."""
+    answers = [Script(s) for s in scripts]
+    return lambda request: answers[request.key[1]](request)
+
+
+THREE = by_trial({}, {(): "right"}, {(): "right", ("right",): "right"})  # left left, right left, right right left
+
+
+def test_the_best_of_n_by_reward_and_by_q():
+    record, path, _ = episode(Method("best_of_n", N=3, select="oracle"), THREE)
+    assert path == ("right", "left") and record["reward"] == 0.4
+
+    def longest(request):
+        return [float(len(request.state.messages))]
+
+    record, path, _ = episode(Method("best_of_n", N=3, select="q"), THREE, longest)
+    assert path == ("right", "right", "left") and record["reward"] == 0  # Q was wrong, and no reward was looked at
+    record, path, _ = episode(Method("best_of_n", N=3, select="q"), THREE, true_q)
+    assert path == ("right", "left") and record["reward"] == 0.4
+
+
+def test_n_guided_trajectories():
+    # The first trial never draws right at the root, the second does.
+    script = by_trial(BOTH | {(): "left left"}, BOTH)
+    for select in ("q", "oracle"):
+        record, path, _ = episode(Method("qlass", M=2, N=2, select=select), script, true_q)
+        assert path == ("right", "right", "right") and record["resets"] == 2
+
+
+def test_the_expert():
+    record = q_search.demonstration(FakeEnv(), "test0")
+    assert (record["reward"], record["n_steps"], record["env_steps"]) == (1.0, 3, 3)
+    assert record["tokens"] == {"prompt": 0, "generated": 0, "scored": 0}
+
+
+def test_an_action_that_means_nothing_costs_its_step():
+    record, path, _ = episode(Method("sample"), Script({}, "jump"), max_steps=3)
+    assert path == ("jump",) * 3 and record["reward"] == 0
+    assert record["steps"][0]["observation"] == "Observation: nothing happens"
+
+
+shuffled = st.permutations([0.0, 0.5, 0.2, 0.4, 0.0, 1.0])
+BLIND = [Method("greedy"), Method("sample"), Method("random", M=2), Method("qlass", M=2), Method("qlass", 2, 3, "q"),
+         Method("best_of_n", N=3, select="q")]  # fmt: skip
+
+
+@settings(max_examples=20, deadline=None)
+@given(shuffled, st.sampled_from(BLIND))
+def test_no_reward_is_looked_at_before_the_end(rewards, method):
+    a, b, c, d, e, f = rewards
+    world = {
+        "left": {"left": a, "right": {"left": b, "right": c}},
+        "right": {"left": d, "right": {"left": e, "right": f}},
+    }
+    record, path, env = episode(method, BOTH, true_q, FakeEnv(world))
+    expected, same_path, _ = episode(method, BOTH, true_q)
+    assert path == same_path and record["tokens"] == expected["tokens"]
+    assert len(env.played) == record["env_steps"] and env.played[-1][0] == "test0"
+    if method.N == 1:
+        assert record["env_steps"] == record["n_steps"]
+
+
+# --------------------------------------------------------------------------------------------------- what it costs
+# The prompt: "<user> walk <agent>" 3 tokens, "OK <end>" 2, "<user> you stand at start <agent>" 6. An action,
+# "Thought: hm Action: left <end>", has 5; the scripted agent says 3. "<user> Observation: you stand at start right
+# <agent>" has 8, a step further 9.
+
+
+@pytest.mark.parametrize(
+    ("method", "script", "tokens", "env_steps"),
+    [
+        # left left: the words of the environment; two actions
+        (Method("greedy"), {}, {"prompt": 3 + 6 + 8, "generated": 2 * 3, "scored": 0}, 2),
+        # right right right: two actions a step; each read and scored once
+        (Method("qlass", M=2), BOTH, {"prompt": 26, "generated": 3 * 2 * 3, "scored": 26 + 3 * 2 * 5}, 3),
+        # four draws a step, two candidates
+        (Method("qlass", M=4), BOTH, {"prompt": 26, "generated": 3 * 4 * 3, "scored": 26 + 3 * 2 * 5}, 3),
+        (Method("oracle_lookahead", M=2), BOTH, {"prompt": 26, "generated": 18, "scored": 56}, 9),
+        (Method("oracle_step", M=2), BOTH, {"prompt": 26, "generated": 18, "scored": 0}, 9),
+        # left left, right left, right right left; the last action of each is scored, behind all that came before it
+        (
+            Method("best_of_n", N=3, select="q"),
+            THREE,
+            {"prompt": 17 + 17 + 26, "generated": (2 + 2 + 3) * 3, "scored": (24 + 5) * 2 + (38 + 5)},
+            7,
+        ),
+        (Method("best_of_n", N=3, select="oracle"), THREE, {"prompt": 60, "generated": 21, "scored": 0}, 7),
+    ],
+)
+def test_tokens_and_steps_by_hand(method, script, tokens, env_steps):
+    record, _, env = episode(method, script, true_q)
+    assert record["tokens"] == tokens
+    assert record["env_steps"] == len(env.played) == env_steps and record["resets"] == method.N
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+def methods(*argv: str) -> list[Method]:
+    return q_search.methods(q_search.parse(["--env", "frozenlake", *argv]))
+
+
+def test_flags_name_methods():
+    assert methods() == [Method("qlass", M=2)]
+    assert methods("--method", "qlass", "best_of_n", "greedy") == [
+        Method("qlass", M=2), Method("best_of_n", N=4, select="q"), Method("greedy")
+    ]  # fmt: skip
+    assert methods("--method", "qlass", "-M", "2", "4", "-N", "1", "3", "--select", "oracle") == [
+        Method("qlass", 2, 1), Method("qlass", 2, 3, "oracle"), Method("qlass", 4, 1), Method("qlass", 4, 3, "oracle")
+    ]  # fmt: skip
+    everything = methods("--method", "all")
+    assert [m.M for m in everything if m.name == "qlass"] == [2, 4, 6]
+    assert [(m.N, m.select) for m in everything if m.name == "best_of_n"] == [
+        (2, "q"), (4, "q"), (6, "q"), (2, "oracle"), (4, "oracle"), (6, "oracle")
+    ]  # fmt: skip
+    assert {"expert", "greedy", "sample", "random", "oracle_step"} < {m.name for m in everything}
+
+
+@pytest.fixture(scope="module")
+def value_net(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("value") / "qnet"
+    folder.mkdir()
+    chat = word_chat()
+    QNet(tiny_backbone(chat, 3), chat, hidden=16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def search(tmp_path, agent, value_net, fake_world):
+    def command(*more: str, out: str = "results.jsonl") -> list[dict]:
+        named = ["--sft", str(agent), "--qnet", str(value_net), "--out", str(tmp_path / out)]
+        q_search.main(["--env", "frozenlake", "--run", str(tmp_path), *named, "--limit", "3", *more])
+        return [{k: v for k, v in line.items() if k != "seconds"} for line in read_jsonl(tmp_path / out)]
+
+    return command
+
+
+ALL = ("--method", "all", "oracle_lookahead", "-M", "2", "3")
+
+
+def test_every_method_leaves_a_line_for_each_task(search, capsys):
+    records = search(*ALL, "--split", "val", "--label", "x")
+    assert len(records) == 13 * 3 and {r["task_id"] for r in records} == {"val0", "val1", "val2"}
+    assert {(r["env"], r["split"], r["label"], r["seed"]) for r in records} == {("fake", "val", "x", 0)}
+    rewards = {(r["method"], r["M"], r["N"], r["select"], r["task_id"]): r["reward"] for r in records}
+    assert len(rewards) == len(records)
+    for task in ("val0", "val1", "val2"):
+        assert rewards["expert", 1, 1, None, task] == 1
+        for n in (2, 3):  # of the same trajectories
+            assert rewards["best_of_n", 1, n, "oracle", task] >= rewards["best_of_n", 1, n, "q", task]
+    assert capsys.readouterr().out.count("mean reward") == 13
+
+
+def test_results_do_not_depend_on_the_batch_or_on_where_a_run_stopped(search, tmp_path, monkeypatch):
+    whole = search(*ALL)
+    written = (tmp_path / "results.jsonl").read_bytes()
+    for cut in (1, len(written) // 3, written.index(b"\n") + 1, len(written) - 1):
+        (tmp_path / "results.jsonl").write_bytes(written[:cut])
+        assert search(*ALL) == whole
+    assert search(*ALL) == whole  # nothing is played again
+    monkeypatch.setattr(FakeEnv, "side_by_side", 1)
+    assert search(*ALL, out="one.jsonl") == whole
+    assert search(*ALL, "--seed", "1", out="other.jsonl") != whole
+
+
+def test_methods_may_be_added_one_after_the_other(search, tmp_path, agent, value_net):
+    for method in ("expert", "greedy", "qlass", "sample"):
+        records = search("--method", method)
+    assert [r["method"] for r in records[::3]] == ["expert", "greedy", "qlass", "sample"]
+    assert len(search("--method", "greedy", "--split", "val")) == 15
+    with pytest.raises(UserError, match=r"begun with --temperature None, not 0\.5"):
+        search("--method", "greedy", "--temperature", "0.5")
+
+
+def test_the_step_limit_is_the_environments_unless_it_is_given(search, fake_world):
+    search("--method", "expert")
+    search("--method", "expert", "--max-steps", "1", out="short.jsonl")
+    assert fake_world == [{}, {"max_steps": 1}]
+
+
+def test_a_retrained_qnet_does_not_go_on_with_the_old_ones_lines(search, tmp_path, value_net):
+    import shutil
+
+    mine = tmp_path / "qnet"
+    shutil.copytree(value_net, mine)
+    search("--qnet", str(mine))
+    (mine / "head.safetensors").write_bytes((mine / "head.safetensors").read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match=r"another .*qnet"):
+        search("--qnet", str(mine))
+
+
+def test_wrong_inputs_are_named(search, tmp_path, agent, monkeypatch):
+    with pytest.raises(UserError, match=r"nowhere: no such file"):
+        search("--qnet", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="not a QNet"):
+        search("--qnet", str(agent))
+    (tmp_path / "trees.jsonl").write_text(dump([{"task_id": "t", "node_id": 0}]))
+    with pytest.raises(UserError, match=r"trees\.jsonl"):
+        search(out="trees.jsonl")
+    (tmp_path / "broken.jsonl").write_text('{"method"\n{}\n')
+    with pytest.raises(UserError, match=r"broken\.jsonl:1"):
+        search(out="broken.jsonl")
+    monkeypatch.setattr(FakeEnv, "task_ids", lambda self, split: [])
+    with pytest.raises(UserError, match="no tasks"):
+        search(out="empty.jsonl")
+
+
+def test_the_files_are_jsonl_with_the_documented_fields(search, tmp_path):
+    (record, *_) = search("--method", "qlass", "-M", "2")
+    about = "task_id env split label method M N select seed"
+    assert list(record) == f"{about} reward success n_steps tokens env_steps resets steps".split()
+    assert {"action", "candidates", "observation"} == set(record["steps"][0])
+    meta = json.loads((tmp_path / "results.meta.json").read_text())
+    assert meta["computed_tokens"]["policy"] > 0 and meta["computed_tokens"]["qnet"] > 0
+    assert len(meta["inputs"]) == 2
