@@ -128,7 +128,7 @@ def exploration_tree(
             if branch[-1].done:
                 break
         queue.extend(n for n in branch if n.t <= depth and not n.done)  # line 12
-        yield from expand(bound)  # line 13
+        yield from expand(bound + 1)  # line 13; the expert branch was no rollout
     env.close()
     return root
 

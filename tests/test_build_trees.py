@@ -87,7 +87,7 @@ def test_the_number_of_rollouts_is_bounded():
         _, asked, _, _ = grow(SCRIPT, rollouts=bound)
         assert sum(n == NEW for _, n in asked) == bound
     nodes, asked, _, _ = grow(SCRIPT, rollouts=2, with_expert=True)
-    assert sum(n == NEW for _, n in asked) == 2 and nodes[(*RR, "right")] == (1.0, "expert", 3)
+    assert sum(n == NEW for _, n in asked) == 2 and nodes[(*RR, "right")] == (1.0, "expert", 2)
 
 
 def test_an_equal_action_is_the_same_child():
