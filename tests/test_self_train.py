@@ -1,0 +1,192 @@
+"""Self-training: which trajectories are made, which are kept, and what stage 1 is then asked to do."""
+
+import json
+
+import pytest
+from fakes import FakeEnv, Script, dump, run, word_chat
+
+import envs
+import self_train
+import sft
+from chat import parse_action
+from files import UserError, read_jsonl
+from q_search import Method
+from self_train import best_branch, kept
+
+# ------------------------------------------------------------------------------------------------------------- trees
+
+
+def node(i, parent, action, reward=0.0, done=False, source="policy", depth=1):
+    return {"task_id": "t", "node_id": i, "parent_id": parent, "depth": depth, "action": action, "reward": reward,
+            "observation": f"saw {action}", "done": done, "source": source}  # fmt: skip
+
+
+def tree(*nodes):
+    root = node(0, None, None, source="root", depth=0)
+    root |= {"env": "fake", "task": "find", "nodes": 1 + len(nodes), "messages": [{"role": "user", "content": "start"}]}
+    return [root, *nodes]
+
+
+def test_best_branch_by_hand():
+    line = best_branch(
+        tree(
+            node(1, 0, "a"),
+            node(2, 1, "b", 0.6, True, depth=2),
+            node(3, 0, "expert's", 1.0, True, source="expert"),
+            node(4, 0, "c"),
+            node(5, 4, "d", depth=2),
+            node(6, 5, "e", 0.6, True, depth=3),
+        )
+    )
+    assert [(m["role"], m["content"]) for m in line["messages"]] == [
+        ("user", "start"), ("assistant", "a"), ("user", "saw a"), ("assistant", "b")]  # fmt: skip
+    assert (line["task_id"], line["env"], line["task"], line["reward"]) == ("t", "fake", "find", 0.6)
+
+
+def test_a_tree_of_the_expert_alone_has_no_branch_of_the_agent():
+    assert best_branch(tree(node(1, 0, "a", 1.0, True, source="expert"))) is None
+    # The agent goes on from the expert's node: its own branch all the same.
+    assert best_branch(tree(node(1, 0, "a", source="expert"), node(2, 1, "b", 0.3, True, depth=2)))["reward"] == 0.3
+
+
+# ----------------------------------------------------------------------------------------------------- what is kept
+
+
+def line(text, reward):
+    messages = [{"role": "user", "content": "s"}, {"role": "assistant", "content": text}]
+    return {"task_id": "t", "env": "fake", "task": "", "messages": messages, "reward": reward, "tokens": {}}
+
+
+def test_kept_are_new_distinct_and_good():
+    lines = [line("a", 1.0), line("a", 1.0), line("b", 0.8), line("c", 0.79), line("known", 1.0)]
+    chosen = kept(lines, 0.8, [line("known", 1.0)])
+    assert [c["messages"][1]["content"] for c in chosen] == ["a", "b"]
+    assert set(chosen[0]) == {"task_id", "env", "task", "messages", "reward"}  # expert.jsonl's
+
+
+# -------------------------------------------------------------------------------------------------------- trajectories
+
+
+def test_trajectories_are_whole_chats_with_their_reward():
+    policy = Script({(): "left right", ("right",): "left right", ("right", "right"): "right"})
+    lines, requests = run(self_train.play(FakeEnv(), "train0", Method("sample", N=3), word_chat()), policy)
+    assert [tuple(parse_action(m["content"]) for m in made["messages"][3::2]) for made in lines] == [
+        ("left", "left"), ("right", "left"), ("left", "left")]  # fmt: skip
+    assert [made["reward"] for made in lines] == [0.0, 0.4, 0.0]
+    assert all(made["messages"][-1]["role"] == "assistant" for made in lines)
+    assert len({r.key for r in requests}) == len(requests)
+
+
+@pytest.fixture
+def stage(tmp_path, monkeypatch):
+    """A run folder with an SFT checkpoint of one demonstration, models by script; `calls` are what sft.main got."""
+    policy = Script({(): "right left", ("right",): "right left", ("right", "right"): "right left"})
+    env, calls, sampled, loaded = FakeEnv(), [], [], []
+
+    class Model:
+        chat = word_chat()
+
+        @classmethod
+        def load(cls, *arguments):
+            loaded.append(arguments)
+            return cls()
+
+        from_pretrained = load
+
+        def sample(self, requests):
+            sampled.extend(requests)
+            return [policy(r) for r in requests]
+
+        def score(self, requests):
+            return [[float("right" in action) for action in r.actions] for r in requests]
+
+    demonstration = [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "OK"}]
+    (tmp_path / "expert.jsonl").write_text(dump([{"messages": demonstration, "task": "find", "reward": 1.0}] * 3))
+    for name in ("sft", "qnet"):
+        (tmp_path / name).mkdir()
+    record = {"model": "tiny", "expert": str(tmp_path / "expert.jsonl"), "n_expert": 2, "lr": 0.5, "epochs": 7,
+              "batch": 3, "max_tokens": 99, "micro_tokens": 11, "candidates": None}  # fmt: skip
+    (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": record}))
+    monkeypatch.setattr(envs, "from_arguments", lambda args: env)
+    monkeypatch.setattr(self_train, "Policy", Model)
+    monkeypatch.setattr(self_train, "QNet", Model)
+    monkeypatch.setattr(sft, "main", lambda argv: calls.append(sft.parse(argv)))
+
+    def start(*argv):
+        self_train.main(["--run", str(tmp_path), *argv])
+        return calls[-1]
+
+    start.run, start.record, start.sampled, start.loaded = tmp_path, record, sampled, loaded
+    return start
+
+
+def test_q_guided_trajectories_are_merged_and_trained_on(stage):
+    asked = stage("--method", "qlass", "--name", "target-q")
+    merged = list(read_jsonl(stage.run / "self_train-target-q.jsonl"))
+    # Two demonstrations (n_expert), and the one best walk, which is the same text in all six tasks.
+    assert [made["task_id"] for made in merged[:2]] == ["expert/0", "expert/1"]
+    assert [parse_action(m["content"]) for m in merged[2]["messages"][3::2]] == ["right", "right", "right"]
+    assert len(list(read_jsonl(stage.run / "self_train-target-q.rollouts.jsonl"))) == 6
+    assert {r.n for r in stage.sampled} == {3}  # M = 3
+    assert (asked.expert, asked.out) == (stage.run / "self_train-target-q.jsonl", stage.run / "sft-target-q")
+    assert (asked.model, asked.n_expert, asked.lr, asked.max_tokens, asked.micro_tokens) == ("tiny", 3, 0.5, 99, 11)
+    assert (asked.epochs, asked.batch) == (None, None)  # the tiny model's own for so many
+    assert [len(arguments) for arguments in stage.loaded] == [3, 2]  # a policy with its seed, a QNet
+
+
+def test_another_model_is_trained_as_it_was(stage):
+    (stage.run / "sft.meta.json").write_text(json.dumps({"arguments": stage.record | {"model": "some/llama"}}))
+    asked = stage("--method", "qlass")
+    assert (asked.model, asked.epochs, asked.batch) == ("some/llama", 7, 3)
+
+
+def test_rejection_sampling_needs_no_qnet(stage):
+    (stage.run / "qnet").rmdir()
+    stage("--method", "rft", "--threshold", "0.4", "-N", "2")
+    rollouts = list(read_jsonl(stage.run / "self_train-rft.rollouts.jsonl"))
+    assert len(rollouts) == 12 and {r.n for r in stage.sampled} == {1}
+    merged = list(read_jsonl(stage.run / "self_train-rft.jsonl"))[2:]
+    assert 0 < len(merged) < 12 and all(made["reward"] >= 0.4 for made in merged)
+    assert len(stage.loaded) == 1
+
+
+def test_a_stopped_run_goes_on_and_a_finished_one_plays_nothing(stage):
+    stage("--method", "rft", "-N", "2", "--threshold", "0")
+    path = stage.run / "self_train-rft.rollouts.jsonl"
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:5]) + lines[5][:20])  # two tasks and a half, the last line cut
+    stage.sampled.clear()
+    stage("--method", "rft", "-N", "2", "--threshold", "0")
+    assert {r.key[0] for r in stage.sampled} == {json.loads(text)["task_id"] for text in lines[4:]}
+    assert [json.loads(a)["task_id"] for a in path.read_bytes().splitlines()] == [
+        json.loads(b)["task_id"] for b in lines
+    ]
+    stage.sampled.clear()
+    stage("--method", "rft", "-N", "2", "--threshold", "0", "--limit", "3")
+    assert not stage.sampled
+    with pytest.raises(UserError, match="begun with --N 2"):
+        stage("--method", "rft", "-N", "3")
+
+
+def test_the_trees_best_branches(stage):
+    good = tree(node(1, 0, "a", 1.0, True))
+    bad = [n | {"task_id": "u"} for n in tree(node(1, 0, "a", 0.2, True))]
+    (stage.run / "trees.jsonl").write_text(dump(good + bad))
+    stage("--method", "tree")
+    assert [made["task_id"] for made in read_jsonl(stage.run / "self_train-tree.jsonl")] == [
+        "expert/0",
+        "expert/1",
+        "t",
+    ]
+    assert not stage.loaded
+
+
+def test_mistakes(stage):
+    with pytest.raises(UserError, match="highest reward 1"):
+        stage("--method", "rft", "--threshold", "1.5")
+    with pytest.raises(UserError, match="no QNet"):
+        stage("--method", "rft", "-M", "2")
+    (stage.run / "sft.meta.json").unlink()
+    with pytest.raises(UserError, match="sft.meta"):
+        stage("--method", "rft")
