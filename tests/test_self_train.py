@@ -188,5 +188,5 @@ def test_mistakes(stage):
     with pytest.raises(UserError, match="no QNet"):
         stage("--method", "rft", "-M", "2")
     (stage.run / "sft.meta.json").unlink()
-    with pytest.raises(UserError, match="sft.meta"):
+    with pytest.raises(UserError, match=r"sft\.meta"):
         stage("--method", "rft")
