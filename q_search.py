@@ -285,8 +285,6 @@ def main(argv: list[str] | None = None) -> None:
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", stage_argv(args))
         qnet = QNet.from_pretrained(args.qnet, args.device)
         answers[Score] = qnet.score
-    # Which models a line came from is the same question whether this call's methods need them or not.
-    args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     answers[Reword] = paraphraser = Server(args.paraphrase_server) if args.paraphrase_server else by_rules
