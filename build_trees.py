@@ -169,7 +169,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--rollouts", type=int, default=24, help="trajectories a tree at most (default: %(default)s; 0, the paper: any)"
     )
     add("--steps", type=int, help="step limit of a trajectory (default: 5 WebShop, 18 others; bundled WebShop 9)")
-    add("--limit", type=int, default=400, metavar="N", help="number of training tasks (default: %(default)s; 0: all)")
+    add("--limit", type=int, default=250, metavar="N", help="number of training tasks (default: %(default)s; 0: all)")
     add("--temperature", type=float, help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
     add("--device")

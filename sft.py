@@ -33,7 +33,7 @@ from files import UserError, add_arguments, parse_arguments, read_jsonl, run_sta
 from policy import device_and_dtype, load_checkpoint, mixed_precision
 from tokens import batches
 
-TINY = {"n_expert": 1000, "epochs": 2, "lr": 3e-3, "batch": 16}
+TINY = {"n_expert": 1350, "epochs": 2, "lr": 3e-3, "batch": 16}
 TINY_STEPS = 200  # few demonstrations are repeated until so many updates are made
 PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64}  # Table 5
 
@@ -198,7 +198,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", default="tiny", help="tiny, or a HuggingFace name or path (default: %(default)s)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
-    add("--n-expert", type=int, help="number of trajectories (default: all; tiny: 1000)")
+    add("--n-expert", type=int, help="number of trajectories (default: all; tiny: 1350)")
     add("--epochs", type=int, help="default: 3; tiny: 2, or what 200 updates take")
     add("--lr", type=float, help="default: 1e-5; tiny: 3e-3")
     add("--batch", type=int, help="trajectories a step (default: 64; tiny: 16)")

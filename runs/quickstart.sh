@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
 # All four stages on WebShop's bundled catalogue with the tiny model, then every policy on 400 test tasks, on two cores.
-# Run again after a stop: finished stages are kept, unfinished ones go on. SEED=1 RUN=runs/webshop-seed1 for another seed.
+# Run again after a stop: what is finished is kept, the rest goes on. SEED=1 RUN=runs/webshop-seed1 for another seed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
 SEED=${SEED:-0}
 RUN=${RUN:-runs/webshop}
 common=(--env webshop --run "$RUN" --seed "$SEED")
+stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $1"; "$PYTHON" "$@"; }
 
-[ -d "$RUN/sft" ] || $PYTHON sft.py "${common[@]}"        # Stage 1: behaviour cloning
-$PYTHON build_trees.py "${common[@]}"                      # Stage 2: exploration trees
-[ -f "$RUN/q_labels.jsonl" ] || $PYTHON bellman.py "${common[@]}"   # Stage 3: Bellman backup
-[ -d "$RUN/qnet" ] || $PYTHON train_qnet.py "${common[@]}" # Stage 4: QNet
-$PYTHON q_search.py "${common[@]}" --method all            # Q-guided generation and its baselines
-$PYTHON report.py --run "$RUN"
+[ -d "$RUN/sft" ] || stage sft.py "${common[@]}"                      # stage 1: behaviour cloning
+stage build_trees.py "${common[@]}"                                   # stage 2: exploration trees
+[ -f "$RUN/q_labels.jsonl" ] || stage bellman.py "${common[@]}"       # stage 3: Bellman backup
+[ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}"              # stage 4: QNet
+stage q_search.py "${common[@]}" --method all                         # Q-guided generation and its baselines
+
+# Control: the same agent cloned from the demonstrations and the trees' best branches (rejection sampling).
+[ -d "$RUN/sft-tree" ] || stage self_train.py "${common[@]}" --method tree
+stage q_search.py "${common[@]}" --method greedy --sft "$RUN/sft-tree" --label "SFT on trees' best" \
+    --out "$RUN/results-tree.jsonl"
+stage report.py --run "$RUN" --out "$RUN/report.html"
