@@ -398,6 +398,7 @@ class SciWorldEnv(TextEnv):
         task_id = (options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("train")))
         self.task = sciworld.find_task(task_id, self.simplifications)
         self.task_id, self.played, self.recent, self.best, self.steps = task_id, (), (), 0.0, 0
+        self.pool.players.add(self)
         description = self.pool.description(self.task)
         return description, self._info(description, 0.0)
 
@@ -437,6 +438,11 @@ class SciWorldEnv(TextEnv):
 
     def restore(self, snapshot: Any) -> None:
         self.task, self.task_id, self.played, self.recent, self.best, self.steps = snapshot
+        self.pool.players.add(self)
+
+    def close(self) -> None:
+        """Leave the simulator to others; it ends with this process, or by `sciworld.simulators().close()`."""
+        self.pool.players.discard(self)
 
 
 # --------------------------------------------------------------------------------------------------------- FrozenLake

@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import subprocess
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -244,13 +245,14 @@ def choices(question: str) -> list[str]:
 
 
 class Simulators:
-    """Up to `size` simulators as a cache of states: a question about a point of an episode goes to the one that has the
-    shortest way there. Answers are remembered, so that going back to what was seen before costs nothing."""
+    """Up to `size` simulators, one a player, as a cache of states: a question about a point of an episode goes to the
+    one that has the shortest way there. Answers are remembered: going back to what was seen before costs nothing."""
 
     REMEMBERED = 20_000
 
     def __init__(self) -> None:
         self.size = 4
+        self.players: weakref.WeakSet[Any] = weakref.WeakSet()  # environments in an episode
         self.running: list[Simulator] = []  # the least recently used first
         self.answers: dict[tuple, Any] = {}  # the oldest first
         atexit.register(self.close)
@@ -285,7 +287,8 @@ class Simulators:
         on_the_way = [s for s in self.running if s.task == task and played[: len(s.played)] == s.played]
         simulator = max(on_the_way, key=lambda s: len(s.played), default=None)
         if simulator is None:
-            simulator = Simulator() if len(self.running) < self.size else self.running[0]
+            wanted = min(self.size, max(1, len(self.players)))
+            simulator = Simulator() if len(self.running) < wanted else self.running[0]
         self.running = [s for s in self.running if s is not simulator] + [simulator]
         return simulator
 

@@ -211,6 +211,26 @@ def test_going_back_and_forth_costs_no_replay(env):
     assert not loads
 
 
+def test_players_have_a_simulator_each_and_leave_it_to_the_next(env):
+    pool = sciworld.simulators()
+    pool.players.clear()
+    pool.size, before = 2, len(pool.running)
+    try:
+        first, second, third = (env.fork() for _ in range(3))
+        play(first, "train/find-plant/0", ["look around"])
+        assert len(pool.running) == before == 1
+        play(second, "train/find-plant/2", ["look around"])
+        assert len(pool.running) == 2
+        play(third, "train/find-plant/1", ["look around"])
+        assert len(pool.running) == 2
+        for player in (first, second, third):
+            player.close()
+        assert not pool.players
+    finally:
+        pool.size = 1
+        pool.running.pop().close()
+
+
 def test_a_simulator_that_dies_is_replaced(env):
     expected = play(env, "train/find-plant/1", ["teleport to kitchen", "look around"])[1]
     env.reset(options={"task_id": "train/find-plant/1"})
@@ -290,7 +310,6 @@ ENDINGS = {
     "exit": "pass",
     "error": "raise RuntimeError",
     "interrupt": "time.sleep(60)",
-    "terminated": "time.sleep(60)",
     "killed": "time.sleep(60)",
     "killed, with a forked child": "time.sleep(60 if os.fork() else 5)",
 }
@@ -311,7 +330,7 @@ def test_no_java_process_is_left_however_python_ends():
     started = {e: subprocess.Popen([sys.executable, "-c", script + ENDINGS[e]], cwd=HERE, **pipes) for e in ENDINGS}
     javas = {ending: [int(pid) for pid in p.stdout.readline().split()] for ending, p in started.items()}
     assert all(len(pids) == 1 for pids in javas.values())
-    signals = {"interrupt": signal.SIGINT, "terminated": signal.SIGTERM}
+    signals = {"interrupt": signal.SIGINT}
     for ending, process in started.items():
         if "killed" in ending or ending in signals:
             assert alive(javas[ending][0])
