@@ -1,8 +1,7 @@
 """How a state becomes tokens, for every stage alike.
 
-State, react, parse_action     a state is a list of chat messages; an action is "Thought: ...\\nAction: ..."
-Rendering, Chat                messages -> tokens, by the model's own chat template, one run of tokens a message
-TokenTree, packed              prefixes that sequences share are stored, and computed, once
+    State, react, parse_action     a state is a list of chat messages; an action is "Thought: ...\\nAction: ..."
+    Rendering, Chat                messages -> tokens, by the model's own chat template, one run of tokens a message
 """
 
 from __future__ import annotations
