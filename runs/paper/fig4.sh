@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Fig. 4: self-training on WebShop with three process rewards from the same trees, beside rejection sampling. Needs the
+# first four stages of webshop.sh, in the same run folder.
+#
+#   WEBSHOP=DIR ETO=DIR bash runs/paper/fig4.sh
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/table5.sh"
+RUN=${RUN:-runs/paper-webshop-$NAME}
+
+env=("${webshop[@]}" --run "$RUN")
+again=(--temperature 0.7 --limit 0)
+
+evaluate() {  # the checkpoint RUN/sft-$1, greedily
+  $PYTHON q_search.py "${env[@]}" --method greedy --limit 0 --max-steps 5 \
+    --sft "$RUN/sft-$1" --label "$1" --out "$RUN/results-$1.jsonl"
+}
+
+for target in q avg reward; do
+  labels=$RUN/q_labels-$target.jsonl net=$RUN/qnet-$target
+  [ -f "$labels" ] || $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target $target --out "$labels"
+  [ -d "$net" ] || $PYTHON train_qnet.py "${env[@]}" "${qnet[@]}" --labels "$labels" --out "$net"
+  $PYTHON align.py "${env[@]}" -M 4 -K 8 --split test --limit 50 \
+    --labels "$labels" --qnet "$net" --label target-$target --out "$RUN/align-$target.jsonl"
+  # Each action the best of three, one trajectory a task (Q*Agent's setting).
+  $PYTHON self_train.py "${env[@]}" "${again[@]}" --method qlass -M 3 -N 1 --qnet "$net" --name target-$target
+  evaluate target-$target
+done
+$PYTHON self_train.py "${env[@]}" "${again[@]}" --method rft -N 3
+evaluate rft
+$PYTHON self_train.py "${env[@]}" --method tree
+evaluate tree
+$PYTHON report.py --run "$RUN"

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# ScienceWorld: Table 2's columns, seen and unseen. The paper with Llama-2-7B-Chat: SFT 67.4 / 53.0,
+# best-of-N 70.2 / 57.6, QLASS 75.3 / 66.4.
+#
+#   ETO=DIR bash runs/paper/sciworld.sh
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/table5.sh"
+ROLLOUTS=${ROLLOUTS:-64}  # the paper names no bound; without one a tree may take 3^6 = 729
+RUN=${RUN:-runs/paper-sciworld-$NAME}
+
+env=(--env sciworld --run "$RUN" --seed "$SEED" --env-option tasks=eto)
+env+=(--env-option "instruction=$ETO/sciworld_inst.txt")
+sft+=(--expert "$ETO/sciworld_sft.json")
+trees+=(--depth 6 --steps 18 --rollouts "$ROLLOUTS")
+pipeline
+
+for split in test_seen test_unseen; do
+  some=(--max-steps 40 --split $split)
+  $PYTHON q_search.py "${env[@]}" "${search[@]}" "${some[@]}" --method greedy qlass -M 2 -N 1
+  $PYTHON q_search.py "${env[@]}" "${search[@]}" "${some[@]}" --method best_of_n -N 2 4 6 --select oracle
+  $PYTHON q_search.py "${env[@]}" "${search[@]}" "${some[@]}" --method best_of_n -N 2 4 6 --select q
+done
+$PYTHON report.py --run "$RUN"

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Table 3: 1,000 of WebShop's demonstrations in stage 1, trees over all training tasks.
+#
+#   WEBSHOP=DIR ETO=DIR bash runs/paper/table3.sh
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+N_EXPERT=1000 RUN=${RUN:-runs/paper-webshop-1000-${SEED:-0}} bash "$here/webshop.sh"

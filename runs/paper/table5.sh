@@ -1,0 +1,31 @@
+# Sourced by the other scripts: the paper's hyper-parameters (Table 5, App. A.2) in our flags, and where its data is.
+#
+# One process on one GPU; Llama-2-7B with all weights trained takes about 80 GB, 13B about 140 GB.
+# A stopped script goes on where it was when it is run again. SEED=1 makes a run folder of its own.
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+PYTHON=${PYTHON:-python}
+SEED=${SEED:-0}
+MODEL=${MODEL:-meta-llama/Llama-2-7b-chat-hf}  # any HuggingFace name or folder
+NAME=${NAME:-$(basename "$MODEL")-$SEED}       # names the run folder
+ETO=${ETO:-data/eto}                           # ETO's: webshop_sft.json, webshop_inst.txt, train_indices.json, ...
+WEBSHOP=${WEBSHOP:-data/webshop}               # WebShop's: items_shuffle.json, items_ins_v2.json, items_human_ins.json
+ALFWORLD_DATA=${ALFWORLD_DATA:-data/alfworld}  # what `alfworld-download` fetches
+
+optimiser=(--lr 1e-5 --batch 64 --max-tokens 4096)  # cosine, warm-up 3 %, no weight decay: the stages' own
+sft=(--model "$MODEL" --epochs 3 "${optimiser[@]}")
+trees=(--width 3 --temperature 0.7 --limit 0)  # all training tasks
+bellman=(--gamma 0.9)
+qnet=(--epochs 2 "${optimiser[@]}" --loss-on all --readout last)
+search=(--temperature 0.7 --limit 0)
+
+# ETO's goals, which people wrote, on the whole catalogue; its splits of 1,824 and 200 goal indices; its instruction.
+webshop=(--env webshop --seed "$SEED" --webshop-data "$WEBSHOP" --env-option human_goals=true)
+webshop+=(--env-option "split_file=$ETO" --env-option "instruction=$ETO/webshop_inst.txt")
+
+# Stages 1 to 4 for the environment in `env`; what is there stays.
+pipeline() {
+  [ -d "$RUN/sft" ] || $PYTHON sft.py "${env[@]}" "${sft[@]}"
+  $PYTHON build_trees.py "${env[@]}" "${trees[@]}"
+  [ -f "$RUN/q_labels.jsonl" ] || $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target q
+  [ -d "$RUN/qnet" ] || $PYTHON train_qnet.py "${env[@]}" "${qnet[@]}"
+}

@@ -1,0 +1,119 @@
+"""What runs/ tells a person to type: every command of every script has flags that its stage knows.
+
+The scripts run in a copy of their folder, with a `python` that only notes what it is asked for.
+"""
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(path for path in (ROOT / "runs").rglob("*.sh") if path.name != "table5.sh")  # which is sourced
+COMMANDS = "bash basename cat cp date dirname env grep head ls mkdir mv nproc printf rm sed seq sort tail tee uname wc"
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    """Run a script of the copy and return its commands, each [file.py, flag, ...]."""
+    root = tmp_path_factory.mktemp("copy")
+    for script in [*SCRIPTS, *ROOT.glob("runs/**/table5.sh")]:
+        copy = root / script.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(script, copy)
+    bin_, log = root / "bin", root / "log"
+    bin_.mkdir()
+    for name in COMMANDS.split():  # nothing else can be started, so nothing is installed, fetched or trained
+        if found := shutil.which(name):
+            (bin_ / name).symlink_to(found)
+    note = "import json, os, sys; open(os.environ['LOG'], 'a').write(json.dumps(sys.argv[1:]) + '\\n')"
+    for name in ("python", "python3"):
+        (bin_ / name).write_text(f"#!{sys.executable} -S\n{note}\n")
+        (bin_ / name).chmod(0o755)
+
+    def run(script, **variables):
+        log.write_text("")
+        known = {"PATH": str(bin_), "LOG": str(log), "HOME": str(root)} | variables
+        done = subprocess.run(
+            ["bash", root / script], cwd=root, env=known, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, f"{script}: {done.stderr}"
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+    return run
+
+
+def parsed(command):
+    """The arguments as the stage of a command reads them."""
+    file, *flags = command
+    module = importlib.import_module(file.removesuffix(".py"))
+    try:
+        return (module.parse if hasattr(module, "parse") else module.parse_args)(flags)
+    except SystemExit:
+        pytest.fail(f"python {' '.join(command)}: {file} does not know these flags")
+
+
+def stages(commands):
+    """What the paper's stages were asked for: {file: [arguments]}."""
+    found = {}
+    for command in commands:
+        found.setdefault(command[0], []).append(parsed(command))
+    return found
+
+
+@pytest.mark.parametrize("script", [str(path.relative_to(ROOT)) for path in SCRIPTS])
+def test_every_flag_exists(stage, script):
+    commands = [command for command in stage(script) if command and command[0].endswith(".py")]
+    assert commands, f"{script} runs no stage"
+    for command in commands:
+        assert (ROOT / command[0]).is_file(), f"{script}: no {command[0]}"
+        parsed(command)
+
+
+@pytest.mark.parametrize(
+    ("script", "depth", "tree_steps", "steps", "splits"),
+    [
+        ("webshop", 3, 5, 5, {"test"}),
+        ("sciworld", 6, 18, 40, {"test_seen", "test_unseen"}),
+        ("alfworld", 8, 18, 40, {"valid_seen", "valid_unseen"}),
+    ],
+)
+def test_hyperparameters_of_table_5(stage, script, depth, tree_steps, steps, splits):
+    asked = stages(stage(f"runs/paper/{script}.sh", ETO="/eto"))
+    (sft,), (trees,), (bellman,), (qnet,) = (asked[f"{s}.py"] for s in ("sft", "build_trees", "bellman", "train_qnet"))
+    assert (sft.model, sft.epochs, sft.lr, sft.batch) == ("meta-llama/Llama-2-7b-chat-hf", 3, 1e-5, 64)
+    assert (sft.max_tokens, str(sft.expert)) == (4096, f"/eto/{script}_sft.json")
+    assert (trees.depth, trees.width, trees.temperature, trees.steps, trees.limit) == (depth, 3, 0.7, tree_steps, 0)
+    assert (bellman.gamma, bellman.target) == (0.9, "q")
+    assert (qnet.epochs, qnet.lr, qnet.batch, qnet.loss_on, qnet.freeze) == (2, 1e-5, 64, "all", False)
+    searches = asked["q_search.py"]
+    assert {s.split for s in searches} == splits
+    assert {(s.temperature, s.max_steps, s.limit) for s in searches} == {(0.7, steps, 0)}
+    assert {s.run for s in [sft, trees, bellman, qnet, *searches, *asked["report.py"]]} == {sft.run}
+    assert any("qlass" in s.method and 2 in s.M and s.N == [1] for s in searches)
+
+
+def test_variants_reach_the_stages(stage):
+    fewer = stages(stage("runs/paper/table3.sh"))
+    assert [s.n_expert for s in fewer["sft.py"]] == [1000] and fewer["build_trees.py"][0].limit == 0
+    larger = stages(stage("runs/paper/table4.sh", SEED="3"))
+    assert larger["sft.py"][0].model.endswith("13b-chat-hf") and larger["sft.py"][0].seed == 3
+    assert larger["sft.py"][0].run not in (fewer["sft.py"][0].run, Path("runs/webshop"))
+    asked = stages(stage("runs/paper/webshop.sh", PARAPHRASER="http://host/v1#model"))["q_search.py"]
+    assert {s.paraphrase_server for s in asked} == {None, "http://host/v1#model"}
+    assert all((s.paraphrase is None) == (s.label is None) for s in asked)
+
+
+def test_self_training_compares_three_process_rewards_on_the_same_trees(stage):
+    asked = stages(stage("runs/paper/fig4.sh"))
+    assert [b.target for b in asked["bellman.py"]] == ["q", "avg", "reward"]
+    assert [q.labels for q in asked["train_qnet.py"]] == [b.out for b in asked["bellman.py"]]
+    guided = [s for s in asked["self_train.py"] if s.method == "qlass"]
+    assert [s.qnet for s in guided] == [q.out for q in asked["train_qnet.py"]] and {s.M for s in guided} == {3}
+    assert [s.run / f"sft-{s.name}" for s in asked["self_train.py"]] == [s.sft for s in asked["q_search.py"]]
+    # The report tells a QNet's target by its label (Fig. 4).
+    assert [s.label for s in asked["q_search.py"]] == ["target-q", "target-avg", "target-reward", "rft", "tree"]
