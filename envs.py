@@ -451,20 +451,25 @@ class FrozenLakeEnv(TextEnv):
 
     map is "8x8", "4x4" (tasks are starts), "random8" or "random4" (tasks are maps). Gymnasium's rules hold, so the ice
     slips by chance if it is slippery; a reset without a seed gives a task the same chances every time it is played.
+    stray: how often the demonstrator makes just any move that keeps the goal in reach, so that who learns from it knows
+    more than one way. 0: always the shortest.
     """
 
     name = "frozenlake"
+    task = "reach the goal"
     instruction = (
         "You are walking on a frozen lake. On its map F is ice, H a hole and G the goal. Each turn you move one cell: "
         "your action is left, down, right or up. Reach the goal and do not fall into a hole.\n"
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
 
-    def __init__(self, map: str = "8x8", slippery: bool = False, max_steps: int | None = UNSET) -> None:
+    def __init__(
+        self, map: str = "8x8", slippery: bool = False, stray: float = 0.3, max_steps: int | None = UNSET
+    ) -> None:
         super().__init__(max_steps)
         if map not in frozenlake.LAYOUTS:
             raise UserError(f"frozenlake: unknown map {map!r}: choose one of {', '.join(frozenlake.LAYOUTS)}")
-        self.layout = ("slippery-" if slippery else "") + map
+        self.layout, self.stray = ("slippery-" if slippery else "") + map, stray
 
     def task_ids(self, split: str) -> list[str]:
         parts = {"train": (0, 1, 2), "val": (3,), "test": (4,), "all": (0, 1, 2, 3, 4)}  # 60, 20 and 20 %
@@ -477,9 +482,7 @@ class FrozenLakeEnv(TextEnv):
             self.lake = frozenlake.load(task_id)
         except ValueError as error:
             raise UserError(f"frozenlake: {error}") from None
-        goal = int(np.flatnonzero(self.lake.desc == b"G")[0])
         self.task_id, self.cell = task_id, int(self.lake.s)
-        self.task = f"walk from {self._where(self.cell)} to the goal at {self._where(goal)}"
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
@@ -527,11 +530,11 @@ class FrozenLakeEnv(TextEnv):
         return f"From {self._where(self.cell)}, {move} is {frozenlake.ahead(self.lake, self.cell, move)}."
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """The optimal policy for gamma = 0.9; among equally good moves the task id decides, so demonstrations vary."""
-        q = self.q_star()
+        """The optimal policy for gamma = 0.9 but for straying; the task id decides among equals and when to stray."""
+        q, rng = self.q_star(), random.Random(task_id)
         while self.valid_actions():
-            best = np.flatnonzero(q[self.cell] > q[self.cell].max() - 1e-9)
-            move = frozenlake.MOVES[random.Random(f"{task_id} {self.cell}").choice(best)]
+            least = 0.0 if rng.random() < self.stray else q[self.cell].max() - 1e-9
+            move = frozenlake.MOVES[rng.choice(np.flatnonzero(q[self.cell] > least))]
             yield self._thought(move), move
 
     def snapshot(self) -> Any:
@@ -552,7 +555,7 @@ class FrozenLakeEnv(TextEnv):
         return float(q[frozenlake.MOVES.index(move)] if move in frozenlake.MOVES else gamma * q.max())
 
     def optimal_value(self, gamma: float = 0.9) -> float:
-        """gamma max_a Q*(s, a): a goal one move away is worth less than one that is reached."""
+        """What it is worth to have come here, gamma * max_a Q*(s, a): without slipping, gamma ** moves to the goal."""
         return gamma * float(self.q_star(gamma)[self.cell].max())
 
 
