@@ -349,7 +349,7 @@ class SciWorldEnv(TextEnv):
     """ScienceWorld on the simulator of the `scienceworld` package (see sciworld.py).
 
     Tasks are `split/name/variation`; "test_seen" is the package's dev split and "test_unseen" its test split, as ETO
-    has them. max_steps "eto": ETO's own limit for each task. simulators: how many JVMs (0.4 GB each) may run at once.
+    has them. max_steps "eto": ETO's own limit for each task. simulators: how many JVMs (0.5 GB each) may run at once.
     tasks: "all" 30, "eto" for the 24 that ETO has, or names with commas between them.
     simplifications: the simulator's own list; "easy" opens doors, not containers, and adds teleporting.
     The reward is the best score of the episode, 0 to 1: it ends when the task is done, spoilt, or out of steps.
