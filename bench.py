@@ -194,9 +194,8 @@ def one_pair_at_a_time(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
 
 def packed_trees(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
     """The same, each token of the tree once."""
-    sizes = train_qnet.parse([])
-    total, packs = 0.0, list(pack(net.chat, pairs, "all", sizes.max_tokens))
-    for group in batches(packs, lambda p: len(p.tree), sizes.micro_tokens):
+    total, packs = 0.0, list(pack(net.chat, pairs, "all", max_tokens=1024))
+    for group in batches(packs, lambda p: len(p.tree), train_qnet.parse([]).micro_tokens):
         loss = packed_loss(net, [packs[i] for i in group])
         loss.backward()
         total += loss.item()

@@ -1,7 +1,8 @@
 """How a state becomes tokens, for every stage alike.
 
-    State, react, parse_action     a state is a list of chat messages; an action is "Thought: ...\\nAction: ..."
-    Rendering, Chat                messages -> tokens, by the model's own chat template, one run of tokens a message
+A state is a list of chat messages (`State`); an action is "Thought: ...\\nAction: ..." (`react`, `parse_action`).
+`Chat` turns messages into tokens by the model's own chat template, one run of tokens a message; a checkpoint's
+`Rendering` says which aids it reads with.
 """
 
 from __future__ import annotations
