@@ -1,0 +1,168 @@
+"""The five scripts from the command line, on a lake of sixteen cells; and two stages in the bundled shop."""
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fakes import tiny_lm
+
+import build_trees
+import envs
+import files
+import q_search
+import sft
+import webshop
+from chat import Chat, State
+from files import read_jsonl, read_trees
+
+ROOT = Path(__file__).parents[1]
+STAGES = ("sft", "build_trees", "bellman", "train_qnet", "q_search")
+LAKE = ["--env", "frozenlake", "--env-option", "map=4x4"]
+
+
+def script(stage: str, *argv: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / f"{stage}.py"), *argv]
+    one_thread = {"OMP_NUM_THREADS": "1"}  # several would wait for one another on a shared machine
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=os.environ | one_thread)
+
+
+def lines(path: Path) -> list[dict]:
+    return [{k: v for k, v in record.items() if k != "seconds"} for record in read_jsonl(path)]
+
+
+@pytest.fixture(scope="module")
+def lake(tmp_path_factory) -> Path:
+    """A folder in which the five scripts were run with their defaults, one after the other."""
+    folder = tmp_path_factory.mktemp("lake")
+    for stage in STAGES:
+        done = script(stage, *LAKE, cwd=folder)
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+        assert "missing" not in done.stdout  # each finds what the one before it left
+    return folder / "runs" / "frozenlake"
+
+
+def test_each_stage_leaves_its_file_and_how_it_came_about(lake):
+    for name in ("sft", "trees.jsonl", "q_labels.jsonl", "qnet", "results.jsonl"):
+        assert (lake / name).exists()
+        meta = json.loads(files.meta_path(lake / name).read_text())
+        assert meta["arguments"]["env"] == "frozenlake" and meta["seconds"] > 0
+        assert all(len(digest) == 64 for digest in meta["inputs"].values()) and meta["inputs"]
+    assert not [p for p in lake.iterdir() if p.name.startswith(".") or p.name.endswith(".draft")]
+
+
+def test_what_one_stage_writes_the_next_one_means(lake):
+    demonstrations = {r["task_id"]: r for r in read_jsonl(lake / "expert.jsonl")}
+    trees, labels = list(read_trees(lake / "trees.jsonl")), list(read_trees(lake / "q_labels.jsonl"))
+    assert {t[0]["task_id"] for t in trees} == set(demonstrations) and len(trees) == len(labels) == 7
+    for tree, labelled in zip(trees, labels, strict=True):
+        assert [{k: v for k, v in n.items() if k not in ("q", "q_raw")} for n in labelled] == tree
+        root = State.load(tree[0]["messages"])
+        assert root == State.load(demonstrations[tree[0]["task_id"]]["messages"][:3])
+        assert {0.0, 1.0} <= {n["q"] for n in labelled} or len({n["q_raw"] for n in labelled}) == 1
+    results = lines(lake / "results.jsonl")
+    assert {(r["method"], r["M"], r["N"]) for r in results} == {("qlass", 2, 1)}
+    assert not {r["task_id"] for r in results} & set(demonstrations)
+
+
+def test_what_is_missing_is_made_and_is_the_same(lake, tmp_path, monkeypatch, capsys):
+    """From the agent alone, search makes the trees, their labels and QNet, as the scripts did."""
+    monkeypatch.chdir(tmp_path)
+    again = tmp_path / "runs" / "frozenlake"
+    shutil.copytree(lake / "sft", again / "sft")
+    q_search.main(LAKE)
+    announced = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "missing" in line]
+    assert announced == [f"runs/frozenlake/{name} is missing" for name in ("qnet", "q_labels.jsonl", "trees.jsonl")]
+    for name in ("trees.jsonl", "q_labels.jsonl"):
+        assert (again / name).read_bytes() == (lake / name).read_bytes()
+    assert lines(again / "results.jsonl") == lines(lake / "results.jsonl")
+
+
+# ------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_help_fits_one_screen(stage, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(stage).main(["--help"])
+    shown = capsys.readouterr().out.splitlines()
+    assert stop.value.code == 0 and 15 < len(shown) <= 40 and max(map(len, shown)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("stage", "argv", "says"),
+    [
+        *((stage, ["--env", "chess"], "chess") for stage in STAGES),
+        ("sft", ["--env", "frozenlake", "--expert", "nowhere.jsonl"], "nowhere.jsonl"),
+        ("sft", ["--env", "frozenlake", "--expert", "broken.jsonl"], "broken.jsonl:1"),
+        ("sft", ["--env", "frozenlake", "--model", "./nowhere"], "nowhere"),
+        ("sft", ["--env", "frozenlake", "--env-option", "map"], "NAME=VALUE"),
+        ("sft", ["--env", "frozenlake", "--env-option", "map=9x9"], "9x9"),
+        ("sft", ["--env", "frozenlake", "--env-option", "colour=red"], "colour"),
+        ("build_trees", ["--env", "frozenlake", "--sft", "nowhere"], "nowhere"),
+        ("build_trees", ["--env", "frozenlake", "--sft", "."], "checkpoint"),
+        ("build_trees", ["--env", "webshop", "--webshop-data", "nowhere"], "nowhere"),
+        ("bellman", ["--trees", "nowhere.jsonl"], "nowhere.jsonl"),
+        ("bellman", ["--trees", "broken.jsonl"], "broken.jsonl:1"),
+        ("train_qnet", ["--labels", "nowhere.jsonl"], "nowhere.jsonl"),
+        ("train_qnet", ["--labels", "broken.jsonl"], "broken.jsonl:1"),
+        ("q_search", ["--env", "frozenlake", "--method", "expert", "--split", "exam"], "exam"),
+        ("q_search", ["--env", "frozenlake", "--sft", "nowhere"], "nowhere"),
+        ("q_search", ["--env", "frozenlake", "--method", "expert", "--out", "broken.jsonl"], "broken.jsonl:1"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(stage, argv, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.jsonl").write_text('{"task_id": "a", \n{}\n')
+    with pytest.raises(SystemExit) as stop:
+        files.run_stage(lambda: importlib.import_module(stage).main(argv))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and says in error
+
+
+@pytest.mark.parametrize(("stage", "flag"), [("bellman", "--trees"), ("train_qnet", "--labels")])
+def test_so_it_is_from_the_command_line(stage, flag, tmp_path):
+    done = script(stage, "--env", "frozenlake", "--run", str(tmp_path), flag, "gone")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: gone: no such file or folder\n")
+
+
+# ------------------------------------------------------------------------------------------------------- in a shop
+
+
+@pytest.fixture(scope="module")
+def shopper(tmp_path_factory):
+    """An agent with random weights that reads the shop's words and chooses among what stands on the page."""
+    folder = tmp_path_factory.mktemp("shopper") / "sft"
+    env = envs.make("webshop")
+    played = [sft.demonstrate(env, task) for task in env.task_ids("train")[:5]]
+    _, tokenizer, rendering = sft.tiny_model([State.load(p["messages"], p["task"]) for p in played], vocabulary=600)
+    chat = Chat(tokenizer, rendering)
+    tiny_lm(chat, initializer_range=0.1).save_pretrained(folder)
+    chat.tokenizer.save_pretrained(folder)
+    chat.rendering.save(folder)
+    return folder
+
+
+def test_trees_and_search_in_the_bundled_shop(shopper, tmp_path, monkeypatch):
+    argv = ["--env", "webshop", "--run", str(tmp_path), "--sft", str(shopper), "--limit", "2"]
+    written = []
+    for width in (64, 1):
+        monkeypatch.setattr("envs.WebShopEnv.side_by_side", width)
+        out = tmp_path / f"trees{width}.jsonl"
+        build_trees.main([*argv, "--out", str(out), "--depth", "1", "--width", "2", "--rollouts", "2"])
+        written.append(out.read_bytes())
+    assert written[0] == written[1]
+    trees = list(read_trees(tmp_path / "trees64.jsonl"))
+    assert len(trees) == 2 and all(max(n["reward"] for n in t if n["source"] == "expert") > 0.9 for t in trees)
+    assert all(n["depth"] <= webshop.BUNDLED_MAX_STEPS for t in trees for n in t)
+
+    q_search.main([*argv, "--method", "expert", "sample", "oracle_step", "-M", "3"])
+    results = lines(tmp_path / "results.jsonl")
+    assert [r["method"] for r in results] == ["expert"] * 2 + ["sample"] * 2 + ["oracle_step"] * 2
+    assert all(r["reward"] > 0.9 for r in results[:2])
+    assert all(r["n_steps"] <= webshop.BUNDLED_MAX_STEPS for r in results)
