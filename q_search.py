@@ -275,16 +275,16 @@ def main(argv: list[str] | None = None) -> None:
     plan = methods(args)
     answers: dict = {}
     chat = policy = qnet = None
+    if any(CHOOSERS.get(m.name) in (by_q, by_q_or_reward) or m.select == "q" for m in plan):
+        args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", stage_argv(args))
+        qnet = QNet.from_pretrained(args.qnet, args.device)
+        answers[Score] = qnet.score
     if any(m.name != "expert" for m in plan):
         args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
         policy = Policy.load(args.sft, args.device, args.seed)
         chat, answers[Sample] = policy.chat, policy.sample
         if args.temperature is not None:
             chat.rendering.temperature = args.temperature
-    if any(CHOOSERS.get(m.name) in (by_q, by_q_or_reward) or m.select == "q" for m in plan):
-        args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", stage_argv(args))
-        qnet = QNet.from_pretrained(args.qnet, args.device)
-        answers[Score] = qnet.score
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     answers[Reword] = paraphraser = Server(args.paraphrase_server) if args.paraphrase_server else by_rules
