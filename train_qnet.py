@@ -309,7 +309,6 @@ def main(argv: list[str] | None = None) -> None:
     started = time.time()
     args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", stage_argv(args))
     args.out = args.out or args.run / "qnet"
-    torch.manual_seed(args.seed)
 
     trees = []
     for tree in read_trees(args.labels):
@@ -322,6 +321,7 @@ def main(argv: list[str] | None = None) -> None:
     held_out, training = trees[HELD_OUT], [t for i, t in enumerate(trees) if i % 10] or trees
 
     args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
+    torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
     backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device)
     qnet = QNet(backbone, chat, readout=args.readout)
     small = sum(p.numel() for p in backbone.parameters()) < 50e6
