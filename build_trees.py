@@ -184,9 +184,7 @@ def main(argv: list[str] | None = None) -> None:
     args.depth = env.tree_depth if args.depth is None else args.depth
     args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
     args.out = args.out or args.run / "trees.jsonl"
-    same_arguments(
-        args.out, args, ["env", "sft", "depth", "width", "rollouts", "steps", "temperature", "no_expert", "seed"]
-    )
+    same_arguments(args.out, args, ["sft", "depth", "width", "rollouts", "steps", "temperature", "no_expert"])
 
     # From the far end of the training list: where there are more tasks than demonstrations, the agent meets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]

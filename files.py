@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -76,6 +77,25 @@ def replacing(path: str | Path) -> Iterator[Any]:
 
 
 NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")  # what every line of a tree has
+
+
+@contextlib.contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder that takes the place of the checkpoint `folder` when the block ends without an error."""
+    draft = folder.with_name(folder.name + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    yield draft
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """Where a checkpoint is to go: a new folder, an empty one, or an older checkpoint, which it will replace."""
+    folder = folder.absolute() if not folder.name else folder  # "." has no name
+    if folder.exists() and not (folder / "config.json").exists() and (folder.is_file() or any(folder.iterdir())):
+        raise UserError(f"{folder}: holds something else than a checkpoint, which would be lost: name another --out")
+    return folder
 
 
 def read_trees(path: str | Path) -> Iterator[list[dict]]:
@@ -190,7 +210,7 @@ def same_arguments(output: str | Path, args: argparse.Namespace, names: Iterable
     if Path(output).exists() and path.exists():
         old = json.loads(path.read_text(encoding="utf-8"))
         way_out = "delete it, or name another --out or --run"
-        for name in names:
+        for name in ("env", "seed", "webshop_data", "alfworld_data", "env_option", *names):
             now = getattr(args, name)
             now = str(now) if isinstance(now, Path) else now
             before = old["arguments"].get(name, now)

@@ -109,7 +109,11 @@ def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64) -> I
 
 def device_and_dtype(device: str | None) -> tuple[torch.device, torch.dtype]:
     """bf16 on a GPU, float32 on a CPU."""
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=chosen)
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(f"--device {device}: not here ({str(error).splitlines()[0]})") from None
     return chosen, torch.bfloat16 if chosen.type == "cuda" else torch.float32
 
 
@@ -130,6 +134,7 @@ def load_checkpoint(path: str | Path, kind: Any, device: str | None, **options: 
     """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name."""
     where, dtype = device_and_dtype(device)
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
     try:
         model, about = kind.from_pretrained(path, dtype=dtype, output_loading_info=True, **options)
         chat = Chat(load_tokenizer(path), Rendering.load(path))

@@ -288,7 +288,7 @@ def main(argv: list[str] | None = None) -> None:
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     answers[Reword] = paraphraser = Server(args.paraphrase_server) if args.paraphrase_server else by_rules
-    same_arguments(args.out, args, ["env", "sft", "qnet", "temperature", "max_steps", "seed", "label", "paraphrase",
+    same_arguments(args.out, args, ["sft", "qnet", "temperature", "max_steps", "label", "paraphrase",
                                     "paraphrase_server"])  # fmt: skip
 
     tasks = env.task_ids(args.split)[: args.limit or None]

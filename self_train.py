@@ -67,7 +67,7 @@ def play(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generat
 def rollouts(args: argparse.Namespace, env: envs.TextEnv) -> list[dict]:
     """Trajectories on the training tasks, those of a stopped run included."""
     path = args.run / f"self_train-{args.name}.rollouts.jsonl"
-    same_arguments(path, args, ["env", "method", "sft", "qnet", "M", "N", "temperature", "seed"])
+    same_arguments(path, args, ["method", "sft", "qnet", "M", "N", "temperature"])
     finished = Resumable(path, lambda records: len(records) // args.N * args.N)
     done = {line["task_id"] for line in finished.records}
     tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)

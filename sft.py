@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,17 @@ from tqdm import tqdm
 
 import envs
 from chat import MARK, Chat, Rendering, State, mark, react
-from files import UserError, add_arguments, parse_arguments, read_jsonl, run_stage, write_jsonl, write_meta
+from files import (
+    UserError,
+    add_arguments,
+    checkpoint_folder,
+    parse_arguments,
+    read_jsonl,
+    replacing_folder,
+    run_stage,
+    write_jsonl,
+    write_meta,
+)
 from policy import device_and_dtype, load_checkpoint, mixed_precision
 from tokens import batches
 
@@ -220,7 +229,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, value in (TINY if args.model == "tiny" else PAPER).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.out = args.out or args.run / "sft"
+    args.out = checkpoint_folder(args.out or args.run / "sft")
     torch.manual_seed(args.seed)
 
     if args.expert is None:
@@ -242,14 +251,11 @@ def main(argv: list[str] | None = None) -> None:
         chat.rendering.candidates = args.candidates
     figures = train(model, chat, states, args)
 
-    draft = args.out.with_name(args.out.name + ".draft")
-    shutil.rmtree(draft, ignore_errors=True)
     transformers.utils.logging.disable_progress_bar()
-    model.save_pretrained(draft)
-    chat.tokenizer.save_pretrained(draft)
-    chat.rendering.save(draft)
-    shutil.rmtree(args.out, ignore_errors=True)
-    draft.rename(args.out)
+    with replacing_folder(args.out) as folder:
+        model.save_pretrained(folder)
+        chat.tokenizer.save_pretrained(folder)
+        chat.rendering.save(folder)
     rewards = [r for _, r in trajectories if r is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
     write_meta(args.out, args, [args.expert], trajectories=len(states), seconds=time.time() - started, **figures)

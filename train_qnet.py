@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,7 +32,18 @@ from torch import nn
 from tqdm import tqdm
 
 from chat import Chat, State
-from files import UserError, add_arguments, needed, parse_arguments, read_trees, run_stage, stage_argv, write_meta
+from files import (
+    UserError,
+    add_arguments,
+    checkpoint_folder,
+    needed,
+    parse_arguments,
+    read_trees,
+    replacing_folder,
+    run_stage,
+    stage_argv,
+    write_meta,
+)
 from policy import Policy, Score, load_checkpoint, mixed_precision
 from sft import cosine
 from stats import spearman
@@ -308,7 +318,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     started = time.time()
     args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", stage_argv(args))
-    args.out = args.out or args.run / "qnet"
+    args.out = checkpoint_folder(args.out or args.run / "qnet")
 
     trees = []
     for tree in read_trees(args.labels):
@@ -337,11 +347,8 @@ def main(argv: list[str] | None = None) -> None:
             "sibling_accuracy"
         ]
 
-    draft = args.out.with_name(args.out.name + ".draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    qnet.save_pretrained(draft)
-    shutil.rmtree(args.out, ignore_errors=True)
-    draft.rename(args.out)
+    with replacing_folder(args.out) as folder:
+        qnet.save_pretrained(folder)
     write_meta(args.out, args, [args.labels, args.sft], trees=len(trees), seconds=time.time() - started, **figures)
     print(f"{args.out}: mse {figures['mse']:.4f}, each token once: {figures['tokens']:,} of "
           f"{figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip

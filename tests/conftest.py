@@ -1,10 +1,13 @@
-"""One thread for every test: models are tiny, and the machine may be shared. Fixtures that several stages use."""
+"""One CPU thread for every test: models are tiny, and the machine may be shared. Fixtures that several stages use."""
+
+import os
 
 import pytest
 import torch
 from fakes import FakeEnv, tiny_lm, word_chat
 
 torch.set_num_threads(1)
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the promises on equal files are for float32
 
 
 @pytest.fixture

@@ -63,6 +63,29 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("x.jsonl", "old")]
 
 
+def test_a_checkpoint_takes_the_place_of_an_older_one_alone(tmp_path):
+    folder = files.checkpoint_folder(tmp_path / "deep" / "sft")
+    for text in ("old", "new"):
+        with files.replacing_folder(folder) as draft:
+            (draft / "config.json").write_text(text)
+    with pytest.raises(RuntimeError), files.replacing_folder(folder) as draft:
+        (draft / "config.json").write_text("half")
+        raise RuntimeError("power cut")
+    assert (files.checkpoint_folder(folder) / "config.json").read_text() == "new"
+    for other in (tmp_path, folder / "config.json"):  # a folder of other things, a file
+        with pytest.raises(UserError, match="name another --out"):
+            files.checkpoint_folder(other)
+    (tmp_path / "empty").mkdir()
+    assert files.checkpoint_folder(tmp_path / "empty") == tmp_path / "empty"
+
+
+def test_the_folder_at_hand_is_no_checkpoint_either(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="name another --out"):
+        (tmp_path / "thesis.tex").touch()
+        files.checkpoint_folder(Path("."))
+
+
 WHOLE = "".join(map(dump, GROUPS)).encode()
 
 
@@ -121,13 +144,15 @@ def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
     out, model = tmp_path / "trees.jsonl", tmp_path / "sft"
     model.mkdir()
     (model / "weights").write_text("1")
-    args = argparse.Namespace(depth=3, sft=model, limit=5)
+    shared = {"env": "frozenlake", "seed": 0, "webshop_data": None, "alfworld_data": None, "env_option": []}
+    args = argparse.Namespace(depth=3, sft=model, limit=5, **shared)
     files.same_arguments(out, args, ["depth"])  # nothing there yet
     out.write_text("")
     files.write_meta(out, args, [model])
-    files.same_arguments(out, argparse.Namespace(depth=3, sft=model, limit=9), ["depth", "sft"])
-    with pytest.raises(UserError, match=r"--depth 3, not 4"):
-        files.same_arguments(out, argparse.Namespace(depth=4, sft=model, limit=5), ["depth", "sft"])
+    files.same_arguments(out, argparse.Namespace(**vars(args) | {"limit": 9}), ["depth", "sft"])
+    for change, says in (({"depth": 4}, "--depth 3, not 4"), ({"env_option": ["map=4x4"]}, "--env-option")):
+        with pytest.raises(UserError, match=says):
+            files.same_arguments(out, argparse.Namespace(**vars(args) | change), ["depth", "sft"])
     (model / "weights").write_text("2")
     with pytest.raises(UserError, match=r"another .*sft"):
         files.same_arguments(out, args, ["depth", "sft"])

@@ -232,7 +232,7 @@ def test_another_model_keeps_its_tokenizer_and_the_papers_rendering(tmp_path, ag
 
 
 @pytest.mark.parametrize("damage", ["empty", "no weights", "cut weights", "other vocabulary", "bad json", "bad policy"])
-def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path, agent, damage):
+def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path, agent, damage, capfd):
     folder = tmp_path / "sft"
     folder.mkdir()
     for file in agent.iterdir():
@@ -250,7 +250,21 @@ def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path, agent, damage):
         (folder / Rendering.FILE).write_text('{"warmth": 1}')
     with pytest.raises(UserError, match=str(folder)) as error:
         Policy.load(folder)
+    assert "\n" not in str(error.value) and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_named_in_one_line(agent, device):
+    with pytest.raises(UserError, match=f"--device {device}") as error:
+        Policy.load(agent, device)
     assert "\n" not in str(error.value)
+
+
+def test_nothing_but_a_checkpoint_is_overwritten(tmp_path, fake_world):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match="name another --out"):
+        sft.main(["--env", "frozenlake", "--run", str(tmp_path), "--out", str(tmp_path)])
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]  # told before anything is played or trained
 
 
 def test_a_folder_that_is_none_is_named_in_one_line(tmp_path):
