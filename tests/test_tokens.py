@@ -86,7 +86,8 @@ def test_a_packed_tree_gives_the_outputs_of_its_sequences(forest):
         logits = MODEL(**inputs, use_cache=False).logits.double().numpy()
     for row, tree, some, where in zip(logits, trees, forest, paths, strict=True):
         for ids, path in zip(some, where, strict=True):
-            np.testing.assert_allclose(row[len(row) - len(tree) :][path], plain(ids), atol=1e-5)
+            # float32 through two layers of large random weights; a wrong mask is off by tenths
+            np.testing.assert_allclose(row[len(row) - len(tree) :][path], plain(ids), atol=1e-4)
 
 
 @given(st.lists(st.integers(1, 30), max_size=20), st.integers(1, 100))
