@@ -42,7 +42,7 @@ from files import (
 from policy import device_and_dtype, load_checkpoint, mixed_precision
 from tokens import batches
 
-TINY = {"n_expert": 1350, "epochs": 2, "lr": 3e-3, "batch": 16}
+TINY = {"n_expert": 1350, "lr": 3e-3, "batch": 16}
 TINY_STEPS = 200  # few demonstrations are repeated until so many updates are made
 PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64}  # Table 5
 
@@ -158,8 +158,8 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
     if args.model == "tiny":
         args.batch = min(args.batch, math.ceil(len(examples) / 4))
     per_epoch = math.ceil(len(examples) / args.batch)
-    if args.model == "tiny":
-        args.epochs = max(args.epochs, math.ceil(TINY_STEPS / per_epoch))
+    if args.epochs is None:  # the tiny model, if nothing else was asked for
+        args.epochs = max(2, math.ceil(TINY_STEPS / per_epoch))
     steps = per_epoch * args.epochs
     step, seen, losses = 0, 0, []
     model.train()
