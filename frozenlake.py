@@ -126,11 +126,15 @@ def agreement(rows: Iterable[dict], gamma: float = 0.9) -> dict[str, float]:
     return {name: float(figure) for name, figure in figures.items()}
 
 
-def main(argv: list[str] | None = None) -> None:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Rank agreement of the candidates' q with Q*, for each method.")
     parser.add_argument("results", nargs="+", help="results.jsonl of q_search.py --env frozenlake")
     parser.add_argument("--gamma", type=float, default=0.9, help="of Q* (default: %(default)s, as in bellman.py)")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
     groups: dict[str, list[dict]] = {}
     for row in itertools.chain.from_iterable(map(read_jsonl, args.results)):
         if row.get("env") != "frozenlake":
