@@ -252,11 +252,17 @@ def stage_argv(args: argparse.Namespace) -> list[str]:
     return argv + [word for option in args.env_option for word in ("--env-option", option)]
 
 
+def must_exist(*named: Path | None) -> None:
+    """What was named must be there; to be told before what was not named is made."""
+    for path in named:
+        if path is not None and not path.exists():
+            raise UserError(f"{path}: no such file or folder")
+
+
 def needed(named: Path | None, default: Path, stage: str, argv: list[str]) -> Path:
-    """The input of a stage. What was named must be there; what was not is made by the earlier stage's defaults."""
+    """The input of a stage: what was named, or what the earlier stage makes by its defaults where it is missing."""
+    must_exist(named)
     if named is not None:
-        if not named.exists():
-            raise UserError(f"{named}: no such file or folder")
         return named
     if not default.exists():
         print(f"{default} is missing: making it with python {stage}.py {' '.join(argv)}", flush=True)

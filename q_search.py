@@ -41,6 +41,7 @@ from files import (
     Resumable,
     UserError,
     add_arguments,
+    must_exist,
     needed,
     parse_arguments,
     run_stage,
@@ -273,6 +274,7 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_arguments(args, **({"max_steps": args.max_steps} if args.max_steps else {}))
     args.out = args.out or args.run / "results.jsonl"
     plan = methods(args)
+    must_exist(args.sft, args.qnet)
     answers: dict = {}
     chat = policy = qnet = None
     if any(CHOOSERS.get(m.name) in (by_q, by_q_or_reward) or m.select == "q" for m in plan):

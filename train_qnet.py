@@ -36,6 +36,7 @@ from files import (
     UserError,
     add_arguments,
     checkpoint_folder,
+    must_exist,
     needed,
     parse_arguments,
     read_trees,
@@ -317,6 +318,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     started = time.time()
+    must_exist(args.labels, args.sft)
     args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", stage_argv(args))
     args.out = checkpoint_folder(args.out or args.run / "qnet")
 

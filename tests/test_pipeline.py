@@ -111,6 +111,7 @@ def test_help_fits_one_screen(stage, monkeypatch, capsys):
         ("bellman", ["--trees", "broken.jsonl"], "broken.jsonl:1"),
         ("train_qnet", ["--labels", "nowhere.jsonl"], "nowhere.jsonl"),
         ("train_qnet", ["--labels", "broken.jsonl"], "broken.jsonl:1"),
+        ("train_qnet", ["--sft", "nowhere"], "nowhere"),
         ("q_search", ["--env", "frozenlake", "--method", "expert", "--split", "exam"], "exam"),
         ("q_search", ["--env", "frozenlake", "--sft", "nowhere"], "nowhere"),
         ("q_search", ["--env", "frozenlake", "--method", "expert", "--out", "broken.jsonl"], "broken.jsonl:1"),
