@@ -458,8 +458,9 @@ class FrozenLakeEnv(TextEnv):
     name = "frozenlake"
     task = "reach the goal"
     instruction = (
-        "You are walking on a frozen lake. On its map F is ice, H a hole and G the goal. Each turn you move one cell: "
-        "your action is left, down, right or up. Reach the goal and do not fall into a hole.\n"
+        "You are walking on a frozen lake. On its map F is ice, H a hole and G the goal. A cell is named by its row and "
+        "its column, both from 0. Each turn you move one cell: your action is left, down, right or up. Reach the goal "
+        "and do not fall into a hole.\n"
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
 
@@ -472,7 +473,7 @@ class FrozenLakeEnv(TextEnv):
         self.layout, self.stray = ("slippery-" if slippery else "") + map, stray
 
     def task_ids(self, split: str) -> list[str]:
-        parts = {"train": (0, 1, 2), "val": (3,), "test": (4,), "all": (0, 1, 2, 3, 4)}  # 60, 20 and 20 %
+        parts = {"train": (0, 1), "val": (2,), "test": (3, 4), "all": (0, 1, 2, 3, 4)}  # 40, 20 and 40 %
         if split not in parts:
             raise UserError(f"frozenlake: unknown split {split!r}: choose one of {', '.join(parts)}")
         return [task for i, task in enumerate(frozenlake.tasks(self.layout)) if i % 5 in parts[split]]
@@ -506,11 +507,11 @@ class FrozenLakeEnv(TextEnv):
         truncated = not terminated and self.max_steps is not None and self.steps >= self.max_steps
         return note + self._look(), float(reward), bool(terminated), truncated, self._info()
 
-    def _where(self, state: int) -> str:
-        return f"row {state // self.lake.ncol}, column {state % self.lake.ncol}"
+    def _where(self) -> str:
+        return f"cell {frozenlake.name_of(self.lake, self.cell)}"
 
     def _look(self) -> str:
-        kind, where = frozenlake.kind(self.lake, self.cell), self._where(self.cell)
+        kind, where = frozenlake.kind(self.lake, self.cell), self._where()
         if kind != "ice":
             return f"You fell into a hole at {where}." if "hole" in kind else f"You reached the goal at {where}."
         around = ", ".join(f"{move} {frozenlake.ahead(self.lake, self.cell, move)}" for move in frozenlake.MOVES)
@@ -527,7 +528,7 @@ class FrozenLakeEnv(TextEnv):
 
     def _thought(self, move: str) -> str:
         """What the map shows in that direction: the same words for a right move and a wrong one."""
-        return f"From {self._where(self.cell)}, {move} is {frozenlake.ahead(self.lake, self.cell, move)}."
+        return f"From {self._where()}, {move} is {frozenlake.ahead(self.lake, self.cell, move)}."
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         """The optimal policy for gamma = 0.9 but for straying; the task id decides among equals and when to stray."""

@@ -2,8 +2,9 @@
 
     python frozenlake.py runs/frozenlake/results.jsonl     # how well QNet ranks actions
 
-A task is `[slippery-]MAP/REST`: on the fixed maps a start, `8x8/r2c3` (rows and columns from 0), on any ice from which
-the goal can be reached; on random ones the seed of Gymnasium's `generate_random_map`, `random8/17`, each map once.
+A cell is named by its row and its column, both from 0: 23 is row 2, column 3. A task is `[slippery-]MAP/REST`: on the
+fixed maps a start, `8x8/23`, on any ice from which the goal can be reached; on random ones the seed of Gymnasium's
+`generate_random_map`, `random8/17`, each map once.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ KINDS = {"F": "ice", "S": "ice", "H": "a hole", "G": "the goal"}
 @functools.lru_cache(maxsize=256)
 def load(task_id: str) -> FrozenLakeEnv:
     """The lake of a task, shared, with `s` its start; raises ValueError where the id names none."""
-    match = re.fullmatch(r"(slippery-)?(?:(4x4|8x8)/r(\d)c(\d)|random([48])/(\d+))", task_id)
+    match = re.fullmatch(r"(slippery-)?(?:(4x4|8x8)/(\d)(\d)|random([48])/(\d+))", task_id)
     if not match:
-        raise ValueError(f"unknown task {task_id!r}: write e.g. 8x8/r2c3, slippery-4x4/r0c0 or random8/17")
+        raise ValueError(f"unknown task {task_id!r}: write e.g. 8x8/23, slippery-4x4/00 or random8/17")
     slippery, fixed, row, column, size, seed = match.groups()
     desc = MAPS[fixed] if fixed else generate_random_map(int(size), seed=int(seed))
     lake = FrozenLakeEnv(desc=desc, is_slippery=bool(slippery))
@@ -54,8 +55,12 @@ def tasks(layout: str) -> tuple[str, ...]:
             if len(maps) == RANDOM_MAPS:
                 return tuple(f"{layout}/{seed}" for seed in maps.values())
     lake = FrozenLakeEnv(desc=MAPS[name], is_slippery=False)
-    starts = [f"{layout}/r{s // lake.ncol}c{s % lake.ncol}" for s in np.flatnonzero(q_star(lake).max(1) > 0)]
+    starts = [f"{layout}/{name_of(lake, cell)}" for cell in np.flatnonzero(q_star(lake).max(1) > 0)]
     return tuple(random.Random(name).sample(starts, len(starts)))
+
+
+def name_of(lake: FrozenLakeEnv, cell: int) -> str:
+    return f"{cell // lake.ncol}{cell % lake.ncol}"
 
 
 def kind(lake: FrozenLakeEnv, cell: int) -> str:
@@ -116,7 +121,7 @@ def agreement(rows: Iterable[dict], gamma: float = 0.9) -> dict[str, float]:
                 best = [truth > max(met, key=lambda pair: pair[1])[1] - 1e-9 for _, truth in met]
                 top.append(best[max(range(len(met)), key=lambda i: met[i][0])])
                 blind.append(np.mean(best))
-            where = re.search(r"row (\d+), column (\d+)", step["observation"])
+            where = re.search(r"cell (\d)(\d)", step["observation"])
             cell = int(where[1]) * lake.ncol + int(where[2])
     figures = {"optimal_moves": np.mean(optimal), "states": len(optimal)}
     if in_order:

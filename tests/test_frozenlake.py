@@ -28,7 +28,7 @@ def distances(desc: list[str]) -> dict[tuple[int, int], int]:
 
 
 def test_q_star_of_the_4x4_map_by_hand():
-    q = frozenlake.q_star(frozenlake.load("4x4/r0c0"), gamma=0.9)
+    q = frozenlake.q_star(frozenlake.load("4x4/00"), gamma=0.9)
     assert q.shape == (16, 4)
     # SFFF / FHFH / FFFH / HFFG
     assert q[14] == pytest.approx([0.9**2, 0.9, 1.0, 0.9**2], abs=1e-12)  # to cell 13, against the edge, G, to cell 10
@@ -38,7 +38,7 @@ def test_q_star_of_the_4x4_map_by_hand():
 
 
 def test_q_star_of_slippery_ice_solves_the_bellman_equation_and_matches_gymnasiums_table():
-    lake = frozenlake.load("slippery-4x4/r0c0")
+    lake = frozenlake.load("slippery-4x4/00")
     q = frozenlake.q_star(lake, gamma=0.9)
     for state in range(16):
         for action in range(4):
@@ -59,12 +59,12 @@ def test_the_value_of_any_cell_is_gamma_to_its_distance(layout, data):
     assert (q.max(1) > 0).sum() == len(found) - 1
 
 
-@pytest.mark.parametrize(("layout", "sizes"), [("8x8", (33, 10, 10)), ("4x4", (7, 2, 2))])
+@pytest.mark.parametrize(("layout", "sizes"), [("8x8", (22, 11, 20)), ("4x4", (5, 2, 4))])
 def test_tasks_of_a_fixed_map_are_all_cells_that_reach_the_goal_once(layout, sizes):
     env = envs.make("frozenlake", map=layout)
     splits = [env.task_ids(split) for split in ("train", "val", "test")]
     tasks = [task for split in splits for task in split]
-    assert {f"{layout}/r{r}c{c}" for (r, c), d in distances(MAPS[layout]).items() if d} == set(tasks)
+    assert {f"{layout}/{r}{c}" for (r, c), d in distances(MAPS[layout]).items() if d} == set(tasks)
     assert tuple(map(len, splits)) == sizes and sorted(tasks) == sorted(env.task_ids("all"))
 
 
@@ -73,7 +73,7 @@ def test_no_random_map_is_in_two_splits(layout):
     env = envs.make("frozenlake", map=layout)
     maps = [tuple(generate_random_map(int(layout[-1]), seed=int(t.split("/")[1]))) for t in env.task_ids("all")]
     assert len(set(maps)) == len(maps) == 1000
-    assert not set(env.task_ids("train")) & set(env.task_ids("test")) and len(env.task_ids("test")) == 200
+    assert not set(env.task_ids("train")) & set(env.task_ids("test")) and len(env.task_ids("test")) == 400
 
 
 @pytest.mark.parametrize("slippery", [False, True])
@@ -111,23 +111,23 @@ def test_an_expert_who_strays_takes_detours_but_arrives(layout):
 
 def test_texts_rewards_and_limits():
     env = envs.make("frozenlake", map="4x4", max_steps=3)
-    observation, info = env.reset(options={"task_id": "4x4/r2c2"})
+    observation, info = env.reset(options={"task_id": "4x4/22"})
     assert observation.splitlines() == [
         "Map:",
         *("FFFF", "FHFH", "FFFH", "HFFG"),
         "Your task is to reach the goal.",
-        "You are at row 2, column 2.",
+        "You are at cell 22.",
     ]
-    assert info["valid_actions"] == ["left", "down", "right", "up"] and info["task_id"] == "4x4/r2c2"
-    assert env.candidates()[2] == ("From row 2, column 2, right is a hole.", "right")
+    assert info["valid_actions"] == ["left", "down", "right", "up"] and info["task_id"] == "4x4/22"
+    assert env.candidates()[2] == ("From cell 22, right is a hole.", "right")
     assert env.q_star_of("jump") == pytest.approx(0.9 * 0.9) and env.q_star_of("right") == 0.0
     start = env.snapshot()
-    assert env.step("Down ")[:4] == ("You are at row 3, column 2.", 0.0, False, False)
-    assert env.step("right")[:4] == ("You reached the goal at row 3, column 3.", 1.0, True, False)
+    assert env.step("Down ")[:4] == ("You are at cell 32.", 0.0, False, False)
+    assert env.step("right")[:4] == ("You reached the goal at cell 33.", 1.0, True, False)
     env.restore(start)
-    assert env.step("right")[:4] == ("You fell into a hole at row 2, column 3.", 0.0, True, False)
+    assert env.step("right")[:4] == ("You fell into a hole at cell 23.", 0.0, True, False)
     env.restore(start)
-    invalid = "Invalid action: choose left, down, right or up. You are at row 2, column 2."
+    invalid = "Invalid action: choose left, down, right or up. You are at cell 22."
     answers = [env.step("dance")[:4] for _ in range(3)]
     assert answers == [(invalid, 0.0, False, False), (invalid, 0.0, False, False), (invalid, 0.0, False, True)]
 
@@ -161,7 +161,7 @@ def test_slippery_ice_repeats_by_default_and_varies_by_seed():
     env, moves = envs.make("frozenlake", slippery=True), ["right"] * 6
 
     def walk(seed=None):
-        env.reset(seed=seed, options={"task_id": "slippery-8x8/r0c0"})
+        env.reset(seed=seed, options={"task_id": "slippery-8x8/00"})
         return tuple(env.step(move)[0] for move in moves)
 
     assert walk() == walk() and len({walk(seed) for seed in range(10)}) > 3
@@ -169,7 +169,7 @@ def test_slippery_ice_repeats_by_default_and_varies_by_seed():
     assert np.allclose(probabilities, 1 / 3)
 
 
-@pytest.mark.parametrize("task", ["8x8/r2c3", "8x8/r9c9", "4x4/r5c0", "8x8", "random5/1", "8x8/r7c7", "webshop/1"])
+@pytest.mark.parametrize("task", ["8x8/23", "8x8/99", "4x4/50", "8x8", "random5/1", "8x8/77", "webshop/1"])
 def test_a_task_that_does_not_exist_is_one_line(task):
     with pytest.raises(envs.UserError, match="frozenlake") as error:
         envs.make("frozenlake").reset(options={"task_id": task})
@@ -186,14 +186,14 @@ def test_bad_options_are_one_line():
 def steps(*walk):
     """Of (candidates with their q, the one taken, the cell it led to): steps of results.jsonl."""
     return [
-        {"action": f"Thought: .\nAction: {taken}", "observation": f"Observation: You are at row {r}, column {c}.",
+        {"action": f"Thought: .\nAction: {taken}", "observation": f"Observation: You are at cell {r}{c}.",
          "candidates": [{"action": f"Thought: .\nAction: {move}", "q": q} for move, q in candidates.items()]}
         for candidates, taken, (r, c) in walk
     ]  # fmt: skip
 
 
 def test_agreement_by_hand():
-    # Q* at r2c2: left .9 ** 3, down .9, right 0 (a hole); at r3c2: down .9, right 1, jump (invalid) .9
+    # Q* at 22: left .9 ** 3, down .9, right 0 (a hole); at 32: down .9, right 1, jump (invalid) .9
     walk = steps(
         ({"down": 0.5, "left": 0.6, "right": 0.1}, "left", (2, 1)),
         ({"right": None}, "right", (2, 2)),
@@ -201,9 +201,9 @@ def test_agreement_by_hand():
         ({"down": 0.3, "jump": 0.7}, "jump", (3, 2)),
         ({"down": 0.9, "right": 0.9}, "right", (3, 3)),
     )
-    found = frozenlake.agreement([{"task_id": "4x4/r2c2", "steps": walk}])
+    found = frozenlake.agreement([{"task_id": "4x4/22", "steps": walk}])
     assert (found["states"], found["pairs"]) == (5, 9)
-    assert found["optimal_moves"] == 3 / 5  # at r2c2 left is no shortest way, nor does an invalid action lead on
+    assert found["optimal_moves"] == 3 / 5  # at 22 left is no shortest way, nor does an invalid action lead on
     assert found["in_order"] == pytest.approx((0 + 1 + 1 + 1 + 0.5) / 5)  # down, jump: equal in Q*, nothing to rank
     assert found["top_1"] == pytest.approx(1 / 3)  # wrong, right, and among equal q the first, which is wrong
     assert found["top_1_by_chance"] == pytest.approx((1 / 3 + 1 / 2 + 1 / 2) / 3)
@@ -231,7 +231,7 @@ def test_agreement_of_the_truth_with_itself_is_whole(layout):
 
 def test_the_comparison_as_a_command(tmp_path, capsys):
     walk = steps(({"down": 0.9, "left": 0.1}, "down", (3, 2)), ({"right": 1.0}, "right", (3, 3)))
-    row = {"task_id": "4x4/r2c2", "env": "frozenlake", "method": "qlass", "M": 2, "N": 1, "select": None,
+    row = {"task_id": "4x4/22", "env": "frozenlake", "method": "qlass", "M": 2, "N": 1, "select": None,
            "success": True, "steps": walk}  # fmt: skip
     file = tmp_path / "results.jsonl"
     file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"method": "greedy", "M": 1}) + "\n")
