@@ -458,9 +458,9 @@ class FrozenLakeEnv(TextEnv):
     name = "frozenlake"
     task = "reach the goal"
     instruction = (
-        "You are walking on a frozen lake. On its map F is ice, H a hole and G the goal. A cell is named by its row and "
-        "its column, both from 0. Each turn you move one cell: your action is left, down, right or up. Reach the goal "
-        "and do not fall into a hole.\n"
+        "You are walking on a frozen lake. On its map F is ice, H a hole and G the goal. A cell is named by its row "
+        "and its column, both from 0. Each turn you move one cell: your action is left, down, right or up. Reach the "
+        "goal and do not fall into a hole.\n"
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
 
