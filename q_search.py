@@ -243,6 +243,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--limit", type=int, default=400, metavar="N", help="number of tasks (default: %(default)s; 0: all)")
     add("--sft", type=Path, help="the agent's checkpoint (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
+    add("--readout", choices=["last", "mean"], help="how QNet's values of an action become one (default: its own)")
     add("--out", type=Path, help="default: RUN/results.jsonl; lines that it has are not played again")
     add("--label", help="a variant's name, kept in each line")
     add(
@@ -279,7 +280,7 @@ def main(argv: list[str] | None = None) -> None:
     chat = policy = qnet = None
     if any(CHOOSERS.get(m.name) in (by_q, by_q_or_reward) or m.select == "q" for m in plan):
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", stage_argv(args))
-        qnet = QNet.from_pretrained(args.qnet, args.device)
+        qnet = QNet.from_pretrained(args.qnet, args.device, args.readout)
         answers[Score] = qnet.score
     if any(m.name != "expert" for m in plan):
         args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
@@ -290,7 +291,7 @@ def main(argv: list[str] | None = None) -> None:
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     answers[Reword] = paraphraser = Server(args.paraphrase_server) if args.paraphrase_server else by_rules
-    same_arguments(args.out, args, ["sft", "qnet", "temperature", "max_steps", "label", "paraphrase",
+    same_arguments(args.out, args, ["sft", "qnet", "readout", "temperature", "max_steps", "label", "paraphrase",
                                     "paraphrase_server"])  # fmt: skip
 
     tasks = env.task_ids(args.split)[: args.limit or None]

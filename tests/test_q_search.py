@@ -297,6 +297,13 @@ def test_the_step_limit_is_the_environments_unless_it_is_given(search, fake_worl
     assert fake_world == [{}, {"max_steps": 1}]
 
 
+def test_a_qnet_can_be_read_in_another_way_than_it_was_trained_for(search):
+    last, own, mean = search(), search(out="own.jsonl"), search("--readout", "mean", out="mean.jsonl")
+    assert last == own and [r["steps"][0]["candidates"] for r in mean] != [r["steps"][0]["candidates"] for r in last]
+    with pytest.raises(UserError, match=r"begun with --readout None, not mean"):
+        search("--readout", "mean")
+
+
 def test_a_retrained_qnet_does_not_go_on_with_the_old_ones_lines(search, tmp_path, value_net):
     import shutil
 

@@ -35,12 +35,11 @@ def stage(tmp_path_factory):
         (bin_ / name).write_text(f"#!{sys.executable} -S\n{note}\n")
         (bin_ / name).chmod(0o755)
 
-    def run(script, **variables):
+    def run(script, *arguments, **variables):
         log.write_text("")
         known = {"PATH": str(bin_), "LOG": str(log), "HOME": str(root)} | variables
-        done = subprocess.run(
-            ["bash", root / script], cwd=root, env=known, capture_output=True, text=True, timeout=60, check=False
-        )
+        command = ["bash", root / script, *arguments]
+        done = subprocess.run(command, cwd=root, env=known, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, f"{script}: {done.stderr}"
         return [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -115,5 +114,30 @@ def test_self_training_compares_three_process_rewards_on_the_same_trees(stage):
     guided = [s for s in asked["self_train.py"] if s.method == "qlass"]
     assert [s.qnet for s in guided] == [q.out for q in asked["train_qnet.py"]] and {s.M for s in guided} == {3}
     assert [s.run / f"sft-{s.name}" for s in asked["self_train.py"]] == [s.sft for s in asked["q_search.py"]]
-    # The report tells a QNet's target by its label (Fig. 4).
-    assert [s.label for s in asked["q_search.py"]] == ["target-q", "target-avg", "target-reward", "rft", "tree"]
+    # The report tells a QNet's target, and self-trained agents, by the label (Fig. 4).
+    names = [s.label.removeprefix("self-trained, ") for s in asked["q_search.py"]]
+    assert names == ["target=q", "target=avg", "target=reward", "RFT", "trees' best"]
+
+
+def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stage):
+    commands = stage("runs/reproduce.sh", "--seeds", "2")
+    asked = stages(commands)
+    folders = [Path("runs/webshop"), Path("runs/webshop-seed1")]
+    assert {(s.run, s.seed) for s in asked["q_search.py"]} >= set(zip(folders, (0, 1), strict=True))
+    assert all(str(s.run).startswith(str(folders[s.seed])) for name, some in asked.items() for s in some
+               if name != "report.py")  # fmt: skip
+    assert [Path(run) for run in asked["report.py"][-1].results] == folders
+    *_, last = stages(stage("runs/reproduce.sh", "frozenlake", "--seeds", "1"))["report.py"]
+    assert last.results == ["runs/frozenlake"]
+
+
+def test_ablations_play_the_same_tasks_and_are_told_apart(stage):
+    asked = stages(stage("runs/ablations.sh"))
+    played = asked["q_search.py"]
+    assert {(s.split, s.limit, s.run.parts[:2]) for s in played} == {("test", 400, ("runs", "webshop"))}
+    labelled = [s for s in played if s.label]
+    assert len({s.label for s in labelled}) == len({s.out for s in labelled}) == len(labelled) == len(played) - 1
+    made = {s.out or s.run / "qnet" for s in asked["train_qnet.py"]}
+    assert {s.qnet for s in [*played, *asked["self_train.py"]] if s.qnet} <= made  # every QNet is trained before
+    retrained = {s.run / f"sft-{s.name}" for s in asked["self_train.py"]}
+    assert {s.sft for s in played if s.label and s.label.startswith("self-trained")} == retrained

@@ -10,9 +10,9 @@ RUN=${RUN:-runs/paper-webshop-$NAME}
 env=("${webshop[@]}" --run "$RUN")
 again=(--temperature 0.7 --limit 0)
 
-evaluate() {  # the checkpoint RUN/sft-$1, greedily
+evaluate() {  # NAME LABEL: the checkpoint RUN/sft-NAME, greedily
   $PYTHON q_search.py "${env[@]}" --method greedy --limit 0 --max-steps 5 \
-    --sft "$RUN/sft-$1" --label "$1" --out "$RUN/results-$1.jsonl"
+    --sft "$RUN/sft-$1" --label "self-trained, $2" --out "$RUN/results-$1.jsonl"
 }
 
 for target in q avg reward; do
@@ -20,13 +20,13 @@ for target in q avg reward; do
   [ -f "$labels" ] || $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target $target --out "$labels"
   [ -d "$net" ] || $PYTHON train_qnet.py "${env[@]}" "${qnet[@]}" --labels "$labels" --out "$net"
   $PYTHON align.py "${env[@]}" -M 4 -K 8 --split test --limit 50 \
-    --labels "$labels" --qnet "$net" --label target-$target --out "$RUN/align-$target.jsonl"
+    --labels "$labels" --qnet "$net" --label target=$target --out "$RUN/align-$target.jsonl"
   # Each action the best of three, one trajectory a task (Q*Agent's setting).
   $PYTHON self_train.py "${env[@]}" "${again[@]}" --method qlass -M 3 -N 1 --qnet "$net" --name target-$target
-  evaluate target-$target
+  evaluate target-$target target=$target
 done
 $PYTHON self_train.py "${env[@]}" "${again[@]}" --method rft -N 3
-evaluate rft
+evaluate rft RFT
 $PYTHON self_train.py "${env[@]}" --method tree
-evaluate tree
+evaluate tree "trees' best"
 $PYTHON report.py --run "$RUN"

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# What quickstart.sh leaves open, in the same run folder: process rewards (Fig. 4), half of the demonstrations (Table 3)
+# and what single choices are worth. QLASS with M = 4 on the same test tasks each time, told apart by --label.
+# Run again after a stop: what is finished is kept, the rest goes on. SEED=1 RUN=runs/webshop-seed1 for another seed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python}
+SEED=${SEED:-0}
+RUN=${RUN:-runs/webshop}
+common=(--env webshop --run "$RUN" --seed "$SEED")
+stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $1"; "$PYTHON" "$@"; }
+play() {  # NAME LABEL FLAG...: test tasks with what the flags say
+    stage q_search.py "${common[@]}" --out "$RUN/results-$1.jsonl" --label "$2" "${@:3}"
+}
+variant() {  # NAME LABEL FLAG...: another QNet of the same trees
+    [ -d "$RUN/qnet-$1" ] || stage train_qnet.py "${common[@]}" --out "$RUN/qnet-$1" "${@:3}"
+    play "$1" "$2" --method qlass -M 4 --qnet "$RUN/qnet-$1"
+}
+retrained() {  # NAME LABEL FLAG...: the agent cloned anew with its own trajectories, played greedily
+    [ -d "$RUN/sft-$1" ] || stage self_train.py "${common[@]}" --name "$1" "${@:3}"
+    play "$1" "$2" --method greedy --sft "$RUN/sft-$1"
+}
+aligned() {  # NAME FLAG...: a QNet held against Monte-Carlo returns
+    [ -f "$RUN/align-$1.jsonl" ] || stage align.py "${common[@]}" -K 4 --label "$1" --out "$RUN/align-$1.jsonl" "${@:2}"
+}
+
+# Fig. 4: three process rewards of the same trees, to search with and to self-train with. Q is quickstart.sh's own QNet.
+for target in avg reward; do
+    labels=$RUN/q_labels-$target.jsonl
+    [ -f "$labels" ] || stage bellman.py "${common[@]}" --target $target --out "$labels"
+    variant $target "target=$target" --labels "$labels"
+    retrained self-$target "self-trained, target=$target" --method qlass --qnet "$RUN/qnet-$target"
+    aligned $target --labels "$labels" --qnet "$RUN/qnet-$target"
+done
+aligned q
+retrained self-q "self-trained, target=q" --method qlass
+retrained self-rft "self-trained, RFT" --method rft
+
+# Table 3: half of the demonstrations, trees as before.
+half=(--env webshop --run "$RUN/half" --seed "$SEED")
+[ -d "$RUN/half/sft" ] || stage sft.py "${half[@]}" --n-expert 675
+stage build_trees.py "${half[@]}"
+[ -f "$RUN/half/q_labels.jsonl" ] || stage bellman.py "${half[@]}"
+[ -d "$RUN/half/qnet" ] || stage train_qnet.py "${half[@]}"
+stage q_search.py "${half[@]}" --method greedy qlass -M 4 --label "half of the demonstrations" \
+    --out "$RUN/results-half.jsonl"
+
+# Ablations: how QNet is trained and read, what its trees hold, and how candidates are drawn.
+variant frozen "frozen backbone" --freeze
+variant loss-action "loss on the action" --loss-on action
+variant loss-last "loss on the last token" --loss-on last
+play readout-mean "readout=mean" --method qlass -M 4 --readout mean
+bare=(--env webshop --run "$RUN/no-expert" --seed "$SEED")
+stage build_trees.py "${bare[@]}" --sft "$RUN/sft" --no-expert
+[ -f "$RUN/no-expert/q_labels.jsonl" ] || stage bellman.py "${bare[@]}"
+[ -d "$RUN/no-expert/qnet" ] || stage train_qnet.py "${bare[@]}" --sft "$RUN/sft"
+play no-expert "trees without expert" --method qlass -M 4 --qnet "$RUN/no-expert/qnet"
+play paraphrased paraphrased --method qlass -M 4 --paraphrase
+stage q_search.py "${common[@]}" --method oracle_lookahead -M 4  # the search of the released code
+stage report.py --run "$RUN" --out "$RUN/report.html"

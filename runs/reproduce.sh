@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# A whole comparison on one environment: all methods, several seeds of the whole pipeline, one report over them.
+#
+#   bash runs/reproduce.sh [webshop|alfworld|sciworld|frozenlake] [--seeds N]        (default: webshop, 3 seeds)
+#
+# Run again after a stop: what is finished is kept, the rest goes on. Seed 0 has the run folder runs/ENV, the others
+# runs/ENV-seed1, ...; the report over all is runs/ENV/seeds.html.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+env=webshop seeds=3
+while [ $# -gt 0 ]; do
+    case $1 in
+        webshop | alfworld | sciworld | frozenlake) env=$1 && shift ;;
+        --seeds) seeds=${2:?--seeds N} && shift 2 ;;
+        *) echo "error: $1: bash runs/reproduce.sh [webshop|alfworld|sciworld|frozenlake] [--seeds N]" >&2 && exit 2 ;;
+    esac
+done
+scripts=("$env.sh")
+[ "$env" != webshop ] || scripts=(quickstart.sh ablations.sh)
+for script in "${scripts[@]}"; do  # the main comparison of all seeds comes first
+    runs=()
+    for ((seed = 0; seed < seeds; seed++)); do
+        run=runs/$env
+        [ $seed = 0 ] || run=$run-seed$seed
+        runs+=("$run")
+        SEED=$seed RUN=$run bash "runs/$script"
+    done
+done
+"${PYTHON:-python}" report.py "${runs[@]}" --out "runs/$env/seeds.html"
