@@ -67,9 +67,11 @@ class QNet(nn.Module):
         self.computed = 0  # tokens put through the net for scores, padding included
         self._known: dict[tuple[State, str], float] = {}
 
-    def forward(self, **inputs: Any) -> torch.Tensor:
-        """Values (B, L) of the tokens of `inputs` (ids, positions, mask as from `tokens.packed`)."""
+    def forward(self, at: torch.Tensor | None = None, **inputs: Any) -> torch.Tensor:
+        """Values (B, L) of the tokens of `inputs` (ids, positions, mask as from `tokens.packed`), or, flat, of those
+        that `at` (B, L) marks: the head costs a tiny model more than its backbone."""
         hidden = self.backbone(**inputs).last_hidden_state
+        hidden = hidden if at is None else hidden[at]
         return self.head(hidden.to(self.head[0].weight.dtype)).squeeze(-1)
 
     def train(self, mode: bool = True) -> QNet:
@@ -205,14 +207,17 @@ def packed_loss(qnet: QNet, packs: Sequence[PackedPairs]) -> torch.Tensor:
     """The sum of `pair_loss` over all pairs of the packs, each unique token computed once."""
     backbone = qnet.backbone
     inputs = packed([p.tree for p in packs], qnet.chat.tokenizer.pad_token_id, backbone.device, backbone.dtype)
-    values = qnet(**inputs, use_cache=False).float()
-    loss = values.new_zeros(())
-    for row, p in zip(values, packs, strict=True):
-        v = row[len(row) - len(p.tree) :]
-        weight, weighted_q = torch.tensor([p.weight, p.weighted_q], device=v.device)
-        # sum_i w_i (v - q_i)^2 = W v^2 - 2 v sum_i w_i q_i + sum_i w_i q_i^2, the last of which sums to sum_i q_i^2
-        loss = loss + (weight * v.square() - 2 * weighted_q * v).sum() + p.constant
-    return loss
+    weight, weighted_q = torch.zeros(2, *inputs["input_ids"].shape)
+    for row, p in enumerate(packs):  # padded on the left, as the ids are
+        weight[row, -len(p.tree) :], weighted_q[row, -len(p.tree) :] = (
+            torch.tensor(p.weight),
+            torch.tensor(p.weighted_q),
+        )
+    at = weight > 0
+    v = qnet(at=at.to(backbone.device), **inputs, use_cache=False).float()
+    w, wq = weight[at].to(v.device), weighted_q[at].to(v.device)
+    # sum_i w_i (v - q_i)^2 = W v^2 - 2 v sum_i w_i q_i + sum_i w_i q_i^2, the last of which sums to sum_i q_i^2
+    return (w * v.square() - 2 * wq * v).sum() + sum(p.constant for p in packs)
 
 
 # ----------------------------------------------------------------------------------------------------------- training
