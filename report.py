@@ -20,10 +20,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import files
+import report_claims
 import report_page as page
 import report_plots as plots
+from report_claims import nearest
 from report_results import Group, load_row, read_results, result_files
-from stats import Estimate, kendall, paired_difference, spearman
+from stats import kendall, paired_difference, spearman
 
 PAPER_NOTE = (
     "Paper: Table 2 divided by 100 (Llama-2-7B-Chat; other model, other data; SciWorld and ALFWorld seen / unseen; its "
@@ -37,12 +39,6 @@ DEFAULT_RUN = Path("runs/webshop")
 Table = tuple[list[str], list[list[str]]]  # head, rows
 
 
-def interval(estimate: Estimate, sign: str = "") -> str:
-    if math.isnan(estimate.low):
-        return f"{estimate.mean:{sign}.3f}"
-    return f"{estimate.mean:{sign}.3f} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
-
-
 def number(value: float, digits: int = 0) -> str:
     return "–" if math.isnan(value) else f"{value:,.{digits}f}"
 
@@ -53,7 +49,7 @@ def results_table(groups: Sequence[Group]) -> Table:
     rows = []
     for group in groups:
         m = group.method
-        rows.append([m.env, m.name, str(m.M or "–"), str(m.N or "–"), interval(group.reward), str(group.reward.n)])
+        rows.append([m.env, m.name, str(m.M or "–"), str(m.N or "–"), f"{group.reward}", str(group.reward.n)])
         rows[-1] += [group.seeds(), number(group.mean("success"), 3), f"{group.zero_share():.3f}"]
         rows[-1] += [number(group.mean("generated")), number(group.mean("total")), number(group.mean("env_steps"), 1)]
         rows[-1] += [number(group.mean("seconds"), 2), m.paper]
@@ -74,7 +70,7 @@ def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
                 own = [b for b in peers if (b.method.method, b.method.oracle) == ("best_of_n", oracle)]
                 own = [b for b in own if b.method.label == a.method.label]
                 if own and a.mean("total") > 0:  # at equal cost, and at an equal number of samples
-                    yield a, min(own, key=lambda b: abs(math.log((b.mean("total") or 1e-9) / a.mean("total"))))
+                    yield a, nearest(a, own)
                 yield from ((a, b) for b in own if (b.method.N or 1) == (a.method.M or 1) * (a.method.N or 1))
         if a.method.label:
             same = [b for b in peers if (b.method.method, b.method.label) == (a.method.method, "")]
@@ -95,7 +91,7 @@ def differences_table(groups: Sequence[Group]) -> Table:
         ratio = f"{a.mean('total') / b.mean('total'):.2f}" if b.mean("total") else "–"
         verdict = "no difference" if difference.covers_zero else "higher" if difference.mean > 0 else "lower"
         key = (a.method.env, *names)
-        rows[key] = [*key, interval(difference, "+"), verdict, str(difference.n), ratio]
+        rows[key] = [*key, f"{difference:+}", verdict, str(difference.n), ratio]
     return head, list(rows.values())
 
 
@@ -178,7 +174,11 @@ def main(argv: list[str] | None = None) -> None:
     trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if p.exists()), None)
 
     results, differences, calibration = results_table(groups), differences_table(groups), calibration_table(groups)
+    claims = report_claims.sentences(groups)
     text = f"{markdown(results)}\n\n{PAPER_NOTE}\n\nPaired differences in reward\n\n{markdown(differences)}\n"
+    if claims:
+        told = "".join(f"- {sentence}\n" for sentence in claims)
+        text += f"\nClaims of the paper\n\n{told}\n{report_claims.NOTE}\n"
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
 
@@ -191,6 +191,7 @@ def main(argv: list[str] | None = None) -> None:
                 figures.append((name, env, plots.save(figure, picture)))
     content = {
         "results": page.table(*results) + page.paragraph(PAPER_NOTE),
+        "claims": page.bullets(claims) + page.paragraph(report_claims.NOTE) if claims else "",
         "differences": page.table(*differences),
         "calibration": page.table(*calibration) if calibration[1] else "",
         "figures": figures,

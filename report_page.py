@@ -33,6 +33,7 @@ def render(content: dict) -> str:
         figures[name] += f'<figure role="img" aria-label="{title}">{svg}{caption}</figure>'
     parts = {
         "results": content["results"],
+        "claims": section("claims", "Claims of the paper", content["claims"]),
         "differences": content["differences"],
         "tokens": section("tokens", TITLES["tokens"], figures["tokens"]),
         "targets": section("targets", TITLES["targets"], figures["targets"]),
@@ -59,6 +60,10 @@ def section(name: str, title: str, body: str) -> str:
 
 def paragraph(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
+
+
+def bullets(sentences: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -109,7 +114,7 @@ def chip(q: float) -> str:
     return f'<span class="q" data-q="{q:.4f}">{q:.2f}</span>'
 
 
-FIELDS = ["parent", "action", "thought", "observation", "reward", "done", "source", "branch", "q", "q_raw"]
+FIELDS = ["parent", "action", "thought", "observation", "reward", "done", "source", "branch", "expert", "q", "q_raw"]
 TEXTS = {"action", "thought", "observation", "source"}
 
 

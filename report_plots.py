@@ -71,6 +71,9 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
     for group in groups:
         if group.mean("total") > 0 and group.method.method not in ("random", "expert"):
             lines[family(group.method)].append(group)
+    # A label that no line has is a variant of one method: it is in the tables.
+    drawn = {""} | {line[0].method.label for line in lines.values() if len(line) > 1}
+    lines = {name: line for name, line in lines.items() if line[0].method.label in drawn} or lines
     if not lines:
         return None
     with mpl.rc_context(STYLE):
@@ -106,26 +109,41 @@ def draw_line(axes: Axes, name: str, line: Sequence[Group], cost: str, marker: s
 
 
 def targets(groups: Sequence[Group]) -> Figure | None:
-    """Fig. 4: the same method at the same M and N under QNets that learnt different process rewards, beside greedy and
-    RFT; None where no label names another target."""
-    other = {budget(g.method) for g in groups if g.method.label and g.method.target}
-    bars = [g for g in groups if g.method.target and budget(g.method) in other]
-    if not bars:
+    """Fig. 4: QNets that learnt different process rewards, searched with at the same M and N, and self-trained with;
+    beside them SFT greedy and what was self-trained without a QNet. None where no label names another target."""
+    guided = [g for g in groups if g.method.target and g.method.method != "greedy"]
+    other = {budget(g.method) for g in guided if g.method.label}
+    halves = {
+        "search guided by QNet": [g for g in guided if budget(g.method) in other],
+        "greedy after self-training": [g for g in groups if g.method.method == "greedy" and g.method.self_trained],
+    }
+    greedy = [g for g in groups if g.method.method == "greedy" and not g.method.label]
+    order = [None, *TARGETS].index
+    halves = {t: greedy + sorted(half, key=lambda g: order(g.method.target)) for t, half in halves.items() if half}
+    if not halves:
         return None
-    bars = [g for g in groups if g.method.method in ("greedy", "rft") and not g.method.label] + bars
+    heights = [len(half) + 1 for half in halves.values()]
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7, 1 + 0.42 * len(bars)), layout="constrained")
-        axes = figure.subplots()
-        for row, group in enumerate(bars):
-            mean = group.reward.mean
-            low, high = np.nan_to_num([group.reward.low, group.reward.high], nan=mean)
-            colour = TARGETS[group.method.target]
-            axes.barh(row, mean, xerr=[[mean - low], [high - mean]], color=colour, ecolor=INK, capsize=2, height=0.7)
-            axes.annotate(f"{mean:.3f}", (high, row), (5, 0), textcoords="offset points", va="center", fontsize=9)
-        axes.set_yticks(range(len(bars)), [f"{g.method.name} {g.method.budget}" for g in bars])
-        axes.invert_yaxis()
-        axes.set_xlabel("mean reward, 95 % interval")
+        figure = Figure(figsize=(7, 0.6 + 0.42 * sum(heights)), layout="constrained")
+        panels = figure.subplots(len(halves), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (title, half) in zip(panels, halves.items(), strict=True):
+            for row, group in enumerate(half):
+                mean, look = group.reward.mean, {"color": TARGETS[group.method.target], "ecolor": INK}
+                low, high = np.nan_to_num([group.reward.low, group.reward.high], nan=mean)
+                axes.barh(row, mean, xerr=[[mean - low], [high - mean]], capsize=2, height=0.7, **look)
+                axes.annotate(f"{mean:.3f}", (high, row), (5, 0), textcoords="offset points", va="center", fontsize=9)
+            axes.set_yticks(range(len(half)), [bar_name(g.method) for g in half])
+            axes.invert_yaxis()
+            axes.set_title(title, loc="left", fontsize=10)
+        panels[-1].set_xlabel("mean reward, 95 % interval")
         return figure
+
+
+def bar_name(method: Method) -> str:
+    """What was learnt, at which M and N; the title of the bars says the rest."""
+    names = {"q": "Q-value", "avg": "averaged reward", "reward": "plain reward"}
+    name = names.get(method.target or "") or method.label.removeprefix("self-trained, ") or method.name
+    return ", ".join(filter(None, (name, method.budget)))
 
 
 def budget(method: Method) -> tuple:
@@ -135,14 +153,13 @@ def budget(method: Method) -> tuple:
 def calibration(groups: Sequence[Group], bins: int = 10) -> Figure | None:
     """QNet's value of the actions taken against the final reward of their episodes, in bins of equal counts.
 
-    One series for each label (a QNet of its own). The interval of a bin is drawn over tasks, since the steps of an
-    episode share its reward.
+    One series for each process reward that a label names, else for each label (a QNet of its own). The interval of a
+    bin is drawn over tasks, since the steps of an episode share its reward.
     """
-    series = defaultdict(list)
-    for group in groups:
-        if group.method.method == "qlass":
-            steps = [(q, result.reward, result.task) for result in group.results.values() for q in result.q]
-            series[group.method.label].extend(steps)
+    guided, series = [group for group in groups if group.method.method == "qlass"], defaultdict(list)
+    for group in [group for group in guided if group.method.target] or guided:
+        steps = [(q, result.reward, result.task) for result in group.results.values() for q in result.q]
+        series[group.method.label].extend(steps)
     series = {label: sorted(steps) for label, steps in series.items() if len(steps) >= 2 * bins}
     if not series:
         return None

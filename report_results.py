@@ -69,6 +69,10 @@ class Method:
         return found[1] if found else "q" if self.method == "qlass" and not self.label else None
 
     @property
+    def self_trained(self) -> bool:
+        return self.label.startswith("self-trained")
+
+    @property
     def paper(self) -> str:
         if self.label or (self.method == "best_of_n" and not self.oracle):
             return "–"

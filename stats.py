@@ -31,6 +31,11 @@ class Estimate:
     def covers_zero(self) -> bool:
         return not (self.low > 0 or self.high < 0)  # NaN: nothing is known, so nothing differs
 
+    def __format__(self, sign: str) -> str:
+        """ "0.500 [0.402, 0.598]", of a difference with sign "+"."""
+        spread = "" if np.isnan(self.low) else f" [{self.low:{sign}.3f}, {self.high:{sign}.3f}]"
+        return f"{self.mean:{sign}.3f}{spread}"
+
 
 def bootstrap(values: Iterable[float], resamples: int = 10_000, level: float = 0.95, seed: int = 0) -> Estimate:
     """Percentile bootstrap of the mean of `values` (n,), one value a task (Efron & Tibshirani 1993, ch. 13)."""

@@ -1,0 +1,98 @@
+"""What the result files say about each claim of the paper: reproduced, not reproduced, or undecided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from report_results import Group, Method
+from stats import Estimate, paired_difference
+
+NOTE = (
+    "By the paired difference over the tasks and seeds that both have: reproduced where its 95 % interval lies above 0 "
+    "(“level with” allows 0.02 less), not reproduced where it lies below, else undecided. Equal tokens: the best-of-N "
+    "nearest in total tokens, which are named."
+)
+LEVEL = 0.02  # of the reward: who is less than this below is level
+TARGETS = {"avg": "averaged rewards", "reward": "plain final rewards"}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`comparisons`: where it can be tested, and two methods there of which the first is to be above b - margin."""
+
+    text: str
+    comparisons: list[tuple[str, Group, Group]]
+    margin: float = 0.0
+
+    def sentence(self) -> str:
+        """ "QLASS above ...: reproduced (M=2: +0.085 [+0.068, +0.101]; ...), undecided (...)"; "" if not tested."""
+        found: dict[str, list[str]] = {"reproduced": [], "undecided": [], "not reproduced": []}
+        for setting, a, b in self.comparisons:
+            difference = paired_difference(a.values("reward"), b.values("reward"))
+            if difference.n:
+                found[verdict(difference, self.margin)].append(f"{setting}: {difference:+}")
+        told = [f"{name} ({'; '.join(some)})" for name, some in found.items() if some]
+        return f"{self.text}: {', '.join(told)}" if told else ""
+
+
+def verdict(difference: Estimate, margin: float) -> str:
+    """Of the claim that the difference is above -margin."""
+    if difference.low > -margin:
+        return "reproduced"
+    return "not reproduced" if difference.high < -margin else "undecided"  # NaN: nothing is known
+
+
+def nearest(a: Group, others: Sequence[Group]) -> Group:
+    """The one whose total tokens are nearest to those of `a`, by their ratio."""
+    return min(others, key=lambda b: abs(math.log((b.mean("total") or 1e-9) / a.mean("total"))))
+
+
+def claims(groups: Sequence[Group]) -> Iterator[Claim]:
+    """The paper's claims in words, with the comparisons that these results of one environment allow."""
+    plain = [g for g in groups if not g.method.label]
+    greedy = [g for g in plain if g.method.method == "greedy"]
+    guided = [g for g in groups if g.method.method == "qlass" and (g.method.N or 1) == 1]
+    qlass = [g for g in guided if g in plain]
+
+    yield Claim("QLASS above SFT greedy (Table 2)", [(a.method.budget, a, b) for a in qlass for b in greedy])
+    for oracle, how in ((False, "by QNet"), (True, "by the true reward, as the paper's is")):
+        rivals = [g for g in plain if (g.method.method, g.method.oracle) == ("best_of_n", oracle)]
+        pairs = [(a, nearest(a, rivals)) for a in qlass if rivals and a.mean("total") > 0]
+        yield Claim(
+            f"QLASS above best-of-N, picked {how}, at equal tokens (Fig. 3)",
+            [(f"{cost(a)} against {cost(b)}", a, b) for a, b in pairs],
+        )
+    for target, name in TARGETS.items():
+        pairs = [(a, b) for b in groups if b.method.target == target for a in groups
+                 if a.method.target == "q" and role(a.method) == role(b.method)]  # fmt: skip
+        yield Claim(f"Q-values above {name} (Fig. 4)", [(where(a.method), a, b) for a, b in pairs])
+    for label in dict.fromkeys(g.method.label for g in guided if "demonstrations" in g.method.label):
+        yield Claim(
+            f"QLASS with {label} level with SFT greedy on all of them or above (Table 3)",
+            [(a.method.budget, a, b) for a in guided if a.method.label == label for b in greedy],
+            LEVEL,
+        )
+
+
+def cost(group: Group) -> str:
+    return f"{group.method.budget or 'N=1'} ({group.mean('total'):,.0f} tokens)"
+
+
+def role(method: Method) -> tuple:
+    """What a QNet is used for: two that differ in their process reward alone can be compared."""
+    return method.method, method.M, method.N, method.select, method.self_trained
+
+
+def where(method: Method) -> str:
+    return "self-training" if method.self_trained else f"search, {method.budget or 'M=1'}"
+
+
+def sentences(groups: Sequence[Group]) -> list[str]:
+    """One for each environment and claim that the results can tell about."""
+    found = []
+    for env in dict.fromkeys(g.method.env for g in groups):
+        told = [claim.sentence() for claim in claims([g for g in groups if g.method.env == env])]
+        found += [f"{env}: {sentence}." for sentence in told if sentence]
+    return found

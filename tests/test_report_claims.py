@@ -1,0 +1,132 @@
+"""The statements on the paper's claims, Fig. 4 and the labels that tell variants apart, from made results."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+import report
+import report_claims
+import report_plots
+from report_results import read_results, result_files
+from stats import Estimate
+
+TASKS = 40
+
+
+@pytest.fixture
+def groups(tmp_path):
+    """Results with rewards `mean` + noise that all methods share, and their total tokens."""
+
+    def made(*methods):
+        lines = []
+        for method, mean, more in methods:
+            row = {"env": "webshop", "split": "test", "method": method, "M": 1, "N": 1, "select": None, "seed": 0}
+            noise = random.Random(0)
+            for task in range(TASKS):
+                about = {"task_id": str(task), "reward": mean + noise.uniform(-0.1, 0.1) + 0.01 * (task % 2)}
+                lines.append(row | about | {"tokens": {"generated": more.get("tokens", 100)}} | more)
+                lines[-1]["tokens"] = {"generated": more.get("tokens", 100)}
+        (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return read_results(result_files([str(tmp_path)]))
+
+    return made
+
+
+def told(groups, start):
+    (sentence,) = [s for s in report_claims.sentences(groups) if s.startswith(f"webshop: {start}")]
+    return sentence
+
+
+def test_only_what_the_results_can_tell_is_said(groups):
+    assert report_claims.sentences(groups(("greedy", 0.5, {}))) == []
+    (sentence,) = report_claims.sentences(groups(("greedy", 0.5, {}), ("qlass", 0.6, {"M": 2})))
+    assert sentence == "webshop: QLASS above SFT greedy (Table 2): reproduced (M=2: +0.100 [+0.100, +0.100])."
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "margin", "verdict"),
+    [
+        (0.001, 0.2, 0, "reproduced"),
+        (-0.001, 0.2, 0, "undecided"),
+        (0, 0.2, 0, "undecided"),
+        (-0.2, -0.001, 0, "not reproduced"),
+        (float("nan"), float("nan"), 0, "undecided"),
+        (-0.019, -0.001, 0.02, "reproduced"),  # level
+        (-0.03, 0.2, 0.02, "undecided"),
+        (-0.05, -0.021, 0.02, "not reproduced"),
+    ],
+)
+def test_the_verdict_is_the_intervals(low, high, margin, verdict):
+    assert report_claims.verdict(Estimate((low + high) / 2, low, high, 9), margin) == verdict
+
+
+def test_each_setting_has_its_own_verdict(groups):
+    some = groups(("greedy", 0.5, {}), ("qlass", 0.4, {"M": 2}), ("qlass", 0.6, {"M": 4}), ("qlass", 0.5, {"M": 6}))
+    assert told(some, "QLASS above SFT greedy") == (
+        "webshop: QLASS above SFT greedy (Table 2): reproduced (M=4: +0.100 [+0.100, +0.100]), "
+        "undecided (M=6: +0.000 [+0.000, +0.000]), not reproduced (M=2: -0.100 [-0.100, -0.100])."
+    )
+
+
+def test_best_of_n_is_the_one_of_nearest_cost(groups):
+    def best_of(n, select, tokens, mean):
+        return "best_of_n", mean, {"N": n, "select": select, "tokens": tokens}
+
+    some = groups(
+        ("qlass", 0.6, {"M": 2, "tokens": 900}), best_of(2, "q", 300, 0.1), best_of(4, "q", 1000, 0.5),
+        best_of(6, "q", 5000, 0.9), best_of(2, "oracle", 1000, 0.7),
+    )  # fmt: skip
+    by_qnet, by_reward = "QLASS above best-of-N, picked by QNet", "QLASS above best-of-N, picked by the true reward"
+    assert told(some, by_qnet).endswith(
+        "reproduced (M=2 (900 tokens) against N=4 (1,000 tokens): +0.100 [+0.100, +0.100])."
+    )
+    assert "not reproduced (M=2 (900 tokens) against N=2 (1,000 tokens): -0.100" in told(some, by_reward)
+
+
+def test_process_rewards_are_compared_within_their_role(groups):
+    some = groups(
+        ("greedy", 0.3, {}), ("greedy", 0.2, {"label": "self-trained, RFT"}),
+        ("greedy", 0.5, {"label": "self-trained, target=q"}), ("greedy", 0.6, {"label": "self-trained, target=avg"}),
+        ("qlass", 0.8, {"M": 4}), ("qlass", 0.7, {"M": 4, "label": "target=avg"}), ("qlass", 0.9, {"M": 2}),
+        ("qlass", 0.1, {"M": 4, "label": "frozen backbone"}),
+    )  # fmt: skip
+    assert told(some, "Q-values above averaged rewards") == (
+        "webshop: Q-values above averaged rewards (Fig. 4): reproduced (search, M=4: +0.100 [+0.100, +0.100]), "
+        "not reproduced (self-training: -0.100 [-0.100, -0.100])."
+    )
+    assert not any("plain final rewards" in s for s in report_claims.sentences(some))
+    search, retrained = report_plots.targets(some).axes
+    assert [t.get_text() for t in search.get_yticklabels()] == ["SFT greedy", "Q-value, M=4", "averaged reward, M=4"]
+    assert [t.get_text() for t in retrained.get_yticklabels()] == ["SFT greedy", "RFT", "Q-value", "averaged reward"]
+    widths = [[round(bar.get_width(), 1) for bar in axes.patches] for axes in (search, retrained)]
+    assert widths == [[0.3, 0.8, 0.7], [0.3, 0.2, 0.5, 0.6]]
+
+
+def test_fewer_demonstrations_meet_greedy_with_all(groups):
+    label = {"label": "half of the demonstrations"}
+    some = groups(("greedy", 0.5, {}), ("greedy", 0.2, label), ("qlass", 0.49, {"M": 4} | label))
+    assert "reproduced (M=4: -0.010 [-0.010, -0.010])" in told(some, "QLASS with half of the demonstrations level")
+
+
+def test_ablations_meet_the_same_method_without_a_label_and_stay_out_of_the_lines(groups):
+    some = groups(
+        ("greedy", 0.5, {}), ("qlass", 0.6, {"M": 2, "tokens": 200}), ("qlass", 0.7, {"M": 4, "tokens": 300}),
+        ("qlass", 0.65, {"M": 4, "tokens": 300, "label": "frozen backbone"}),
+    )  # fmt: skip
+    _, rows = report.differences_table(some)
+    assert ["QLASS [frozen backbone] M=4", "QLASS M=4", "-0.050 [-0.050, -0.050]", "lower"] in [r[1:5] for r in rows]
+    assert report_plots.targets(some) is None
+    (legend,) = report_plots.tokens(some).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["SFT greedy", "QLASS, over M"]
+
+
+def test_the_claims_are_in_both_reports(groups, tmp_path):
+    groups(("greedy", 0.5, {}), ("qlass", 0.6, {"M": 2, "label": None}))
+    report.main(["--run", str(tmp_path)])
+    for name in ("report.md", "report.html"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert "QLASS above SFT greedy (Table 2): reproduced (M=2: +0.100" in text and report_claims.NOTE in text
+    assert 'id="claims"' in text
