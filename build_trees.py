@@ -58,6 +58,7 @@ class TreeNode:
     done: bool = False
     source: str = "root"
     branch: int = 0
+    expert: bool = False  # on the expert's way, whoever came there first
     rollouts: int = 0
     children: dict[str, TreeNode] = field(default_factory=dict)  # by action_key
 
@@ -124,6 +125,7 @@ def exploration_tree(
         env.reset(options={"task_id": task_id})
         for thought, action in env.expert(task_id):  # line 11
             branch.append(child(branch[-1], react(thought, action), "expert"))
+            branch[-1].expert = True
             env.restore(branch[-1].snapshot)
             if branch[-1].done:
                 break
@@ -141,7 +143,7 @@ def lines(env: envs.TextEnv, task_id: str, root: TreeNode) -> list[dict]:
         {
             "task_id": task_id, "node_id": number[id(n)], "parent_id": number[id(n.parent)] if n.parent else None,
             "depth": n.t, "action": n.action, "observation": n.observation, "reward": n.reward, "done": n.done,
-            "source": n.source, "branch": n.branch,
+            "source": n.source, "branch": n.branch, "expert": n.expert,
         }
         for n in nodes
     ]  # fmt: skip

@@ -165,6 +165,13 @@ def test_a_tree_in_lines():
     assert records[0]["task"] == "find the purse" and records[0]["env"] == "fake"
     assert records[1]["observation"] == "Observation: you stand at start left"
     assert "messages" not in records[1]  # a state is the path: no text is stored twice
+    assert [r["node_id"] for r in records if r["expert"]] == [5, 7, 9]
+
+
+def test_the_experts_way_is_known_where_the_agent_went_it_before():
+    _, _, root, env = grow({(): "right", R: "right", RR: "right"}, depth=0, width=1, with_expert=True)
+    records = build_trees.lines(env, "train0", root)
+    assert [(r["source"], r["expert"]) for r in records] == [("root", False)] + [("policy", True)] * 3
 
 
 def test_whole_trees_are_counted():

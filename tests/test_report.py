@@ -331,6 +331,7 @@ def test_the_viewer_gets_the_trees_as_they_are(made):
         assert data["texts"][node["observation"]] == line["observation"]
     assert data["texts"][first[4]["action"]] == "click[b02]" and data["texts"][first[4]["thought"]] == "It is redder."
     assert first[1]["observation"] == first[4]["observation"]  # a page that recurs is stored once
+    assert [node["expert"] for node in first] == [line.get("expert") for line in nodes[:6]]
     assert data["trees"][1]["text"] == "i need a blue mug {{results}}"
 
 
