@@ -71,8 +71,9 @@ class TreeNode:
 
 
 def exploration_tree(
-    env: envs.TextEnv, task_id: str, rendering: Rendering, depth: int, width: int, rollouts: int, with_expert: bool
-) -> Generator[Sample, list, TreeNode]:
+    env: envs.TextEnv, task_id: str, rendering: Rendering, depth: int, width: int, rollouts: int, with_expert: bool,
+    prune: str = "branch",
+) -> Generator[Sample, list, TreeNode]:  # fmt: skip
     """Alg. 2. Yields Sample requests, returns the root U."""
     observation, info = env.reset(options={"task_id": task_id})
     root = TreeNode(State.first(env, observation, info), observation, env.snapshot())  # lines 1-2
@@ -114,8 +115,9 @@ def exploration_tree(
                 node.rollouts += 1
                 branches += 1
                 branch = yield from rollout(node)  # lines 7-8
-                if branch[-1].reward != 0:  # line 9; else: stop expansion
-                    queue.extend(n for n in branch if n.t <= depth and not n.done)  # line 10
+                if branch[-1].reward == 0:  # line 9: stop expansion
+                    branch = branch[:2] if prune == "tail" else []
+                queue.extend(n for n in branch if n.t <= depth and not n.done)  # line 10
 
     bound = rollouts or math.inf
     yield from expand(bound / 2 if with_expert else bound)  # the bound leaves as much for the second pass
@@ -174,6 +176,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--limit", type=int, default=250, metavar="N", help="number of training tasks (default: %(default)s; 0: all)")
     add("--temperature", type=float, help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
+    add(
+        "--prune",
+        choices=["branch", "tail"],
+        default="branch",
+        help="what a branch without reward does not push: its nodes (line 9), or those after its first step (the "
+        "released code)",
+    )
     add("--device")
     return parse_arguments(parser, argv)
 
@@ -186,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
     args.depth = env.tree_depth if args.depth is None else args.depth
     args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
     args.out = args.out or args.run / "trees.jsonl"
-    same_arguments(args.out, args, ["sft", "depth", "width", "rollouts", "steps", "temperature", "no_expert"])
+    same_arguments(args.out, args, ["sft", "depth", "width", "rollouts", "steps", "temperature", "no_expert", "prune"])
 
     # From the far end of the training list: where there are more tasks than demonstrations, the agent meets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
@@ -202,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
 
         def explore(task_id: str) -> Generator:
             root = yield from exploration_tree(
-                env.fork(), task_id, rendering, args.depth, args.width, args.rollouts, not args.no_expert
+                env.fork(), task_id, rendering, args.depth, args.width, args.rollouts, not args.no_expert, args.prune
             )
             return lines(env, task_id, root)
 

@@ -15,11 +15,11 @@ from files import UserError
 FREE = Rendering(temperature=0.9)
 
 
-def grow(script, depth=1, width=2, rollouts=64, with_expert=False, world=WORLD, **options):
+def grow(script, depth=1, width=2, rollouts=64, with_expert=False, world=WORLD, prune="branch", **options):
     """The tree's nodes as {path: (reward, source, branch)}, and the requests as (path, n)."""
     env = FakeEnv(world, **options)
     answer = script if callable(script) else Script(script)
-    root, asked = run(exploration_tree(env, "train0", FREE, depth, width, rollouts, with_expert), answer)
+    root, asked = run(exploration_tree(env, "train0", FREE, depth, width, rollouts, with_expert, prune), answer)
     nodes = {path_of(n.state): (n.reward, n.source, n.branch) for n in root.walk()}
     return nodes, [(path_of(r.state), r.n) for r in asked], root, env
 
@@ -60,6 +60,13 @@ def test_algorithm_2_by_hand():
 def test_the_first_branch_that_fails_ends_the_first_pass():
     nodes, asked, _, _ = grow({})  # always left
     assert asked == [((), NEW), (L, 1)] and set(nodes) == {(), L, LL}
+
+
+def test_pruned_by_its_tail_a_branch_that_fails_is_gone_on_with_where_it_began():
+    nodes, asked, _, _ = grow({(): "left right", L: "left right", LR: "left"}, depth=2, prune="tail")
+    # Left, left is worth 0: the root and L are pushed. The root again: right, left is worth .4. L: right, left, .5.
+    assert asked[:6] == [((), NEW), (L, 1), ((), NEW), (R, 1), (L, NEW), (LR, 1)]
+    assert nodes[(*LR, "left")] == (0.5, "policy", 3)
 
 
 def test_the_second_pass_expands_the_experts_branch():
@@ -121,12 +128,13 @@ worlds = st.recursive(
 
 
 @settings(max_examples=60, deadline=None)
-@given(worlds, st.integers(0, 3), st.integers(1, 3), st.integers(1, 12), st.booleans(), st.randoms())
-def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_expert, random):
+@given(worlds, st.integers(0, 3), st.integers(1, 3), st.integers(1, 12), st.booleans(), st.randoms(),
+       st.sampled_from(["branch", "tail"]))  # fmt: skip
+def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_expert, random, prune):
     def answer(request):
         return say(*(random.choice(["a", "b", "c", "A ", "jump"]) for _ in range(request.n)))
 
-    nodes, asked, root, env = grow(answer, depth, width, rollouts, with_expert, world)
+    nodes, asked, root, env = grow(answer, depth, width, rollouts, with_expert, world, prune)
     assert sum(n == NEW for _, n in asked) <= rollouts
     assert all(len(path) <= depth for path, n in asked if n == NEW)
     assert len({b for _, _, b in nodes.values()} - {0}) <= rollouts + with_expert
