@@ -240,6 +240,7 @@ class ALFWorldEnv(TextEnv):
     data: folder with json_2.1.1/ as ALFWorld ships it; None: $ALFWORLD_DATA, else the bundled generator's games.
     engine: "python", or "textworld" for the original (requirements-alfworld.txt). expert: "search", who looks for
     things as a person would, or "walkthrough", the file's shortest plan, which knows where everything is.
+    instruction: a file with the first user message; PUT in it stands for the wording of a game's own grammar.
     """
 
     name = "alfworld"
@@ -260,6 +261,7 @@ class ALFWorldEnv(TextEnv):
         data: str | Path | None = None,
         engine: str = "python",
         expert: str = "search",
+        instruction: str | Path | None = None,
         seed: int = 0,
         max_steps: int | None = UNSET,
     ) -> None:
@@ -269,7 +271,8 @@ class ALFWorldEnv(TextEnv):
                 raise UserError(f"alfworld: unknown {name} {value!r}: choose {known.replace(' ', ' or ')}")
         self.engine, self.teacher = engine, expert
         self.games = alfworld_data.Games(data or os.environ.get("ALFWORLD_DATA") or make_alfworld.ensure(seed))
-        self.task_id, self.instruction = "", self.instruction.replace("PUT", self.wordings[0])
+        self.told = webshop_data.read_text(Path(instruction)) if instruction else self.instruction
+        self.task_id, self.instruction = "", self.told.replace("PUT", self.wordings[0])
 
     def task_ids(self, split: str) -> list[str]:
         return self.games.ids(split)
@@ -279,7 +282,7 @@ class ALFWorldEnv(TextEnv):
             self.game = self.player = self.games.load(task_id)
             if self.engine == "textworld":
                 self.player = alfworld_textworld.TextWorldGame(self.games.path(task_id))
-            self.instruction = type(self).instruction.replace("PUT", self.wordings[self.game.old])
+            self.instruction = self.told.replace("PUT", self.wordings[self.game.old])
             self.task_id = task_id
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
@@ -586,6 +589,8 @@ def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     data = {"webshop": args.webshop_data, "alfworld": args.alfworld_data}.get(args.env)
     if data:
         options["data"] = data
+    if args.engine:
+        options["engine"] = args.engine
     for option in args.env_option:
         name, equals, value = option.partition("=")
         if not equals:

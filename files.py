@@ -210,7 +210,7 @@ def same_arguments(output: str | Path, args: argparse.Namespace, names: Iterable
     if Path(output).exists() and path.exists():
         old = json.loads(path.read_text(encoding="utf-8"))
         way_out = "delete it, or name another --out or --run"
-        for name in ("env", "seed", "webshop_data", "alfworld_data", "env_option", *names):
+        for name in ("env", "seed", "webshop_data", "alfworld_data", "engine", "env_option", *names):
             now = getattr(args, name)
             now = str(now) if isinstance(now, Path) else now
             before = old["arguments"].get(name, now)
@@ -230,6 +230,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
     add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
     add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, bundled)")
+    add("--engine", choices=["python", "textworld"], help="ALFWorld's: ours, or the original (default: python)")
     add("--env-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the environment")
 
 
@@ -240,13 +241,15 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> 
     parser.error = error  # type: ignore[method-assign]
     parser.usage = "python %(prog)s [flags]"  # all of them would fill the screen twice
     args = parser.parse_args(argv)
+    if args.engine and args.env != "alfworld":
+        raise UserError(f"--engine {args.engine}: for alfworld, not for {args.env}; leave it out")
     args.run = args.run or Path("runs") / args.env
     return args
 
 
 def stage_argv(args: argparse.Namespace) -> list[str]:
     argv = ["--env", args.env, "--run", str(args.run), "--seed", str(args.seed)]
-    for flag in ("webshop_data", "alfworld_data"):
+    for flag in ("webshop_data", "alfworld_data", "engine"):
         if getattr(args, flag):
             argv += ["--" + flag.replace("_", "-"), getattr(args, flag)]
     return argv + [word for option in args.env_option for word in ("--env-option", option)]

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import alfworld_data
 import alfworld_engine
+import bellman
 import envs
 from alfworld_expert import Wish, plan
 from data import make_alfworld
@@ -491,6 +492,21 @@ def test_problems_that_are_none(made, change, message):
     content = json.loads(next(made.rglob("look_at*/*/game.tw-pddl")).read_text())
     with pytest.raises(alfworld_data.BadGame, match=message):
         alfworld_data.parse(change(content["pddl_problem"]), content["grammar"])
+
+
+def test_an_instruction_of_ones_own_speaks_each_games_grammar(made, tmp_path):
+    (tmp_path / "told.txt").write_text("Tidy up.\nPUT")
+    env = envs.make("alfworld", data=made, instruction=tmp_path / "told.txt")
+    env.reset(options={"task_id": env.task_ids("test")[0]})
+    assert env.instruction == "Tidy up.\n" + env.wordings[env.game.old] != envs.ALFWorldEnv.instruction
+    with pytest.raises(UserError, match=r"nowhere\.txt: can't be read"):
+        envs.make("alfworld", data=made, instruction=tmp_path / "nowhere.txt")
+
+
+def test_the_engine_is_a_flag_of_every_stage(made):
+    argv = ["--env", "alfworld", "--alfworld-data", str(made)]
+    engines = [envs.from_arguments(bellman.parse(argv + more)).engine for more in ([], ["--engine", "textworld"])]
+    assert engines == ["python", "textworld"]
 
 
 def test_messages(made, tmp_path, monkeypatch):

@@ -144,8 +144,8 @@ def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
     out, model = tmp_path / "trees.jsonl", tmp_path / "sft"
     model.mkdir()
     (model / "weights").write_text("1")
-    shared = {"env": "frozenlake", "seed": 0, "webshop_data": None, "alfworld_data": None, "env_option": []}
-    args = argparse.Namespace(depth=3, sft=model, limit=5, **shared)
+    shared = {"env": "frozenlake", "seed": 0, "webshop_data": None, "alfworld_data": None, "engine": None}
+    args = argparse.Namespace(depth=3, sft=model, limit=5, env_option=[], **shared)
     files.same_arguments(out, args, ["depth"])  # nothing there yet
     out.write_text("")
     files.write_meta(out, args, [model])
@@ -182,6 +182,10 @@ def test_the_arguments_that_stages_share_are_handed_on():
 
     assert parse(files.stage_argv(parse(argv))) == parse(argv)
     assert parse(["--env", "frozenlake"]).run == Path("runs/frozenlake")
+    original = parse(["--env", "alfworld", "--engine", "textworld"])
+    assert parse(files.stage_argv(original)).engine == "textworld"
+    with pytest.raises(UserError, match="--engine textworld: for alfworld, not for webshop"):
+        parse(["--engine", "textworld"])
 
 
 def exits(stage, capsys) -> tuple[int, str]:

@@ -9,6 +9,7 @@ ROLLOUTS=${ROLLOUTS:-64}  # the paper names no bound; without one a tree may tak
 RUN=${RUN:-runs/paper-alfworld-$NAME}
 
 env=(--env alfworld --run "$RUN" --seed "$SEED" --alfworld-data "$ALFWORLD_DATA")
+env+=(--env-option "instruction=$ETO/alfworld_inst.txt")
 sft+=(--expert "$ETO/alfworld_sft.json")
 trees+=(--depth 8 --steps 18 --rollouts "$ROLLOUTS")
 pipeline
