@@ -268,12 +268,17 @@ def test_what_is_heard_can_be_said_again(agent):
         replay.grow(env, "train1", rendering, settings, models)
 
 
-def test_a_tree_is_the_more_telling_the_more_happens_in_it(parts):
-    part = parts["frozenlake"]
-    most = record.telling(part.tree, part.branches)
-    assert most > record.telling([n for n in part.tree if n["source"] != "expert"], part.branches) - 1
-    lost = [n | {"reward": 0.0} for n in part.tree]  # nobody wins any more
-    assert record.telling(lost, part.branches) == most - 1
+def test_a_tree_is_the_more_telling_the_more_happens_in_it():
+    def node(parent, branch, reward=None):
+        return {"parent_id": parent, "branch": branch, "reward": reward or 0.0, "done": reward is not None}
+
+    tree = [node(None, 0), node(0, 1), node(1, 1, 1.0), node(0, 2, 0.0), node(1, 3, 1.0)]
+    branches = [replay.Branch(0), replay.Branch(0), replay.Branch(0, "expert")]
+    assert record.telling(tree, branches) == 6
+    assert record.telling(tree[:-1], branches) == 4  # the expert's way was known: a branch that made nothing
+    assert record.telling([n | {"reward": 0.0} for n in tree], branches) == 5  # the agent never won
+    assert record.telling([*tree[:3], node(1, 2, 0.0), tree[4]], branches) == 5  # one child of the root
+    assert record.telling([*tree, *[node(1, 3)] * 20], branches) == 5  # too large to be drawn
 
 
 def test_the_start_where_guidance_helps_most():

@@ -160,15 +160,14 @@ class Lake(Story):
         return f"The lowest value in this tree is {low}, the highest {high}: {scale}.{same}"
 
     def label_lines(self) -> str:
-        """The root's line of q_labels.jsonl and an inner node's, long texts cut."""
+        """The first two lines of q_labels.jsonl, long texts cut."""
 
         def shortened(value: object) -> object:
             if isinstance(value, list):
                 return [{name: shortened(text) for name, text in value[0].items()}, "..."]
             return value[:60] + "..." if isinstance(value, str) and len(value) > 70 else value
 
-        inner = next(i for i, children in enumerate(self.children) if i and len(children) > 1)
-        lines = [dumps({name: shortened(value) for name, value in self.tree[i].items()}) for i in (0, inner)]
+        lines = [dumps({name: shortened(value) for name, value in node.items()}) for node in self.tree[:2]]
         return boxed("\n".join("\n".join(textwrap.wrap(line, 116)) + "\n" for line in lines), "json")
 
     # ---------------------------------------------------------------------------------------------------------- QNet
@@ -269,4 +268,11 @@ class Lake(Story):
             offered = [exact[action_key(c["action"])] for c in step["candidates"]]
             if max(offered) - min(offered) > 1e-9:
                 right.append(exact[action_key(step["action"])] > max(offered) - 1e-9)
-        return f"Of {times(len(right), 'step')} with candidates of different Q\\* it took the best in {sum(right)}"
+        if not right:
+            return "No step had candidates of different Q\\*."
+        return f"Of {times(len(right), 'step')} with candidates of different Q\\* it took the best in {sum(right)}."
+
+    def chosen(self) -> str:
+        if self.gain() > 0:
+            return "This start was chosen: of the test starts it is the one where QNet helps most."
+        return "On no test start QNet helps; this one was chosen since it offers most candidates."

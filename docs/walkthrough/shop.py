@@ -58,6 +58,13 @@ class Shop(Story):
             f"the agent's own log-probability {found['policy_sibling_accuracy']:.3f}"
         )
 
+    def chosen(self) -> str:
+        if self.gain() > 0:
+            return (
+                "of the held-out tasks where QLASS gets more than the greedy agent it is the one with the smallest tree"
+            )
+        return "on no held-out task QLASS gets more than the greedy agent; this one has the smallest tree"
+
     def tally(self) -> str:
         """All held-out tasks, not only the one that is shown."""
         t = self.run["tally"]

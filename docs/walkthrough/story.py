@@ -166,3 +166,6 @@ class Story:
     def rewards(self) -> str:
         greedy, qlass = (number(self.part.episodes[method]["reward"], 2) for method in ("greedy", "qlass"))
         return f"the greedy agent gets {greedy}, QLASS {qlass}"
+
+    def gain(self) -> float:
+        return self.part.episodes["qlass"]["reward"] - self.part.episodes["greedy"]["reward"]
