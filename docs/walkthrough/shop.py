@@ -100,6 +100,16 @@ class Shop(Story):
         ]
         return f"reward {number(reward, 2)} ({', '.join(parts)})"
 
+    def shortfall(self) -> str:
+        best = max((node for node in self.tree if node["done"]), key=lambda node: node["reward"])
+        reward, by = (
+            self.part.episodes["qlass"]["reward"],
+            "the expert's" if best["source"] == "expert" else "the agent's",
+        )
+        if reward > best["reward"] - 1e-9:
+            return "No purchase in the tree is worth more than QLASS's."
+        return f"The best purchase in the tree, {by}, is worth {number(best['reward'], 2)}: QLASS misses it."
+
     def parting(self) -> str:
         """Where the two episodes part, and what QNet thought of the greedy agent's choice."""
         greedy, qlass = (self.part.episodes[method]["steps"] for method in ("greedy", "qlass"))
