@@ -39,6 +39,7 @@ from files import (
     stage_argv,
     write_meta,
 )
+from lora import add_loading
 from policy import Policy, Sample, ask, drive
 
 RETRIES = 2  # further draws and further rollouts for a node whose new child turned out to be a known one
@@ -183,6 +184,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="what a branch without reward does not push: its nodes (line 9), or those after its first step (the "
         "released code)",
     )
+    add_loading(parser)
     add("--device")
     return parse_arguments(parser, argv)
 
@@ -195,7 +197,8 @@ def main(argv: list[str] | None = None) -> None:
     args.depth = env.tree_depth if args.depth is None else args.depth
     args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
     args.out = args.out or args.run / "trees.jsonl"
-    same_arguments(args.out, args, ["sft", "depth", "width", "rollouts", "steps", "temperature", "no_expert", "prune"])
+    same_arguments(args.out, args, ["sft", "depth", "width", "rollouts", "steps", "temperature", "no_expert", "prune",
+                                    "load_in"])  # fmt: skip
 
     # From the far end of the training list: where there are more tasks than demonstrations, the agent meets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
@@ -204,7 +207,7 @@ def main(argv: list[str] | None = None) -> None:
     todo = [t for t in tasks if t not in finished]
     if todo:
         write_meta(args.out, args, [args.sft])
-        policy = Policy.load(args.sft, args.device, args.seed)
+        policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
         rendering = policy.chat.rendering
         if args.temperature is not None:
             rendering.temperature = args.temperature

@@ -230,7 +230,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
     add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
     add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, bundled)")
-    add("--engine", choices=["python", "textworld"], help="ALFWorld's: ours, or the original (default: python)")
+    engines = ["python", "textworld"]
+    add("--engine", choices=engines, metavar="NAME", help="ALFWorld's: python (ours, the default) or textworld")
     add("--env-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the environment")
 
 

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from chat import Chat, Rendering, State, react, uniforms
 from envs import TextEnv
 from files import UserError
+from lora import quantised
 from tokens import Prompt, Prompts, batches
 
 # -------------------------------------------------------------------------------------------------- requests, driver
@@ -130,9 +131,10 @@ def load_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
-def load_checkpoint(path: str | Path, kind: Any, device: str | None, **options: Any) -> tuple[Any, Chat]:
+def load_checkpoint(path: str | Path, kind: Any, device: str | None, load_in: str | None = None) -> tuple[Any, Chat]:
     """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name."""
     where, dtype = device_and_dtype(device)
+    options = quantised(load_in, where)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
     try:
@@ -144,7 +146,7 @@ def load_checkpoint(path: str | Path, kind: Any, device: str | None, **options: 
         raise UserError(f"{path}: no weights for {min(about['missing_keys'])}; was the folder mixed from two?")
     if len(chat.tokenizer) > model.get_input_embeddings().num_embeddings:
         raise UserError(f"{path}: its tokenizer has more tokens than its model; was the folder mixed from two?")
-    return model.to(where), chat
+    return model if load_in else model.to(where), chat
 
 
 class Policy:
@@ -157,10 +159,10 @@ class Policy:
         self._known: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
 
     @classmethod
-    def load(cls, path: str | Path, device: str | None = None, seed: int = 0) -> Policy:
+    def load(cls, path: str | Path, device: str | None = None, seed: int = 0, load_in: str | None = None) -> Policy:
         if (Path(path) / "qnet.json").exists():
             raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
-        return cls(*load_checkpoint(path, transformers.AutoModelForCausalLM, device), seed)
+        return cls(*load_checkpoint(path, transformers.AutoModelForCausalLM, device, load_in), seed)
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         answers: list[Any] = [None] * len(requests)

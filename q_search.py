@@ -49,6 +49,7 @@ from files import (
     stage_argv,
     write_meta,
 )
+from lora import add_loading
 from paraphrase import Reword, Server, by_rules, reword
 from policy import Candidate, Policy, Sample, Score, ask, drive
 from train_qnet import QNet
@@ -257,6 +258,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--paraphrase-server", metavar="URL[#MODEL]", help="wordings by an OpenAI-compatible server, not by our rules")
     add("--temperature", type=float, metavar="T", help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--max-steps", type=int, metavar="N", help="step limit (default: 5 WebShop, 40 others; bundled WebShop 9)")
+    add_loading(parser)
     add("--device")
     args = parse_arguments(parser, argv)
     args.M = args.M or ([2, 4, 6] if "all" in args.method else [2])
@@ -280,11 +282,11 @@ def main(argv: list[str] | None = None) -> None:
     chat = policy = qnet = None
     if any(CHOOSERS.get(m.name) in (by_q, by_q_or_reward) or m.select == "q" for m in plan):
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", stage_argv(args))
-        qnet = QNet.from_pretrained(args.qnet, args.device, args.readout)
+        qnet = QNet.from_pretrained(args.qnet, args.device, args.readout, args.load_in)
         answers[Score] = qnet.score
     if any(m.name != "expert" for m in plan):
         args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
-        policy = Policy.load(args.sft, args.device, args.seed)
+        policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
         chat, answers[Sample] = policy.chat, policy.sample
         if args.temperature is not None:
             chat.rendering.temperature = args.temperature
@@ -292,7 +294,7 @@ def main(argv: list[str] | None = None) -> None:
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     answers[Reword] = paraphraser = Server(args.paraphrase_server) if args.paraphrase_server else by_rules
     same_arguments(args.out, args, ["sft", "qnet", "readout", "temperature", "max_steps", "label", "paraphrase",
-                                    "paraphrase_server"])  # fmt: skip
+                                    "paraphrase_server", "load_in"])  # fmt: skip
 
     tasks = env.task_ids(args.split)[: args.limit or None]
     if not tasks:

@@ -184,7 +184,8 @@ def main(argv: list[str] | None = None) -> None:
     )
 
     # The tiny model chooses epochs and batch anew for the number of trajectories.
-    again = ["lr", "max_tokens", "micro_tokens", "candidates"] + ["epochs", "batch"] * (record["model"] != "tiny")
+    again = ["lr", "max_tokens", "micro_tokens", "candidates", "lora", "load_in", "optim"]
+    again += ["epochs", "batch"] * (record["model"] != "tiny")
     flags = [f"--{name.replace('_', '-')}={record[name]}" for name in again if record.get(name) is not None]
     flags += ["--device", args.device] if args.device else []
     flags += ["--model", record["model"], "--expert", str(merged), "--n-expert", str(len(expert) + len(new))]

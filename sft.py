@@ -39,6 +39,7 @@ from files import (
     write_jsonl,
     write_meta,
 )
+from lora import LR, adamw, add_lora, add_training, check_training, merge
 from policy import device_and_dtype, load_checkpoint, mixed_precision
 from tokens import batches
 
@@ -153,7 +154,7 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
     examples = [e for e in (tokens_and_mask(chat, s, args.max_tokens) for s in states) if any(e[1][1:])]
     if not examples:
         raise UserError(f"no trajectory holds an action within --max-tokens {args.max_tokens}: give it more")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, betas=(0.9, 0.95))
+    optimizer = adamw((p for p in model.parameters() if p.requires_grad), args.lr, args.optim)
     order = torch.Generator().manual_seed(args.seed)
     if args.model == "tiny":
         args.batch = min(args.batch, math.ceil(len(examples) / 4))
@@ -209,7 +210,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
     add("--n-expert", type=int, help="number of trajectories (default: all; tiny: 1350)")
     add("--epochs", type=int, help="default: 3; tiny: 2, or what 200 updates take")
-    add("--lr", type=float, help="default: 1e-5; tiny: 3e-3")
+    add("--lr", type=float, help="default: 1e-5 (with --lora 2e-4); tiny: 3e-3")
     add("--batch", type=int, help="trajectories a step (default: 64; tiny: 16)")
     add("--max-tokens", type=int, default=4096, help="longer trajectories are cut (default: %(default)s)")
     add("--micro-tokens", type=int, default=8192, help="padded tokens in memory at once (default: %(default)s)")
@@ -218,15 +219,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         choices=["free", "valid"],
         help="which actions the policy may write (default: free; tiny: valid)",
     )
+    add_training(parser)
     add("--device")
-    return parse_arguments(parser, argv)
+    args = parse_arguments(parser, argv)
+    if args.lora and args.model == "tiny":
+        raise UserError("--lora: the tiny model is trained from scratch; leave it out, or name another --model")
+    check_training(args)
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     started = time.time()
     env = envs.from_arguments(args)
-    for name, value in (TINY if args.model == "tiny" else PAPER).items():
+    for name, value in (TINY if args.model == "tiny" else PAPER | ({"lr": LR} if args.lora else {})).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.out = checkpoint_folder(args.out or args.run / "sft")
@@ -246,10 +252,14 @@ def main(argv: list[str] | None = None) -> None:
         chat = Chat(tokenizer, rendering)
         model.to(device_and_dtype(args.device)[0])
     else:
-        model, chat = load_checkpoint(args.model, transformers.AutoModelForCausalLM, args.device)
+        model, chat = load_checkpoint(args.model, transformers.AutoModelForCausalLM, args.device, args.load_in)
+    if args.lora:
+        add_lora(model, args.lora)
     if args.candidates:
         chat.rendering.candidates = args.candidates
     figures = train(model, chat, states, args)
+    if args.lora:
+        merge(model)
 
     transformers.utils.logging.disable_progress_bar()
     with replacing_folder(args.out) as folder:

@@ -45,6 +45,7 @@ from files import (
     stage_argv,
     write_meta,
 )
+from lora import LR, adamw, add_lora, add_training, check_training, merge
 from policy import Policy, Score, load_checkpoint, mixed_precision
 from sft import cosine
 from stats import spearman
@@ -114,11 +115,13 @@ class QNet(nn.Module):
         (folder / "qnet.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, device: str | None = None, readout: str | None = None) -> QNet:
+    def from_pretrained(
+        cls, folder: str | Path, device: str | None = None, readout: str | None = None, load_in: str | None = None
+    ) -> QNet:
         folder = Path(folder)
         if not (folder / "qnet.json").exists():
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
-        backbone, chat = load_checkpoint(folder, transformers.AutoModel, device)
+        backbone, chat = load_checkpoint(folder, transformers.AutoModel, device, load_in)
         try:
             about = json.loads((folder / "qnet.json").read_text(encoding="utf-8"))
             qnet = cls(backbone, chat, about["hidden"], readout or about["readout"])
@@ -226,7 +229,7 @@ def packed_loss(qnet: QNet, packs: Sequence[PackedPairs]) -> torch.Tensor:
 def train(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) -> dict:
     packs = [p for tree in trees for p in pack(qnet.chat, tree, args.loss_on, args.max_tokens)]
     parameters = [p for p in qnet.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=0.0, betas=(0.9, 0.95))
+    optimizer = adamw(parameters, args.lr, args.optim)
     order = torch.Generator().manual_seed(args.seed)
     plan: list[list[int]] = []  # packs of each update: at least `batch` pairs
     for _ in range(args.epochs):
@@ -308,16 +311,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
     add("--epochs", type=int, default=2, help="default: %(default)s")
-    add("--lr", type=float, help="default: 1e-5; below 50 M parameters 1e-3")
+    add("--lr", type=float, help="default: 1e-5 (with --lora 2e-4); below 50 M parameters 1e-3")
     add("--batch", type=int, default=64, help="(s, a) pairs an update (default: %(default)s)")
     add("--loss-on", choices=["all", "action", "last"], default="all", help="tokens with the loss (Eq. 11: all)")
     add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
     add("--freeze", action="store_true", help="train the head alone")
+    add_training(parser)
     add("--max-tokens", type=int, help="of a packed tree (default: 4096; below 50 M parameters 1024)")
     add("--micro-tokens", type=int, default=8192, help="padded tokens in memory at once (default: %(default)s)")
     add("--limit", type=int, metavar="N", help="number of trees (default: all)")
     add("--device")
-    return parse_arguments(parser, argv)
+    args = parse_arguments(parser, argv)
+    if args.lora and args.freeze:
+        raise UserError("--lora and --freeze: give one of them")
+    check_training(args)
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -339,21 +347,25 @@ def main(argv: list[str] | None = None) -> None:
 
     args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
     torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
-    backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device)
+    backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in)
     qnet = QNet(backbone, chat, readout=args.readout)
     small = sum(p.numel() for p in backbone.parameters()) < 50e6
-    args.lr = args.lr or (1e-3 if small else 1e-5)
+    args.lr = args.lr or (1e-3 if small else LR if args.lora else 1e-5)
     args.max_tokens = args.max_tokens or (1024 if small else 4096)
     backbone.requires_grad_(not args.freeze)
+    if args.lora:
+        add_lora(backbone, args.lora)
     figures = train(qnet, training, args)
 
-    policy = Policy.load(args.sft, args.device, args.seed)
+    policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
     for name, some in (("held_out", held_out), ("training", training[: len(held_out)])):
         figures[name] = sibling_accuracy(some, qnet_scores(qnet, some))
         figures[name]["policy_sibling_accuracy"] = sibling_accuracy(some, policy_scores(policy, some))[
             "sibling_accuracy"
         ]
 
+    if args.lora:
+        merge(backbone)
     with replacing_folder(args.out) as folder:
         qnet.save_pretrained(folder)
     write_meta(args.out, args, [args.labels, args.sft], trees=len(trees), seconds=time.time() - started, **figures)

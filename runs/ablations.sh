@@ -47,6 +47,7 @@ stage q_search.py "${half[@]}" --method greedy qlass -M 4 --label "half of the d
 
 # Ablations: how QNet is trained and read, what its trees hold, and how candidates are drawn.
 variant frozen "frozen backbone" --freeze
+variant lora "LoRA backbone, rank 8" --lora 8
 variant loss-action "loss on the action" --loss-on action
 variant loss-last "loss on the last token" --loss-on last
 play readout-mean "readout=mean" --method qlass -M 4 --readout mean

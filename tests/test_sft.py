@@ -87,7 +87,8 @@ def test_the_learning_rate_rises_and_falls():
 
 
 def arguments(**more) -> argparse.Namespace:
-    defaults = {"max_tokens": 100, "micro_tokens": 1000, "lr": 1e-2, "batch": 4, "epochs": 2, "seed": 0, "model": "x"}
+    defaults = {"max_tokens": 100, "micro_tokens": 1000, "lr": 1e-2, "batch": 4, "epochs": 2, "seed": 0, "model": "x",
+                "optim": "adamw"}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
 

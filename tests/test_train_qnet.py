@@ -217,7 +217,7 @@ def test_weights_that_a_checkpoint_lacks_are_not_made_up(tmp_path, agent):
 
 def arguments(**more) -> argparse.Namespace:
     defaults = {"loss_on": "all", "max_tokens": 2048, "lr": 3e-3, "seed": 0, "epochs": 100, "batch": 4,
-                "micro_tokens": 10_000}  # fmt: skip
+                "micro_tokens": 10_000, "optim": "adamw"}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
 

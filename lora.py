@@ -1,0 +1,118 @@
+"""Large models in little memory: LoRA, 4- and 8-bit weights, 8-bit AdamW. For training stages and for those that load.
+
+LoRA (Hu et al. 2022) leaves a weight W as it is and learns a low-rank update: W x + 2 B A x, with B = 0 at first. It is
+merged into W before a checkpoint is saved, so that later stages see an ordinary one. With W in 4 bits this is QLoRA
+(Dettmers et al. 2023); such a W is written back in full before the merge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from files import UserError
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of the attention, as Llama, Mistral, Qwen and Gemma name them
+SCALE = 2.0  # LoRA's alpha / rank
+LR = 2e-4  # if none is given: updates that start from 0 take larger steps than weights
+
+
+class LoRA(nn.Module):
+    """A linear layer (out, in) with an update B A of rank r, A (r, in) and B (out, r) in float32."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        where = linear.weight.device
+        self.linear = linear
+        self.a = nn.Parameter(torch.empty(rank, linear.in_features, device=where))
+        self.b = nn.Parameter(torch.zeros(linear.out_features, rank, device=where))
+        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x)
+        return out + SCALE * (x.to(self.a.dtype) @ self.a.T @ self.b.T).to(out.dtype)
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        weight = self.linear.weight
+        weight.copy_(weight.float() + SCALE * self.b @ self.a)
+        return self.linear
+
+
+def add_lora(model: nn.Module, rank: int) -> None:
+    """Freeze the model and give its attention projections updates of this rank, which alone are trained."""
+    model.requires_grad_(False)
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for name, module in linear:
+        if name.endswith(PROJECTIONS):
+            model.set_submodule(name, LoRA(module, rank))
+    if not any(isinstance(module, LoRA) for module in model.modules()):
+        raise UserError(f"--lora {rank}: the model has no {', '.join(PROJECTIONS)}; leave --lora out")
+
+
+def merge(model: Any) -> None:
+    """Write the updates into the weights, which get all their bits back: an ordinary model again."""
+    if getattr(model, "is_quantized", False):
+        model.dequantize()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoRA):
+            model.set_submodule(name, module.merged())
+
+
+def quantised(load_in: str | None, where: torch.device) -> dict:
+    """from_pretrained's options for weights in 4 bits (NF4) or 8 (LLM.int8), None: as they are."""
+    if load_in is None:
+        return {}
+    needs_bitsandbytes(f"--load-in {load_in}", where)
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=load_in == "4bit", load_in_8bit=load_in == "8bit",
+        bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    return {"quantization_config": config, "device_map": {"": where}}
+
+
+def adamw(parameters: Iterable[nn.Parameter], lr: float, name: str = "adamw") -> torch.optim.Optimizer:
+    """AdamW without weight decay (Table 5); "adamw8bit" keeps its moments in 8 bits."""
+    parameters = list(parameters)
+    kind: Any = torch.optim.AdamW
+    if name == "adamw8bit":
+        needs_bitsandbytes("--optim adamw8bit", parameters[0].device)
+        import bitsandbytes
+
+        kind = bitsandbytes.optim.AdamW8bit
+    return kind(parameters, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
+
+
+def needs_bitsandbytes(flag: str, where: torch.device) -> None:
+    missing = [name for name in ("bitsandbytes", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"{flag}: {missing[0]} is missing: pip install -r requirements-gpu.txt")
+    if where.type == "cpu":
+        raise UserError(f"{flag}: needs a GPU; leave it out on a CPU")
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    add, bits = parser.add_argument, ["4bit", "8bit"]
+    add("--load-in", choices=bits, metavar="BITS", help="4bit or 8bit: fewer bits a weight (bitsandbytes, GPU)")
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """The flags of a stage that trains a model."""
+    add, names = parser.add_argument, ["adamw", "adamw8bit"]
+    add("--lora", type=int, metavar="RANK", help="train updates of this rank instead of the weights")
+    add_loading(parser)
+    add("--optim", choices=names, default="adamw", metavar="NAME", help="adamw or adamw8bit (default: %(default)s)")
+
+
+def check_training(args: argparse.Namespace) -> None:
+    if args.lora is not None and args.lora < 1:
+        raise UserError(f"--lora {args.lora}: a rank is 1 or more")
+    if args.load_in and not args.lora:
+        raise UserError(f"--load-in {args.load_in}: weights of so few bits can't be trained; give --lora RANK too")
