@@ -3,7 +3,8 @@
     python report.py                                   # runs/webshop: its results*.jsonl and q_labels.jsonl
     python report.py runs/a runs/b "100 demos=runs/c"  # several runs; LABEL=PATH tells otherwise equal methods apart
 
-Reads  results*.jsonl (files, or run folders that hold them), q_labels.jsonl or trees.jsonl for the tree viewer
+Reads  results*.jsonl (files, or run folders that hold them), align*.meta.json beside them, q_labels.jsonl or
+       trees.jsonl for the tree viewer
 Writes report.html (self-contained: opens from the disk, without a network), report.md (the tables, printed too) and
        the figures as PNG beside them
 
@@ -15,8 +16,9 @@ reward before it answers is marked "oracle": it shows a ceiling, not what an age
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import files
@@ -31,6 +33,10 @@ PAPER_NOTE = (
     "Paper: Table 2 divided by 100 (Llama-2-7B-Chat; other model, other data; SciWorld and ALFWorld seen / unseen; its "
     "best-of-N picks by the true reward). Tokens per task: generated = completion tokens of the policy, the paper's "
     "count; total = prompt computed + generated + scored by QNet."
+)
+ALIGNMENT_NOTE = (
+    "Alignment of each QNet on tasks that nothing was trained on (align.py): rank correlations of q, gain: what the "
+    "candidate with the highest q is worth beyond a random one, over what the best one is."
 )
 DEFAULT_RUN = Path("runs/webshop")
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -114,6 +120,18 @@ def scored_steps(group: Group) -> tuple[list[float], list[float]]:
     return [q for q, _ in pairs], [reward for _, reward in pairs]
 
 
+def alignment_table(folders: Iterable[Path]) -> Table:
+    """What align.py found out about the QNets of these run folders."""
+    head, rows = ["run", "QNet", "held against"], []
+    for path in sorted(path for folder in folders for path in folder.glob("align*.meta.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        for target, figures in record["alignment"].items():
+            head[3:] = list(figures)
+            values = [number(v, 3) if isinstance(v, float) else str(v) for v in figures.values()]
+            rows.append([str(path.parent), record["arguments"]["label"] or "–", target, *values])
+    return head, rows
+
+
 def markdown(table: Table) -> str:
     head, rows = table
     lines = [head, ["---"] * len(head), *rows]
@@ -174,11 +192,13 @@ def main(argv: list[str] | None = None) -> None:
     trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if p.exists()), None)
 
     results, differences, calibration = results_table(groups), differences_table(groups), calibration_table(groups)
-    claims = report_claims.sentences(groups)
-    text = f"{markdown(results)}\n\n{PAPER_NOTE}\n\nPaired differences in reward\n\n{markdown(differences)}\n"
+    claims, alignment = report_claims.sentences(groups), alignment_table({path.parent for _, path in sources})
+    parts = [markdown(results), PAPER_NOTE, "Paired differences in reward", markdown(differences)]
     if claims:
-        told = "".join(f"- {sentence}\n" for sentence in claims)
-        text += f"\nClaims of the paper\n\n{told}\n{report_claims.NOTE}\n"
+        parts += ["Claims of the paper", "\n".join(f"- {sentence}" for sentence in claims), report_claims.NOTE]
+    if alignment[1]:
+        parts += [ALIGNMENT_NOTE, markdown(alignment)]
+    text = "\n\n".join(parts) + "\n"
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
 
@@ -193,7 +213,8 @@ def main(argv: list[str] | None = None) -> None:
         "results": page.table(*results) + page.paragraph(PAPER_NOTE),
         "claims": page.bullets(claims) + page.paragraph(report_claims.NOTE) if claims else "",
         "differences": page.table(*differences),
-        "calibration": page.table(*calibration) if calibration[1] else "",
+        "calibration": (page.table(*calibration) if calibration[1] else "")
+        + (page.paragraph(ALIGNMENT_NOTE) + page.table(*alignment) if alignment[1] else ""),
         "figures": figures,
         "cases": cases(groups),
         "trees": page.tree_data(trees, args.max_trees),

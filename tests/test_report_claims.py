@@ -123,10 +123,19 @@ def test_ablations_meet_the_same_method_without_a_label_and_stay_out_of_the_line
     assert [text.get_text() for text in legend.get_texts()] == ["SFT greedy", "QLASS, over M"]
 
 
-def test_the_claims_are_in_both_reports(groups, tmp_path):
+def test_the_claims_and_the_alignment_are_in_both_reports(groups, tmp_path):
     groups(("greedy", 0.5, {}), ("qlass", 0.6, {"M": 2, "label": None}))
+    found = {
+        "monte_carlo": {"pairs": 12, "rho": 0.25, "gain": float("nan")},
+        "tree": {"pairs": 5, "rho": 0.5, "gain": 1},
+    }
+    (tmp_path / "align-avg.meta.json").write_text(json.dumps({"arguments": {"label": "avg"}, "alignment": found}))
+    head, rows = report.alignment_table([tmp_path])
+    assert head == ["run", "QNet", "held against", "pairs", "rho", "gain"]
+    assert [row[1:] for row in rows] == [["avg", "monte_carlo", "12", "0.250", "–"], ["avg", "tree", "5", "0.500", "1"]]
     report.main(["--run", str(tmp_path)])
     for name in ("report.md", "report.html"):
         text = (tmp_path / name).read_text(encoding="utf-8")
         assert "QLASS above SFT greedy (Table 2): reproduced (M=2: +0.100" in text and report_claims.NOTE in text
+        assert report.ALIGNMENT_NOTE in text and "monte_carlo" in text
     assert 'id="claims"' in text
