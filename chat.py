@@ -73,7 +73,7 @@ def uniforms(n: int, *key: Hashable) -> np.ndarray:
 class Rendering:
     """How a checkpoint reads and writes; kept in its folder as `policy.json`, so that no later stage can disagree.
 
-    The defaults are the paper's. The three aids are for models too small to have learned them from pretraining.
+    The defaults are the paper's. The four aids are for models too small to have learned them from pretraining.
     """
 
     temperature: float = 0.7  # App. A.2
@@ -81,6 +81,7 @@ class Rendering:
     candidates: str = "free"  # "valid": only what the environment would act on, by trie-constrained decoding
     mark_matches: bool = False  # a mark behind each word of the task, in observations, thoughts and actions
     compact: bool = False  # no instruction turn; in a page neither the task again nor a page shown before
+    markov: bool = False  # the last observation alone, for an environment where it says all
 
     FILE = "policy.json"
 
@@ -161,6 +162,8 @@ class Chat:
         """One list of tokens for each message of the state; the last user message's ends with the generation prompt."""
         r, runs, seen = self.rendering, [], set()
         messages = state.messages[2:] if r.compact and state.messages[1:2] == (("assistant", "OK"),) else state.messages
+        if r.markov:
+            messages = messages[-1 - (messages[-1][0] == "assistant") :]
         for i, (role, content) in enumerate(messages):
             if role == "assistant":
                 runs.append(self.action(content, state.task))

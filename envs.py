@@ -76,6 +76,7 @@ class TextEnv(gymnasium.Env):
     tree_steps = 18  # exploration trees
     tree_depth = 8  # D of Algorithm 2
     side_by_side = 64  # how many forks may be open at once
+    markov = False  # instruction and last observation say all that there is to know
 
     def __init__(self, max_steps: int | None = UNSET) -> None:
         if max_steps is not UNSET:
@@ -460,12 +461,13 @@ class FrozenLakeEnv(TextEnv):
 
     name = "frozenlake"
     task = "reach the goal"
-    instruction = (
+    rules = (
         "You are walking on a frozen lake. On its map F is ice, H a hole and G the goal. A cell is named by its row "
         "and its column, both from 0. Each turn you move one cell: your action is left, down, right or up. Reach the "
         "goal and do not fall into a hole.\n"
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
+    prefix, instruction, markov = "", rules, True
 
     def __init__(
         self, map: str = "8x8", slippery: bool = False, stray: float = 0.3, max_steps: int | None = UNSET
@@ -487,16 +489,17 @@ class FrozenLakeEnv(TextEnv):
         except ValueError as error:
             raise UserError(f"frozenlake: {error}") from None
         self.task_id, self.cell = task_id, int(self.lake.s)
+        # A fixed map is told once; on random ones, each observation shows it again.
+        space = " " if "random" in task_id else ""  # there the rows are to be read cell by cell
+        self.rows = "\n".join(space.join(row) for row in self.lake.desc.astype(str)).replace("S", "F")
+        self.instruction = self.rules if "random" in task_id else f"{self.rules}\nThe map:\n{self.rows}"
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
         self._load((options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("train"))))
         self.chances, _ = seeding.np_random(zlib.crc32(self.task_id.encode()) if seed is None else seed)
         self.steps = 0
-        # A fixed map is the same words in every task; the rows of a random one are there to be read cell by cell.
-        rows = ["".join(row).replace("S", "F") for row in self.lake.desc.astype(str)]
-        rows = [" ".join(row) for row in rows] if "random" in self.task_id else rows
-        return "\n".join(["Map:", *rows, f"Your task is to {self.task}.", self._look()]), self._info()
+        return self._look(), self._info()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         self.steps += 1
@@ -517,8 +520,10 @@ class FrozenLakeEnv(TextEnv):
         kind, where = frozenlake.kind(self.lake, self.cell), self._where()
         if kind != "ice":
             return f"You fell into a hole at {where}." if "hole" in kind else f"You reached the goal at {where}."
+        if "random" not in self.task_id:
+            return f"At {where}."
         around = ", ".join(f"{move} {frozenlake.ahead(self.lake, self.cell, move)}" for move in frozenlake.MOVES)
-        return f"You are at {where}." + (f" Around you: {around}." if "random" in self.task_id else "")
+        return f"{self.rows}\nAt {where}. Around you: {around}."
 
     def _info(self) -> dict[str, Any]:
         return {"task_id": self.task_id, "task": self.task, "valid_actions": self.valid_actions()}
@@ -530,8 +535,9 @@ class FrozenLakeEnv(TextEnv):
         return [(self._thought(move), move) for move in self.valid_actions()]
 
     def _thought(self, move: str) -> str:
-        """What the map shows in that direction: the same words for a right move and a wrong one."""
-        return f"From {self._where()}, {move} is {frozenlake.ahead(self.lake, self.cell, move)}."
+        """What a random map shows in that direction, the same words for a right move and a wrong one. A fixed map is
+        to be known by heart: no thoughts."""
+        return f"{move} is {frozenlake.ahead(self.lake, self.cell, move)}" if "random" in self.task_id else ""
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         """The optimal policy for gamma = 0.9 but for straying; the task id decides among equals and when to stray."""

@@ -138,7 +138,7 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, chat: C
     worded = [state.task] * method.M
     if wordings > 1:
         worded = yield [Reword(state.task, (trial * method.M + k) % wordings) for k in range(method.M)]
-    steps, generated, scored, env_steps = [], 0, 0, 0
+    steps, read, generated, scored, env_steps = [], 0, 0, 0, 0
     while not done:
         key = (task_id, trial, len(steps))  # not the method: all draw with the same luck
         temperature = 0.0 if method.name == "greedy" else None
@@ -149,6 +149,8 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, chat: C
         distinct = list(first.values())
         scores = (yield from chooser(env, state, distinct, key)) if chooser else [None]
         action = distinct[max(range(len(scores)), key=scores.__getitem__)]  # Alg. 4, line 8: argmax_a Q(s, a)
+        runs = chat.runs(state)[::2]  # of the environment's words; every token once: what came before left its keys
+        read += sum(map(len, runs[-1:] if steps else runs))
         generated += sum(c.tokens for c in drawn)
         scored += sum(len(chat.action(a, state.task)) for a in distinct) if chooser in (by_q, by_q_or_reward) else 0
         env_steps += 1 + (len(distinct) if chooser in (by_true_value, by_q_or_reward) else 0)
@@ -159,11 +161,9 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, chat: C
         listed = [{"action": a, "q": None if q is None else round(float(q), 4)}
                   for a, q in zip(distinct, scores, strict=False)]  # fmt: skip
         steps.append({"action": action, "candidates": listed, "observation": env.message(observation)})
-    # Every token once: with its keys and values kept, a model reads each of the environment's words once an episode;
-    # under each further wording it reads them again, and the actions too, which were written under one wording alone.
-    runs = [chat.runs(reword(last[0], w)) for w in dict.fromkeys(worded)]
-    prompt = sum(len(run) for run in runs[0][::2]) + sum(len(run) for others in runs[1:] for run in others)
-    read = sum(len(run) for run in chat.runs(last[0])[::2])
+    # Under each further wording a model reads the environment's words again, and the actions, written under one alone.
+    again = [chat.runs(reword(last[0], w)) for w in dict.fromkeys(worded)][1:]
+    prompt = read + sum(len(run) for others in again for run in others)
     return {
         "reward": float(reward), "steps": steps, "last": last, "env_steps": env_steps,
         "tokens": {"prompt": prompt, "generated": generated, "scored": scored + read if scored else 0},

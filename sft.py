@@ -8,7 +8,7 @@
 
 The loss is the cross-entropy of the tokens that the agent writes; instruction, observations and padding are context.
 `--model tiny` is a Llama of about a million parameters with a tokenizer of its own, both trained here, and reads with
-the three aids of `chat.Rendering`. Any other model keeps its tokenizer, its chat template and the paper's rendering.
+the aids of `chat.Rendering`. Any other model keeps its tokenizer, its chat template and the paper's rendering.
 """
 
 from __future__ import annotations
@@ -151,6 +151,8 @@ def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
 
 
 def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace) -> dict:
+    if chat.rendering.markov:  # each action stands by itself
+        states = [State(s.messages[: i + 1], s.task) for s in states for i in range(3, len(s.messages), 2)]
     examples = [e for e in (tokens_and_mask(chat, s, args.max_tokens) for s in states) if any(e[1][1:])]
     if not examples:
         raise UserError(f"no trajectory holds an action within --max-tokens {args.max_tokens}: give it more")
@@ -249,6 +251,7 @@ def main(argv: list[str] | None = None) -> None:
 
     if args.model == "tiny":
         model, tokenizer, rendering = tiny_model(states)
+        rendering.markov = env.markov
         chat = Chat(tokenizer, rendering)
         model.to(device_and_dtype(args.device)[0])
     else:

@@ -112,22 +112,17 @@ def test_an_expert_who_strays_takes_detours_but_arrives(layout):
 def test_texts_rewards_and_limits():
     env = envs.make("frozenlake", map="4x4", max_steps=3)
     observation, info = env.reset(options={"task_id": "4x4/22"})
-    assert observation.splitlines() == [
-        "Map:",
-        *("FFFF", "FHFH", "FFFH", "HFFG"),
-        "Your task is to reach the goal.",
-        "You are at cell 22.",
-    ]
+    assert observation == "At cell 22." and env.instruction.endswith("The map:\nFFFF\nFHFH\nFFFH\nHFFG")
     assert info["valid_actions"] == ["left", "down", "right", "up"] and info["task_id"] == "4x4/22"
-    assert env.candidates()[2] == ("From cell 22, right is a hole.", "right")
+    assert env.candidates()[2] == ("", "right")
     assert env.q_star_of("jump") == pytest.approx(0.9 * 0.9) and env.q_star_of("right") == 0.0
     start = env.snapshot()
-    assert env.step("Down ")[:4] == ("You are at cell 32.", 0.0, False, False)
+    assert env.step("Down ")[:4] == ("At cell 32.", 0.0, False, False)
     assert env.step("right")[:4] == ("You reached the goal at cell 33.", 1.0, True, False)
     env.restore(start)
     assert env.step("right")[:4] == ("You fell into a hole at cell 23.", 0.0, True, False)
     env.restore(start)
-    invalid = "Invalid action: choose left, down, right or up. You are at cell 22."
+    invalid = "Invalid action: choose left, down, right or up. At cell 22."
     answers = [env.step("dance")[:4] for _ in range(3)]
     assert answers == [(invalid, 0.0, False, False), (invalid, 0.0, False, False), (invalid, 0.0, False, True)]
 
@@ -135,7 +130,9 @@ def test_texts_rewards_and_limits():
 def test_a_random_map_tells_what_lies_around():
     env = envs.make("frozenlake", map="random4")
     observation, _ = env.reset(options={"task_id": "random4/15"})
-    assert observation.splitlines()[1:5] == [" ".join(r.replace("S", "F")) for r in generate_random_map(4, seed=15)]
+    rows = [" ".join(r.replace("S", "F")) for r in generate_random_map(4, seed=15)]
+    assert observation.splitlines()[:4] == rows and "map:" not in env.instruction
+    assert env.step("down")[0].splitlines()[:4] == rows  # each observation says all that there is to know
     assert observation.endswith("Around you: left the edge, down ice, right a hole, up the edge.")
 
 
@@ -186,7 +183,7 @@ def test_bad_options_are_one_line():
 def steps(*walk):
     """Of (candidates with their q, the one taken, the cell it led to): steps of results.jsonl."""
     return [
-        {"action": f"Thought: .\nAction: {taken}", "observation": f"Observation: You are at cell {r}{c}.",
+        {"action": f"Thought: .\nAction: {taken}", "observation": f"At cell {r}{c}.",
          "candidates": [{"action": f"Thought: .\nAction: {move}", "q": q} for move, q in candidates.items()]}
         for candidates, taken, (r, c) in walk
     ]  # fmt: skip
