@@ -119,9 +119,9 @@ def device_and_dtype(device: str | None) -> tuple[torch.device, torch.dtype]:
 
 
 def mixed_precision(model: Any) -> torch.autocast:
-    """bf16 arithmetic on float32 weights where it pays: on a CPU that has it (1.4 to 1.6 times as fast)."""
-    on_cpu = model.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=on_cpu)
+    """bf16 arithmetic on float32 weights: on a GPU, and on a CPU that has it (1.4 to 1.6 times as fast)."""
+    has_it = model.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=has_it)
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -131,9 +131,15 @@ def load_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
-def load_checkpoint(path: str | Path, kind: Any, device: str | None, load_in: str | None = None) -> tuple[Any, Chat]:
-    """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name."""
+def load_checkpoint(
+    path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False
+) -> tuple[Any, Chat]:
+    """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name.
+
+    To be trained, it is float32: an AdamW step of 1e-5 is less than half a bf16 step of a weight above 0.005.
+    """
     where, dtype = device_and_dtype(device)
+    dtype = torch.float32 if train else dtype
     options = quantised(load_in, where)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below

@@ -255,7 +255,9 @@ def main(argv: list[str] | None = None) -> None:
         chat = Chat(tokenizer, rendering)
         model.to(device_and_dtype(args.device)[0])
     else:
-        model, chat = load_checkpoint(args.model, transformers.AutoModelForCausalLM, args.device, args.load_in)
+        model, chat = load_checkpoint(
+            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=not args.lora
+        )
     if args.lora:
         add_lora(model, args.lora)
     if args.candidates:
@@ -263,6 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     figures = train(model, chat, states, args)
     if args.lora:
         merge(model)
+    model.to(device_and_dtype(args.device)[1])  # as later stages load it
 
     transformers.utils.logging.disable_progress_bar()
     with replacing_folder(args.out) as folder:

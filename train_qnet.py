@@ -46,7 +46,7 @@ from files import (
     write_meta,
 )
 from lora import LR, adamw, add_lora, add_training, check_training, merge
-from policy import Policy, Score, load_checkpoint, mixed_precision
+from policy import Policy, Score, device_and_dtype, load_checkpoint, mixed_precision
 from sft import cosine
 from stats import spearman
 from tokens import Prompts, TokenTree, batches, packed
@@ -347,7 +347,9 @@ def main(argv: list[str] | None = None) -> None:
 
     args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
     torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
-    backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in)
+    backbone, chat = load_checkpoint(
+        args.sft, transformers.AutoModel, args.device, args.load_in, train=not (args.lora or args.freeze)
+    )
     qnet = QNet(backbone, chat, readout=args.readout)
     small = sum(p.numel() for p in backbone.parameters()) < 50e6
     args.lr = args.lr or (1e-3 if small else LR if args.lora else 1e-5)
@@ -366,6 +368,7 @@ def main(argv: list[str] | None = None) -> None:
 
     if args.lora:
         merge(backbone)
+    backbone.to(device_and_dtype(args.device)[1])  # as q_search.py loads it
     with replacing_folder(args.out) as folder:
         qnet.save_pretrained(folder)
     write_meta(args.out, args, [args.labels, args.sft], trees=len(trees), seconds=time.time() - started, **figures)
