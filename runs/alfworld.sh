@@ -12,7 +12,7 @@ RUN=${RUN:-runs/alfworld}
 common=(--env alfworld --run "$RUN" --seed "$SEED" "$@")
 stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $1"; "$PYTHON" "$@"; }
 
-[ -d "$RUN/sft" ] || stage sft.py "${common[@]}" --n-expert 600
+[ -d "$RUN/sft" ] || stage sft.py "${common[@]}"
 stage build_trees.py "${common[@]}" --limit 100 --rollouts 10
 [ -f "$RUN/q_labels.jsonl" ] || stage bellman.py "${common[@]}"
 [ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}" --loss-on last
