@@ -134,20 +134,20 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, chat: C
     """
     chooser = CHOOSERS.get(method.name)
     observation, info = env.reset(options={"task_id": task_id})
-    state, reward, done = State.first(env, observation, info), 0.0, False
+    state, reward, done = State.first(env, observation, info), 0.0, False  # Alg. 4, line 3
     worded = [state.task] * method.M
     if wordings > 1:
         worded = yield [Reword(state.task, (trial * method.M + k) % wordings) for k in range(method.M)]
     steps, read, generated, scored, env_steps = [], 0, 0, 0, 0
-    while not done:
+    while not done:  # Alg. 4, line 4
         key = (task_id, trial, len(steps))  # not the method: all draw with the same luck
         temperature = 0.0 if method.name == "greedy" else None
-        drawn = yield from draw(env, state, worded, key, chat, temperature)
+        drawn = yield from draw(env, state, worded, key, chat, temperature)  # Alg. 4, lines 5-6
         first: dict[str, str] = {}
         for c in drawn:
             first.setdefault(action_key(c.text), c.text)
         distinct = list(first.values())
-        scores = (yield from chooser(env, state, distinct, key)) if chooser else [None]
+        scores = (yield from chooser(env, state, distinct, key)) if chooser else [None]  # Alg. 4, line 7
         action = distinct[max(range(len(scores)), key=scores.__getitem__)]  # Alg. 4, line 8: argmax_a Q(s, a)
         runs = chat.runs(state)[::2]  # of the environment's words; every token once: what came before left its keys
         read += sum(map(len, runs[-1:] if steps else runs))
@@ -155,7 +155,7 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, chat: C
         scored += sum(len(chat.action(a, state.task)) for a in distinct) if chooser in (by_q, by_q_or_reward) else 0
         env_steps += 1 + (len(distinct) if chooser in (by_true_value, by_q_or_reward) else 0)
 
-        observation, reward, terminated, truncated, _ = env.step(parse_action(action))
+        observation, reward, terminated, truncated, _ = env.step(parse_action(action))  # Alg. 4, lines 9-10
         done, last = terminated or truncated, (state, action)
         state = state.then(action, env.message(observation))
         listed = [{"action": a, "q": None if q is None else round(float(q), 4)}
@@ -173,10 +173,10 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, chat: C
 def play(env: envs.TextEnv, task_id: str, method: Method, chat: Chat, wordings: int = 1) -> Generator:
     """N trajectories, of which one counts (Alg. 4, lines 1-2 and 11). Returns most of a line of results.jsonl."""
     started, trials = time.time(), []
-    for trial in range(method.N):
+    for trial in range(method.N):  # Alg. 4, lines 1-2
         trials.append((yield from episode(env, task_id, method, trial, chat, wordings)))
     env.close()
-    best = trials[0]
+    best = trials[0]  # Alg. 4, line 11
     if method.select == "oracle":
         best = max(trials, key=lambda t: t["reward"])
     elif method.select == "q":

@@ -12,7 +12,7 @@ stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $1"; "$PYTHON" "$@";
 [ -d "$RUN/sft" ] || stage sft.py "${common[@]}" --n-expert 300
 stage build_trees.py "${common[@]}" --limit 40 --rollouts 8
 [ -f "$RUN/q_labels.jsonl" ] || stage bellman.py "${common[@]}"
-[ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}"
+[ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}" --loss-on last  # as in alfworld.sh
 for split in test_unseen test_seen; do
     stage q_search.py "${common[@]}" --split $split --limit 60 --method expert greedy sample random qlass -M 4
     stage q_search.py "${common[@]}" --split $split --limit 60 --method best_of_n -N 4 --select q

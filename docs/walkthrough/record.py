@@ -30,7 +30,7 @@ from train_qnet import HELD_OUT, QNet, pairs_of
 RUN = "runs/walkthrough"
 STEPS = 8  # of an episode: six reach the goal from any start
 STAGES = {  # few updates for the agent, so that it errs; small trees; many updates for QNet, since four trees are few
-    "sft": ["--epochs", "10"],
+    "sft": ["--epochs", "6"],
     "build_trees": ["--depth", "2", "--width", "2", "--rollouts", "6", "--steps", str(STEPS)],
     "bellman": [],
     "train_qnet": ["--epochs", "40", "--batch", "16"],
