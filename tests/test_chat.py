@@ -169,3 +169,12 @@ def test_a_rendering_is_kept_with_its_checkpoint(tmp_path):
     rendering.save(tmp_path)
     assert Rendering.load(tmp_path) == rendering
     assert Rendering.load(tmp_path / "elsewhere") == Rendering()  # the paper's
+
+
+def test_a_state_without_a_memory_is_its_last_observation():
+    chat = word_chat(markov=True)
+    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")), "find the purse")
+    later = state.then("Action: left", "Observation: you stand at start")
+    assert chat.runs(state) == [chat.prompt(state)] and chat.runs(later) == [chat.prompt(later)]
+    assert chat.prompt(later) == chat.prompt(State(later.messages[-1:]))
+    assert chat.tokenizer.convert_ids_to_tokens(chat.prompt(state)) == ["<user>", "you", "stand", "<agent>"]

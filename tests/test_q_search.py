@@ -212,6 +212,13 @@ def test_tokens_and_steps_by_hand(method, script, tokens, env_steps):
     assert record["env_steps"] == len(env.played) == env_steps and record["resets"] == method.N
 
 
+def test_an_agent_without_a_memory_reads_each_observation_once(monkeypatch):
+    monkeypatch.setattr(CHAT.rendering, "markov", True)
+    record, path, _ = episode(Method("qlass", M=2), q=true_q)
+    assert path == ("right",) * 3
+    assert record["tokens"] == {"prompt": 6 + 8 + 9, "generated": 18, "scored": 23 + 3 * 2 * 5}  # no instruction, no OK
+
+
 # ------------------------------------------------------------------------------------------------------ the command
 
 

@@ -127,6 +127,17 @@ def test_four_trajectories_are_learned_by_heart():
     assert all(abs(math.exp(p) - 1 / 4) < 0.1 for p in likely)
 
 
+def test_without_a_memory_each_action_is_learned_behind_its_observation_alone(monkeypatch):
+    chat = word_chat(markov=True)
+    ids, wrote = sft.tokens_and_mask(chat, STATE, 100)
+    words = ["<user>", "Observation:", "nothing", "happens", "<agent>", "Action:", "right", "<end>"]
+    assert chat.tokenizer.convert_ids_to_tokens(ids) == words and wrote == [False] * 5 + [True] * 3
+    seen = []
+    monkeypatch.setattr(sft, "tokens_and_mask", lambda chat, s, n: seen.append(s.messages) or ([1, 2], [False, True]))
+    figures = sft.train(tiny_lm(chat), chat, [STATE], arguments(batch=1, epochs=1))
+    assert seen == [STATE.messages[:4], STATE.messages] and figures["steps"] == 2
+
+
 def test_a_limit_that_leaves_nothing_to_learn_is_an_error():
     with pytest.raises(UserError, match="max-tokens"):
         sft.train(tiny_lm(CHAT), CHAT, [State(STATE.messages[2:])], arguments(max_tokens=3))
