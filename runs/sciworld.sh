@@ -9,12 +9,12 @@ RUN=${RUN:-runs/sciworld}
 common=(--env sciworld --run "$RUN" --seed "$SEED" "$@")
 stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $1"; "$PYTHON" "$@"; }
 
-[ -d "$RUN/sft" ] || stage sft.py "${common[@]}" --n-expert 300
-stage build_trees.py "${common[@]}" --limit 40 --rollouts 8
+[ -d "$RUN/sft" ] || stage sft.py "${common[@]}" --n-expert 300 --epochs 3
+stage build_trees.py "${common[@]}" --limit 30 --rollouts 6  # few: a restore replays the episode
 [ -f "$RUN/q_labels.jsonl" ] || stage bellman.py "${common[@]}"
 [ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}" --loss-on last  # as in alfworld.sh
 for split in test_unseen test_seen; do
-    stage q_search.py "${common[@]}" --split $split --limit 60 --method expert greedy sample random qlass -M 4
-    stage q_search.py "${common[@]}" --split $split --limit 60 --method best_of_n -N 4 --select q
+    stage q_search.py "${common[@]}" --split $split --limit 40 --method expert greedy sample random qlass -M 4
+    stage q_search.py "${common[@]}" --split $split --limit 40 --method best_of_n
 done
 stage report.py --run "$RUN" --out "$RUN/report.html"
