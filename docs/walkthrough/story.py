@@ -119,7 +119,7 @@ class Story:
 
     def figure(self, name: str, looks: Sequence[Look | None], title: str, legend: Sequence[tuple[str, str]]) -> str:
         file = f"{self.name}_{name}.svg"
-        dx = min(150, max(120, 800 // max(node["depth"] for node in self.tree)))  # room for "right to 33, goal"
+        dx = min(150, max(112, 800 // max(node["depth"] for node in self.tree)))  # room for "right to 33, goal"
         self.figures[file] = svg(self.tree, looks, title, legend, dx, self.row)
         return f"![{title}](walkthrough/{file})"
 
