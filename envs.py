@@ -489,10 +489,11 @@ class FrozenLakeEnv(TextEnv):
         except ValueError as error:
             raise UserError(f"frozenlake: {error}") from None
         self.task_id, self.cell = task_id, int(self.lake.s)
-        # A fixed map is told once; on random ones, each observation shows it again.
-        space = " " if "random" in task_id else ""  # there the rows are to be read cell by cell
-        self.rows = "\n".join(space.join(row) for row in self.lake.desc.astype(str)).replace("S", "F")
-        self.instruction = self.rules if "random" in task_id else f"{self.rules}\nThe map:\n{self.rows}"
+        # A fixed map is told once; a random one stands in each observation, its rows to be read cell by cell.
+        self.new_map = "random" in task_id
+        rows = ((" " if self.new_map else "").join(row) for row in self.lake.desc.astype(str))
+        self.rows = "\n".join(rows).replace("S", "F")
+        self.instruction = self.rules if self.new_map else f"{self.rules}\nThe map:\n{self.rows}"
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
@@ -520,7 +521,7 @@ class FrozenLakeEnv(TextEnv):
         kind, where = frozenlake.kind(self.lake, self.cell), self._where()
         if kind != "ice":
             return f"You fell into a hole at {where}." if "hole" in kind else f"You reached the goal at {where}."
-        if "random" not in self.task_id:
+        if not self.new_map:
             return f"At {where}."
         around = ", ".join(f"{move} {frozenlake.ahead(self.lake, self.cell, move)}" for move in frozenlake.MOVES)
         return f"{self.rows}\nAt {where}. Around you: {around}."
@@ -537,7 +538,7 @@ class FrozenLakeEnv(TextEnv):
     def _thought(self, move: str) -> str:
         """What a random map shows in that direction, the same words for a right move and a wrong one. A fixed map is
         to be known by heart: no thoughts."""
-        return f"{move} is {frozenlake.ahead(self.lake, self.cell, move)}" if "random" in self.task_id else ""
+        return f"{move} is {frozenlake.ahead(self.lake, self.cell, move)}" if self.new_map else ""
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         """The optimal policy for gamma = 0.9 but for straying; the task id decides among equals and when to stray."""

@@ -212,10 +212,8 @@ def packed_loss(qnet: QNet, packs: Sequence[PackedPairs]) -> torch.Tensor:
     inputs = packed([p.tree for p in packs], qnet.chat.tokenizer.pad_token_id, backbone.device, backbone.dtype)
     weight, weighted_q = torch.zeros(2, *inputs["input_ids"].shape)
     for row, p in enumerate(packs):  # padded on the left, as the ids are
-        weight[row, -len(p.tree) :], weighted_q[row, -len(p.tree) :] = (
-            torch.tensor(p.weight),
-            torch.tensor(p.weighted_q),
-        )
+        weight[row, -len(p.tree) :] = torch.tensor(p.weight)
+        weighted_q[row, -len(p.tree) :] = torch.tensor(p.weighted_q)
     at = weight > 0
     v = qnet(at=at.to(backbone.device), **inputs, use_cache=False).float()
     w, wq = weight[at].to(v.device), weighted_q[at].to(v.device)

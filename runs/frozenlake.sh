@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # FrozenLake through all four stages with the tiny model: a fixed 4x4 map, random starts, the exact Q* known. About a
-# minute. MAP=8x8, random4 or random8 for another lake. The agent is cloned with few updates, so that it errs; the trees
-# are wide and warm enough to meet every move from every cell, and QNet then knows what the agent did not.
+# minute; MAP=8x8 for the larger lake takes more than five. The agent is cloned with few updates, so that it errs; the
+# trees are wide and warm enough to meet every move from every cell, and QNet then knows what the agent did not.
 # Run again after a stop: what is finished is kept, the rest goes on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
