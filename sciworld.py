@@ -1,4 +1,4 @@
-"""ScienceWorld: the simulator of the `scienceworld` package behind `envs.SciWorldEnv`.
+"""ScienceWorld: the simulator of the `scienceworld` package behind `sciworld_env.py`.
 
     Task, task_ids, find_task     30 tasks x variations in splits
     Simulator, Simulators         JVMs that are brought to any point of an episode by replay, and end with this process

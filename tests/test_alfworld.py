@@ -22,6 +22,7 @@ import alfworld_data
 import alfworld_engine
 import bellman
 import envs
+from alfworld_env import ALFWorldEnv
 from alfworld_expert import Wish, plan
 from data import make_alfworld
 from files import UserError
@@ -58,7 +59,7 @@ def made(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def env(made) -> envs.ALFWorldEnv:
+def env(made) -> ALFWorldEnv:
     return envs.make("alfworld", data=made)
 
 
@@ -498,7 +499,7 @@ def test_an_instruction_of_ones_own_speaks_each_games_grammar(made, tmp_path):
     (tmp_path / "told.txt").write_text("Tidy up.\nPUT")
     env = envs.make("alfworld", data=made, instruction=tmp_path / "told.txt")
     env.reset(options={"task_id": env.task_ids("test")[0]})
-    assert env.instruction == "Tidy up.\n" + env.wordings[env.game.old] != envs.ALFWorldEnv.instruction
+    assert env.instruction == "Tidy up.\n" + env.wordings[env.game.old] != ALFWorldEnv.instruction
     with pytest.raises(UserError, match=r"nowhere\.txt: can't be read"):
         envs.make("alfworld", data=made, instruction=tmp_path / "nowhere.txt")
 

@@ -153,7 +153,7 @@ def test_trees_and_search_in_the_bundled_shop(shopper, tmp_path, monkeypatch):
     argv = ["--env", "webshop", "--run", str(tmp_path), "--sft", str(shopper), "--limit", "2"]
     written = []
     for width in (64, 1):
-        monkeypatch.setattr("envs.WebShopEnv.side_by_side", width)
+        monkeypatch.setattr("webshop_env.WebShopEnv.side_by_side", width)
         out = tmp_path / f"trees{width}.jsonl"
         build_trees.main([*argv, "--out", str(out), "--depth", "1", "--width", "2", "--rollouts", "2"])
         written.append(out.read_bytes())

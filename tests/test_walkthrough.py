@@ -12,6 +12,7 @@ import bellman
 import envs
 from chat import Rendering, action_key, parse_action
 from files import UserError, read_jsonl
+from frozenlake_env import FrozenLakeEnv
 from policy import Policy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
@@ -89,7 +90,7 @@ def test_another_answer_of_a_model_makes_another_page_or_none(records, page):
 
 
 def test_another_prompt_needs_another_recording(records, monkeypatch):
-    monkeypatch.setattr(envs.FrozenLakeEnv, "rules", envs.FrozenLakeEnv.rules + "!")
+    monkeypatch.setattr(FrozenLakeEnv, "rules", FrozenLakeEnv.rules + "!")
     with pytest.raises(UserError, match="record it again"):
         replay.Part("frozenlake", replay.small_lake(), records)
 

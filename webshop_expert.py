@@ -1,6 +1,6 @@
-"""Rule-based experts: they know the goal, and play the demonstrations that stage 1 learns from.
+"""WebShop's expert: it knows the goal, and plays the demonstrations that stage 1 learns from.
 
-Each yields (thought, action) while the caller steps the same environment, so that the page at hand is the one that the
+It yields (thought, action) while the caller steps the same environment, so that the page at hand is the one that the
 next action belongs to. Where the page offers the action (`env.candidates()`), the thought is the page's own wording.
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from envs import UserError
+from files import UserError
 
 
-# ------------------------------------------------------------------------------------------------------------ WebShop
 class Purchase(NamedTuple):
     """`turns` of the results page, the product and its options, and the reward that the shop pays for it."""
 

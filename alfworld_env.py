@@ -1,0 +1,131 @@
+"""ALFWorld behind `envs.TextEnv`: its rules are alfworld_engine.py's, or TextWorld's own."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import alfworld_data
+import alfworld_engine
+import alfworld_expert
+import alfworld_textworld
+import webshop_data
+from data import make_alfworld
+from envs import UNSET, TextEnv
+from files import UserError
+
+
+class ALFWorldEnv(TextEnv):
+    """ALFWorld's household tasks on our engine of its game files (alfworld_engine.py), or on TextWorld itself.
+
+    data: folder with json_2.1.1/ as ALFWorld ships it; None: $ALFWORLD_DATA, else the bundled generator's games.
+    engine: "python", or "textworld" for the original (requirements-alfworld.txt). expert: "search", who looks for
+    things as a person would, or "walkthrough", the file's shortest plan, which knows where everything is.
+    instruction: a file with the first user message; PUT in it stands for the wording of a game's own grammar.
+    """
+
+    name = "alfworld"
+    instruction = (
+        "You are in a household and have a task to do there.\n"
+        "First you are told what is in the room and what your task is. Then, each turn, you read what your last action "
+        "led to, think about it, and choose one action.\n"
+        "Your response should use the following format:\nThought: your thoughts\nAction: your next action\n\n"
+        "The actions are:\ngo to {recep}\ntake {obj} from {recep}\nPUT\nopen {recep}\nclose {recep}\nuse {obj}\n"
+        "clean {obj} with {recep}\nheat {obj} with {recep}\ncool {obj} with {recep}\nexamine {obj or recep}\n"
+        "look\ninventory\nwhere {obj} is an object and {recep} a receptacle, both with their number.\n"
+        'An action that is not possible changes nothing, and is answered with "Nothing happens."'
+    )
+    wordings = ("move {obj} to {recep}", "put {obj} in/on {recep}")  # PUT in games of the newer, the older grammar
+
+    def __init__(
+        self,
+        data: str | Path | None = None,
+        engine: str = "python",
+        expert: str = "search",
+        instruction: str | Path | None = None,
+        seed: int = 0,
+        max_steps: int | None = UNSET,
+    ) -> None:
+        super().__init__(max_steps)
+        for name, value, known in (("engine", engine, "python textworld"), ("expert", expert, "search walkthrough")):
+            if value not in known.split():
+                raise UserError(f"alfworld: unknown {name} {value!r}: choose {known.replace(' ', ' or ')}")
+        self.engine, self.teacher = engine, expert
+        self.games = alfworld_data.Games(data or os.environ.get("ALFWORLD_DATA") or make_alfworld.ensure(seed))
+        self.told = webshop_data.read_text(Path(instruction)) if instruction else self.instruction
+        self.task_id, self.instruction = "", self.told.replace("PUT", self.wordings[0])
+
+    def task_ids(self, split: str) -> list[str]:
+        return self.games.ids(split)
+
+    def _load(self, task_id: str) -> None:
+        if task_id != self.task_id:
+            self.game = self.player = self.games.load(task_id)
+            if self.engine == "textworld":
+                self.player = alfworld_textworld.TextWorldGame(self.games.path(task_id))
+            self.instruction = self.told.replace("PUT", self.wordings[self.game.old])
+            self.task_id = task_id
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        super().reset(seed=seed)
+        self._load((options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("all"))))
+        self.state, self.steps, self.feedback = self.player.start, 0, self.player.first
+        observation = self.feedback.removeprefix(alfworld_engine.BANNER)
+        self.memory = alfworld_expert.Memory.first(observation, self.games.rates, self.game.old)
+        return observation, self._info()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.steps += 1
+        self.state, self.feedback = self.player.step(self.state, action)
+        observation = re.sub(r"^You arrive at loc \d+\. ", "", self.feedback.strip())
+        self.memory = self.memory.after(action.strip(), observation, self.state.commands)
+        truncated = not self.state.won and self.max_steps is not None and self.steps >= self.max_steps
+        return observation, float(self.state.won), self.state.won, truncated, self._info()
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "task_id": self.task_id,
+            "task": self.game.task,
+            "valid_actions": self.valid_actions(),
+            "admissible_commands": sorted(self.state.commands),
+            "feedback": self.feedback,
+            "won": self.state.won,
+        }
+
+    def valid_actions(self) -> list[str]:
+        return [command for command in sorted(self.state.commands) if command != "help"]
+
+    def candidates(self) -> list[tuple[str, str]]:
+        """Each with a thought on what was seen so far of its object and what the task asks; nothing hidden enters."""
+        return [(self.memory.thought(action), action) for action in self.valid_actions()]
+
+    def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
+        walkthrough = iter(self.game.walkthrough or alfworld_expert.plan(self.game, self.game.start) or [])
+        while not self.state.won:
+            action = next(walkthrough, None) if self.teacher == "walkthrough" else self.memory.decide()
+            if action is None:  # nothing left to search
+                return
+            yield self.memory.thought(action), action
+
+    def snapshot(self) -> tuple:
+        return self.task_id, self.state, self.memory, self.steps, self.feedback
+
+    def restore(self, snapshot: tuple) -> None:
+        self._load(snapshot[0])
+        _, self.state, self.memory, self.steps, self.feedback = snapshot
+
+    def distance(self) -> int | None:
+        """Steps that one needs from here who knows where everything is (alfworld_expert.plan); None: no way is left."""
+        if self.engine != "python":
+            raise UserError("alfworld: plans need engine='python': TextWorld hides its state")
+        way = alfworld_expert.plan(self.game, self.state)
+        return None if way is None else len(way)
+
+    def optimal_value(self, gamma: float = 0.99) -> float:
+        """gamma ** distance, 0 where the goal is out of reach in the steps that are left. An oracle, for ceilings."""
+        distance = self.distance()
+        left = float("inf") if self.max_steps is None else self.max_steps - self.steps
+        return 0.0 if distance is None or distance > left else gamma**distance

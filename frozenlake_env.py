@@ -1,0 +1,137 @@
+"""FrozenLake behind `envs.TextEnv`, as text: its rules are Gymnasium's."""
+
+from __future__ import annotations
+
+import copy
+import random
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from gymnasium.envs.toy_text.utils import categorical_sample
+from gymnasium.utils import seeding
+
+import frozenlake
+from envs import UNSET, TextEnv
+from files import UserError
+
+
+class FrozenLakeEnv(TextEnv):
+    """Gymnasium's FrozenLake as text (see frozenlake.py), with its exact Q*.
+
+    map is "8x8", "4x4" (tasks are starts), "random8" or "random4" (tasks are maps). Gymnasium's rules hold, so the ice
+    slips by chance if it is slippery; a reset without a seed gives a task the same chances every time it is played.
+    stray: how often the demonstrator makes just any move that keeps the goal in reach, so that who learns from it knows
+    more than one way. 0: always the shortest.
+    """
+
+    name = "frozenlake"
+    task = "reach the goal"
+    rules = (
+        "You are walking on a frozen lake. On its map F is ice, H a hole and G the goal. A cell is named by its row "
+        "and its column, both from 0. Each turn you move one cell: your action is left, down, right or up. Reach the "
+        "goal and do not fall into a hole.\n"
+        "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
+    )
+    prefix, instruction, markov = "", rules, True
+
+    def __init__(
+        self, map: str = "8x8", slippery: bool = False, stray: float = 0.3, max_steps: int | None = UNSET
+    ) -> None:
+        super().__init__(max_steps)
+        if map not in frozenlake.LAYOUTS:
+            raise UserError(f"frozenlake: unknown map {map!r}: choose one of {', '.join(frozenlake.LAYOUTS)}")
+        self.layout, self.stray = ("slippery-" if slippery else "") + map, stray
+
+    def task_ids(self, split: str) -> list[str]:
+        parts = {"train": (0, 1), "val": (2,), "test": (3, 4), "all": (0, 1, 2, 3, 4)}  # 40, 20 and 40 %
+        if split not in parts:
+            raise UserError(f"frozenlake: unknown split {split!r}: choose one of {', '.join(parts)}")
+        return [task for i, task in enumerate(frozenlake.tasks(self.layout)) if i % 5 in parts[split]]
+
+    def _load(self, task_id: str) -> None:
+        try:
+            self.lake = frozenlake.load(task_id)
+        except ValueError as error:
+            raise UserError(f"frozenlake: {error}") from None
+        self.task_id, self.cell = task_id, int(self.lake.s)
+        # A fixed map is told once; a random one stands in each observation, its rows to be read cell by cell.
+        self.new_map = "random" in task_id
+        rows = ((" " if self.new_map else "").join(row) for row in self.lake.desc.astype(str))
+        self.rows = "\n".join(rows).replace("S", "F")
+        self.instruction = self.rules if self.new_map else f"{self.rules}\nThe map:\n{self.rows}"
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        super().reset(seed=seed)
+        self._load((options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("train"))))
+        self.chances, _ = seeding.np_random(zlib.crc32(self.task_id.encode()) if seed is None else seed)
+        self.steps = 0
+        return self._look(), self._info()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.steps += 1
+        move, reward, terminated, note = action.strip().lower(), 0.0, False, ""
+        if move in frozenlake.MOVES:
+            outcomes = self.lake.P[self.cell][frozenlake.MOVES.index(move)]
+            chosen = categorical_sample([probability for probability, *_ in outcomes], self.chances)
+            _, self.cell, reward, terminated = outcomes[chosen]
+        else:
+            note = "Invalid action: choose left, down, right or up. "
+        truncated = not terminated and self.max_steps is not None and self.steps >= self.max_steps
+        return note + self._look(), float(reward), bool(terminated), truncated, self._info()
+
+    def _where(self) -> str:
+        return f"cell {frozenlake.name_of(self.lake, self.cell)}"
+
+    def _look(self) -> str:
+        kind, where = frozenlake.kind(self.lake, self.cell), self._where()
+        if kind != "ice":
+            return f"You fell into a hole at {where}." if "hole" in kind else f"You reached the goal at {where}."
+        if not self.new_map:
+            return f"At {where}."
+        around = ", ".join(f"{move} {frozenlake.ahead(self.lake, self.cell, move)}" for move in frozenlake.MOVES)
+        return f"{self.rows}\nAt {where}. Around you: {around}."
+
+    def _info(self) -> dict[str, Any]:
+        return {"task_id": self.task_id, "task": self.task, "valid_actions": self.valid_actions()}
+
+    def valid_actions(self) -> list[str]:
+        return list(frozenlake.MOVES) if frozenlake.kind(self.lake, self.cell) == "ice" else []
+
+    def candidates(self) -> list[tuple[str, str]]:
+        return [(self._thought(move), move) for move in self.valid_actions()]
+
+    def _thought(self, move: str) -> str:
+        """What a random map shows in that direction, the same words for a right move and a wrong one. A fixed map is
+        to be known by heart: no thoughts."""
+        return f"{move} is {frozenlake.ahead(self.lake, self.cell, move)}" if self.new_map else ""
+
+    def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
+        """The optimal policy for gamma = 0.9 but for straying; the task id decides among equals and when to stray."""
+        q, rng = self.q_star(), random.Random(task_id)
+        while self.valid_actions():
+            least = 0.0 if rng.random() < self.stray else q[self.cell].max() - 1e-9
+            move = frozenlake.MOVES[rng.choice(np.flatnonzero(q[self.cell] > least))]
+            yield self._thought(move), move
+
+    def snapshot(self) -> Any:
+        return self.task_id, self.cell, self.steps, copy.deepcopy(self.chances)
+
+    def restore(self, snapshot: Any) -> None:
+        task_id, cell, steps, chances = snapshot
+        self._load(task_id)
+        self.cell, self.steps, self.chances = cell, steps, copy.deepcopy(chances)
+
+    def q_star(self, gamma: float = 0.9) -> np.ndarray:
+        """Q*(s, a) of every cell, row by row, shape (cells, 4): see frozenlake.q_star."""
+        return frozenlake.q_star(self.lake, gamma)
+
+    def q_star_of(self, action: str, gamma: float = 0.9) -> float:
+        """Q*(s, a) here; an invalid action only costs its step: gamma * max_a Q*(s, a)."""
+        q, move = self.q_star(gamma)[self.cell], action.strip().lower()
+        return float(q[frozenlake.MOVES.index(move)] if move in frozenlake.MOVES else gamma * q.max())
+
+    def optimal_value(self, gamma: float = 0.9) -> float:
+        """What it is worth to have come here, gamma * max_a Q*(s, a): without slipping, gamma ** moves to the goal."""
+        return gamma * float(self.q_star(gamma)[self.cell].max())

@@ -1,0 +1,115 @@
+"""ScienceWorld behind `envs.TextEnv`: its rules are the simulator's that sciworld.py drives."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sciworld
+import sciworld_expert
+import webshop_data
+from envs import UNSET, TextEnv
+from files import UserError
+
+
+class SciWorldEnv(TextEnv):
+    """ScienceWorld on the simulator of the `scienceworld` package (see sciworld.py).
+
+    Tasks are `split/name/variation`; "test_seen" is the package's dev split and "test_unseen" its test split, as ETO
+    has them. max_steps "eto": ETO's own limit for each task. simulators: how many JVMs (0.5 GB each) may run at once.
+    tasks: "all" 30, "eto" for the 24 that ETO has, or names with commas between them.
+    simplifications: the simulator's own list; "easy" opens doors, not containers, and adds teleporting.
+    The reward is the best score of the episode, 0 to 1: it ends when the task is done, spoilt, or out of steps.
+    A restore replays the actions of the episode, unless a simulator is there already.
+    """
+
+    name = "sciworld"
+    tree_depth, side_by_side = 6, 4
+    instruction = (
+        "You are a scientist who does an experiment in a building and its surroundings. Its rooms are: kitchen, "
+        "foundry, workshop, bathroom, outside, living room, bedroom, greenhouse, art studio, hallway.\n"
+        "Explore, find what you need, and complete the experiment. You can teleport to any room in one step.\n\n"
+        "The actions are, with an object for OBJ and a room for LOC:\nlook around\nteleport to LOC\nlook at OBJ\n"
+        "open OBJ\nclose OBJ\n"
+        "pick up OBJ\nput down OBJ\nmove OBJ to OBJ\npour OBJ into OBJ\nmix OBJ\nactivate OBJ\ndeactivate OBJ\n"
+        "use OBJ on OBJ\nconnect OBJ to OBJ\ndisconnect OBJ\nread OBJ\neat OBJ\ninventory\n"
+        "focus on OBJ: tell that this is the object that the task asks for\nwait: let 10 steps pass\n"
+        "wait1: let one step pass\n\n"
+        "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
+    )
+
+    def __init__(
+        self,
+        tasks: str = "all",
+        simplifications: str = "easy",
+        simulators: int = 4,
+        instruction: str | Path | None = None,
+        max_steps: int | str | None = UNSET,
+    ) -> None:
+        super().__init__(max_steps)
+        if isinstance(self.max_steps, str) and self.max_steps != "eto":
+            raise UserError(f"sciworld: max_steps is a number or eto, not {max_steps!r}")
+        self.tasks, self.simplifications, self.side_by_side = tasks, simplifications, simulators
+        self.pool = sciworld.simulators()
+        self.pool.size = simulators
+        if instruction:
+            self.instruction = webshop_data.read_text(Path(instruction))
+
+    def task_ids(self, split: str) -> list[str]:
+        if split not in (ids := sciworld.task_ids(self.tasks)):
+            raise UserError(f"sciworld: unknown split {split!r}: choose one of {', '.join(ids)}")
+        return ids[split]
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        super().reset(seed=seed)
+        task_id = (options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("train")))
+        self.task = sciworld.find_task(task_id, self.simplifications)
+        self.task_id, self.played, self.recent, self.best, self.steps = task_id, (), (), 0.0, 0
+        self.pool.players.add(self)
+        description = self.pool.description(self.task)
+        return description, self._info(description, 0.0)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        turn, self.played = self.pool.step(self.task, self.played, action)
+        self.recent = (*self.recent, (action, turn.observation))[-3:]
+        self.best, self.steps = max(self.best, turn.score), self.steps + 1
+        limit = sciworld.eto_steps(self.task) if self.max_steps == "eto" else self.max_steps
+        truncated = not turn.over and limit is not None and self.steps >= limit
+        reward = self.best if turn.over or truncated else 0.0
+        return turn.observation, reward, turn.over, truncated, self._info(turn.observation, turn.score)
+
+    def _info(self, feedback: str, score: float) -> dict[str, Any]:
+        task = self.pool.description(self.task).removeprefix("Task Description:\n")
+        info = {"task_id": self.task_id, "task": task, "feedback": feedback, "score": score, "won": score >= 1}
+        valid = functools.partial(self.pool.valid_actions, self.task, self.played)  # costs ten times what a step does
+        return sciworld.Lazy(info, valid_actions=valid, admissible_commands=valid)
+
+    def valid_actions(self) -> list[str]:
+        return self.pool.valid_actions(self.task, self.played)
+
+    def candidates(self) -> list[tuple[str, str]]:
+        """At most 60 (see sciworld_expert.candidates); where the simulator asks which object is meant, the answers."""
+        if self.recent and self.recent[-1][1].startswith(sciworld.AMBIGUOUS):
+            return [(meant, str(i)) for i, meant in enumerate(sciworld.choices(self.recent[-1][1]))]
+        told = " ".join(f"{a} {o}" for a, o in self.recent if not re.match("This (room|outside location) is", o))
+        task, held = self.pool.description(self.task), self.pool.inventory(self.task, self.played)
+        chosen = sciworld_expert.candidates(self.valid_actions(), task, told, held)
+        return [(sciworld_expert.thought(action), action) for action in chosen]
+
+    def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
+        for action in sciworld_expert.expert_plan(sciworld.find_task(task_id, self.simplifications)):
+            yield sciworld_expert.thought(action), action
+
+    def snapshot(self) -> Any:
+        return self.task, self.task_id, self.played, self.recent, self.best, self.steps
+
+    def restore(self, snapshot: Any) -> None:
+        self.task, self.task_id, self.played, self.recent, self.best, self.steps = snapshot
+        self.pool.players.add(self)
+
+    def close(self) -> None:
+        """Leave the simulator to others; it ends with this process, or by `sciworld.simulators().close()`."""
+        self.pool.players.discard(self)

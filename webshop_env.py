@@ -1,0 +1,123 @@
+"""WebShop behind `envs.TextEnv`: its rules are webshop.py's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import webshop
+import webshop_data
+import webshop_expert
+from data import make_webshop
+from envs import UNSET, TextEnv
+from files import UserError
+
+
+class WebShopEnv(TextEnv):
+    """WebShop on its own files or on the bundled catalogue (see webshop.py).
+
+    data: folder with items_shuffle*, items_ins_v2*, items_human_ins (.json or .json.gz); None: the bundled catalogue,
+    with its own page length and step limit. goals, title_nouns: recorded files instead of drawn goals and of a tagger.
+    human_goals: the instructions that people wrote. split_file: published splits by goal index (webshop_data.splits).
+    Task i is goal i. Other splits are by product, so that none is in two of them.
+    """
+
+    name = "webshop"
+    prefix = "Observation:\n"
+    max_steps, tree_steps, tree_depth = webshop.MAX_STEPS, webshop.MAX_STEPS, 3
+    instruction = (
+        "You are shopping on the web.\n"
+        "You get an instruction that says what to buy, and have to follow it.\n"
+        "Each turn shows you an observation, and you answer with one action that fits it and the instruction.\n"
+        "Where the page has a search box you can search; otherwise you can click a button, a product or an option.\n"
+        "An action has one of these two forms:\nsearch[keywords]\nclick[value]\n"
+        "An action that is not valid changes nothing.\n"
+        "The keywords are yours to choose, with care; the value of a click must stand on the page.\n"
+        "Your response should use the following format:\n\nThought: I think ...\nAction: click[something]"
+    )
+
+    def __init__(
+        self,
+        data: str | Path | None = None,
+        goals: str | Path | None = None,
+        title_nouns: str | Path | None = None,
+        human_goals: bool = False,
+        split_file: str | Path | dict[str, str] | None = None,
+        instruction: str | Path | None = None,
+        page_size: int | None = None,
+        seed: int = 0,
+        max_steps: int | None = UNSET,
+    ) -> None:
+        if data is None:
+            self.max_steps = self.tree_steps = webshop.BUNDLED_MAX_STEPS
+            page_size = page_size or webshop.BUNDLED_PAGE_SIZE
+            data = make_webshop.ensure(seed)
+        super().__init__(max_steps)
+        files = [path and Path(path) for path in (goals, title_nouns)]
+        self.shop = webshop.load(Path(data), *files, human_goals, seed, page_size or webshop.PAGE_SIZE)
+        self.splits = webshop_data.splits(self.shop.goals, split_file)
+        if instruction:
+            self.instruction = webshop_data.read_text(Path(instruction))
+        self.index, self.session = 0, webshop.Session()
+
+    @property
+    def goal(self) -> dict:
+        return self.shop.goals[self.index]
+
+    def task_ids(self, split: str) -> list[str]:
+        if split not in self.splits:
+            raise UserError(f"webshop: unknown split {split!r}: choose one of {', '.join(self.splits)}")
+        return [str(i) for i in self.splits[split]]
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        super().reset(seed=seed)
+        task = (options or {}).get("task_id")
+        self.index = int(self.np_random.choice(self.splits["all"])) if task is None else self._index(task)
+        self.session, self.steps = webshop.Session(), 0
+        return self.shop.text(self.session, self.index), self._info()
+
+    def _index(self, task_id: str) -> int:
+        if not str(task_id).isdecimal() or int(task_id) >= len(self.shop.goals):
+            raise UserError(f"webshop: unknown task {task_id!r}: tasks are 0 to {len(self.shop.goals) - 1}")
+        return int(task_id)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.steps += 1
+        self.session, details = self.shop.act(self.session, self.index, action)
+        bought = details is not None
+        reward = self.session.reward if bought else 0.0
+        truncated = not bought and self.max_steps is not None and self.steps >= self.max_steps
+        info = self._info() | ({"reward_details": details} if bought else {})
+        return self.shop.text(self.session, self.index), reward, bought, truncated, info
+
+    def _info(self) -> dict[str, Any]:
+        clickables = list(self.shop.page(self.session).clickables)
+        about = {"task_id": str(self.index), "task": self.goal["instruction_text"]}
+        return about | {"valid_actions": self.valid_actions(), "clickables": clickables}
+
+    def valid_actions(self) -> list[str]:
+        return [action for _, action in self.candidates()]
+
+    def candidates(self) -> list[tuple[str, str]]:
+        if self.session.page == "start":
+            return [("search for it", f"search[{query}]") for query in self.shop.queries(self.index)]
+        return list(self.shop.page(self.session).candidates)
+
+    def snapshot(self) -> tuple[int, webshop.Session, int]:
+        return self.index, self.session, self.steps
+
+    def restore(self, snapshot: tuple[int, webshop.Session, int]) -> None:
+        self.index, self.session, self.steps = snapshot
+
+    def score(self, asin: str, options: dict[str, str]) -> tuple[float, dict[str, Any]]:
+        """The reward that buying this product with these options would give, and its parts."""
+        return self.shop.score(self.index, self.shop.position[asin], tuple(options.values()))
+
+    def optimal_value(self, gamma: float = 0.99) -> float:
+        """The best discounted final reward within the steps that are left (webshop.Shop.value); for ceilings only."""
+        left = 10**6 if self.max_steps is None else self.max_steps - self.steps
+        return self.shop.value(self.session, self.index, left, gamma)
+
+    def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
+        return webshop_expert.shop(self)
