@@ -1,14 +1,9 @@
 #!/usr/bin/env bash
 # What quickstart.sh leaves open, in the same run folder: process rewards (Fig. 4), half of the demonstrations (Table 3)
 # and what single choices are worth. QLASS with M = 4 on the same test tasks each time, told apart by --label.
-# Run again after a stop: what is finished is kept, the rest goes on. SEED=1 RUN=runs/webshop-seed1 for another seed.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python}
-SEED=${SEED:-0}
-RUN=${RUN:-runs/webshop}
-common=(--env webshop --run "$RUN" --seed "$SEED")
-stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $1"; "$PYTHON" "$@"; }
+ENV=webshop
+. "$(dirname "$0")/common.sh"
 play() {  # NAME LABEL FLAG...: test tasks with what the flags say
     stage q_search.py "${common[@]}" --out "$RUN/results-$1.jsonl" --label "$2" "${@:3}"
 }

@@ -1,16 +1,12 @@
 #!/usr/bin/env bash
 # ALFWorld through all four stages with the tiny model: games that are made here, or the real ones with
-#   bash runs/alfworld.sh --alfworld-data DIR        (DIR holds json_2.1.1/, or is it)
+#   RUN=runs/alfworld-real bash runs/alfworld.sh --alfworld-data DIR        (DIR holds json_2.1.1/, or is it)
 # QNet learns at the last token of each action alone: over some 550 tokens a pair, the mean of Eq. (11) leaves a
 # twentieth of the loss to the action, too little for so small a model and so few updates.
-# Run again after a stop: what is finished is kept, the rest goes on.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python}
-SEED=${SEED:-0}
-RUN=${RUN:-runs/alfworld}
-common=(--env alfworld --run "$RUN" --seed "$SEED" "$@")
-stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $1"; "$PYTHON" "$@"; }
+ENV=alfworld
+. "$(dirname "$0")/common.sh"
+common+=("$@")
 
 [ -d "$RUN/sft" ] || stage sft.py "${common[@]}"
 stage build_trees.py "${common[@]}" --limit 100 --rollouts 10

@@ -2,15 +2,10 @@
 # FrozenLake through all four stages with the tiny model: a fixed 4x4 map, random starts, the exact Q* known. About a
 # minute; MAP=8x8 for the larger lake takes more than five. The agent is cloned with few updates, so that it errs; the
 # trees are wide and warm enough to meet every move from every cell, and QNet then knows what the agent did not.
-# Run again after a stop: what is finished is kept, the rest goes on.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python}
-SEED=${SEED:-0}
-MAP=${MAP:-4x4}
-RUN=${RUN:-runs/frozenlake}
-common=(--env frozenlake --env-option "map=$MAP" --run "$RUN" --seed "$SEED")
-stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $1"; "$PYTHON" "$@"; }
+ENV=frozenlake
+. "$(dirname "$0")/common.sh"
+common+=(--env-option "map=${MAP:-4x4}")
 
 [ -d "$RUN/sft" ] || stage sft.py "${common[@]}" --epochs 8
 stage build_trees.py "${common[@]}" --depth 6 --width 4 --rollouts 600 --steps 20 --prune tail --temperature 1.5

@@ -1,13 +1,8 @@
 #!/usr/bin/env bash
 # All four stages on WebShop's bundled catalogue with the tiny model, then every policy on 400 test tasks, on two cores.
-# Run again after a stop: what is finished is kept, the rest goes on. SEED=1 RUN=runs/webshop-seed1 for another seed.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python}
-SEED=${SEED:-0}
-RUN=${RUN:-runs/webshop}
-common=(--env webshop --run "$RUN" --seed "$SEED")
-stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $1"; "$PYTHON" "$@"; }
+ENV=webshop
+. "$(dirname "$0")/common.sh"
 
 [ -d "$RUN/sft" ] || stage sft.py "${common[@]}"                      # stage 1: behaviour cloning
 stage build_trees.py "${common[@]}"                                   # stage 2: exploration trees

@@ -1,13 +1,9 @@
 #!/usr/bin/env bash
 # ScienceWorld through all four stages with the tiny model.
-# Run again after a stop: what is finished is kept, the rest goes on.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python}
-SEED=${SEED:-0}
-RUN=${RUN:-runs/sciworld}
-common=(--env sciworld --run "$RUN" --seed "$SEED" "$@")
-stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $1"; "$PYTHON" "$@"; }
+ENV=sciworld
+. "$(dirname "$0")/common.sh"
+common+=("$@")
 
 [ -d "$RUN/sft" ] || stage sft.py "${common[@]}" --n-expert 300 --epochs 3
 stage build_trees.py "${common[@]}" --limit 30 --rollouts 6  # few: a restore replays the episode

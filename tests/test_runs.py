@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(path for path in (ROOT / "runs").rglob("*.sh") if path.name != "table5.sh")  # which is sourced
+SOURCED = {"common.sh", "table5.sh"}  # by the others
+SCRIPTS = sorted(path for path in (ROOT / "runs").rglob("*.sh") if path.name not in SOURCED)
 COMMANDS = "bash basename cat cp date dirname env grep head ls mkdir mv nproc printf rm sed seq sort tail tee uname wc"
 
 
@@ -21,7 +22,7 @@ COMMANDS = "bash basename cat cp date dirname env grep head ls mkdir mv nproc pr
 def stage(tmp_path_factory):
     """Run a script of the copy and return its commands, each [file.py, flag, ...]."""
     root = tmp_path_factory.mktemp("copy")
-    for script in [*SCRIPTS, *ROOT.glob("runs/**/table5.sh")]:
+    for script in (ROOT / "runs").rglob("*.sh"):
         copy = root / script.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(script, copy)
