@@ -9,9 +9,9 @@ ENV=alfworld
 common+=("$@")
 
 [ -d "$RUN/sft" ] || stage sft.py "${common[@]}"
-stage build_trees.py "${common[@]}" --limit 100 --rollouts 10
+stage build_trees.py "${common[@]}" --limit 300 --rollouts 10
 [ -f "$RUN/q_labels.jsonl" ] || stage bellman.py "${common[@]}"
-[ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}" --loss-on last
+[ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}" --loss-on last --epochs 4
 for split in valid_unseen valid_seen; do
     stage q_search.py "${common[@]}" --split $split --method expert greedy sample qlass -M 4
 done
