@@ -29,6 +29,7 @@ from tqdm import tqdm
 import envs
 from chat import MARK, Chat, Rendering, State, mark, react
 from files import (
+    Resumable,
     UserError,
     add_arguments,
     checkpoint_folder,
@@ -36,7 +37,7 @@ from files import (
     read_jsonl,
     replacing_folder,
     run_stage,
-    write_jsonl,
+    same_arguments,
     write_meta,
 )
 from lora import LR, adamw, add_lora, add_training, check_training, merge
@@ -62,6 +63,21 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     # The last observation answers nothing that a policy could learn from.
     messages = State(state.messages[:-1], state.task).dump()
     return {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages, "reward": reward}
+
+
+def collect(env: envs.TextEnv, args: argparse.Namespace) -> None:
+    """expert.jsonl: the first `--n-expert` training tasks, those that an earlier call played before included."""
+    tasks = env.task_ids("train")
+    same_arguments(args.expert, args, ())
+    write_meta(args.expert, args)
+
+    def whole(lines: list[dict]) -> int:
+        return len(lines) if [line["task_id"] for line in lines] == tasks[: len(lines)] else 0
+
+    played = Resumable(args.expert, whole)
+    for task_id in tqdm(tasks[len(played.records) : args.n_expert], desc="expert", disable=None):
+        played.append([demonstrate(env, task_id)])
+    played.close()
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[State, float | None]]:
@@ -242,8 +258,7 @@ def main(argv: list[str] | None = None) -> None:
 
     if args.expert is None:
         args.expert = args.run / "expert.jsonl"
-        tasks = env.task_ids("train")[: args.n_expert]
-        write_jsonl(args.expert, (demonstrate(env, t) for t in tqdm(tasks, desc="expert", disable=None)))
+        collect(env, args)
     trajectories = list(read_trajectories(args.expert))[: args.n_expert]
     if not trajectories:
         raise UserError(f"{args.expert}: no trajectories")

@@ -209,6 +209,21 @@ def test_a_demonstration_ends_with_the_experts_last_action():
     )
 
 
+def test_a_stopped_demonstrator_plays_what_is_missing(tmp_path, monkeypatch):
+    played, play = [], sft.demonstrate
+    monkeypatch.setattr(sft, "demonstrate", lambda env, task: played.append(task) or play(env, task))
+    args = sft.parse(["--env", "frozenlake", "--run", str(tmp_path), "--n-expert", "4"])
+    args.expert = tmp_path / "expert.jsonl"
+    sft.collect(FakeEnv(), args)
+    whole = args.expert.read_bytes()
+    args.expert.write_bytes(whole[: whole.rindex(b"messages")])  # in the middle of the last line
+    sft.collect(FakeEnv(), args)
+    assert args.expert.read_bytes() == whole and played == ["train0", "train1", "train2", "train3", "train3"]
+    args.seed = 1
+    with pytest.raises(UserError, match="begun with --seed 0, not 1"):
+        sft.collect(FakeEnv(), args)
+
+
 # -------------------------------------------------------------------------------------------------------- the command
 
 
