@@ -11,6 +11,13 @@ variant() {  # NAME LABEL FLAG...: another QNet of the same trees
     [ -d "$RUN/qnet-$1" ] || stage train_qnet.py "${common[@]}" --out "$RUN/qnet-$1" "${@:3}"
     play "$1" "$2" --method qlass -M 4 --qnet "$RUN/qnet-$1"
 }
+other_trees() {  # NAME LABEL FLAG...: trees of the same agent, grown otherwise, and their QNet
+    local grown=(--env "$ENV" --run "$RUN/$1" --seed "$SEED")
+    stage build_trees.py "${grown[@]}" --sft "$RUN/sft" "${@:3}"
+    [ -f "$RUN/$1/q_labels.jsonl" ] || stage bellman.py "${grown[@]}"
+    [ -d "$RUN/$1/qnet" ] || stage train_qnet.py "${grown[@]}" --sft "$RUN/sft"
+    play "$1" "$2" --method qlass -M 4 --qnet "$RUN/$1/qnet"
+}
 retrained() {  # NAME LABEL FLAG...: the agent cloned anew with its own trajectories, played greedily
     [ -d "$RUN/sft-$1" ] || stage self_train.py "${common[@]}" --name "$1" "${@:3}"
     play "$1" "$2" --method greedy --sft "$RUN/sft-$1"
@@ -40,17 +47,19 @@ stage build_trees.py "${half[@]}"
 stage q_search.py "${half[@]}" --method greedy qlass -M 4 --label "half of the demonstrations" \
     --out "$RUN/results-half.jsonl"
 
+# A discount makes each further step cost a tenth, a click on an option that the goal asks for too.
+labels=$RUN/q_labels-gamma1.jsonl
+[ -f "$labels" ] || stage bellman.py "${common[@]}" --gamma 1 --out "$labels"
+variant gamma1 "gamma=1" --labels "$labels"
+
 # Ablations: how QNet is trained and read, what its trees hold, and how candidates are drawn.
 variant frozen "frozen backbone" --freeze
 variant lora "LoRA backbone, rank 8" --lora 8
 variant loss-action "loss on the action" --loss-on action
 variant loss-last "loss on the last token" --loss-on last
 play readout-mean "readout=mean" --method qlass -M 4 --readout mean
-bare=(--env webshop --run "$RUN/no-expert" --seed "$SEED")
-stage build_trees.py "${bare[@]}" --sft "$RUN/sft" --no-expert
-[ -f "$RUN/no-expert/q_labels.jsonl" ] || stage bellman.py "${bare[@]}"
-[ -d "$RUN/no-expert/qnet" ] || stage train_qnet.py "${bare[@]}" --sft "$RUN/sft"
-play no-expert "trees without expert" --method qlass -M 4 --qnet "$RUN/no-expert/qnet"
+other_trees no-expert "trees without expert" --no-expert
+other_trees prune-tail "trees pruned as in the released code" --prune tail
 play paraphrased paraphrased --method qlass -M 4 --paraphrase
 stage q_search.py "${common[@]}" --method oracle_lookahead -M 4  # the search of the released code
 stage report.py --run "$RUN" --out "$RUN/report.html"
