@@ -47,7 +47,7 @@ stage build_trees.py "${half[@]}"
 stage q_search.py "${half[@]}" --method greedy qlass -M 4 --label "half of the demonstrations" \
     --out "$RUN/results-half.jsonl"
 
-# A discount makes each further step cost a tenth, a click on an option that the goal asks for too.
+# Without a discount: with it each further step costs a tenth, a click on an option that the goal asks for too.
 labels=$RUN/q_labels-gamma1.jsonl
 [ -f "$labels" ] || stage bellman.py "${common[@]}" --gamma 1 --out "$labels"
 variant gamma1 "gamma=1" --labels "$labels"
@@ -57,6 +57,7 @@ variant frozen "frozen backbone" --freeze
 variant lora "LoRA backbone, rank 8" --lora 8
 variant loss-action "loss on the action" --loss-on action
 variant loss-last "loss on the last token" --loss-on last
+variant reward-last "plain rewards, loss on the last token" --loss-on last --labels "$RUN/q_labels-reward.jsonl"
 play readout-mean "readout=mean" --method qlass -M 4 --readout mean
 other_trees no-expert "trees without expert" --no-expert
 other_trees prune-tail "trees pruned as in the released code" --prune tail
