@@ -12,7 +12,7 @@ from stats import Estimate, paired_difference
 NOTE = (
     "By the paired difference over the tasks and seeds that both have: reproduced where its 95 % interval lies above 0 "
     "(“level with” allows 0.02 less), not reproduced where it lies below, else undecided. Equal tokens: the best-of-N "
-    "nearest in total tokens, which are named. The interval is over tasks: of one seed it can't tell what another "
+    "nearest in total tokens, which are named. The interval is over tasks: of one seed it cannot tell what another "
     "training would give, so run several (seeds in the table) before you believe a difference between trainings."
 )
 LEVEL = 0.02  # of the reward: who is less than this below is level
