@@ -12,7 +12,6 @@ import alfworld_data
 import alfworld_engine
 import alfworld_expert
 import alfworld_textworld
-import webshop_data
 from data import make_alfworld
 from envs import UNSET, TextEnv
 from files import UserError
@@ -49,14 +48,14 @@ class ALFWorldEnv(TextEnv):
         seed: int = 0,
         max_steps: int | None = UNSET,
     ) -> None:
-        super().__init__(max_steps)
+        super().__init__(max_steps, instruction)
         for name, value, known in (("engine", engine, "python textworld"), ("expert", expert, "search walkthrough")):
             if value not in known.split():
                 raise UserError(f"alfworld: unknown {name} {value!r}: choose {known.replace(' ', ' or ')}")
         self.engine, self.teacher = engine, expert
         self.games = alfworld_data.Games(data or os.environ.get("ALFWORLD_DATA") or make_alfworld.ensure(seed))
-        self.told = webshop_data.read_text(Path(instruction)) if instruction else self.instruction
-        self.task_id, self.instruction = "", self.told.replace("PUT", self.wordings[0])
+        self.task_id, self.told = "", self.instruction
+        self.instruction = self.told.replace("PUT", self.wordings[0])
 
     def task_ids(self, split: str) -> list[str]:
         return self.games.ids(split)

@@ -24,12 +24,13 @@ import importlib
 import json
 import string
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 from gymnasium import spaces
 
-from files import UserError
+from files import UserError, read_text
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 
@@ -60,9 +61,12 @@ class TextEnv(gymnasium.Env):
     side_by_side = 64  # how many forks may be open at once
     markov = False  # instruction and last observation say all that there is to know
 
-    def __init__(self, max_steps: int | None = UNSET) -> None:
+    def __init__(self, max_steps: int | None = UNSET, instruction: str | Path | None = None) -> None:
+        """instruction: a file with another first user message."""
         if max_steps is not UNSET:
             self.max_steps = max_steps
+        if instruction:
+            self.instruction = read_text(Path(instruction))
         self.observation_space = AnyText()
         self.action_space = AnyText()
         self.steps = 0

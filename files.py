@@ -51,6 +51,13 @@ def read_jsonl(path: str | Path) -> Iterator[dict]:
                 yield record
 
 
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: can't be read ({error})") from None
+
+
 def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     """Write all records, or leave the old file as it was: the new one takes its name only when it is whole."""
     with replacing(path) as out:

@@ -127,7 +127,7 @@ def find_java() -> list[str]:
 
 
 def not_a_ctrl_c(record: logging.LogRecord) -> bool:
-    return "KeyboardInterrupt" not in str(record.msg)
+    return not str(record.msg).startswith("KeyboardInterrupt while sending command")
 
 
 class Simulator:

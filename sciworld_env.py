@@ -10,7 +10,6 @@ from typing import Any
 
 import sciworld
 import sciworld_expert
-import webshop_data
 from envs import UNSET, TextEnv
 from files import UserError
 
@@ -49,14 +48,12 @@ class SciWorldEnv(TextEnv):
         instruction: str | Path | None = None,
         max_steps: int | str | None = UNSET,
     ) -> None:
-        super().__init__(max_steps)
+        super().__init__(max_steps, instruction)
         if isinstance(self.max_steps, str) and self.max_steps != "eto":
             raise UserError(f"sciworld: max_steps is a number or eto, not {max_steps!r}")
         self.tasks, self.simplifications, self.side_by_side = tasks, simplifications, simulators
         self.pool = sciworld.simulators()
         self.pool.size = simulators
-        if instruction:
-            self.instruction = webshop_data.read_text(Path(instruction))
 
     def task_ids(self, split: str) -> list[str]:
         if split not in (ids := sciworld.task_ids(self.tasks)):

@@ -66,13 +66,6 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: can't be read ({error})") from None
 
 
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: can't be read ({error})") from None
-
-
 def load_products(folder: Path) -> tuple[list[Product], dict[str, dict], dict[str, list[dict]]]:
     """Products in file order, and by asin the synthetic and the human instructions; cleaned as the original does.
 

@@ -53,12 +53,10 @@ class WebShopEnv(TextEnv):
             self.max_steps = self.tree_steps = webshop.BUNDLED_MAX_STEPS
             page_size = page_size or webshop.BUNDLED_PAGE_SIZE
             data = make_webshop.ensure(seed)
-        super().__init__(max_steps)
+        super().__init__(max_steps, instruction)
         files = [path and Path(path) for path in (goals, title_nouns)]
         self.shop = webshop.load(Path(data), *files, human_goals, seed, page_size or webshop.PAGE_SIZE)
         self.splits = webshop_data.splits(self.shop.goals, split_file)
-        if instruction:
-            self.instruction = webshop_data.read_text(Path(instruction))
         self.index, self.session = 0, webshop.Session()
 
     @property
