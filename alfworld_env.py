@@ -57,8 +57,11 @@ class ALFWorldEnv(TextEnv):
         self.task_id, self.told = "", self.instruction
         self.instruction = self.told.replace("PUT", self.wordings[0])
 
-    def task_ids(self, split: str) -> list[str]:
+    def split_ids(self, split: str) -> list[str]:
         return self.games.ids(split)
+
+    def task_type(self, task_id: str) -> str:
+        return task_id.split("/")[1].split("-")[0]
 
     def _load(self, task_id: str) -> None:
         if task_id != self.task_id:

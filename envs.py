@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import importlib
 import json
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,23 @@ class AnyText(spaces.Text):
         return "".join(self.np_random.choice(list(string.ascii_lowercase + " []"), size=length))
 
 
+def fair_order(task_ids: Iterable[str], task_type: Callable[[str], str]) -> list[str]:
+    """The same tasks, shuffled and stratified: every stretch holds each type in the proportion of the whole.
+
+    The order depends on the ids alone, so that demonstrations, trees and `--limit` share their distribution.
+    """
+    types: dict[str, list[tuple[bytes, str]]] = {}
+    for task_id in task_ids:
+        lot = hashlib.blake2b(task_id.encode(), digest_size=8).digest()
+        types.setdefault(task_type(task_id), []).append((lot, task_id))
+    spread = [
+        ((rank + 0.5) / len(members), lot, task_id)
+        for members in types.values()
+        for rank, (lot, task_id) in enumerate(sorted(members))
+    ]
+    return [task_id for *_, task_id in sorted(spread)]
+
+
 class TextEnv(gymnasium.Env):
     """What every stage relies on; each environment overrides the part below the line."""
 
@@ -59,6 +77,7 @@ class TextEnv(gymnasium.Env):
     tree_steps = 18  # exploration trees
     tree_depth = 8  # D of Algorithm 2
     side_by_side = 64  # how many forks may be open at once
+    omniscient = False  # the demonstrator knows what no page has shown
     markov = False  # instruction and last observation say all that there is to know
 
     def __init__(self, max_steps: int | None = UNSET, instruction: str | Path | None = None) -> None:
@@ -75,13 +94,22 @@ class TextEnv(gymnasium.Env):
         """The user message that carries an observation (all but the first) to the model."""
         return self.prefix + observation
 
+    def task_ids(self, split: str) -> list[str]:
+        """The tasks of a split, so ordered that every stretch of them is a fair sample of its types (`fair_order`)."""
+        return fair_order(self.split_ids(split), self.task_type)
+
     def fork(self) -> TextEnv:
         """Another player on the same data, so that many episodes can advance side by side; `close` it after use."""
         return copy.copy(self)
 
     # --------------------------------------------------------------------------------------------------------------
-    def task_ids(self, split: str) -> list[str]:
+    def split_ids(self, split: str) -> list[str]:
+        """The tasks of a split, in any order; UserError if there is no such split."""
         raise NotImplementedError
+
+    def task_type(self, task_id: str) -> str:
+        """The kind of task, where an environment has several: tables have a row for each."""
+        return ""
 
     def snapshot(self) -> Any:
         raise NotImplementedError
@@ -89,9 +117,19 @@ class TextEnv(gymnasium.Env):
     def restore(self, snapshot: Any) -> None:
         raise NotImplementedError
 
+    # A player yields (thought, action); its caller steps this very environment between two of them.
+
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """Yield (thought, action); the caller steps this very environment between two of them."""
+        """The demonstrator. It acts on the task and on the pages shown so far, unless `omniscient` says otherwise."""
         raise NotImplementedError
+
+    def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
+        """The best player there is, who may know what no page has shown: a ceiling, never a demonstrator."""
+        return self.expert(task_id)
+
+    def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
+        """Players without any learning, by name: what a trained agent has to beat."""
+        return {}
 
     def candidates(self) -> list[tuple[str, str]]:
         """(thought, action) of every valid action in the state at hand, for `--candidates valid`.

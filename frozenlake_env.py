@@ -44,7 +44,7 @@ class FrozenLakeEnv(TextEnv):
             raise UserError(f"frozenlake: unknown map {map!r}: choose one of {', '.join(frozenlake.LAYOUTS)}")
         self.layout, self.stray = ("slippery-" if slippery else "") + map, stray
 
-    def task_ids(self, split: str) -> list[str]:
+    def split_ids(self, split: str) -> list[str]:
         parts = {"train": (0, 1), "val": (2,), "test": (3, 4), "all": (0, 1, 2, 3, 4)}  # 40, 20 and 40 %
         if split not in parts:
             raise UserError(f"frozenlake: unknown split {split!r}: choose one of {', '.join(parts)}")

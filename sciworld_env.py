@@ -27,6 +27,7 @@ class SciWorldEnv(TextEnv):
 
     name = "sciworld"
     tree_depth, side_by_side = 6, 4
+    omniscient = True  # the simulator's own solutions
     instruction = (
         "You are a scientist who does an experiment in a building and its surroundings. Its rooms are: kitchen, "
         "foundry, workshop, bathroom, outside, living room, bedroom, greenhouse, art studio, hallway.\n"
@@ -55,10 +56,13 @@ class SciWorldEnv(TextEnv):
         self.pool = sciworld.simulators()
         self.pool.size = simulators
 
-    def task_ids(self, split: str) -> list[str]:
+    def split_ids(self, split: str) -> list[str]:
         if split not in (ids := sciworld.task_ids(self.tasks)):
             raise UserError(f"sciworld: unknown split {split!r}: choose one of {', '.join(ids)}")
         return ids[split]
+
+    def task_type(self, task_id: str) -> str:
+        return task_id.split("/")[1]
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)

@@ -63,7 +63,7 @@ class WebShopEnv(TextEnv):
     def goal(self) -> dict:
         return self.shop.goals[self.index]
 
-    def task_ids(self, split: str) -> list[str]:
+    def split_ids(self, split: str) -> list[str]:
         if split not in self.splits:
             raise UserError(f"webshop: unknown split {split!r}: choose one of {', '.join(self.splits)}")
         return [str(i) for i in self.splits[split]]
