@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
-from files import (
+from qlass.stage import (
     add_arguments,
     dumps,
     needed,

@@ -28,8 +28,10 @@ from typing import Any
 from tqdm import tqdm
 
 import envs
-from chat import Rendering, State, action_key, parse_action, react
-from files import (
+from qlass.chat import Rendering, State, action_key, parse_action, react
+from qlass.models import add_loading
+from qlass.policy import Policy, Sample, ask, drive
+from qlass.stage import (
     Resumable,
     add_arguments,
     needed,
@@ -39,8 +41,6 @@ from files import (
     stage_argv,
     write_meta,
 )
-from lora import add_loading
-from policy import Policy, Sample, ask, drive
 
 RETRIES = 2  # further draws and further rollouts for a node whose new child turned out to be a known one
 

@@ -31,7 +31,7 @@ from typing import Any
 import gymnasium
 from gymnasium import spaces
 
-from files import UserError, read_text
+from qlass.stage import UserError, read_text
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 
@@ -149,10 +149,10 @@ class TextEnv(gymnasium.Env):
 # ------------------------------------------------------------------------------------------------------------ registry
 # Each environment has its own file, which is loaded when it is asked for.
 ENVIRONMENTS = {
-    "webshop": "webshop_env:WebShopEnv",
-    "alfworld": "alfworld_env:ALFWorldEnv",
-    "sciworld": "sciworld_env:SciWorldEnv",
-    "frozenlake": "frozenlake_env:FrozenLakeEnv",
+    "webshop": "environments.webshop.env:WebShopEnv",
+    "alfworld": "environments.alfworld.env:ALFWorldEnv",
+    "sciworld": "environments.sciworld.env:SciWorldEnv",
+    "frozenlake": "environments.frozenlake.env:FrozenLakeEnv",
 }
 
 

@@ -36,8 +36,11 @@ from typing import Any
 from tqdm import tqdm
 
 import envs
-from chat import Chat, State, action_key, parse_action, react, uniforms
-from files import (
+from environments.webshop.paraphrase import Reword, Server, by_rules, reword
+from qlass.chat import Chat, State, action_key, parse_action, react, uniforms
+from qlass.models import add_loading
+from qlass.policy import Candidate, Policy, Sample, Score, ask, drive
+from qlass.stage import (
     Resumable,
     UserError,
     add_arguments,
@@ -49,9 +52,6 @@ from files import (
     stage_argv,
     write_meta,
 )
-from lora import add_loading
-from paraphrase import Reword, Server, by_rules, reword
-from policy import Candidate, Policy, Sample, Score, ask, drive
 from train_qnet import QNet
 
 

@@ -21,13 +21,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import files
-import report_claims
-import report_page as page
-import report_plots as plots
-from report_claims import nearest
-from report_results import Group, load_row, read_results, result_files
-from stats import kendall, paired_difference, spearman
+from qlass import stage
+from qlass.stats import kendall, paired_difference, spearman
+from reporting import claims, page
+from reporting import figures as plots
+from reporting.claims import nearest
+from reporting.results import Group, load_row, read_results, result_files
 
 PAPER_NOTE = (
     "Paper: Table 2 divided by 100 (Llama-2-7B-Chat; other model, other data; SciWorld and ALFWorld seen / unseen; its "
@@ -192,10 +191,10 @@ def main(argv: list[str] | None = None) -> None:
     trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if p.exists()), None)
 
     results, differences, calibration = results_table(groups), differences_table(groups), calibration_table(groups)
-    claims, alignment = report_claims.sentences(groups), alignment_table({path.parent for _, path in sources})
+    verdicts, alignment = claims.sentences(groups), alignment_table({path.parent for _, path in sources})
     parts = [markdown(results), PAPER_NOTE, "Paired differences in reward", markdown(differences)]
-    if claims:
-        parts += ["Claims of the paper", "\n".join(f"- {sentence}" for sentence in claims), report_claims.NOTE]
+    if verdicts:
+        parts += ["Claims of the paper", "\n".join(f"- {sentence}" for sentence in verdicts), claims.NOTE]
     if alignment[1]:
         parts += [ALIGNMENT_NOTE, markdown(alignment)]
     text = "\n\n".join(parts) + "\n"
@@ -211,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
                 figures.append((name, env, plots.save(figure, picture)))
     content = {
         "results": page.table(*results) + page.paragraph(PAPER_NOTE),
-        "claims": page.bullets(claims) + page.paragraph(report_claims.NOTE) if claims else "",
+        "claims": page.bullets(verdicts) + page.paragraph(claims.NOTE) if verdicts else "",
         "differences": page.table(*differences),
         "calibration": (page.table(*calibration) if calibration[1] else "")
         + (page.paragraph(ALIGNMENT_NOTE) + page.table(*alignment) if alignment[1] else ""),
@@ -225,4 +224,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    files.run_stage(main)
+    stage.run_stage(main)

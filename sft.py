@@ -27,8 +27,10 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 import envs
-from chat import MARK, Chat, Rendering, State, mark, react
-from files import (
+from qlass.chat import MARK, Chat, Rendering, State, mark, react
+from qlass.models import LR, adamw, add_lora, add_training, check_training, merge
+from qlass.policy import device_and_dtype, load_checkpoint, mixed_precision
+from qlass.stage import (
     Resumable,
     UserError,
     add_arguments,
@@ -40,9 +42,7 @@ from files import (
     same_arguments,
     write_meta,
 )
-from lora import LR, adamw, add_lora, add_training, check_training, merge
-from policy import device_and_dtype, load_checkpoint, mixed_precision
-from tokens import batches
+from qlass.token_tree import batches
 
 TINY = {"n_expert": 1350, "lr": 3e-3, "batch": 16}
 TINY_STEPS = 200  # few demonstrations are repeated until so many updates are made

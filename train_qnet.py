@@ -31,8 +31,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm import tqdm
 
-from chat import Chat, State
-from files import (
+from qlass.chat import Chat, State
+from qlass.models import LR, adamw, add_lora, add_training, check_training, merge
+from qlass.policy import Policy, Score, device_and_dtype, load_checkpoint, mixed_precision
+from qlass.stage import (
     UserError,
     add_arguments,
     checkpoint_folder,
@@ -45,11 +47,9 @@ from files import (
     stage_argv,
     write_meta,
 )
-from lora import LR, adamw, add_lora, add_training, check_training, merge
-from policy import Policy, Score, device_and_dtype, load_checkpoint, mixed_precision
+from qlass.stats import spearman
+from qlass.token_tree import Prompts, TokenTree, batches, packed
 from sft import cosine
-from stats import spearman
-from tokens import Prompts, TokenTree, batches, packed
 
 HELD_OUT = slice(None, None, 10)  # every tenth tree is not trained on
 

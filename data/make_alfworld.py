@@ -258,8 +258,8 @@ def goal(task: Task, o: str, target: str) -> str:
 
 def games(seed: int, train: int) -> Iterator[tuple[str, dict]]:
     """(path below json_2.1.1, content of the file) of every game."""
-    import alfworld_data
-    from alfworld_expert import plan
+    from environments.alfworld import games
+    from environments.alfworld.expert import plan
 
     seen = [i for i in range(1, LAYOUTS + 1) if i not in UNSEEN]
     rooms = {(room, i): layout(seed, room, i) for room in ROOMS for i in (*seen, *UNSEEN)}
@@ -278,7 +278,7 @@ def games(seed: int, train: int) -> Iterator[tuple[str, dict]]:
                 continue
             folder, sentence, pddl = drawn
             grammar = GRAMMAR % sentence
-            game = alfworld_data.parse(pddl, grammar)
+            game = games.parse(pddl, grammar)
             state, walkthrough = game.start, plan(game, game.start) or []
             for command in walkthrough:
                 state, _ = game.step(state, command)
@@ -316,7 +316,7 @@ def write(folder: Path, seed: int, train: int, full: bool = False) -> Path:
             file = fresh / "json_2.1.1" / path
             file.parent.mkdir(parents=True)
             if full:
-                from alfworld_textworld import whole
+                from environments.alfworld.textworld import whole
 
                 content = whole(content)
                 kind = {"task_type": path.split("/")[1].split("-")[0]}  # all that ALFWorld's own loader asks of it
@@ -361,7 +361,7 @@ if __name__ == "__main__":
     if args.train < 1:
         parser.error(f"--train {args.train}: at least one game is needed")
     sys.path.insert(0, str(ROOT))  # run by its path, this file finds the modules beside its folder only so
-    from files import UserError
+    from qlass.stage import UserError
 
     try:
         print(write(args.out or GENERATED / f"alfworld-{args.seed}", args.seed, args.train, args.full))

@@ -26,7 +26,7 @@ from walkthrough.shop import Shop
 from walkthrough.story import paragraphs
 
 import envs
-from files import UserError, read_jsonl, run_stage, write_jsonl
+from qlass.stage import UserError, read_jsonl, run_stage, write_jsonl
 
 HERE = Path(__file__).parent
 TEMPLATE, PAGE, FIGURES = HERE / "walkthrough/template.md", HERE / "walkthrough.md", HERE / "walkthrough"

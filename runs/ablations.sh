@@ -19,11 +19,11 @@ other_trees() {  # NAME LABEL FLAG...: trees of the same agent, grown otherwise,
     play "$1" "$2" --method qlass -M 4 --qnet "$RUN/$1/qnet"
 }
 retrained() {  # NAME LABEL FLAG...: the agent cloned anew with its own trajectories, played greedily
-    [ -d "$RUN/sft-$1" ] || stage self_train.py "${common[@]}" --name "$1" "${@:3}"
+    [ -d "$RUN/sft-$1" ] || stage -m experiments.self_train "${common[@]}" --name "$1" "${@:3}"
     play "$1" "$2" --method greedy --sft "$RUN/sft-$1"
 }
 aligned() {  # NAME FLAG...: a QNet held against Monte-Carlo returns
-    [ -f "$RUN/align-$1.jsonl" ] || stage align.py "${common[@]}" -K 4 --label "$1" --out "$RUN/align-$1.jsonl" "${@:2}"
+    [ -f "$RUN/align-$1.jsonl" ] || stage -m experiments.align "${common[@]}" -K 4 --label "$1" --out "$RUN/align-$1.jsonl" "${@:2}"
 }
 
 # Fig. 4: three process rewards of the same trees, to search with and to self-train with. Q is quickstart.sh's own QNet.

@@ -11,7 +11,7 @@ stage build_trees.py "${common[@]}"                                   # stage 2:
 stage q_search.py "${common[@]}" --method all                         # Q-guided generation and its baselines
 
 # Control: the same agent cloned from the demonstrations and the trees' best branches (rejection sampling).
-[ -d "$RUN/sft-tree" ] || stage self_train.py "${common[@]}" --method tree
+[ -d "$RUN/sft-tree" ] || stage -m experiments.self_train "${common[@]}" --method tree
 stage q_search.py "${common[@]}" --method greedy --sft "$RUN/sft-tree" --label "SFT on trees' best" \
     --out "$RUN/results-tree.jsonl"
 stage report.py --run "$RUN" --out "$RUN/report.html"

@@ -14,8 +14,8 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import envs
-from chat import Chat, Rendering, State, parse_action, react
-from policy import Candidate, Sample, Score
+from qlass.chat import Chat, Rendering, State, parse_action, react
+from qlass.policy import Candidate, Sample, Score
 
 # ------------------------------------------------------------------------------------------------------ a written world
 # A node of a world is {action: node}, a leaf its final reward. Two steps lead to the first purse, three to the second.

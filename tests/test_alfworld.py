@@ -18,14 +18,14 @@ from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import alfworld_data
-import alfworld_engine
 import bellman
 import envs
-from alfworld_env import ALFWorldEnv
-from alfworld_expert import Wish, plan
 from data import make_alfworld
-from files import UserError
+from environments.alfworld import engine as alfworld_engine
+from environments.alfworld import games as alfworld_data
+from environments.alfworld.env import ALFWorldEnv
+from environments.alfworld.expert import Wish, plan
+from qlass.stage import UserError
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "alfworld"
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
@@ -170,7 +170,7 @@ def test_whole_files_load_in_the_original(made, tmp_path):
     pytest.importorskip("textworld", reason="pip install -r requirements-alfworld.txt")
     import textworld
 
-    from alfworld_textworld import whole
+    from environments.alfworld.textworld import whole
 
     path = next(made.rglob("game.tw-pddl"))
     content = json.loads(path.read_text())

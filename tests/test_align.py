@@ -8,12 +8,12 @@ from fakes import FakeEnv, Script, dump, run, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import align
 import envs
-from align import alignment, families, monte_carlo, tree_families, walk
-from chat import Rendering, State, parse_action, react
-from policy import Score
-from report_results import read_results
+from experiments import align
+from experiments.align import alignment, families, monte_carlo, tree_families, walk
+from qlass.chat import Rendering, State, parse_action, react
+from qlass.policy import Score
+from reporting.results import read_results
 
 RENDERING = Rendering()
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bellman
-from files import UserError
+from qlass.stage import UserError
 
 ROOT = Path(__file__).parents[1]
 

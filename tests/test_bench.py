@@ -3,10 +3,10 @@ import json
 import pytest
 import torch
 
-import bench
 import envs
 from bellman import label
-from policy import Policy
+from experiments import bench
+from qlass.policy import Policy
 from train_qnet import QNet, pairs_of
 
 

@@ -5,7 +5,7 @@ from fakes import TEMPLATES, FakeEnv, chat_tokenizer, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat import MARK, Chat, Rendering, State, action_key, mark, parse_action, react, uniforms, unmark
+from qlass.chat import MARK, Chat, Rendering, State, action_key, mark, parse_action, react, uniforms, unmark
 
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
 MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=True))

@@ -11,8 +11,8 @@ from fakes import dump
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import files
-from files import Resumable, UserError
+from qlass import stage
+from qlass.stage import Resumable, UserError
 
 GROUPS = [[{"task": f"t{g}", "n": n, "text": "✓é" * n} for n in range(g + 1)] for g in range(3)]
 
@@ -25,8 +25,8 @@ def whole_groups(records: list[dict]) -> int:
 
 def test_lines_come_back_as_they_were(tmp_path):
     records = [{"a": "✓ é\n\u2028", "b": None}, {"c": [1, 2.5]}]
-    files.write_jsonl(tmp_path / "deep" / "x.jsonl", records)
-    assert list(files.read_jsonl(tmp_path / "deep" / "x.jsonl")) == records
+    stage.write_jsonl(tmp_path / "deep" / "x.jsonl", records)
+    assert list(stage.read_jsonl(tmp_path / "deep" / "x.jsonl")) == records
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,15 @@ def test_lines_come_back_as_they_were(tmp_path):
 def test_a_malformed_line_is_named(tmp_path, text, says):
     (tmp_path / "x.jsonl").write_text(text)
     with pytest.raises(UserError, match=r"x\.jsonl" + says):
-        list(files.read_jsonl(tmp_path / "x.jsonl"))
+        list(stage.read_jsonl(tmp_path / "x.jsonl"))
 
 
 def test_a_missing_file_and_a_file_of_bytes_are_named(tmp_path):
     with pytest.raises(UserError, match="nowhere"):
-        list(files.read_jsonl(tmp_path / "nowhere"))
+        list(stage.read_jsonl(tmp_path / "nowhere"))
     (tmp_path / "model.bin").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"model\.bin"):
-        list(files.read_jsonl(tmp_path / "model.bin"))
+        list(stage.read_jsonl(tmp_path / "model.bin"))
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -59,31 +59,31 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
     (tmp_path / "x.jsonl").write_text("old")
     with pytest.raises(RuntimeError):
-        files.write_jsonl(tmp_path / "x.jsonl", records())
+        stage.write_jsonl(tmp_path / "x.jsonl", records())
     assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("x.jsonl", "old")]
 
 
 def test_a_checkpoint_takes_the_place_of_an_older_one_alone(tmp_path):
-    folder = files.checkpoint_folder(tmp_path / "deep" / "sft")
+    folder = stage.checkpoint_folder(tmp_path / "deep" / "sft")
     for text in ("old", "new"):
-        with files.replacing_folder(folder) as draft:
+        with stage.replacing_folder(folder) as draft:
             (draft / "config.json").write_text(text)
-    with pytest.raises(RuntimeError), files.replacing_folder(folder) as draft:
+    with pytest.raises(RuntimeError), stage.replacing_folder(folder) as draft:
         (draft / "config.json").write_text("half")
         raise RuntimeError("power cut")
-    assert (files.checkpoint_folder(folder) / "config.json").read_text() == "new"
+    assert (stage.checkpoint_folder(folder) / "config.json").read_text() == "new"
     for other in (tmp_path, folder / "config.json"):  # a folder of other things, a file
         with pytest.raises(UserError, match="name another --out"):
-            files.checkpoint_folder(other)
+            stage.checkpoint_folder(other)
     (tmp_path / "empty").mkdir()
-    assert files.checkpoint_folder(tmp_path / "empty") == tmp_path / "empty"
+    assert stage.checkpoint_folder(tmp_path / "empty") == tmp_path / "empty"
 
 
 def test_the_folder_at_hand_is_no_checkpoint_either(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="name another --out"):
         (tmp_path / "thesis.tex").touch()
-        files.checkpoint_folder(Path("."))
+        stage.checkpoint_folder(Path("."))
 
 
 WHOLE = "".join(map(dump, GROUPS)).encode()
@@ -103,7 +103,7 @@ def test_a_file_cut_at_any_byte_grows_to_the_same_file(cut):
         for group in GROUPS[kept:]:
             file.append(group)
         file.close()
-        assert list(files.read_jsonl(path)) == list(chain(*GROUPS))
+        assert list(stage.read_jsonl(path)) == list(chain(*GROUPS))
 
 
 def test_empty_lines_are_no_lines(tmp_path):
@@ -111,7 +111,7 @@ def test_empty_lines_are_no_lines(tmp_path):
     file = Resumable(tmp_path / "x.jsonl", len)
     file.append([{"a": 3}])
     file.close()
-    assert [r["a"] for r in files.read_jsonl(tmp_path / "x.jsonl")] == [1, 2, 3]
+    assert [r["a"] for r in stage.read_jsonl(tmp_path / "x.jsonl")] == [1, 2, 3]
 
 
 def test_resuming_does_not_empty_a_file_of_another_kind(tmp_path):
@@ -125,7 +125,7 @@ def test_resuming_does_not_empty_a_file_of_another_kind(tmp_path):
 def test_metadata_says_how_a_file_came_about(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("{}\n")
-    files.write_meta(out, argparse.Namespace(out=out, seed=3), [source, None, tmp_path / "gone"], nodes=7)
+    stage.write_meta(out, argparse.Namespace(out=out, seed=3), [source, None, tmp_path / "gone"], nodes=7)
     meta = json.loads((tmp_path / "out.meta.json").read_text())
     assert meta["arguments"] == {"out": str(out), "seed": 3} and meta["nodes"] == 7
     assert list(meta["inputs"]) == [str(source)] and meta["versions"]["torch"]
@@ -135,9 +135,9 @@ def test_metadata_says_how_a_file_came_about(tmp_path):
 
 def test_a_folders_hash_depends_on_its_files(tmp_path):
     (tmp_path / "a").write_text("1")
-    first = files.sha256(tmp_path)
+    first = stage.sha256(tmp_path)
     (tmp_path / "a").write_text("2")
-    assert files.sha256(tmp_path) != first
+    assert stage.sha256(tmp_path) != first
 
 
 def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
@@ -146,29 +146,29 @@ def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
     (model / "weights").write_text("1")
     shared = {"env": "frozenlake", "seed": 0, "webshop_data": None, "alfworld_data": None, "engine": None}
     args = argparse.Namespace(depth=3, sft=model, limit=5, env_option=[], **shared)
-    files.same_arguments(out, args, ["depth"])  # nothing there yet
+    stage.same_arguments(out, args, ["depth"])  # nothing there yet
     out.write_text("")
-    files.write_meta(out, args, [model])
-    files.same_arguments(out, argparse.Namespace(**vars(args) | {"limit": 9}), ["depth", "sft"])
+    stage.write_meta(out, args, [model])
+    stage.same_arguments(out, argparse.Namespace(**vars(args) | {"limit": 9}), ["depth", "sft"])
     for change, says in (({"depth": 4}, "--depth 3, not 4"), ({"env_option": ["map=4x4"]}, "--env-option")):
         with pytest.raises(UserError, match=says):
-            files.same_arguments(out, argparse.Namespace(**vars(args) | change), ["depth", "sft"])
+            stage.same_arguments(out, argparse.Namespace(**vars(args) | change), ["depth", "sft"])
     (model / "weights").write_text("2")
     with pytest.raises(UserError, match=r"another .*sft"):
-        files.same_arguments(out, args, ["depth", "sft"])
+        stage.same_arguments(out, args, ["depth", "sft"])
 
 
 def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="no such file"):
-        files.needed(tmp_path / "named", tmp_path / "default", "bellman", [])
+        stage.needed(tmp_path / "named", tmp_path / "default", "bellman", [])
     (tmp_path / "here").touch()
-    assert files.needed(tmp_path / "here", tmp_path / "default", "bellman", []) == tmp_path / "here"
+    assert stage.needed(tmp_path / "here", tmp_path / "default", "bellman", []) == tmp_path / "here"
     made = []
     monkeypatch.setattr("bellman.main", made.append)
-    assert files.needed(None, tmp_path / "default", "bellman", ["--seed", "1"]) == tmp_path / "default"
+    assert stage.needed(None, tmp_path / "default", "bellman", ["--seed", "1"]) == tmp_path / "default"
     assert made == [["--seed", "1"]]
     assert len(capsys.readouterr().out.splitlines()) == 1
-    assert files.needed(None, tmp_path / "here", "bellman", []) == tmp_path / "here" and len(made) == 1
+    assert stage.needed(None, tmp_path / "here", "bellman", []) == tmp_path / "here" and len(made) == 1
 
 
 def test_the_arguments_that_stages_share_are_handed_on():
@@ -177,20 +177,20 @@ def test_the_arguments_that_stages_share_are_handed_on():
 
     def parse(words):
         parser = argparse.ArgumentParser()
-        files.add_arguments(parser)
-        return files.parse_arguments(parser, words)
+        stage.add_arguments(parser)
+        return stage.parse_arguments(parser, words)
 
-    assert parse(files.stage_argv(parse(argv))) == parse(argv)
+    assert parse(stage.stage_argv(parse(argv))) == parse(argv)
     assert parse(["--env", "frozenlake"]).run == Path("runs/frozenlake")
     original = parse(["--env", "alfworld", "--engine", "textworld"])
-    assert parse(files.stage_argv(original)).engine == "textworld"
+    assert parse(stage.stage_argv(original)).engine == "textworld"
     with pytest.raises(UserError, match="--engine textworld: for alfworld, not for webshop"):
         parse(["--engine", "textworld"])
 
 
 def exits(stage, capsys) -> tuple[int, str]:
     with pytest.raises(SystemExit) as stop:
-        files.run_stage(stage)
+        stage.run_stage(stage)
     return stop.value.code, capsys.readouterr().err
 
 
@@ -204,7 +204,7 @@ def test_mistakes_end_in_one_line_and_code_2(capsys):
     assert exits(mistake, capsys) == (2, "error: x.jsonl:3: not valid JSON\n")
     assert exits(interrupt, capsys)[0] == 130
     with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
-        files.run_stage(lambda: 1 / 0)
+        stage.run_stage(lambda: 1 / 0)
 
 
 @pytest.mark.parametrize("argv", [["--env", "chess"], ["--seed", "x"], ["--no-such-flag"]])

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envs
-import frozenlake
+from environments.frozenlake import lake as frozenlake
+from experiments import qstar
 
 LEFT, DOWN, RIGHT, UP = range(4)
 
@@ -198,7 +199,7 @@ def test_agreement_by_hand():
         ({"down": 0.3, "jump": 0.7}, "jump", (3, 2)),
         ({"down": 0.9, "right": 0.9}, "right", (3, 3)),
     )
-    found = frozenlake.agreement([{"task_id": "4x4/22", "steps": walk}])
+    found = qstar.agreement([{"task_id": "4x4/22", "steps": walk}])
     assert (found["states"], found["pairs"]) == (5, 9)
     assert found["optimal_moves"] == 3 / 5  # at 22 left is no shortest way, nor does an invalid action lead on
     assert found["in_order"] == pytest.approx((0 + 1 + 1 + 1 + 0.5) / 5)  # down, jump: equal in Q*, nothing to rank
@@ -217,13 +218,13 @@ def test_agreement_of_the_truth_with_itself_is_whole(layout):
             env.step(move)
             walk.append((candidates, move, divmod(env.cell, env.lake.ncol)))
         rows.append({"task_id": task, "steps": steps(*walk)})
-    found = frozenlake.agreement(rows)
+    found = qstar.agreement(rows)
     assert found["in_order"] == found["top_1"] == 1 and found["spearman"] == pytest.approx(1)
     for row in rows:
         for step in row["steps"]:
             for candidate in step["candidates"]:
                 candidate["q"] *= -1
-    assert frozenlake.agreement(rows)["in_order"] == 0
+    assert qstar.agreement(rows)["in_order"] == 0
 
 
 def test_the_comparison_as_a_command(tmp_path, capsys):
@@ -232,9 +233,9 @@ def test_the_comparison_as_a_command(tmp_path, capsys):
            "success": True, "steps": walk}  # fmt: skip
     file = tmp_path / "results.jsonl"
     file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"method": "greedy", "M": 1}) + "\n")
-    frozenlake.main([str(file)])
+    qstar.main([str(file)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("| qlass M=2 N=1 | 1 | 1.000 | 1.000 | 1.000 | 1.000 | 0.500 |") and len(lines) == 4
     file.write_text(json.dumps(row | {"env": "webshop"}) + "\n")
     with pytest.raises(envs.UserError, match="not of frozenlake"):
-        frozenlake.main([str(file)])
+        qstar.main([str(file)])

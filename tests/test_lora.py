@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import lora
 import q_search
 import sft
 import train_qnet
-from files import UserError
-from policy import Policy
+from qlass import models as lora
+from qlass.policy import Policy
+from qlass.stage import UserError
 from train_qnet import QNet
 
 CHAT = word_chat()

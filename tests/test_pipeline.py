@@ -13,12 +13,11 @@ from fakes import tiny_lm
 
 import build_trees
 import envs
-import files
 import q_search
 import sft
-import webshop
-from chat import Chat, State
-from files import read_jsonl, read_trees
+from environments.webshop import engine as webshop
+from qlass.chat import Chat, State
+from qlass.stage import meta_path, read_jsonl, read_trees, run_stage
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("sft", "build_trees", "bellman", "train_qnet", "q_search")
@@ -49,7 +48,7 @@ def lake(tmp_path_factory) -> Path:
 def test_each_stage_leaves_its_file_and_how_it_came_about(lake):
     for name in ("sft", "trees.jsonl", "q_labels.jsonl", "qnet", "results.jsonl"):
         assert (lake / name).exists()
-        meta = json.loads(files.meta_path(lake / name).read_text())
+        meta = json.loads(meta_path(lake / name).read_text())
         assert meta["arguments"]["env"] == "frozenlake" and meta["seconds"] > 0
         assert all(len(digest) == 64 for digest in meta["inputs"].values()) and meta["inputs"]
     assert not [p for p in lake.iterdir() if p.name.startswith(".") or p.name.endswith(".draft")]
@@ -121,7 +120,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(stage, argv, says, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.jsonl").write_text('{"task_id": "a", \n{}\n')
     with pytest.raises(SystemExit) as stop:
-        files.run_stage(lambda: importlib.import_module(stage).main(argv))
+        run_stage(lambda: importlib.import_module(stage).main(argv))
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and says in error
 
@@ -153,7 +152,7 @@ def test_trees_and_search_in_the_bundled_shop(shopper, tmp_path, monkeypatch):
     argv = ["--env", "webshop", "--run", str(tmp_path), "--sft", str(shopper), "--limit", "2"]
     written = []
     for width in (64, 1):
-        monkeypatch.setattr("webshop_env.WebShopEnv.side_by_side", width)
+        monkeypatch.setattr("environments.webshop.env.WebShopEnv.side_by_side", width)
         out = tmp_path / f"trees{width}.jsonl"
         build_trees.main([*argv, "--out", str(out), "--depth", "1", "--width", "2", "--rollouts", "2"])
         written.append(out.read_bytes())

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import report
-import report_results
-from files import UserError
-from stats import bootstrap, by_task, kendall, paired_difference, spearman
+from qlass.stage import UserError
+from qlass.stats import bootstrap, by_task, kendall, paired_difference, spearman
+from reporting import results
 
 HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
@@ -112,8 +112,8 @@ def test_rank_correlations_see_order_alone(pairs):
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def groups_of(*arguments: object) -> dict[str, report_results.Group]:
-    groups = report_results.read_results(report_results.result_files(map(str, arguments)))
+def groups_of(*arguments: object) -> dict[str, results.Group]:
+    groups = results.read_results(results.result_files(map(str, arguments)))
     return {f"{g.method.name} {g.method.budget}".strip(): g for g in groups}
 
 
@@ -180,7 +180,7 @@ def test_a_label_tells_runs_apart_and_names_the_process_reward(tmp_path):
     ],
 )
 def test_what_looks_at_the_true_reward_is_called_oracle(method, select, n, oracle):
-    named = report_results.Method("webshop", method, 2, n, select, "")
+    named = results.Method("webshop", method, 2, n, select, "")
     assert named.oracle == oracle == ("oracle" in named.name)
 
 

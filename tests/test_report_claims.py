@@ -8,10 +8,9 @@ import random
 import pytest
 
 import report
-import report_claims
-import report_plots
-from report_results import read_results, result_files
-from stats import Estimate
+from qlass.stats import Estimate
+from reporting import claims, figures
+from reporting.results import read_results, result_files
 
 TASKS = 40
 
@@ -36,13 +35,13 @@ def groups(tmp_path):
 
 
 def told(groups, start):
-    (sentence,) = [s for s in report_claims.sentences(groups) if s.startswith(f"webshop: {start}")]
+    (sentence,) = [s for s in claims.sentences(groups) if s.startswith(f"webshop: {start}")]
     return sentence
 
 
 def test_only_what_the_results_can_tell_is_said(groups):
-    assert report_claims.sentences(groups(("greedy", 0.5, {}))) == []
-    (sentence,) = report_claims.sentences(groups(("greedy", 0.5, {}), ("qlass", 0.6, {"M": 2})))
+    assert claims.sentences(groups(("greedy", 0.5, {}))) == []
+    (sentence,) = claims.sentences(groups(("greedy", 0.5, {}), ("qlass", 0.6, {"M": 2})))
     assert sentence == "webshop: QLASS above SFT greedy (Table 2): reproduced (M=2: +0.100 [+0.100, +0.100])."
 
 
@@ -60,7 +59,7 @@ def test_only_what_the_results_can_tell_is_said(groups):
     ],
 )
 def test_the_verdict_is_the_intervals(low, high, margin, verdict):
-    assert report_claims.verdict(Estimate((low + high) / 2, low, high, 9), margin) == verdict
+    assert claims.verdict(Estimate((low + high) / 2, low, high, 9), margin) == verdict
 
 
 def test_each_setting_has_its_own_verdict(groups):
@@ -97,8 +96,8 @@ def test_process_rewards_are_compared_within_their_role(groups):
         "webshop: Q-values above averaged rewards (Fig. 4): reproduced (search, M=4: +0.100 [+0.100, +0.100]), "
         "not reproduced (self-training: -0.100 [-0.100, -0.100])."
     )
-    assert not any("plain final rewards" in s for s in report_claims.sentences(some))
-    search, retrained = report_plots.targets(some).axes
+    assert not any("plain final rewards" in s for s in claims.sentences(some))
+    search, retrained = figures.targets(some).axes
     assert [t.get_text() for t in search.get_yticklabels()] == ["SFT greedy", "Q-value, M=4", "averaged reward, M=4"]
     assert [t.get_text() for t in retrained.get_yticklabels()] == ["SFT greedy", "RFT", "Q-value", "averaged reward"]
     widths = [[round(bar.get_width(), 1) for bar in axes.patches] for axes in (search, retrained)]
@@ -118,8 +117,8 @@ def test_ablations_meet_the_same_method_without_a_label_and_stay_out_of_the_line
     )  # fmt: skip
     _, rows = report.differences_table(some)
     assert ["QLASS [frozen backbone] M=4", "QLASS M=4", "-0.050 [-0.050, -0.050]", "lower"] in [r[1:5] for r in rows]
-    assert report_plots.targets(some) is None
-    (legend,) = report_plots.tokens(some).legends
+    assert figures.targets(some) is None
+    (legend,) = figures.tokens(some).legends
     assert [text.get_text() for text in legend.get_texts()] == ["SFT greedy", "QLASS, over M"]
 
 
@@ -136,6 +135,6 @@ def test_the_claims_and_the_alignment_are_in_both_reports(groups, tmp_path):
     report.main(["--run", str(tmp_path)])
     for name in ("report.md", "report.html"):
         text = (tmp_path / name).read_text(encoding="utf-8")
-        assert "QLASS above SFT greedy (Table 2): reproduced (M=2: +0.100" in text and report_claims.NOTE in text
+        assert "QLASS above SFT greedy (Table 2): reproduced (M=2: +0.100" in text and claims.NOTE in text
         assert report.ALIGNMENT_NOTE in text and "monte_carlo" in text
     assert 'id="claims"' in text

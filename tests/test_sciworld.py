@@ -12,8 +12,8 @@ from gymnasium.utils.env_checker import check_env
 pytest.importorskip("scienceworld")
 
 import envs
-import sciworld
-import sciworld_expert
+from environments.sciworld import expert as sciworld_expert
+from environments.sciworld import simulator as sciworld
 
 HERE = Path(__file__).parents[1]
 BOIL = "Your task is to boil water. For compounds without a boiling point, combusting the substance is also acceptable."

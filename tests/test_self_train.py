@@ -6,12 +6,12 @@ import pytest
 from fakes import FakeEnv, Script, dump, run, word_chat
 
 import envs
-import self_train
 import sft
-from chat import parse_action
-from files import UserError, read_jsonl
+from experiments import self_train
+from experiments.self_train import best_branch, kept
 from q_search import Method
-from self_train import best_branch, kept
+from qlass.chat import parse_action
+from qlass.stage import UserError, read_jsonl
 
 # ------------------------------------------------------------------------------------------------------------- trees
 

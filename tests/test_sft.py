@@ -10,9 +10,9 @@ import torch
 from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, word_chat
 
 import sft
-from chat import MARK, Chat, Rendering, State
-from files import UserError, read_jsonl
-from policy import Policy
+from qlass.chat import MARK, Chat, Rendering, State
+from qlass.policy import Policy
+from qlass.stage import UserError, read_jsonl
 
 CHAT = word_chat()
 STATE = State(

@@ -9,9 +9,9 @@ from fakes import WORLD, FakeEnv, tiny_lm, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat import State, react, uniforms
-from policy import Policy, Sample, Score, ask, drive
-from tokens import Prompts, TokenTree, batches, packed
+from qlass.chat import State, react, uniforms
+from qlass.policy import Policy, Sample, Score, ask, drive
+from qlass.token_tree import Prompts, TokenTree, batches, packed
 
 CHAT = word_chat(temperature=0.8)
 MODEL = tiny_lm(CHAT)

@@ -14,10 +14,10 @@ from transformers import LlamaModel
 import bellman
 import build_trees
 import train_qnet
-from chat import Chat, Rendering, State
-from files import UserError
-from policy import Policy, Score
-from tokens import Prompts
+from qlass.chat import Chat, Rendering, State
+from qlass.policy import Policy, Score
+from qlass.stage import UserError
+from qlass.token_tree import Prompts
 from train_qnet import Pair, QNet, pack, packed_loss, pair_loss, pairs_of, sibling_accuracy
 
 LOSSES = ["all", "action", "last"]

@@ -10,10 +10,10 @@ from fakes import FakeEnv
 
 import bellman
 import envs
-from chat import Rendering, action_key, parse_action
-from files import UserError, read_jsonl
-from frozenlake_env import FrozenLakeEnv
-from policy import Policy
+from environments.frozenlake.env import FrozenLakeEnv
+from qlass.chat import Rendering, action_key, parse_action
+from qlass.policy import Policy
+from qlass.stage import UserError, read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import envs
-import webshop
-import webshop_data
-import webshop_search
+from environments.webshop import catalogue as webshop_data
+from environments.webshop import engine as webshop
+from environments.webshop import search as webshop_search
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 RECORDING = Path(__file__).parent / "recordings" / "webshop_bundled.json"

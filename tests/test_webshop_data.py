@@ -13,8 +13,8 @@ import pytest
 
 import envs
 from data import make_webshop
-from webshop import plain_color, similar
-from webshop_search import terms
+from environments.webshop.engine import plain_color, similar
+from environments.webshop.search import terms
 
 ROOT = Path(__file__).parents[1]
 SHARED = Path(os.environ.get("QLASS_SHARED", ROOT.parent / "shared")) / "webshop"

@@ -11,11 +11,11 @@ from walkthrough.replay import Part
 from walkthrough.story import Story, boxed, listed, number, table, times, written
 from walkthrough.tree import Look
 
-import frozenlake
 import sft
 from build_trees import RETRIES
-from chat import State, action_key, parse_action
-from files import dumps
+from environments.frozenlake import lake
+from qlass.chat import State, action_key, parse_action
+from qlass.stage import dumps
 from train_qnet import HELD_OUT, PackedPairs
 
 WON, LOST, OPEN = "#aceebb", "#ffcecb", "#ffffff"
@@ -28,7 +28,7 @@ class Lake(Story):
     def __init__(self, part: Part) -> None:
         super().__init__(part)
         self.gamma = part.settings["gamma"]
-        self.lake = frozenlake.load(self.task())
+        self.lake = lake.load(self.task())
         self.cells, self.exact = [int(self.lake.s)], [None]  # of each node: where it stands, Q*(s, a) of its action
         env, here = part.env.fork(), {}
         env.reset(options={"task_id": self.task()})
@@ -44,8 +44,8 @@ class Lake(Story):
     def move(self, i: int) -> str:
         if not i:
             return ""
-        kind = {"a hole": ", hole", "the goal": ", goal"}.get(frozenlake.kind(self.lake, self.cells[i]), "")
-        return f"{action_key(self.tree[i]['action'])} to {frozenlake.name_of(self.lake, self.cells[i])}{kind}"
+        kind = {"a hole": ", hole", "the goal": ", goal"}.get(lake.kind(self.lake, self.cells[i]), "")
+        return f"{action_key(self.tree[i]['action'])} to {lake.name_of(self.lake, self.cells[i])}{kind}"
 
     def commands(self) -> str:
         return boxed("\n".join(f"$ {c['command']}\n{c['printed']}" for c in self.run["commands"]), "console")
@@ -210,7 +210,7 @@ class Lake(Story):
             for i in family:
                 score = number(self.score(i))
                 best = i == max(family, key=self.score)
-                cell = frozenlake.name_of(self.lake, self.cells[self.tree[i]["parent_id"]])
+                cell = lake.name_of(self.lake, self.cells[self.tree[i]["parent_id"]])
                 rows.append((cell, i, f"`{action_key(self.tree[i]['action'])}`", number(self.tree[i]["q"]),
                              f"**{score}**" if best else score, number(self.exact[i])))  # fmt: skip
         return table(["in cell", "node", "action", "q of the tree", "QNet", "exact Q\\*"], rows)
@@ -225,8 +225,8 @@ class Lake(Story):
         env = self.part.env.fork()
         env.reset(options={"task_id": self.part.episodes[method]["task_id"]})
         for step in self.part.episodes[method]["steps"]:
-            exact = {move: env.q_star_of(move, self.gamma) for move in frozenlake.MOVES}
-            yield step, frozenlake.name_of(env.lake, env.cell), exact
+            exact = {move: env.q_star_of(move, self.gamma) for move in lake.MOVES}
+            yield step, lake.name_of(env.lake, env.cell), exact
             env.step(parse_action(step["action"]))
 
     def guided_step(self) -> str:

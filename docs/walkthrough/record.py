@@ -22,9 +22,9 @@ import bellman
 import envs
 import q_search
 import train_qnet
-from chat import Chat
-from files import UserError, meta_path, read_jsonl, read_trees
-from policy import Candidate, Policy, Sample, Score, drive
+from qlass.chat import Chat
+from qlass.policy import Candidate, Policy, Sample, Score, drive
+from qlass.stage import UserError, meta_path, read_jsonl, read_trees
 from train_qnet import HELD_OUT, QNet, pairs_of
 
 RUN = "runs/walkthrough"

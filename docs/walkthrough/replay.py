@@ -22,9 +22,9 @@ import bellman
 import build_trees
 import envs
 import q_search
-from chat import Chat, Rendering
-from files import UserError
-from policy import Candidate, Sample, Score, drive
+from qlass.chat import Chat, Rendering
+from qlass.policy import Candidate, Sample, Score, drive
+from qlass.stage import UserError
 from train_qnet import pairs_of, qnet_scores
 
 RECORDING = Path(__file__).with_name("run.jsonl")

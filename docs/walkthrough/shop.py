@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from walkthrough.story import Story, boxed, number, table, wrapped
 
-from chat import State, action_key, parse_action
+from qlass.chat import State, action_key, parse_action
 
 PARTS_OF_REWARD = {"r_type": "kind of product", "r_att": "attributes", "r_option": "options", "r_price": "price"}
 

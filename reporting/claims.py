@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from report_results import Group, Method
-from stats import Estimate, paired_difference
+from qlass.stats import Estimate, paired_difference
+from reporting.results import Group, Method
 
 NOTE = (
     "By the paired difference over the tasks and seeds that both have: reproduced where its 95 % interval lies above 0 "

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from files import UserError
-from stats import Estimate, bootstrap, by_task
+from qlass.stage import UserError
+from qlass.stats import Estimate, bootstrap, by_task
 
 # Table 2 of the paper (Llama-2-7B-Chat), reward x 100: WebShop; SciWorld and ALFWorld seen, unseen.
 PAPER = {

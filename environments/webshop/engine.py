@@ -22,9 +22,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from files import UserError
-from webshop_data import draw_prices, human_goals, load_products, queries, read_goals, read_json, synthetic_goals
-from webshop_search import SearchIndex
+from qlass.stage import UserError
+
+from .catalogue import draw_prices, human_goals, load_products, queries, read_goals, read_json, synthetic_goals
+from .search import SearchIndex
 
 PAGE_SIZE, MAX_STEPS = 10, 5  # products on a results page; the paper's step limit
 BUNDLED_PAGE_SIZE, BUNDLED_MAX_STEPS = 4, 9  # the bundled catalogue's own: short pages for tiny models, more options

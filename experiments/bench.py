@@ -1,7 +1,7 @@
 """How fast, side by side with the plain way of doing the same, in one run.
 
-    python bench.py                     # a table; --json: a list of {name, plain, ours, ratio, goal, unit}
-    python bench.py --only trees qnet   # some of: trees, qnet, webshop, alfworld, sciworld
+    python -m experiments.bench                     # a table; --json: a list of {name, plain, ours, ratio, goal, unit}
+    python -m experiments.bench --only trees qnet   # some of: trees, qnet, webshop, alfworld, sciworld
 
 Each plain version is written here for its simplicity and does the same work: the same tree nodes, the same loss, the
 same pages. `ratio` says how many times more a second, or how much less of it, and `goal` what it should be at least.
@@ -35,17 +35,16 @@ from typing import Any
 import numpy as np
 import torch
 
-import alfworld_data
 import envs
 import train_qnet
-from alfworld_textworld import TextWorldGame
 from bellman import label
 from build_trees import exploration_tree, lines
-from chat import Chat, State, uniforms
-from files import UserError, run_stage
-from policy import Candidate, Policy, Sample, drive
+from environments.alfworld.textworld import TextWorldGame
+from qlass.chat import Chat, State, uniforms
+from qlass.policy import Candidate, Policy, Sample, drive
+from qlass.stage import UserError, run_stage
+from qlass.token_tree import batches
 from sft import demonstrate, tiny_model
-from tokens import batches
 from train_qnet import Pair, QNet, pack, packed_loss, pair_loss, pairs_of
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
@@ -261,7 +260,7 @@ def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) ->
     env, rng = envs.make("alfworld", data=data), random.Random(0)
     tasks = random.Random(0).sample(env.task_ids("train"), n)
     paths = [env.games.path(task) for task in tasks]
-    loading, games = timed(lambda: [alfworld_data.load(path) for path in paths])
+    loading, games = timed(lambda: [games.load(path) for path in paths])
     walks = [random_walk(game, steps, rng) for game in games]
     walking, _ = timed(lambda: [walk(game, commands) for game, commands in zip(games, walks, strict=True)])
     rates = [n / loading, sum(map(len, walks)) / walking]

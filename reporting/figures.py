@@ -18,10 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from stats import bootstrap
+from qlass.stats import bootstrap
 
 if TYPE_CHECKING:
-    from report_results import Group, Method
+    from reporting.results import Group, Method
 
 INK = "#2b2d31"  # stands for the page's text colour
 GREY = "#8c8c8c"

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-import files
-from report_results import scored_candidates, split_react
+from qlass import stage
+from reporting.results import scored_candidates, split_react
 
 TITLES = {
     "tokens": "Score against tokens (the paper's Fig. 3)",
@@ -25,7 +25,7 @@ TITLES = {
 
 def render(content: dict) -> str:
     """Fill report_page.html: each {{name}} is replaced once, so that a {{name}} inside a text stays as it is."""
-    template = Path(__file__).with_name("report_page.html").read_text(encoding="utf-8")
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     figures = {name: "" for name in TITLES}
     for name, env, svg in content["figures"]:
         title = escape(f"{TITLES[name]}, {env}")
@@ -47,7 +47,7 @@ def render(content: dict) -> str:
 
 def provenance(path: Path) -> str:
     """Commit and time from the metadata beside a file, where there is some."""
-    meta = files.meta_path(path)
+    meta = stage.meta_path(path)
     if not meta.is_file():
         return ""
     record = json.loads(meta.read_text(encoding="utf-8"))
@@ -126,10 +126,10 @@ def tree_data(path: Path | None, limit: int) -> str:
     """
     if path is None:
         return "null"
-    total = sum(1 for _ in files.read_trees(path))
+    total = sum(1 for _ in stage.read_trees(path))
     shown = {int((i + 0.5) * total / limit) for i in range(limit)} if limit < total else set(range(total))
     texts: dict[str, int] = {}
-    trees = [pack(tree, texts) for i, tree in enumerate(files.read_trees(path)) if i in shown]
+    trees = [pack(tree, texts) for i, tree in enumerate(stage.read_trees(path)) if i in shown]
     data = {"total": total, "fields": FIELDS, "texts": list(texts), "trees": trees}
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 

@@ -4,8 +4,8 @@
     writes  RUN/self_train-NAME.rollouts.jsonl (all trajectories), RUN/self_train-NAME.jsonl (demonstrations and the
             trajectories that were kept, in expert.jsonl's layout), RUN/sft-NAME/ (the checkpoint trained on them)
 
-    python self_train.py --env webshop --method rft
-    python self_train.py --env webshop --method qlass --qnet runs/webshop/qnet-avg --name target-avg
+    python -m experiments.self_train --env webshop --method rft
+    python -m experiments.self_train --env webshop --method qlass --qnet runs/webshop/qnet-avg --name target-avg
     python q_search.py --env webshop --method greedy --sft runs/webshop/sft-rft --label rft \\
                        --out runs/webshop/results-rft.jsonl
 
@@ -29,8 +29,10 @@ from tqdm import tqdm
 
 import envs
 import sft
-from chat import Chat
-from files import (
+from q_search import Method, episode
+from qlass.chat import Chat
+from qlass.policy import Policy, Sample, Score, drive
+from qlass.stage import (
     Resumable,
     UserError,
     add_arguments,
@@ -44,8 +46,6 @@ from files import (
     write_jsonl,
     write_meta,
 )
-from policy import Policy, Sample, Score, drive
-from q_search import Method, episode
 from train_qnet import QNet
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not drawn again

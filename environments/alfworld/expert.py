@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
 
-from alfworld_engine import NOTHING_HAPPENS, TREATMENTS, Game, State
+from .engine import NOTHING_HAPPENS, TREATMENTS, Game, State
 
 HAS_DOOR = ("cabinet", "drawer", "fridge", "microwave", "safe")  # a player expects to have to open these
 STATES = {"clean": "clean", "hot": "heat", "cool": "cool"}

@@ -1,4 +1,4 @@
-"""ScienceWorld behind `envs.TextEnv`: its rules are the simulator's that sciworld.py drives."""
+"""ScienceWorld behind `envs.TextEnv`: its rules are the simulator's that simulator.py drives."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import sciworld
-import sciworld_expert
 from envs import UNSET, TextEnv
-from files import UserError
+from qlass.stage import UserError
+
+from . import expert, simulator
 
 
 class SciWorldEnv(TextEnv):
-    """ScienceWorld on the simulator of the `scienceworld` package (see sciworld.py).
+    """ScienceWorld on the simulator of the `scienceworld` package (see simulator.py).
 
     Tasks are `split/name/variation`; "test_seen" is the package's dev split and "test_unseen" its test split, as ETO
     has them. max_steps "eto": ETO's own limit for each task. simulators: how many JVMs (0.5 GB each) may run at once.
@@ -53,11 +53,11 @@ class SciWorldEnv(TextEnv):
         if isinstance(self.max_steps, str) and self.max_steps != "eto":
             raise UserError(f"sciworld: max_steps is a number or eto, not {max_steps!r}")
         self.tasks, self.simplifications, self.side_by_side = tasks, simplifications, simulators
-        self.pool = sciworld.simulators()
+        self.pool = simulator.simulators()
         self.pool.size = simulators
 
     def split_ids(self, split: str) -> list[str]:
-        if split not in (ids := sciworld.task_ids(self.tasks)):
+        if split not in (ids := simulator.task_ids(self.tasks)):
             raise UserError(f"sciworld: unknown split {split!r}: choose one of {', '.join(ids)}")
         return ids[split]
 
@@ -67,7 +67,7 @@ class SciWorldEnv(TextEnv):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
         task_id = (options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("train")))
-        self.task = sciworld.find_task(task_id, self.simplifications)
+        self.task = simulator.find_task(task_id, self.simplifications)
         self.task_id, self.played, self.recent, self.best, self.steps = task_id, (), (), 0.0, 0
         self.pool.players.add(self)
         description = self.pool.description(self.task)
@@ -77,7 +77,7 @@ class SciWorldEnv(TextEnv):
         turn, self.played = self.pool.step(self.task, self.played, action)
         self.recent = (*self.recent, (action, turn.observation))[-3:]
         self.best, self.steps = max(self.best, turn.score), self.steps + 1
-        limit = sciworld.eto_steps(self.task) if self.max_steps == "eto" else self.max_steps
+        limit = simulator.eto_steps(self.task) if self.max_steps == "eto" else self.max_steps
         truncated = not turn.over and limit is not None and self.steps >= limit
         reward = self.best if turn.over or truncated else 0.0
         return turn.observation, reward, turn.over, truncated, self._info(turn.observation, turn.score)
@@ -86,23 +86,23 @@ class SciWorldEnv(TextEnv):
         task = self.pool.description(self.task).removeprefix("Task Description:\n")
         info = {"task_id": self.task_id, "task": task, "feedback": feedback, "score": score, "won": score >= 1}
         valid = functools.partial(self.pool.valid_actions, self.task, self.played)  # costs ten times what a step does
-        return sciworld.Lazy(info, valid_actions=valid, admissible_commands=valid)
+        return simulator.Lazy(info, valid_actions=valid, admissible_commands=valid)
 
     def valid_actions(self) -> list[str]:
         return self.pool.valid_actions(self.task, self.played)
 
     def candidates(self) -> list[tuple[str, str]]:
-        """At most 60 (see sciworld_expert.candidates); where the simulator asks which object is meant, the answers."""
-        if self.recent and self.recent[-1][1].startswith(sciworld.AMBIGUOUS):
-            return [(meant, str(i)) for i, meant in enumerate(sciworld.choices(self.recent[-1][1]))]
+        """At most 60 (see expert.candidates); where the simulator asks which object is meant, the answers."""
+        if self.recent and self.recent[-1][1].startswith(simulator.AMBIGUOUS):
+            return [(meant, str(i)) for i, meant in enumerate(simulator.choices(self.recent[-1][1]))]
         told = " ".join(f"{a} {o}" for a, o in self.recent if not re.match("This (room|outside location) is", o))
         task, held = self.pool.description(self.task), self.pool.inventory(self.task, self.played)
-        chosen = sciworld_expert.candidates(self.valid_actions(), task, told, held)
-        return [(sciworld_expert.thought(action), action) for action in chosen]
+        chosen = expert.candidates(self.valid_actions(), task, told, held)
+        return [(expert.thought(action), action) for action in chosen]
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        for action in sciworld_expert.expert_plan(sciworld.find_task(task_id, self.simplifications)):
-            yield sciworld_expert.thought(action), action
+        for action in expert.expert_plan(simulator.find_task(task_id, self.simplifications)):
+            yield expert.thought(action), action
 
     def snapshot(self) -> Any:
         return self.task, self.task_id, self.played, self.recent, self.best, self.steps
@@ -112,5 +112,5 @@ class SciWorldEnv(TextEnv):
         self.pool.players.add(self)
 
     def close(self) -> None:
-        """Leave the simulator to others; it ends with this process, or by `sciworld.simulators().close()`."""
+        """Leave the simulator to others; it ends with this process, or by `simulator.simulators().close()`."""
         self.pool.players.discard(self)

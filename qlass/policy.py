@@ -20,11 +20,11 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from chat import Chat, Rendering, State, react, uniforms
 from envs import TextEnv
-from files import UserError
-from lora import quantised
-from tokens import Prompt, Prompts, batches
+from qlass.chat import Chat, Rendering, State, react, uniforms
+from qlass.models import quantised
+from qlass.stage import UserError
+from qlass.token_tree import Prompt, Prompts, batches
 
 # -------------------------------------------------------------------------------------------------- requests, driver
 

@@ -12,13 +12,14 @@ import numpy as np
 from gymnasium.envs.toy_text.utils import categorical_sample
 from gymnasium.utils import seeding
 
-import frozenlake
 from envs import UNSET, TextEnv
-from files import UserError
+from qlass.stage import UserError
+
+from . import lake
 
 
 class FrozenLakeEnv(TextEnv):
-    """Gymnasium's FrozenLake as text (see frozenlake.py), with its exact Q*.
+    """Gymnasium's FrozenLake as text (see lake.py), with its exact Q*.
 
     map is "8x8", "4x4" (tasks are starts), "random8" or "random4" (tasks are maps). Gymnasium's rules hold, so the ice
     slips by chance if it is slippery; a reset without a seed gives a task the same chances every time it is played.
@@ -40,19 +41,19 @@ class FrozenLakeEnv(TextEnv):
         self, map: str = "8x8", slippery: bool = False, stray: float = 0.3, max_steps: int | None = UNSET
     ) -> None:
         super().__init__(max_steps)
-        if map not in frozenlake.LAYOUTS:
-            raise UserError(f"frozenlake: unknown map {map!r}: choose one of {', '.join(frozenlake.LAYOUTS)}")
+        if map not in lake.LAYOUTS:
+            raise UserError(f"frozenlake: unknown map {map!r}: choose one of {', '.join(lake.LAYOUTS)}")
         self.layout, self.stray = ("slippery-" if slippery else "") + map, stray
 
     def split_ids(self, split: str) -> list[str]:
         parts = {"train": (0, 1), "val": (2,), "test": (3, 4), "all": (0, 1, 2, 3, 4)}  # 40, 20 and 40 %
         if split not in parts:
             raise UserError(f"frozenlake: unknown split {split!r}: choose one of {', '.join(parts)}")
-        return [task for i, task in enumerate(frozenlake.tasks(self.layout)) if i % 5 in parts[split]]
+        return [task for i, task in enumerate(lake.tasks(self.layout)) if i % 5 in parts[split]]
 
     def _load(self, task_id: str) -> None:
         try:
-            self.lake = frozenlake.load(task_id)
+            self.lake = lake.load(task_id)
         except ValueError as error:
             raise UserError(f"frozenlake: {error}") from None
         self.task_id, self.cell = task_id, int(self.lake.s)
@@ -72,8 +73,8 @@ class FrozenLakeEnv(TextEnv):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         self.steps += 1
         move, reward, terminated, note = action.strip().lower(), 0.0, False, ""
-        if move in frozenlake.MOVES:
-            outcomes = self.lake.P[self.cell][frozenlake.MOVES.index(move)]
+        if move in lake.MOVES:
+            outcomes = self.lake.P[self.cell][lake.MOVES.index(move)]
             chosen = categorical_sample([probability for probability, *_ in outcomes], self.chances)
             _, self.cell, reward, terminated = outcomes[chosen]
         else:
@@ -82,22 +83,22 @@ class FrozenLakeEnv(TextEnv):
         return note + self._look(), float(reward), bool(terminated), truncated, self._info()
 
     def _where(self) -> str:
-        return f"cell {frozenlake.name_of(self.lake, self.cell)}"
+        return f"cell {lake.name_of(self.lake, self.cell)}"
 
     def _look(self) -> str:
-        kind, where = frozenlake.kind(self.lake, self.cell), self._where()
+        kind, where = lake.kind(self.lake, self.cell), self._where()
         if kind != "ice":
             return f"You fell into a hole at {where}." if "hole" in kind else f"You reached the goal at {where}."
         if not self.new_map:
             return f"At {where}."
-        around = ", ".join(f"{move} {frozenlake.ahead(self.lake, self.cell, move)}" for move in frozenlake.MOVES)
+        around = ", ".join(f"{move} {lake.ahead(self.lake, self.cell, move)}" for move in lake.MOVES)
         return f"{self.rows}\nAt {where}. Around you: {around}."
 
     def _info(self) -> dict[str, Any]:
         return {"task_id": self.task_id, "task": self.task, "valid_actions": self.valid_actions()}
 
     def valid_actions(self) -> list[str]:
-        return list(frozenlake.MOVES) if frozenlake.kind(self.lake, self.cell) == "ice" else []
+        return list(lake.MOVES) if lake.kind(self.lake, self.cell) == "ice" else []
 
     def candidates(self) -> list[tuple[str, str]]:
         return [(self._thought(move), move) for move in self.valid_actions()]
@@ -105,14 +106,14 @@ class FrozenLakeEnv(TextEnv):
     def _thought(self, move: str) -> str:
         """What a random map shows in that direction, the same words for a right move and a wrong one. A fixed map is
         to be known by heart: no thoughts."""
-        return f"{move} is {frozenlake.ahead(self.lake, self.cell, move)}" if self.new_map else ""
+        return f"{move} is {lake.ahead(self.lake, self.cell, move)}" if self.new_map else ""
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         """The optimal policy for gamma = 0.9 but for straying; the task id decides among equals and when to stray."""
         q, rng = self.q_star(), random.Random(task_id)
         while self.valid_actions():
             least = 0.0 if rng.random() < self.stray else q[self.cell].max() - 1e-9
-            move = frozenlake.MOVES[rng.choice(np.flatnonzero(q[self.cell] > least))]
+            move = lake.MOVES[rng.choice(np.flatnonzero(q[self.cell] > least))]
             yield self._thought(move), move
 
     def snapshot(self) -> Any:
@@ -124,13 +125,13 @@ class FrozenLakeEnv(TextEnv):
         self.cell, self.steps, self.chances = cell, steps, copy.deepcopy(chances)
 
     def q_star(self, gamma: float = 0.9) -> np.ndarray:
-        """Q*(s, a) of every cell, row by row, shape (cells, 4): see frozenlake.q_star."""
-        return frozenlake.q_star(self.lake, gamma)
+        """Q*(s, a) of every cell, row by row, shape (cells, 4): see lake.q_star."""
+        return lake.q_star(self.lake, gamma)
 
     def q_star_of(self, action: str, gamma: float = 0.9) -> float:
         """Q*(s, a) here; an invalid action only costs its step: gamma * max_a Q*(s, a)."""
         q, move = self.q_star(gamma)[self.cell], action.strip().lower()
-        return float(q[frozenlake.MOVES.index(move)] if move in frozenlake.MOVES else gamma * q.max())
+        return float(q[lake.MOVES.index(move)] if move in lake.MOVES else gamma * q.max())
 
     def optimal_value(self, gamma: float = 0.9) -> float:
         """What it is worth to have come here, gamma * max_a Q*(s, a): without slipping, gamma ** moves to the goal."""

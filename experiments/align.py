@@ -3,7 +3,7 @@
     reads   RUN/sft/, RUN/qnet/, RUN/q_labels.jsonl
     writes  RUN/align.jsonl: a line a task as in results.jsonl, each candidate with its q, monte_carlo (and q_star)
 
-    python align.py --env webshop -M 4 -K 8
+    python -m experiments.align --env webshop -M 4 -K 8
 
 The agent plays tasks that nothing was trained on and draws M candidates in each state. QNet's q is compared with
 
@@ -27,10 +27,19 @@ import numpy as np
 from tqdm import tqdm
 
 import envs
-from chat import Rendering, State, action_key, parse_action, react
-from files import add_arguments, needed, parse_arguments, read_trees, run_stage, stage_argv, write_jsonl, write_meta
-from policy import Policy, Sample, Score, ask, drive
-from stats import bootstrap, by_task, kendall, spearman
+from qlass.chat import Rendering, State, action_key, parse_action, react
+from qlass.policy import Policy, Sample, Score, ask, drive
+from qlass.stage import (
+    add_arguments,
+    needed,
+    parse_arguments,
+    read_trees,
+    run_stage,
+    stage_argv,
+    write_jsonl,
+    write_meta,
+)
+from qlass.stats import bootstrap, by_task, kendall, spearman
 from train_qnet import HELD_OUT, QNet, pairs_of, qnet_scores
 
 Family = tuple[str, list[float], list[float]]  # task; q and target of the candidates of one of its states

@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import nn
 
-from files import UserError
+from qlass.stage import UserError
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of the attention, as Llama, Mistral, Qwen and Gemma name them
 SCALE = 2.0  # LoRA's alpha / rank

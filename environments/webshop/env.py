@@ -1,4 +1,4 @@
-"""WebShop behind `envs.TextEnv`: its rules are webshop.py's."""
+"""WebShop behind `envs.TextEnv`: its rules are engine.py's."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import webshop
-import webshop_data
-import webshop_expert
 from data import make_webshop
 from envs import UNSET, TextEnv
-from files import UserError
+from qlass.stage import UserError
+
+from . import catalogue, engine, expert
 
 
 class WebShopEnv(TextEnv):
-    """WebShop on its own files or on the bundled catalogue (see webshop.py).
+    """WebShop on its own files or on the bundled catalogue (see engine.py).
 
     data: folder with items_shuffle*, items_ins_v2*, items_human_ins (.json or .json.gz); None: the bundled catalogue,
     with its own page length and step limit. goals, title_nouns: recorded files instead of drawn goals and of a tagger.
-    human_goals: the instructions that people wrote. split_file: published splits by goal index (webshop_data.splits).
+    human_goals: the instructions that people wrote. split_file: published splits by goal index (catalogue.splits).
     Task i is goal i. Other splits are by product, so that none is in two of them.
     """
 
     name = "webshop"
     prefix = "Observation:\n"
-    max_steps, tree_steps, tree_depth = webshop.MAX_STEPS, webshop.MAX_STEPS, 3
+    max_steps, tree_steps, tree_depth = engine.MAX_STEPS, engine.MAX_STEPS, 3
     instruction = (
         "You are shopping on the web.\n"
         "You get an instruction that says what to buy, and have to follow it.\n"
@@ -50,14 +49,14 @@ class WebShopEnv(TextEnv):
         max_steps: int | None = UNSET,
     ) -> None:
         if data is None:
-            self.max_steps = self.tree_steps = webshop.BUNDLED_MAX_STEPS
-            page_size = page_size or webshop.BUNDLED_PAGE_SIZE
+            self.max_steps = self.tree_steps = engine.BUNDLED_MAX_STEPS
+            page_size = page_size or engine.BUNDLED_PAGE_SIZE
             data = make_webshop.ensure(seed)
         super().__init__(max_steps, instruction)
         files = [path and Path(path) for path in (goals, title_nouns)]
-        self.shop = webshop.load(Path(data), *files, human_goals, seed, page_size or webshop.PAGE_SIZE)
-        self.splits = webshop_data.splits(self.shop.goals, split_file)
-        self.index, self.session = 0, webshop.Session()
+        self.shop = engine.load(Path(data), *files, human_goals, seed, page_size or engine.PAGE_SIZE)
+        self.splits = catalogue.splits(self.shop.goals, split_file)
+        self.index, self.session = 0, engine.Session()
 
     @property
     def goal(self) -> dict:
@@ -72,7 +71,7 @@ class WebShopEnv(TextEnv):
         super().reset(seed=seed)
         task = (options or {}).get("task_id")
         self.index = int(self.np_random.choice(self.splits["all"])) if task is None else self._index(task)
-        self.session, self.steps = webshop.Session(), 0
+        self.session, self.steps = engine.Session(), 0
         return self.shop.text(self.session, self.index), self._info()
 
     def _index(self, task_id: str) -> int:
@@ -102,10 +101,10 @@ class WebShopEnv(TextEnv):
             return [("search for it", f"search[{query}]") for query in self.shop.queries(self.index)]
         return list(self.shop.page(self.session).candidates)
 
-    def snapshot(self) -> tuple[int, webshop.Session, int]:
+    def snapshot(self) -> tuple[int, engine.Session, int]:
         return self.index, self.session, self.steps
 
-    def restore(self, snapshot: tuple[int, webshop.Session, int]) -> None:
+    def restore(self, snapshot: tuple[int, engine.Session, int]) -> None:
         self.index, self.session, self.steps = snapshot
 
     def score(self, asin: str, options: dict[str, str]) -> tuple[float, dict[str, Any]]:
@@ -113,9 +112,9 @@ class WebShopEnv(TextEnv):
         return self.shop.score(self.index, self.shop.position[asin], tuple(options.values()))
 
     def optimal_value(self, gamma: float = 0.99) -> float:
-        """The best discounted final reward within the steps that are left (webshop.Shop.value); for ceilings only."""
+        """The best discounted final reward within the steps that are left (engine.Shop.value); for ceilings only."""
         left = 10**6 if self.max_steps is None else self.max_steps - self.steps
         return self.shop.value(self.session, self.index, left, gamma)
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        return webshop_expert.shop(self)
+        return expert.shop(self)

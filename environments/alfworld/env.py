@@ -1,4 +1,4 @@
-"""ALFWorld behind `envs.TextEnv`: its rules are alfworld_engine.py's, or TextWorld's own."""
+"""ALFWorld behind `envs.TextEnv`: its rules are engine.py's, or TextWorld's own."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import alfworld_data
-import alfworld_engine
-import alfworld_expert
-import alfworld_textworld
 from data import make_alfworld
 from envs import UNSET, TextEnv
-from files import UserError
+from qlass.stage import UserError
+
+from . import engine, expert, games, textworld
 
 
 class ALFWorldEnv(TextEnv):
-    """ALFWorld's household tasks on our engine of its game files (alfworld_engine.py), or on TextWorld itself.
+    """ALFWorld's household tasks on our engine of its game files (engine.py), or on TextWorld itself.
 
     data: folder with json_2.1.1/ as ALFWorld ships it; None: $ALFWORLD_DATA, else the bundled generator's games.
     engine: "python", or "textworld" for the original (requirements-alfworld.txt). expert: "search", who looks for
@@ -53,7 +51,7 @@ class ALFWorldEnv(TextEnv):
             if value not in known.split():
                 raise UserError(f"alfworld: unknown {name} {value!r}: choose {known.replace(' ', ' or ')}")
         self.engine, self.teacher = engine, expert
-        self.games = alfworld_data.Games(data or os.environ.get("ALFWORLD_DATA") or make_alfworld.ensure(seed))
+        self.games = games.Games(data or os.environ.get("ALFWORLD_DATA") or make_alfworld.ensure(seed))
         self.task_id, self.told = "", self.instruction
         self.instruction = self.told.replace("PUT", self.wordings[0])
 
@@ -67,7 +65,7 @@ class ALFWorldEnv(TextEnv):
         if task_id != self.task_id:
             self.game = self.player = self.games.load(task_id)
             if self.engine == "textworld":
-                self.player = alfworld_textworld.TextWorldGame(self.games.path(task_id))
+                self.player = textworld.TextWorldGame(self.games.path(task_id))
             self.instruction = self.told.replace("PUT", self.wordings[self.game.old])
             self.task_id = task_id
 
@@ -75,8 +73,8 @@ class ALFWorldEnv(TextEnv):
         super().reset(seed=seed)
         self._load((options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("all"))))
         self.state, self.steps, self.feedback = self.player.start, 0, self.player.first
-        observation = self.feedback.removeprefix(alfworld_engine.BANNER)
-        self.memory = alfworld_expert.Memory.first(observation, self.games.rates, self.game.old)
+        observation = self.feedback.removeprefix(engine.BANNER)
+        self.memory = expert.Memory.first(observation, self.games.rates, self.game.old)
         return observation, self._info()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
@@ -105,7 +103,7 @@ class ALFWorldEnv(TextEnv):
         return [(self.memory.thought(action), action) for action in self.valid_actions()]
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        walkthrough = iter(self.game.walkthrough or alfworld_expert.plan(self.game, self.game.start) or [])
+        walkthrough = iter(self.game.walkthrough or expert.plan(self.game, self.game.start) or [])
         while not self.state.won:
             action = next(walkthrough, None) if self.teacher == "walkthrough" else self.memory.decide()
             if action is None:  # nothing left to search
@@ -120,10 +118,10 @@ class ALFWorldEnv(TextEnv):
         _, self.state, self.memory, self.steps, self.feedback = snapshot
 
     def distance(self) -> int | None:
-        """Steps that one needs from here who knows where everything is (alfworld_expert.plan); None: no way is left."""
+        """Steps that one needs from here who knows where everything is (expert.plan); None: no way is left."""
         if self.engine != "python":
             raise UserError("alfworld: plans need engine='python': TextWorld hides its state")
-        way = alfworld_expert.plan(self.game, self.state)
+        way = expert.plan(self.game, self.state)
         return None if way is None else len(way)
 
     def optimal_value(self, gamma: float = 0.99) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from files import UserError
+from qlass.stage import UserError
 
 
 class Purchase(NamedTuple):

@@ -11,8 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from alfworld_engine import Game, Goal
-from files import UserError
+from qlass.stage import UserError
+
+from .engine import Game, Goal
 
 GOAL_PREDICATES = {"receptacletype", "objecttype", "inreceptacle", "cleanable", "heatable", "coolable", "isclean"}
 GOAL_PREDICATES |= {"ishot", "iscool", "toggleable", "istoggled", "receptacleatlocation", "atlocation", "holds"}

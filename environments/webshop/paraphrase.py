@@ -25,9 +25,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 
-from chat import State
-from files import UserError
-from webshop_data import OPTION_CLAUSE, PRICE_CLAUSE
+from qlass.chat import State
+from qlass.stage import UserError
+
+from .catalogue import OPTION_CLAUSE, PRICE_CLAUSE
 
 
 @dataclasses.dataclass(frozen=True)

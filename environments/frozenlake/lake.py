@@ -1,0 +1,86 @@
+"""Gymnasium's FrozenLake by task id, and its exact Q*: the world in which every stage can be checked against the truth.
+
+A cell is named by its row and its column, both from 0: 23 is row 2, column 3. A task is `[slippery-]MAP/REST`: on the
+fixed maps a start, `8x8/23`, on any ice from which the goal can be reached; on random ones the seed of Gymnasium's
+`generate_random_map`, `random8/17`, each map once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import re
+
+import numpy as np
+from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
+
+MOVES = ("left", "down", "right", "up")  # Gymnasium's actions 0, 1, 2, 3
+LAYOUTS = ("8x8", "4x4", "random4", "random8")
+RANDOM_MAPS = 1000
+KINDS = {"F": "ice", "S": "ice", "H": "a hole", "G": "the goal"}
+
+
+@functools.lru_cache(maxsize=256)
+def load(task_id: str) -> FrozenLakeEnv:
+    """The lake of a task, shared, with `s` its start; raises ValueError where the id names none."""
+    match = re.fullmatch(r"(slippery-)?(?:(4x4|8x8)/(\d)(\d)|random([48])/(\d+))", task_id)
+    if not match:
+        raise ValueError(f"unknown task {task_id!r}: write e.g. 8x8/23, slippery-4x4/00 or random8/17")
+    slippery, fixed, row, column, size, seed = match.groups()
+    desc = MAPS[fixed] if fixed else generate_random_map(int(size), seed=int(seed))
+    lake = FrozenLakeEnv(desc=desc, is_slippery=bool(slippery))
+    lake.s = int(row) * lake.ncol + int(column) if fixed else 0
+    if fixed and (max(int(row), int(column)) >= lake.ncol or kind(lake, lake.s) != "ice"):
+        raise ValueError(f"task {task_id!r} does not start on ice: choose one of task_ids('all')")
+    return lake
+
+
+@functools.cache
+def tasks(layout: str) -> tuple[str, ...]:
+    """All task ids of `[slippery-]MAP`, in an order in which any cut is a fair sample."""
+    name = layout.removeprefix("slippery-")
+    if name.startswith("random"):
+        maps: dict[tuple[str, ...], int] = {}  # small maps repeat: only the first seed of each is a task
+        for seed in itertools.count():
+            maps.setdefault(tuple(generate_random_map(int(name[-1]), seed=seed)), seed)
+            if len(maps) == RANDOM_MAPS:
+                return tuple(f"{layout}/{seed}" for seed in maps.values())
+    lake = FrozenLakeEnv(desc=MAPS[name], is_slippery=False)
+    starts = [f"{layout}/{name_of(lake, cell)}" for cell in np.flatnonzero(q_star(lake).max(1) > 0)]
+    return tuple(random.Random(name).sample(starts, len(starts)))
+
+
+def name_of(lake: FrozenLakeEnv, cell: int) -> str:
+    return f"{cell // lake.ncol}{cell % lake.ncol}"
+
+
+def kind(lake: FrozenLakeEnv, cell: int) -> str:
+    return KINDS[lake.desc.flat[cell].decode()]
+
+
+def ahead(lake: FrozenLakeEnv, cell: int, move: str) -> str:
+    """What lies next to a cell: "ice", "a hole", "the goal" or "the edge"."""
+    row, column = divmod(cell, lake.ncol)
+    row, column = row + (move == "down") - (move == "up"), column + (move == "right") - (move == "left")
+    inside = 0 <= row < lake.nrow and 0 <= column < lake.ncol
+    return kind(lake, row * lake.ncol + column) if inside else "the edge"
+
+
+@functools.lru_cache(maxsize=256)
+def q_star(lake: FrozenLakeEnv, gamma: float = 0.9) -> np.ndarray:
+    """The exact Q*(s, a), shape (cells, 4), by value iteration on Gymnasium's transition table.
+
+    It is 0 where an episode has ended. Without slipping, d moves from the goal: max_a Q*(s, a) = gamma**(d - 1).
+    """
+    cells = lake.desc.size
+    reward, to = np.zeros((cells, 4)), np.zeros((cells, 4, cells))
+    for state, action in itertools.product(range(cells), range(4)):
+        for probability, successor, r, terminated in lake.P[state][action]:
+            reward[state, action] += probability * r
+            to[state, action, successor] += probability * (not terminated)
+    q, previous = reward, None
+    while previous is None or np.abs(q - previous).max() > 1e-12:
+        q, previous = reward + gamma * to @ q.max(1), q
+    q.setflags(write=False)  # shared by all who ask
+    return q
