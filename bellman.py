@@ -19,17 +19,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
-from qlass.stage import (
-    add_arguments,
-    dumps,
-    needed,
-    parse_arguments,
-    read_trees,
-    replacing,
-    run_stage,
-    stage_argv,
-    write_meta,
-)
+from qlass.jsonl import dumps, read_trees, replacing
+from qlass.stage import add_arguments, needed, parse_arguments, run_stage, stage_argv, write_meta
 
 # A tree is its list of nodes, parents before children; `children[i]` are the positions of node i's children.
 

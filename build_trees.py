@@ -29,18 +29,11 @@ from tqdm import tqdm
 
 import envs
 from qlass.chat import Rendering, State, action_key, parse_action, react
+from qlass.driver import Sample, ask, drive
+from qlass.jsonl import Resumable
 from qlass.models import add_loading
-from qlass.policy import Policy, Sample, ask, drive
-from qlass.stage import (
-    Resumable,
-    add_arguments,
-    needed,
-    parse_arguments,
-    run_stage,
-    same_arguments,
-    stage_argv,
-    write_meta,
-)
+from qlass.policy import Policy
+from qlass.stage import add_arguments, needed, parse_arguments, run_stage, same_arguments, stage_argv, write_meta
 
 RETRIES = 2  # further draws and further rollouts for a node whose new child turned out to be a known one
 

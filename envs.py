@@ -31,7 +31,8 @@ from typing import Any
 import gymnasium
 from gymnasium import spaces
 
-from qlass.stage import UserError, read_text
+from environments import UserError
+from qlass.jsonl import read_text
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 

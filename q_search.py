@@ -36,13 +36,14 @@ from typing import Any
 from tqdm import tqdm
 
 import envs
+from environments import UserError
 from environments.webshop.paraphrase import Reword, Server, by_rules, reword
 from qlass.chat import Chat, State, action_key, parse_action, react, uniforms
+from qlass.driver import Candidate, Sample, Score, ask, drive
+from qlass.jsonl import Resumable
 from qlass.models import add_loading
-from qlass.policy import Candidate, Policy, Sample, Score, ask, drive
+from qlass.policy import Policy
 from qlass.stage import (
-    Resumable,
-    UserError,
     add_arguments,
     must_exist,
     needed,

@@ -27,21 +27,22 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 import envs
+from environments import UserError
 from qlass.chat import MARK, Chat, Rendering, State, mark, react
-from qlass.models import LR, adamw, add_lora, add_training, check_training, merge
-from qlass.policy import device_and_dtype, load_checkpoint, mixed_precision
-from qlass.stage import (
-    Resumable,
-    UserError,
-    add_arguments,
-    checkpoint_folder,
-    parse_arguments,
-    read_jsonl,
-    replacing_folder,
-    run_stage,
-    same_arguments,
-    write_meta,
+from qlass.jsonl import Resumable, checkpoint_folder, read_jsonl, replacing_folder
+from qlass.models import (
+    LR,
+    adamw,
+    add_lora,
+    add_training,
+    check_training,
+    cosine,
+    device_and_dtype,
+    load_checkpoint,
+    merge,
+    mixed_precision,
 )
+from qlass.stage import add_arguments, parse_arguments, run_stage, same_arguments, write_meta
 from qlass.token_tree import batches
 
 TINY = {"n_expert": 1350, "lr": 3e-3, "batch": 16}
@@ -158,12 +159,6 @@ def sft_loss(logits: torch.Tensor, ids: torch.Tensor, wrote: torch.Tensor) -> to
     """Eq. (5): -sum_t log pi(a_t | s_t), summed over the agent's tokens. (B, T, V), (B, T), (B, T) -> ()."""
     targets = ids[:, 1:].masked_fill(~wrote[:, 1:], -100)
     return cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
-
-
-def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
-    """Learning-rate factor: linear warm-up over 3 % of the steps, then half a cosine to 0 (Table 5)."""
-    rise = max(1, round(warmup * steps))
-    return (step + 1) / rise if step < rise else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
 def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace) -> dict:

@@ -361,7 +361,7 @@ if __name__ == "__main__":
     if args.train < 1:
         parser.error(f"--train {args.train}: at least one game is needed")
     sys.path.insert(0, str(ROOT))  # run by its path, this file finds the modules beside its folder only so
-    from qlass.stage import UserError
+    from environments import UserError
 
     try:
         print(write(args.out or GENERATED / f"alfworld-{args.seed}", args.seed, args.train, args.full))

@@ -26,7 +26,9 @@ from walkthrough.shop import Shop
 from walkthrough.story import paragraphs
 
 import envs
-from qlass.stage import UserError, read_jsonl, run_stage, write_jsonl
+from environments import UserError
+from qlass.jsonl import read_jsonl, write_jsonl
+from qlass.stage import run_stage
 
 HERE = Path(__file__).parent
 TEMPLATE, PAGE, FIGURES = HERE / "walkthrough/template.md", HERE / "walkthrough.md", HERE / "walkthrough"

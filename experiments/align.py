@@ -28,19 +28,13 @@ from tqdm import tqdm
 
 import envs
 from qlass.chat import Rendering, State, action_key, parse_action, react
-from qlass.policy import Policy, Sample, Score, ask, drive
-from qlass.stage import (
-    add_arguments,
-    needed,
-    parse_arguments,
-    read_trees,
-    run_stage,
-    stage_argv,
-    write_jsonl,
-    write_meta,
-)
+from qlass.driver import Sample, Score, ask, drive
+from qlass.jsonl import read_trees, write_jsonl
+from qlass.packing import pairs_of
+from qlass.policy import Policy
+from qlass.stage import add_arguments, needed, parse_arguments, run_stage, stage_argv, write_meta
 from qlass.stats import bootstrap, by_task, kendall, spearman
-from train_qnet import HELD_OUT, QNet, pairs_of, qnet_scores
+from train_qnet import HELD_OUT, QNet, qnet_scores
 
 Family = tuple[str, list[float], list[float]]  # task; q and target of the candidates of one of its states
 

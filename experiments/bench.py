@@ -39,13 +39,16 @@ import envs
 import train_qnet
 from bellman import label
 from build_trees import exploration_tree, lines
+from environments import UserError
 from environments.alfworld.textworld import TextWorldGame
 from qlass.chat import Chat, State, uniforms
-from qlass.policy import Candidate, Policy, Sample, drive
-from qlass.stage import UserError, run_stage
+from qlass.driver import Candidate, Sample, drive
+from qlass.packing import Pair, pack, packed_loss, pairs_of
+from qlass.policy import Policy
+from qlass.stage import run_stage
 from qlass.token_tree import batches
 from sft import demonstrate, tiny_model
-from train_qnet import Pair, QNet, pack, packed_loss, pair_loss, pairs_of
+from train_qnet import QNet, pair_loss
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 

@@ -12,9 +12,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from environments import UserError
 from environments.frozenlake.lake import MOVES, load, q_star
 from qlass.chat import action_key
-from qlass.stage import UserError, read_jsonl, run_stage
+from qlass.jsonl import read_jsonl
+from qlass.stage import run_stage
 from qlass.stats import kendall, spearman
 
 

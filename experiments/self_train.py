@@ -29,21 +29,20 @@ from tqdm import tqdm
 
 import envs
 import sft
+from environments import UserError
 from q_search import Method, episode
 from qlass.chat import Chat
-from qlass.policy import Policy, Sample, Score, drive
+from qlass.driver import Sample, Score, drive
+from qlass.jsonl import Resumable, read_trees, write_jsonl
+from qlass.policy import Policy
 from qlass.stage import (
-    Resumable,
-    UserError,
     add_arguments,
     meta_path,
     needed,
     parse_arguments,
-    read_trees,
     run_stage,
     same_arguments,
     stage_argv,
-    write_jsonl,
     write_meta,
 )
 from train_qnet import QNet

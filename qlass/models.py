@@ -1,4 +1,4 @@
-"""Large models in little memory: LoRA, 4- and 8-bit weights, 8-bit AdamW. For training stages and for those that load.
+"""Models and their optimisers: loading, precision, schedules, and what makes large ones fit in little memory.
 
 LoRA (Hu et al. 2022) leaves a weight W as it is and learns a low-rank update: W x + 2 B A x, with B = 0 at first. It is
 merged into W before a checkpoint is saved, so that later stages see an ordinary one. With W in 4 bits this is QLoRA
@@ -11,17 +11,73 @@ import argparse
 import math
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 
-from qlass.stage import UserError
+from environments import UserError
+from qlass.chat import Chat, Rendering
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of the attention, as Llama, Mistral, Qwen and Gemma name them
 SCALE = 2.0  # LoRA's alpha / rank
 LR = 2e-4  # if none is given: updates that start from 0 take larger steps than weights
+
+
+def device_and_dtype(device: str | None) -> tuple[torch.device, torch.dtype]:
+    """bf16 on a GPU, float32 on a CPU."""
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=chosen)
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(f"--device {device}: not here ({str(error).splitlines()[0]})") from None
+    return chosen, torch.bfloat16 if chosen.type == "cuda" else torch.float32
+
+
+def mixed_precision(model: Any) -> torch.autocast:
+    """bf16 arithmetic on float32 weights: on a GPU, and on a CPU that has it (1.4 to 1.6 times as fast)."""
+    has_it = model.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=has_it)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_checkpoint(
+    path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False
+) -> tuple[Any, Chat]:
+    """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name.
+
+    To be trained, it is float32: an AdamW step of 1e-5 is less than half a bf16 step of a weight above 0.005.
+    """
+    where, dtype = device_and_dtype(device)
+    dtype = torch.float32 if train else dtype
+    options = quantised(load_in, where)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
+    try:
+        model, about = kind.from_pretrained(path, dtype=dtype, output_loading_info=True, **options)
+        chat = Chat(load_tokenizer(path), Rendering.load(path))
+    except (OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: not a checkpoint that transformers can load ({str(error).splitlines()[0]})") from None
+    if about["missing_keys"]:  # transformers would draw them at random
+        raise UserError(f"{path}: no weights for {min(about['missing_keys'])}; was the folder mixed from two?")
+    if len(chat.tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise UserError(f"{path}: its tokenizer has more tokens than its model; was the folder mixed from two?")
+    return model if load_in else model.to(where), chat
+
+
+def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
+    """Learning-rate factor: linear warm-up over 3 % of the steps, then half a cosine to 0 (Table 5)."""
+    rise = max(1, round(warmup * steps))
+    return (step + 1) / rise if step < rise else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
 class LoRA(nn.Module):

@@ -1,7 +1,4 @@
-"""What an algorithm may ask of the models, and how many algorithms share a batch.
-
-    Sample, Score, drive      generators yield requests; the driver advances many and answers them in batches
-    Policy                    answers Sample requests with a HuggingFace causal LM
+"""The agent pi(a | s): a HuggingFace causal LM that answers `Sample` requests.
 
 Sampling noise is a function of (seed, task, node, candidate) alone, so the same seed gives the same files whatever the
 batch size.
@@ -9,150 +6,18 @@ batch size.
 
 from __future__ import annotations
 
-import dataclasses
-import heapq
-from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from safetensors import SafetensorError
 
-from envs import TextEnv
-from qlass.chat import Chat, Rendering, State, react, uniforms
-from qlass.models import quantised
-from qlass.stage import UserError
+from environments import UserError
+from qlass.chat import Chat, State, uniforms
+from qlass.driver import Candidate, Sample
+from qlass.models import load_checkpoint
 from qlass.token_tree import Prompt, Prompts, batches
-
-# -------------------------------------------------------------------------------------------------- requests, driver
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """a ~ pi(a | s), n times. `key` names the state in the noise: (task, node or step)."""
-
-    state: State
-    n: int
-    key: tuple
-    temperature: float
-    valid: tuple[str, ...] = ()  # the actions to choose among; empty: free
-
-
-def ask(
-    env: TextEnv, state: State, n: int, key: tuple, rendering: Rendering, temperature: float | None = None
-) -> Sample:
-    """Request n actions in the state that `env` is in, drawn as the checkpoint's rendering says."""
-    valid = tuple(react(*c) for c in env.candidates()) if rendering.candidates == "valid" else ()
-    return Sample(state, n, key, rendering.temperature if temperature is None else temperature, valid)
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """Q(s, a) of each action."""
-
-    state: State
-    actions: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    text: str
-    tokens: int  # generated, the end of the turn included
-    logprob: float
-
-
-Answers = dict[type, Callable[[list], list]]
-
-
-def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64) -> Iterator[Any]:
-    """Advance up to `width` generators side by side and yield what they return, in the order they were given.
-
-    A generator yields a request, or a list of requests of one type, whose answers it gets as a list; requests of one
-    type from all generators are answered in one call of `answers[type]`. A failed generator fails the run: nothing is
-    swallowed.
-    """
-    waiting: list[tuple[int, Generator, Any]] = []  # (index, generator, its request or requests)
-    finished: list[tuple[int, Any]] = []
-    source, following = enumerate(episodes), 0
-
-    def advance(index: int, generator: Generator, answer: Any) -> None:
-        try:
-            waiting.append((index, generator, generator.send(answer)))
-        except StopIteration as stop:
-            heapq.heappush(finished, (index, stop.value))
-
-    while True:
-        # What is finished and not yet yielded counts too, so that a slow first episode can't pile up the rest.
-        while len(waiting) + len(finished) < width and (item := next(source, None)) is not None:
-            advance(*item, None)
-        if finished and finished[0][0] == following:
-            yield heapq.heappop(finished)[1]
-            following += 1
-            continue
-        if not waiting:
-            return
-        # The most frequent kind of request goes first: the others meet more company later.
-        kinds = [type(r[0] if isinstance(r, list) else r) for _, _, r in waiting]
-        kind = max(set(kinds), key=lambda k: (kinds.count(k), k.__name__))
-        turn = [w for w, k in zip(waiting, kinds, strict=True) if k is kind]
-        waiting = [w for w, k in zip(waiting, kinds, strict=True) if k is not kind]
-        asked = [r if isinstance(r, list) else [r] for _, _, r in turn]
-        answered = iter(answers[kind]([r for some in asked for r in some]))
-        for (index, generator, request), some in zip(turn, asked, strict=True):
-            mine = [next(answered) for _ in some]
-            advance(index, generator, mine if isinstance(request, list) else mine[0])
-
-
-# ---------------------------------------------------------------------------------------------------------- the policy
-
-
-def device_and_dtype(device: str | None) -> tuple[torch.device, torch.dtype]:
-    """bf16 on a GPU, float32 on a CPU."""
-    try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=chosen)
-    except (AssertionError, RuntimeError) as error:
-        raise UserError(f"--device {device}: not here ({str(error).splitlines()[0]})") from None
-    return chosen, torch.bfloat16 if chosen.type == "cuda" else torch.float32
-
-
-def mixed_precision(model: Any) -> torch.autocast:
-    """bf16 arithmetic on float32 weights: on a GPU, and on a CPU that has it (1.4 to 1.6 times as fast)."""
-    has_it = model.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=has_it)
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def load_checkpoint(
-    path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False
-) -> tuple[Any, Chat]:
-    """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name.
-
-    To be trained, it is float32: an AdamW step of 1e-5 is less than half a bf16 step of a weight above 0.005.
-    """
-    where, dtype = device_and_dtype(device)
-    dtype = torch.float32 if train else dtype
-    options = quantised(load_in, where)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
-    try:
-        model, about = kind.from_pretrained(path, dtype=dtype, output_loading_info=True, **options)
-        chat = Chat(load_tokenizer(path), Rendering.load(path))
-    except (OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not a checkpoint that transformers can load ({str(error).splitlines()[0]})") from None
-    if about["missing_keys"]:  # transformers would draw them at random
-        raise UserError(f"{path}: no weights for {min(about['missing_keys'])}; was the folder mixed from two?")
-    if len(chat.tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise UserError(f"{path}: its tokenizer has more tokens than its model; was the folder mixed from two?")
-    return model if load_in else model.to(where), chat
 
 
 class Policy:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from qlass.stage import UserError
+from environments import UserError
 from qlass.stats import Estimate, bootstrap, by_task
 
 # Table 2 of the paper (Llama-2-7B-Chat), reward x 100: WebShop; SciWorld and ALFWorld seen, unseen.

@@ -12,7 +12,7 @@ import envs
 from experiments import align
 from experiments.align import alignment, families, monte_carlo, tree_families, walk
 from qlass.chat import Rendering, State, parse_action, react
-from qlass.policy import Score
+from qlass.driver import Score
 from reporting.results import read_results
 
 RENDERING = Rendering()

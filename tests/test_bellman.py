@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bellman
-from qlass.stage import UserError
+from environments import UserError
 
 ROOT = Path(__file__).parents[1]
 

@@ -6,8 +6,9 @@ import torch
 import envs
 from bellman import label
 from experiments import bench
+from qlass.packing import pairs_of
 from qlass.policy import Policy
-from train_qnet import QNet, pairs_of
+from train_qnet import QNet
 
 
 @pytest.fixture(scope="module")

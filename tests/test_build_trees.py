@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import build_trees
 from build_trees import RETRIES, exploration_tree
+from environments import UserError
 from qlass.chat import Rendering, action_key, parse_action
-from qlass.stage import UserError
 
 FREE = Rendering(temperature=0.9)
 

@@ -11,8 +11,9 @@ from fakes import dump
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from environments import UserError
 from qlass import stage
-from qlass.stage import Resumable, UserError
+from qlass.jsonl import Resumable
 
 GROUPS = [[{"task": f"t{g}", "n": n, "text": "✓é" * n} for n in range(g + 1)] for g in range(3)]
 

@@ -12,9 +12,9 @@ from torch import nn
 import q_search
 import sft
 import train_qnet
+from environments import UserError
 from qlass import models as lora
 from qlass.policy import Policy
-from qlass.stage import UserError
 from train_qnet import QNet
 
 CHAT = word_chat()

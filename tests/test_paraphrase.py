@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 import envs
 import q_search
+from environments import UserError
 from environments.webshop.paraphrase import Reword, Server, by_rules, clauses, paraphrase, reword, wordings
 from q_search import Method
 from qlass.chat import State
-from qlass.policy import Candidate, Sample, Score, drive
-from qlass.stage import UserError
+from qlass.driver import Candidate, Sample, Score, drive
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 TASK = "i need a red cotton shirt with color: navy, and size: x-large, and price lower than 60.00 dollars"

@@ -17,7 +17,8 @@ import q_search
 import sft
 from environments.webshop import engine as webshop
 from qlass.chat import Chat, State
-from qlass.stage import meta_path, read_jsonl, read_trees, run_stage
+from qlass.jsonl import read_jsonl, read_trees
+from qlass.stage import meta_path, run_stage
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("sft", "build_trees", "bellman", "train_qnet", "q_search")

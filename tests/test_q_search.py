@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import q_search
+from environments import UserError
 from q_search import Method, play
 from qlass.chat import parse_action
-from qlass.policy import Sample, Score
-from qlass.stage import UserError, read_jsonl
+from qlass.driver import Sample, Score
+from qlass.jsonl import read_jsonl
 from train_qnet import QNet
 
 CHAT = word_chat()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import report
-from qlass.stage import UserError
+from environments import UserError
 from qlass.stats import bootstrap, by_task, kendall, paired_difference, spearman
 from reporting import results
 

@@ -7,11 +7,12 @@ from fakes import FakeEnv, Script, dump, run, word_chat
 
 import envs
 import sft
+from environments import UserError
 from experiments import self_train
 from experiments.self_train import best_branch, kept
 from q_search import Method
 from qlass.chat import parse_action
-from qlass.stage import UserError, read_jsonl
+from qlass.jsonl import read_jsonl
 
 # ------------------------------------------------------------------------------------------------------------- trees
 

@@ -10,9 +10,11 @@ import torch
 from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, word_chat
 
 import sft
+from environments import UserError
+from qlass import models
 from qlass.chat import MARK, Chat, Rendering, State
+from qlass.jsonl import read_jsonl
 from qlass.policy import Policy
-from qlass.stage import UserError, read_jsonl
 
 CHAT = word_chat()
 STATE = State(
@@ -76,11 +78,11 @@ def test_what_the_loss_does_not_see_does_not_move_it():
 
 
 def test_the_learning_rate_rises_and_falls():
-    rate = [sft.cosine(step, 100) for step in range(100)]
+    rate = [models.cosine(step, 100) for step in range(100)]
     assert rate[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])  # 3 % of the steps
     assert rate[3 + 97 // 2] == pytest.approx(0.5, abs=0.02) and 0 < rate[-1] < 0.001
     assert all(a >= b for a, b in pairwise(rate[3:]))
-    assert [sft.cosine(s, 1) for s in range(1)] == [1]
+    assert [models.cosine(s, 1) for s in range(1)] == [1]
 
 
 # ----------------------------------------------------------------------------------------------------------- training

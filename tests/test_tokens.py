@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qlass.chat import State, react, uniforms
-from qlass.policy import Policy, Sample, Score, ask, drive
+from qlass.driver import Sample, Score, ask, drive
+from qlass.policy import Policy
 from qlass.token_tree import Prompts, TokenTree, batches, packed
 
 CHAT = word_chat(temperature=0.8)

@@ -14,11 +14,13 @@ from transformers import LlamaModel
 import bellman
 import build_trees
 import train_qnet
+from environments import UserError
 from qlass.chat import Chat, Rendering, State
-from qlass.policy import Policy, Score
-from qlass.stage import UserError
+from qlass.driver import Score
+from qlass.packing import Pair, pack, packed_loss, pairs_of
+from qlass.policy import Policy
 from qlass.token_tree import Prompts
-from train_qnet import Pair, QNet, pack, packed_loss, pair_loss, pairs_of, sibling_accuracy
+from train_qnet import QNet, pair_loss, sibling_accuracy
 
 LOSSES = ["all", "action", "last"]
 

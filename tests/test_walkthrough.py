@@ -10,10 +10,11 @@ from fakes import FakeEnv
 
 import bellman
 import envs
+from environments import UserError
 from environments.frozenlake.env import FrozenLakeEnv
 from qlass.chat import Rendering, action_key, parse_action
+from qlass.jsonl import read_jsonl
 from qlass.policy import Policy
-from qlass.stage import UserError, read_jsonl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 

@@ -11,7 +11,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from qlass.stage import UserError
+from environments import UserError
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("sft.py", "build_trees.py", "bellman.py", "train_qnet.py", "q_search.py", "chat.py")

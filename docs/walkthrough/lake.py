@@ -15,8 +15,9 @@ import sft
 from build_trees import RETRIES
 from environments.frozenlake import lake
 from qlass.chat import State, action_key, parse_action
-from qlass.stage import dumps
-from train_qnet import HELD_OUT, PackedPairs
+from qlass.jsonl import dumps
+from qlass.packing import PackedPairs
+from train_qnet import HELD_OUT
 
 WON, LOST, OPEN = "#aceebb", "#ffcecb", "#ffffff"
 LEGEND = [(WON, "ended at the goal, r = 1"), (LOST, "ended without it, r = 0"), (OPEN, "goes on")]

@@ -22,10 +22,14 @@ import bellman
 import envs
 import q_search
 import train_qnet
+from environments import UserError
 from qlass.chat import Chat
-from qlass.policy import Candidate, Policy, Sample, Score, drive
-from qlass.stage import UserError, meta_path, read_jsonl, read_trees
-from train_qnet import HELD_OUT, QNet, pairs_of
+from qlass.driver import Candidate, Sample, Score, drive
+from qlass.jsonl import read_jsonl, read_trees
+from qlass.packing import pairs_of
+from qlass.policy import Policy
+from qlass.stage import meta_path
+from train_qnet import HELD_OUT, QNet
 
 RUN = "runs/walkthrough"
 STEPS = 8  # of an episode: six reach the goal from any start

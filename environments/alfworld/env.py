@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from data import make_alfworld
+from environments import UserError
 from envs import UNSET, TextEnv
-from qlass.stage import UserError
 
 from . import engine, expert, games, textworld
 

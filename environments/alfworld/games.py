@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from qlass.stage import UserError
+from environments import UserError
 
 from .engine import Game, Goal
 

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qlass.stage import UserError
+from environments import UserError
 
 
 def _package() -> tuple[Any, Any, Any]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from environments import UserError
 from envs import UNSET, TextEnv
-from qlass.stage import UserError
 
 from . import expert, simulator
 

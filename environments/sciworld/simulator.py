@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from qlass.stage import UserError
+from environments import UserError
 
 # Steps that ETO grants (its data/sciworld/max_steps.json). It leaves six tasks out: those get the largest.
 ETO_STEPS = {

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qlass.stage import UserError
+from environments import UserError
 
 
 # -------------------------------------------------------------------------------------------------------- catalogue

@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qlass.stage import UserError
+from environments import UserError
 
 from .catalogue import draw_prices, human_goals, load_products, queries, read_goals, read_json, synthetic_goals
 from .search import SearchIndex

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from data import make_webshop
+from environments import UserError
 from envs import UNSET, TextEnv
-from qlass.stage import UserError
 
 from . import catalogue, engine, expert
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from qlass.stage import UserError
+from environments import UserError
 
 
 class Purchase(NamedTuple):

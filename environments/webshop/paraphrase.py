@@ -25,8 +25,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 
+from environments import UserError
 from qlass.chat import State
-from qlass.stage import UserError
 
 from .catalogue import OPTION_CLAUSE, PRICE_CLAUSE
 

@@ -1,0 +1,90 @@
+"""Algorithms as generators: what they may ask of the models, and how many of them share a batch.
+
+A generator yields `Sample` and `Score` requests; `drive` advances many generators and answers them in batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+from envs import TextEnv
+from qlass.chat import Rendering, State, react
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """a ~ pi(a | s), n times. `key` names the state in the noise: (task, node or step)."""
+
+    state: State
+    n: int
+    key: tuple
+    temperature: float
+    valid: tuple[str, ...] = ()  # the actions to choose among; empty: free
+
+
+def ask(
+    env: TextEnv, state: State, n: int, key: tuple, rendering: Rendering, temperature: float | None = None
+) -> Sample:
+    """Request n actions in the state that `env` is in, drawn as the checkpoint's rendering says."""
+    valid = tuple(react(*c) for c in env.candidates()) if rendering.candidates == "valid" else ()
+    return Sample(state, n, key, rendering.temperature if temperature is None else temperature, valid)
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Q(s, a) of each action."""
+
+    state: State
+    actions: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    text: str
+    tokens: int  # generated, the end of the turn included
+    logprob: float
+
+
+Answers = dict[type, Callable[[list], list]]
+
+
+def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64) -> Iterator[Any]:
+    """Advance up to `width` generators side by side and yield what they return, in the order they were given.
+
+    A generator yields a request, or a list of requests of one type, whose answers it gets as a list; requests of one
+    type from all generators are answered in one call of `answers[type]`. A failed generator fails the run: nothing is
+    swallowed.
+    """
+    waiting: list[tuple[int, Generator, Any]] = []  # (index, generator, its request or requests)
+    finished: list[tuple[int, Any]] = []
+    source, following = enumerate(episodes), 0
+
+    def advance(index: int, generator: Generator, answer: Any) -> None:
+        try:
+            waiting.append((index, generator, generator.send(answer)))
+        except StopIteration as stop:
+            heapq.heappush(finished, (index, stop.value))
+
+    while True:
+        # What is finished and not yet yielded counts too, so that a slow first episode can't pile up the rest.
+        while len(waiting) + len(finished) < width and (item := next(source, None)) is not None:
+            advance(*item, None)
+        if finished and finished[0][0] == following:
+            yield heapq.heappop(finished)[1]
+            following += 1
+            continue
+        if not waiting:
+            return
+        # The most frequent kind of request goes first: the others meet more company later.
+        kinds = [type(r[0] if isinstance(r, list) else r) for _, _, r in waiting]
+        kind = max(set(kinds), key=lambda k: (kinds.count(k), k.__name__))
+        turn = [w for w, k in zip(waiting, kinds, strict=True) if k is kind]
+        waiting = [w for w, k in zip(waiting, kinds, strict=True) if k is not kind]
+        asked = [r if isinstance(r, list) else [r] for _, _, r in turn]
+        answered = iter(answers[kind]([r for some in asked for r in some]))
+        for (index, generator, request), some in zip(turn, asked, strict=True):
+            mine = [next(answered) for _ in some]
+            advance(index, generator, mine if isinstance(request, list) else mine[0])
