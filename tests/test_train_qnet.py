@@ -30,7 +30,7 @@ def labelled_tree(task: str = "train0", **options) -> list[dict]:
     directions = iter(["left", "right", "right", "left", "right", "left", "left", "right"] * 20)
     tree = build_trees.exploration_tree(FakeEnv(), task, Rendering(), 2, 3, 20, True)
     root, _ = run(tree, lambda request: say(*(next(directions) for _ in range(request.n))))
-    return bellman.label(build_trees.lines(FakeEnv(), task, root), "q", 0.9)
+    return bellman.label(build_trees.tree_records(FakeEnv(), task, root), "q", 0.9)
 
 
 TREE = pairs_of(labelled_tree())

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from data import make_alfworld
 from environments import UserError
@@ -25,6 +25,11 @@ class ALFWorldEnv(TextEnv):
     """
 
     name = "alfworld"
+    flags: ClassVar = {
+        "alfworld_data": ("data", "DIR ALFWorld's games (default: $ALFWORLD_DATA, or the bundled ones)"),
+        "engine": ("engine", "NAME python (ours, the default) or textworld (the original)"),
+        "instruction": ("instruction", "FILE another first user message"),
+    }
     instruction = (
         "You are in a household and have a task to do there.\n"
         "First you are told what is in the room and what your task is. Then, each turn, you read what your last action "

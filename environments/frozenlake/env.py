@@ -6,7 +6,7 @@ import copy
 import random
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium.envs.toy_text.utils import categorical_sample
@@ -36,6 +36,7 @@ class FrozenLakeEnv(TextEnv):
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
     prefix, instruction, markov = "", rules, True
+    flags: ClassVar = {"map": ("map", "NAME 8x8 (the default), 4x4, random4 or random8")}
 
     def __init__(
         self, map: str = "8x8", slippery: bool = False, stray: float = 0.3, max_steps: int | None = UNSET

@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from environments import UserError
 from envs import UNSET, TextEnv
@@ -26,6 +26,10 @@ class SciWorldEnv(TextEnv):
     """
 
     name = "sciworld"
+    flags: ClassVar = {
+        "tasks": ("tasks", "NAMES all (the default), eto, or task names with commas between them"),
+        "instruction": ("instruction", "FILE another first user message"),
+    }
     tree_depth, side_by_side = 6, 4
     omniscient = True  # the simulator's own solutions
     instruction = (
