@@ -27,7 +27,6 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from tqdm import tqdm
 
 from environments import UserError
 from qlass.chat import Chat, State
@@ -39,19 +38,20 @@ from qlass.models import (
     add_lora,
     add_training,
     check_training,
-    cosine,
     device_and_dtype,
     load_checkpoint,
     merge,
     mixed_precision,
 )
-from qlass.packing import Pair, loss_tokens, pack, packed_loss, pairs_of
+from qlass.packing import PackedPairs, Pair, loss_tokens, pack, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
 from qlass.stage import add_arguments, must_exist, needed, parse_arguments, run_stage, stage_argv, write_meta
 from qlass.stats import spearman
 from qlass.token_tree import Prompts, batches
+from qlass.training import Training, finish
 
 HELD_OUT = slice(None, None, 10)  # every tenth tree is not trained on
+MEASURED = 50  # trees at most, when training is over
 
 
 class QNet(nn.Module):
@@ -139,48 +139,32 @@ def pair_loss(qnet: QNet, pair: Pair, loss_on: str = "all") -> torch.Tensor:
     """Eq. (11) for one pair: 1/n sum_j (V_j - q)^2 over the n tokens of (s, a)."""
     prompt, action = qnet.chat.prompt(pair.state), qnet.chat.action(pair.action, pair.state.task)
     values = qnet(input_ids=torch.tensor([[*prompt, *action]], device=qnet.backbone.device))[0]
-    return (values[loss_tokens(prompt, action, loss_on)].float() - pair.q).square().mean()
+    return (values[loss_tokens(len(prompt), len(values), loss_on)].float() - pair.q).square().mean()
 
 
 # ----------------------------------------------------------------------------------------------------------- training
 
 
-def train(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) -> dict:
-    packs = [p for tree in trees for p in pack(qnet.chat, tree, args.loss_on, args.max_tokens)]
-    parameters = [p for p in qnet.parameters() if p.requires_grad]
-    optimizer = adamw(parameters, args.lr, args.optim)
-    order = torch.Generator().manual_seed(args.seed)
-    plan: list[list[int]] = []  # packs of each update: at least `batch` pairs
-    for _ in range(args.epochs):
-        update: list[int] = []
-        for i in torch.randperm(len(packs), generator=order).tolist():
-            update.append(i)
-            if sum(packs[j].pairs for j in update) >= args.batch:
-                plan.append(update)
-                update = []
-        if update:
-            plan.append(update)
-    qnet.train()
-    losses = []
-    bar = tqdm(plan, desc="qnet", disable=None)
-    for step, update in enumerate(bar):
-        pairs, total = sum(packs[i].pairs for i in update), 0.0
-        for group in batches([packs[i] for i in update], lambda p: len(p.tree), args.micro_tokens):
-            with mixed_precision(qnet.backbone):
-                loss = packed_loss(qnet, [packs[update[g]] for g in group]) / pairs
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * cosine(step, len(plan))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-        bar.set_postfix(mse=f"{total:.4f}")
-    computed, plain = sum(len(p.tree) for p in packs), sum(p.tokens for p in packs)
-    last = losses[-max(1, len(losses) // 10) :]
-    return {"updates": len(plan), "tokens": computed * args.epochs, "tokens_pair_by_pair": plain * args.epochs,
-            "mse": sum(last) / len(last)}  # fmt: skip
+def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
+    packs, validation = (
+        [p for tree in some for p in pack(qnet.chat, tree, args.loss_on, args.max_tokens)] for some in (trees, held_out)
+    )
+    optimizer = adamw((p for p in qnet.parameters() if p.requires_grad), args.lr, args.optim)
+    fit = Training("qnet", qnet, optimizer, args, [p.pairs for p in packs])
+    for _ in fit.epochs():
+        for update in fit.updates():  # whole packs
+            batch = [packs[i] for i in update]
+            pairs, total = sum(p.pairs for p in batch), 0.0
+            for group in batches(batch, lambda p: len(p.tree), args.micro_tokens):
+                with mixed_precision(qnet.backbone):
+                    loss = packed_loss(qnet, [batch[i] for i in group]) / pairs
+                loss.backward()
+                total += loss.item()
+            fit.step(total, sum(len(p.tree) for p in batch))
+        figures = ranking(qnet, held_out, validation, args.micro_tokens)
+        fit.validated(-figures["mse"] if len(held_out) >= 5 else None, {f"held_out_{k}": v for k, v in figures.items()})
+    figures, each, once = fit.figures(), sum(p.tokens for p in packs), sum(len(p.tree) for p in packs)
+    return figures | {"tokens_pair_by_pair": figures["tokens"] // once * each}
 
 
 # --------------------------------------------------------------------------------------------- can it rank siblings?
@@ -211,9 +195,12 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
     }
 
 
-def qnet_scores(qnet: QNet, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
-    pairs = list(dict.fromkeys((p.state, p.action) for tree in trees for p in tree))
-    return dict(zip(pairs, (s[0] for s in qnet.score([Score(s, (a,)) for s, a in pairs])), strict=True))
+def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], budget: int) -> dict:
+    """`sibling_accuracy` of QNet on these trees, given their packs, and the mean square error of its values."""
+    pairs = [p for tree in trees for p in tree]
+    values = [v for some in packed_scores(qnet.eval(), packs, budget) for v in some]
+    mse = sum((p.q - v) ** 2 for p, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
+    return {"mse": mse} | sibling_accuracy(trees, {(p.state, p.action): v for p, v in zip(pairs, values, strict=True)})
 
 
 def policy_scores(policy: Policy, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
@@ -229,7 +216,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
-    add("--epochs", type=int, default=2, help="default: %(default)s")
+    add("--epochs", type=int, help="at most (default: 2; below 50 M parameters 8)")
     add("--lr", type=float, help="default: 1e-5 (with --lora 2e-4); below 50 M parameters 1e-3")
     add("--batch", type=int, default=64, help="(s, a) pairs an update (default: %(default)s)")
     add("--loss-on", choices=["all", "action", "last"], default="all", help="tokens with the loss (Eq. 11: all)")
@@ -273,28 +260,31 @@ def main(argv: list[str] | None = None) -> None:
     small = sum(p.numel() for p in backbone.parameters()) < 50e6
     args.lr = args.lr or (1e-3 if small else LR if args.lora else 1e-5)
     args.max_tokens = args.max_tokens or (1024 if small else 4096)
+    args.epochs = args.epochs or (8 if small else 2)
     backbone.requires_grad_(not args.freeze)
     if args.lora:
         add_lora(backbone, args.lora)
-    figures = train(qnet, training, args)
-
-    policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
-    for name, some in (("held_out", held_out), ("training", training[: len(held_out)])):
-        figures[name] = sibling_accuracy(some, qnet_scores(qnet, some))
-        figures[name]["policy_sibling_accuracy"] = sibling_accuracy(some, policy_scores(policy, some))[
-            "sibling_accuracy"
-        ]
-
+    figures = train(qnet, training, held_out, args)
     if args.lora:
         merge(backbone)
     backbone.to(device_and_dtype(args.device)[1])  # as q_search.py loads it
     with replacing_folder(args.out) as folder:
         qnet.save_pretrained(folder)
-    write_meta(args.out, args, [args.labels, args.sft], trees=len(trees), seconds=time.time() - started, **figures)
-    print(f"{args.out}: mse {figures['mse']:.4f}, each token once: {figures['tokens']:,} of "
-          f"{figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
+    about = {"trees": len(trees), **figures}
+    write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
+    finish(args.out)
+
+    policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
+    for name, some in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
+        packs = [p for tree in some for p in pack(chat, tree, args.loss_on, args.max_tokens)]
+        about[name] = ranking(qnet, some, packs, args.micro_tokens)
+        of_policy = sibling_accuracy(some, policy_scores(policy, some))
+        about[name]["policy_sibling_accuracy"] = of_policy["sibling_accuracy"]
+    write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
+    print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
+          f"{figures['tokens']:,} of {figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
     for name in ("held_out", "training"):
-        f = figures[name]
+        f = about[name]
         if f["sibling_pairs"]:
             print(f"  {name} trees: sibling pairs ranked right {f['sibling_accuracy']:.3f} of {f['sibling_pairs']} "
                   f"(chance .5, policy's log-probability {f['policy_sibling_accuracy']:.3f}), "

@@ -1,7 +1,9 @@
 """Stage 4: the packed loss against pairs one by one, the value network, and how well it ranks siblings."""
 
 import argparse
+import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -217,9 +219,18 @@ def test_weights_that_a_checkpoint_lacks_are_not_made_up(tmp_path, agent):
 # --------------------------------------------------------------------------------------------------------- training
 
 
+RUNS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 def arguments(**more) -> argparse.Namespace:
     defaults = {"loss_on": "all", "max_tokens": 2048, "lr": 3e-3, "seed": 0, "epochs": 100, "batch": 4,
-                "micro_tokens": 10_000, "optim": "adamw"}  # fmt: skip
+                "micro_tokens": 10_000, "optim": "adamw",
+                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
 
@@ -232,16 +243,16 @@ FOUR = [
 @pytest.mark.parametrize("loss_on", ["action", "last"])
 def test_four_samples_are_learned_by_heart(loss_on):
     net = qnet(hidden=64)
-    figures = train_qnet.train(net, [FOUR], arguments(loss_on=loss_on))
+    figures = train_qnet.train(net, [FOUR], [], arguments(loss_on=loss_on))
     scores = net.score([Score(STATE, tuple(p.action for p in FOUR))])[0]
     assert scores == pytest.approx([p.q for p in FOUR], abs=0.1)
-    assert figures["updates"] == 100 and figures["tokens"] < figures["tokens_pair_by_pair"]
+    assert figures["steps"] == 100 and figures["tokens"] < figures["tokens_pair_by_pair"]
 
 
 def test_where_pairs_share_their_words_the_loss_stops_at_the_mean():
     """Eq. (11) asks one prompt for four values: at best it says their mean, and the loss keeps the variance."""
     net = qnet(hidden=64)
-    train_qnet.train(net, [FOUR], arguments())
+    train_qnet.train(net, [FOUR], [], arguments())
     prompt = net.chat.prompt(STATE)
     with torch.inference_mode():
         shared = net(input_ids=torch.tensor([prompt]))[0].numpy()
@@ -255,11 +266,11 @@ def test_the_updates_hold_whole_packs_of_at_least_a_batch(monkeypatch):
     monkeypatch.setattr(train_qnet, "packed_loss", lambda n, packs: seen.append(packs) or original(n, packs))
     trees = [pairs_of(labelled_tree(f"train{i}")) for i in range(5)]
     whole = qnet(hidden=8)
-    figures = train_qnet.train(whole, trees, arguments(epochs=2, batch=len(TREE) + 1, lr=1e-3))
-    assert figures["updates"] == 6 and [len(packs) for packs in seen] == [2, 2, 1] * 2
-    assert figures["mse"] > 0
+    figures = train_qnet.train(whole, trees, [], arguments(epochs=2, batch=len(TREE) + 1, lr=1e-3))
+    assert figures["steps"] == 6 and [len(packs) for packs in seen] == [2, 2, 1] * 2
+    assert figures["loss"] > 0
     parts = qnet(hidden=8)
-    train_qnet.train(parts, trees, arguments(epochs=2, batch=len(TREE) + 1, lr=1e-3, micro_tokens=1))
+    train_qnet.train(parts, trees, [], arguments(epochs=2, batch=len(TREE) + 1, lr=1e-3, micro_tokens=1))
     assert len(seen) == 6 + 10  # a pack at a time
     for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(p, q, atol=2e-4, rtol=1e-3)
