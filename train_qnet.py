@@ -203,6 +203,11 @@ def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], budge
     return {"mse": mse} | sibling_accuracy(trees, {(p.state, p.action): v for p, v in zip(pairs, values, strict=True)})
 
 
+def qnet_scores(qnet: QNet, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
+    pairs = list(dict.fromkeys((p.state, p.action) for tree in trees for p in tree))
+    return dict(zip(pairs, (s[0] for s in qnet.score([Score(s, (a,)) for s, a in pairs])), strict=True))
+
+
 def policy_scores(policy: Policy, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
     """log pi(a | s): the baseline that a QNet has to beat."""
     pairs = list(dict.fromkeys((p.state, p.action) for tree in trees for p in tree))
