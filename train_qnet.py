@@ -135,20 +135,30 @@ class QNet(nn.Module):
 # ------------------------------------------------------------------------------------------------------- the targets
 
 
+def pair_values(qnet: QNet, pair: Pair) -> tuple[torch.Tensor, int]:
+    """V of each token of (s, a), and how many of them are the prompt's."""
+    prompt, action = qnet.chat.prompt(pair.state), qnet.chat.action(pair.action, pair.state.task)
+    ids = torch.tensor([[*prompt, *action]], device=qnet.backbone.device)
+    return qnet(input_ids=ids, use_cache=False)[0].float(), len(prompt)
+
+
 def pair_loss(qnet: QNet, pair: Pair, loss_on: str = "all") -> torch.Tensor:
     """Eq. (11) for one pair: 1/n sum_j (V_j - q)^2 over the n tokens of (s, a)."""
-    prompt, action = qnet.chat.prompt(pair.state), qnet.chat.action(pair.action, pair.state.task)
-    values = qnet(input_ids=torch.tensor([[*prompt, *action]], device=qnet.backbone.device))[0]
-    return (values[loss_tokens(len(prompt), len(values), loss_on)].float() - pair.q).square().mean()
+    values, n_prompt = pair_values(qnet, pair)
+    return (values[loss_tokens(n_prompt, len(values), loss_on)] - pair.q).square().mean()
 
 
 # ----------------------------------------------------------------------------------------------------------- training
 
 
+def packed_trees(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) -> list[PackedPairs]:
+    """The trees' pairs as the loss reads them, in order; with --plain each by itself."""
+    room = 1 if args.plain else args.max_tokens
+    return [p for tree in trees for p in pack(qnet.chat, tree, args.loss_on, room)]
+
+
 def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
-    packs, validation = (
-        [p for tree in some for p in pack(qnet.chat, tree, args.loss_on, args.max_tokens)] for some in (trees, held_out)
-    )
+    packs, validation = packed_trees(qnet, trees, args), packed_trees(qnet, held_out, args)
     optimizer = adamw((p for p in qnet.parameters() if p.requires_grad), args.lr, args.optim)
     fit = Training("qnet", qnet, optimizer, args, [p.pairs for p in packs])
     for _ in fit.epochs():
@@ -156,12 +166,16 @@ def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args:
             batch = [packs[i] for i in update]
             pairs, total = sum(p.pairs for p in batch), 0.0
             for group in batches(batch, lambda p: len(p.tree), args.micro_tokens):
+                some = [batch[i] for i in group]
                 with mixed_precision(qnet.backbone):
-                    loss = packed_loss(qnet, [batch[i] for i in group]) / pairs
-                loss.backward()
-                total += loss.item()
+                    if args.plain:
+                        loss = sum(pair_loss(qnet, pair, args.loss_on) for p in some for pair in p.members)
+                    else:  # the same at a fraction of the cost
+                        loss = packed_loss(qnet, some)
+                (loss / pairs).backward()
+                total += loss.item() / pairs
             fit.step(total, sum(len(p.tree) for p in batch))
-        figures = ranking(qnet, held_out, validation, args.micro_tokens)
+        figures = ranking(qnet, held_out, validation, args)
         fit.validated(-figures["mse"] if len(held_out) >= 5 else None, {f"held_out_{k}": v for k, v in figures.items()})
     figures, each, once = fit.figures(), sum(p.tokens for p in packs), sum(len(p.tree) for p in packs)
     return figures | {"tokens_pair_by_pair": figures["tokens"] // once * each}
@@ -195,12 +209,19 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
     }
 
 
-def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], budget: int) -> dict:
+def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], args: argparse.Namespace) -> dict:
     """`sibling_accuracy` of QNet on these trees, given their packs, and the mean square error of its values."""
+    qnet.eval()
     pairs = [p for tree in trees for p in tree]
-    values = [v for some in packed_scores(qnet.eval(), packs, budget) for v in some]
+    values = plain_scores(qnet, pairs) if args.plain else packed_scores(qnet, packs, args.micro_tokens)
     mse = sum((p.q - v) ** 2 for p, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
     return {"mse": mse} | sibling_accuracy(trees, {(p.state, p.action): v for p, v in zip(pairs, values, strict=True)})
+
+
+@torch.no_grad()
+def plain_scores(qnet: QNet, pairs: list[Pair]) -> list[float]:
+    read = (pair_values(qnet, pair) for pair in pairs)
+    return [float(values[-1] if qnet.readout == "last" else values[n_prompt:].mean()) for values, n_prompt in read]
 
 
 def qnet_scores(qnet: QNet, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
@@ -227,6 +248,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--loss-on", choices=["all", "action", "last"], default="all", help="tokens with the loss (Eq. 11: all)")
     add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
     add("--freeze", action="store_true", help="train the head alone")
+    add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
     add_training(parser)
     add("--max-tokens", type=int, help="of a packed tree (default: 4096; below 50 M parameters 1024)")
     add("--micro-tokens", type=int, default=8192, help="padded tokens in memory at once (default: %(default)s)")
@@ -281,8 +303,7 @@ def main(argv: list[str] | None = None) -> None:
 
     policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
     for name, some in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
-        packs = [p for tree in some for p in pack(chat, tree, args.loss_on, args.max_tokens)]
-        about[name] = ranking(qnet, some, packs, args.micro_tokens)
+        about[name] = ranking(qnet, some, packed_trees(qnet, some, args), args)
         of_policy = sibling_accuracy(some, policy_scores(policy, some))
         about[name]["policy_sibling_accuracy"] = of_policy["sibling_accuracy"]
     write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)

@@ -45,8 +45,12 @@ def loss_tokens(n_prompt: int, n: int, loss_on: str) -> slice:
 
 @dataclasses.dataclass(frozen=True)
 class PackedPairs:
-    """Pairs as one token tree with, for each token, sum_i w_i and sum_i w_i q_i over the pairs through it."""
+    """Pairs as one token tree with, for each token, sum_i w_i and sum_i w_i q_i over the pairs through it.
 
+    20 bytes a token, beside the pairs themselves.
+    """
+
+    members: tuple[Pair, ...]
     tree: TokenTree
     weight: np.ndarray
     weighted_q: np.ndarray
@@ -56,34 +60,36 @@ class PackedPairs:
 
     @property
     def pairs(self) -> int:
-        return len(self.ends)
+        return len(self.members)
 
     @staticmethod
-    def of(tree: TokenTree, members: Sequence[tuple[list[int], int, float]], loss_on: str) -> PackedPairs:
-        """From each pair's path through the tree, number of tokens of the prompt, and q."""
+    def of(tree: TokenTree, members: list[Pair], paths: list[list[int]], prompts: list[int], on: str) -> PackedPairs:
+        """From each pair's path through the tree, and how many of its tokens are the prompt's."""
         weight, weighted_q = np.zeros((2, len(tree)))
-        for path, n_prompt, q in members:
-            trained = path[loss_tokens(n_prompt, len(path), loss_on)]
+        for pair, path, n_prompt in zip(members, paths, prompts, strict=True):
+            trained = path[loss_tokens(n_prompt, len(path), on)]
             weight[trained] += 1 / len(trained)  # w_i = 1 / n_i
-            weighted_q[trained] += q / len(trained)
-        constant, tokens = sum(q * q for *_, q in members), sum(len(path) for path, *_ in members)
-        ends = np.array([(path[-1], len(path) - n) for path, n, _ in members], np.int32)
+            weighted_q[trained] += pair.q / len(trained)
         return PackedPairs(
-            tree.frozen(), weight.astype(np.float32), weighted_q.astype(np.float32), constant, ends, tokens
-        )
+            tuple(members), tree.frozen(), weight.astype(np.float32), weighted_q.astype(np.float32),
+            constant=sum(p.q * p.q for p in members), tokens=sum(map(len, paths)),
+            ends=np.array([(path[-1], len(path) - n) for path, n in zip(paths, prompts, strict=True)], np.int32),
+        )  # fmt: skip
 
 
 def pack(chat: Chat, pairs: Sequence[Pair], loss_on: str, max_tokens: int) -> Iterator[PackedPairs]:
     """A tree's pairs, depth first, in token trees of at most `max_tokens` each (or of one pair that is longer)."""
-    tree, members = TokenTree(), []
+    tree, members, paths, prompts = TokenTree(), [], [], []
     for pair in pairs:
         prompt, action = chat.prompt(pair.state), chat.action(pair.action, pair.state.task)
         if members and len(tree) + tree.growth([*prompt, *action]) > max_tokens:
-            yield PackedPairs.of(tree, members, loss_on)
-            tree, members = TokenTree(), []
-        members.append((tree.add([*prompt, *action]), len(prompt), pair.q))
+            yield PackedPairs.of(tree, members, paths, prompts, loss_on)
+            tree, members, paths, prompts = TokenTree(), [], [], []
+        members.append(pair)
+        paths.append(tree.add([*prompt, *action]))
+        prompts.append(len(prompt))
     if members:
-        yield PackedPairs.of(tree, members, loss_on)
+        yield PackedPairs.of(tree, members, paths, prompts, loss_on)
 
 
 def packed_loss(qnet: Any, packs: Sequence[PackedPairs]) -> torch.Tensor:
@@ -101,17 +107,16 @@ def packed_loss(qnet: Any, packs: Sequence[PackedPairs]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def packed_scores(qnet: Any, packs: Sequence[PackedPairs], budget: int) -> list[list[float]]:
-    """Q(s, a) of each pack's pairs, as `QNet.score` reads it, each unique token computed once."""
+def packed_scores(qnet: Any, packs: Sequence[PackedPairs], budget: int) -> list[float]:
+    """Q(s, a) of the packs' pairs in turn, as `QNet.score` reads it, each unique token computed once."""
     scores: list[list[float]] = [[] for _ in packs]
     for group in batches(packs, lambda p: len(p.tree), budget):
         v = qnet(**inputs_of(qnet, [packs[i] for i in group]), use_cache=False).float().cpu().numpy()
         for row, i in enumerate(group):
             own = v[row, -len(packs[i].tree) :]
             for end, n in packs[i].ends.tolist():
-                path = packs[i].tree.above(end)[:n] if qnet.readout == "mean" else [end]
-                scores[i].append(float(own[path].mean()))
-    return scores
+                scores[i].append(float(own[packs[i].tree.above(end)[:n] if qnet.readout == "mean" else end].mean()))
+    return [score for some in scores for score in some]
 
 
 def inputs_of(qnet: Any, packs: Sequence[PackedPairs]) -> dict[str, torch.Tensor]:
