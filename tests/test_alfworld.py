@@ -609,7 +609,7 @@ def test_an_instruction_of_ones_own_speaks_each_games_grammar(made, tmp_path):
 
 def test_the_engine_is_a_flag_of_every_stage(made):
     argv = ["--env", "alfworld", "--alfworld-data", str(made)]
-    engines = [envs.from_arguments(bellman.parse(argv + more)).engine for more in ([], ["--engine", "textworld"])]
+    engines = [envs.from_arguments(bellman.arguments(argv + more)).engine for more in ([], ["--engine", "textworld"])]
     assert engines == ["python", "textworld"]
 
 

@@ -16,6 +16,7 @@ import envs
 from environments.sciworld import expert as sciworld_expert
 from environments.sciworld import simulator as sciworld
 
+IMPORT = "from environments.sciworld import simulator as sciworld\n"
 HERE = Path(__file__).parents[1]
 BOIL = "Your task is to boil water. For compounds without a boiling point, combusting the substance is also acceptable."
 
@@ -349,7 +350,7 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 def test_no_java_process_is_left_however_python_ends():
-    script = "import os, time, sciworld\nsciworld.simulators().description(sciworld.Task('boil', 0))\n"
+    script = "import os, time\n" + IMPORT + "sciworld.simulators().description(sciworld.Task('boil', 0))\n"
     script += "print(*[s.process.pid for s in sciworld.simulators().running], flush=True)\n"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     started = {e: subprocess.Popen([sys.executable, "-c", script + ENDINGS[e]], cwd=HERE, **pipes) for e in ENDINGS}
@@ -372,7 +373,7 @@ def test_no_java_process_is_left_however_python_ends():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 def test_ctrl_c_in_a_call_is_a_keyboard_interrupt_and_nothing_else():
-    script = "import os, signal, sciworld, threading\nsimulators = sciworld.simulators()\n"
+    script = "import os, signal, threading\n" + IMPORT + "simulators = sciworld.simulators()\n"
     script += "simulators.description(sciworld.Task('boil', 0))\n"
     script += "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
     script += "try:\n    while True:\n        simulators.running[0].load(sciworld.Task('boil', 0), gold=True)\n"
