@@ -28,7 +28,7 @@ from webshop_data import draw_prices, human_goals, load_products, queries, read_
 from webshop_search import SearchIndex
 
 PAGE_SIZE, MAX_STEPS = 10, 5  # products on a results page; the paper's step limit
-BUNDLED_PAGE_SIZE, BUNDLED_MAX_STEPS = 4, 15  # the bundled catalogue's own: short pages, and steps to read them
+BUNDLED_PAGE_SIZE, BUNDLED_MAX_STEPS = 4, 17  # the bundled catalogue's own: short pages, and steps to read them
 SEP = " [SEP] "
 
 

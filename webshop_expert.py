@@ -97,14 +97,14 @@ def read(env: Any) -> Player:
     """Open what is under the price and shares most words with the task; read its features while the steps allow to act
     on them, and go back if they lack what was asked for. Where nothing has it all, buy what came nearest."""
     yield from search(env)
-    words = asked(env.task)[1]
+    words = asked(env.task)[0]
     found = offers(env)
     shelf = [offer for offer in found if offer.affordable] or found
     met: dict[Offer, int] = {}
     for offer in shelf:
         yield say(env, offer.action)
         to_buy = len(named_options(env)) + 1
-        if env.left < 4 + to_buy or shelf == [offer]:  # features and back, back and another
+        if env.left < 4 + to_buy or len(shelf) == 1:  # read, and open another
             break
         item = env.page()
         yield say(env, "click[features]")
@@ -112,11 +112,14 @@ def read(env: Any) -> Player:
         yield say(env, "click[< prev]")
         if met[offer] == len(words):
             break
-        if offer is not shelf[-1]:
+        if offer is not shelf[-1] and env.left >= 6 + to_buy:  # open another, read, and come back
             yield say(env, "click[< prev]")
-        elif (nearest := max(met, key=lambda offer: met[offer])) is not offer:
+            continue
+        nearest = max(met, key=lambda offer: met[offer])
+        if nearest is not offer:
             yield say(env, "click[< prev]")
             yield say(env, nearest.action)
+        break
     if shelf:
         yield from buy(env)
 
