@@ -69,14 +69,13 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
 def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     """expert.jsonl: the first `--n-expert` training tasks, those that an earlier call played before included."""
     tasks = env.task_ids("train")
-    asked = argparse.Namespace(**vars(args) | {"out": args.run / "expert.jsonl"})
-    learner = ("model", "n_expert", "epochs", "lr", "batch", "max_tokens", "micro_tokens", "candidates", "expert")
-    names = (*learner, "lora", "load_in", "optim", "seed")  # what the demonstrator does not depend on
+    about = {name: getattr(args, name) for name in ("env", "run", "seed", *args.env_flags)}  # all that they depend on
+    asked = argparse.Namespace(**about, out=args.run / "expert.jsonl", overwrite=False)
 
     def in_order(lines: list[dict]) -> int:
         return len(lines) if [line["task_id"] for line in lines] == tasks[: len(lines)] else 0
 
-    out = Output(asked, in_order, free=names)
+    out = Output(asked, in_order)
     todo = tasks[len(out.records) : args.n_expert]
     out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(tasks[: args.n_expert]), len(out.records))
     out.finish()

@@ -101,7 +101,7 @@ def elsewhere(tmp_path, monkeypatch):
 def arguments(**more) -> argparse.Namespace:
     defaults = {"max_tokens": 100, "micro_tokens": 1000, "lr": 1e-2, "batch": 4, "epochs": 2, "seed": 0, "model": "x",
                 "optim": "adamw",
-                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50}  # fmt: skip
+                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50, "overwrite": False}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
 
@@ -264,7 +264,7 @@ def test_a_demonstration_ends_with_the_experts_last_action():
 def test_a_stopped_demonstrator_plays_what_is_missing(tmp_path, monkeypatch):
     played, play = [], sft.demonstrate
     monkeypatch.setattr(sft, "demonstrate", lambda env, task: played.append(task) or play(env, task))
-    args = sft.parse(["--env", "frozenlake", "--run", str(tmp_path), "--n-expert", "4"])
+    args = sft.arguments(["--env", "frozenlake", "--run", str(tmp_path), "--n-expert", "4"])
     args.expert = tmp_path / "expert.jsonl"
     sft.collect(FakeEnv(), args)
     whole = args.expert.read_bytes()
