@@ -24,12 +24,11 @@ from typing import Any
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 
 import envs
 from environments import UserError
 from qlass.chat import MARK, Chat, Rendering, State, mark, react
-from qlass.jsonl import Resumable, checkpoint_folder, read_jsonl, replacing_folder
+from qlass.jsonl import checkpoint_folder, read_jsonl, replacing_folder
 from qlass.models import (
     LR,
     adamw,
@@ -41,14 +40,14 @@ from qlass.models import (
     merge,
     mixed_precision,
 )
-from qlass.stage import add_arguments, parse_arguments, run_stage, same_arguments, write_meta
+from qlass.stage import Output, at_least, choices, only_writer, parse, parser, run_stage, settle, write_meta
 from qlass.token_tree import batches
 from qlass.training import Training, finish
 
-TINY = {"n_expert": 1350, "lr": 3e-3, "batch": 16}
-EPOCHS = 12  # of the tiny model at most
+PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free"}  # Table 5
+TINY = {"n_expert": 1350, "epochs": 12, "lr": 3e-3, "batch": 16, "candidates": "valid"}
 TINY_STEPS = 200  # few demonstrations are repeated until so many updates are made
-PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64}  # Table 5
+TAKES = "about two minutes with the tiny model on two cores"
 
 # ------------------------------------------------------------------------------------------------- expert trajectories
 
@@ -67,19 +66,21 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     return {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages, "reward": reward}
 
 
-def collect(env: envs.TextEnv, args: argparse.Namespace) -> None:
+def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     """expert.jsonl: the first `--n-expert` training tasks, those that an earlier call played before included."""
     tasks = env.task_ids("train")
-    same_arguments(args.expert, args, ())
-    write_meta(args.expert, args)
+    asked = argparse.Namespace(**vars(args) | {"out": args.run / "expert.jsonl"})
+    learner = ("model", "n_expert", "epochs", "lr", "batch", "max_tokens", "micro_tokens", "candidates", "expert")
+    names = (*learner, "lora", "load_in", "optim", "seed")  # what the demonstrator does not depend on
 
-    def whole(lines: list[dict]) -> int:
+    def in_order(lines: list[dict]) -> int:
         return len(lines) if [line["task_id"] for line in lines] == tasks[: len(lines)] else 0
 
-    played = Resumable(args.expert, whole)
-    for task_id in tqdm(tasks[len(played.records) : args.n_expert], desc="expert", disable=None):
-        played.append([demonstrate(env, task_id)])
-    played.close()
+    out = Output(asked, in_order, free=names)
+    todo = tasks[len(out.records) : args.n_expert]
+    out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(tasks[: args.n_expert]), len(out.records))
+    out.finish()
+    return out.path
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[State, float | None]]:
@@ -149,7 +150,7 @@ def tokens_and_mask(chat: Chat, state: State, limit: int) -> tuple[list[int], li
     """The trajectory's tokens and which of them the agent wrote (Eq. 5's a_t), cut at `limit` tokens."""
     ids: list[int] = []
     wrote: list[bool] = []
-    runs = chat.runs(state)
+    runs = chat.message_tokens(state)
     for (role, _), run in zip(state.messages[len(state.messages) - len(runs) :], runs, strict=True):
         ids += run
         wrote += [role == "assistant"] * len(run)
@@ -202,7 +203,7 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
     if args.model == "tiny":
         args.batch = min(args.batch, math.ceil(len(examples) / 4))
     if args.epochs is None:  # the tiny model, if nothing else was asked for
-        args.epochs = max(EPOCHS, math.ceil(TINY_STEPS / math.ceil(len(examples) / args.batch)))
+        args.epochs = max(TINY["epochs"], math.ceil(TINY_STEPS / math.ceil(len(examples) / args.batch)))
     optimizer = adamw((p for p in model.parameters() if p.requires_grad), args.lr, args.optim)
     pad_id = chat.tokenizer.pad_token_id
     fit = Training("sft", model, optimizer, args, [1] * len(examples), (ids for ids, _ in examples))
@@ -248,27 +249,24 @@ def validate(model: Any, chat: Chat, examples: list[Example], args: argparse.Nam
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Table 5: lr 1e-5, batch 64, 3 epochs.")
-    add_arguments(parser)
-    add = parser.add_argument
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 3 epochs.")
+    envs.add_arguments(made, argv)
+    add, said = made.add_argument, choices(PAPER, TINY)
     add("--model", default="tiny", help="tiny, or a HuggingFace name or path (default: %(default)s)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
-    add("--n-expert", type=int, help="number of trajectories (default: all; tiny: 1350)")
-    add("--epochs", type=int, help="at most (default: 3; tiny: 12, or what 200 updates take)")
-    add("--lr", type=float, help="default: 1e-5 (with --lora 2e-4); tiny: 3e-3")
-    add("--batch", type=int, help="trajectories a step (default: 64; tiny: 16)")
-    add("--max-tokens", type=int, default=4096, help="longer trajectories are cut (default: %(default)s)")
-    add("--micro-tokens", type=int, default=8192, help="padded tokens in memory at once (default: %(default)s)")
-    add(
-        "--candidates",
-        choices=["free", "valid"],
-        help="which actions the policy may write (default: free; tiny: valid)",
-    )
-    add_training(parser)
+    add("--n-expert", type=at_least(1), help=f"number of trajectories ({said('n_expert')})")
+    add("--epochs", type=at_least(1), help=f"at most ({said('epochs')}, or what 200 updates take)")
+    add("--lr", type=at_least(0, float), help=f"{said('lr')}; with --lora {LR}")
+    add("--batch", type=at_least(1), help=f"trajectories an update ({said('batch')})")
+    add("--max-tokens", type=at_least(2), default=4096, help="longer trajectories are cut (default: %(default)s)")
+    add("--micro-tokens", type=at_least(1), default=8192, help="padded tokens in memory at once (default: %(default)s)")
+    may = "which actions the policy may write"
+    add("--candidates", choices=["free", "valid"], help=f"{may} ({said('candidates')})")
+    add_training(made)
     add("--device")
-    args = parse_arguments(parser, argv)
+    args = parse(made, argv)
     if args.lora and args.model == "tiny":
         raise UserError("--lora: the tiny model is trained from scratch; leave it out, or name another --model")
     check_training(args)
@@ -276,18 +274,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = arguments(argv)
     started = time.time()
     env = envs.from_arguments(args)
-    for name, value in (TINY if args.model == "tiny" else PAPER | ({"lr": LR} if args.lora else {})).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    tiny = TINY | {"epochs": None}  # `train` counts them
+    settle(args, tiny if args.model == "tiny" else PAPER | ({"lr": LR} if args.lora else {}))
     args.out = checkpoint_folder(args.out or args.run / "sft")
+    lock = only_writer(args.out)
     torch.manual_seed(args.seed)
 
-    if args.expert is None:
-        args.expert = args.run / "expert.jsonl"
-        collect(env, args)
+    args.expert = args.expert or collect(env, args)
     trajectories = list(read_trajectories(args.expert))[: args.n_expert]
     if not trajectories:
         raise UserError(f"{args.expert}: no trajectories")
@@ -304,8 +300,8 @@ def main(argv: list[str] | None = None) -> None:
         )
     if args.lora:
         add_lora(model, args.lora)
-    if args.candidates:
-        chat.rendering.candidates = args.candidates
+    chat.rendering.candidates = args.candidates
+    write_meta(args.out, args, [args.expert])  # before training: what is stopped can be resumed as it was begun
     figures = train(model, chat, states, args)
     if args.lora:
         merge(model)
@@ -316,6 +312,7 @@ def main(argv: list[str] | None = None) -> None:
         model.save_pretrained(folder)
         chat.tokenizer.save_pretrained(folder)
         chat.rendering.save(folder)
+    lock.close()
     rewards = [r for _, r in trajectories if r is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
     write_meta(args.out, args, [args.expert], trajectories=len(states), seconds=time.time() - started, **figures)

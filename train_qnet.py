@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import envs
 from environments import UserError
 from qlass.chat import Chat, State
 from qlass.driver import Score
@@ -45,12 +46,27 @@ from qlass.models import (
 )
 from qlass.packing import PackedPairs, Pair, loss_tokens, pack, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
-from qlass.stage import add_arguments, must_exist, needed, parse_arguments, run_stage, stage_argv, write_meta
+from qlass.stage import (
+    at_least,
+    choices,
+    must_exist,
+    needed,
+    only_writer,
+    parse,
+    parser,
+    run_stage,
+    settle,
+    write_meta,
+)  # fmt: skip
 from qlass.stats import spearman
 from qlass.token_tree import Prompts, batches
 from qlass.training import Training, finish
 
+PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096}  # Table 5, Eq. (11)
+TINY = {"epochs": 8, "lr": 1e-3, "batch": 64, "loss_on": "all", "max_tokens": 1024}
+SMALL = 50_000_000  # parameters, below which the settings are TINY's
 HELD_OUT = slice(None, None, 10)  # every tenth tree is not trained on
+TAKES = "about three minutes with the tiny model on two cores"
 MEASURED = 50  # trees at most, when training is over
 
 
@@ -97,7 +113,7 @@ class QNet(nn.Module):
             self.computed += inputs["input_ids"].numel()
             return self(**inputs)[:, -keep:].float()
 
-        runs, pad_id = [self.chat.runs(s) for s in states], self.chat.tokenizer.pad_token_id
+        runs, pad_id = [self.chat.message_tokens(s) for s in states], self.chat.tokenizer.pad_token_id
         for n, out, _, last, paths in self.prompts.read(values, self.backbone, pad_id, self.budget, runs, tails):
             v = out.cpu().numpy()
             for action, path in zip(fresh[states[n]], paths, strict=True):
@@ -236,26 +252,27 @@ def policy_scores(policy: Policy, trees: list[list[Pair]]) -> dict[tuple[State, 
     return dict(zip(pairs, policy.logprobs(pairs), strict=True))
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
-    add_arguments(parser)
-    add = parser.add_argument
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
+    envs.add_arguments(made, argv)
+    add, said = made.add_argument, choices(PAPER, TINY)
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
-    add("--epochs", type=int, help="at most (default: 2; below 50 M parameters 8)")
-    add("--lr", type=float, help="default: 1e-5 (with --lora 2e-4); below 50 M parameters 1e-3")
-    add("--batch", type=int, default=64, help="(s, a) pairs an update (default: %(default)s)")
-    add("--loss-on", choices=["all", "action", "last"], default="all", help="tokens with the loss (Eq. 11: all)")
+    add("--epochs", type=at_least(1), help=f"at most ({said('epochs')})")
+    add("--lr", type=at_least(0, float), help=f"{said('lr')}; with --lora {LR}")
+    add("--batch", type=at_least(1), help=f"(s, a) pairs an update ({said('batch')})")
+    tokens = ["all", "action", "last"]
+    add("--loss-on", choices=tokens, help=f"tokens of (s, a) that carry the loss ({said('loss_on')}; Eq. 11: all)")
     add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
     add("--freeze", action="store_true", help="train the head alone")
     add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
-    add_training(parser)
-    add("--max-tokens", type=int, help="of a packed tree (default: 4096; below 50 M parameters 1024)")
-    add("--micro-tokens", type=int, default=8192, help="padded tokens in memory at once (default: %(default)s)")
-    add("--limit", type=int, metavar="N", help="number of trees (default: all)")
+    add_training(made)
+    add("--max-tokens", type=at_least(1), help=f"of a packed tree ({said('max_tokens')})")
+    add("--micro-tokens", type=at_least(1), default=8192, help="padded tokens in memory at once (default: %(default)s)")
+    add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
     add("--device")
-    args = parse_arguments(parser, argv)
+    args = parse(made, argv)
     if args.lora and args.freeze:
         raise UserError("--lora and --freeze: give one of them")
     check_training(args)
@@ -263,11 +280,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = arguments(argv)
     started = time.time()
     must_exist(args.labels, args.sft)
-    args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", stage_argv(args))
+    args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
     args.out = checkpoint_folder(args.out or args.run / "qnet")
+    lock = only_writer(args.out)
 
     trees = []
     for tree in read_trees(args.labels):
@@ -279,16 +297,14 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.labels}: no trees")
     held_out, training = trees[HELD_OUT], [t for i, t in enumerate(trees) if i % 10] or trees
 
-    args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
+    args.sft = needed(args.sft, args.run / "sft", "sft", args)
     torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
     backbone, chat = load_checkpoint(
         args.sft, transformers.AutoModel, args.device, args.load_in, train=not (args.lora or args.freeze)
     )
     qnet = QNet(backbone, chat, readout=args.readout)
-    small = sum(p.numel() for p in backbone.parameters()) < 50e6
-    args.lr = args.lr or (1e-3 if small else LR if args.lora else 1e-5)
-    args.max_tokens = args.max_tokens or (1024 if small else 4096)
-    args.epochs = args.epochs or (8 if small else 2)
+    small = sum(p.numel() for p in backbone.parameters()) < SMALL
+    settle(args, TINY if small else PAPER | ({"lr": LR} if args.lora else {}))
     backbone.requires_grad_(not args.freeze)
     if args.lora:
         add_lora(backbone, args.lora)
@@ -298,6 +314,7 @@ def main(argv: list[str] | None = None) -> None:
     backbone.to(device_and_dtype(args.device)[1])  # as q_search.py loads it
     with replacing_folder(args.out) as folder:
         qnet.save_pretrained(folder)
+    lock.close()
     about = {"trees": len(trees), **figures}
     write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
     finish(args.out)

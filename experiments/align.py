@@ -32,7 +32,7 @@ from qlass.driver import Sample, Score, ask, drive
 from qlass.jsonl import read_trees, write_jsonl
 from qlass.packing import pairs_of
 from qlass.policy import Policy
-from qlass.stage import add_arguments, needed, parse_arguments, run_stage, stage_argv, write_meta
+from qlass.stage import needed, parse, parser, run_stage, write_meta
 from qlass.stats import bootstrap, by_task, kendall, spearman
 from train_qnet import HELD_OUT, QNet, qnet_scores
 
@@ -131,10 +131,10 @@ def alignment(states: list[Family]) -> dict:
             "gain": won / possible if possible else float("nan")}  # fmt: skip
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_arguments(parser)
-    add = parser.add_argument
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__)
+    envs.add_arguments(made, argv)
+    add = made.add_argument
     add("-M", type=int, default=4, help="candidates a state (default: %(default)s; 0: all valid ones)")
     add("-K", type=int, default=8, help="rollouts after each (default: %(default)s)")
     add("--gamma", type=float, default=0.9, help="discount of the returns (default: %(default)s)")
@@ -146,17 +146,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="default: RUN/align.jsonl")
     add("--label", help="name of the QNet, kept in each line")
     add("--device")
-    return parse_arguments(parser, argv)
+    return parse(made, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = arguments(argv)
     started = time.time()
     env = envs.from_arguments(args)
     args.out = args.out or args.run / "align.jsonl"
-    args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
-    args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", stage_argv(args))
-    args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", stage_argv(args))
+    args.sft = needed(args.sft, args.run / "sft", "sft", args)
+    args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
+    args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args)
     policy, qnet = Policy.load(args.sft, args.device, args.seed), QNet.from_pretrained(args.qnet, args.device)
 
     tasks = env.task_ids(args.split)[: args.limit or None]

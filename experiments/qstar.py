@@ -57,7 +57,7 @@ def agreement(rows: Iterable[dict], gamma: float = 0.9) -> dict[str, float]:
     return {name: float(figure) for name, figure in figures.items()}
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Rank agreement of the candidates' q with Q*, for each method.")
     parser.add_argument("results", nargs="+", help="results.jsonl of q_search.py --env frozenlake")
     parser.add_argument("--gamma", type=float, default=0.9, help="of Q* (default: %(default)s, as in bellman.py)")
@@ -65,7 +65,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = arguments(argv)
     groups: dict[str, list[dict]] = {}
     for row in itertools.chain.from_iterable(map(read_jsonl, args.results)):
         if row.get("env") != "frozenlake":

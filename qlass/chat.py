@@ -158,7 +158,7 @@ class Chat:
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
-    def runs(self, state: State) -> list[list[int]]:
+    def message_tokens(self, state: State) -> list[list[int]]:
         """One list of tokens for each message of the state; the last user message's ends with the generation prompt."""
         r, runs, seen = self.rendering, [], set()
         messages = state.messages[2:] if r.compact and state.messages[1:2] == (("assistant", "OK"),) else state.messages
@@ -176,7 +176,7 @@ class Chat:
         return runs
 
     def prompt(self, state: State) -> list[int]:
-        return [token for run in self.runs(state) for token in run]
+        return [token for run in self.message_tokens(state) for token in run]
 
     def action(self, text: str, task: str) -> list[int]:
         """Tokens of an action as the assistant writes it, the token that ends its turn included."""

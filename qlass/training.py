@@ -31,18 +31,11 @@ from tqdm import tqdm
 
 from environments import UserError
 from qlass.models import cosine
+from qlass.stage import FREE, plain
 
 EXPLODED = 10  # times the highest loss of the first updates, over as many updates
 FIRST = 20
-MAY_DIFFER = (
-    "out",
-    "run",
-    "save_every",
-    "device",
-    "log",
-    "overwrite",
-    "debug",
-)  # between the start of a training and its continuation
+MAY_DIFFER = ("save_every", "log", *FREE)  # between the start of a training and its continuation
 
 
 def partial_folder(out: Path) -> Path:
@@ -96,12 +89,11 @@ class Training:
         digest = hashlib.blake2b(digest_size=16)
         for values in data:
             digest.update(np.asarray(values).tobytes())
-        self.about = {"examples": digest.hexdigest()} | {
-            key: str(value) if isinstance(value, Path) else value
-            for key, value in vars(args).items()
-            if key not in MAY_DIFFER
-        }
+        self.about = {"examples": digest.hexdigest()}
+        self.about |= {name: value for name, value in plain(args).items() if name not in MAY_DIFFER}
         self.folder = partial_folder(args.out)
+        if args.overwrite:
+            finish(args.out)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._resume()
         self.bar = tqdm(total=self.steps, initial=self.at.step, desc=name, disable=None)
@@ -168,7 +160,7 @@ class Training:
         if exploded or not (math.isfinite(loss) and math.isfinite(norm)):
             raise UserError(
                 f"{self.name}: stopped at update {at.step + 1}: loss {loss:.3g}, gradient norm {norm:.3g}; the last "
-                f"checkpoint is in {self.folder}. Delete it and give a lower --lr than {self.args.lr:g}"
+                f"checkpoint is in {self.folder}. Give --overwrite and a lower --lr than {self.args.lr:g}"
             )
 
     def _weights(self) -> dict[str, torch.Tensor]:
@@ -202,7 +194,7 @@ class Training:
             before = saved["about"].get(name)
             if before != value:
                 what = "other examples" if name == "examples" else f"--{name.replace('_', '-')} {before}, not {value}"
-                raise UserError(f"{self.folder} was begun with {what}: give what it was begun with, or delete it")
+                raise UserError(f"{self.folder} was begun with {what}: --overwrite starts anew")
         self.at = Progress(**saved["progress"])
         self._load_weights(saved["weights"])
         self.optimizer.load_state_dict(saved["optimizer"])

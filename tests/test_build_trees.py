@@ -162,7 +162,7 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
 
 def test_a_tree_in_lines():
     _, _, root, env = grow(SCRIPT, with_expert=True)
-    records = build_trees.lines(env, "train0", root)
+    records = build_trees.tree_records(env, "train0", root)
     assert [r["node_id"] for r in records] == list(range(10)) and records[0]["nodes"] == 10
     assert [r["parent_id"] for r in records] == [None, 0, 1, 2, 1, 0, 5, 5, 7, 7]
     assert [r["depth"] for r in records] == [0, 1, 2, 3, 2, 1, 2, 2, 3, 3]
@@ -178,14 +178,14 @@ def test_a_tree_in_lines():
 
 def test_the_experts_way_is_known_where_the_agent_went_it_before():
     _, _, root, env = grow({(): "right", R: "right", RR: "right"}, depth=0, width=1, with_expert=True)
-    records = build_trees.lines(env, "train0", root)
+    records = build_trees.tree_records(env, "train0", root)
     assert [(r["source"], r["expert"]) for r in records] == [("root", False)] + [("policy", True)] * 3
 
 
 def test_whole_trees_are_counted():
     tree = [{"nodes": 3}, {}, {}]
     for n, whole in enumerate([0, 0, 0, 3, 3, 3, 6]):
-        assert build_trees.whole_trees((tree * 2)[:n]) == whole
+        assert build_trees.complete_trees((tree * 2)[:n]) == whole
 
 
 @pytest.fixture

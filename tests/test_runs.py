@@ -53,7 +53,7 @@ def parsed(command):
     name, *flags = command
     module = importlib.import_module(name.removesuffix(".py"))
     try:
-        return (module.parse if hasattr(module, "parse") else module.parse_args)(flags)
+        return (module.arguments if hasattr(module, "arguments") else module.parse_args)(flags)
     except SystemExit:
         pytest.fail(f"python {' '.join(command)}: {name} does not know these flags")
 

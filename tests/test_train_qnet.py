@@ -33,7 +33,7 @@ def labelled_tree(task: str = "train0", **options) -> list[dict]:
     directions = iter(["left", "right", "right", "left", "right", "left", "left", "right"] * 20)
     tree = build_trees.exploration_tree(FakeEnv(), task, Rendering(), 2, 3, 20, True)
     root, _ = run(tree, lambda request: say(*(next(directions) for _ in range(request.n))))
-    return bellman.label(build_trees.lines(FakeEnv(), task, root), "q", 0.9)
+    return bellman.label(build_trees.tree_records(FakeEnv(), task, root), "q", 0.9)
 
 
 TREE = pairs_of(labelled_tree())
@@ -231,7 +231,8 @@ def elsewhere(tmp_path, monkeypatch):
 def arguments(**more) -> argparse.Namespace:
     defaults = {"loss_on": "all", "max_tokens": 2048, "lr": 3e-3, "seed": 0, "epochs": 100, "batch": 4,
                 "micro_tokens": 10_000, "optim": "adamw",
-                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50, "plain": False}  # fmt: skip
+                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50,
+                "overwrite": False, "plain": False}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
 

@@ -40,7 +40,8 @@ def test_epochs_and_seeds_differ_in_their_order():
 
 
 def arguments(folder: Path, **more) -> argparse.Namespace:
-    options = {"out": folder / "model", "epochs": 6, "patience": 2, "batch": 3, "lr": 0.1, "seed": 0, "save_every": 2}
+    options = {"out": folder / "model", "epochs": 6, "patience": 2, "batch": 3, "lr": 0.1, "seed": 0, "save_every": 2,
+               "overwrite": False}  # fmt: skip
     return argparse.Namespace(**options | more)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from data import make_webshop
 from environments import UserError
 from envs import UNSET, TextEnv
 
-from . import catalogue, engine, expert
+from . import catalogue, engine, expert, paraphrase
 
 
 class WebShopEnv(TextEnv):
@@ -23,6 +23,12 @@ class WebShopEnv(TextEnv):
     """
 
     name = "webshop"
+    flags: ClassVar = {
+        "webshop_data": ("data", "DIR folder with WebShop's own files (default: the bundled catalogue)"),
+        "human_goals": ("human_goals", "[] the instructions that people wrote, as ETO's trajectories have"),
+        "split_file": ("split_file", "FILE published splits: a JSON list, or a folder of NAME_indices.json"),
+        "instruction": ("instruction", "FILE another first user message"),
+    }
     prefix = "Observation:\n"
     max_steps, tree_steps, tree_depth = engine.MAX_STEPS, engine.MAX_STEPS, 3
     instruction = (
@@ -100,6 +106,9 @@ class WebShopEnv(TextEnv):
         if self.session.page == "start":
             return [("search for it", f"search[{query}]") for query in self.shop.queries(self.index)]
         return list(self.shop.page(self.session).candidates)
+
+    def paraphrase(self, task: str, index: int) -> str:
+        return paraphrase.paraphrase(task, index)
 
     def snapshot(self) -> tuple[int, engine.Session, int]:
         return self.index, self.session, self.steps
