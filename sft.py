@@ -205,7 +205,7 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
         args.epochs = max(TINY["epochs"], math.ceil(TINY_STEPS / math.ceil(len(examples) / args.batch)))
     optimizer = adamw((p for p in model.parameters() if p.requires_grad), args.lr, args.optim)
     pad_id = chat.tokenizer.pad_token_id
-    fit = Training("sft", model, optimizer, args, [1] * len(examples))
+    fit = Training("sft", model, optimizer, args, [1] * len(examples), (ids for ids, _ in examples))
     for _ in fit.epochs():
         for update in fit.updates():
             batch = [examples[i] for i in update]

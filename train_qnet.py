@@ -176,7 +176,8 @@ def packed_trees(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) 
 def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
     packs, validation = packed_trees(qnet, trees, args), packed_trees(qnet, held_out, args)
     optimizer = adamw((p for p in qnet.parameters() if p.requires_grad), args.lr, args.optim)
-    fit = Training("qnet", qnet, optimizer, args, [p.pairs for p in packs])
+    data = (values for p in packs for values in (p.tree.ids, p.weighted_q))
+    fit = Training("qnet", qnet, optimizer, args, [p.pairs for p in packs], data)
     for _ in fit.epochs():
         for update in fit.updates():  # whole packs
             batch = [packs[i] for i in update]

@@ -2,7 +2,7 @@
 
 The loops themselves, forward and backward, stand in `sft.py` and `train_qnet.py`:
 
-    fit = Training("sft", model, optimizer, args, sizes)
+    fit = Training("sft", model, optimizer, args, sizes, data)
     for _ in fit.epochs():                     # until validation stops improving, --epochs at most
         for update in fit.updates():           # indices of the examples of one update
             ...                                # losses, gradients
@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -77,12 +80,16 @@ class Training:
 
     def __init__(
         self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace,
-        sizes: Sequence[int],
+        sizes: Sequence[int], data: Iterable[Any] = (),
     ) -> None:  # fmt: skip
+        """`sizes[i]` is what example i counts in a batch; by `data` a checkpoint knows its examples again."""
         self.name, self.model, self.optimizer, self.args = name, model, optimizer, args
         self.sizes, self.at = sizes, Progress()
         self.steps = sum(len(updates_of(sizes, args.batch, args.seed, e)) for e in range(args.epochs))
-        self.about = {"examples": [len(sizes), sum(sizes)]}
+        digest = hashlib.blake2b(digest_size=16)
+        for values in data:
+            digest.update(np.asarray(values).tobytes())
+        self.about = {"examples": digest.hexdigest()}
         self.about |= {name: value for name, value in plain(args).items() if name not in MAY_DIFFER}
         self.folder = partial_folder(args.out)
         if args.overwrite:

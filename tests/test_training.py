@@ -1,12 +1,20 @@
 """The two training loops' common part: order of the data, early stopping, what a stopped run resumes from."""
 
 import argparse
+import importlib
+import json
+import multiprocessing
+import random
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from fakes import dump
 from hypothesis import given
 from hypothesis import strategies as st
+from test_train_qnet import labelled_tree
 from torch import nn
 
 from environments import UserError
@@ -32,8 +40,8 @@ def test_epochs_and_seeds_differ_in_their_order():
 
 
 def arguments(folder: Path, **more) -> argparse.Namespace:
-    options = {"out": folder / "model", "epochs": 6, "patience": 2, "batch": 3, "lr": 0.1, "seed": 0, "save_every": 2}
-    options["overwrite"] = False
+    options = {"out": folder / "model", "epochs": 6, "patience": 2, "batch": 3, "lr": 0.1, "seed": 0, "save_every": 2,
+               "overwrite": False}  # fmt: skip
     return argparse.Namespace(**options | more)
 
 
@@ -46,7 +54,9 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))  # dropout: the random state counts too
 
 
-def fit(args: argparse.Namespace, scores: list[float | None], stop: int | None = None, spoil: int | None = None):
+def fit(
+    args: argparse.Namespace, scores: list[float | None], stop: int | None = None, spoil: int | None = None, pause=0.0
+):
     """Ten examples in updates of three; `scores` are the validation's. Raises Stopped before update `stop`."""
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -60,6 +70,7 @@ def fit(args: argparse.Namespace, scores: list[float | None], stop: int | None =
             loss = (model(data[update]) - 1).square().mean() * (float("nan") if run.at.step == spoil else 1)
             loss.backward()
             run.step(loss.item(), len(update))
+            time.sleep(pause)
         weights.append([p.detach().clone() for p in model.parameters()])
         run.validated(scores[epoch], {} if scores[epoch] is None else {"score": scores[epoch]})
     return list(model.parameters()), run.figures(), weights
@@ -108,11 +119,29 @@ def test_a_stopped_run_ends_with_the_weights_of_one_that_was_not(tmp_path, stops
     assert not partial_folder(args.out).exists()
 
 
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path):
+    """SIGKILL at any moment, three times: between updates, in one, while a checkpoint is written."""
+    scores, moments = [1.0, 3.0, 2.0, 2.9, 9.0, 9.0], random.Random(0)
+    expected, figures, _ = fit(arguments(tmp_path / "whole"), scores)
+    args = arguments(tmp_path / "parts", save_every=1)
+    for _ in range(3):
+        child = multiprocessing.get_context("fork").Process(target=fit, args=(args, scores), kwargs={"pause": 0.02})
+        child.start()
+        time.sleep(moments.uniform(0.02, 0.15))
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+    final, again, _ = fit(args, scores)
+    assert same(final, expected) and again == figures
+
+
 def test_another_run_does_not_continue_this_one(tmp_path):
     with pytest.raises(Stopped):
         fit(arguments(tmp_path), [1.0] * 6, 5)
     with pytest.raises(UserError, match=r"begun with --lr 0.1, not 0.2"):
         fit(arguments(tmp_path, lr=0.2), [1.0] * 6)
+    with pytest.raises(UserError, match=r"begun with other examples"):
+        Training("small", small(), torch.optim.SGD(small().parameters()), arguments(tmp_path), [1] * 10, [[1, 2]])
     fit(arguments(tmp_path, save_every=9), [1.0] * 6)  # what changes no weight may differ
 
 
@@ -152,3 +181,38 @@ def test_a_loss_that_explodes_stops_the_run(tmp_path):
             run.step(5.0 if done < 20 else 51.0, 1)  # a single bad batch is none: the mean of twenty counts
             done += 1
     assert done == 39
+
+
+# --------------------------------------------------------------------------------------------------------- the stages
+
+
+@pytest.mark.parametrize("stage", ["sft", "train_qnet"])
+def test_a_stopped_stage_ends_with_the_files_of_one_that_was_not(tmp_path, agent, fake_world, monkeypatch, stage):
+    """The command given again after two stops."""
+    module, step, stops = importlib.import_module(stage), Training.step, []
+
+    def stopping(run: Training, *figures) -> None:
+        if stops and run.at.step == stops[0]:
+            stops.pop(0)
+            raise Stopped
+        step(run, *figures)
+
+    monkeypatch.setattr(Training, "step", stopping)
+    labels = tmp_path / "labels.jsonl"
+    labels.write_text(dump([node for i in range(6) for node in labelled_tree(f"train{i}")]))
+    argv = ["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "3", "--save-every", "2", "--batch", "4"]
+    argv += ["--n-expert", "6"] if stage == "sft" else ["--sft", str(agent), "--labels", str(labels)]
+    made = {}
+    for name, when in (("whole", []), ("parts", [1, 4])):
+        stops[:] = when
+        for _ in when:
+            with pytest.raises(Stopped):
+                module.main([*argv, "--out", str(tmp_path / name)])
+        module.main([*argv, "--out", str(tmp_path / name)])
+        weights = sorted((tmp_path / name).glob("*.safetensors"))
+        made[name] = (
+            [f.read_bytes() for f in weights],
+            json.loads((tmp_path / f"{name}.meta.json").read_text())["curve"],
+        )
+        assert not partial_folder(tmp_path / name).exists()
+    assert made["whole"] == made["parts"]

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import webshop
 
 import envs
 from data import make_webshop
+from environments.webshop import engine as webshop
 from environments.webshop.engine import plain_color, similar
 from environments.webshop.search import terms
 

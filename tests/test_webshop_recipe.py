@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
-from chat import State, parse_action, react
 
 import envs
 import q_search
 import sft
+from qlass.chat import State, parse_action, react
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the real catalogue is not here")
