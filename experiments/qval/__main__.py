@@ -86,7 +86,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "--gamma",
         type=at_least(0, float, below=1),
         default=0.95,
-        help="discount of the labels (default: %(default)s, QVAL's)",
+        help="discount of the labels (%(default)s, QVAL)",
     )
     add("--scorers", nargs="+", metavar="NAME", help="default: all whose inputs are there")
     add("--against", default="random", metavar="NAME", help="the scorer that others are compared with (%(default)s)")
