@@ -23,11 +23,11 @@ import numpy as np
 
 import envs
 from environments import UserError
-from environments.webshop.paraphrase import Server
 from experiments.qval import code
 from experiments.qval.scorers import Call, Context, Scorer, Scores, peek
 from qlass.chat import State, parse_action, uniforms
 from qlass.driver import Sample
+from qlass.paraphrasing import Server
 from qlass.policy import Policy
 
 GRADES = tuple("ABCDEFGHIJKLMNOPQRST")
