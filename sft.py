@@ -40,7 +40,7 @@ from qlass.models import (
     merge,
     mixed_precision,
 )
-from qlass.stage import Output, at_least, choices, only_writer, parse, parser, run_stage, settle, write_meta
+from qlass.stage import Output, at_least, choices, meta_path, only_writer, parse, parser, run_stage, settle, write_meta
 from qlass.token_tree import batches
 from qlass.training import Training, finish
 
@@ -82,8 +82,11 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     return out.path
 
 
-def read_trajectories(path: Path) -> Iterator[tuple[State, float | None]]:
-    """Expert files in our layout or in ETO's and QLASS's: `conversations` of {"from", "value"}, JSON list or JSONL."""
+def read_trajectories(path: Path) -> Iterator[tuple[State, dict]]:
+    """Each trajectory and the record that it is from, in our layout or in ETO's and QLASS's.
+
+    Theirs has `conversations` of {"from", "value"}, as a JSON list or as JSONL.
+    """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     with open(path, "rb") as file:
@@ -105,7 +108,26 @@ def read_trajectories(path: Path) -> Iterator[tuple[State, float | None]]:
             sound = False
         if not sound:
             raise UserError(f"{path}: record {number} is no chat of user and assistant in turns (data/README.md)")
-        yield state, record.get("reward")
+        yield state, record
+
+
+def actions_by_task(path: Path) -> dict[str, list[str]]:
+    """The actions of each demonstration, by its task id or, where a file has none (ETO's), by its first observation."""
+    found = {}
+    for state, record in read_trajectories(path):
+        told = [content for role, content in state.messages if role == "user"]
+        actions = [content for role, content in state.messages if role == "assistant"]
+        agreed = len(told) > 1 and len(actions[0]) < 10  # instruction, "OK", first observation
+        key = record.get("task_id") or told[agreed].strip()
+        found[str(key)] = actions[agreed:]
+    return found
+
+
+def cloned_from(checkpoint: Path) -> Path | None:
+    """The demonstrations that a checkpoint was trained on, if its metadata name a file that is there."""
+    meta = meta_path(checkpoint)
+    named = json.loads(meta.read_text(encoding="utf-8"))["arguments"].get("expert") if meta.exists() else None
+    return Path(named) if named and Path(named).is_file() else None
 
 
 # ----------------------------------------------------------------------------------------------------- the tiny model
@@ -312,7 +334,7 @@ def main(argv: list[str] | None = None) -> None:
         chat.tokenizer.save_pretrained(folder)
         chat.rendering.save(folder)
     lock.close()
-    rewards = [r for _, r in trajectories if r is not None]
+    rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
     write_meta(args.out, args, [args.expert], trajectories=len(states), seconds=time.time() - started, **figures)
     finish(args.out)

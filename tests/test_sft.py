@@ -216,9 +216,10 @@ def test_expert_files_in_all_layouts_are_the_same(tmp_path):
         "spaced.json": "\n " + json.dumps([ETO, ETO]),
     }.items():
         (tmp_path / name).write_text(text)
-        assert list(sft.read_trajectories(tmp_path / name)) == [(State(MESSAGES), None)] * 2
+        assert [state for state, _ in sft.read_trajectories(tmp_path / name)] == [State(MESSAGES)] * 2
     (tmp_path / "ours.jsonl").write_text(dump([ours]))
-    assert list(sft.read_trajectories(tmp_path / "ours.jsonl")) == [(State(MESSAGES, "a shirt"), 0.5)]
+    ((state, record),) = sft.read_trajectories(tmp_path / "ours.jsonl")
+    assert (state, record["reward"]) == (State(MESSAGES, "a shirt"), 0.5)
 
 
 @pytest.mark.parametrize(
