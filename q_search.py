@@ -150,8 +150,8 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, chat: C
         distinct = list(first.values())
         scores = (yield from chooser(env, state, distinct, key)) if chooser else [None]  # Alg. 4, line 7
         action = distinct[max(range(len(scores)), key=scores.__getitem__)]  # Alg. 4, line 8: argmax_a Q(s, a)
-        runs = chat.runs(state)[::2]  # of the environment's words; every token once: what came before left its keys
-        read += sum(map(len, runs[-1:] if steps else runs))
+        heard = chat.message_tokens(state)[::2]  # every token once: what came before left its keys
+        read += sum(map(len, heard[-1:] if steps else heard))
         generated += sum(c.tokens for c in drawn)
         scored += sum(len(chat.action(a, state.task)) for a in distinct) if chooser in (by_q, by_q_or_reward) else 0
         env_steps += 1 + (len(distinct) if chooser in (by_true_value, by_q_or_reward) else 0)
@@ -163,7 +163,7 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, chat: C
                   for a, q in zip(distinct, scores, strict=False)]  # fmt: skip
         steps.append({"action": action, "candidates": listed, "observation": env.message(observation)})
     # Under each further wording a model reads the environment's words again, and the actions, written under one alone.
-    again = [chat.runs(reword(last[0], w)) for w in dict.fromkeys(worded)][1:]
+    again = [chat.message_tokens(reword(last[0], w)) for w in dict.fromkeys(worded)][1:]
     prompt = read + sum(len(run) for others in again for run in others)
     return {
         "reward": float(reward), "steps": steps, "last": last, "env_steps": env_steps,

@@ -148,7 +148,7 @@ def tokens_and_mask(chat: Chat, state: State, limit: int) -> tuple[list[int], li
     """The trajectory's tokens and which of them the agent wrote (Eq. 5's a_t), cut at `limit` tokens."""
     ids: list[int] = []
     wrote: list[bool] = []
-    runs = chat.runs(state)
+    runs = chat.message_tokens(state)
     for (role, _), run in zip(state.messages[len(state.messages) - len(runs) :], runs, strict=True):
         ids += run
         wrote += [role == "assistant"] * len(run)
@@ -266,7 +266,7 @@ def main(argv: list[str] | None = None) -> None:
         model.to(device_and_dtype(args.device)[0])
     else:
         model, chat = load_checkpoint(
-            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=not args.lora
+            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=not args.lora, plain=True
         )
     if args.lora:
         add_lora(model, args.lora)

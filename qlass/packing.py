@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from qlass.chat import Chat, State
-from qlass.token_tree import TokenTree, packed
+from qlass.token_tree import TokenTree, packed, windows_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,8 @@ def pack(chat: Chat, pairs: Sequence[Pair], loss_on: str, max_tokens: int) -> It
 def packed_loss(qnet: Any, packs: Sequence[PackedPairs]) -> torch.Tensor:
     """The sum of `pair_loss` over all pairs of the packs, each unique token computed once."""
     backbone = qnet.backbone
-    inputs = packed([p.tree for p in packs], qnet.chat.tokenizer.pad_token_id, backbone.device, backbone.dtype)
+    inputs = packed([p.tree for p in packs], qnet.chat.tokenizer.pad_token_id, backbone.device, backbone.dtype,
+                    windows=windows_of(backbone.config))  # fmt: skip
     weight, weighted_q = torch.zeros(2, *inputs["input_ids"].shape)
     for row, p in enumerate(packs):  # padded on the left, as the ids are
         weight[row, -len(p.tree) :] = torch.tensor(p.weight)

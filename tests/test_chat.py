@@ -157,7 +157,7 @@ def test_a_marked_action_comes_back_without_marks(action, task):
 def test_the_compact_form_by_hand():
     first = State((("user", "walk"), ("assistant", "OK"), ("user", "page one: red door")), "red door")
     state = first.then("Action: go", "page: red door or hall").then("Action: go", "page: red door or hall")
-    decoded = [MARKING.tokenizer.decode(run) for run in MARKING.runs(state)]
+    decoded = [MARKING.tokenizer.decode(run) for run in MARKING.message_tokens(state)]
     assert len(decoded) == 5  # no instruction, no OK
     assert "page one: red door<" in decoded[0]
     assert "page:  or hall" in decoded[2]  # not the task again
@@ -175,6 +175,6 @@ def test_a_state_without_a_memory_is_its_last_observation():
     chat = word_chat(markov=True)
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")), "find the purse")
     later = state.then("Action: left", "Observation: you stand at start")
-    assert chat.runs(state) == [chat.prompt(state)] and chat.runs(later) == [chat.prompt(later)]
+    assert chat.message_tokens(state) == [chat.prompt(state)] and chat.message_tokens(later) == [chat.prompt(later)]
     assert chat.prompt(later) == chat.prompt(State(later.messages[-1:]))
     assert chat.tokenizer.convert_ids_to_tokens(chat.prompt(state)) == ["<user>", "you", "stand", "<agent>"]
