@@ -317,7 +317,7 @@ def main(argv: list[str] | None = None) -> None:
         model.to(device_and_dtype(args.device)[0])
     else:
         model, chat = load_checkpoint(
-            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=not args.lora
+            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=not args.lora, plain=True
         )
     if args.lora:
         add_lora(model, args.lora)
