@@ -131,7 +131,10 @@ class ALFWorldEnv(TextEnv):
         return None if way is None else len(way)
 
     def optimal_value(self, gamma: float = 0.99) -> float:
-        """gamma ** distance, 0 where the goal is out of reach in the steps that are left. An oracle, for ceilings."""
+        """gamma ** distance, 0 where the goal is out of reach in the steps that are left.
+
+        Of the best player, not of the agent, who may not propose the best actions: no ceiling of what a QNet can do.
+        """
         distance = self.distance()
         left = float("inf") if self.max_steps is None else self.max_steps - self.steps
         return 0.0 if distance is None or distance > left else gamma**distance

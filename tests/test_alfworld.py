@@ -32,6 +32,7 @@ from files import UserError
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "alfworld"
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
+WALKS = 30
 OLD_PUT = 'template :: "put {o} in/on {r}"'
 
 
@@ -410,6 +411,44 @@ def test_outcome_limit_and_oracle(env):
     for action in way:
         _, reward, terminated, truncated, info = env.step(action)
         assert reward == float(action is way[-1]) == float(terminated) == float(info["won"]) and not truncated
+
+
+def shortest(game, state, limit):
+    """Steps to the goal by breadth-first search over the engine's own states; None beyond the limit."""
+    seen, frontier = set(), [state]
+    for depth in range(limit + 1):
+        if any(s.won for s in frontier):
+            return depth
+        after = []
+        for here in frontier:
+            for command in here.commands:
+                there, _ = game.step(here, command)
+                key = (there.location, there.held, tuple(there.contents.values()), there.opened, there.marks)
+                if key not in seen:
+                    seen.add(key)
+                    after.append(there)
+        frontier = after
+    return None
+
+
+@pytest.mark.parametrize("task", range(6))
+def test_plans_are_the_shortest_ways(task):
+    """From the start and from where random walks lead: closed doors, wrong things in hand, things moved about."""
+    rng, kinds = random.Random(task), ["Fridge_bar_1", "Microwave_bar_1", "CounterTop_bar_1", "Drawer_bar_1"]
+    o, target = ("Apple", "CounterTop") if task != 5 else ("Mug", "DeskLamp")
+    compared = 0
+    for _ in range(WALKS):
+        lies = f"{o}_bar_1:{rng.choice(kinds)} {o}_bar_2:{rng.choice(kinds)}"
+        lies += f" DeskLamp_bar_1:{rng.choice(kinds[2:])}" if task == 5 else ""
+        game = kitchen(lies, task=task, o=o, target=target)
+        state = game.start
+        for _ in range(rng.randrange(8)):
+            state, _ = game.step(state, rng.choice(sorted(state.commands)))
+        way = plan(game, state)
+        if way is not None and len(way) <= 8:
+            compared += 1
+            assert shortest(game, state, len(way)) == len(way), (lies, state.location, state.held, way)
+    assert compared > WALKS / 4
 
 
 def test_data_by_the_environment_variable(made, monkeypatch):
