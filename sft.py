@@ -40,7 +40,19 @@ from qlass.models import (
     merge,
     mixed_precision,
 )
-from qlass.stage import Output, at_least, choices, meta_path, only_writer, parse, parser, run_stage, settle, write_meta
+from qlass.stage import (
+    Output,
+    at_least,
+    choices,
+    meta_path,
+    only_writer,
+    parse,
+    parser,
+    release,
+    run_stage,
+    settle,
+    write_meta,
+)
 from qlass.token_tree import batches
 from qlass.training import Training, finish
 
@@ -125,7 +137,7 @@ def actions_by_task(path: Path) -> dict[str, list[str]]:
 
 def cloned_from(checkpoint: Path) -> Path | None:
     """The demonstrations that a checkpoint was trained on, if its metadata name a file that is there."""
-    meta = meta_path(checkpoint)
+    meta = meta_path(checkpoint.absolute())
     named = json.loads(meta.read_text(encoding="utf-8"))["arguments"].get("expert") if meta.exists() else None
     return Path(named) if named and Path(named).is_file() else None
 
@@ -333,7 +345,7 @@ def main(argv: list[str] | None = None) -> None:
         model.save_pretrained(folder)
         chat.tokenizer.save_pretrained(folder)
         chat.rendering.save(folder)
-    lock.close()
+    release(lock)
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
     write_meta(args.out, args, [args.expert], trajectories=len(states), seconds=time.time() - started, **figures)
