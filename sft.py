@@ -29,6 +29,7 @@ import envs
 from environments import UserError
 from qlass.chat import MARK, Chat, Rendering, State, mark, react
 from qlass.jsonl import checkpoint_folder, read_jsonl, replacing_folder
+from qlass.memory import check_memory, estimate
 from qlass.models import (
     LR,
     adamw,
@@ -39,6 +40,7 @@ from qlass.models import (
     load_checkpoint,
     merge,
     mixed_precision,
+    save_memory,
 )
 from qlass.stage import Output, at_least, choices, only_writer, parse, parser, run_stage, settle, write_meta
 from qlass.token_tree import batches
@@ -204,6 +206,13 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
         args.batch = min(args.batch, math.ceil(len(examples) / 4))
     if args.epochs is None:  # the tiny model, if nothing else was asked for
         args.epochs = max(TINY["epochs"], math.ceil(TINY_STEPS / math.ceil(len(examples) / args.batch)))
+    save_memory(model, args)
+    longest = max(len(ids) for ids, _ in examples)
+
+    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+        return sft_loss(model(input_ids=ids, use_cache=False).logits, ids, torch.ones_like(ids, dtype=torch.bool))
+
+    print(check_memory(estimate(model, model.base_model, loss_of, args, longest), model.device), flush=True)
     optimizer = adamw((p for p in model.parameters() if p.requires_grad), args.lr, args.optim)
     pad_id = chat.tokenizer.pad_token_id
     fit = Training("sft", model, optimizer, args, [1] * len(examples), (ids for ids, _ in examples))
@@ -296,7 +305,11 @@ def main(argv: list[str] | None = None) -> None:
         model.to(device_and_dtype(args.device)[0])
     else:
         model, chat = load_checkpoint(
-            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=not args.lora
+            args.model,
+            transformers.AutoModelForCausalLM,
+            args.device,
+            args.load_in,
+            train=not args.lora and args.weights != "bf16",
         )
     if args.lora:
         add_lora(model, args.lora)

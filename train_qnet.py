@@ -33,6 +33,7 @@ from environments import UserError
 from qlass.chat import Chat, State
 from qlass.driver import Score
 from qlass.jsonl import checkpoint_folder, read_trees, replacing_folder
+from qlass.memory import check_memory, estimate
 from qlass.models import (
     LR,
     adamw,
@@ -43,6 +44,7 @@ from qlass.models import (
     load_checkpoint,
     merge,
     mixed_precision,
+    save_memory,
 )
 from qlass.packing import PackedPairs, Pair, loss_tokens, pack, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
@@ -175,6 +177,10 @@ def packed_trees(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) 
 
 def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
     packs, validation = packed_trees(qnet, trees, args), packed_trees(qnet, held_out, args)
+    save_memory(qnet.backbone, args)
+    longest = max(len(p.tree) for p in packs)
+    memory = estimate(qnet, qnet.backbone, lambda ids: qnet(input_ids=ids, use_cache=False), args, longest)
+    print(check_memory(memory, qnet.backbone.device), flush=True)
     optimizer = adamw((p for p in qnet.parameters() if p.requires_grad), args.lr, args.optim)
     data = (values for p in packs for values in (p.tree.ids, p.weighted_q))
     fit = Training("qnet", qnet, optimizer, args, [p.pairs for p in packs], data)
@@ -299,9 +305,8 @@ def main(argv: list[str] | None = None) -> None:
 
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
-    backbone, chat = load_checkpoint(
-        args.sft, transformers.AutoModel, args.device, args.load_in, train=not (args.lora or args.freeze)
-    )
+    whole = not (args.lora or args.freeze or args.weights == "bf16")  # trained in float32
+    backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, train=whole)
     qnet = QNet(backbone, chat, readout=args.readout)
     small = sum(p.numel() for p in backbone.parameters()) < SMALL
     settle(args, TINY if small else PAPER | ({"lr": LR} if args.lora else {}))
