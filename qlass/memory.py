@@ -106,7 +106,7 @@ def estimate(
     ) -> Memory:  # fmt: skip
         halved = (weights == "bf16" or lora) and any(p.dtype == torch.float32 for p in trained) and not args.lora
         share = LORA if lora and not args.lora else 1.0
-        # Backward begins with gradients, twice the size, of what the output layer kept; then that is free, and the layers follow.
+        # Backward begins with gradients of what the output layer kept, twice its size; then the layers follow.
         output, kept = 3 * max(0.0, (everything - layers)[1:].sum()), layers[1:].sum()
         activations = everything[0] + output + kept
         if gradient_checkpointing:
