@@ -2,7 +2,7 @@
 #
 # One process on one GPU. By the estimate that sft.py and train_qnet.py print first, Llama-2-7B with all weights trained
 # takes 184 GB as the stages' defaults would have it, 129 GB with FITS=--gradient-checkpointing (an H200), 86 GB as below;
-# for 80 GB or less give FITS="--gradient-checkpointing --lora 16", or several GPUs: PYTHON="accelerate launch".
+# for 80 GB or less give FITS="--gradient-checkpointing --lora 16 --lr 2e-4", or several GPUs: PYTHON="accelerate launch".
 # A stopped script goes on where it was when it is run again. SEED=1 makes a run folder of its own.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python}
