@@ -29,7 +29,8 @@ from qlass.chat import Rendering, State, action_key, parse_action, react
 from qlass.driver import Sample, ask, drive
 from qlass.models import add_loading
 from qlass.policy import Policy
-from qlass.stage import Output, at_least, my_share, needed, parse, parser, run_stage
+from qlass.stage import Output, at_least, must_exist, my_share, needed, parse, parser, run_stage
+from sft import actions_by_task, cloned_from
 
 # App. A.2: D = 3 on WebShop, 6 on ScienceWorld, 8 on ALFWorld (each environment's `tree_depth`). W = 3 and the bound on
 # the rollouts are ours: an unbounded tree takes up to W^(D+1).
@@ -66,9 +67,12 @@ class TreeNode:
 
 def exploration_tree(
     env: envs.TextEnv, task_id: str, rendering: Rendering, depth: int, width: int, rollouts: int, with_expert: bool,
-    prune: str = "branch",
+    prune: str = "branch", demonstrations: dict[str, list[str]] | None = None,
 ) -> Generator[Sample, list, TreeNode]:  # fmt: skip
-    """Alg. 2. Yields Sample requests, returns the root U."""
+    """Alg. 2. Yields Sample requests, returns the root U.
+
+    demonstrations: the actions of tau_0, by task or by first observation; other tasks' the environment's expert plays.
+    """
     observation, info = env.reset(options={"task_id": task_id})
     root = TreeNode(State.first(env, observation, info), observation, env.snapshot())  # lines 1-2
     queue = deque([root])  # line 3
@@ -117,15 +121,17 @@ def exploration_tree(
     yield from expand(bound / 2 if with_expert else bound)  # the bound leaves as much for the second pass
     if with_expert:
         branches += 1
-        branch = [root]
+        branch, known = [root], demonstrations or {}
         env.reset(options={"task_id": task_id})
-        for thought, action in env.expert(task_id):  # line 11
-            branch.append(child(branch[-1], react(thought, action), "expert"))
+        played = (react(thought, action) for thought, action in env.expert(task_id))
+        for action in known.get(task_id) or known.get(root.observation.strip()) or played:  # line 11
+            branch.append(child(branch[-1], action, "expert"))
             branch[-1].expert = True
             env.restore(branch[-1].snapshot)
             if branch[-1].done:
                 break
-        queue.extend(n for n in branch if n.t <= depth and not n.done)  # line 12
+        # Line 12. Under a bound on the rollouts the expert's nodes would never be reached behind the first pass's.
+        queue.extendleft(n for n in reversed(branch) if n.t <= depth and not n.done)
         yield from expand(bound + 1)  # line 13; the expert branch was no rollout
     env.close()
     return root
@@ -170,6 +176,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--limit", type=at_least(0), default=PAPER["limit"], metavar="N", help=said)
     add("--shard", metavar="I/N", help="grow every N-th tree from the I-th on; without it, shards are joined")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
+    said = "demonstrations of the expert branch (default: those that the agent was cloned from)"
+    add("--expert", type=Path, metavar="FILE", help=said)
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
     said = "what a branch without reward does not push: its nodes (line 9) or, tail, those after its first step"
     add("--prune", choices=["branch", "tail"], default="branch", help=said)
@@ -185,11 +193,14 @@ def main(argv: list[str] | None = None) -> None:
     args.depth = env.tree_depth if args.depth is None else args.depth
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
+    must_exist(args.expert)
+    args.expert = args.expert or cloned_from(args.sft)
 
     # From the far end of the training list: where there are more tasks than demonstrations, the agent meets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
     trees = Output(args, complete_trees, [args.sft])
     finished = {record["task_id"] for record in trees.records}
+    demonstrations = actions_by_task(args.expert) if args.expert else {}
     mine = my_share(tasks, args.shard)
     if todo := [t for t in mine if t not in finished]:
         policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
@@ -199,8 +210,9 @@ def main(argv: list[str] | None = None) -> None:
 
         def explore(task_id: str) -> Generator:
             root = yield from exploration_tree(
-                env.fork(), task_id, rendering, args.depth, args.width, args.rollouts, not args.no_expert, args.prune
-            )
+                env.fork(), task_id, rendering, args.depth, args.width, args.rollouts, not args.no_expert, args.prune,
+                demonstrations,
+            )  # fmt: skip
             return tree_records(env, task_id, root)
 
         grown = drive(map(explore, todo), {Sample: policy.sample}, env.side_by_side)

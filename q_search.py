@@ -224,7 +224,9 @@ def methods(args: argparse.Namespace, env: envs.TextEnv) -> list[Method]:
             chosen += [Method("oracle"), Method("expert"), *rules, Method("greedy"), Method("sample")]
             chosen += [Method("random", M=max(args.M))]
             chosen += [Method("best_of_n", N=n, select=select) for select in ("q", "oracle") for n in args.M]
-            chosen += [Method("qlass", M=m) for m in args.M] + [Method("oracle_step", M=max(args.M))]
+            chosen += [Method("qlass", M=m) for m in args.M]
+            if type(env).optimal_value is not envs.TextEnv.optimal_value:
+                chosen.append(Method("oracle_step", M=max(args.M)))
         elif name == "rule":
             chosen += rules
         elif name == "best_of_n":

@@ -42,7 +42,7 @@ from qlass.models import (
     mixed_precision,
     save_memory,
 )
-from qlass.stage import Output, at_least, choices, only_writer, parse, parser, run_stage, settle, write_meta
+from qlass.stage import Output, at_least, choices, meta_path, only_writer, parse, parser, run_stage, settle, write_meta
 from qlass.token_tree import batches
 from qlass.training import Training, finish
 
@@ -71,22 +71,24 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
 def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     """expert.jsonl: the first `--n-expert` training tasks, those that an earlier call played before included."""
     tasks = env.task_ids("train")
-    asked = argparse.Namespace(**vars(args) | {"out": args.run / "expert.jsonl"})
-    learner = ("model", "n_expert", "epochs", "lr", "batch", "max_tokens", "micro_tokens", "candidates", "expert")
-    names = (*learner, "lora", "load_in", "optim", "seed")  # what the demonstrator does not depend on
+    about = {name: getattr(args, name) for name in ("env", "run", "seed", *args.env_flags)}  # all that they depend on
+    asked = argparse.Namespace(**about, out=args.run / "expert.jsonl", overwrite=False)
 
     def in_order(lines: list[dict]) -> int:
         return len(lines) if [line["task_id"] for line in lines] == tasks[: len(lines)] else 0
 
-    out = Output(asked, in_order, free=names)
+    out = Output(asked, in_order)
     todo = tasks[len(out.records) : args.n_expert]
     out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(tasks[: args.n_expert]), len(out.records))
     out.finish()
     return out.path
 
 
-def read_trajectories(path: Path) -> Iterator[tuple[State, float | None]]:
-    """Expert files in our layout or in ETO's and QLASS's: `conversations` of {"from", "value"}, JSON list or JSONL."""
+def read_trajectories(path: Path) -> Iterator[tuple[State, dict]]:
+    """Each trajectory and the record that it is from, in our layout or in ETO's and QLASS's.
+
+    Theirs has `conversations` of {"from", "value"}, as a JSON list or as JSONL.
+    """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     with open(path, "rb") as file:
@@ -108,7 +110,26 @@ def read_trajectories(path: Path) -> Iterator[tuple[State, float | None]]:
             sound = False
         if not sound:
             raise UserError(f"{path}: record {number} is no chat of user and assistant in turns (data/README.md)")
-        yield state, record.get("reward")
+        yield state, record
+
+
+def actions_by_task(path: Path) -> dict[str, list[str]]:
+    """The actions of each demonstration, by its task id or, where a file has none (ETO's), by its first observation."""
+    found = {}
+    for state, record in read_trajectories(path):
+        told = [content for role, content in state.messages if role == "user"]
+        actions = [content for role, content in state.messages if role == "assistant"]
+        agreed = len(told) > 1 and len(actions[0]) < 10  # instruction, "OK", first observation
+        key = record.get("task_id") or told[agreed].strip()
+        found[str(key)] = actions[agreed:]
+    return found
+
+
+def cloned_from(checkpoint: Path) -> Path | None:
+    """The demonstrations that a checkpoint was trained on, if its metadata name a file that is there."""
+    meta = meta_path(checkpoint)
+    named = json.loads(meta.read_text(encoding="utf-8"))["arguments"].get("expert") if meta.exists() else None
+    return Path(named) if named and Path(named).is_file() else None
 
 
 # ----------------------------------------------------------------------------------------------------- the tiny model
@@ -304,12 +325,9 @@ def main(argv: list[str] | None = None) -> None:
         chat = Chat(tokenizer, rendering)
         model.to(device_and_dtype(args.device)[0])
     else:
+        whole = not args.lora and args.weights != "bf16"  # trained in float32
         model, chat = load_checkpoint(
-            args.model,
-            transformers.AutoModelForCausalLM,
-            args.device,
-            args.load_in,
-            train=not args.lora and args.weights != "bf16",
+            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=whole, plain=True
         )
     if args.lora:
         add_lora(model, args.lora)
@@ -326,7 +344,7 @@ def main(argv: list[str] | None = None) -> None:
         chat.tokenizer.save_pretrained(folder)
         chat.rendering.save(folder)
     lock.close()
-    rewards = [r for _, r in trajectories if r is not None]
+    rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
     write_meta(args.out, args, [args.expert], trajectories=len(states), seconds=time.time() - started, **figures)
     finish(args.out)

@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -48,6 +47,7 @@ from qlass.models import (
 )
 from qlass.packing import PackedPairs, Pair, loss_tokens, pack, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
+from qlass.prompt_cache import reader
 from qlass.stage import (
     at_least,
     choices,
@@ -61,7 +61,7 @@ from qlass.stage import (
     write_meta,
 )  # fmt: skip
 from qlass.stats import spearman
-from qlass.token_tree import Prompts, batches
+from qlass.token_tree import batches
 from qlass.training import Training, finish
 
 PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096}  # Table 5, Eq. (11)
@@ -82,7 +82,7 @@ class QNet(nn.Module):
         self.head = nn.Sequential(  # App. A.2: two hidden layers of 1024, ReLU
             nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)
         ).to(backbone.device)  # fmt: skip
-        self.prompts, self.budget = Prompts(), 16_384
+        self.reader, self.budget = reader(backbone), 16_384
         self.computed = 0  # tokens put through the net for scores, padding included
         self._known: dict[tuple[State, str], float] = {}
 
@@ -95,7 +95,7 @@ class QNet(nn.Module):
 
     def train(self, mode: bool = True) -> QNet:
         """Training changes the weights: what was computed with the old ones is forgotten."""
-        self.prompts, self._known = Prompts(), {}
+        self.reader, self._known = reader(self.backbone), {}
         return super().train(mode)
 
     @torch.inference_mode()
@@ -111,15 +111,14 @@ class QNet(nn.Module):
         states = list(fresh)
         tails = [[self.chat.action(a, s.task) for a in fresh[s]] for s in states]
 
-        def values(inputs: dict, keep: int) -> torch.Tensor:
+        def values(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
             self.computed += inputs["input_ids"].numel()
-            return self(**inputs)[:, -keep:].float()
+            return self(**inputs)[:, columns].float()
 
-        runs, pad_id = [self.chat.message_tokens(s) for s in states], self.chat.tokenizer.pad_token_id
-        for n, out, _, last, paths in self.prompts.read(values, self.backbone, pad_id, self.budget, runs, tails):
+        prompts, pad_id = [self.chat.prompt_tokens(s) for s in states], self.chat.tokenizer.pad_token_id
+        for n, out, _, paths in self.reader.read(values, self.backbone, pad_id, self.budget, prompts, tails):
             v = out.cpu().numpy()
-            for action, path in zip(fresh[states[n]], paths, strict=True):
-                at = np.array(path) - last
+            for action, at in zip(fresh[states[n]], paths, strict=True):
                 self._known[states[n], action] = float(v[at[-1]] if self.readout == "last" else v[at].mean())
         return [[self._known[r.state, action] for action in r.actions] for r in requests]
 
@@ -134,12 +133,13 @@ class QNet(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, device: str | None = None, readout: str | None = None, load_in: str | None = None
-    ) -> QNet:
+        cls, folder: str | Path, device: str | None = None, readout: str | None = None, load_in: str | None = None,
+        plain: bool = False,
+    ) -> QNet:  # fmt: skip
         folder = Path(folder)
         if not (folder / "qnet.json").exists():
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
-        backbone, chat = load_checkpoint(folder, transformers.AutoModel, device, load_in)
+        backbone, chat = load_checkpoint(folder, transformers.AutoModel, device, load_in, plain=plain)
         try:
             about = json.loads((folder / "qnet.json").read_text(encoding="utf-8"))
             qnet = cls(backbone, chat, about["hidden"], readout or about["readout"])

@@ -13,8 +13,9 @@
     qlass   -N trajectories a task, each action the best of -M by QNet (Alg. 4); one QNet for each process reward
     tree    the best branch of each exploration tree, no new rollouts: what the trees alone are worth
 
-All keep a trajectory whose true reward reaches --threshold, which training tasks may tell. The model starts from where
-RUN/sft started, not from RUN/sft, and is trained in the same way on more data.
+rft and tree keep the trajectories whose true reward reaches --threshold, which training tasks may tell. qlass keeps
+all of them, as the paper does: Q takes the place of the outcome. With --threshold it filters too, which a table has to
+say. The model starts from where RUN/sft started, not from RUN/sft, and is trained in the same way on more data.
 """
 
 from __future__ import annotations
@@ -104,8 +105,14 @@ def demonstrations(record: dict, env: str) -> list[dict]:
     """What a checkpoint was trained on, by its meta.json's arguments."""
     trajectories = list(sft.read_trajectories(Path(record["expert"])))[: record["n_expert"]]
     return [
-        {"task_id": f"expert/{i}", "env": env, "task": state.task, "messages": state.dump(), "reward": reward}
-        for i, (state, reward) in enumerate(trajectories)
+        {
+            "task_id": record.get("task_id", f"expert/{i}"),
+            "env": env,
+            "task": state.task,
+            "messages": state.dump(),
+            "reward": record.get("reward"),
+        }
+        for i, (state, record) in enumerate(trajectories)
     ]
 
 
@@ -118,8 +125,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("-M", type=at_least(1), help="candidates a step (default: qlass 3, rft 1)")
     said = "trajectories a task (default: qlass 1, rft 3, so that both sample three times the actions)"
     add("-N", type=at_least(1), help=said)
-    said = "reward that a trajectory must reach (default: %(default)s)"
-    add("--threshold", type=at_least(0, float), default=1.0, help=said)
+    said = "reward that a trajectory must reach (default: qlass 0, all; others 1)"
+    add("--threshold", type=at_least(0, float), help=said)
     said = "number of training tasks (default: %(default)s; 0: all)"
     add("--limit", type=at_least(0), default=300, metavar="N", help=said)
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
@@ -131,6 +138,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.method == "rft" and (args.M or 1) > 1:
         raise UserError(f"-M {args.M}: rft has no QNet to choose among candidates; give -N, trajectories a task")
     args.name = args.name or args.method
+    args.threshold = float(args.method != "qlass") if args.threshold is None else args.threshold
     args.M, args.N = args.M or (1 if args.method == "rft" else 3), args.N or (3 if args.method == "rft" else 1)
     return args
 

@@ -20,10 +20,12 @@ from safetensors import SafetensorError
 from torch import nn
 
 from environments import UserError
+from qlass import parity
 from qlass.chat import Chat, Rendering
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of the attention, as Llama, Mistral, Qwen and Gemma name them
 SCALE = 2.0  # LoRA's alpha / rank
+MORE_TOKENS = 64  # that a tokenizer may have and its model not: some are published so (gemma-3-1b-it has one)
 LR = 2e-4  # if none is given: updates that start from 0 take larger steps than weights
 
 
@@ -51,10 +53,12 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def load_checkpoint(
-    path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False
-) -> tuple[Any, Chat]:
+    path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False,
+    plain: bool = False,
+) -> tuple[Any, Chat]:  # fmt: skip
     """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name.
 
+    plain: it is to read one sequence at a time; else it must give the outputs of plain sequences for a token tree.
     To be trained, it is float32: an AdamW step of 1e-5 is less than half a bf16 step of a weight above 0.005.
     """
     where, dtype = device_and_dtype(device)
@@ -64,14 +68,29 @@ def load_checkpoint(
     transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
     try:
         model, about = kind.from_pretrained(path, dtype=dtype, output_loading_info=True, **options)
-        chat = Chat(load_tokenizer(path), Rendering.load(path))
+        tokenizer, rendering = load_tokenizer(path), Rendering.load(path)
     except (OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not a checkpoint that transformers can load ({str(error).splitlines()[0]})") from None
     if about["missing_keys"]:  # transformers would draw them at random
         raise UserError(f"{path}: no weights for {min(about['missing_keys'])}; was the folder mixed from two?")
-    if len(chat.tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise UserError(f"{path}: its tokenizer has more tokens than its model; was the folder mixed from two?")
-    return model if load_in else model.to(where), chat
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > vocabulary + MORE_TOKENS:
+        raise UserError(f"{path}: its tokenizer has {len(tokenizer):,} tokens, its model {vocabulary:,}; "
+                        "was the folder mixed from two?")  # fmt: skip
+    model = model if load_in else model.to(where)
+    model.plain = plain
+    if not plain:
+        parity.check(model.eval(), str(path))
+    return model, Chat(tokenizer, rendering, vocabulary, context_of(model.config))
+
+
+def context_of(config: Any) -> int | None:
+    """How many tokens a model was made for; None: it does not tell, or its past is a state of one size."""
+    config = config.get_text_config()
+    scaling = getattr(config, "rope_parameters", None) or {}
+    if scaling.get("rope_type") in ("longrope", "dynamic"):  # other frequencies beyond it, for what was cached too
+        return scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
 
 
 def cosine(step: int, steps: int, warmup: float = 0.03) -> float:

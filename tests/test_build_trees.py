@@ -80,6 +80,23 @@ def test_the_second_pass_expands_the_experts_branch():
     assert root.children["left"].rollouts == 0 and root.children["right"].rollouts == 3 + RETRIES
 
 
+def test_under_a_bound_the_experts_nodes_come_before_what_the_first_pass_left():
+    _, asked, _, _ = grow(SCRIPT, width=3, rollouts=4, with_expert=True)
+    # Two branches as by hand above leave L, the root and R in the queue. The expert's root and R come before L.
+    assert asked[:5] == [((), NEW), (L, 1), (LR, 1), ((), NEW), (R, 1)]
+    assert [ask for ask in asked[5:] if ask[1] == NEW] == [((), NEW), (R, NEW)]
+
+
+@pytest.mark.parametrize("key", ["train0", "you stand at start"])
+def test_the_expert_branch_is_the_demonstration_where_there_is_one(key):
+    known = {key: ["Thought: mine\nAction: left", "Action: right", "Action: left"], "other": ["Action: right"]}
+    env = FakeEnv()
+    tree = exploration_tree(env, "train0", FREE, 0, 1, 0, True, demonstrations=known)
+    root, _ = run(tree, Script({(): "right", R: "left"}))
+    assert [path_of(n.state) for n in root.walk() if n.expert] == [L, LR, (*LR, "left")]
+    assert root.children["left"].action == "Thought: mine\nAction: left"
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_only_nodes_up_to_depth_d_are_expanded(depth):
     script = {(): "left right", L: "right left", LR: "left right", R: "left right", RR: "right left"}

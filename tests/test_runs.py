@@ -52,6 +52,8 @@ def parsed(command):
     """The arguments as the stage of a command reads them."""
     name, *flags = command
     module = importlib.import_module(name.removesuffix(".py"))
+    if hasattr(module, "__path__"):  # python -m PACKAGE
+        module = importlib.import_module(f"{name}.__main__")
     try:
         return (module.arguments if hasattr(module, "arguments") else module.parse_args)(flags)
     except SystemExit:

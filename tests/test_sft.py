@@ -217,9 +217,10 @@ def test_expert_files_in_all_layouts_are_the_same(tmp_path):
         "spaced.json": "\n " + json.dumps([ETO, ETO]),
     }.items():
         (tmp_path / name).write_text(text)
-        assert list(sft.read_trajectories(tmp_path / name)) == [(State(MESSAGES), None)] * 2
+        assert [state for state, _ in sft.read_trajectories(tmp_path / name)] == [State(MESSAGES)] * 2
     (tmp_path / "ours.jsonl").write_text(dump([ours]))
-    assert list(sft.read_trajectories(tmp_path / "ours.jsonl")) == [(State(MESSAGES, "a shirt"), 0.5)]
+    ((state, record),) = sft.read_trajectories(tmp_path / "ours.jsonl")
+    assert (state, record["reward"]) == (State(MESSAGES, "a shirt"), 0.5)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +266,7 @@ def test_a_demonstration_ends_with_the_experts_last_action():
 def test_a_stopped_demonstrator_plays_what_is_missing(tmp_path, monkeypatch):
     played, play = [], sft.demonstrate
     monkeypatch.setattr(sft, "demonstrate", lambda env, task: played.append(task) or play(env, task))
-    args = sft.parse(["--env", "frozenlake", "--run", str(tmp_path), "--n-expert", "4"])
+    args = sft.arguments(["--env", "frozenlake", "--run", str(tmp_path), "--n-expert", "4"])
     args.expert = tmp_path / "expert.jsonl"
     sft.collect(FakeEnv(), args)
     whole = args.expert.read_bytes()

@@ -22,7 +22,7 @@ from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
 from qlass.packing import Pair, pack, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
-from qlass.token_tree import Prompts
+from qlass.prompt_cache import PromptCache
 from train_qnet import QNet, pair_loss, sibling_accuracy
 
 LOSSES = ["all", "action", "last"]
@@ -147,7 +147,7 @@ def values_plainly(net: QNet, state: State, action: str) -> np.ndarray:
 def test_scores_do_not_depend_on_batch_padding_or_what_was_read_before(budget, room):
     for readout, of in (("last", lambda v: v[-1]), ("mean", np.mean)):
         net = qnet(readout=readout).eval()
-        net.budget, net.prompts = budget, Prompts(room)
+        net.budget, net.reader = budget, PromptCache(room)
         families: dict[State, list[str]] = {}
         for p in TREE:
             families.setdefault(p.state, []).append(p.action)

@@ -129,11 +129,16 @@ class FrozenLakeEnv(TextEnv):
         """Q*(s, a) of every cell, row by row, shape (cells, 4): see lake.q_star."""
         return lake.q_star(self.lake, gamma)
 
+    def _left(self, gone: int = 0) -> int | None:
+        return None if self.max_steps is None else max(0, self.max_steps - self.steps - gone)
+
     def q_star_of(self, action: str, gamma: float = 0.9) -> float:
-        """Q*(s, a) here; an invalid action only costs its step: gamma * max_a Q*(s, a)."""
-        q, move = self.q_star(gamma)[self.cell], action.strip().lower()
-        return float(q[lake.MOVES.index(move)] if move in lake.MOVES else gamma * q.max())
+        """Q*(s, a) here, within the steps that are left; an invalid action only costs its step."""
+        if (move := action.strip().lower()) in lake.MOVES:
+            return float(lake.q_star(self.lake, gamma, self._left())[self.cell, lake.MOVES.index(move)])
+        return gamma * float(lake.q_star(self.lake, gamma, self._left(1))[self.cell].max())
 
     def optimal_value(self, gamma: float = 0.9) -> float:
-        """What it is worth to have come here, gamma * max_a Q*(s, a): without slipping, gamma ** moves to the goal."""
-        return gamma * float(self.q_star(gamma)[self.cell].max())
+        """What it is worth to have come here, gamma * max_a Q*(s, a), within the steps that are left: without
+        slipping, gamma ** moves to the goal."""
+        return gamma * float(lake.q_star(self.lake, gamma, self._left())[self.cell].max())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,6 +70,19 @@ class WebShopEnv(TextEnv):
     def goal(self) -> dict:
         return self.shop.goals[self.index]
 
+    @property
+    def task(self) -> str:
+        return self.goal["instruction_text"]
+
+    @property
+    def left(self) -> float:
+        """Steps until the limit."""
+        return math.inf if self.max_steps is None else self.max_steps - self.steps
+
+    def page(self) -> str:
+        """The page at hand without the instruction above it."""
+        return self.shop.page(self.session).text
+
     def split_ids(self, split: str) -> list[str]:
         if split not in self.splits:
             raise UserError(f"webshop: unknown split {split!r}: choose one of {', '.join(self.splits)}")
@@ -96,7 +111,7 @@ class WebShopEnv(TextEnv):
 
     def _info(self) -> dict[str, Any]:
         clickables = list(self.shop.page(self.session).clickables)
-        about = {"task_id": str(self.index), "task": self.goal["instruction_text"]}
+        about = {"task_id": str(self.index), "task": self.task}
         return about | {"valid_actions": self.valid_actions(), "clickables": clickables}
 
     def valid_actions(self) -> list[str]:
@@ -122,8 +137,13 @@ class WebShopEnv(TextEnv):
 
     def optimal_value(self, gamma: float = 0.99) -> float:
         """The best discounted final reward within the steps that are left (engine.Shop.value); for ceilings only."""
-        left = 10**6 if self.max_steps is None else self.max_steps - self.steps
-        return self.shop.value(self.session, self.index, left, gamma)
+        return self.shop.value(self.session, self.index, min(self.left, 10**6), gamma)
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        return expert.shop(self)
+        return expert.read(self)
+
+    def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
+        return expert.know(self)
+
+    def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
+        return {name: partial(expert.rule, self, worth) for name, worth in expert.RULES.items()}
