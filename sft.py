@@ -27,6 +27,7 @@ from torch.nn.functional import cross_entropy
 
 import envs
 from environments import UserError
+from qlass import processes
 from qlass.chat import MARK, Chat, Rendering, State, mark, react
 from qlass.jsonl import checkpoint_folder, read_jsonl, replacing_folder
 from qlass.memory import check_memory, estimate
@@ -233,7 +234,7 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         return sft_loss(model(input_ids=ids, use_cache=False).logits, ids, torch.ones_like(ids, dtype=torch.bool))
 
-    print(check_memory(estimate(model, model.base_model, loss_of, args, longest), model.device), flush=True)
+    check_memory(estimate(model, model.base_model, loss_of, args, longest), model.device)
     optimizer = adamw((p for p in model.parameters() if p.requires_grad), args.lr, args.optim)
     pad_id = chat.tokenizer.pad_token_id
     fit = Training("sft", model, optimizer, args, [1] * len(examples), (ids for ids, _ in examples))
@@ -241,16 +242,12 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
         for update in fit.updates():
             batch = [examples[i] for i in update]
             n_wrote = sum(sum(wrote[1:]) for _, wrote in batch)
-            total, seen = 0.0, 0
-            for group in batches(batch, lambda e: len(e[0]), args.micro_tokens):  # gradient accumulation
+            for group in fit.share(batches(batch, lambda e: len(e[0]), args.micro_tokens)):  # gradient accumulation
                 ids, wrote = collate([batch[i] for i in group], pad_id, model.device)
                 with mixed_precision(model):
                     logits = model(input_ids=ids, use_cache=False).logits
-                loss = sft_loss(logits, ids, wrote) / n_wrote
-                loss.backward()
-                total += loss.item()
-                seen += ids.numel()
-            fit.step(total, seen)
+                fit.backward(sft_loss(logits, ids, wrote) / n_wrote, ids.numel())
+            fit.step()
         figures = validate(model, chat, validation, args)
         fit.validated(-figures["held_out_loss"] if figures else None, figures)
     return fit.figures()
@@ -310,10 +307,12 @@ def main(argv: list[str] | None = None) -> None:
     tiny = TINY | {"epochs": None}  # `train` counts them
     settle(args, tiny if args.model == "tiny" else PAPER | ({"lr": LR} if args.lora else {}))
     args.out = checkpoint_folder(args.out or args.run / "sft")
-    lock = only_writer(args.out)
+    processes.start()
+    lock = only_writer(args.out) if processes.first() else None
     torch.manual_seed(args.seed)
 
-    args.expert = args.expert or collect(env, args)
+    with processes.in_turn():
+        args.expert = args.expert or collect(env, args)
     trajectories = list(read_trajectories(args.expert))[: args.n_expert]
     if not trajectories:
         raise UserError(f"{args.expert}: no trajectories")
@@ -332,8 +331,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.lora:
         add_lora(model, args.lora)
     chat.rendering.candidates = args.candidates
-    write_meta(args.out, args, [args.expert])  # before training: what is stopped can be resumed as it was begun
+    if processes.first():
+        write_meta(args.out, args, [args.expert])  # before training: what is stopped can be resumed as it was begun
     figures = train(model, chat, states, args)
+    if not processes.first():
+        return
     if args.lora:
         merge(model)
     model.to(device_and_dtype(args.device)[1])  # as later stages load it

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from environments import UserError
+from qlass import processes
 from qlass.models import mixed_precision
 
 LENGTHS = (32, 64, 128)
@@ -123,14 +124,14 @@ def estimate(
     return memory
 
 
-def check_memory(memory: Callable[..., Memory], device: torch.device, shards: int = 1) -> str:
-    """What the first update will take, in words. UserError with flags that make it fit if a GPU has not so much."""
+def check_memory(memory: Callable[..., Memory], device: torch.device, shards: int = 1) -> None:
+    """Print what the first update will take. UserError with flags that make it fit if a GPU has not so much."""
     said = f"memory: {memory()}"
     if device.type != "cuda":
-        return said
+        return processes.say(said)
     room = torch.cuda.get_device_properties(device).total_memory
     if memory().on(shards) <= ROOM * room:
-        return f"{said}, of {room / 1e9:.0f}"
+        return processes.say(f"{said}, of {room / 1e9:.0f}")
     wider: dict[str, Any] = {}
     for name, value, _ in WAYS_OUT:
         wider[name] = value

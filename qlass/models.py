@@ -192,7 +192,8 @@ class RoundedAdamW(torch.optim.Optimizer):
                 v.lerp_(g.square_(), 1 - beta2)
                 size = (v / (1 - beta2 ** state["step"])).sqrt_().add_(eps)
                 exact = p.float().addcdiv_(m, size, value=-group["lr"] / (1 - beta1 ** state["step"]))
-                p.copy_(rounded(exact) if p.dtype == torch.bfloat16 else exact)
+                luck = torch.Generator(p.device).manual_seed(state["step"])  # the same in every process and resumption
+                p.copy_(rounded(exact, luck) if p.dtype == torch.bfloat16 else exact)
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)  # casts moments to the weights' dtype
@@ -202,10 +203,11 @@ class RoundedAdamW(torch.optim.Optimizer):
             self.state[p] = {k: v.to(p.device) if isinstance(v, torch.Tensor) else v for k, v in saved.items()}
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
+def rounded(x: torch.Tensor, luck: torch.Generator) -> torch.Tensor:
     """float32 to one of its two neighbours in bf16, each as likely as it is near."""
     bits = x.view(torch.int32)
-    bits = bits + torch.randint_like(bits, 1 << 16)  # bf16 is float32's upper half
+    below = torch.randint(1 << 16, bits.shape, generator=luck, device=bits.device, dtype=bits.dtype)
+    bits = bits + below  # bf16 is float32's upper half
     return bits.bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
 
 

@@ -41,6 +41,12 @@ def first() -> bool:
     return rank() == 0
 
 
+def say(text: str) -> None:
+    """Once for all processes."""
+    if first():
+        print(text, flush=True)
+
+
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
     """One process after the other: what the first makes is there for the others."""
