@@ -17,7 +17,7 @@ import envs
 import report as report_page
 from environments import UserError
 from experiments.qval import __main__ as qval
-from experiments.qval import code, judges, labels, metrics, report, targets
+from experiments.qval import code, judges, labels, metrics, published, report, targets
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import SCORERS, Call, Context, answer, available, embeddings, scorer
 from qlass.chat import Rendering, State, parse_action, react
@@ -611,3 +611,21 @@ def test_td_and_mc_targets_by_hand():
 
 def test_every_named_scorer_has_a_family():
     assert {family for family, _ in SCORERS.values()} <= set(report.FAMILIES)
+
+
+def test_published_files_are_read_with_their_failures(tmp_path, capsys):
+    def write(name, values, **config):
+        (tmp_path / name).write_text(json.dumps({"method_name": name, "values": values, "config": config}))
+        return str(tmp_path / name)
+
+    truth = write("gt.json", [float(v) for v in range(10)])
+    half = write("half.json", [float(v) if v % 2 else None for v in range(10)])
+    published.main([truth, half])
+    row = capsys.readouterr().out.splitlines()[2].split(" | ")
+    assert row[1:2] == ["0.500"] and row[2].startswith("1.000") and 0 < float(row[3].strip(" |")) < 0.7
+    best = write("gt_ranking.json", [1.0, 2.0, 3.0, 2.0, 1.0], candidate_counts=[3, 2])
+    wrong = write("ranking.json", [3.0, 2.0, 1.0, None, None], candidate_counts=[3, 2])
+    published.main([best, wrong])
+    assert "| 0.600 | -1.000 | -0.500 |" in capsys.readouterr().out
+    with pytest.raises(UserError, match="other points"):
+        published.main([truth, best])
