@@ -579,7 +579,8 @@ def test_the_whole_on_a_small_lake(tmp_path, agent, monkeypatch, capsys):
     torch.manual_seed(0)
     flags = ["--env", "frozenlake", "--env-option", "map=random4", "--run", str(tmp_path), "--sft", str(agent),
              "--actor", "random", "--trajectories", "3", "--points", "30", "--references", "exact", "expert", "policy",
-             "-K", "2", "--scorers", "random", "step_index", "oracle", "code", "--play", "6"]  # fmt: skip
+             "-K", "2", "--play", "6",
+             "--scorers", "random", "step_index", "oracle", "code", "logprob", "logprob_token"]  # fmt: skip
     monkeypatch.setattr(Policy, "sample", lambda self, requests: [say("right") * r.n for r in requests])
     qval.main(flags)
     shown = capsys.readouterr().out
@@ -596,7 +597,7 @@ def test_the_whole_on_a_small_lake(tmp_path, agent, monkeypatch, capsys):
     qval.main(flags)  # what is there is kept
     assert {path: path.read_bytes() for path in before} == before
     _, rows = report_page.alignment_table([tmp_path])
-    assert len(rows) == 16 and all(row[0].startswith("frozenlake map=random4") for row in rows)
+    assert len(rows) == 24 and all(row[0].startswith("frozenlake map=random4") for row in rows)
     with pytest.raises(UserError, match="--points 30, not 31"):
         qval.main([*flags, "--points", "31"])
 

@@ -222,20 +222,30 @@ def forest(study: Study, found: dict[str, Alignment]) -> Figure:
 # ----------------------------------------------------------------------------------------------------------- downstream
 
 
-def downstream(found: dict[str, Alignment], rewards: dict[str, dict[str, float]], draws: int = 2000) -> str:
-    """Which metric predicts what search gains: rank correlation over scorers, bootstrapped over the tasks played."""
-    names = [name for name in rewards if name in found and not math.isnan(found[name].rho.mean)]
-    if len(names) < 3:
+def downstream(
+    study: Study, found: dict[str, Alignment], rewards: dict[str, dict[str, float]], draws: int = 2000
+) -> str:
+    """Which metric predicts what search gains: rank correlation over scorers, bootstrapped over scorers and tasks.
+
+    The oracle is left out, and so are scores of the state alone, which all choose at random.
+    """
+    differ = {name for name, some in study.predictions.items() if any(len(set(scores)) > 1 for scores in some)}
+    names = [name for name in rewards if name in differ - {"oracle"} and not math.isnan(found[name].rho.mean)]
+    if len(names) < 4:
         return ""
     tasks = sorted(set.intersection(*(set(rewards[name]) for name in names)))
     table = np.array([[rewards[name][task] for task in tasks] for name in names])
-    lots = np.random.default_rng(0).integers(len(tasks), size=(draws, len(tasks)))
-    lines = ["| metric | rank correlation with reward [95 % over tasks] |", "|---|---|"]
+    rng = np.random.default_rng(0)
+    lots = [
+        (rng.integers(len(names), size=len(names)), rng.integers(len(tasks), size=len(tasks))) for _ in range(draws)
+    ]
+    lines = ["| metric | rank correlation with reward [95 % over scorers and tasks] |", "|---|---|"]
     for metric, of in (("rho per state", lambda a: a.rho.mean), ("top-1", lambda a: a.top_1),
                        ("gain", lambda a: a.gain), ("centred", lambda a: a.centred),
                        ("global", lambda a: a.overall), ("actor", lambda a: a.actor)):  # fmt: skip
         x = np.nan_to_num([of(found[name]) for name in names])
-        low, high = np.nanquantile([spearman(x, table[:, lot].mean(1)) for lot in lots], [0.025, 0.975])
+        drawn = [spearman(x[some], table[some][:, lot].mean(1)) for some, lot in lots]
+        low, high = np.nanquantile(drawn, [0.025, 0.975])
         lines.append(f"| {metric} | {spearman(x, table.mean(1)):.3f} [{low:.3f}, {high:.3f}] |")
     lines += ["", f"{len(names)} scorers, {len(tasks)} tasks.", "", "| scorer | reward |", "|---|---|"]
     ranked = sorted(zip(names, table.mean(1), strict=True), key=lambda pair: -pair[1])
@@ -258,7 +268,7 @@ def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, f
     for heading, text in (
         ("References", references_table(study)),
         ("What rollouts buy", rollouts_table(study)),
-        ("Alignment against downstream reward", downstream(study.alignments(first), rewards)),
+        ("Alignment against downstream reward", downstream(study, study.alignments(first), rewards)),
     ):
         parts += [f"### {heading}\n\n{text}"] if text else []
     text = "\n\n".join(parts) + "\n"
