@@ -62,7 +62,7 @@ def rollouts(
     alive = [(i, k, state, here) for i in range(len(actions)) for k in range(K)]
     texts, t = [actions[i] for i, *_ in alive], 0
     while alive:
-        going = []
+        going, requests = [], []
         for (i, k, s, snapshot), text in zip(alive, texts, strict=True):
             env.restore(snapshot)
             if t == 0 and hasattr(env, "chances"):
@@ -70,15 +70,13 @@ def rollouts(
             observation, reward, terminated, truncated, _ = env.step(parse_action(text))
             if terminated or truncated:
                 returns[i, k] = gamma**t * reward
-            else:
-                after = s.then(text, env.message(observation))
-                if rendering.markov:  # the same state, whatever led there: the agent reads it once
-                    after = State(after.messages[-1:], after.task)
-                going.append((i, k, after, env.snapshot()))
-        alive, t, requests = going, t + 1, []
-        for i, k, s, snapshot in alive:
-            env.restore(snapshot)
-            requests.append(ask(env, s, 1, (*key, i, k, t), rendering))
+                continue
+            after = s.then(text, env.message(observation))
+            if rendering.markov:  # the same state, whatever led there: the agent reads it once
+                after = State(after.messages[-1:], after.task)
+            going.append((i, k, after, env.snapshot()))
+            requests.append(ask(env, after, 1, (*key, i, k, t + 1), rendering))
+        alive, t = going, t + 1
         texts = [answer[0].text for answer in (yield requests)] if requests else []
     return [[round(float(value), 6) for value in row] for row in returns]
 
