@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -160,11 +160,11 @@ def table(study: Study, name: str, labels: list[list[float]], found: dict[str, A
     return told + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def references_table(study: Study) -> str:
+def references_table(study: Study, found: dict[str, dict[str, Alignment]]) -> str:
     """How far two sets of labels agree, and whether they order the scorers alike."""
     labels = study.labels()
     names = list(labels)
-    order = {n: [nan_last(a.rho.mean) for a in sorted_by_name(study.alignments(labels[n]))] for n in names}
+    order = {n: [nan_last(found[n][scorer].rho.mean) for scorer in sorted(found[n])] for n in names}
     lines = ["| labels | and | global | per state | order of the scorers |", "|---|---|---|---|---|"]
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
@@ -173,10 +173,6 @@ def references_table(study: Study) -> str:
             cells = (spearman(*flat), per, spearman(order[a], order[b]))
             lines.append(f"| {a} | {b} | " + " | ".join(map(cell, cells)) + " |")
     return "\n".join(lines) if len(names) > 1 else ""
-
-
-def sorted_by_name(found: dict[str, Alignment]) -> Iterable[Alignment]:
-    return [a for _, a in sorted(found.items())]
 
 
 def rollouts_table(study: Study) -> str:
@@ -258,17 +254,17 @@ def downstream(
 def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, float]]) -> str:
     """report.md, forest-*.png and alignment.json in `folder`; returns the report."""
     parts, record = [f"## {title}", NOTE.format(against=study.against)], {}
-    for name, labels in study.labels().items():
-        found = study.alignments(labels)
-        parts.append(table(study, name, labels, found))
+    all_labels = study.labels()
+    every = {name: study.alignments(labels) for name, labels in all_labels.items()}
+    for name, found in every.items():
+        parts.append(table(study, name, all_labels[name], found))
         record[name] = {scorer: {"family": study.families[scorer], **a.row()} for scorer, a in found.items()}
         path = folder / f"forest-{name.replace(' ', '-')}.png"
         path.with_suffix(".svg").write_text(save(forest(study, found), path), encoding="utf-8")
-    first = next(iter(study.labels().values()))
     for heading, text in (
-        ("References", references_table(study)),
+        ("References", references_table(study, every)),
         ("What rollouts buy", rollouts_table(study)),
-        ("Alignment against downstream reward", downstream(study, study.alignments(first), rewards)),
+        ("Alignment against downstream reward", downstream(study, next(iter(every.values())), rewards)),
     ):
         parts += [f"### {heading}\n\n{text}"] if text else []
     text = "\n\n".join(parts) + "\n"
