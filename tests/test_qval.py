@@ -166,6 +166,17 @@ def test_the_maximum_of_more_rollouts_is_no_less(returns):
     assert best == sorted(best)
 
 
+def test_on_slippery_ice_the_mean_tends_to_the_exact_value_and_the_maximum_above_it():
+    env = envs.make("frozenlake", map="4x4", slippery=True, stray=0)
+    (point, *_) = [p for task in env.task_ids("all") for p in walked(env, task)]
+    line, _ = run(labels.label(env, point, "expert", 400, 0.9, RENDERING), answered(Script({})))
+    assert set(labels.variants("expert", [line["returns"]])) == {"expert max", "expert mean"}
+    point.restore(env)
+    truth = [labels.exact(env, parse_action(a), 0.9) for a in point.candidates]
+    (mean,), (best,) = labels.values([line], "mean"), labels.values([line], "max")
+    assert mean == pytest.approx(truth, abs=0.05) and all(b > 2 * t for b, t in zip(best, truth, strict=True))
+
+
 def test_the_expert_plays_on_from_any_state():
     env = envs.make("alfworld")
     env.reset(options={"task_id": env.task_ids("test")[0]})

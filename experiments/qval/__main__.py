@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
         if [r["hash"] for r in found] != [p.hash for p in points]:
             raise UserError(f"{path}: labels of other points; delete it")
         returns[reference] = [r["returns"] for r in found]
-        for name, how in labels.variants(reference).items():
+        for name, how in labels.variants(reference, returns[reference]).items():
             config = {"reference": reference, "rollouts": len(returns[reference][0][0]), "discount_factor": args.gamma}
             values = labels.values(found, how)
             report.write_prediction(args.out / "labels", name.replace(" ", "-"), points, values, config, "gt")

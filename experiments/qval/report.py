@@ -110,7 +110,7 @@ class Study:
         return {
             name: reference_labels.values([{"returns": some} for some in returns], how)
             for reference, returns in self.returns.items()
-            for name, how in reference_labels.variants(reference).items()
+            for name, how in reference_labels.variants(reference, returns).items()
         }
 
     def alignments(self, labels: list[list[float]]) -> dict[str, Alignment]:
@@ -148,7 +148,7 @@ def table(study: Study, name: str, labels: list[list[float]], found: dict[str, A
         figures = (a.failed_last, a.coverage, a.top_1, a.gain, a.centred, a.overall, a.tau, a.actor)
         rows.append(row + [cell(value) for value in figures])
     reference = name.split()[0]
-    how = reference_labels.variants(reference)[name]
+    how = reference_labels.variants(reference, study.returns[reference])[name]
     tied = sum(not metrics.ordered(of) for of in labels)
     noise = metrics.label_ceiling(study.tasks, study.returns[reference], how)
     ties = metrics.permutation_ceiling(study.tasks, labels)
@@ -178,17 +178,20 @@ def references_table(study: Study, found: dict[str, dict[str, Alignment]]) -> st
 def rollouts_table(study: Study) -> str:
     """Labels from the first K rollouts against the exact ones: what K buys, for the maximum and for the mean."""
     truth = next((r for r in ("exact", "planner") if r in study.returns), None)
-    if truth is None or "policy" not in study.returns:
+    drawn = {r: returns for r, returns in study.returns.items() if len(reference_labels.variants(r, returns)) > 1}
+    if truth is None or not drawn:
         return ""
     exact = study.labels()[truth]
     taken = [point.taken for point in study.points]
-    most = min(len(some) for state in study.returns["policy"] for some in state)
-    lines = [f"| K | of the returns | rho per state with {truth} [95 %] | global | top-1 |", "|---|---|---|---|---|"]
-    for k in [2**i for i in range(most.bit_length()) if 2**i <= most]:
-        first = [{"returns": [some[:k] for some in state]} for state in study.returns["policy"]]
-        for how in ("max", "mean"):
-            a = alignment(study.tasks, taken, reference_labels.values(first, how), exact)
-            lines.append(f"| {k} | {how} | {a.rho} | {cell(a.overall)} | {cell(a.top_1)} |")
+    head = f"| reference | K | of the returns | rho per state with {truth} [95 %] | global | top-1 |"
+    lines = [head, "|---" * 6 + "|"]
+    for reference, returns in drawn.items():
+        most = min(len(some) for state in returns for some in state)
+        for k in [2**i for i in range(most.bit_length()) if 2**i <= most]:
+            first = [{"returns": [some[:k] for some in state]} for state in returns]
+            for how in ("max", "mean"):
+                a = alignment(study.tasks, taken, reference_labels.values(first, how), exact)
+                lines.append(f"| {reference} | {k} | {how} | {a.rho} | {cell(a.overall)} | {cell(a.top_1)} |")
     return "\n".join(lines)
 
 
