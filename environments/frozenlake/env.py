@@ -124,6 +124,9 @@ class FrozenLakeEnv(TextEnv):
         self._load(task_id)
         self.cell, self.steps, self.chances = cell, steps, copy.deepcopy(chances)
 
+    def reseed(self, seed: int) -> None:
+        self.chances, _ = seeding.np_random(seed)
+
     def q_star(self, gamma: float = 0.9) -> np.ndarray:
         """Q*(s, a) of every cell, row by row, shape (cells, 4): see lake.q_star."""
         return lake.q_star(self.lake, gamma)
