@@ -23,35 +23,26 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
-import time
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from tqdm import tqdm
 
 import envs
 from environments import UserError
-from q_search import Method, play
+from experiments.learning import add_learning, batch_of, learn, load, step
 from qlass.chat import Chat, Rendering, State, parse_action, uniforms
 from qlass.decisions import Decision, PackedDecisions, pack
 from qlass.driver import Sample, ask, drive
-from qlass.jsonl import Resumable, checkpoint_folder
-from qlass.models import adamw, add_lora, load_checkpoint, save_checkpoint
 from qlass.policy import Policy
-from qlass.stage import add_arguments, needed, parse_arguments, run_stage, same_arguments, stage_argv, write_meta
+from qlass.stage import parse_arguments, run_stage
 
 LR = {"webshop": 1e-3, "alfworld": 1e-4, "frozenlake": 3e-4}  # of the tiny model; the learning rate decides everything
-LR_PRETRAINED, LR_LORA = 1e-6, 1e-5  # the released code's, and what updates from 0 take
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
 CLIP, DUAL_CLIP = 0.2, 3.0
-WARMUP = 4  # updates
 MAX_TOKENS = 2048  # of a packed tree
 FIGURES = ("reward", "flat", "kl", "entropy", "clipped")  # means of a batch; flat: tasks whose leaves earn the same
 
@@ -189,8 +180,8 @@ def prepared(model: Any, reference: Any, chat: Chat, forests: Iterable[list[Tree
     return [(p, torch.stack([*weights[:, p.owner], p.logprobs(model)[0], p.logprobs(reference)[0]])) for p in packs]
 
 
-def update(model: Any, optimizer: torch.optim.Optimizer, batch: Minibatch, kl: float, bonus: float) -> list[float]:
-    """One step on the mean over the choices of all trajectories; the means of KL, entropy and what was clipped."""
+def gradients(model: Any, batch: Minibatch, kl: float, bonus: float) -> list[float]:
+    """Of the mean loss over the choices of all trajectories; returns the means of KL, entropy and what was clipped."""
     n, figures = sum(float(known[2].sum()) for _, known in batch), torch.zeros(3)
     for p, (up, down, visits, old, reference) in batch:
         logp, entropy = p.logprobs(model)
@@ -198,17 +189,15 @@ def update(model: Any, optimizer: torch.optim.Optimizer, batch: Minibatch, kl: f
         clipped = ((logp.detach() - old).exp() - 1).abs() > CLIP
         seen = torch.stack([low_variance_kl(logp, reference), entropy, clipped.float()])
         figures += (seen.detach() * visits / n).sum(1).cpu()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
     return figures.tolist()
 
 
 def one_batch(
-    model: Any, reference: Any, optimizer: torch.optim.Optimizer, chat: Chat, env: envs.TextEnv, tasks: Sequence[str],
-    last: dict, lr: float, args: Any,
+    model: Any, reference: Any, optimizer: torch.optim.Optimizer, chat: Chat, env: envs.TextEnv, last: dict, lr: float,
+    args: argparse.Namespace,
 ) -> dict:  # fmt: skip
-    """Trees of these tasks and the updates on them: the next line of updates.jsonl, whose budgets are sums."""
+    """Trees of some tasks and the updates on them: the next line of updates.jsonl."""
+    tasks = batch_of(env.task_ids("train"), args.seed, last["batch"], args.tasks)
     batch, shape = last["batch"] + 1, (args.M, args.draws, args.rounds)
     policy = Policy(model, chat, args.seed)  # a new one: what the last one remembers is of the weights before
     growing = (forest(env.fork(), t, *shape, chat.rendering, ("grpo", batch, i)) for i, t in enumerate(tasks))
@@ -216,10 +205,9 @@ def one_batch(
     parts = [forests[i : i + args.minibatch] for i in range(0, len(forests), args.minibatch)]
     batches = [prepared(model, reference, chat, part, args.advantage) for part in parts]
     figures = []
-    for step, minibatch in enumerate(batches, last["updates"] + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, step / WARMUP)  # then constant
-        figures.append(update(model, optimizer, minibatch, args.kl, args.entropy))
+    for number, minibatch in enumerate(batches, last["updates"] + 1):
+        figures.append(gradients(model, minibatch, args.kl, args.entropy))
+        step(optimizer, lr, number)
     rewards = [np.concatenate([tree.rewards for tree in trees]) for trees in forests]
     means = [np.mean([r.mean() for r in rewards]), np.mean([np.ptp(r) < 1e-9 for r in rewards]), *np.mean(figures, 0)]
     return {
@@ -231,59 +219,23 @@ def one_batch(
     }
 
 
-def task_order(tasks: Sequence[str], seed: int) -> Iterator[str]:
-    """The training tasks in passes, each in an order of its own."""
-    for turn in range(1 << 30):
-        lots = uniforms(len(tasks), "order", seed, turn)
-        yield from (tasks[i] for i in np.argsort(lots))
-
-
-def validation(model: Any, chat: Chat, env: envs.TextEnv, tasks: Sequence[str]) -> float:
-    """Mean reward of the greedy agent."""
-    policy = Policy(model, chat)
-    played = drive(
-        (play(env.fork(), t, Method("greedy"), chat) for t in tasks), {Sample: policy.sample}, env.side_by_side
-    )
-    return float(np.mean([line["reward"] for line in played]))
-
-
-def why_stop(lines: Sequence[dict], patience: int = 8) -> str:
-    """Why no more should be spent, "" if it should."""
-    tested = [line["val"] for line in lines if line["val"] is not None]
-    if len(tested) > 2 and max(tested[-2:]) < 0.75 * max(tested):
-        return f"validation fell from {max(tested):.3f} to {tested[-1]:.3f}: lower --lr, or raise --kl"
-    recent = lines[1:][-patience:]
-    if len(recent) == patience and np.mean([line["flat"] for line in recent]) > 0.95:
-        if np.mean([line["reward"] for line in recent]) > 0.9:
-            return "nearly all trajectories of a task earn the same, and much: nothing is left to learn"
-        return "nearly all trajectories of a task earn the same, so nothing is learned: lower --lr, or raise --entropy"
-    return ""
-
-
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Released: M = 2, N = 2, L = 1.")
-    add_arguments(parser)
+    add_learning(parser, every=4)
     add = parser.add_argument
     add("-M", type=int, default=2, help="trees a task (default: %(default)s)")
     add("--draws", type=int, default=2, metavar="N", help="branches a tree and round (default: %(default)s)")
     add("--rounds", type=int, default=1, metavar="L", help="rounds (default: %(default)s; 0: chain GRPO)")
     add("--advantage", choices=["both", "inter", "intra"], default="both", help="groups (default: %(default)s)")
-    add("--budget", type=float, default=1e6, metavar="N", help="when to stop (default: %(default).0f)")
-    add("--budget-in", choices=["tokens", "env_steps"], default="tokens", help="default: tokens, each unique one once")
     add("--tasks", type=int, default=32, metavar="N", help="a batch (default: %(default)s; released: 512)")
     add("--minibatch", type=int, default=16, metavar="N", help="tasks an update (default: %(default)s; released: 64)")
     add("--lr", type=float, help="default: 1e-6; tiny: webshop 1e-3, alfworld 1e-4, others 3e-4")
     add("--kl", type=float, default=1e-3, help="weight of the KL to RUN/sft (default: %(default)s)")
     add("--entropy", type=float, default=1e-3, help="weight of the entropy bonus (default: %(default)s)")
-    add("--val", type=int, default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
-    add("--every", type=int, default=4, metavar="N", help="batches between validations (default: %(default)s)")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: tree_grpo, or grpo with --rounds 0)")
-    add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
-    add("--lora", type=int, metavar="RANK", help="train updates of this rank instead of the weights")
-    add("--device")
     args = parse_arguments(parser, argv)
     if args.M * (args.draws * args.rounds + 1) < 2:
         raise UserError(
@@ -295,64 +247,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    started = time.time()
     env = envs.from_arguments(args)
-    args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
-    out = checkpoint_folder(args.run / f"sft-{args.name}")
-    log, resume = out.with_name(out.name + ".updates.jsonl"), out.with_name(out.name + ".resume.pt")
-    same_arguments(log, args, ["sft", "M", "draws", "rounds", "advantage", "tasks", "minibatch", "lr", "kl", "entropy",
-                               "val", "every", "lora"])  # fmt: skip
-    write_meta(log, args, [args.sft])
+    model, chat, optimizer, lr = load(args, LR.get(args.env, 3e-4))
+    reference = copy.deepcopy(model)  # LoRA's updates are still 0
 
-    model, chat = load_checkpoint(args.sft, transformers.AutoModelForCausalLM, args.device, train=not args.lora)
-    reference = copy.deepcopy(model).eval()
-    small = sum(p.numel() for p in model.parameters()) < 50e6
-    lr = args.lr or (LR.get(args.env, 3e-4) if small else LR_LORA if args.lora else LR_PRETRAINED)
-    torch.manual_seed(args.seed)
-    if args.lora:
-        add_lora(model, args.lora)
-    optimizer = adamw((p for p in model.parameters() if p.requires_grad), lr)
-    saved = torch.load(resume, map_location=model.device) if resume.exists() else {"lines": 0}
-    updates = Resumable(log, lambda lines: saved["lines"] if len(lines) >= saved["lines"] else 0)
-    lines = updates.records
-    if lines:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+    def batch(last: dict) -> dict:
+        return one_batch(model, reference, optimizer, chat, env, last, lr, args)
 
-    tested, order = env.task_ids("val")[: args.val or None], task_order(env.task_ids("train"), args.seed)
-    order = itertools.islice(order, max(0, len(lines) - 1) * args.tasks, None)
-    last = lines[-1] if lines else {"batch": -1, "updates": 0, "tokens": 0, "env_steps": 0}
-    why, bar = "", tqdm(total=int(args.budget), initial=last[args.budget_in], desc=args.name, disable=None)
-    while not lines or (last[args.budget_in] < args.budget and not (why := why_stop(lines))):
-        if lines:
-            drawn = list(itertools.islice(order, args.tasks))
-            line = one_batch(model, reference, optimizer, chat, env, drawn, last, lr, args)
-        else:  # the agent as it comes
-            line = last | {"batch": 0} | dict.fromkeys(FIGURES)
-        due = line["batch"] % args.every == 0 or line[args.budget_in] >= args.budget
-        line["val"] = round(validation(model, chat, env, tested), 6) if due else None
-        updates.append([line])
-        lines.append(line)
-        bar.update(line[args.budget_in] - last[args.budget_in])
-        last = line
-        if due:
-            if line["val"] > max((x["val"] for x in lines[:-1] if x["val"] is not None), default=-np.inf):
-                save_checkpoint(model, chat, out)
-            draft = resume.with_suffix(".draft")
-            torch.save({"lines": len(lines), "model": model.state_dict(), "optimizer": optimizer.state_dict()}, draft)
-            draft.replace(resume)
-    bar.close()
-    updates.close()
-    best = max((x for x in lines if x["val"] is not None), key=lambda x: x["val"])
-    figures = {"lr": lr, "best": best, "last": last, "stopped": why or None, "seconds": time.time() - started}
-    for path in (log, out):
-        write_meta(path, args, [args.sft], **figures)
-    if why:
-        print(f"stopped after batch {last['batch']}: {why}")
-    print(f"{out}: validation {lines[0]['val']:.3f} -> {best['val']:.3f} at batch {best['batch']} "
-          f"({best['tokens']:,} tokens, {best['env_steps']:,} environment steps)")  # fmt: skip
-    print(f"next: python q_search.py --env {args.env} --run {args.run} --sft {out} --label {args.name} --method greedy "
-          f"--out {args.run}/results-{args.name}.jsonl")  # fmt: skip
+    names = ["M", "draws", "rounds", "advantage", "tasks", "minibatch", "kl", "entropy"]
+    learn(args, env, model, chat, optimizer, batch, names)
 
 
 if __name__ == "__main__":

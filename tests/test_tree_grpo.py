@@ -14,24 +14,23 @@ from torch.testing import assert_close
 
 import envs
 from environments import UserError
-from experiments import tree_grpo
+from experiments import learning, tree_grpo
+from experiments.learning import why_stop
 from experiments.tree_grpo import (
     Node,
     Tree,
     advantages,
     dual_clip,
     forest,
+    gradients,
     low_variance_kl,
     policy_loss,
     prepared,
     shares,
-    update,
-    why_stop,
 )
 from qlass.chat import Rendering, State
 from qlass.decisions import Decision, pack
 from qlass.driver import Sample, drive
-from qlass.models import adamw
 from qlass.policy import Policy
 
 # ------------------------------------------------------------------------------------------------------------- forests
@@ -245,7 +244,7 @@ def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, 
         part.backward()
         total += part.item()
     assert sum(float(weights[2, p.owner].sum()) for p in packs) == n
-    assert total == pytest.approx(float(loss) / n, abs=1e-5)
+    assert total == pytest.approx(loss.item() / n, abs=1e-5)
     for name, p in model.named_parameters():
         assert_close(p.grad, plain[name], atol=2e-5, rtol=1e-3)
 
@@ -298,7 +297,7 @@ def test_the_first_minibatch_has_ratio_one(world):
         assert torch.equal(p.logprobs(model)[0], old)
         assert not torch.allclose(old, reference)
     batch = prepared(model, model, chat, forests, "both")
-    kl, entropy, clipped = update(model, adamw(model.parameters(), 0.0), batch, 0.1, 0.1)
+    kl, entropy, clipped = gradients(model, batch, 0.1, 0.1)
     assert (kl, clipped) == (0.0, 0.0) and entropy > 0
 
 
@@ -329,7 +328,7 @@ def test_it_learns_the_best_leaf_of_a_written_world(fake_world, agent, tmp_path,
     assert lines[-1]["entropy"] < lines[1]["entropy"] and lines[-1]["kl"] > lines[1]["kl"]
     assert "validation" in capsys.readouterr().out
     policy = Policy.load(tmp_path / "sft-tree_grpo")  # the best one is kept
-    assert tree_grpo.validation(policy.model, policy.chat, FakeEnv(), ["test0"]) == 1.0
+    assert learning.validation(policy.model, policy.chat, FakeEnv(), ["test0"]) == 1.0
 
 
 def contents(run):
