@@ -66,13 +66,13 @@ def step(optimizer: torch.optim.Optimizer, lr: float, number: int) -> None:
     optimizer.zero_grad()
 
 
-def task_order(tasks: Sequence[str], seed: int) -> Iterator[str]:
-    """The training tasks in passes, each in an order of its own."""
+def task_order(tasks: Sequence[Any], seed: int) -> Iterator[Any]:
+    """Tasks in passes, each in an order of its own."""
     for turn in itertools.count():
         yield from (tasks[i] for i in np.argsort(uniforms(len(tasks), "order", seed, turn)))
 
 
-def batch_of(tasks: Sequence[str], seed: int, number: int, size: int) -> list[str]:
+def batch_of(tasks: Sequence[Any], seed: int, number: int, size: int) -> list[Any]:
     """The tasks of batch `number`, from 0."""
     return list(itertools.islice(task_order(tasks, seed), number * size, (number + 1) * size))
 
