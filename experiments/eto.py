@@ -29,7 +29,7 @@ from torch.nn.functional import logsigmoid
 
 import envs
 from environments import UserError
-from experiments.learning import add_learning, batch_of, learn, load, step
+from experiments.learning import add_learning, batch_of, learn, load, room, step
 from experiments.self_train import OTHER_LUCK, play
 from q_search import Method
 from qlass.chat import Chat, State
@@ -41,7 +41,6 @@ from qlass.policy import Policy
 from qlass.stage import must_exist, needed, parse_arguments, run_stage, stage_argv
 
 LR = {"webshop": 1e-4, "alfworld": 3e-5, "frozenlake": 1e-4}  # of the tiny model
-MAX_TOKENS = 2048  # of a packed tree
 GAP = 0.05  # siblings whose q differ by less are level
 
 Preference = tuple[list[Decision], list[Decision]]  # what is preferred, to what
@@ -92,12 +91,12 @@ def dpo_loss(
 
 
 def packed(
-    chat: Chat, preferences: Sequence[Preference]
+    chat: Chat, preferences: Sequence[Preference], most: int
 ) -> Iterator[tuple[PackedDecisions, list[tuple[int, int, int]]]]:
     """Some pairs as one token tree, and (pair, side, decision) of each step: side 0 is preferred to side 1."""
     tree, steps, known, pairs = PackedDecisions(), [], {}, 0
     for preference in preferences:
-        if pairs and len(tree.tree) > MAX_TOKENS / 2:
+        if pairs and len(tree.tree) > most / 2:
             yield tree, steps
             tree, steps, known, pairs = PackedDecisions(), [], {}, 0
         for side, trajectory in enumerate(preference):
@@ -128,7 +127,7 @@ def train(
     loss_sum, right, tokens = 0.0, 0, 0
     for start in range(0, len(preferences), args.batch):
         batch = preferences[start : start + args.batch]
-        for tree, steps in packed(chat, batch):
+        for tree, steps in packed(chat, batch, room(model)):
             with torch.no_grad():
                 anchor = trajectory_logprobs(reference, tree, steps)
             logp = trajectory_logprobs(model, tree, steps)

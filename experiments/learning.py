@@ -28,6 +28,7 @@ from qlass.policy import Policy
 from qlass.stage import add_arguments, needed, same_arguments, stage_argv, write_meta
 
 WARMUP = 4  # updates
+SMALL = 50e6  # parameters
 LR_PRETRAINED, LR_LORA = 1e-6, 1e-5
 SPENT = {"batch": -1, "updates": 0, "tokens": 0, "env_steps": 0}  # before the first line
 
@@ -48,12 +49,17 @@ def load(args: argparse.Namespace, lr: float) -> tuple[Any, Chat, torch.optim.Op
     """The agent, its optimiser and its learning rate: --lr, else `lr` for the tiny model."""
     args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
     model, chat = load_checkpoint(args.sft, transformers.AutoModelForCausalLM, args.device, train=not args.lora)
-    small = sum(p.numel() for p in model.parameters()) < 50e6
+    small = model.num_parameters() < SMALL
     torch.manual_seed(args.seed)
     if args.lora:
         add_lora(model, args.lora)
     lr = args.lr or (lr if small else LR_LORA if args.lora else LR_PRETRAINED)
     return model.eval(), chat, adamw((p for p in model.parameters() if p.requires_grad), lr), lr
+
+
+def room(model: Any) -> int:
+    """Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed twice."""
+    return 1024 if model.num_parameters() < SMALL else 8192
 
 
 def step(optimizer: torch.optim.Optimizer, lr: float, number: int) -> None:

@@ -33,7 +33,7 @@ import torch
 
 import envs
 from environments import UserError
-from experiments.learning import add_learning, batch_of, learn, load, step
+from experiments.learning import add_learning, batch_of, learn, load, room, step
 from qlass.chat import Chat, Rendering, State, parse_action, uniforms
 from qlass.decisions import Decision, PackedDecisions, pack
 from qlass.driver import Sample, ask, drive
@@ -43,7 +43,6 @@ from qlass.stage import parse_arguments, run_stage
 LR = {"webshop": 1e-3, "alfworld": 1e-4, "frozenlake": 3e-4}  # of the tiny model; the learning rate decides everything
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
 CLIP, DUAL_CLIP = 0.2, 3.0
-MAX_TOKENS = 2048  # of a packed tree
 FIGURES = ("reward", "flat", "kl", "entropy", "clipped")  # means of a batch; flat: tasks whose leaves earn the same
 
 # ----------------------------------------------------------------------------------------------------------- rollouts
@@ -176,7 +175,7 @@ def prepared(model: Any, reference: Any, chat: Chat, forests: Iterable[list[Tree
     """What is known of some tasks before a batch's first update."""
     found = shares(forests, kind)
     weights = torch.tensor(list(found.values()), device=model.device).T
-    packs = pack(chat, list(found), MAX_TOKENS)
+    packs = pack(chat, list(found), room(model))
     return [(p, torch.stack([*weights[:, p.owner], p.logprobs(model)[0], p.logprobs(reference)[0]])) for p in packs]
 
 

@@ -81,8 +81,7 @@ def pairs():
 
 
 @pytest.mark.parametrize("room", [1, 2048])
-def test_packed_pairs_have_the_loss_and_the_gradient_of_trajectories_one_by_one(pairs, room, monkeypatch):
-    monkeypatch.setattr(eto, "MAX_TOKENS", room)
+def test_packed_pairs_have_the_loss_and_the_gradient_of_trajectories_one_by_one(pairs, room):
     chat = word_chat()
     model, reference = tiny_lm(chat), tiny_lm(chat, 1)
 
@@ -101,7 +100,7 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_trajectories_one_by_one(
     plain.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    packs = list(packed(chat, pairs))
+    packs = list(packed(chat, pairs, room))
     assert len(packs) == (len(pairs) if room == 1 else 1)
     total = 0.0
     for some, steps in packs:
@@ -117,7 +116,7 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_trajectories_one_by_one(
 def test_what_a_pair_shares_is_computed_once_and_cancels():
     chat = word_chat()
     (win, lose) = (decisions(trajectory("left", "left", *rest)["messages"]) for rest in (["left"], ["right"]))
-    ((some, steps),) = packed(chat, [(win, lose)])
+    ((some, steps),) = packed(chat, [(win, lose)], 2048)
     assert len(steps) == 6 and len(set(some.owner)) == 4  # two shared steps, two of their own
     model = tiny_lm(chat)
     logp = trajectory_logprobs(model, some, steps)
