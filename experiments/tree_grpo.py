@@ -15,8 +15,9 @@ add up there: outcome rewards become a signal for steps, without a value network
 
 Where it differs from the released code (AMAP-ML/Tree-GRPO): chains and trees have the same warm-up (there .5 and .285
 of the run); log-probabilities are of the distribution that was sampled from (there top-p .95 against the full softmax);
-a group of one has advantage 0 (there its reward); among valid actions the ratio is an action's, not a token's; a large
-KL or clipped share does not stop a run, validation does. As there, equal siblings are not merged, and all leaves count.
+a group of one has advantage 0 (there its reward); among valid actions the ratio is an action's, not a token's;
+validation keeps the best checkpoint (there the last). As there, equal siblings are not merged and all leaves count.
+--advantage states groups, in place of a tree's leaves, the visits to an equal observation (GiGPO, Feng et al. 2025).
 """
 
 from __future__ import annotations
@@ -122,7 +123,21 @@ def advantages(rewards: list[list[float]], kind: str = "both") -> list[np.ndarra
     """A = A_inter + A_intra of each leaf, from the rewards of the task's trees: among all leaves, in its own tree."""
     inter = np.split(normalised(np.concatenate(rewards)), np.cumsum([len(tree) for tree in rewards])[:-1])
     intra = [normalised(tree) for tree in rewards]
-    return {"inter": inter, "intra": intra, "both": [a + b for a, b in zip(inter, intra, strict=True)]}[kind]
+    both = [a + b for a, b in zip(inter, intra, strict=True)]
+    return {"inter": inter, "intra": intra, "both": both, "states": inter}[kind]
+
+
+def step_advantages(leaves: Sequence[Node]) -> list[np.ndarray]:
+    """GiGPO's second term, of each step of each leaf: its reward among those of all steps from an equal observation."""
+    visits: dict[str, list[tuple[int, int]]] = {}
+    for i, leaf in enumerate(leaves):
+        for t, decision in enumerate(leaf.path):
+            visits.setdefault(decision.state.messages[-1][1], []).append((i, t))
+    found = [np.zeros(len(leaf.path)) for leaf in leaves]
+    for group in visits.values():
+        for (i, t), a in zip(group, normalised([leaves[i].reward for i, _ in group]), strict=True):
+            found[i][t] = a
+    return found
 
 
 def shares(forests: Iterable[list[Tree]], kind: str) -> dict[Decision, tuple[float, float, int]]:
@@ -132,11 +147,13 @@ def shares(forests: Iterable[list[Tree]], kind: str) -> dict[Decision, tuple[flo
     """
     found: dict[Decision, tuple[float, float, int]] = {}
     for trees in forests:
-        for tree, values in zip(trees, advantages([tree.rewards for tree in trees], kind), strict=True):
-            for leaf, a in zip(tree.leaves, values.tolist(), strict=True):
-                for decision in leaf.path:
-                    up, down, visits = found.get(decision, (0.0, 0.0, 0))
-                    found[decision] = up + max(a, 0.0), down + max(-a, 0.0), visits + 1
+        leaves = [leaf for tree in trees for leaf in tree.leaves]
+        values = np.concatenate(advantages([tree.rewards for tree in trees], kind))
+        extra = step_advantages(leaves) if kind == "states" else [np.zeros(len(leaf.path)) for leaf in leaves]
+        for leaf, a, more in zip(leaves, values, extra, strict=True):
+            for decision, each in zip(leaf.path, (a + more).tolist(), strict=True):
+                up, down, visits = found.get(decision, (0.0, 0.0, 0))
+                found[decision] = up + max(each, 0.0), down + max(-each, 0.0), visits + 1
     return found
 
 
@@ -228,7 +245,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("-M", type=int, default=2, help="trees a task (default: %(default)s)")
     add("--draws", type=int, default=2, metavar="N", help="branches a tree and round (default: %(default)s)")
     add("--rounds", type=int, default=1, metavar="L", help="rounds (default: %(default)s; 0: chain GRPO)")
-    add("--advantage", choices=["both", "inter", "intra"], default="both", help="groups (default: %(default)s)")
+    kinds = ["both", "inter", "intra", "states"]
+    add("--advantage", choices=kinds, default="both", help="groups: inter and intra (default), or one of them; states")
     add("--tasks", type=int, default=32, metavar="N", help="a batch (default: %(default)s; released: 512)")
     add("--minibatch", type=int, default=16, metavar="N", help="tasks an update (default: %(default)s; released: 64)")
     add("--lr", type=float, help="default: 1e-6; tiny: webshop 1e-3, alfworld 1e-4, others 3e-4")

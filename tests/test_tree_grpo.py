@@ -27,6 +27,7 @@ from experiments.tree_grpo import (
     policy_loss,
     prepared,
     shares,
+    step_advantages,
 )
 from qlass.chat import Rendering, State
 from qlass.decisions import Decision, pack
@@ -107,6 +108,18 @@ def test_advantages_by_hand():
         a, b = advantages(rewards, kind)
         np.testing.assert_allclose(a, first, atol=1e-4)
         np.testing.assert_array_equal(b, [0, 0, 0])
+
+
+def test_steps_from_equal_observations_are_a_group():
+    def leaf(reward, *observations):
+        return Node(None, None, tuple(Decision(State((("user", o),)), "go") for o in observations), reward)
+
+    start, again, alone = step_advantages(
+        [leaf(1.0, "start", "hall"), leaf(0.0, "start", "cave", "hall"), leaf(0.5, "x")]
+    )
+    np.testing.assert_allclose(start, [0.5**0.5, 0.5**0.5], atol=1e-5)
+    np.testing.assert_allclose(again, [-(0.5**0.5), 0, -(0.5**0.5)], atol=1e-5)
+    assert alone.tolist() == [0]
 
 
 def test_flat_groups_and_groups_of_one_say_nothing():
