@@ -20,6 +20,7 @@ TITLES = {
     "tokens": "Score against tokens (the paper's Fig. 3)",
     "targets": "Process rewards compared (the paper's Fig. 4)",
     "calibration": "Calibration of QNet",
+    "learning": "Learning by reward and by preference",
 }
 
 
@@ -38,6 +39,7 @@ def render(content: dict) -> str:
         "tokens": section("tokens", TITLES["tokens"], figures["tokens"]),
         "targets": section("targets", TITLES["targets"], figures["targets"]),
         "calibration": section("calibration", TITLES["calibration"], figures["calibration"] + content["calibration"]),
+        "learning": section("learning", TITLES["learning"], figures["learning"]),
         "cases": section("steps", "One task, step by step (the paper's Fig. 5)", content["cases"]),
         "trees": content["trees"],
         "inputs": "".join(f"<li><code>{escape(str(path))}</code>{provenance(path)}</li>" for path in content["inputs"]),

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 import report
 from environments import UserError
 from qlass.stats import bootstrap, by_task, kendall, paired_difference, spearman
-from reporting import results
+from reporting import figures, results
+from reporting.results import read_curves
 
 HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
@@ -350,3 +351,18 @@ def test_results_alone_make_a_page(tmp_path):
     report.main([str(tmp_path / "results.jsonl")])
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.data == "null" and page.open == []
+
+
+def test_learning_curves_stand_beside_the_results(tmp_path):
+    (tmp_path / "results.jsonl").write_text(RESULTS.read_text().splitlines()[0] + "\n")
+    spent = [{"tokens": 10 * i, "env_steps": i, "val": None if i == 1 else 0.5 + i / 10} for i in range(3)]
+    for name in ("tree_grpo", "eto"):
+        (tmp_path / f"sft-{name}.updates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in spent))
+    curves = read_curves([tmp_path, tmp_path / "nowhere"])
+    assert curves == {"eto": [spent], "tree_grpo": [spent]}
+    for axes, cost in zip(figures.learning(curves).axes, ("tokens", "env_steps"), strict=True):
+        assert [line.get_label() for line in axes.lines] == ["eto", "tree_grpo"]
+        assert [list(line.get_xdata()) for line in axes.lines] == [[0, spent[2][cost]]] * 2  # where it was validated
+        assert list(axes.lines[0].get_ydata()) == [0.5, 0.7]
+    report.main([str(tmp_path / "results.jsonl")])
+    assert (tmp_path / "report_learning.png").exists() and 'id="learning"' in (tmp_path / "report.html").read_text()
