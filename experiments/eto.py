@@ -29,8 +29,8 @@ from torch.nn.functional import logsigmoid
 
 import envs
 from environments import UserError
-from experiments.learning import add_learning, batch_of, learn, load, room, step
-from experiments.self_train import OTHER_LUCK, play
+from experiments.learning import batch_of, learn, learner, load, room, step
+from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
 from qlass.chat import Chat, State
 from qlass.decisions import Decision, PackedDecisions
@@ -38,7 +38,7 @@ from qlass.driver import Sample, drive
 from qlass.jsonl import read_jsonl, read_trees
 from qlass.packing import pairs_of
 from qlass.policy import Policy
-from qlass.stage import must_exist, needed, parse_arguments, run_stage, stage_argv
+from qlass.stage import at_least, must_exist, needed, parse, run_stage
 
 LR = {"webshop": 1e-4, "alfworld": 3e-5, "frozenlake": 1e-4}  # of the tiny model
 GAP = 0.05  # siblings whose q differ by less are level
@@ -151,7 +151,7 @@ def explored(
     """The agent's sampled trajectories on demonstrated tasks against the expert's, and what they cost and earned."""
     tasks = batch_of(list(expert), args.seed, last["batch"], args.tasks)
     policy = Policy(model, chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
-    episodes = (play(env.fork(), task, Method("sample"), chat) for task in tasks)
+    episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task in tasks)
     played = [line for (line,) in drive(episodes, {Sample: policy.sample}, env.side_by_side)]
     found = list(failures(played, expert))
     env_steps = sum(len(decisions(line["messages"])) for line in played)
@@ -167,25 +167,26 @@ def compared(trees: Sequence[list[dict]], last: dict, args: argparse.Namespace) 
     return found, {"pairs": len(found), "env_steps": last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)}
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="ETO: beta .1, lr 1e-6, 3 epochs.")
-    add_learning(parser, every=1)
-    add = parser.add_argument
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = learner(__doc__, "ETO: beta .1, lr 1e-6, 3 epochs.", argv, every=1)
+    add = made.add_argument
     add("--pairs", choices=["expert", "siblings"], default="expert", help="what is compared (default: %(default)s)")
-    add("--beta", type=float, default=0.1, help="of the DPO loss (default: %(default)s)")
-    add("--tasks", type=int, default=100, metavar="N", help="tasks or trees an iteration (default: %(default)s)")
-    add("--batch", type=int, default=16, metavar="N", help="pairs an update (default: %(default)s)")
-    add("--lr", type=float, help="default: 1e-6; tiny: webshop 1e-4, alfworld 3e-5, others 1e-4")
+    add("--beta", type=at_least(0, float), default=0.1, help="of the DPO loss (default: %(default)s)")
+    add(
+        "--tasks", type=at_least(1), default=100, metavar="N", help="tasks or trees an iteration (default: %(default)s)"
+    )
+    add("--batch", type=at_least(1), default=16, metavar="N", help="pairs an update (default: %(default)s)")
+    add("--lr", type=at_least(0, float), help="default: 1e-6; tiny: webshop 1e-4, alfworld 3e-5, others 1e-4")
     add("--expert", type=Path, help="default: RUN/expert.jsonl")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: eto, or eto-siblings)")
-    args = parse_arguments(parser, argv)
+    args = parse(made, argv)
     args.name = args.name or ("eto" if args.pairs == "expert" else "eto-siblings")
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = arguments(argv)
     env = envs.from_arguments(args)
     must_exist(args.labels)
     model, chat, optimizer, lr = load(args, LR.get(args.env, 1e-4))
@@ -196,7 +197,7 @@ def main(argv: list[str] | None = None) -> None:
         if None in expert:
             raise UserError(f"{args.expert}: lines without task_id, so the agent can't play their tasks")
     else:
-        args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", stage_argv(args))
+        args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
         trees = list(read_trees(args.labels))
         if not any("q" in tree[0] and any(siblings(tree)) for tree in trees):
             raise UserError(f"{args.labels}: no siblings with different q; is it bellman.py's output?")
@@ -213,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
         trained["tokens"] += last["tokens"]
         return {"batch": last["batch"] + 1, **trained, **figures}
 
-    learn(args, env, model, chat, optimizer, batch, ["pairs", "beta", "tasks", "batch", "expert", "labels"])
+    learn(args, env, model, chat, optimizer, batch)
 
 
 if __name__ == "__main__":

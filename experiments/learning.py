@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from tqdm import tqdm
 
 import envs
-from q_search import Method, play
-from qlass.chat import Chat, uniforms
+from q_search import Method, episode
+from qlass.chat import Chat, Rendering, uniforms
 from qlass.driver import Sample, drive
-from qlass.jsonl import Resumable, checkpoint_folder
+from qlass.jsonl import checkpoint_folder
 from qlass.models import adamw, add_lora, load_checkpoint, save_checkpoint
 from qlass.policy import Policy
-from qlass.stage import add_arguments, needed, same_arguments, stage_argv, write_meta
+from qlass.stage import Output, at_least, needed, parser, progress, write_meta
 
 WARMUP = 4  # updates
 SMALL = 50e6  # parameters
@@ -33,21 +31,25 @@ LR_PRETRAINED, LR_LORA = 1e-6, 1e-5
 SPENT = {"batch": -1, "updates": 0, "tokens": 0, "env_steps": 0}  # before the first line
 
 
-def add_learning(parser: argparse.ArgumentParser, every: int) -> None:
-    add_arguments(parser)
-    add = parser.add_argument
-    add("--budget", type=float, default=1e6, metavar="N", help="when to stop (default: %(default).0f)")
+def learner(doc: str, epilog: str, argv: list[str] | None, every: int) -> argparse.ArgumentParser:
+    """A parser with the flags that all learners have."""
+    made = parser(doc, epilog)
+    envs.add_arguments(made, argv)
+    add = made.add_argument
+    add("--budget", type=at_least(0, float), default=1e6, metavar="N", help="when to stop (default: %(default).0f)")
     add("--budget-in", choices=["tokens", "env_steps"], default="tokens", help="default: tokens, each unique one once")
-    add("--val", type=int, default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
-    add("--every", type=int, default=every, metavar="N", help="batches between validations (default: %(default)s)")
+    add("--val", type=at_least(0), default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
+    said = "batches between validations (default: %(default)s)"
+    add("--every", type=at_least(1), default=every, metavar="N", help=said)
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
-    add("--lora", type=int, metavar="RANK", help="train updates of this rank instead of the weights")
+    add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank instead of the weights")
     add("--device")
+    return made
 
 
 def load(args: argparse.Namespace, lr: float) -> tuple[Any, Chat, torch.optim.Optimizer, float]:
     """The agent, its optimiser and its learning rate: --lr, else `lr` for the tiny model."""
-    args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
+    args.sft = needed(args.sft, args.run / "sft", "sft", args)
     model, chat = load_checkpoint(args.sft, transformers.AutoModelForCausalLM, args.device, train=not args.lora)
     small = model.num_parameters() < SMALL
     torch.manual_seed(args.seed)
@@ -83,11 +85,16 @@ def batch_of(tasks: Sequence[Any], seed: int, number: int, size: int) -> list[An
     return list(itertools.islice(task_order(tasks, seed), number * size, (number + 1) * size))
 
 
+def greedy(env: envs.TextEnv, task_id: str, rendering: Rendering) -> Generator:
+    played = yield from episode(env, task_id, Method("greedy"), 0, rendering)
+    env.close()
+    return played.reward
+
+
 def validation(model: Any, chat: Chat, env: envs.TextEnv, tasks: Iterable[str]) -> float:
     """Mean reward of the greedy agent."""
-    greedy, policy = Method("greedy"), Policy(model, chat)
-    played = drive((play(env.fork(), t, greedy, chat) for t in tasks), {Sample: policy.sample}, env.side_by_side)
-    return float(np.mean([line["reward"] for line in played]))
+    episodes = (greedy(env.fork(), task, chat.rendering) for task in tasks)
+    return float(np.mean(list(drive(episodes, {Sample: Policy(model, chat).sample}, env.side_by_side))))
 
 
 def why_stop(lines: Sequence[dict], patience: int = 8) -> str:
@@ -105,48 +112,46 @@ def why_stop(lines: Sequence[dict], patience: int = 8) -> str:
 
 def learn(
     args: argparse.Namespace, env: envs.TextEnv, model: Any, chat: Chat, optimizer: torch.optim.Optimizer,
-    one_batch: Callable[[dict], dict], names: Sequence[str],
+    one_batch: Callable[[dict], dict],
 ) -> None:  # fmt: skip
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
 
-    larger --budget continues. `names`: the learner's own arguments, which may not change then.
+    larger --budget continues.
     """
-    started = time.time()
-    out = checkpoint_folder(args.run / f"sft-{args.name}")
-    log, resume = out.with_name(out.name + ".updates.jsonl"), out.with_name(out.name + ".resume.pt")
-    same_arguments(log, args, ["sft", "val", "every", "lora", "lr", *names])
-    write_meta(log, args, [args.sft])
-    saved = torch.load(resume, map_location=model.device) if resume.exists() else {"lines": 0}
-    updates = Resumable(log, lambda lines: saved["lines"] if len(lines) >= saved["lines"] else 0)
-    lines = updates.records
+    folder = checkpoint_folder(args.run / f"sft-{args.name}")
+    args.out, resume = folder.with_name(folder.name + ".updates.jsonl"), folder.with_name(folder.name + ".resume.pt")
+    saved = {"lines": 0}
+    if resume.exists() and not args.overwrite:
+        saved = torch.load(resume, map_location=model.device)
+    out = Output(args, lambda lines: saved["lines"] if len(lines) >= saved["lines"] else 0, [args.sft],
+                 free=["budget", "budget_in"])  # fmt: skip
+    lines, why = out.records, ""
     if lines:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-
     tested = env.task_ids("val")[: args.val or None]
-    last, why = (lines or [SPENT])[-1], ""
-    bar = tqdm(total=int(args.budget), initial=last[args.budget_in], desc=args.name, disable=None)
-    while not lines or (last[args.budget_in] < args.budget and not (why := why_stop(lines))):
-        line = one_batch(last) if lines else SPENT | {"batch": 0}  # the first line: the agent as it comes
+
+    def batches() -> Iterator[dict]:
+        nonlocal why
+        while not lines or (lines[-1][args.budget_in] < args.budget and not (why := why_stop(lines))):
+            yield one_batch(lines[-1]) if lines else SPENT | {"batch": 0}  # the first line: the agent as it comes
+
+    for line in progress(batches(), f"{args.name}, batches"):
         due = line["batch"] % args.every == 0 or line[args.budget_in] >= args.budget
         line["val"] = round(validation(model, chat, env, tested), 6) if due else None
-        updates.append([line])
-        lines.append(line)
-        bar.update(line[args.budget_in] - last[args.budget_in])
-        last = line
+        out.append([line])
         if due:
             if line["val"] > max((x["val"] for x in lines[:-1] if x["val"] is not None), default=-np.inf):
-                save_checkpoint(model, chat, out)
+                save_checkpoint(model, chat, folder)
             draft = resume.with_suffix(".draft")
             torch.save({"lines": len(lines), "model": model.state_dict(), "optimizer": optimizer.state_dict()}, draft)
             draft.replace(resume)
-    bar.close()
-    updates.close()
-    best = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"])
-    for path in (log, out):
-        write_meta(path, args, [args.sft], best=best, last=last, stopped=why or None, seconds=time.time() - started)
+    best, last = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"]), lines[-1]
+    figures = {"best": best, "last": last, "stopped": why or None}
+    out.finish(**figures)
+    write_meta(folder, args, [args.sft], **figures)
     print(f"stopped after batch {last['batch']}: {why}\n" if why else "", end="")
-    print(f"{out}: validation {lines[0]['val']:.3f} -> {best['val']:.3f} at batch {best['batch']} "
+    print(f"{folder}: validation {lines[0]['val']:.3f} -> {best['val']:.3f} at batch {best['batch']} "
           f"({best['tokens']:,} tokens, {best['env_steps']:,} environment steps)")  # fmt: skip
-    print(f"next: python q_search.py --env {args.env} --run {args.run} --sft {out} --label {args.name} --method greedy "
-          f"--out {args.run}/results-{args.name}.jsonl")  # fmt: skip
+    print(f"next: python q_search.py --env {args.env} --run {args.run} --sft {folder} --label {args.name} "
+          f"--method greedy --out {args.run}/results-{args.name}.jsonl")  # fmt: skip

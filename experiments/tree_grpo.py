@@ -34,12 +34,12 @@ import torch
 
 import envs
 from environments import UserError
-from experiments.learning import add_learning, batch_of, learn, load, room, step
+from experiments.learning import batch_of, learn, learner, load, room, step
 from qlass.chat import Chat, Rendering, State, parse_action, uniforms
 from qlass.decisions import Decision, PackedDecisions, pack
 from qlass.driver import Sample, ask, drive
 from qlass.policy import Policy
-from qlass.stage import parse_arguments, run_stage
+from qlass.stage import at_least, parse, run_stage
 
 LR = {"webshop": 1e-3, "alfworld": 1e-4, "frozenlake": 3e-4}  # of the tiny model; the learning rate decides everything
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
@@ -238,22 +238,22 @@ def one_batch(
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Released: M = 2, N = 2, L = 1.")
-    add_learning(parser, every=4)
-    add = parser.add_argument
-    add("-M", type=int, default=2, help="trees a task (default: %(default)s)")
-    add("--draws", type=int, default=2, metavar="N", help="branches a tree and round (default: %(default)s)")
-    add("--rounds", type=int, default=1, metavar="L", help="rounds (default: %(default)s; 0: chain GRPO)")
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = learner(__doc__, "Released: M = 2, N = 2, L = 1.", argv, every=4)
+    add = made.add_argument
+    add("-M", type=at_least(1), default=2, help="trees a task (default: %(default)s)")
+    add("--draws", type=at_least(1), default=2, metavar="N", help="branches a tree and round (default: %(default)s)")
+    add("--rounds", type=at_least(0), default=1, metavar="L", help="rounds (default: %(default)s; 0: chain GRPO)")
     kinds = ["both", "inter", "intra", "states"]
     add("--advantage", choices=kinds, default="both", help="groups: inter and intra (default), or one of them; states")
-    add("--tasks", type=int, default=32, metavar="N", help="a batch (default: %(default)s; released: 512)")
-    add("--minibatch", type=int, default=16, metavar="N", help="tasks an update (default: %(default)s; released: 64)")
-    add("--lr", type=float, help="default: 1e-6; tiny: webshop 1e-3, alfworld 1e-4, others 3e-4")
-    add("--kl", type=float, default=1e-3, help="weight of the KL to RUN/sft (default: %(default)s)")
-    add("--entropy", type=float, default=1e-3, help="weight of the entropy bonus (default: %(default)s)")
+    add("--tasks", type=at_least(1), default=32, metavar="N", help="a batch (default: %(default)s; released: 512)")
+    said = "tasks an update (default: %(default)s; released: 64)"
+    add("--minibatch", type=at_least(1), default=16, metavar="N", help=said)
+    add("--lr", type=at_least(0, float), help="default: 1e-6; tiny: webshop 1e-3, alfworld 1e-4, others 3e-4")
+    add("--kl", type=at_least(0, float), default=1e-3, help="weight of the KL to RUN/sft (default: %(default)s)")
+    add("--entropy", type=at_least(0, float), default=1e-3, help="weight of the entropy bonus (default: %(default)s)")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: tree_grpo, or grpo with --rounds 0)")
-    args = parse_arguments(parser, argv)
+    args = parse(made, argv)
     if args.M * (args.draws * args.rounds + 1) < 2:
         raise UserError(
             f"-M {args.M} --rounds {args.rounds}: one trajectory has nothing to be compared with; raise one"
@@ -263,7 +263,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = arguments(argv)
     env = envs.from_arguments(args)
     model, chat, optimizer, lr = load(args, LR.get(args.env, 3e-4))
     reference = copy.deepcopy(model)  # LoRA's updates are still 0
@@ -271,8 +271,7 @@ def main(argv: list[str] | None = None) -> None:
     def batch(last: dict) -> dict:
         return one_batch(model, reference, optimizer, chat, env, last, lr, args)
 
-    names = ["M", "draws", "rounds", "advantage", "tasks", "minibatch", "kl", "entropy"]
-    learn(args, env, model, chat, optimizer, batch, names)
+    learn(args, env, model, chat, optimizer, batch)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,8 @@ class Rendering:
 
 
 MARK = "✓"
-_WORD = re.compile(r"[^\W_]+(?:[.'-][^\W_]+)*")
+_WORD = re.compile(r"\$?[^\W_]+(?:[.'-][^\W_]+)*")
+_LIMIT = re.compile(r"price lower than (\d+\.\d+) dollars")
 _STOP_WORDS = frozenset("a an and are as at be by for from i in is it me my of on or than that the to with you".split())  # noqa: SIM905
 
 
@@ -106,9 +107,14 @@ def task_words(task: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=100_000)
 def mark(text: str, task: str) -> str:
-    """ "red cotton shirt" for the task "a red shirt" -> "red ✓ cotton shirt ✓"."""
-    words = task_words(task)
-    return _WORD.sub(lambda m: f"{m[0]} {MARK}" if m[0].lower() in words else m[0], text)
+    """ "red cotton shirt" for the task "a red shirt" -> "red ✓ cotton shirt ✓"; so a price within its limit too."""
+    words, limit = task_words(task), _LIMIT.search(task)
+
+    def marked(word: str) -> str:
+        within = limit and re.fullmatch(r"\$\d+\.\d+", word) and float(word[1:]) <= float(limit[1])
+        return f"{word} {MARK}" if within or word.lower() in words else word
+
+    return _WORD.sub(lambda m: marked(m[0]), text)
 
 
 def unmark(text: str) -> str:
@@ -158,7 +164,7 @@ class Chat:
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
-    def runs(self, state: State) -> list[list[int]]:
+    def message_tokens(self, state: State) -> list[list[int]]:
         """One list of tokens for each message of the state; the last user message's ends with the generation prompt."""
         r, runs, seen = self.rendering, [], set()
         messages = state.messages[2:] if r.compact and state.messages[1:2] == (("assistant", "OK"),) else state.messages
@@ -176,7 +182,7 @@ class Chat:
         return runs
 
     def prompt(self, state: State) -> list[int]:
-        return [token for run in self.runs(state) for token in run]
+        return [token for run in self.message_tokens(state) for token in run]
 
     def action(self, text: str, task: str) -> list[int]:
         """Tokens of an action as the assistant writes it, the token that ends its turn included."""

@@ -72,7 +72,7 @@ class Policy:
             self.computed += inputs["input_ids"].numel()
             return self.model(**inputs, logits_to_keep=keep).logits.float()
 
-        states, tails = [self.chat.runs(requests[i].state) for i in which], [texts[i] for i in which]
+        states, tails = [self.chat.message_tokens(requests[i].state) for i in which], [texts[i] for i in which]
         for n, out, tree, last, paths in self.prompts.read(
             logits, self.model, self.chat.tokenizer.pad_token_id, self.budget, states, tails
         ):
@@ -93,7 +93,7 @@ class Policy:
     def logprobs(self, pairs: list[tuple[State, str]]) -> list[float]:
         """log pi(a | s) of actions as free text."""
         answers = [0.0] * len(pairs)
-        runs = [self.chat.runs(s) for s, _ in pairs]
+        runs = [self.chat.message_tokens(s) for s, _ in pairs]
         tails = [[self.chat.action(a, s.task)] for s, a in pairs]
 
         def logp(inputs: dict, keep: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Policy:
 
     def _generate(self, requests: list[Sample]) -> list[list[Candidate]]:
         answers: list[Any] = [None] * len(requests)
-        prompts = [self.prompts.prompt(self.chat.runs(r.state)) for r in requests]
+        prompts = [self.prompts.prompt(self.chat.message_tokens(r.state)) for r in requests]
         room = self.chat.rendering.max_new_tokens
         sizes = [(len(p.ids) + room) * r.n for p, r in zip(prompts, requests, strict=True)]
         for group in batches(sizes, lambda size: size, self.budget):

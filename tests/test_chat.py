@@ -76,6 +76,14 @@ def test_words_of_the_task_are_marked():
     assert mark("is it for me", "is it for me") == "is it for me"  # words that every task has say nothing
 
 
+def test_prices_within_the_tasks_limit_are_marked():
+    task = "a red hat, and price lower than 60.00 dollars"
+    assert mark("1 $60.0 red hat [SEP] $60.5 [SEP] $5.0 to $95.5", task) == (
+        f"1 $60.0 {MARK} red {MARK} hat {MARK} [SEP] $60.5 [SEP] $5.0 {MARK} to $95.5"
+    )
+    assert mark("$5.0 for 5.0", "a red hat") == "$5.0 for 5.0"
+
+
 @given(st.text(alphabet="ab- .,[]\n'8", max_size=40), st.text(alphabet="ab -'8", max_size=12))
 def test_marks_come_off_again(text, task):
     assert unmark(mark(text, task)) == text
@@ -157,7 +165,7 @@ def test_a_marked_action_comes_back_without_marks(action, task):
 def test_the_compact_form_by_hand():
     first = State((("user", "walk"), ("assistant", "OK"), ("user", "page one: red door")), "red door")
     state = first.then("Action: go", "page: red door or hall").then("Action: go", "page: red door or hall")
-    decoded = [MARKING.tokenizer.decode(run) for run in MARKING.runs(state)]
+    decoded = [MARKING.tokenizer.decode(run) for run in MARKING.message_tokens(state)]
     assert len(decoded) == 5  # no instruction, no OK
     assert "page one: red door<" in decoded[0]
     assert "page:  or hall" in decoded[2]  # not the task again
@@ -175,6 +183,6 @@ def test_a_state_without_a_memory_is_its_last_observation():
     chat = word_chat(markov=True)
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")), "find the purse")
     later = state.then("Action: left", "Observation: you stand at start")
-    assert chat.runs(state) == [chat.prompt(state)] and chat.runs(later) == [chat.prompt(later)]
+    assert chat.message_tokens(state) == [chat.prompt(state)] and chat.message_tokens(later) == [chat.prompt(later)]
     assert chat.prompt(later) == chat.prompt(State(later.messages[-1:]))
     assert chat.tokenizer.convert_ids_to_tokens(chat.prompt(state)) == ["<user>", "you", "stand", "<agent>"]

@@ -114,7 +114,7 @@ def read(prompts: Prompts, some: list[State], budget: int = 10_000) -> tuple[lis
     tails = [[CHAT.action(a, s.task) for a in ACTIONS] for s in some]
     found: list = [None] * len(some)
     with torch.inference_mode():
-        runs = [CHAT.runs(s) for s in some]
+        runs = [CHAT.message_tokens(s) for s in some]
         for i, out, _, last, paths in prompts.read(forward, MODEL, PAD, budget, runs, tails):
             found[i] = [out[0].double().numpy(), *(out[np.array(p) - last].double().numpy() for p in paths)]
     return found, cost

@@ -384,7 +384,7 @@ def test_chains_are_trees_without_rounds(fake_world, agent, tmp_path):
     tree_grpo.main([*FLAGS, "--run", str(tmp_path), "--sft", str(agent), "--rounds", "0", "-M", "4", "--budget", "100"])
     assert (tmp_path / "sft-grpo" / "config.json").exists()
     with pytest.raises(UserError, match="nothing to be compared with"):
-        tree_grpo.parse(["--rounds", "0", "-M", "1"])
+        tree_grpo.arguments(["--rounds", "0", "-M", "1"])
 
 
 def line(val=None, flat=0.0, reward=0.5):
