@@ -26,6 +26,7 @@ from qlass.stats import Estimate, kendall, paired_difference, spearman
 from reporting import claims, page
 from reporting import figures as plots
 from reporting.claims import nearest
+from reporting.frontier import frontier
 from reporting.results import Group, load_row, read_curves, read_results, result_files
 
 PAPER_NOTE = (
@@ -206,7 +207,13 @@ def main(argv: list[str] | None = None) -> None:
     figures = []
     for env in dict.fromkeys(group.method.env for group in groups):
         here = [group for group in groups if group.method.env == env]
-        for name, draw in (("tokens", plots.tokens), ("targets", plots.targets), ("calibration", plots.calibration)):
+        kinds = {
+            "tokens": plots.tokens,
+            "targets": plots.targets,
+            "calibration": plots.calibration,
+            "frontier": frontier,
+        }
+        for name, draw in kinds.items():
             if figure := draw(here):
                 picture = out.with_name(f"{out.stem}_{name}_{env.replace(' ', '_')}.png")
                 figures.append((name, env, plots.save(figure, picture)))

@@ -22,6 +22,7 @@ TITLES = {
     "targets": "Process rewards compared (the paper's Fig. 4)",
     "calibration": "Calibration of QNet",
     "learning": "Learning by reward and by preference",
+    "frontier": "Train or search: reward against all tokens, of training and of playing so many tasks",
 }
 
 
@@ -40,7 +41,7 @@ def render(content: dict) -> str:
         "tokens": section("tokens", TITLES["tokens"], figures["tokens"]),
         "targets": section("targets", TITLES["targets"], figures["targets"]),
         "calibration": section("calibration", TITLES["calibration"], figures["calibration"] + content["calibration"]),
-        "learning": section("learning", TITLES["learning"], figures["learning"]),
+        "learning": section("learning", TITLES["learning"], figures["learning"] + figures["frontier"]),
         "cases": section("steps", "One task, step by step (the paper's Fig. 5)", content["cases"]),
         "trees": content["trees"],
         "inputs": "".join(f"<li><code>{escape(str(path))}</code>{provenance(path)}</li>" for path in content["inputs"]),
