@@ -123,21 +123,23 @@ def train(
     model: Any, reference: Any, optimizer: torch.optim.Optimizer, chat: Chat, preferences: Sequence[Preference],
     lr: float, updates: int, args: argparse.Namespace,
 ) -> dict:  # fmt: skip
-    """One pass over the pairs. Returns updates, tokens, mean loss and the share of pairs that the agent ranks right."""
-    loss_sum, right, tokens = 0.0, 0, 0
-    for start in range(0, len(preferences), args.batch):
-        batch = preferences[start : start + args.batch]
-        for tree, steps in packed(chat, batch, room(model)):
-            with torch.no_grad():
-                anchor = trajectory_logprobs(reference, tree, steps)
-            logp = trajectory_logprobs(model, tree, steps)
-            losses = dpo_loss(*logp, *anchor, args.beta)
-            (losses.sum() / len(batch)).backward()
-            loss_sum += losses.sum().item()
-            right += int(((logp - anchor)[0] > (logp - anchor)[1]).sum())
-            tokens += len(tree.tree)
-        updates += 1
-        step(optimizer, lr, updates)
+    """Passes over the pairs. Returns updates, tokens, and of the last pass mean loss and share of pairs ranked right."""
+    tokens = loss_sum = right = 0
+    for _ in range(args.epochs):
+        loss_sum = right = 0
+        for start in range(0, len(preferences), args.batch):
+            batch = preferences[start : start + args.batch]
+            for tree, steps in packed(chat, batch, room(model)):
+                with torch.no_grad():
+                    anchor = trajectory_logprobs(reference, tree, steps)
+                logp = trajectory_logprobs(model, tree, steps)
+                losses = dpo_loss(*logp, *anchor, args.beta)
+                (losses.sum() / len(batch)).backward()
+                loss_sum += losses.sum().item()
+                right += int(((logp - anchor)[0] > (logp - anchor)[1]).sum())
+                tokens += len(tree.tree)
+            updates += 1
+            step(optimizer, lr, updates)
     n = max(1, len(preferences))
     return {"updates": updates, "tokens": tokens, "loss": round(loss_sum / n, 6), "right": round(right / n, 6)}
 
@@ -156,7 +158,7 @@ def explored(
     found = list(failures(played, expert))
     env_steps = sum(len(decisions(line["messages"])) for line in played)
     figures = {"reward": round(float(np.mean([line["reward"] for line in played])), 6), "pairs": len(found)}
-    return found, figures | {"flat": 1 - len(found) / len(played), "env_steps": last["env_steps"] + env_steps}
+    return found, figures | {"flat": round(1 - len(found) / len(played), 6), "env_steps": last["env_steps"] + env_steps}
 
 
 def compared(trees: Sequence[list[dict]], last: dict, args: argparse.Namespace) -> tuple[list[Preference], dict]:
@@ -175,6 +177,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--tasks", type=at_least(1), default=100, metavar="N", help="tasks or trees an iteration (default: %(default)s)"
     )
+    add("--epochs", type=at_least(1), default=3, metavar="N", help="passes over its pairs (default: %(default)s)")
     add("--batch", type=at_least(1), default=16, metavar="N", help="pairs an update (default: %(default)s)")
     add("--lr", type=at_least(0, float), help="default: 1e-6; tiny: webshop 1e-4, alfworld 3e-5, others 1e-4")
     add("--expert", type=Path, help="default: RUN/expert.jsonl")
