@@ -123,7 +123,7 @@ def train(
     model: Any, reference: Any, optimizer: torch.optim.Optimizer, chat: Chat, preferences: Sequence[Preference],
     lr: float, updates: int, args: argparse.Namespace,
 ) -> dict:  # fmt: skip
-    """Passes over the pairs. Returns updates, tokens, and of the last pass mean loss and share of pairs ranked right."""
+    """Passes over the pairs. Returns updates, tokens, and of the last pass the mean loss and the share ranked right."""
     tokens = loss_sum = right = 0
     for _ in range(args.epochs):
         loss_sum = right = 0
