@@ -122,6 +122,9 @@ class TextEnv(gymnasium.Env):
     def restore(self, snapshot: Any) -> None:
         raise NotImplementedError
 
+    def reseed(self, seed: int) -> None:
+        """Other luck from here on, where an environment leaves anything to chance: a restored state brings its own."""
+
     # A player yields (thought, action); its caller steps this very environment between two of them.
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ merged into W before a checkpoint is saved, so that later stages see an ordinary
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from torch import nn
 from environments import UserError
 from qlass import parity
 from qlass.chat import Chat, Rendering
+from qlass.jsonl import replacing_folder
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of the attention, as Llama, Mistral, Qwen and Gemma name them
 SCALE = 2.0  # LoRA's alpha / rank
@@ -91,6 +93,16 @@ def context_of(config: Any) -> int | None:
     if scaling.get("rope_type") in ("longrope", "dynamic"):  # other frequencies beyond it, for what was cached too
         return scaling.get("original_max_position_embeddings") or config.max_position_embeddings
     return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+
+
+def save_checkpoint(model: Any, chat: Chat, folder: Path) -> None:
+    """A HuggingFace checkpoint with its tokenizer and rendering; LoRA's updates are merged in a copy."""
+    if any(isinstance(module, LoRA) for module in model.modules()):
+        merge(model := copy.deepcopy(model))
+    with replacing_folder(folder) as draft:
+        model.save_pretrained(draft)
+        chat.tokenizer.save_pretrained(draft)
+        chat.rendering.save(draft)
 
 
 def cosine(step: int, steps: int, warmup: float = 0.03) -> float:

@@ -146,6 +146,9 @@ class FrozenLakeEnv(TextEnv):
     def _luck(self, chances: np.random.Generator) -> np.random.Generator:
         return copy.deepcopy(chances) if self.task_id.startswith("slippery") else chances  # of which dry ice has none
 
+    def reseed(self, seed: int) -> None:
+        self.chances, _ = seeding.np_random(seed)
+
     def q_star(self, gamma: float = 0.9) -> np.ndarray:
         """Q*(s, a) of every cell, row by row, shape (cells, 4): see lake.q_star."""
         return lake.q_star(self.lake, gamma)
