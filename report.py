@@ -3,7 +3,7 @@
     python report.py                                   # runs/webshop: its results*.jsonl and q_labels.jsonl
     python report.py runs/a runs/b "100 demos=runs/c"  # several runs; LABEL=PATH tells otherwise equal methods apart
 
-Reads  results*.jsonl (files, or run folders that hold them), align*.meta.json beside them, q_labels.jsonl or
+Reads  results*.jsonl (files, or run folders that hold them), qval*/ beside them (experiments/qval), q_labels.jsonl or
        trees.jsonl for the tree viewer
 Writes report.html (self-contained: opens from the disk, without a network), report.md (the tables, printed too) and
        the figures as PNG beside them
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from qlass import stage
-from qlass.stats import kendall, paired_difference, spearman
+from qlass.stats import Estimate, kendall, paired_difference, spearman
 from reporting import claims, page
 from reporting import figures as plots
 from reporting.claims import nearest
@@ -34,8 +34,8 @@ PAPER_NOTE = (
     "count; total = prompt computed + generated + scored by QNet."
 )
 ALIGNMENT_NOTE = (
-    "Alignment of each QNet on tasks that nothing was trained on (align.py): rank correlations of q, gain: what the "
-    "candidate with the highest q is worth beyond a random one, over what the best one is."
+    "Alignment of step scores with Q on tasks that nothing was trained on (experiments/qval): rho, Spearman per state; "
+    "gain, what the candidate with the highest score is worth beyond a random one, over what the best one is."
 )
 DEFAULT_RUN = Path("runs/webshop")
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -120,14 +120,16 @@ def scored_steps(group: Group) -> tuple[list[float], list[float]]:
 
 
 def alignment_table(folders: Iterable[Path]) -> Table:
-    """What align.py found out about the QNets of these run folders."""
-    head, rows = ["run", "QNet", "held against"], []
-    for path in sorted(path for folder in folders for path in folder.glob("align*.meta.json")):
+    """What experiments/qval found out about the scores of these run folders."""
+    head = ["points", "labels", "family", "score", "rho per state [95 %]", "states", "top-1", "gain", "global rho"]
+    rows = []
+    for path in sorted({path for folder in folders for path in folder.glob("qval*/alignment.json")}):
         record = json.loads(path.read_text(encoding="utf-8"))
-        for target, figures in record["alignment"].items():
-            head[3:] = list(figures)
-            values = [number(v, 3) if isinstance(v, float) else str(v) for v in figures.values()]
-            rows.append([str(path.parent), record["arguments"]["label"] or "–", target, *values])
+        for labels, found in record["labels"].items():
+            for name, f in found.items():
+                figures = [number(f[key], 3) for key in ("top_1", "gain", "overall")]
+                about = [record["title"], labels, f["family"], name]
+                rows.append([*about, f"{Estimate(**f['rho'])}", str(f["states"]), *figures])
     return head, rows
 
 
@@ -208,6 +210,8 @@ def main(argv: list[str] | None = None) -> None:
             if figure := draw(here):
                 picture = out.with_name(f"{out.stem}_{name}_{env.replace(' ', '_')}.png")
                 figures.append((name, env, plots.save(figure, picture)))
+    for forest in sorted({f for _, path in sources for f in path.parent.glob("qval*/forest-*.svg")}):
+        figures.append(("calibration", f"{forest.parent.name}, {forest.stem}", forest.read_text(encoding="utf-8")))
     content = {
         "results": page.table(*results) + page.paragraph(PAPER_NOTE),
         "claims": page.bullets(verdicts) + page.paragraph(claims.NOTE) if verdicts else "",

@@ -40,7 +40,7 @@ import torch
 import envs
 import train_qnet
 from bellman import label
-from build_trees import exploration_tree, lines
+from build_trees import exploration_tree, tree_records
 from environments import UserError
 from environments.alfworld.textworld import TextWorldGame
 from qlass.chat import Chat, State, uniforms
@@ -157,7 +157,7 @@ def grow(env: Any, tasks: list[str], policy: Any, width: int) -> list[list[dict]
         root = yield from exploration_tree(
             fork := env(), task, policy.chat.rendering, depth=3, width=3, rollouts=6, with_expert=True
         )
-        return lines(fork, task, root)
+        return tree_records(fork, task, root)
 
     return list(drive(map(tree, tasks), {Sample: policy.sample}, width))
 
@@ -234,7 +234,7 @@ def one_pair_at_a_time(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
 def packed_trees(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
     """The same, each token of the tree once."""
     total, packs = 0.0, list(pack(net.chat, pairs, "all", max_tokens=1024))
-    for group in batches(packs, lambda p: len(p.tree), train_qnet.parse([]).micro_tokens):
+    for group in batches(packs, lambda p: len(p.tree), train_qnet.arguments([]).micro_tokens):
         loss = packed_loss(net, [packs[i] for i in group])
         loss.backward()
         total += loss.item()

@@ -106,7 +106,8 @@ class Rendering:
 
 
 MARK = "✓"
-_WORD = re.compile(r"[^\W_]+(?:[.'-][^\W_]+)*")
+_WORD = re.compile(r"\$?[^\W_]+(?:[.'-][^\W_]+)*")
+_LIMIT = re.compile(r"price lower than (\d+\.\d+) dollars")
 _STOP_WORDS = frozenset("a an and are as at be by for from i in is it me my of on or than that the to with you".split())  # noqa: SIM905
 
 
@@ -117,9 +118,14 @@ def task_words(task: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=100_000)
 def mark(text: str, task: str) -> str:
-    """ "red cotton shirt" for the task "a red shirt" -> "red ✓ cotton shirt ✓"."""
-    words = task_words(task)
-    return _WORD.sub(lambda m: f"{m[0]} {MARK}" if m[0].lower() in words else m[0], text)
+    """ "red cotton shirt" for the task "a red shirt" -> "red ✓ cotton shirt ✓"; so a price within its limit too."""
+    words, limit = task_words(task), _LIMIT.search(task)
+
+    def marked(word: str) -> str:
+        within = limit and re.fullmatch(r"\$\d+\.\d+", word) and float(word[1:]) <= float(limit[1])
+        return f"{word} {MARK}" if within or word.lower() in words else word
+
+    return _WORD.sub(lambda m: marked(m[0]), text)
 
 
 def unmark(text: str) -> str:

@@ -46,6 +46,7 @@ class Candidate:
     text: str
     tokens: int  # generated, the end of the turn included
     logprob: float
+    task: str = ""  # the wording that it was sampled under, where the task was put in other words
 
 
 Answers = dict[type, Callable[[list], list]]

@@ -184,6 +184,8 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     add("--lora", type=int, metavar="RANK", help="train updates of this rank instead of the weights")
     add_loading(parser)
     add("--optim", choices=names, default="adamw", metavar="NAME", help="adamw or adamw8bit (default: %(default)s)")
+    add("--patience", type=int, default=2, help="epochs without a better validation before it stops (default: 2)")
+    add("--save-every", type=int, default=50, metavar="N", help="updates between checkpoints (default: %(default)s)")
 
 
 def check_training(args: argparse.Namespace) -> None:

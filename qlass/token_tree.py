@@ -51,6 +51,20 @@ class TokenTree:
                 return len(ids) - i
         return 0
 
+    def frozen(self) -> TokenTree:
+        """A copy that can be read and no longer added to, at 12 bytes a token."""
+        tree = TokenTree()
+        tree.ids, tree.parent, tree.depth = (np.array(x, np.int32) for x in (self.ids, self.parent, self.depth))
+        return tree
+
+    def above(self, token: int) -> list[int]:
+        """The token and its ancestors, upwards."""
+        path = []
+        while token >= 0:
+            path.append(token)
+            token = int(self.parent[token])
+        return path
+
     def attention(self) -> np.ndarray:
         """(L, L) bool: a token sees itself and its ancestors, as it would in its own sequence."""
         sees = np.eye(len(self), dtype=bool)
@@ -101,8 +115,8 @@ def packed(
     past = past or [0] * len(trees)
     width, before = max(map(len, trees)), max(past)
     ids = torch.full((len(trees), width), pad_id)
-    if len(trees) == 1 and not before and trees[0].parent == list(range(-1, width - 1)):
-        return {"input_ids": torch.tensor([trees[0].ids], device=device)}
+    if len(trees) == 1 and not before and list(trees[0].parent) == list(range(-1, width - 1)):
+        return {"input_ids": torch.tensor(trees[0].ids, device=device)[None]}
     at = torch.zeros((len(trees), before + width), dtype=torch.long)  # positions, of the cache's columns too
     sees = torch.zeros((len(trees), width, before + width), dtype=torch.bool)
     sees[:, :, before:].diagonal(dim1=-2, dim2=-1).fill_(True)  # padding sees itself, or softmax would be 0/0

@@ -22,9 +22,6 @@ retrained() {  # NAME LABEL FLAG...: the agent cloned anew with its own trajecto
     [ -d "$RUN/sft-$1" ] || stage -m experiments.self_train "${common[@]}" --name "$1" "${@:3}"
     play "$1" "$2" --method greedy --sft "$RUN/sft-$1"
 }
-aligned() {  # NAME FLAG...: a QNet held against Monte-Carlo returns
-    [ -f "$RUN/align-$1.jsonl" ] || stage -m experiments.align "${common[@]}" -K 4 --label "$1" --out "$RUN/align-$1.jsonl" "${@:2}"
-}
 
 # Fig. 4: three process rewards of the same trees, to search with and to self-train with. Q is quickstart.sh's own QNet.
 for target in avg reward; do
@@ -32,9 +29,7 @@ for target in avg reward; do
     [ -f "$labels" ] || stage bellman.py "${common[@]}" --target $target --out "$labels"
     variant $target "target=$target" --labels "$labels"
     retrained self-$target "self-trained, target=$target" --method qlass --qnet "$RUN/qnet-$target"
-    aligned $target --labels "$labels" --qnet "$RUN/qnet-$target"
 done
-aligned q
 retrained self-q "self-trained, target=q" --method qlass
 retrained self-rft "self-trained, RFT" --method rft
 
@@ -63,4 +58,5 @@ other_trees no-expert "trees without expert" --no-expert
 other_trees prune-tail "trees pruned as in the released code" --prune tail
 play paraphrased paraphrased --method qlass -M 4 --paraphrase
 stage q_search.py "${common[@]}" --method oracle_lookahead -M 4  # the search of the released code
+stage -m experiments.qval "${common[@]}" --references exact policy -K 4  # all QNets above, and what else scores a step
 stage report.py --run "$RUN" --out "$RUN/report.html"

@@ -12,5 +12,5 @@ stage build_trees.py "${common[@]}" --depth 6 --width 4 --rollouts 600 --steps 2
 [ -f "$RUN/q_labels.jsonl" ] || stage bellman.py "${common[@]}"
 [ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}" --batch 16 --epochs 200
 stage q_search.py "${common[@]}" --method all -M 2 4 --temperature 1.5
-stage -m experiments.qstar "$RUN/results.jsonl"  # rank agreement with Q*
+stage -m experiments.qval "${common[@]}" --trajectories 8 --references exact  # agreement with Q*
 stage report.py --run "$RUN" --out "$RUN/report.html"

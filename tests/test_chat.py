@@ -80,6 +80,14 @@ def test_words_of_the_task_are_marked():
     assert mark("is it for me", "is it for me") == "is it for me"  # words that every task has say nothing
 
 
+def test_prices_within_the_tasks_limit_are_marked():
+    task = "a red hat, and price lower than 60.00 dollars"
+    assert mark("1 $60.0 red hat [SEP] $60.5 [SEP] $5.0 to $95.5", task) == (
+        f"1 $60.0 {MARK} red {MARK} hat {MARK} [SEP] $60.5 [SEP] $5.0 {MARK} to $95.5"
+    )
+    assert mark("$5.0 for 5.0", "a red hat") == "$5.0 for 5.0"
+
+
 @given(st.text(alphabet="ab- .,[]\n'8", max_size=40), st.text(alphabet="ab -'8", max_size=12))
 def test_marks_come_off_again(text, task):
     assert unmark(mark(text, task)) == text

@@ -1,4 +1,3 @@
-import json
 import random
 
 import numpy as np
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 import envs
 from environments.frozenlake import lake as frozenlake
-from experiments import qstar
 
 LEFT, DOWN, RIGHT, UP = range(4)
 
@@ -179,63 +177,3 @@ def test_bad_options_are_one_line():
         envs.make("frozenlake", map="5x5")
     with pytest.raises(envs.UserError, match="unknown split 'dev'"):
         envs.make("frozenlake").task_ids("dev")
-
-
-def steps(*walk):
-    """Of (candidates with their q, the one taken, the cell it led to): steps of results.jsonl."""
-    return [
-        {"action": f"Thought: .\nAction: {taken}", "observation": f"At cell {r}{c}.",
-         "candidates": [{"action": f"Thought: .\nAction: {move}", "q": q} for move, q in candidates.items()]}
-        for candidates, taken, (r, c) in walk
-    ]  # fmt: skip
-
-
-def test_agreement_by_hand():
-    # Q* at 22: left .9 ** 3, down .9, right 0 (a hole); at 32: down .9, right 1, jump (invalid) .9
-    walk = steps(
-        ({"down": 0.5, "left": 0.6, "right": 0.1}, "left", (2, 1)),
-        ({"right": None}, "right", (2, 2)),
-        ({"right": 0.2, "down": 0.4}, "down", (3, 2)),
-        ({"down": 0.3, "jump": 0.7}, "jump", (3, 2)),
-        ({"down": 0.9, "right": 0.9}, "right", (3, 3)),
-    )
-    found = qstar.agreement([{"task_id": "4x4/22", "steps": walk}])
-    assert (found["states"], found["pairs"]) == (5, 9)
-    assert found["optimal_moves"] == 3 / 5  # at 22 left is no shortest way, nor does an invalid action lead on
-    assert found["in_order"] == pytest.approx((0 + 1 + 1 + 1 + 0.5) / 5)  # down, jump: equal in Q*, nothing to rank
-    assert found["top_1"] == pytest.approx(1 / 3)  # wrong, right, and among equal q the first, which is wrong
-    assert found["top_1_by_chance"] == pytest.approx((1 / 3 + 1 / 2 + 1 / 2) / 3)
-
-
-@pytest.mark.parametrize("layout", ["8x8", "random4"])
-def test_agreement_of_the_truth_with_itself_is_whole(layout):
-    env, rng, rows = envs.make("frozenlake", map=layout), random.Random(0), []
-    for task in env.task_ids("val")[:5]:
-        env.reset(options={"task_id": task})
-        walk = []
-        for _, move in env.expert(task):
-            candidates = {m: env.q_star_of(m) ** 3 for m in rng.sample(frozenlake.MOVES, 3)}
-            env.step(move)
-            walk.append((candidates, move, divmod(env.cell, env.lake.ncol)))
-        rows.append({"task_id": task, "steps": steps(*walk)})
-    found = qstar.agreement(rows)
-    assert found["in_order"] == found["top_1"] == 1 and found["spearman"] == pytest.approx(1)
-    for row in rows:
-        for step in row["steps"]:
-            for candidate in step["candidates"]:
-                candidate["q"] *= -1
-    assert qstar.agreement(rows)["in_order"] == 0
-
-
-def test_the_comparison_as_a_command(tmp_path, capsys):
-    walk = steps(({"down": 0.9, "left": 0.1}, "down", (3, 2)), ({"right": 1.0}, "right", (3, 3)))
-    row = {"task_id": "4x4/22", "env": "frozenlake", "method": "qlass", "M": 2, "N": 1, "select": None,
-           "success": True, "steps": walk}  # fmt: skip
-    file = tmp_path / "results.jsonl"
-    file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"method": "greedy", "M": 1}) + "\n")
-    qstar.main([str(file)])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("| qlass M=2 N=1 | 1 | 1.000 | 1.000 | 1.000 | 1.000 | 0.500 |") and len(lines) == 4
-    file.write_text(json.dumps(row | {"env": "webshop"}) + "\n")
-    with pytest.raises(envs.UserError, match="not of frozenlake"):
-        qstar.main([str(file)])

@@ -101,7 +101,7 @@ def test_the_stages_train_save_and_load_it(tmp_path, agent, labels):
 )
 def test_flags_that_do_not_go_together(stage, flags, says):
     with pytest.raises(UserError, match=says):
-        stage.parse(flags)
+        stage.arguments(flags)
 
 
 def test_what_needs_a_gpu_says_so(tmp_path, agent, labels, monkeypatch):

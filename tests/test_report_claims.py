@@ -124,17 +124,17 @@ def test_ablations_meet_the_same_method_without_a_label_and_stay_out_of_the_line
 
 def test_the_claims_and_the_alignment_are_in_both_reports(groups, tmp_path):
     groups(("greedy", 0.5, {}), ("qlass", 0.6, {"M": 2, "label": None}))
-    found = {
-        "monte_carlo": {"pairs": 12, "rho": 0.25, "gain": float("nan")},
-        "tree": {"pairs": 5, "rho": 0.5, "gain": 1},
-    }
-    (tmp_path / "align-avg.meta.json").write_text(json.dumps({"arguments": {"label": "avg"}, "alignment": found}))
-    head, rows = report.alignment_table([tmp_path])
-    assert head == ["run", "QNet", "held against", "pairs", "rho", "gain"]
-    assert [row[1:] for row in rows] == [["avg", "monte_carlo", "12", "0.250", "–"], ["avg", "tree", "5", "0.500", "1"]]
+    figures = {"family": "learned", "rho": {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 9}, "states": 20, "top_1": 0.7,
+               "gain": float("nan"), "overall": 0.25}  # fmt: skip
+    (tmp_path / "qval").mkdir()
+    record = {"title": "a lake", "labels": {"exact": {"qnet": figures}}}
+    (tmp_path / "qval" / "alignment.json").write_text(json.dumps(record))
+    (tmp_path / "qval" / "forest-exact.svg").write_text("<svg><text>a forest</text></svg>")
+    _, rows = report.alignment_table([tmp_path])
+    assert rows == [["a lake", "exact", "learned", "qnet", "0.500 [0.400, 0.600]", "20", "0.700", "–", "0.250"]]
     report.main(["--run", str(tmp_path)])
     for name in ("report.md", "report.html"):
         text = (tmp_path / name).read_text(encoding="utf-8")
         assert "QLASS above SFT greedy (Table 2): reproduced (M=2: +0.100" in text and claims.NOTE in text
-        assert report.ALIGNMENT_NOTE in text and "monte_carlo" in text
-    assert 'id="claims"' in text
+        assert report.ALIGNMENT_NOTE in text and "a lake" in text
+    assert 'id="claims"' in text and "a forest" in text

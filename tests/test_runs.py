@@ -52,8 +52,10 @@ def parsed(command):
     """The arguments as the stage of a command reads them."""
     name, *flags = command
     module = importlib.import_module(name.removesuffix(".py"))
+    if hasattr(module, "__path__"):  # python -m PACKAGE
+        module = importlib.import_module(f"{name}.__main__")
     try:
-        return (module.parse if hasattr(module, "parse") else module.parse_args)(flags)
+        return (module.arguments if hasattr(module, "arguments") else module.parse_args)(flags)
     except SystemExit:
         pytest.fail(f"python {' '.join(command)}: {name} does not know these flags")
 

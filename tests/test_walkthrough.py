@@ -102,7 +102,7 @@ def test_the_recording_is_small_and_names_its_commands(records):
     assert [re.match(r"python (\w+)\.py ", c["command"])[1] for c in run["commands"]] == list(record.STAGES)
     for command in run["commands"]:  # as the stages' flags are today
         _, script, *flags = command["command"].split()
-        sys.modules[script.removesuffix(".py")].parse(flags)
+        sys.modules[script.removesuffix(".py")].arguments(flags)
 
 
 # --------------------------------------------------------------------------------------------------- what it says is so

@@ -6,7 +6,7 @@ import copy
 import random
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium.envs.toy_text.utils import categorical_sample
@@ -29,13 +29,14 @@ class FrozenLakeEnv(TextEnv):
 
     name = "frozenlake"
     task = "reach the goal"
-    rules = (
+    text = (
         "You are walking on a frozen lake. On its map F is ice, H a hole and G the goal. A cell is named by its row "
         "and its column, both from 0. Each turn you move one cell: your action is left, down, right or up. Reach the "
         "goal and do not fall into a hole.\n"
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
-    prefix, instruction, markov = "", rules, True
+    prefix, instruction, markov = "", text, True
+    flags: ClassVar = {"map": ("map", "NAME 8x8 (the default), 4x4, random4 or random8")}
 
     def __init__(
         self, map: str = "8x8", slippery: bool = False, stray: float = 0.3, max_steps: int | None = UNSET
@@ -61,7 +62,7 @@ class FrozenLakeEnv(TextEnv):
         self.new_map = "random" in task_id
         rows = ((" " if self.new_map else "").join(row) for row in self.lake.desc.astype(str))
         self.rows = "\n".join(rows).replace("S", "F")
-        self.instruction = self.rules if self.new_map else f"{self.rules}\nThe map:\n{self.rows}"
+        self.instruction = self.text if self.new_map else f"{self.text}\nThe map:\n{self.rows}"
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
@@ -128,11 +129,16 @@ class FrozenLakeEnv(TextEnv):
         """Q*(s, a) of every cell, row by row, shape (cells, 4): see lake.q_star."""
         return lake.q_star(self.lake, gamma)
 
+    def _left(self, gone: int = 0) -> int | None:
+        return None if self.max_steps is None else max(0, self.max_steps - self.steps - gone)
+
     def q_star_of(self, action: str, gamma: float = 0.9) -> float:
-        """Q*(s, a) here; an invalid action only costs its step: gamma * max_a Q*(s, a)."""
-        q, move = self.q_star(gamma)[self.cell], action.strip().lower()
-        return float(q[lake.MOVES.index(move)] if move in lake.MOVES else gamma * q.max())
+        """Q*(s, a) here, within the steps that are left; an invalid action only costs its step."""
+        if (move := action.strip().lower()) in lake.MOVES:
+            return float(lake.q_star(self.lake, gamma, self._left())[self.cell, lake.MOVES.index(move)])
+        return gamma * float(lake.q_star(self.lake, gamma, self._left(1))[self.cell].max())
 
     def optimal_value(self, gamma: float = 0.9) -> float:
-        """What it is worth to have come here, gamma * max_a Q*(s, a): without slipping, gamma ** moves to the goal."""
-        return gamma * float(self.q_star(gamma)[self.cell].max())
+        """What it is worth to have come here, gamma * max_a Q*(s, a), within the steps that are left: without
+        slipping, gamma ** moves to the goal."""
+        return gamma * float(lake.q_star(self.lake, gamma, self._left())[self.cell].max())

@@ -67,11 +67,12 @@ def ahead(lake: FrozenLakeEnv, cell: int, move: str) -> str:
     return kind(lake, row * lake.ncol + column) if inside else "the edge"
 
 
-@functools.lru_cache(maxsize=256)
-def q_star(lake: FrozenLakeEnv, gamma: float = 0.9) -> np.ndarray:
+@functools.lru_cache(maxsize=4096)
+def q_star(lake: FrozenLakeEnv, gamma: float = 0.9, steps: int | None = None) -> np.ndarray:
     """The exact Q*(s, a), shape (cells, 4), by value iteration on Gymnasium's transition table.
 
     It is 0 where an episode has ended. Without slipping, d moves from the goal: max_a Q*(s, a) = gamma**(d - 1).
+    steps: how many are left, None: any number.
     """
     cells = lake.desc.size
     reward, to = np.zeros((cells, 4)), np.zeros((cells, 4, cells))
@@ -79,8 +80,9 @@ def q_star(lake: FrozenLakeEnv, gamma: float = 0.9) -> np.ndarray:
         for probability, successor, r, terminated in lake.P[state][action]:
             reward[state, action] += probability * r
             to[state, action, successor] += probability * (not terminated)
-    q, previous = reward, None
-    while previous is None or np.abs(q - previous).max() > 1e-12:
+    q, previous = reward if steps != 0 else 0 * reward, None
+    while (steps is None or steps > 1) and (previous is None or np.abs(q - previous).max() > 1e-12):
         q, previous = reward + gamma * to @ q.max(1), q
+        steps = steps and steps - 1
     q.setflags(write=False)  # shared by all who ask
     return q

@@ -19,8 +19,6 @@ for target in q avg reward; do
   labels=$RUN/q_labels-$target.jsonl net=$RUN/qnet-$target
   [ -f "$labels" ] || $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target $target --out "$labels"
   [ -d "$net" ] || $PYTHON train_qnet.py "${env[@]}" "${qnet[@]}" --labels "$labels" --out "$net"
-  $PYTHON -m experiments.align "${env[@]}" -M 4 -K 8 --split test --limit 50 \
-    --labels "$labels" --qnet "$net" --label target=$target --out "$RUN/align-$target.jsonl"
   # Each action the best of three, one trajectory a task (Q*Agent's setting).
   $PYTHON -m experiments.self_train "${env[@]}" "${again[@]}" --method qlass -M 3 -N 1 --qnet "$net" --name target-$target
   evaluate target-$target target=$target
@@ -29,4 +27,6 @@ $PYTHON -m experiments.self_train "${env[@]}" "${again[@]}" --method rft -N 3
 evaluate rft RFT
 $PYTHON -m experiments.self_train "${env[@]}" --method tree
 evaluate tree "trees' best"
+$PYTHON -m experiments.qval "${env[@]}" --references exact policy -K 8 \
+  --scorers random logprob qnet-q qnet-avg qnet-reward
 $PYTHON report.py --run "$RUN"

@@ -1,0 +1,197 @@
+"""Is a step score aligned with Q? Every score that the project knows against reference labels, without training.
+
+    reads   RUN/sft/, and what the scorers ask for: RUN/qnet*/, RUN/trees.jsonl
+    writes  RUN/qval/: points.jsonl, labels-REFERENCE.jsonl, predictions/NAME.json, report.md, forest-*.png
+
+    python -m experiments.qval --env frozenlake --env-option map=random8
+
+The test of QVAL (Hernandez-Gutierrez et al.), which asks whether a score orders the actions of a state as their true
+value does. What is there already is kept; --play N also lets every scorer steer search on N further tasks, to see which
+alignment predicts the reward. Its image methods (VIP, LIV, VLM-RM, ...) are out of scope: these environments are text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import envs
+from environments import UserError
+from experiments.qval import judges, labels, report
+from experiments.qval.points import Point, distinct, trajectory
+from experiments.qval.scorers import Call, Context, Scorer, answer, available, family, scorer
+from qlass.chat import State, action_key, parse_action, react
+from qlass.driver import Sample, ask, drive
+from qlass.jsonl import read_jsonl, write_jsonl
+from qlass.stage import at_least, needed, parse, parser, progress, run_stage, same_arguments, write_meta
+
+
+def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, Any, list[float | None]]:
+    """A scorer's values of a point's candidates."""
+    state = point.restore(env)
+    here = env.snapshot()
+    values = yield from score(env, state, list(point.candidates), (point.task_id, "score", point.hash))
+    env.restore(here)
+    env.close()
+    return [None if value is None else float(value) for value in values]
+
+
+def steered(env: envs.TextEnv, task_id: str, score: Scorer, rendering: Any, M: int) -> Generator[Any, Any, float]:
+    """The reward of an episode that takes the highest score among M draws of the agent (0: among all valid actions)."""
+    observation, info = env.reset(options={"task_id": task_id})
+    state, reward, done, step = State.first(env, observation, info), 0.0, False, 0
+    while not done:
+        key = (task_id, 0, step)
+        drawn = [c.text for c in (yield ask(env, state, M, key, rendering))] if M else []
+        first: dict[str, str] = {}
+        for text in drawn or [react(*candidate) for candidate in env.candidates()]:
+            first.setdefault(action_key(text), text)
+        candidates = list(first.values())
+        scores = yield from score(env, state, candidates, key)
+        known = [float("-inf") if s is None else s for s in scores]
+        action = candidates[known.index(max(known))]
+        observation, reward, terminated, truncated, _ = env.step(parse_action(action))
+        state, done, step = state.then(action, env.message(observation)), terminated or truncated, step + 1
+    env.close()
+    return float(reward)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__)
+    envs.add_arguments(made, argv)
+    add = made.add_argument
+    add("--points", type=at_least(1), default=200, metavar="N", help="states (default: %(default)s)")
+    add("--split", default="test", help="tasks that they are from (default: %(default)s)")
+    add("--trajectories", type=at_least(1), default=1, metavar="N", help="a task (default: %(default)s)")
+    add(
+        "--actor",
+        choices=["agent", "expert", "random"],
+        default="agent",
+        help="behaviour policy (default: %(default)s)",
+    )
+    add(
+        "--epsilon",
+        type=at_least(0, float, below=1),
+        default=0.25,
+        help="its share of uniform valid actions (default: %(default)s)",
+    )
+    add("--candidates", type=at_least(1), default=4, metavar="N", help="actions a state (default: %(default)s)")
+    add("--references", nargs="+", metavar="NAME", help="exact, planner, expert, policy (default: all but policy)")
+    add("-K", type=at_least(1), default=32, help="rollouts of the reference policy (default: %(default)s)")
+    add(
+        "--gamma",
+        type=at_least(0, float, below=1),
+        default=0.95,
+        help="discount of the labels (%(default)s, QVAL)",
+    )
+    add("--scorers", nargs="+", metavar="NAME", help="default: all whose inputs are there")
+    add("--against", default="random", metavar="NAME", help="the scorer that others are compared with (%(default)s)")
+    add("--code", nargs="+", type=Path, default=[], metavar="FILE.py", help="files with a signal_function")
+    add("--judge", metavar="URL#MODEL|DIR", help="language model of the judges: a chat server, or a HuggingFace model")
+    add("--play", type=at_least(0), default=0, metavar="N", help="tasks on which scorers steer search (default: none)")
+    add("-M", type=at_least(0), default=0, help="candidates a step there (default: all valid actions)")
+    add("--sft", type=Path, help="the agent (default: RUN/sft, made if missing)")
+    add("--base", type=Path, help="another checkpoint, for log_ratio")
+    add("--out", type=Path, metavar="DIR", help="default: RUN/qval")
+    add("--device")
+    args = parse(made, argv)
+    args.references = args.references or [r for r in labels.REFERENCES[args.env] if r != "policy"] or ["policy"]
+    for reference in args.references:
+        labels.known(args.env, reference)
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    env = envs.from_arguments(args)
+    args.out = args.out or args.run / "qval"
+    args.sft = needed(args.sft, args.run / "sft", "sft", args)
+    judge = judges.load(args.judge, args.device, args.seed) if args.judge else None
+    context = Context(
+        args.env, args.run, args.sft, args.base, judge, tuple(args.code), args.gamma, args.seed, args.device
+    )
+    rendering, answers = context.policy.chat.rendering, {Sample: context.policy.sample, Call: answer}
+
+    def timed(path: Path, records: Any, total: int | None, *names: str) -> list:
+        """Write what `records` yields to `path`, with how long it took, or read what is there."""
+        depends = ("env", "run", "seed", "sft", *args.env_flags, *names)
+        same_arguments(path, argparse.Namespace(**{name: getattr(args, name) for name in depends}))
+        if not path.exists():
+            started = time.process_time()
+            made = list(progress(records(), path.stem, total))
+            write_jsonl(path, made)
+            write_meta(path, args, cpu_seconds=time.process_time() - started)
+        return list(read_jsonl(path))
+
+    def collect() -> Any:
+        lots = [(task, number) for number in range(args.trajectories) for task in env.task_ids(args.split)]
+        walks = (
+            trajectory(env.fork(), task, number, args.actor, args.epsilon, args.candidates, rendering, args.seed)
+            for task, number in lots
+        )
+        return (point.dump() for point in distinct(drive(walks, answers, env.side_by_side), args.points))
+
+    about = ("points", "split", "trajectories", "actor", "epsilon", "candidates")
+    points = [Point.load(record) for record in timed(args.out / "points.jsonl", collect, args.points, *about)]
+    if not points:
+        raise UserError(f"{args.env}: no trajectory of --split {args.split} is longer than three turns")
+
+    returns = {}
+    for reference in args.references:
+
+        def lines(reference: str = reference) -> Any:
+            made = (labels.label(env.fork(), p, reference, args.K, args.gamma, rendering) for p in points)
+            return drive(made, answers, env.side_by_side)
+
+        path = args.out / f"labels-{reference}.jsonl"
+        found = timed(path, lines, len(points), "gamma", *(["K"] if reference == "policy" else []))
+        if [r["hash"] for r in found] != [p.hash for p in points]:
+            raise UserError(f"{path}: labels of other points; delete it")
+        returns[reference] = [r["returns"] for r in found]
+        for name, how in labels.variants(reference).items():
+            config = {"reference": reference, "rollouts": len(returns[reference][0][0]), "discount_factor": args.gamma}
+            values = labels.values(found, how)
+            report.write_prediction(args.out / "labels", name.replace(" ", "-"), points, values, config, "gt")
+
+    wanted = args.scorers or available(context)
+    folder = args.out / "predictions"
+    for name in wanted:
+        if not (folder / f"{name}.json").exists():
+            score, started = scorer(name, context), time.process_time()
+            made = (predict(env.fork(), p, score) for p in points)
+            made = progress(drive(made, answers, env.side_by_side), name, len(points))
+            config = {"family": family(name, context), "discount_factor": args.gamma, "judge": args.judge}
+            values = list(made)
+            config["cpu_seconds"] = round(time.process_time() - started, 2)
+            report.write_prediction(folder, name, points, values, config)
+    predictions, families = report.read_predictions(folder, points)
+
+    rewards = play(env, args, context, wanted, answers) if args.play else {}
+    study = report.Study(points, returns, predictions, families, args.against)
+    title = " ".join([args.env, *args.env_option, f"({args.split}, {args.actor}, epsilon {args.epsilon})"])
+    print(report.write(study, args.out, title, rewards))
+    write_meta(args.out / "report.md", args, [args.sft])
+
+
+def play(env: envs.TextEnv, args: argparse.Namespace, context: Context, names: list[str], answers: dict) -> dict:
+    """{scorer: {task: reward}}, kept in played.json. The tasks are from the far end of the split, the points' from its
+    beginning."""
+    path = args.out / "played.json"
+    rewards = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    tasks = env.task_ids(args.split)[::-1][: args.play]
+    for name in names:
+        if set(rewards.get(name, ())) != set(tasks):
+            score = scorer(name, context)
+            episodes = (steered(env.fork(), t, score, context.policy.chat.rendering, args.M) for t in tasks)
+            played = progress(drive(episodes, answers, env.side_by_side), f"play {name}", len(tasks))
+            rewards[name] = dict(zip(tasks, played, strict=True))
+            path.write_text(json.dumps(rewards), encoding="utf-8")
+    return {name: rewards[name] for name in names}
+
+
+if __name__ == "__main__":
+    run_stage(main)

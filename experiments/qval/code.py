@@ -1,0 +1,107 @@
+"""Scores that are written by hand, in a few lines an environment, and anyone's own from a file.
+
+A FILE.py of --code holds signal_function(state, action, next_state) -> float, as QVAL's generated functions have it;
+with two parameters it does without the next state, with one it gets the next state alone. It is run as it is: read it
+first.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from environments import UserError
+from qlass.chat import State, action_key, parse_action, task_words
+
+Signal = Callable[[str, str, str], float]
+
+
+def lake(state: State, action: str) -> float:
+    """FrozenLake: minus the Manhattan distance to the goal after the move; a hole is the end, the edge a lost turn."""
+    text = "\n".join(content for role, content in state.messages if role == "user")
+    rows = [row.replace(" ", "") for row in re.findall(r"^(?:[FHG] ?){4,8}$", text, re.MULTILINE)]
+    side = len(rows[-1])
+    grid = rows[-side:]
+    row, column = (int(digit) for digit in re.findall(r"cell (\d)(\d)", text)[-1])
+    down, right = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}.get(action_key(action), (0, 0))
+    row, column = (min(max(x, 0), side - 1) for x in (row + down, column + right))
+    away = {(r, c): abs(r - row) + abs(c - column) for r in range(side) for c in range(side) if grid[r][c] == "G"}
+    return -float(min(away.values())) - 100.0 * (grid[row][column] == "H")
+
+
+def household(state: State, action: str) -> float:
+    """ALFWorld: the subgoals in their order (find, take, treat, place), from the task and the player's own steps."""
+    wish = re.sub(r"\bhot\b", "heat", state.task)
+    text = state.messages[2][1]
+    done = [parse_action(content) for role, content in state.messages[3:] if role == "assistant"]
+    kinds = set(re.findall(r"[a-z]+", wish.lower()))
+
+    def wanted(name: str) -> bool:
+        return name.rsplit(" ", 1)[0] in kinds
+
+    held, treated = "", False
+    for step in done:
+        if taken := re.match(r"take (\w+ \d+) from", step):
+            held, treated = taken[1], False
+        elif step.startswith(("put ", "move ")):
+            held = ""
+        treated = treated or step.startswith(("clean ", "heat ", "cool "))
+    needs = next((verb for verb in ("clean", "heat", "cool") if verb in kinds), "")
+    tool = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}.get(needs, "")
+    ready = held and wanted(held) and (treated or not needs)
+    command = parse_action(action)
+    verb, _, rest = command.partition(" ")
+    place = rest.removeprefix("to ")
+    if verb == "take":
+        return 5.0 if not held and wanted(rest.split(" from ")[0]) else -1.0
+    if verb == needs and held and not treated:
+        return 6.0
+    if verb in ("put", "move"):
+        return 7.0 if ready and wanted(re.split(r" (?:in/on|to) ", rest)[-1]) else -2.0
+    if verb == "use":
+        return 7.0 if ready and wanted(rest) else -1.0
+    if verb == "open":
+        return 2.0 if command not in done else -1.0
+    if verb == "go":
+        if held:
+            goal = place.startswith(tool) if needs and not treated and tool else wanted(place)
+            return 4.0 if goal else -0.5
+        return 1.0 if command not in done and place in text else 0.0
+    return -1.0
+
+
+def overlap(state: State, action: str) -> float:
+    """How many of the task's words stand in the action and its thought, and as a tie-break how dense they stand."""
+    words = re.findall(r"[^\W_]+(?:[.'-][^\W_]+)*", action.lower())
+    shared = set(words) & task_words(state.task)
+    return len(shared) + len(shared) / (1 + len(words))
+
+
+WRITTEN: dict[str, Callable[[State, str], float]] = {
+    "frozenlake": lake, "alfworld": household, "webshop": overlap, "sciworld": overlap,
+}  # fmt: skip
+
+
+def text_of(state: State) -> str:
+    return "\n\n".join(content for _, content in state.messages)
+
+
+def load(path: Path) -> Signal:
+    try:
+        return compiled(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error})") from None
+
+
+def compiled(source: str, name: str = "signal_function") -> Signal:
+    """The signal_function of a source text, with three parameters whatever it was written with."""
+    scope: dict = {}
+    try:
+        exec(compile(source, name, "exec"), scope)
+        function = scope["signal_function"]
+        n = len(inspect.signature(function).parameters)
+    except Exception as error:
+        raise UserError(f"{name}: holds no signal_function that can be called ({error!r})") from None
+    return lambda state, action, after: float(function(*((after,) if n == 1 else (state, action, after)[:n])))

@@ -1,0 +1,116 @@
+"""What an action is worth: Q(s, a) of a reference policy, all returns kept.
+
+    exact    the optimal policy: FrozenLake by value iteration, WebShop by weighing every purchase in reach
+    planner  the shortest plan of one who knows where everything is (ALFWorld)
+    expert   the environment's demonstrator, from the state that the action leads to
+    policy   K rollouts of the agent: "max" is QVAL's MVMC, "mean" the plain Monte-Carlo value
+
+The step that ends an episode in n steps with reward r is worth gamma^(n - 1) r; the step limit counts for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+
+import envs
+from environments import UserError
+from qlass.chat import Rendering, State, parse_action, uniforms
+from qlass.driver import ask
+
+REFERENCES = {
+    "frozenlake": ("exact", "expert", "policy"),
+    "webshop": ("exact", "policy"),
+    "alfworld": ("planner", "expert", "policy"),
+    "sciworld": ("policy",),
+}
+
+
+def exact(env: envs.TextEnv, action: str, gamma: float) -> float:
+    """Q*(s, a) where `env` stands, which is left as it was."""
+    if hasattr(env, "q_star_of"):  # its steps may slip: no single next state tells
+        return env.q_star_of(action, gamma)
+    here = env.snapshot()
+    _, reward, terminated, truncated, _ = env.step(action)
+    value = reward if terminated or truncated else env.optimal_value(gamma)
+    env.restore(here)
+    return float(value)
+
+
+def expert(env: envs.TextEnv, task_id: str, action: str, gamma: float) -> float:
+    """The discounted reward of the demonstrator after this action."""
+    here = env.snapshot()
+    _, reward, terminated, truncated, _ = env.step(action)
+    player, worth = env.expert(task_id), 1.0
+    while not (terminated or truncated) and (decided := next(player, None)):
+        _, reward, terminated, truncated, _ = env.step(decided[1])
+        worth *= gamma
+    env.restore(here)
+    return worth * float(reward)
+
+
+def rollouts(
+    env: envs.TextEnv, state: State, actions: list[str], K: int, gamma: float, key: tuple, rendering: Rendering
+) -> Generator[list, list, list[list[float]]]:
+    """gamma^t r of K rollouts of the agent after each action (t = 0: it ends the episode), all side by side.
+
+    Each has its own luck, that of slippery ice too. The environment is left wherever the last of them ended.
+    """
+    here, returns = env.snapshot(), np.zeros((len(actions), K))
+    alive = [(i, k, state, here) for i in range(len(actions)) for k in range(K)]
+    texts, t = [actions[i] for i, *_ in alive], 0
+    while alive:
+        going = []
+        for (i, k, s, snapshot), text in zip(alive, texts, strict=True):
+            env.restore(snapshot)
+            if t == 0 and hasattr(env, "chances"):
+                env.chances = np.random.default_rng(int(uniforms(1, *key, i, k, "ice")[0] * 2**53))
+            observation, reward, terminated, truncated, _ = env.step(parse_action(text))
+            if terminated or truncated:
+                returns[i, k] = gamma**t * reward
+            else:
+                after = s.then(text, env.message(observation))
+                if rendering.markov:  # the same state, whatever led there: the agent reads it once
+                    after = State(after.messages[-1:], after.task)
+                going.append((i, k, after, env.snapshot()))
+        alive, t, requests = going, t + 1, []
+        for i, k, s, snapshot in alive:
+            env.restore(snapshot)
+            requests.append(ask(env, s, 1, (*key, i, k, t), rendering))
+        texts = [answer[0].text for answer in (yield requests)] if requests else []
+    return [[round(float(value), 6) for value in row] for row in returns]
+
+
+def label(
+    env: envs.TextEnv, point: Any, reference: str, K: int, gamma: float, rendering: Rendering | None
+) -> Generator[list, list, dict]:
+    """A line of labels-REFERENCE.jsonl: the returns of each candidate of a point, in the point's order."""
+    state = point.restore(env)
+    actions = [parse_action(text) for text in point.candidates]
+    if reference == "policy":
+        key = (point.task_id, "label", point.hash)
+        returns = yield from rollouts(env, state, list(point.candidates), K, gamma, key, rendering)
+    elif reference == "expert":
+        returns = [[expert(env, point.task_id, action, gamma)] for action in actions]
+    else:
+        returns = [[exact(env, action, gamma)] for action in actions]
+    env.close()
+    return {"task_id": point.task_id, "hash": point.hash, "returns": returns}
+
+
+def known(env: str, reference: str) -> None:
+    """UserError where an environment has no such reference."""
+    if reference not in REFERENCES[env]:
+        raise UserError(f"{env}: no {reference} labels; choose among {', '.join(REFERENCES[env])}")
+
+
+def values(records: list[dict], how: str) -> list[list[float]]:
+    """The labels of each point's candidates: the "max" or the "mean" of its returns."""
+    return [[float(getattr(np, how)(returns)) for returns in record["returns"]] for record in records]
+
+
+def variants(reference: str) -> dict[str, str]:
+    """{name of a set of labels: how its returns become one}; with a single return there is nothing to choose."""
+    return {"policy max": "max", "policy mean": "mean"} if reference == "policy" else {reference: "mean"}

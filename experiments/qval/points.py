@@ -1,0 +1,115 @@
+"""The states that scores are judged in: visited by a behaviour policy on tasks that nothing was trained on.
+
+A line of points.jsonl is enough to restore a state anywhere: reset the task, replay the prefix; the hash of the
+observation says whether the state is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
+
+import envs
+from environments import UserError
+from qlass.chat import Rendering, State, action_key, parse_action, react, uniforms
+from qlass.driver import ask
+
+DRAWS = 4  # of the agent in each state: what it does, and what else it might have done
+FIRST, LAST, MOST = 1, 2, 3  # turns dropped at the two ends of a trajectory, and the most that are kept of one
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A state and the actions to choose among there, as the agent writes them."""
+
+    task_id: str
+    prefix: tuple[str, ...]  # the actions that lead there from the task's start
+    candidates: tuple[str, ...]  # distinct, in an order that says nothing
+    taken: int  # which of them the behaviour policy took
+    observation: str  # the message that the state ends with
+    hash: str
+
+    def restore(self, env: envs.TextEnv) -> State:
+        """Put `env` into the state; UserError where the replay ends elsewhere."""
+        observation, info = env.reset(options={"task_id": self.task_id})
+        state = State.first(env, observation, info)
+        for action in self.prefix:
+            observation, *_ = env.step(parse_action(action))
+            state = state.then(action, env.message(observation))
+        if digest(state) != self.hash:
+            raise UserError(
+                f"task {self.task_id}: {len(self.prefix)} actions lead to another state than when the points were "
+                "collected; delete points.jsonl and what was made from it"
+            )
+        return state
+
+    def dump(self) -> dict:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def load(cls, record: dict) -> Point:
+        return cls(**{**record, "prefix": tuple(record["prefix"]), "candidates": tuple(record["candidates"])})
+
+
+def digest(state: State) -> str:
+    return hashlib.sha256(state.messages[-1][1].encode()).hexdigest()[:16]
+
+
+def trajectory(
+    env: envs.TextEnv,
+    task_id: str,
+    number: int,
+    actor: str,
+    epsilon: float,
+    width: int,
+    rendering: Rendering,
+    seed: int,
+) -> Generator[Any, Any, list[Point]]:
+    """One episode of the behaviour policy: the actor, or with probability epsilon a uniform valid action.
+
+    The candidates of a state are the action taken, the agent's other draws, then uniform valid actions up to `width`.
+    """
+    observation, info = env.reset(options={"task_id": task_id})
+    state, done = State.first(env, observation, info), False
+    prefix: tuple[str, ...] = ()
+    points, player = [], env.expert(task_id) if actor == "expert" else None
+    while not done:
+        key = (task_id, "qval", number, len(prefix))
+        valid = [react(*candidate) for candidate in env.candidates()]
+        uniform = sorted(valid, key=lambda action: uniforms(1, seed, *key, action)[0])
+        drawn = uniform
+        if actor == "agent":
+            drawn = [c.text for c in (yield ask(env, state, DRAWS, key, rendering))]
+        elif player is not None and (decided := next(player, None)):
+            drawn = [react(*decided)]
+        stray, *order = uniforms(1 + width, seed, *key)
+        taken = uniform[0] if uniform and stray < epsilon else drawn[0]
+        first: dict[str, str] = {}  # by its first occurrence: the action taken stays what it is
+        for action in (taken, *drawn, *uniform):
+            first.setdefault(action_key(action), action)
+        some = list(first.values())[:width]
+        shuffled = [action for _, action in sorted(zip(order, some, strict=False))]
+        points.append(
+            Point(task_id, prefix, tuple(shuffled), shuffled.index(taken), state.messages[-1][1], digest(state))
+        )
+        observation, _, terminated, truncated, _ = env.step(parse_action(taken))
+        state, done = state.then(taken, env.message(observation)), terminated or truncated
+        prefix += (taken,)
+    env.close()
+    inner = points[FIRST : len(points) - LAST]
+    order = uniforms(len(inner), seed, task_id, "keep", number)
+    return [inner[i] for i in sorted(sorted(range(len(inner)), key=lambda i: order[i])[:MOST])]
+
+
+def distinct(trajectories: Iterable[list[Point]], wanted: int) -> Iterator[Point]:
+    """The points one by one, each (task, observation) once, until there are as many as wanted."""
+    seen: set[tuple[str, str]] = set()
+    for points in trajectories:
+        for point in points:
+            if len(seen) < wanted and (point.task_id, point.hash) not in seen:
+                seen.add((point.task_id, point.hash))
+                yield point
+        if len(seen) >= wanted:
+            return

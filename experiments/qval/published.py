@@ -1,0 +1,74 @@
+"""Prediction files that others published in QVAL's layout: their figure, and what it leaves out.
+
+    python -m experiments.qval.published GT.json EVAL.json ...
+
+Files with one value a point give a global Spearman, rankings one per point. QVAL drops what could not be parsed; beside
+its figure stand the share that could, and the figure with failures ranked last. So the environments that no pip install
+brings are read without being run: OpenApps needs BrowserGym, Playwright and a repository, TerminalBench Docker. To play
+them here, an adapter is one `envs.TextEnv` whose snapshot is its actions so far and whose restore replays them:
+`expert` labels need a player from any state, `policy` labels nothing more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+
+from environments import UserError
+from experiments.qval import metrics
+from experiments.qval.report import cell
+from qlass.stage import run_stage
+from qlass.stats import Estimate, bootstrap, spearman
+
+
+def states(path: Path) -> list[list[float | None]]:
+    """A file's values by point, ranks with their sign turned; all as one state where there is one value a point."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    counts = (record.get("config") or {}).get("candidate_counts")
+    if not counts:
+        return [record["values"]]
+    turned = [None if value is None else -value for value in record["values"]]
+    return [turned[a:b] for a, b in itertools.pairwise(np.cumsum([0, *counts]))]
+
+
+def agreement(
+    truth: list[list[float]], values: list[list[float | None]], draws: int = 2000
+) -> tuple[float, Estimate, float]:
+    """Coverage; Spearman of what was parsed (mean over rankings, or global), 95 % over points; with failures last."""
+    if [len(s) for s in truth] != [len(s) for s in values]:
+        raise UserError("the two files are of other points")
+    flat = [v for some in values for v in some]
+    coverage = float(np.mean([v is not None for v in flat]))
+    if len(truth) > 1:
+        numbers = range(len(truth))
+        parsed, last = (metrics.per_state(numbers, values, truth, failed_last=f) for f in (False, True))
+        return coverage, bootstrap(parsed.values()), metrics.mean_of(last)
+    pairs = np.array([(v, t) for v, t in zip(values[0], truth[0], strict=True) if v is not None])
+    lots = np.random.default_rng(0).integers(len(pairs), size=(draws, len(pairs)))
+    low, high = np.nanquantile([spearman(*pairs[lot].T) for lot in lots], [0.025, 0.975])
+    last = spearman([-np.inf if v is None else v for v in values[0]], truth[0])
+    return coverage, Estimate(spearman(*pairs.T), float(low), float(high), len(pairs)), last
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("truth", type=Path, help="file of the labels")
+    parser.add_argument("files", type=Path, nargs="+", help="files of predictions")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    truth = states(args.truth)
+    print("| file | parsed | Spearman [95 % over points] | failures last |\n|---|---|---|---|")
+    for path in args.files:
+        coverage, estimate, last = agreement(truth, states(path))  # type: ignore[arg-type]
+        print(f"| {path.stem} | {cell(coverage)} | {estimate} | {cell(last)} |")
+
+
+if __name__ == "__main__":
+    run_stage(main)

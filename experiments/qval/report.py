@@ -1,0 +1,268 @@
+"""Points, labels and predictions of a folder -> tables (report.md), figures, and alignment.json for the HTML report.
+
+Predictions are kept in QVAL's own layout: NAME.json holds a value for each point's taken action, NAME_ranking.json the
+ranks of all candidates; both are read from QVAL's tools too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from environments import UserError
+from experiments.qval import labels as reference_labels
+from experiments.qval import metrics
+from experiments.qval.metrics import Alignment, alignment, as_ranks
+from experiments.qval.points import Point
+from qlass.jsonl import replacing
+from qlass.stats import by_task, spearman
+from reporting.figures import STYLE, save
+
+FAMILIES = {"control": "#8c8c8c", "code": "#009e73", "learned": "#0072b2", "tree": "#56b4e9", "policy": "#e69f00",
+            "hindsight": "#cc79a7", "embedding": "#d55e00", "judge": "#000000"}  # fmt: skip
+NOTE = (
+    "rho: Spearman per state, mean of the tasks' means, 95 % over tasks. tied: states whose labels are all equal, or "
+    "with one candidate; no rho there. failures last: the same with candidates without a score ranked last. centred: "
+    "global Spearman of scores and labels without their state's mean. global, tau: over all (s, a). actor: over the "
+    "actions taken, QVAL's published figure. top-1, gain: of the highest score, ties in expectation. p: of the "
+    "difference in rho to {against}, sign flips over tasks, Holm."
+)
+
+# -------------------------------------------------------------------------------------------------- QVAL's file layout
+
+
+def write_prediction(
+    folder: Path, name: str, points: Sequence[Point], values: metrics.Values, config: dict, kind: str = "eval"
+) -> None:
+    """values: of each point's candidates. The file of one value a point carries them all in its metadata."""
+    counts = [len(some) for some in values]
+    about = {"ranking_point_hashes": [point.hash for point in points], "num_ranking_points": len(points),
+             "total_candidates": sum(counts)}  # fmt: skip
+    taken = [some[point.taken] for some, point in zip(values, points, strict=True)]
+    single = {"method_name": name, "method_type": kind, "values": taken, "config": config}
+    single["metadata"] = {**about, "candidate_values": [list(some) for some in values]}
+    ranking = {"method_name": name, "method_type": kind, "values": [rank for some in values for rank in as_ranks(some)]}
+    ranking["config"] = {**config, "prediction_format": "ranking_predicted", "candidate_counts": counts}
+    ranking["metadata"] = about
+    for file, record in ((f"{name}.json", single), (f"{name}_ranking.json", ranking)):
+        with replacing(folder / file) as out:
+            json.dump(record, out, indent=1)
+
+
+def read_prediction(path: Path, points: Sequence[Point]) -> tuple[str, dict, list[list[float | None]]]:
+    """Name, config and the values of each point's candidates, from our file or from one of QVAL's own.
+
+    A ranking counts with its sign turned; a file with one value a point knows the actions taken alone.
+    """
+    record = json.loads(path.read_text(encoding="utf-8"))
+    values, config, metadata = record["values"], record.get("config") or {}, record.get("metadata") or {}
+    counts = config.get("candidate_counts")
+    if "candidate_values" in metadata:
+        found = metadata["candidate_values"]
+    elif counts:
+        ends = np.cumsum([0, *counts])
+        turned = [None if v is None else -v for v in values]
+        found = [turned[a:b] for a, b in itertools.pairwise(ends)]
+    else:
+        found = [[v if i == p.taken else None for i in range(len(p.candidates))]
+                 for v, p in zip(values, points, strict=False)]  # fmt: skip
+    hashes = metadata.get("ranking_point_hashes", [p.hash for p in points])
+    sizes = [len(p.candidates) for p in points]
+    if [len(some) for some in found] != sizes or hashes != [p.hash for p in points]:
+        raise UserError(f"{path}: predictions for other points; delete it, or name another --out")
+    return record["method_name"], config, found
+
+
+def read_predictions(folder: Path, points: Sequence[Point]) -> tuple[dict[str, list], dict[str, str]]:
+    """{name: values} and {name: family} of all files there; a ranking counts where it stands alone."""
+    alone = {path.stem: path for path in sorted(folder.glob("*.json"))}
+    read = [read_prediction(path, points) for stem, path in alone.items() if stem.removesuffix("_ranking") not in alone
+            or not stem.endswith("_ranking")]  # fmt: skip
+    return {name: some for name, _, some in read}, {name: config.get("family", "judge") for name, config, _ in read}
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+@dataclasses.dataclass
+class Study:
+    """All that was found out about some points."""
+
+    points: list[Point]
+    returns: dict[str, list[list[list[float]]]]  # reference: of each point's candidates
+    predictions: dict[str, list[list[float | None]]]
+    families: dict[str, str]
+    against: str = "random"
+
+    @property
+    def tasks(self) -> list[str]:
+        return [point.task_id for point in self.points]
+
+    def labels(self) -> dict[str, list[list[float]]]:
+        return {
+            name: reference_labels.values([{"returns": some} for some in returns], how)
+            for reference, returns in self.returns.items()
+            for name, how in reference_labels.variants(reference).items()
+        }
+
+    def alignments(self, labels: list[list[float]]) -> dict[str, Alignment]:
+        """Best first within a family, families in their order."""
+        taken = [point.taken for point in self.points]
+        found = {name: alignment(self.tasks, taken, some, labels) for name, some in self.predictions.items()}
+        place = list(FAMILIES)
+        return dict(sorted(found.items(), key=lambda f: (place.index(self.families[f[0]]), -nan_last(f[1].rho.mean))))
+
+    def p_values(self, labels: list[list[float]]) -> dict[str, float]:
+        """Of the difference in per-state rho to `against` on the states that both have, Holm over all."""
+        per_state = {n: metrics.per_state(self.tasks, some, labels) for n, some in self.predictions.items()}
+        base, p = per_state.get(self.against, {}), {}
+        for name, found in per_state.items():
+            if name != self.against:
+                both = found.keys() & base.keys()
+                p[name] = metrics.sign_flip(list(by_task({k: found[k] - base[k] for k in both}).values()))
+        return dict(zip(p, metrics.holm(list(p.values())), strict=True))
+
+
+def nan_last(value: float) -> float:
+    return -2.0 if math.isnan(value) else value
+
+
+def cell(value: float) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.3f}"
+
+
+def table(study: Study, name: str, labels: list[list[float]], found: dict[str, Alignment]) -> str:
+    p = study.p_values(labels)
+    head = "family|scorer|rho per state [95 %]|p|states|failures last|coverage|top-1|gain|centred|global|tau|actor"
+    rows = []
+    for scorer, a in found.items():
+        row = [study.families[scorer], scorer, f"{a.rho}", cell(p.get(scorer, math.nan)), str(a.states)]
+        figures = (a.failed_last, a.coverage, a.top_1, a.gain, a.centred, a.overall, a.tau, a.actor)
+        rows.append(row + [cell(value) for value in figures])
+    reference = name.split()[0]
+    how = reference_labels.variants(reference)[name]
+    tied = sum(not metrics.ordered(of) for of in labels)
+    noise = metrics.label_ceiling(study.tasks, study.returns[reference], how)
+    ties = metrics.permutation_ceiling(study.tasks, labels)
+    told = (
+        f"### Labels: {name}\n\n{len(labels)} states of {len(set(study.tasks))} tasks, {tied} tied. Ceilings per "
+        f"state: {noise:.3f} for the labels' noise, {ties:.3f} for a ranking without ties."
+    )
+    lines = [head.split("|"), ["---"] * (head.count("|") + 1), *rows]
+    return told + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def references_table(study: Study) -> str:
+    """How far two sets of labels agree, and whether they order the scorers alike."""
+    labels = study.labels()
+    names = list(labels)
+    order = {n: [nan_last(a.rho.mean) for a in sorted_by_name(study.alignments(labels[n]))] for n in names}
+    lines = ["| labels | and | global | per state | order of the scorers |", "|---|---|---|---|---|"]
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            flat = [[v for some in labels[n] for v in some] for n in (a, b)]
+            per = metrics.mean_of(metrics.per_state(study.tasks, labels[a], labels[b]))
+            cells = (spearman(*flat), per, spearman(order[a], order[b]))
+            lines.append(f"| {a} | {b} | " + " | ".join(map(cell, cells)) + " |")
+    return "\n".join(lines) if len(names) > 1 else ""
+
+
+def sorted_by_name(found: dict[str, Alignment]) -> Iterable[Alignment]:
+    return [a for _, a in sorted(found.items())]
+
+
+def rollouts_table(study: Study) -> str:
+    """Labels from the first K rollouts against the exact ones: what K buys, for the maximum and for the mean."""
+    truth = next((r for r in ("exact", "planner") if r in study.returns), None)
+    if truth is None or "policy" not in study.returns:
+        return ""
+    exact = study.labels()[truth]
+    taken = [point.taken for point in study.points]
+    most = min(len(some) for state in study.returns["policy"] for some in state)
+    lines = [f"| K | of the returns | rho per state with {truth} [95 %] | global | top-1 |", "|---|---|---|---|---|"]
+    for k in [2**i for i in range(most.bit_length()) if 2**i <= most]:
+        first = [{"returns": [some[:k] for some in state]} for state in study.returns["policy"]]
+        for how in ("max", "mean"):
+            a = alignment(study.tasks, taken, reference_labels.values(first, how), exact)
+            lines.append(f"| {k} | {how} | {a.rho} | {cell(a.overall)} | {cell(a.top_1)} |")
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+
+
+def forest(study: Study, found: dict[str, Alignment]) -> Figure:
+    """rho per state with its interval, and the global one beside it."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(8.5, 1 + 0.27 * len(found)), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+        for y, (name, a) in enumerate(reversed(found.items())):
+            colour = FAMILIES[study.families[name]]
+            if not math.isnan(a.rho.mean):
+                spread = [[a.rho.mean - a.rho.low], [a.rho.high - a.rho.mean]]
+                left.errorbar(a.rho.mean, y, xerr=np.nan_to_num(spread), fmt="o", color=colour)
+            right.plot(a.overall, a.rho.mean, "o", color=colour)
+        left.set_yticks(range(len(found)), [f"{name} ({study.families[name]})" for name in reversed(found)])
+        left.axvline(0, color="#8c8c8c", linewidth=0.8)
+        left.set_xlabel("Spearman per state")
+        right.set_xlabel("global Spearman")
+        right.set_ylabel("per state")
+        right.axline((0, 0), slope=1, color="#8c8c8c", linewidth=0.8)
+    return figure
+
+
+# ----------------------------------------------------------------------------------------------------------- downstream
+
+
+def downstream(found: dict[str, Alignment], rewards: dict[str, dict[str, float]], draws: int = 2000) -> str:
+    """Which metric predicts what search gains: rank correlation over scorers, bootstrapped over the tasks played."""
+    names = [name for name in rewards if name in found and not math.isnan(found[name].rho.mean)]
+    if len(names) < 3:
+        return ""
+    tasks = sorted(set.intersection(*(set(rewards[name]) for name in names)))
+    table = np.array([[rewards[name][task] for task in tasks] for name in names])
+    lots = np.random.default_rng(0).integers(len(tasks), size=(draws, len(tasks)))
+    lines = ["| metric | rank correlation with reward [95 % over tasks] |", "|---|---|"]
+    for metric, of in (("rho per state", lambda a: a.rho.mean), ("top-1", lambda a: a.top_1),
+                       ("gain", lambda a: a.gain), ("centred", lambda a: a.centred),
+                       ("global", lambda a: a.overall), ("actor", lambda a: a.actor)):  # fmt: skip
+        x = np.nan_to_num([of(found[name]) for name in names])
+        low, high = np.nanquantile([spearman(x, table[:, lot].mean(1)) for lot in lots], [0.025, 0.975])
+        lines.append(f"| {metric} | {spearman(x, table.mean(1)):.3f} [{low:.3f}, {high:.3f}] |")
+    lines += ["", f"{len(names)} scorers, {len(tasks)} tasks.", "", "| scorer | reward |", "|---|---|"]
+    ranked = sorted(zip(names, table.mean(1), strict=True), key=lambda pair: -pair[1])
+    return "\n".join(lines + [f"| {name} | {reward:.3f} |" for name, reward in ranked])
+
+
+# ---------------------------------------------------------------------------------------------------------------- whole
+
+
+def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, float]]) -> str:
+    """report.md, forest-*.png and alignment.json in `folder`; returns the report."""
+    parts, record = [f"## {title}", NOTE.format(against=study.against)], {}
+    for name, labels in study.labels().items():
+        found = study.alignments(labels)
+        parts.append(table(study, name, labels, found))
+        record[name] = {scorer: {"family": study.families[scorer], **a.row()} for scorer, a in found.items()}
+        path = folder / f"forest-{name.replace(' ', '-')}.png"
+        path.with_suffix(".svg").write_text(save(forest(study, found), path), encoding="utf-8")
+    first = next(iter(study.labels().values()))
+    for heading, text in (
+        ("References", references_table(study)),
+        ("What rollouts buy", rollouts_table(study)),
+        ("Alignment against downstream reward", downstream(study.alignments(first), rewards)),
+    ):
+        parts += [f"### {heading}\n\n{text}"] if text else []
+    text = "\n\n".join(parts) + "\n"
+    (folder / "report.md").write_text(text, encoding="utf-8")
+    with replacing(folder / "alignment.json") as out:
+        json.dump({"title": title, "labels": record}, out, indent=1)
+    return text

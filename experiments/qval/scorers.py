@@ -1,0 +1,350 @@
+"""Every score of an action that the project knows, as generators on the driver that search runs on.
+
+    scorer(name, context)(env, state, candidates, key) -> Generator[requests, answers, list[float | None]]
+
+`env` stands in the state and is left there. A score is comparable within a state; None: no score could be had. What a
+scorer asks of a model is a `Call`: calls of one function, from all states that are scored side by side, share a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import bellman
+import envs
+from environments import UserError
+from experiments.qval import code
+from experiments.qval.labels import exact
+from qlass.chat import State, action_key, parse_action, react, uniforms
+from qlass.driver import Score, ask
+from qlass.jsonl import read_trees
+from qlass.packing import pairs_of
+from qlass.policy import Policy
+from qlass.token_tree import batches
+from train_qnet import QNet
+
+Scores = Generator[Any, Any, list[float | None]]
+Scorer = Callable[[envs.TextEnv, State, list[str], tuple], Scores]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One item for a function that answers lists of them."""
+
+    function: Callable[[list], list]
+    item: Any
+
+
+def answer(calls: list[Call]) -> list:
+    """What `drive` needs to serve calls: {Call: answer}."""
+    items: dict[Callable, list] = {}
+    for call in calls:
+        items.setdefault(call.function, []).append(call.item)
+    answers = {function: iter(function(some)) for function, some in items.items()}
+    return [next(answers[call.function]) for call in calls]
+
+
+@dataclasses.dataclass
+class Context:
+    """What scorers are made from; models are loaded when the first scorer asks for them."""
+
+    env: str
+    run: Path  # with sft/, qnet/, qnet-NAME/, trees.jsonl
+    sft: Path | None = None
+    base: Path | None = None  # the agent that log_ratio holds the policy against
+    judge: Any = None  # experiments.qval.judges
+    code: tuple[Path, ...] = ()
+    gamma: float = 0.95
+    seed: int = 0
+    device: str | None = None
+    nets: dict[str, QNet] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def policy(self) -> Policy:
+        return Policy.load(self.sft or self.run / "sft", self.device, self.seed)
+
+    @functools.cached_property
+    def reference(self) -> Policy:
+        if self.base is None:
+            raise UserError("log_ratio: needs --base, another checkpoint of the agent")
+        return Policy.load(self.base, self.device, self.seed)
+
+    def qnet(self, name: str) -> QNet:
+        if name not in self.nets:
+            self.nets[name] = QNet.from_pretrained(self.run / name, self.device)
+        return self.nets[name]
+
+    @functools.cached_property
+    def trees(self) -> list[list[dict]]:
+        return list(read_trees(self.run / "trees.jsonl"))
+
+
+def each(function: Callable[[envs.TextEnv, State, str, tuple], float | None]) -> Scorer:
+    """A scorer that needs no model: `function` of one action at a time."""
+
+    def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+        return [function(env, state, action, key) for action in candidates]
+        yield
+
+    return scores
+
+
+def peek(env: envs.TextEnv, state: State, action: str) -> tuple[State, list[str], float | None]:
+    """The next state, the actions to choose among there, the reward if the episode has ended. `env` stays as it was."""
+    here = env.snapshot()
+    observation, reward, terminated, truncated, _ = env.step(parse_action(action))
+    after = state.then(action, env.message(observation))
+    ended = terminated or truncated
+    valid = [] if ended else [react(*candidate) for candidate in env.candidates()]
+    env.restore(here)
+    return after, valid, float(reward) if ended else None
+
+
+# --------------------------------------------------------------------------------------------------- hand-written code
+
+
+def from_file(path: Path) -> Scorer:
+    return judged_by_code(code.load(path))
+
+
+def judged_by_code(signal: code.Signal) -> Scorer:
+    """A signal_function, which sees the next state too; None where it fails."""
+
+    def value(env: envs.TextEnv, state: State, action: str, key: tuple) -> float | None:
+        after, _, _ = peek(env, state, action)
+        try:
+            return signal(code.text_of(state), parse_action(action), code.text_of(after))
+        except Exception:
+            return None
+
+    return each(value)
+
+
+# -------------------------------------------------------------------------------------------------------------- learned
+
+
+def by_qnet(context: Context, name: str) -> Scorer:
+    def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+        return (yield Call(context.qnet(name).score, Score(state, tuple(candidates))))
+
+    return scores
+
+
+# ------------------------------------------------------------------------------------------------- look-up in the trees
+
+
+def in_trees(context: Context, target: str) -> Scorer:
+    """The label of this state and action in the training trees, averaged over where they occur; None: nowhere."""
+    found: dict[tuple, list[float]] = {}
+    for tree in context.trees:
+        for pair in pairs_of(bellman.label(tree, target, context.gamma)):
+            for markov in (False, True):
+                found.setdefault(place(pair.state, pair.action, markov), []).append(pair.q)
+
+    def value(env: envs.TextEnv, state: State, action: str, key: tuple) -> float | None:
+        labels = found.get(place(state, action, env.markov))
+        return float(np.mean(labels)) if labels else None
+
+    return each(value)
+
+
+def place(state: State, action: str, markov: bool) -> tuple:
+    said = [action_key(content) if role == "assistant" else content for role, content in state.messages[2:]]
+    return (said[-1], action_key(action)) if markov else (*said, action_key(action))
+
+
+# --------------------------------------------------------------------------------------------------------------- policy
+
+
+def by_logprob(context: Context, form: Callable[[np.ndarray, np.ndarray], np.ndarray], base: bool = False) -> Scorer:
+    """`form` of the candidates' log pi(a | s) (minus the base's) and their numbers of tokens."""
+
+    def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+        policy = context.policy
+        logp = np.array((yield [Call(policy.logprobs, (state, action)) for action in candidates]))
+        if base:
+            logp -= np.array((yield [Call(context.reference.logprobs, (state, action)) for action in candidates]))
+        tokens = np.array([len(policy.chat.action(action, state.task)) for action in candidates])
+        return [float(score) for score in form(logp, tokens)]
+
+    return scores
+
+
+def log_softmax(logp: np.ndarray) -> np.ndarray:
+    shifted = logp - logp.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def confidence(logp: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Minus the entropy of the policy over the candidates: a function of the state alone."""
+    return np.full(len(logp), np.exp(log_softmax(logp)) @ log_softmax(logp))
+
+
+def self_certainty(logp: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """KL(uniform || pi) over the candidates (Kang et al. 2025, on actions): a function of the state alone."""
+    return np.full(len(logp), -np.mean(log_softmax(logp)) - np.log(len(logp)))
+
+
+def vote_share(context: Context, n: int = 16) -> Scorer:
+    """How many of n draws of the agent are this action (self-consistency)."""
+
+    def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+        request = ask(env, state, n, (*key, "vote"), context.policy.chat.rendering)
+        drawn = [action_key(c.text) for c in (yield Call(context.policy.sample, request))]
+        return [drawn.count(action_key(action)) / n for action in candidates]
+
+    return scores
+
+
+# ------------------------------------------------------------------------------------------------------------ hindsight
+
+
+def value_gain(context: Context, name: str = "qnet") -> Scorer:
+    """V(s') - V(s), V = max_a QNet over the valid actions, or the reward at the end. It sees the next state."""
+
+    def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+        here = [react(*candidate) for candidate in env.candidates()] or candidates
+        peeks = [peek(env, state, action) for action in candidates]
+        asked = [(state, here), *((after, valid) for after, valid, reward in peeks if reward is None and valid)]
+        values = yield [Call(context.qnet(name).score, Score(s, tuple(actions))) for s, actions in asked]
+        now, *later = map(max, values)
+        following = iter(later)
+        return [
+            (reward if reward is not None else next(following) if valid else now) - now for _, valid, reward in peeks
+        ]
+
+    return scores
+
+
+def self_distillation(context: Context) -> Scorer:
+    """The mean log-ratio of an action's tokens with and without the next state in view (SDPO)."""
+
+    def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+        pairs = []
+        for action in candidates:
+            after = peek(env, state, action)[0].messages[-1][1]
+            (role, content) = state.messages[-1]
+            told = State((*state.messages[:-1], (role, f"{content}\nYour action will lead to: {after}")), state.task)
+            pairs += [(told, action), (state, action)]
+        logp = yield [Call(context.policy.logprobs, pair) for pair in pairs]
+        tokens = [len(context.policy.chat.action(action, state.task)) for action in candidates]
+        return [(logp[2 * i] - logp[2 * i + 1]) / n for i, n in enumerate(tokens)]
+
+    return scores
+
+
+# ------------------------------------------------------------------------------------------------------------ embedding
+
+
+@torch.inference_mode()
+def embeddings(policy: Policy, pairs: list[tuple[State, str]]) -> list[np.ndarray]:
+    """The mean hidden state of an action's tokens after its state, of length 1; "" for the prompt's last token."""
+    model, chat = policy.model, policy.chat
+    texts = [(chat.prompt(s), chat.action(a, s.task) if a else []) for s, a in pairs]
+    found: list[Any] = [None] * len(texts)
+    for group in batches(texts, lambda text: len(text[0]) + len(text[1]), policy.budget):
+        rows = [[*texts[i][0], *texts[i][1]] for i in group]
+        ids = torch.full((len(rows), max(map(len, rows))), chat.tokenizer.pad_token_id, device=model.device)
+        for row, some in enumerate(rows):  # padding on the right: nothing that counts can see it
+            ids[row, : len(some)] = torch.tensor(some)
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
+        for row, i in enumerate(group):
+            mean = hidden[row, len(rows[row]) - max(1, len(texts[i][1])) : len(rows[row])].mean(0).cpu().numpy()
+            found[i] = mean / np.linalg.norm(mean)
+    return found
+
+
+def task_cosine(context: Context) -> Scorer:
+    def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+        embed = functools.partial(embeddings, context.policy)
+        pairs = [(State((("user", state.task),), state.task), ""), *((state, action) for action in candidates)]
+        task, *vectors = embed(pairs)
+        return [float(task @ vector) for vector in vectors]
+        yield
+
+    return scores
+
+
+def neighbours(context: Context, k: int = 8, most: int = 2000) -> Scorer:
+    """The mean Q label of the k nearest pairs of the training trees."""
+    pairs = [pair for tree in context.trees for pair in pairs_of(bellman.label(tree, "q", context.gamma))]
+    pairs = pairs[:: 1 + len(pairs) // most]
+    known = np.stack(embeddings(context.policy, [(pair.state, pair.action) for pair in pairs]))
+    q = np.array([pair.q for pair in pairs])
+
+    def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+        near = np.stack(embeddings(context.policy, [(state, action) for action in candidates])) @ known.T
+        return [float(q[np.argsort(-row)[:k]].mean()) for row in near]
+        yield
+
+    return scores
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+# name: (family, what makes it from a context)
+SCORERS: dict[str, tuple[str, Callable[[Context], Scorer]]] = {
+    "random": ("control", lambda c: each(lambda env, s, a, key: uniforms(1, c.seed, *key, action_key(a))[0])),
+    "step_index": ("control", lambda c: each(lambda env, s, a, key: float(env.steps))),
+    "state_value": ("control", lambda c: each(lambda env, s, a, key: env.optimal_value(c.gamma))),
+    "oracle": ("control", lambda c: each(lambda env, s, a, key: exact(env, parse_action(a), c.gamma))),
+    "code": ("code", lambda c: each(lambda env, s, a, key: code.WRITTEN[c.env](s, a))),
+    "tree_bellman": ("tree", lambda c: in_trees(c, "q")),
+    "tree_average": ("tree", lambda c: in_trees(c, "avg")),
+    "tree_plain": ("tree", lambda c: in_trees(c, "reward")),
+    "logprob": ("policy", lambda c: by_logprob(c, lambda logp, tokens: logp)),
+    "logprob_token": ("policy", lambda c: by_logprob(c, lambda logp, tokens: logp / tokens)),
+    "log_ratio": ("policy", lambda c: by_logprob(c, lambda logp, tokens: logp, base=True)),
+    "confidence": ("policy", lambda c: by_logprob(c, confidence)),
+    "self_certainty": ("policy", lambda c: by_logprob(c, self_certainty)),
+    "vote_share": ("policy", vote_share),
+    "value_gain": ("hindsight", value_gain),
+    "self_distillation": ("hindsight", self_distillation),
+    "task_cosine": ("embedding", task_cosine),
+    "neighbours": ("embedding", neighbours),
+}
+
+
+def scorer(name: str, context: Context) -> Scorer:
+    """The scorer of this name: of SCORERS, of the judges, a file of --code, or a folder RUN/qnet*."""
+    if name in SCORERS:
+        return SCORERS[name][1](context)
+    if name.startswith("qnet"):
+        return by_qnet(context, name)
+    for path in context.code:
+        if name == path.stem:
+            return from_file(path)
+    from experiments.qval.judges import JUDGES
+
+    if name in JUDGES:
+        if context.judge is None:
+            raise UserError(f"{name}: needs a language model: --judge URL#MODEL or --judge CHECKPOINT")
+        return JUDGES[name](context)
+    raise UserError(f"unknown scorer {name!r}: choose among {', '.join([*SCORERS, 'qnet*', *JUDGES])}")
+
+
+def family(name: str, context: Context) -> str:
+    if name in SCORERS:
+        return SCORERS[name][0]
+    return "learned" if name.startswith("qnet") else "code" if name in {p.stem for p in context.code} else "judge"
+
+
+def available(context: Context) -> list[str]:
+    """The scorers whose inputs are there; those of a judge have to be asked for by name."""
+    nets = sorted(path.name for path in context.run.glob("qnet*") if (path / "qnet.json").exists())
+    lacking = (
+        set()
+        if (context.run / "trees.jsonl").exists()
+        else {"tree_bellman", "tree_average", "tree_plain", "neighbours"}
+    )
+    lacking |= set() if context.base else {"log_ratio"}
+    lacking |= set() if "qnet" in nets else {"value_gain"}
+    lacking |= {"state_value", "oracle"} if context.env == "sciworld" else set()
+    return [name for name in SCORERS if name not in lacking] + nets + [path.stem for path in context.code]

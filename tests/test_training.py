@@ -1,0 +1,218 @@
+"""The two training loops' common part: order of the data, early stopping, what a stopped run resumes from."""
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import dump
+from hypothesis import given
+from hypothesis import strategies as st
+from test_train_qnet import labelled_tree
+from torch import nn
+
+from environments import UserError
+from qlass.training import Training, finish, partial_folder, updates_of
+
+# ------------------------------------------------------------------------------------------------------------ the order
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 20), st.integers(0, 3), st.integers(0, 3))
+def test_an_epoch_holds_each_example_once_in_updates_of_at_least_a_batch(sizes, batch, seed, epoch):
+    plan = updates_of(sizes, batch, seed, epoch)
+    assert sorted(i for update in plan for i in update) == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in update) >= batch > sum(sizes[i] for i in update[:-1]) for update in plan[:-1])
+    assert plan == updates_of(sizes, batch, seed, epoch)
+
+
+def test_epochs_and_seeds_differ_in_their_order():
+    plans = [updates_of([1] * 20, 4, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert all(a != b for i, a in enumerate(plans) for b in plans[:i])
+
+
+# -------------------------------------------------------------------------------------------------------- a small loop
+
+
+def arguments(folder: Path, **more) -> argparse.Namespace:
+    options = {"out": folder / "model", "epochs": 6, "patience": 2, "batch": 3, "lr": 0.1, "seed": 0, "save_every": 2,
+               "overwrite": False}  # fmt: skip
+    return argparse.Namespace(**options | more)
+
+
+class Stopped(Exception):
+    pass
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))  # dropout: the random state counts too
+
+
+def fit(
+    args: argparse.Namespace, scores: list[float | None], stop: int | None = None, spoil: int | None = None, pause=0.0
+):
+    """Ten examples in updates of three; `scores` are the validation's. Raises Stopped before update `stop`."""
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    data = torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
+    run = Training("small", model, optimizer, args, [1] * 10)
+    weights = []  # after each epoch
+    for epoch in run.epochs():
+        for update in run.updates():
+            if run.at.step == stop:
+                raise Stopped
+            loss = (model(data[update]) - 1).square().mean() * (float("nan") if run.at.step == spoil else 1)
+            loss.backward()
+            run.step(loss.item(), len(update))
+            time.sleep(pause)
+        weights.append([p.detach().clone() for p in model.parameters()])
+        run.validated(scores[epoch], {} if scores[epoch] is None else {"score": scores[epoch]})
+    return list(model.parameters()), run.figures(), weights
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_it_stops_when_validation_has_not_improved_and_keeps_the_best_epoch(tmp_path):
+    final, figures, weights = fit(arguments(tmp_path), [1.0, 3.0, 2.0, 2.9, 9.0, 9.0])
+    assert len(weights) == 4 and same(final, weights[1]) and not same(final, weights[3])
+    assert figures["best_epoch"] == 2 and figures["steps"] == 16 and figures["tokens"] == 40
+    assert [(e["epoch"], e["step"], e["score"]) for e in figures["curve"]] == [
+        (1, 4, 1.0), (2, 8, 3.0), (3, 12, 2.0), (4, 16, 2.9),
+    ]  # fmt: skip
+    assert figures["loss"] == figures["curve"][1]["loss"]
+
+
+def test_it_does_not_stop_while_validation_improves(tmp_path):
+    final, figures, weights = fit(arguments(tmp_path), [1, 0, 2, 0, 3, 0])
+    assert len(weights) == 6 and same(final, weights[4]) and figures["best_epoch"] == 5
+
+
+def test_without_validation_all_epochs_run_and_the_last_one_counts(tmp_path):
+    final, figures, weights = fit(arguments(tmp_path), [None] * 6)
+    assert len(weights) == 6 and same(final, weights[5]) and figures["best_epoch"] == 6
+
+
+# ---------------------------------------------------------------------------------------------- stopped, and run again
+
+
+@pytest.mark.parametrize("stops", [(0,), (1, 3), (4, 5, 7), (2, 2, 9), (15,), (8, 12)])
+def test_a_stopped_run_ends_with_the_weights_of_one_that_was_not(tmp_path, stops):
+    scores = [1.0, 3.0, 2.0, 2.9, 9.0, 9.0]
+    expected, figures, _ = fit(arguments(tmp_path / "whole"), scores)
+    args = arguments(tmp_path / "parts", save_every=3)
+    for stop in stops:
+        with pytest.raises(Stopped):
+            fit(args, scores, stop)
+    final, again, _ = fit(args, scores)
+    assert same(final, expected) and again == figures
+    final, again, weights = fit(args, scores)  # stopped between the last epoch and the end of the stage
+    assert same(final, expected) and again == figures and not weights
+    finish(args.out)
+    assert not partial_folder(args.out).exists()
+
+
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(tmp_path):
+    """SIGKILL at any moment, three times: between updates, in one, while a checkpoint is written."""
+    scores, moments = [1.0, 3.0, 2.0, 2.9, 9.0, 9.0], random.Random(0)
+    expected, figures, _ = fit(arguments(tmp_path / "whole"), scores)
+    args = arguments(tmp_path / "parts", save_every=1)
+    for _ in range(3):
+        child = multiprocessing.get_context("fork").Process(target=fit, args=(args, scores), kwargs={"pause": 0.02})
+        child.start()
+        time.sleep(moments.uniform(0.02, 0.15))
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+    final, again, _ = fit(args, scores)
+    assert same(final, expected) and again == figures
+
+
+def test_another_run_does_not_continue_this_one(tmp_path):
+    with pytest.raises(Stopped):
+        fit(arguments(tmp_path), [1.0] * 6, 5)
+    with pytest.raises(UserError, match=r"begun with --lr 0.1, not 0.2"):
+        fit(arguments(tmp_path, lr=0.2), [1.0] * 6)
+    with pytest.raises(UserError, match=r"begun with other examples"):
+        Training("small", small(), torch.optim.SGD(small().parameters()), arguments(tmp_path), [1] * 10, [[1, 2]])
+    fit(arguments(tmp_path, save_every=9), [1.0] * 6)  # what changes no weight may differ
+
+
+def test_a_checkpoint_takes_its_name_when_it_is_complete(tmp_path, monkeypatch):
+    save = torch.save
+
+    def full(content, path):
+        save(content, path)
+        raise OSError("No space left on device")
+
+    args = arguments(tmp_path)
+    with pytest.raises(Stopped):
+        fit(args, [1.0] * 6, 5)
+    before = (partial_folder(args.out) / "last.pt").read_bytes()
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError):
+        fit(args, [1.0] * 6)
+    assert (partial_folder(args.out) / "last.pt").read_bytes() == before
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
+    args = arguments(tmp_path)
+    with pytest.raises(UserError, match=r"small: stopped at update 6: loss nan.*lower --lr"):
+        fit(args, [1.0] * 6, spoil=5)
+    saved = torch.load(partial_folder(args.out) / "last.pt", weights_only=True)
+    assert saved["progress"]["step"] == 4 and all(p.isfinite().all() for p in saved["weights"].values())
+
+
+def test_a_loss_that_explodes_stops_the_run(tmp_path):
+    args = arguments(tmp_path, batch=1)
+    model = small()
+    run = Training("small", model, torch.optim.SGD(model.parameters(), lr=0.0), args, [1] * 60)
+    done = 0
+    with pytest.raises(UserError, match="loss 51"):
+        for _ in run.updates():
+            model(torch.ones(1, 4)).sum().backward()
+            run.step(5.0 if done < 20 else 51.0, 1)  # a single bad batch is none: the mean of twenty counts
+            done += 1
+    assert done == 39
+
+
+# --------------------------------------------------------------------------------------------------------- the stages
+
+
+@pytest.mark.parametrize("stage", ["sft", "train_qnet"])
+def test_a_stopped_stage_ends_with_the_files_of_one_that_was_not(tmp_path, agent, fake_world, monkeypatch, stage):
+    """The command given again after two stops."""
+    module, step, stops = importlib.import_module(stage), Training.step, []
+
+    def stopping(run: Training, *figures) -> None:
+        if stops and run.at.step == stops[0]:
+            stops.pop(0)
+            raise Stopped
+        step(run, *figures)
+
+    monkeypatch.setattr(Training, "step", stopping)
+    labels = tmp_path / "labels.jsonl"
+    labels.write_text(dump([node for i in range(6) for node in labelled_tree(f"train{i}")]))
+    argv = ["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "3", "--save-every", "2", "--batch", "4"]
+    argv += ["--n-expert", "6"] if stage == "sft" else ["--sft", str(agent), "--labels", str(labels)]
+    made = {}
+    for name, when in (("whole", []), ("parts", [1, 4])):
+        stops[:] = when
+        for _ in when:
+            with pytest.raises(Stopped):
+                module.main([*argv, "--out", str(tmp_path / name)])
+        module.main([*argv, "--out", str(tmp_path / name)])
+        weights = sorted((tmp_path / name).glob("*.safetensors"))
+        made[name] = (
+            [f.read_bytes() for f in weights],
+            json.loads((tmp_path / f"{name}.meta.json").read_text())["curve"],
+        )
+        assert not partial_folder(tmp_path / name).exists()
+    assert made["whole"] == made["parts"]
