@@ -159,7 +159,7 @@ def grow(env: Any, tasks: list[str], policy: Any, width: int) -> list[list[dict]
         )
         return tree_records(fork, task, root)
 
-    return list(drive(map(tree, tasks), {Sample: policy.sample}, width))
+    return list(drive(map(tree, tasks), {Sample: policy.sample}, width, in_order=True))
 
 
 def random_agent(env: envs.TextEnv, candidates: str) -> tuple[Any, Chat]:
