@@ -56,11 +56,12 @@ def load_tokenizer(path: str | Path) -> Any:
 
 def load_checkpoint(
     path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False,
-    plain: bool = False,
+    plain: bool = False, rendering: Rendering | None = None,
 ) -> tuple[Any, Chat]:  # fmt: skip
     """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name.
 
     plain: it is to read one sequence at a time; else it must give the outputs of plain sequences for a token tree.
+    rendering: instead of the folder's.
     To be trained, it is float32: an AdamW step of 1e-5 is less than half a bf16 step of a weight above 0.005.
     """
     where, dtype = device_and_dtype(device)
@@ -70,7 +71,7 @@ def load_checkpoint(
     transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
     try:
         model, about = kind.from_pretrained(path, dtype=dtype, output_loading_info=True, **options)
-        tokenizer, rendering = load_tokenizer(path), Rendering.load(path)
+        tokenizer, rendering = load_tokenizer(path), rendering or Rendering.load(path)
     except (OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not a checkpoint that transformers can load ({str(error).splitlines()[0]})") from None
     if about["missing_keys"]:  # transformers would draw them at random
@@ -84,6 +85,15 @@ def load_checkpoint(
     if not plain:
         parity.check(model.eval(), str(path))
     return model, Chat(tokenizer, rendering, vocabulary, context_of(model.config))
+
+
+def load_chat(path: str | Path, rendering: Rendering) -> Chat:
+    """A checkpoint's Chat without its weights, which a server holds."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        return Chat(load_tokenizer(path), rendering, context=context_of(config))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: no tokenizer and config ({str(error).splitlines()[0]})") from None
 
 
 def context_of(config: Any) -> int | None:

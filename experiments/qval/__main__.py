@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
             trajectory(env.fork(), task, number, args.actor, args.epsilon, args.candidates, rendering, args.seed)
             for task, number in lots
         )
-        return (point.dump() for point in distinct(drive(walks, answers, env.side_by_side), args.points))
+        return (point.dump() for point in distinct(drive(walks, answers, env.side_by_side, in_order=True), args.points))
 
     about = ("points", "split", "trajectories", "actor", "epsilon", "candidates")
     points = [Point.load(record) for record in timed(args.out / "points.jsonl", collect, args.points, *about)]
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
 
         def lines(reference: str = reference) -> Any:
             made = (labels.label(env.fork(), p, reference, args.K, args.gamma, rendering) for p in points)
-            return drive(made, answers, env.side_by_side)
+            return drive(made, answers, env.side_by_side, in_order=True)
 
         path = args.out / f"labels-{reference}.jsonl"
         found = timed(path, lines, len(points), "gamma", *(["K"] if reference == "policy" else []))
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
         if not (folder / f"{name}.json").exists():
             score, started = scorer(name, context), time.process_time()
             made = (predict(env.fork(), p, score) for p in points)
-            made = progress(drive(made, answers, env.side_by_side), name, len(points))
+            made = progress(drive(made, answers, env.side_by_side, in_order=True), name, len(points))
             config = {"family": family(name, context), "discount_factor": args.gamma, "judge": args.judge}
             values = list(made)
             config["cpu_seconds"] = round(time.process_time() - started, 2)
@@ -188,7 +188,7 @@ def play(env: envs.TextEnv, args: argparse.Namespace, context: Context, names: l
         if set(rewards.get(name, ())) != set(tasks):
             score = scorer(name, context)
             episodes = (steered(env.fork(), t, score, context.policy.chat.rendering, args.M) for t in tasks)
-            played = progress(drive(episodes, answers, env.side_by_side), f"play {name}", len(tasks))
+            played = progress(drive(episodes, answers, env.side_by_side, in_order=True), f"play {name}", len(tasks))
             rewards[name] = dict(zip(tasks, played, strict=True))
             path.write_text(json.dumps(rewards), encoding="utf-8")
     return {name: rewards[name] for name in names}
