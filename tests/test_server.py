@@ -211,12 +211,12 @@ def test_several_servers_share_the_load_and_one_may_die(fakes, capsys):
     assert policy.sample(requests) == drawn
     assert "going on with 1 other" in capsys.readouterr().out
     two.script += [500] * 100
-    with pytest.raises(UserError, match="500.*what is written so far is kept"):
+    with pytest.raises(UserError, match=r"500.*what is written so far is kept"):
         policy.sample(requests)
 
 
 def test_nobody_there_and_the_key(fakes, monkeypatch):
-    with pytest.raises(UserError, match="--server http://127.0.0.1:9/v1/models.*leave --server out"):
+    with pytest.raises(UserError, match=r"--server http://127\.0\.0\.1:9/v1/models.*leave --server out"):
         ServerPolicy(["http://127.0.0.1:9/v1"], CHAT, pause=0)
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     seen = []
