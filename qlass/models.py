@@ -22,6 +22,7 @@ from torch import nn
 from environments import UserError
 from qlass import parity
 from qlass.chat import Chat, Rendering
+from qlass.tracking import LOGS
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of the attention, as Llama, Mistral, Qwen and Gemma name them
 SCALE = 2.0  # LoRA's alpha / rank
@@ -245,6 +246,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         help="keep one layer's activations at a time, compute a third more",
     )
     add("--patience", type=int, default=2, help="epochs without a better validation before it stops (default: 2)")
+    add("--log", choices=LOGS, default="jsonl", metavar="NAME", help="jsonl (OUT.log.jsonl), tensorboard or wandb")
     add("--save-every", type=int, default=50, metavar="N", help="updates between checkpoints (default: %(default)s)")
 
 
