@@ -26,7 +26,7 @@ from environments import UserError
 from experiments.qval import judges, labels, report
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import Call, Context, Scorer, answer, available, family, scorer
-from qlass.chat import State, action_key, parse_action, react, uniforms
+from qlass.chat import Rendering, State, action_key, parse_action, react, uniforms
 from qlass.driver import Sample, ask, drive
 from qlass.jsonl import read_jsonl, write_jsonl
 from qlass.stage import add_arguments, needed, parse_arguments, run_stage, same_arguments, stage_argv, write_meta
@@ -102,12 +102,14 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     env = envs.from_arguments(args)
     args.out = args.out or args.run / "qval"
-    args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
+    if args.actor == "agent" or "policy" in args.references or args.play:
+        args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
     judge = judges.load(args.judge, args.device, args.seed) if args.judge else None
     context = Context(
         args.env, args.run, args.sft, args.base, judge, tuple(args.code), args.gamma, args.seed, args.device
     )
-    rendering, answers = context.policy.chat.rendering, {Sample: context.policy.sample, Call: answer}
+    rendering = context.policy.chat.rendering if args.sft else Rendering()
+    answers = {Sample: lambda requests: context.policy.sample(requests), Call: answer}
 
     def timed(path: Path, records: Any, total: int | None, *names: str) -> list:
         """Write what `records` yields to `path`, with how long it took, or read what is there."""
