@@ -29,7 +29,16 @@ from experiments.qval.scorers import Call, Context, Scorer, answer, available, f
 from qlass.chat import Rendering, State, action_key, parse_action, react, uniforms
 from qlass.driver import Sample, ask, drive
 from qlass.jsonl import read_jsonl, write_jsonl
-from qlass.stage import add_arguments, needed, parse_arguments, run_stage, same_arguments, stage_argv, write_meta
+from qlass.stage import (
+    add_arguments,
+    needed,
+    parse_arguments,
+    run_stage,
+    same_arguments,
+    sha256,
+    stage_argv,
+    write_meta,
+)
 
 
 def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, Any, list[float | None]]:
@@ -40,6 +49,15 @@ def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, An
     env.restore(here)
     env.close()
     return [None if value is None else float(value) for value in values]
+
+
+def sources(name: str, context: Context) -> dict[str, str]:
+    """{what a scorer is made from: its hash}; a prediction is made anew where it has changed."""
+    sft, trees, net = context.sft or context.run / "sft", context.run / "trees.jsonl", context.run / "qnet"
+    codes = [path for path in context.code if path.stem == name]
+    paths = {"learned": [context.run / name], "tree": [trees], "policy": [sft, context.base], "hindsight": [sft, net],
+             "embedding": [sft, trees], "code": codes}.get(family(name, context), [])  # fmt: skip
+    return {path.name: sha256(path) for path in paths if path and path.exists()}
 
 
 def steered(env: envs.TextEnv, task_id: str, score: Scorer, rendering: Any, M: int) -> Generator[Any, Any, float]:
@@ -118,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
             started = time.process_time()
             made = list(tqdm(records(), desc=path.stem, total=total, disable=None))
             write_jsonl(path, made)
-            write_meta(path, args, cpu_seconds=time.process_time() - started)
+            write_meta(path, args, [args.sft], cpu_seconds=time.process_time() - started)
         return list(read_jsonl(path))
 
     def collect() -> Any:
@@ -154,11 +172,13 @@ def main(argv: list[str] | None = None) -> None:
     wanted = args.scorers or available(context)
     folder = args.out / "predictions"
     for name in wanted:
-        if not (folder / f"{name}.json").exists():
+        made_from = sources(name, context)
+        if not report.made_from(folder / f"{name}.json", made_from):
             score, started = scorer(name, context), time.process_time()
             made = (predict(env.fork(), p, score) for p in points)
             made = tqdm(drive(made, answers, env.side_by_side), desc=name, total=len(points), disable=None)
             config = {"family": family(name, context), "discount_factor": args.gamma, "judge": args.judge}
+            config["made_from"] = made_from
             values = list(made)
             config["cpu_seconds"] = round(time.process_time() - started, 2)
             report.write_prediction(folder, name, points, values, config)
