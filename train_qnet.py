@@ -29,9 +29,11 @@ from torch import nn
 
 import envs
 from environments import UserError
+from qlass import processes
 from qlass.chat import Chat, State
 from qlass.driver import Score
 from qlass.jsonl import checkpoint_folder, read_trees, replacing_folder
+from qlass.memory import check_memory, estimate
 from qlass.models import (
     LR,
     adamw,
@@ -42,6 +44,7 @@ from qlass.models import (
     load_checkpoint,
     merge,
     mixed_precision,
+    save_memory,
 )
 from qlass.packing import PackedPairs, Pair, loss_tokens, pack, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
@@ -54,6 +57,7 @@ from qlass.stage import (
     only_writer,
     parse,
     parser,
+    release,
     run_stage,
     settle,
     write_meta,
@@ -175,23 +179,26 @@ def packed_trees(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) 
 
 def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
     packs, validation = packed_trees(qnet, trees, args), packed_trees(qnet, held_out, args)
+    save_memory(qnet.backbone, args)
+    longest = max(len(p.tree) for p in packs)
+    memory = estimate(qnet, qnet.backbone, lambda ids: qnet(input_ids=ids, use_cache=False), args, longest)
+    check_memory(memory, qnet.backbone.device)
     optimizer = adamw((p for p in qnet.parameters() if p.requires_grad), args.lr, args.optim)
     data = (values for p in packs for values in (p.tree.ids, p.weighted_q))
     fit = Training("qnet", qnet, optimizer, args, [p.pairs for p in packs], data)
     for _ in fit.epochs():
         for update in fit.updates():  # whole packs
             batch = [packs[i] for i in update]
-            pairs, total = sum(p.pairs for p in batch), 0.0
-            for group in batches(batch, lambda p: len(p.tree), args.micro_tokens):
+            pairs = sum(p.pairs for p in batch)
+            for group in fit.share(batches(batch, lambda p: len(p.tree), args.micro_tokens)):
                 some = [batch[i] for i in group]
                 with mixed_precision(qnet.backbone):
                     if args.plain:
                         loss = sum(pair_loss(qnet, pair, args.loss_on) for p in some for pair in p.members)
                     else:  # the same at a fraction of the cost
                         loss = packed_loss(qnet, some)
-                (loss / pairs).backward()
-                total += loss.item() / pairs
-            fit.step(total, sum(len(p.tree) for p in batch))
+                fit.backward(loss / pairs, sum(len(p.tree) for p in some))
+            fit.step()
         figures = ranking(qnet, held_out, validation, args)
         fit.validated(-figures["mse"] if len(held_out) >= 5 else None, {f"held_out_{k}": v for k, v in figures.items()})
     figures, each, once = fit.figures(), sum(p.tokens for p in packs), sum(len(p.tree) for p in packs)
@@ -282,10 +289,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
+    processes.start()
     must_exist(args.labels, args.sft)
+    if processes.count() > 1:  # one process makes what is missing
+        must_exist(args.labels or args.run / "q_labels.jsonl", args.sft or args.run / "sft")
     args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
     args.out = checkpoint_folder(args.out or args.run / "qnet")
-    lock = only_writer(args.out)
+    lock = only_writer(args.out) if processes.first() else None
 
     trees = []
     for tree in read_trees(args.labels):
@@ -299,9 +309,8 @@ def main(argv: list[str] | None = None) -> None:
 
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
-    backbone, chat = load_checkpoint(
-        args.sft, transformers.AutoModel, args.device, args.load_in, train=not (args.lora or args.freeze)
-    )
+    whole = not (args.lora or args.freeze or args.weights == "bf16")  # trained in float32
+    backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, train=whole)
     qnet = QNet(backbone, chat, readout=args.readout)
     small = sum(p.numel() for p in backbone.parameters()) < SMALL
     settle(args, TINY if small else PAPER | ({"lr": LR} if args.lora else {}))
@@ -309,12 +318,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.lora:
         add_lora(backbone, args.lora)
     figures = train(qnet, training, held_out, args)
+    if not processes.first():
+        return
     if args.lora:
         merge(backbone)
     backbone.to(device_and_dtype(args.device)[1])  # as q_search.py loads it
     with replacing_folder(args.out) as folder:
         qnet.save_pretrained(folder)
-    lock.close()
+    release(lock)
     about = {"trees": len(trees), **figures}
     write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
     finish(args.out)

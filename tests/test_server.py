@@ -216,7 +216,7 @@ def test_several_servers_share_the_load_and_one_may_die(fakes, capsys):
 
 
 def test_nobody_there_and_the_key(fakes, monkeypatch):
-    with pytest.raises(UserError, match=r"--server http://127.0.0.1:9/v1/models.*leave --server out"):
+    with pytest.raises(UserError, match=r"--server http://127\.0\.0\.1:9/v1/models.*leave --server out"):
         ServerPolicy(["http://127.0.0.1:9/v1"], CHAT, pause=0)
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     seen = []
