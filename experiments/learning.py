@@ -94,7 +94,7 @@ def greedy(env: envs.TextEnv, task_id: str, rendering: Rendering) -> Generator:
 def validation(model: Any, chat: Chat, env: envs.TextEnv, tasks: Iterable[str]) -> float:
     """Mean reward of the greedy agent."""
     episodes = (greedy(env.fork(), task, chat.rendering) for task in tasks)
-    return float(np.mean(list(drive(episodes, {Sample: Policy(model, chat).sample}, env.side_by_side))))
+    return float(np.mean(list(drive(episodes, {Sample: Policy(model, chat).sample}, env.side_by_side, in_order=True))))
 
 
 def why_stop(lines: Sequence[dict], patience: int = 8) -> str:

@@ -217,7 +217,7 @@ def one_batch(
     batch, shape = last["batch"] + 1, (args.M, args.draws, args.rounds)
     policy = Policy(model, chat, args.seed)  # a new one: what the last one remembers is of the weights before
     growing = (forest(env.fork(), t, *shape, chat.rendering, ("grpo", batch, i)) for i, t in enumerate(tasks))
-    forests = list(drive(growing, {Sample: policy.sample}, env.side_by_side))
+    forests = list(drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True))
     parts = [forests[i : i + args.minibatch] for i in range(0, len(forests), args.minibatch)]
     batches = [prepared(model, reference, chat, part, args.advantage) for part in parts]
     figures = []

@@ -232,7 +232,7 @@ def truncated(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tens
     """Probabilities (B, V), all but the k likeliest set to 0, and all but the fewest that hold top_p together."""
     if not top_k and top_p >= 1:
         return p
-    values, order = p.sort(-1, descending=True, stable=True)
+    values, order = p.sort(dim=-1, descending=True, stable=True)
     keep = values.cumsum(-1) - values < top_p * values.sum(-1, keepdim=True)
     if top_k:
         keep[:, top_k:] = False

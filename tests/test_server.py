@@ -238,8 +238,7 @@ def test_valid_actions_need_a_model_here(fakes):
 # --------------------------------------------------------------------------------------------------- flags and engines
 
 
-def saved(folder, **rendering):
-    chat = word_chat(**rendering)
+def saved(folder, chat):
     tiny_lm(chat).save_pretrained(folder)
     chat.tokenizer.save_pretrained(folder)
     chat.rendering.save(folder)
@@ -256,7 +255,7 @@ def arguments(folder, *argv: str):
 
 
 def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
-    folder = saved(tmp_path, temperature=0.8)
+    folder = saved(tmp_path, word_chat(temperature=0.8))
     agent = load_agent(arguments(folder))
     assert isinstance(agent, Policy) and agent.chat.rendering == word_chat(temperature=0.8).rendering
     flags = ["--max-new-tokens", "5", "--top-p", ".5", "--top-k", "3", "--stop", "Observation:", "--truncate", "oldest",
@@ -271,13 +270,14 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     assert there.chat.context == 4096 and len(there.sample([asked()])[0]) == 1
 
 
-HAS_SERVE = all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn", "openai"))
+HAS_SERVE = all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn", "openai", "accelerate"))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_SERVE, reason="transformers serve needs fastapi, uvicorn and openai")
+@pytest.mark.skipif(not HAS_SERVE, reason="transformers serve needs fastapi, uvicorn, openai and accelerate")
 def test_transformers_serve_writes_what_the_model_here_writes(tmp_path):
-    folder = saved(tmp_path / "sft", temperature=0.8)
+    chat = Chat(chat_tokenizer("chatml"), Rendering(max_new_tokens=12))
+    folder = saved(tmp_path / "sft", chat)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -296,7 +296,7 @@ def test_transformers_serve_writes_what_the_model_here_writes(tmp_path):
                 except OSError:
                     assert served.poll() is None and time.time() < deadline, (tmp_path / "log").read_text()
                     time.sleep(0.5)
-            there = ServerPolicy([f"http://127.0.0.1:{port}/v1#{folder}"], word_chat(), parallel=2)
+            there = ServerPolicy([f"http://127.0.0.1:{port}/v1#{folder}"], chat, parallel=2)
             here = Policy.load(folder)
             first = State.first(FakeEnv(), "you stand at start", {"task": "find the purse"})
             for state in (first, first.then("Action: left", "Observation: you stand")):
