@@ -225,7 +225,7 @@ def world(request):
     return chat, model, old, reference, forests
 
 
-@pytest.mark.parametrize("room", [30, 2048])
+@pytest.mark.parametrize("room", [5, 2048])
 def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, room):
     chat, model, old, reference, forests = world
     kl, bonus = 0.3, 0.2
@@ -249,7 +249,7 @@ def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, 
     found = shares(forests, "both")
     weights, total = torch.tensor(list(found.values())).T, 0.0
     packs = list(pack(chat, list(found), room))
-    assert (len(packs) > 1) == (room == 30)
+    assert (len(packs) > 1) == (room == 5)
     for p in packs:
         with torch.no_grad():
             before, anchor = p.logprobs(old)[0], p.logprobs(reference)[0]
@@ -302,6 +302,22 @@ def test_each_unique_token_is_computed_once_and_tails_without_a_fork_are_not():
     # Fork 1 behind the prompt: "Thought:" or "Action:". Fork 2 behind "Thought: this Action:".
     assert len(p.tree) == len(chat.prompt(state)) + 3
     assert p.forks == 6 and len(p.owner) == 3  # a fork a decision and place
+
+
+def test_a_trajectory_longer_than_the_room_is_not_computed_again_at_each_step():
+    chat = word_chat()
+    state, steps = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find"), []
+    for _ in range(12):
+        steps.append(Decision(state, "Action: left", ("Action: left", "Action: right")))
+        state = state.then("Action: left", "walk walk walk walk")
+    whole = len(chat.prompt(steps[-1].state))
+    (p,) = pack(chat, steps, whole // 3)
+    assert len(p.tree) == whole + 1  # and "Action:", behind which the last step forks
+    assert (
+        sum(len(q.tree) for q in pack(chat, steps, whole // 8))
+        < 3 * whole
+        < sum(len(chat.prompt(d.state)) for d in steps)
+    )
 
 
 def test_the_first_minibatch_has_ratio_one(world):
