@@ -27,8 +27,10 @@ from torch.nn.functional import cross_entropy
 
 import envs
 from environments import UserError
+from qlass import processes
 from qlass.chat import MARK, Chat, Rendering, State, mark, react
 from qlass.jsonl import checkpoint_folder, read_jsonl, replacing_folder
+from qlass.memory import check_memory, estimate
 from qlass.models import (
     LR,
     adamw,
@@ -39,8 +41,21 @@ from qlass.models import (
     load_checkpoint,
     merge,
     mixed_precision,
+    save_memory,
 )
-from qlass.stage import Output, at_least, choices, meta_path, only_writer, parse, parser, run_stage, settle, write_meta
+from qlass.stage import (
+    Output,
+    at_least,
+    choices,
+    meta_path,
+    only_writer,
+    parse,
+    parser,
+    release,
+    run_stage,
+    settle,
+    write_meta,
+)
 from qlass.token_tree import batches
 from qlass.training import Training, finish
 
@@ -125,7 +140,7 @@ def actions_by_task(path: Path) -> dict[str, list[str]]:
 
 def cloned_from(checkpoint: Path) -> Path | None:
     """The demonstrations that a checkpoint was trained on, if its metadata name a file that is there."""
-    meta = meta_path(checkpoint)
+    meta = meta_path(checkpoint.absolute())
     named = json.loads(meta.read_text(encoding="utf-8"))["arguments"].get("expert") if meta.exists() else None
     return Path(named) if named and Path(named).is_file() else None
 
@@ -225,6 +240,13 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
         args.batch = min(args.batch, math.ceil(len(examples) / 4))
     if args.epochs is None:  # the tiny model, if nothing else was asked for
         args.epochs = max(TINY["epochs"], math.ceil(TINY_STEPS / math.ceil(len(examples) / args.batch)))
+    save_memory(model, args)
+    longest = max(len(ids) for ids, _ in examples)
+
+    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+        return sft_loss(model(input_ids=ids, use_cache=False).logits, ids, torch.ones_like(ids, dtype=torch.bool))
+
+    check_memory(estimate(model, model.base_model, loss_of, args, longest), model.device)
     optimizer = adamw((p for p in model.parameters() if p.requires_grad), args.lr, args.optim)
     pad_id = chat.tokenizer.pad_token_id
     fit = Training("sft", model, optimizer, args, [1] * len(examples), (ids for ids, _ in examples))
@@ -232,16 +254,12 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
         for update in fit.updates():
             batch = [examples[i] for i in update]
             n_wrote = sum(sum(wrote[1:]) for _, wrote in batch)
-            total, seen = 0.0, 0
-            for group in batches(batch, lambda e: len(e[0]), args.micro_tokens):  # gradient accumulation
+            for group in fit.share(batches(batch, lambda e: len(e[0]), args.micro_tokens)):  # gradient accumulation
                 ids, wrote = collate([batch[i] for i in group], pad_id, model.device)
                 with mixed_precision(model):
                     logits = model(input_ids=ids, use_cache=False).logits
-                loss = sft_loss(logits, ids, wrote) / n_wrote
-                loss.backward()
-                total += loss.item()
-                seen += ids.numel()
-            fit.step(total, seen)
+                fit.backward(sft_loss(logits, ids, wrote) / n_wrote, ids.numel())
+            fit.step()
         figures = validate(model, chat, validation, args)
         fit.validated(-figures["held_out_loss"] if figures else None, figures)
     return fit.figures()
@@ -301,10 +319,12 @@ def main(argv: list[str] | None = None) -> None:
     tiny = TINY | {"epochs": None}  # `train` counts them
     settle(args, tiny if args.model == "tiny" else PAPER | ({"lr": LR} if args.lora else {}))
     args.out = checkpoint_folder(args.out or args.run / "sft")
-    lock = only_writer(args.out)
+    processes.start()
+    lock = only_writer(args.out) if processes.first() else None
     torch.manual_seed(args.seed)
 
-    args.expert = args.expert or collect(env, args)
+    with processes.in_turn():
+        args.expert = args.expert or collect(env, args)
     trajectories = list(read_trajectories(args.expert))[: args.n_expert]
     if not trajectories:
         raise UserError(f"{args.expert}: no trajectories")
@@ -316,14 +336,18 @@ def main(argv: list[str] | None = None) -> None:
         chat = Chat(tokenizer, rendering)
         model.to(device_and_dtype(args.device)[0])
     else:
+        whole = not args.lora and args.weights != "bf16"  # trained in float32
         model, chat = load_checkpoint(
-            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=not args.lora
+            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=whole, plain=True
         )
     if args.lora:
         add_lora(model, args.lora)
     chat.rendering.candidates = args.candidates
-    write_meta(args.out, args, [args.expert])  # before training: what is stopped can be resumed as it was begun
+    if processes.first():
+        write_meta(args.out, args, [args.expert])  # before training: what is stopped can be resumed as it was begun
     figures = train(model, chat, states, args)
+    if not processes.first():
+        return
     if args.lora:
         merge(model)
     model.to(device_and_dtype(args.device)[1])  # as later stages load it
@@ -333,7 +357,7 @@ def main(argv: list[str] | None = None) -> None:
         model.save_pretrained(folder)
         chat.tokenizer.save_pretrained(folder)
         chat.rendering.save(folder)
-    lock.close()
+    release(lock)
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
     write_meta(args.out, args, [args.expert], trajectories=len(states), seconds=time.time() - started, **figures)

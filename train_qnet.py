@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -30,9 +29,11 @@ from torch import nn
 
 import envs
 from environments import UserError
+from qlass import processes
 from qlass.chat import Chat, State
 from qlass.driver import Score
 from qlass.jsonl import checkpoint_folder, read_trees, replacing_folder
+from qlass.memory import check_memory, estimate
 from qlass.models import (
     LR,
     adamw,
@@ -43,9 +44,11 @@ from qlass.models import (
     load_checkpoint,
     merge,
     mixed_precision,
+    save_memory,
 )
 from qlass.packing import PackedPairs, Pair, loss_tokens, pack, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
+from qlass.prompt_cache import reader
 from qlass.stage import (
     at_least,
     choices,
@@ -54,12 +57,13 @@ from qlass.stage import (
     only_writer,
     parse,
     parser,
+    release,
     run_stage,
     settle,
     write_meta,
 )  # fmt: skip
 from qlass.stats import spearman
-from qlass.token_tree import Prompts, batches
+from qlass.token_tree import batches
 from qlass.training import Training, finish
 
 PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096}  # Table 5, Eq. (11)
@@ -80,7 +84,7 @@ class QNet(nn.Module):
         self.head = nn.Sequential(  # App. A.2: two hidden layers of 1024, ReLU
             nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)
         ).to(backbone.device)  # fmt: skip
-        self.prompts, self.budget = Prompts(), 16_384
+        self.reader, self.budget = reader(backbone), 16_384
         self.computed = 0  # tokens put through the net for scores, padding included
         self._known: dict[tuple[State, str], float] = {}
 
@@ -93,7 +97,7 @@ class QNet(nn.Module):
 
     def train(self, mode: bool = True) -> QNet:
         """Training changes the weights: what was computed with the old ones is forgotten."""
-        self.prompts, self._known = Prompts(), {}
+        self.reader, self._known = reader(self.backbone), {}
         return super().train(mode)
 
     @torch.inference_mode()
@@ -109,15 +113,14 @@ class QNet(nn.Module):
         states = list(fresh)
         tails = [[self.chat.action(a, s.task) for a in fresh[s]] for s in states]
 
-        def values(inputs: dict, keep: int) -> torch.Tensor:
+        def values(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
             self.computed += inputs["input_ids"].numel()
-            return self(**inputs)[:, -keep:].float()
+            return self(**inputs)[:, columns].float()
 
-        runs, pad_id = [self.chat.message_tokens(s) for s in states], self.chat.tokenizer.pad_token_id
-        for n, out, _, last, paths in self.prompts.read(values, self.backbone, pad_id, self.budget, runs, tails):
+        prompts, pad_id = [self.chat.prompt_tokens(s) for s in states], self.chat.tokenizer.pad_token_id
+        for n, out, _, paths in self.reader.read(values, self.backbone, pad_id, self.budget, prompts, tails):
             v = out.cpu().numpy()
-            for action, path in zip(fresh[states[n]], paths, strict=True):
-                at = np.array(path) - last
+            for action, at in zip(fresh[states[n]], paths, strict=True):
                 self._known[states[n], action] = float(v[at[-1]] if self.readout == "last" else v[at].mean())
         return [[self._known[r.state, action] for action in r.actions] for r in requests]
 
@@ -132,12 +135,13 @@ class QNet(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, device: str | None = None, readout: str | None = None, load_in: str | None = None
-    ) -> QNet:
+        cls, folder: str | Path, device: str | None = None, readout: str | None = None, load_in: str | None = None,
+        plain: bool = False,
+    ) -> QNet:  # fmt: skip
         folder = Path(folder)
         if not (folder / "qnet.json").exists():
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
-        backbone, chat = load_checkpoint(folder, transformers.AutoModel, device, load_in)
+        backbone, chat = load_checkpoint(folder, transformers.AutoModel, device, load_in, plain=plain)
         try:
             about = json.loads((folder / "qnet.json").read_text(encoding="utf-8"))
             qnet = cls(backbone, chat, about["hidden"], readout or about["readout"])
@@ -175,23 +179,26 @@ def packed_trees(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) 
 
 def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
     packs, validation = packed_trees(qnet, trees, args), packed_trees(qnet, held_out, args)
+    save_memory(qnet.backbone, args)
+    longest = max(len(p.tree) for p in packs)
+    memory = estimate(qnet, qnet.backbone, lambda ids: qnet(input_ids=ids, use_cache=False), args, longest)
+    check_memory(memory, qnet.backbone.device)
     optimizer = adamw((p for p in qnet.parameters() if p.requires_grad), args.lr, args.optim)
     data = (values for p in packs for values in (p.tree.ids, p.weighted_q))
     fit = Training("qnet", qnet, optimizer, args, [p.pairs for p in packs], data)
     for _ in fit.epochs():
         for update in fit.updates():  # whole packs
             batch = [packs[i] for i in update]
-            pairs, total = sum(p.pairs for p in batch), 0.0
-            for group in batches(batch, lambda p: len(p.tree), args.micro_tokens):
+            pairs = sum(p.pairs for p in batch)
+            for group in fit.share(batches(batch, lambda p: len(p.tree), args.micro_tokens)):
                 some = [batch[i] for i in group]
                 with mixed_precision(qnet.backbone):
                     if args.plain:
                         loss = sum(pair_loss(qnet, pair, args.loss_on) for p in some for pair in p.members)
                     else:  # the same at a fraction of the cost
                         loss = packed_loss(qnet, some)
-                (loss / pairs).backward()
-                total += loss.item() / pairs
-            fit.step(total, sum(len(p.tree) for p in batch))
+                fit.backward(loss / pairs, sum(len(p.tree) for p in some))
+            fit.step()
         figures = ranking(qnet, held_out, validation, args)
         fit.validated(-figures["mse"] if len(held_out) >= 5 else None, {f"held_out_{k}": v for k, v in figures.items()})
     figures, each, once = fit.figures(), sum(p.tokens for p in packs), sum(len(p.tree) for p in packs)
@@ -282,10 +289,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
+    processes.start()
     must_exist(args.labels, args.sft)
+    if processes.count() > 1:  # one process makes what is missing
+        must_exist(args.labels or args.run / "q_labels.jsonl", args.sft or args.run / "sft")
     args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
     args.out = checkpoint_folder(args.out or args.run / "qnet")
-    lock = only_writer(args.out)
+    lock = only_writer(args.out) if processes.first() else None
 
     trees = []
     for tree in read_trees(args.labels):
@@ -299,9 +309,8 @@ def main(argv: list[str] | None = None) -> None:
 
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
-    backbone, chat = load_checkpoint(
-        args.sft, transformers.AutoModel, args.device, args.load_in, train=not (args.lora or args.freeze)
-    )
+    whole = not (args.lora or args.freeze or args.weights == "bf16")  # trained in float32
+    backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, train=whole)
     qnet = QNet(backbone, chat, readout=args.readout)
     small = sum(p.numel() for p in backbone.parameters()) < SMALL
     settle(args, TINY if small else PAPER | ({"lr": LR} if args.lora else {}))
@@ -309,12 +318,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.lora:
         add_lora(backbone, args.lora)
     figures = train(qnet, training, held_out, args)
+    if not processes.first():
+        return
     if args.lora:
         merge(backbone)
     backbone.to(device_and_dtype(args.device)[1])  # as q_search.py loads it
     with replacing_folder(args.out) as folder:
         qnet.save_pretrained(folder)
-    lock.close()
+    release(lock)
     about = {"trees": len(trees), **figures}
     write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
     finish(args.out)

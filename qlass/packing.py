@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from qlass.chat import Chat, State
-from qlass.token_tree import TokenTree, batches, packed
+from qlass.token_tree import TokenTree, batches, packed, windows_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,4 +121,6 @@ def packed_scores(qnet: Any, packs: Sequence[PackedPairs], budget: int) -> list[
 
 def inputs_of(qnet: Any, packs: Sequence[PackedPairs]) -> dict[str, torch.Tensor]:
     backbone = qnet.backbone
-    return packed([p.tree for p in packs], qnet.chat.tokenizer.pad_token_id, backbone.device, backbone.dtype)
+    windows = windows_of(backbone.config)
+    pad_id = qnet.chat.tokenizer.pad_token_id
+    return packed([p.tree for p in packs], pad_id, backbone.device, backbone.dtype, windows=windows)

@@ -5,8 +5,10 @@ The loops themselves, forward and backward, stand in `sft.py` and `train_qnet.py
     fit = Training("sft", model, optimizer, args, sizes, data)
     for _ in fit.epochs():                     # until validation stops improving, --epochs at most
         for update in fit.updates():           # indices of the examples of one update
-            ...                                # losses, gradients
-            fit.step(loss, tokens)
+            for group in fit.share(groups):    # those of its micro-batches that are this process's
+                ...                            # forward, loss
+                fit.backward(loss, tokens)
+            fit.step()
         fit.validated(score, figures)
 
 A killed run resumes from the last checkpoint in OUT.partial/ and, on a CPU, ends with the same weights as any other.
@@ -22,7 +24,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,8 +32,11 @@ from torch import nn
 from tqdm import tqdm
 
 from environments import UserError
+from qlass import processes
 from qlass.models import cosine
 from qlass.stage import FREE, plain
+
+T = TypeVar("T")
 
 EXPLODED = 10  # times the highest loss of the first updates, over as many updates
 FIRST = 20
@@ -85,6 +90,7 @@ class Training:
         """`sizes[i]` is what example i counts in a batch; by `data` a checkpoint knows its examples again."""
         self.name, self.model, self.optimizer, self.args = name, model, optimizer, args
         self.sizes, self.at = sizes, Progress()
+        self.loss, self.tokens = 0.0, 0  # of the update at hand
         self.steps = sum(len(updates_of(sizes, args.batch, args.seed, e)) for e in range(args.epochs))
         digest = hashlib.blake2b(digest_size=16)
         for values in data:
@@ -92,11 +98,12 @@ class Training:
         self.about = {"examples": digest.hexdigest()}
         self.about |= {name: value for name, value in plain(args).items() if name not in MAY_DIFFER}
         self.folder = partial_folder(args.out)
-        if args.overwrite:
-            finish(args.out)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._resume()
-        self.bar = tqdm(total=self.steps, initial=self.at.step, desc=name, disable=None)
+        with processes.in_turn():
+            if args.overwrite and processes.first():
+                finish(args.out)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._resume()
+        self.bar = tqdm(total=self.steps, initial=self.at.step, desc=name, disable=None if processes.first() else True)
 
     # ------------------------------------------------------------------------------------------------- the loop's steps
 
@@ -106,6 +113,7 @@ class Training:
         while at.epoch < self.args.epochs and (at.best is None or at.epoch - at.best < self.args.patience):
             self.model.train()
             yield at.epoch
+        processes.meet()  # the best weights are written
         if at.best not in (None, at.epoch):
             self._load_weights(torch.load(self.folder / "best.pt", map_location="cpu", weights_only=True))
         self.bar.close()
@@ -113,17 +121,28 @@ class Training:
     def updates(self) -> Iterator[list[int]]:
         yield from updates_of(self.sizes, self.args.batch, self.args.seed, self.at.epoch)[self.at.update :]
 
-    def step(self, loss: float, tokens: int) -> None:
+    def share(self, groups: Iterable[T]) -> list[T]:
+        return list(groups)[processes.rank() :: processes.count()]
+
+    def backward(self, loss: torch.Tensor, tokens: int) -> None:
+        """Gradients of a part of the update's loss, added to those at hand."""
+        loss.backward()
+        self.loss, self.tokens = self.loss + loss.item(), self.tokens + tokens
+
+    def step(self) -> None:
         """One update from the gradients at hand: clipped, at the schedule's rate."""
-        at = self.at
-        norm = torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], 1.0)
+        at, trained = self.at, [p for p in self.model.parameters() if p.requires_grad]
+        processes.sum_gradients(trained)
+        loss, tokens = processes.total(self.loss, self.tokens)
+        self.loss, self.tokens = 0.0, 0
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         self._check(loss, float(norm))
         for group in self.optimizer.param_groups:
             group["lr"] = self.args.lr * cosine(at.step, self.steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
         at.losses.append(loss)
-        at.update, at.step, at.tokens = at.update + 1, at.step + 1, at.tokens + tokens
+        at.update, at.step, at.tokens = at.update + 1, at.step + 1, at.tokens + int(tokens)
         self.bar.set_postfix(loss=f"{loss:.4f}")
         self.bar.update()
         if at.step % self.args.save_every == 0:
@@ -131,7 +150,7 @@ class Training:
 
     def validated(self, score: float | None, figures: dict) -> None:
         """The end of an epoch. Higher scores are better; None: there is nothing to validate on."""
-        at = self.at
+        at, score = self.at, processes.same(score)
         at.epoch, at.update = at.epoch + 1, 0
         loss = sum(at.losses) / len(at.losses)
         at.curve.append({"epoch": at.epoch, "step": at.step, "loss": loss, **figures})
@@ -172,7 +191,9 @@ class Training:
             p.copy_(saved[name])
 
     def _write(self, name: str, content: dict) -> None:
-        """Under its name only when it is complete."""
+        """Under its name only when it is complete; once for all processes."""
+        if not processes.first():
+            return
         draft = self.folder / f"{name}.draft"
         torch.save(content, draft)
         os.replace(draft, self.folder / name)

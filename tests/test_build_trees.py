@@ -81,10 +81,10 @@ def test_the_second_pass_expands_the_experts_branch():
 
 
 def test_under_a_bound_the_experts_nodes_come_before_what_the_first_pass_left():
-    _, asked, _, _ = grow(SCRIPT, rollouts=4, with_expert=True)
-    # Two branches as by hand above leave the root, L, the root and R in the queue. The expert's R is expanded before L.
+    _, asked, _, _ = grow(SCRIPT, width=3, rollouts=4, with_expert=True)
+    # Two branches as by hand above leave L, the root and R in the queue. The expert's root and R come before L.
     assert asked[:5] == [((), NEW), (L, 1), (LR, 1), ((), NEW), (R, 1)]
-    assert [ask for ask in asked[5:] if ask[1] == NEW] == [(R, NEW), (L, NEW)]
+    assert [ask for ask in asked[5:] if ask[1] == NEW] == [((), NEW), (R, NEW)]
 
 
 @pytest.mark.parametrize("key", ["train0", "you stand at start"])

@@ -101,7 +101,8 @@ def elsewhere(tmp_path, monkeypatch):
 def arguments(**more) -> argparse.Namespace:
     defaults = {"max_tokens": 100, "micro_tokens": 1000, "lr": 1e-2, "batch": 4, "epochs": 2, "seed": 0, "model": "x",
                 "optim": "adamw",
-                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50, "overwrite": False}  # fmt: skip
+                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50, "overwrite": False, "lora": None,
+                "weights": "float32", "gradient_checkpointing": False}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
 

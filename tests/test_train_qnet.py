@@ -22,7 +22,7 @@ from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
 from qlass.packing import Pair, pack, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
-from qlass.token_tree import Prompts
+from qlass.prompt_cache import PromptCache
 from train_qnet import QNet, pair_loss, sibling_accuracy
 
 LOSSES = ["all", "action", "last"]
@@ -147,7 +147,7 @@ def values_plainly(net: QNet, state: State, action: str) -> np.ndarray:
 def test_scores_do_not_depend_on_batch_padding_or_what_was_read_before(budget, room):
     for readout, of in (("last", lambda v: v[-1]), ("mean", np.mean)):
         net = qnet(readout=readout).eval()
-        net.budget, net.prompts = budget, Prompts(room)
+        net.budget, net.reader = budget, PromptCache(room)
         families: dict[State, list[str]] = {}
         for p in TREE:
             families.setdefault(p.state, []).append(p.action)
@@ -232,7 +232,8 @@ def arguments(**more) -> argparse.Namespace:
     defaults = {"loss_on": "all", "max_tokens": 2048, "lr": 3e-3, "seed": 0, "epochs": 100, "batch": 4,
                 "micro_tokens": 10_000, "optim": "adamw",
                 "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50,
-                "overwrite": False, "plain": False}  # fmt: skip
+                "overwrite": False, "lora": None,
+                "weights": "float32", "gradient_checkpointing": False, "plain": False}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
 

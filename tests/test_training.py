@@ -4,8 +4,10 @@ import argparse
 import importlib
 import json
 import multiprocessing
+import os
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 from fakes import dump
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from test_train_qnet import labelled_tree
 from torch import nn
 
@@ -68,8 +71,8 @@ def fit(
             if run.at.step == stop:
                 raise Stopped
             loss = (model(data[update]) - 1).square().mean() * (float("nan") if run.at.step == spoil else 1)
-            loss.backward()
-            run.step(loss.item(), len(update))
+            run.backward(loss, len(update))
+            run.step()
             time.sleep(pause)
         weights.append([p.detach().clone() for p in model.parameters()])
         run.validated(scores[epoch], {} if scores[epoch] is None else {"score": scores[epoch]})
@@ -177,8 +180,9 @@ def test_a_loss_that_explodes_stops_the_run(tmp_path):
     done = 0
     with pytest.raises(UserError, match="loss 51"):
         for _ in run.updates():
-            model(torch.ones(1, 4)).sum().backward()
-            run.step(5.0 if done < 20 else 51.0, 1)  # a single bad batch is none: the mean of twenty counts
+            loss = 0 * model(torch.ones(1, 4)).sum() + (5.0 if done < 20 else 51.0)
+            run.backward(loss, 1)
+            run.step()  # a single bad batch is none: the mean of twenty counts
             done += 1
     assert done == 39
 
@@ -191,11 +195,11 @@ def test_a_stopped_stage_ends_with_the_files_of_one_that_was_not(tmp_path, agent
     """The command given again after two stops."""
     module, step, stops = importlib.import_module(stage), Training.step, []
 
-    def stopping(run: Training, *figures) -> None:
+    def stopping(run: Training) -> None:
         if stops and run.at.step == stops[0]:
             stops.pop(0)
             raise Stopped
-        step(run, *figures)
+        step(run)
 
     monkeypatch.setattr(Training, "step", stopping)
     labels = tmp_path / "labels.jsonl"
@@ -216,3 +220,51 @@ def test_a_stopped_stage_ends_with_the_files_of_one_that_was_not(tmp_path, agent
         )
         assert not partial_folder(tmp_path / name).exists()
     assert made["whole"] == made["parts"]
+
+
+# ----------------------------------------------------------------------------------------------- several processes
+
+
+def launch(module, argv: list[str], count: int) -> None:
+    """As `accelerate launch` and `torchrun` do: the same command in each process, its rank in the environment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def process(rank: int) -> None:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        module.main(argv)
+
+    started = [multiprocessing.get_context("fork").Process(target=process, args=(rank,)) for rank in range(count)]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join(120)
+    assert [one.exitcode for one in started] == [0] * count
+
+
+@pytest.mark.parametrize("stage", ["sft", "train_qnet"])
+def test_two_processes_train_what_one_does(tmp_path, agent, fake_world, monkeypatch, stage):
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    module = importlib.import_module(stage)
+    (tmp_path / "labels.jsonl").write_text(dump([node for i in range(5) for node in labelled_tree(f"train{i}")]))
+    argv = ["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "2", "--micro-tokens", "40"]
+    inputs = (
+        ["--n-expert", "5"] if stage == "sft" else ["--sft", str(agent), "--labels", str(tmp_path / "labels.jsonl")]
+    )
+    made = []
+    for count in (1, 2):
+        out = tmp_path / f"by-{count}"
+        if count == 1:
+            module.main([*argv, *inputs, "--out", str(out)])
+        else:
+            launch(module, [*argv, *inputs, "--out", str(out)], count)
+        weights = {k: v for file in sorted(out.glob("*.safetensors")) for k, v in load_file(file).items()}
+        made.append((json.loads((tmp_path / f"by-{count}.meta.json").read_text()), weights))
+        assert not partial_folder(out).exists()
+    (one, weights), (two, again) = made
+    assert [e["loss"] for e in one["curve"]] == pytest.approx([e["loss"] for e in two["curve"]], rel=1e-4)
+    assert one["tokens"] == two["tokens"] and weights.keys() == again.keys()
+    for name, w in weights.items():
+        torch.testing.assert_close(again[name], w, atol=1e-4, rtol=1e-3)

@@ -24,7 +24,7 @@ from environments import UserError
 from experiments.qval import judges, labels, report
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import Call, Context, Scorer, answer, available, family, scorer
-from qlass.chat import State, action_key, parse_action, react
+from qlass.chat import State, action_key, parse_action, react, uniforms
 from qlass.driver import Sample, ask, drive
 from qlass.jsonl import read_jsonl, write_jsonl
 from qlass.stage import at_least, needed, parse, parser, progress, run_stage, same_arguments, write_meta
@@ -53,7 +53,8 @@ def steered(env: envs.TextEnv, task_id: str, score: Scorer, rendering: Any, M: i
         candidates = list(first.values())
         scores = yield from score(env, state, candidates, key)
         known = [float("-inf") if s is None else s for s in scores]
-        action = candidates[known.index(max(known))]
+        luck = uniforms(len(known), *key, "tie")  # a score that ties must not follow the order of the draws
+        action = candidates[max(range(len(known)), key=lambda i: (known[i], luck[i]))]
         observation, reward, terminated, truncated, _ = env.step(parse_action(action))
         state, done, step = state.then(action, env.message(observation)), terminated or truncated, step + 1
     env.close()
@@ -152,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
         if [r["hash"] for r in found] != [p.hash for p in points]:
             raise UserError(f"{path}: labels of other points; delete it")
         returns[reference] = [r["returns"] for r in found]
-        for name, how in labels.variants(reference).items():
+        for name, how in labels.variants(reference, returns[reference]).items():
             config = {"reference": reference, "rollouts": len(returns[reference][0][0]), "discount_factor": args.gamma}
             values = labels.values(found, how)
             report.write_prediction(args.out / "labels", name.replace(" ", "-"), points, values, config, "gt")
