@@ -415,3 +415,16 @@ def test_when_to_stop():
     flat = [line(flat=0.97) for _ in range(8)]
     assert "--entropy" in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
     assert "nothing is left to learn" in why_stop([start, *(line(flat=1.0, reward=0.95) for _ in range(8))])
+
+
+def test_free_text_and_lora_updates_train_too(fake_world, tmp_path):
+    chat = word_chat(max_new_tokens=6)
+    tiny_lm(chat).save_pretrained(tmp_path / "free")
+    chat.tokenizer.save_pretrained(tmp_path / "free")
+    chat.rendering.save(tmp_path / "free")
+    lines = train(tmp_path, tmp_path / "free", "--budget", "100", "--budget-in", "env_steps", "--lora", "2",
+                  "--entropy", "0.1")  # fmt: skip
+    assert lines[-1]["updates"] == 2 * lines[-1]["batch"] >= 2
+    assert lines[-1]["entropy"] > 0 and lines[-1]["kl"] > 0  # words at random earn nothing: the bonus alone moves it
+    saved = Policy.load(tmp_path / "sft-tree_grpo").model.state_dict()
+    assert saved.keys() == tiny_lm(chat).state_dict().keys()  # merged
