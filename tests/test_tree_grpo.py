@@ -10,6 +10,7 @@ import torch
 from fakes import WORLD, FakeEnv, Script, path_of, run, say, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
+from test_training import launch
 from torch.testing import assert_close
 
 import envs
@@ -428,3 +429,19 @@ def test_free_text_and_lora_updates_train_too(fake_world, tmp_path):
     assert lines[-1]["entropy"] > 0 and lines[-1]["kl"] > 0  # words at random earn nothing: the bonus alone moves it
     saved = Policy.load(tmp_path / "sft-tree_grpo").model.state_dict()
     assert saved.keys() == tiny_lm(chat).state_dict().keys()  # merged
+
+
+def test_two_processes_train_what_one_does(fake_world, agent, tmp_path):
+    budget = ["--budget", "300", "--budget-in", "env_steps", "--sft", str(agent)]
+    train(tmp_path / "one", agent, *budget)
+    launch(tree_grpo, [*FLAGS, *budget, "--run", str(tmp_path / "two")], 2)
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "sft-tree_grpo.updates.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    for a, b in zip(one, two, strict=True):
+        a.pop("tokens"), b.pop("tokens")  # packed by each process for itself
+        assert a == pytest.approx(b, abs=1e-4)
+    weights = [Policy.load(tmp_path / name / "sft-tree_grpo").model.state_dict() for name in ("one", "two")]
+    for name, w in weights[0].items():
+        assert_close(weights[1][name], w, atol=1e-4, rtol=1e-3)
