@@ -32,6 +32,7 @@ from environments import UserError
 from experiments.learning import batch_of, learn, learner, load, room, step
 from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
+from qlass import processes
 from qlass.chat import Chat, State
 from qlass.decisions import Decision, PackedDecisions
 from qlass.driver import Sample, drive
@@ -129,7 +130,7 @@ def train(
         loss_sum = right = 0
         for start in range(0, len(preferences), args.batch):
             batch = preferences[start : start + args.batch]
-            for tree, steps in packed(chat, batch, room(model)):
+            for tree, steps in list(packed(chat, batch, room(model)))[processes.rank() :: processes.count()]:
                 with torch.no_grad():
                     anchor = trajectory_logprobs(reference, tree, steps)
                 logp = trajectory_logprobs(model, tree, steps)
@@ -141,7 +142,8 @@ def train(
             updates += 1
             step(optimizer, lr, updates)
     n = max(1, len(preferences))
-    return {"updates": updates, "tokens": tokens, "loss": round(loss_sum / n, 6), "right": round(right / n, 6)}
+    tokens, loss_sum, right = processes.total(tokens, loss_sum, right)
+    return {"updates": updates, "tokens": int(tokens), "loss": round(loss_sum / n, 6), "right": round(right / n, 6)}
 
 
 # ---------------------------------------------------------------------------------------------------------------- main

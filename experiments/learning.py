@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import transformers
 
 import envs
 from q_search import Method, episode
+from qlass import processes
 from qlass.chat import Chat, Rendering, uniforms
 from qlass.driver import Sample, drive
 from qlass.jsonl import checkpoint_folder
@@ -49,7 +50,9 @@ def learner(doc: str, epilog: str, argv: list[str] | None, every: int) -> argpar
 
 def load(args: argparse.Namespace, lr: float) -> tuple[Any, Chat, torch.optim.Optimizer, float]:
     """The agent, its optimiser and its learning rate: --lr, else `lr` for the tiny model."""
-    args.sft = needed(args.sft, args.run / "sft", "sft", args)
+    processes.start()
+    with processes.in_turn():
+        args.sft = needed(args.sft, args.run / "sft", "sft", args)
     model, chat = load_checkpoint(args.sft, transformers.AutoModelForCausalLM, args.device, train=not args.lora)
     small = model.num_parameters() < SMALL
     torch.manual_seed(args.seed)
@@ -60,13 +63,14 @@ def load(args: argparse.Namespace, lr: float) -> tuple[Any, Chat, torch.optim.Op
 
 
 def room(model: Any) -> int:
-    """Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed twice."""
-    return 1024 if model.num_parameters() < SMALL else 8192
+    """Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed again."""
+    return 1024 if model.num_parameters() < SMALL else 4096
 
 
 def step(optimizer: torch.optim.Optimizer, lr: float, number: int) -> None:
     """One update, the `number`-th from 1: gradients clipped, the rate rises linearly and then is constant."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    processes.sum_gradients(parameters)
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     for group in optimizer.param_groups:
         group["lr"] = lr * min(1.0, number / WARMUP)
@@ -91,10 +95,12 @@ def greedy(env: envs.TextEnv, task_id: str, rendering: Rendering) -> Generator:
     return played.reward
 
 
-def validation(model: Any, chat: Chat, env: envs.TextEnv, tasks: Iterable[str]) -> float:
+def validation(model: Any, chat: Chat, env: envs.TextEnv, tasks: Sequence[str]) -> float:
     """Mean reward of the greedy agent."""
-    episodes = (greedy(env.fork(), task, chat.rendering) for task in tasks)
-    return float(np.mean(list(drive(episodes, {Sample: Policy(model, chat).sample}, env.side_by_side, in_order=True))))
+    mine = tasks[processes.rank() :: processes.count()]
+    episodes = (greedy(env.fork(), task, chat.rendering) for task in mine)
+    rewards = drive(episodes, {Sample: Policy(model, chat).sample}, env.side_by_side, in_order=True)
+    return processes.total(sum(rewards))[0] / len(tasks)
 
 
 def why_stop(lines: Sequence[dict], patience: int = 8) -> str:
@@ -123,9 +129,11 @@ def learn(
     saved = {"lines": 0}
     if resume.exists() and not args.overwrite:
         saved = torch.load(resume, map_location=model.device)
-    out = Output(args, lambda lines: saved["lines"] if len(lines) >= saved["lines"] else 0, [args.sft],
-                 free=["budget", "budget_in"])  # fmt: skip
-    lines, why = out.records, ""
+    out, why = None, ""
+    if processes.first():
+        out = Output(args, lambda lines: saved["lines"] if len(lines) >= saved["lines"] else 0, [args.sft],
+                     free=["budget", "budget_in"])  # fmt: skip
+    lines = list(processes.same(out and out.records))
     if lines:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -139,8 +147,10 @@ def learn(
     for line in progress(batches(), f"{args.name}, batches"):
         due = line["batch"] % args.every == 0 or line[args.budget_in] >= args.budget
         line["val"] = round(validation(model, chat, env, tested), 6) if due else None
-        out.append([line])
-        if due:
+        lines.append(line)
+        if out:
+            out.append([line])
+        if out and due:
             if line["val"] > max((x["val"] for x in lines[:-1] if x["val"] is not None), default=-np.inf):
                 save_checkpoint(model, chat, folder)
             draft = resume.with_suffix(".draft")
@@ -148,10 +158,11 @@ def learn(
             draft.replace(resume)
     best, last = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"]), lines[-1]
     figures = {"best": best, "last": last, "stopped": why or None}
-    out.finish(**figures)
-    write_meta(folder, args, [args.sft], **figures)
-    print(f"stopped after batch {last['batch']}: {why}\n" if why else "", end="")
-    print(f"{folder}: validation {lines[0]['val']:.3f} -> {best['val']:.3f} at batch {best['batch']} "
+    if out:
+        out.finish(**figures)
+        write_meta(folder, args, [args.sft], **figures)
+    processes.say(f"stopped after batch {last['batch']}: {why}" if why else "the budget is spent")
+    processes.say(f"{folder}: validation {lines[0]['val']:.3f} -> {best['val']:.3f} at batch {best['batch']} "
           f"({best['tokens']:,} tokens, {best['env_steps']:,} environment steps)")  # fmt: skip
-    print(f"next: python q_search.py --env {args.env} --run {args.run} --sft {folder} --label {args.name} "
+    processes.say(f"next: python q_search.py --env {args.env} --run {args.run} --sft {folder} --label {args.name} "
           f"--method greedy --out {args.run}/results-{args.name}.jsonl")  # fmt: skip

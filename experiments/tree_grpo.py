@@ -35,6 +35,7 @@ import torch
 import envs
 from environments import UserError
 from experiments.learning import batch_of, learn, learner, load, room, step
+from qlass import processes
 from qlass.chat import Chat, Rendering, State, parse_action, uniforms
 from qlass.decisions import Decision, PackedDecisions, pack
 from qlass.driver import Sample, ask, drive
@@ -198,14 +199,14 @@ def prepared(model: Any, reference: Any, chat: Chat, forests: Iterable[list[Tree
 
 def gradients(model: Any, batch: Minibatch, kl: float, bonus: float) -> list[float]:
     """Of the mean loss over the choices of all trajectories; returns the means of KL, entropy and what was clipped."""
-    n, figures = sum(float(known[2].sum()) for _, known in batch), torch.zeros(3)
+    (n,), figures = processes.total(sum(float(known[2].sum()) for _, known in batch)), torch.zeros(3)
     for p, (up, down, visits, old, reference) in batch:
         logp, entropy = p.logprobs(model)
         (policy_loss(logp, entropy, old, reference, up, down, visits, kl, bonus) / n).backward()
         clipped = ((logp.detach() - old).exp() - 1).abs() > CLIP
         seen = torch.stack([low_variance_kl(logp, reference), entropy, clipped.float()])
         figures += (seen.detach() * visits / n).sum(1).cpu()
-    return figures.tolist()
+    return processes.total(*figures.tolist())
 
 
 def one_batch(
@@ -216,22 +217,30 @@ def one_batch(
     tasks = batch_of(env.task_ids("train"), args.seed, last["batch"], args.tasks)
     batch, shape = last["batch"] + 1, (args.M, args.draws, args.rounds)
     policy = Policy(model, chat, args.seed)  # a new one: what the last one remembers is of the weights before
-    growing = (forest(env.fork(), t, *shape, chat.rendering, ("grpo", batch, i)) for i, t in enumerate(tasks))
-    forests = list(drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True))
-    parts = [forests[i : i + args.minibatch] for i in range(0, len(forests), args.minibatch)]
+    mine = range(processes.rank(), len(tasks), processes.count())
+    growing = (forest(env.fork(), tasks[i], *shape, chat.rendering, ("grpo", batch, i)) for i in mine)
+    grown = drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)
+    forests = dict(zip(mine, grown, strict=True))
+    parts = [range(i, i + args.minibatch) for i in range(0, len(tasks), args.minibatch)]
+    parts = [[forests[i] for i in part if i in forests] for part in parts]
     batches = [prepared(model, reference, chat, part, args.advantage) for part in parts]
     figures = []
     for number, minibatch in enumerate(batches, last["updates"] + 1):
         figures.append(gradients(model, minibatch, args.kl, args.entropy))
         step(optimizer, lr, number)
-    rewards = [np.concatenate([tree.rewards for tree in trees]) for trees in forests]
-    means = [np.mean([r.mean() for r in rewards]), np.mean([np.ptp(r) < 1e-9 for r in rewards]), *np.mean(figures, 0)]
+    rewards = [np.concatenate([tree.rewards for tree in trees]) for trees in forests.values()]
+    reward, flat, tokens, env_steps = processes.total(
+        sum(r.mean() for r in rewards) / len(tasks),
+        sum(np.ptp(r) < 1e-9 for r in rewards) / len(tasks),
+        sum(len(p.tree) for minibatch in batches for p, _ in minibatch),
+        sum(tree.env_steps for trees in forests.values() for tree in trees),
+    )
     return {
         "batch": batch,
         "updates": last["updates"] + len(batches),
-        "tokens": last["tokens"] + sum(len(p.tree) for minibatch in batches for p, _ in minibatch),
-        "env_steps": last["env_steps"] + sum(tree.env_steps for trees in forests for tree in trees),
-        **{name: round(float(mean), 6) for name, mean in zip(FIGURES, means, strict=True)},
+        "tokens": last["tokens"] + int(tokens),
+        "env_steps": last["env_steps"] + int(env_steps),
+        **{k: round(float(v), 6) for k, v in zip(FIGURES, [reward, flat, *np.mean(figures, 0)], strict=True)},
     }
 
 

@@ -101,14 +101,21 @@ class PackedDecisions:
         return logp, entropy
 
 
-def pack(chat: Chat, decisions: Sequence[Decision], max_tokens: int) -> Iterator[PackedDecisions]:
-    """Token trees of about `max_tokens` tokens at most (or of one decision that is longer), in the order given."""
-    current = PackedDecisions()
+def pack(chat: Chat, decisions: Sequence[Decision], room: int) -> Iterator[PackedDecisions]:
+    """Token trees in the order given, each of its first decision and about `room` tokens more; up to four times as many
+
+    where a decision shares most of its prompt, which would have to be computed again.
+    """
+    current, first = PackedDecisions(), 0
     for number, decision in enumerate(decisions):
-        growth = current.tree.growth(chat.prompt(decision.state) + chat.action(decision.action, decision.state.task))
-        if current.owner and len(current.tree) + growth > max_tokens:
+        ids = chat.prompt(decision.state) + chat.action(decision.action, decision.state.task)
+        growth = current.tree.growth(ids)
+        most = room if 2 * growth > len(ids) else 4 * room
+        if current.owner and len(current.tree) + growth - first > most:
             yield current
             current = PackedDecisions()
+        if not current.owner:
+            first = len(ids)
         current.add(number, decision, chat)
     if current.owner:
         yield current

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from qlass import stage
-from qlass.jsonl import read_trees
+from qlass import jsonl, stage
 from reporting.results import scored_candidates, split_react
 
 TITLES = {
@@ -130,10 +129,10 @@ def tree_data(path: Path | None, limit: int) -> str:
     """
     if path is None:
         return "null"
-    total = sum(1 for _ in read_trees(path))
+    total = sum(1 for _ in jsonl.read_trees(path))
     shown = {int((i + 0.5) * total / limit) for i in range(limit)} if limit < total else set(range(total))
     texts: dict[str, int] = {}
-    trees = [pack(tree, texts) for i, tree in enumerate(read_trees(path)) if i in shown]
+    trees = [pack(tree, texts) for i, tree in enumerate(jsonl.read_trees(path)) if i in shown]
     data = {"total": total, "fields": FIELDS, "texts": list(texts), "trees": trees}
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 

@@ -10,6 +10,7 @@ import torch
 from fakes import WORLD, FakeEnv, Script, path_of, run, say, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
+from test_training import launch
 from torch.testing import assert_close
 
 import envs
@@ -225,7 +226,7 @@ def world(request):
     return chat, model, old, reference, forests
 
 
-@pytest.mark.parametrize("room", [30, 2048])
+@pytest.mark.parametrize("room", [5, 2048])
 def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, room):
     chat, model, old, reference, forests = world
     kl, bonus = 0.3, 0.2
@@ -249,7 +250,7 @@ def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, 
     found = shares(forests, "both")
     weights, total = torch.tensor(list(found.values())).T, 0.0
     packs = list(pack(chat, list(found), room))
-    assert (len(packs) > 1) == (room == 30)
+    assert (len(packs) > 1) == (room == 5)
     for p in packs:
         with torch.no_grad():
             before, anchor = p.logprobs(old)[0], p.logprobs(reference)[0]
@@ -302,6 +303,22 @@ def test_each_unique_token_is_computed_once_and_tails_without_a_fork_are_not():
     # Fork 1 behind the prompt: "Thought:" or "Action:". Fork 2 behind "Thought: this Action:".
     assert len(p.tree) == len(chat.prompt(state)) + 3
     assert p.forks == 6 and len(p.owner) == 3  # a fork a decision and place
+
+
+def test_a_trajectory_longer_than_the_room_is_not_computed_again_at_each_step():
+    chat = word_chat()
+    state, steps = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find"), []
+    for _ in range(12):
+        steps.append(Decision(state, "Action: left", ("Action: left", "Action: right")))
+        state = state.then("Action: left", "walk walk walk walk")
+    whole = len(chat.prompt(steps[-1].state))
+    (p,) = pack(chat, steps, whole // 3)
+    assert len(p.tree) == whole + 1  # and "Action:", behind which the last step forks
+    assert (
+        sum(len(q.tree) for q in pack(chat, steps, whole // 8))
+        < 3 * whole
+        < sum(len(chat.prompt(d.state)) for d in steps)
+    )
 
 
 def test_the_first_minibatch_has_ratio_one(world):
@@ -399,3 +416,32 @@ def test_when_to_stop():
     flat = [line(flat=0.97) for _ in range(8)]
     assert "--entropy" in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
     assert "nothing is left to learn" in why_stop([start, *(line(flat=1.0, reward=0.95) for _ in range(8))])
+
+
+def test_free_text_and_lora_updates_train_too(fake_world, tmp_path):
+    chat = word_chat(max_new_tokens=6)
+    tiny_lm(chat).save_pretrained(tmp_path / "free")
+    chat.tokenizer.save_pretrained(tmp_path / "free")
+    chat.rendering.save(tmp_path / "free")
+    lines = train(tmp_path, tmp_path / "free", "--budget", "100", "--budget-in", "env_steps", "--lora", "2",
+                  "--entropy", "0.1")  # fmt: skip
+    assert lines[-1]["updates"] == 2 * lines[-1]["batch"] >= 2
+    assert lines[-1]["entropy"] > 0 and lines[-1]["kl"] > 0  # words at random earn nothing: the bonus alone moves it
+    saved = Policy.load(tmp_path / "sft-tree_grpo").model.state_dict()
+    assert saved.keys() == tiny_lm(chat).state_dict().keys()  # merged
+
+
+def test_two_processes_train_what_one_does(fake_world, agent, tmp_path):
+    budget = ["--budget", "300", "--budget-in", "env_steps", "--sft", str(agent)]
+    train(tmp_path / "one", agent, *budget)
+    launch(tree_grpo, [*FLAGS, *budget, "--run", str(tmp_path / "two")], 2)
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "sft-tree_grpo.updates.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    for a, b in zip(one, two, strict=True):
+        a.pop("tokens"), b.pop("tokens")  # packed by each process for itself
+        assert a == pytest.approx(b, abs=1e-4)
+    weights = [Policy.load(tmp_path / name / "sft-tree_grpo").model.state_dict() for name in ("one", "two")]
+    for name, w in weights[0].items():
+        assert_close(weights[1][name], w, atol=1e-4, rtol=1e-3)
