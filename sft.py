@@ -46,6 +46,7 @@ from qlass.stage import (
     Output,
     at_least,
     choices,
+    more,
     only_writer,
     parse,
     parser,
@@ -253,7 +254,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--micro-tokens", type=at_least(1), default=8192, help="padded tokens in memory at once (default: %(default)s)")
     may = "which actions the policy may write"
     add("--candidates", choices=["free", "valid"], help=f"{may} ({said('candidates')})")
-    add_training(made)
+    more(made, add_training)
     add("--device")
     args = parse(made, argv)
     if args.lora and args.model == "tiny":
