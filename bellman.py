@@ -21,7 +21,7 @@ from pathlib import Path
 
 from environments import UserError
 from qlass.jsonl import dumps, read_trees, replacing
-from qlass.stage import at_least, needed, only_writer, parse, parser, run_stage, write_meta
+from qlass.stage import at_least, needed, only_writer, parse, parser, release, run_stage, write_meta
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 TAKES = "seconds"
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
     figures = {"trees": trees, "nodes": nodes, "flat_trees": flat}
     write_meta(args.out, args, [args.trees], **figures, seconds=time.time() - started)
-    lock.close()
+    release(lock)
     print(f"{args.out}: {nodes} nodes of {trees} trees, {flat} of them with all values equal (q = 0)")
 
 

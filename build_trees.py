@@ -26,11 +26,11 @@ from typing import Any
 
 import envs
 from qlass.chat import Rendering, State, action_key, parse_action, react
+from qlass.demonstrations import actions_by_task, cloned_from
 from qlass.driver import Sample, ask, drive
 from qlass.models import add_loading
 from qlass.policy import Policy
 from qlass.stage import Output, at_least, must_exist, my_share, needed, parse, parser, run_stage
-from sft import actions_by_task, cloned_from
 
 # App. A.2: D = 3 on WebShop, 6 on ScienceWorld, 8 on ALFWorld (each environment's `tree_depth`). W = 3 and the bound on
 # the rollouts are ours: an unbounded tree takes up to W^(D+1).

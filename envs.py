@@ -122,6 +122,9 @@ class TextEnv(gymnasium.Env):
     def restore(self, snapshot: Any) -> None:
         raise NotImplementedError
 
+    def reseed(self, seed: int) -> None:
+        """Other luck from here on, where an environment leaves anything to chance: a restored state brings its own."""
+
     # A player yields (thought, action); its caller steps this very environment between two of them.
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
@@ -187,15 +190,18 @@ def make(name: str, **options: Any) -> TextEnv:
 
 
 def add_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
-    """The flags that the environment which --env names declares."""
+    """The flags that the environment which --env names declares; --help shows them where --env is given."""
+    argv = sys.argv[1:] if argv is None else argv
+    shown = any(word.startswith("--env") for word in argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--env", default="webshop")
     flags = environment_class(first.parse_known_args(argv)[0].env).flags
     for flag, (_, said) in flags.items():
         switch = {"action": "store_true"} if said.startswith("[") else {"metavar": said.split()[0]}
-        parser.add_argument("--" + flag.replace("_", "-"), **switch, help=said.partition(" ")[2])
-    said = "any other option of the environment's class"
-    parser.add_argument("--env-option", action="append", default=[], metavar="NAME=VALUE", help=said)
+        hint = said.partition(" ")[2] if shown else argparse.SUPPRESS
+        parser.add_argument("--" + flag.replace("_", "-"), **switch, help=hint)
+    hint = "any other option of the environment's class" if shown else argparse.SUPPRESS
+    parser.add_argument("--env-option", action="append", default=[], metavar="NAME=VALUE", help=hint)
     parser.set_defaults(env_flags=[*flags, "env_option"])
 
 

@@ -57,6 +57,7 @@ from qlass.stage import (
     only_writer,
     parse,
     parser,
+    release,
     run_stage,
     settle,
     write_meta,
@@ -324,7 +325,7 @@ def main(argv: list[str] | None = None) -> None:
     backbone.to(device_and_dtype(args.device)[1])  # as q_search.py loads it
     with replacing_folder(args.out) as folder:
         qnet.save_pretrained(folder)
-    lock.close()
+    release(lock)
     about = {"trees": len(trees), **figures}
     write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
     finish(args.out)

@@ -8,6 +8,7 @@ layers are PEFT's. It is merged into W before a checkpoint is saved, so that lat
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from torch import nn
 from environments import UserError
 from qlass import parity
 from qlass.chat import Chat, Rendering
+from qlass.jsonl import replacing_folder
 from qlass.tracking import LOGS
 
 ALPHA = 2  # times the rank, LoRA's alpha
@@ -54,11 +56,12 @@ def load_tokenizer(path: str | Path) -> Any:
 
 def load_checkpoint(
     path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False,
-    plain: bool = False,
+    plain: bool = False, rendering: Rendering | None = None,
 ) -> tuple[Any, Chat]:  # fmt: skip
     """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name.
 
     plain: it is to read one sequence at a time; else it must give the outputs of plain sequences for a token tree.
+    rendering: instead of the folder's.
     To be trained, it is float32: an AdamW step of 1e-5 is less than half a bf16 step of a weight above 0.005.
     """
     where, dtype = device_and_dtype(device)
@@ -68,7 +71,7 @@ def load_checkpoint(
     transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
     try:
         model, about = kind.from_pretrained(path, dtype=dtype, output_loading_info=True, **options)
-        tokenizer, rendering = load_tokenizer(path), Rendering.load(path)
+        tokenizer, rendering = load_tokenizer(path), rendering or Rendering.load(path)
     except (OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not a checkpoint that transformers can load ({str(error).splitlines()[0]})") from None
     if about["missing_keys"]:  # transformers would draw them at random
@@ -84,6 +87,15 @@ def load_checkpoint(
     return model, Chat(tokenizer, rendering, vocabulary, context_of(model.config))
 
 
+def load_chat(path: str | Path, rendering: Rendering) -> Chat:
+    """A checkpoint's Chat without its weights, which a server holds."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        return Chat(load_tokenizer(path), rendering, context=context_of(config))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: no tokenizer and config ({str(error).splitlines()[0]})") from None
+
+
 def context_of(config: Any) -> int | None:
     """How many tokens a model was made for; None: it does not tell, or its past is a state of one size."""
     config = config.get_text_config()
@@ -91,6 +103,16 @@ def context_of(config: Any) -> int | None:
     if scaling.get("rope_type") in ("longrope", "dynamic"):  # other frequencies beyond it, for what was cached too
         return scaling.get("original_max_position_embeddings") or config.max_position_embeddings
     return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+
+
+def save_checkpoint(model: Any, chat: Chat, folder: Path) -> None:
+    """A HuggingFace checkpoint with its tokenizer and rendering; LoRA's updates are merged in a copy."""
+    if any(".lora_A." in name for name, _ in model.named_parameters()):
+        merge(model := copy.deepcopy(model))
+    with replacing_folder(folder) as draft:
+        model.save_pretrained(draft)
+        chat.tokenizer.save_pretrained(draft)
+        chat.rendering.save(draft)
 
 
 def cosine(step: int, steps: int, warmup: float = 0.03) -> float:

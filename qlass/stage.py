@@ -36,7 +36,7 @@ HIDDEN = ("argv", "env_flags")  # of `parse` itself, no arguments
 def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     """A stage's parser: its description is the first line of the stage's docstring."""
     made = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=epilog, usage="python %(prog)s [flags]")
-    said = "webshop, alfworld, sciworld, frozenlake, or MODULE:CLASS (default: %(default)s)"
+    said = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS; with --help, its flags too"
     made.add_argument("--env", default="webshop", metavar="NAME", help=said)
     made.add_argument("--run", type=Path, metavar="DIR", help="folder of this run's files (default: runs/ENV)")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
@@ -190,7 +190,7 @@ class Output(Resumable):
                     out.writelines(map(dumps, in_order))
                 self.records = in_order
             write_meta(self.path, self.args, self.inputs, **figures, seconds=time.time() - self.started)
-        self.lock.close()
+        release(self.lock)
 
 
 def only_writer(output: Path) -> Any:
@@ -199,7 +199,8 @@ def only_writer(output: Path) -> Any:
     UserError if another process holds it, with its id.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    lock = open(output.with_name(f".{output.name}.lock"), "a+", encoding="utf-8")  # noqa: SIM115
+    path = output.with_name(f".{output.name}.lock")
+    lock = open(path, "a+", encoding="utf-8")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -207,10 +208,18 @@ def only_writer(output: Path) -> Any:
         holder = lock.read().strip() or "unknown"
         lock.close()
         raise UserError(f"{output}: process {holder} is writing it; wait for it, or name another --out") from None
+    if not path.exists() or path.stat().st_ino != os.fstat(lock.fileno()).st_ino:  # released in the meantime
+        lock.close()
+        return only_writer(output)
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()
     return lock
+
+
+def release(lock: Any) -> None:
+    Path(lock.name).unlink(missing_ok=True)
+    lock.close()
 
 
 def progress(items: Iterable[T], what: str, total: int | None = None, done: int = 0) -> Iterator[T]:

@@ -35,7 +35,9 @@ begin frozenlake --env-option map=random8
 stage build_trees.py "${env[@]}" --limit 120 --rollouts 16 --depth 10 --width 4 --steps 30 --prune tail
 nets --loss-on last --epochs 4
 qval --references exact expert policy --play 100
-qval --env-option slippery=true --references exact policy --play 100 --out "$folder/qval-slippery"
+qval --env-option slippery=true --env-option stray=0 --references exact expert policy --play 100 --out "$folder/qval-slippery"
+# QVAL's own design: the shortest way but for one move in ten. The step index alone has a global rho there.
+qval --env-option stray=0 --actor expert --epsilon 0.1 --references exact --out "$folder/qval-shortest"
 
 begin alfworld
 [ -d "$folder/sft" ] || stage sft.py "${env[@]}" --n-expert 400

@@ -1,4 +1,4 @@
-"""The order of tasks: demonstrations are a prefix of the training tasks, trees a suffix, `--limit` a prefix of any.
+"""The order of tasks: demonstrations are a prefix of train, trees a suffix, `--limit` a prefix of any split.
 
 By construction a prefix of k tasks holds a type within 1/2 + share * T/2 of its share of k, where T is the number of
 types, and any stretch within twice that (see `bound`).
@@ -82,7 +82,7 @@ def test_demonstrations_and_trees_are_samples_of_the_same_tasks(name, options):
 
 
 def test_alfworlds_demonstrations_hold_every_type_as_its_trees_do():
-    """The files' own order is alphabetical: of 1,810 games the first 1,350 have no pick_two, the last 250 no other."""
+    """In the alphabetical order of the files the first 1,350 hold no pick_two, the last 250 nothing else."""
     env = envs.make("alfworld")
     tasks = env.task_ids("train")
     demonstrations, trees = (Counter(map(env.task_type, some)) for some in (tasks[:1350], tasks[-250:]))

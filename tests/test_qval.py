@@ -166,6 +166,17 @@ def test_the_maximum_of_more_rollouts_is_no_less(returns):
     assert best == sorted(best)
 
 
+def test_on_slippery_ice_the_mean_tends_to_the_exact_value_and_the_maximum_above_it():
+    env = envs.make("frozenlake", map="4x4", slippery=True, stray=0)
+    (point, *_) = [p for task in env.task_ids("all") for p in walked(env, task)]
+    line, _ = run(labels.label(env, point, "expert", 400, 0.9, RENDERING), answered(Script({})))
+    assert set(labels.variants("expert", [line["returns"]])) == {"expert max", "expert mean"}
+    point.restore(env)
+    truth = [labels.exact(env, parse_action(a), 0.9) for a in point.candidates]
+    (mean,), (best,) = labels.values([line], "mean"), labels.values([line], "max")
+    assert mean == pytest.approx(truth, abs=0.05) and all(b > 2 * t for b, t in zip(best, truth, strict=True))
+
+
 def test_the_expert_plays_on_from_any_state():
     env = envs.make("alfworld")
     env.reset(options={"task_id": env.task_ids("test")[0]})
@@ -579,7 +590,8 @@ def test_the_whole_on_a_small_lake(tmp_path, agent, monkeypatch, capsys):
     torch.manual_seed(0)
     flags = ["--env", "frozenlake", "--env-option", "map=random4", "--run", str(tmp_path), "--sft", str(agent),
              "--actor", "random", "--trajectories", "3", "--points", "30", "--references", "exact", "expert", "policy",
-             "-K", "2", "--scorers", "random", "step_index", "oracle", "code", "--play", "6"]  # fmt: skip
+             "-K", "2", "--play", "6",
+             "--scorers", "random", "step_index", "oracle", "code", "logprob", "logprob_token"]  # fmt: skip
     monkeypatch.setattr(Policy, "sample", lambda self, requests: [say("right") * r.n for r in requests])
     qval.main(flags)
     shown = capsys.readouterr().out
@@ -596,7 +608,7 @@ def test_the_whole_on_a_small_lake(tmp_path, agent, monkeypatch, capsys):
     qval.main(flags)  # what is there is kept
     assert {path: path.read_bytes() for path in before} == before
     _, rows = report_page.alignment_table([tmp_path])
-    assert len(rows) == 16 and all(row[0].startswith("frozenlake map=random4") for row in rows)
+    assert len(rows) == 24 and all(row[0].startswith("frozenlake map=random4") for row in rows)
     with pytest.raises(UserError, match="--points 30, not 31"):
         qval.main([*flags, "--points", "31"])
 

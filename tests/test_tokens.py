@@ -311,8 +311,21 @@ def test_what_generators_return_comes_in_their_order():
     rounds = [5, 0, 3, 1, 0, 4, 2, 0]
     echo = {Score: lambda asked: [r.actions[0] for r in asked]}
     for width in (1, 2, 3, 100):
-        done = list(drive(itertools.starmap(episode, enumerate(rounds)), echo, width))
+        done = list(drive(itertools.starmap(episode, enumerate(rounds)), echo, width, in_order=True))
         assert done == [(i, [f"{i}.{r}" for r in range(n)]) for i, n in enumerate(rounds)]
+        assert sorted(drive(itertools.starmap(episode, enumerate(rounds)), echo, width)) == done
+
+
+def test_episodes_come_as_they_finish():
+    def episode(i, rounds):
+        for _ in range(rounds):
+            yield i
+        return i
+
+    echo = {int: lambda asked: asked}
+    assert list(drive(itertools.starmap(episode, enumerate([9, 2, 1, 0, 5])), echo)) == [3, 2, 1, 4, 0]
+    slow_first = drive(itertools.starmap(episode, enumerate([50, *[1] * 20])), echo, 3)
+    assert [next(slow_first) for _ in range(20)] == list(range(1, 21)) and list(slow_first) == [0]
 
 
 def test_many_requests_are_answered_in_one_call():
@@ -359,7 +372,9 @@ def test_no_more_than_width_are_open_even_behind_a_slow_one():
             yield i
         return i
 
-    for value in drive(map(episode, itertools.count()), {int: lambda asked: asked}, 4):  # no end of episodes
+    for value in drive(
+        map(episode, itertools.count()), {int: lambda asked: asked}, 4, in_order=True
+    ):  # no end of episodes
         yielded.append(value)
         if value == 20:
             break

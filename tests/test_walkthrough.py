@@ -91,7 +91,7 @@ def test_another_answer_of_a_model_makes_another_page_or_none(records, page):
 
 
 def test_another_prompt_needs_another_recording(records, monkeypatch):
-    monkeypatch.setattr(FrozenLakeEnv, "rules", FrozenLakeEnv.rules + "!")
+    monkeypatch.setattr(FrozenLakeEnv, "told", FrozenLakeEnv.told + "!")
     with pytest.raises(UserError, match="record it again"):
         replay.Part("frozenlake", replay.small_lake(), records)
 

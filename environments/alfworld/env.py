@@ -20,7 +20,6 @@ class ALFWorldEnv(TextEnv):
 
     data: folder with json_2.1.1/ as ALFWorld ships it; None: $ALFWORLD_DATA, else the bundled generator's games.
     engine: "python", or "textworld" for the original (requirements-alfworld.txt).
-    hints: thoughts also say how often such things lie in such places in the training games. An aid, off by default.
     instruction: a file with the first user message; PUT in it stands for the wording of a game's own grammar.
     """
 
@@ -47,7 +46,6 @@ class ALFWorldEnv(TextEnv):
         self,
         data: str | Path | None = None,
         engine: str = "python",
-        hints: bool = False,
         instruction: str | Path | None = None,
         seed: int = 0,
         max_steps: int | None = UNSET,
@@ -55,7 +53,7 @@ class ALFWorldEnv(TextEnv):
         super().__init__(max_steps, instruction)
         if engine not in ("python", "textworld"):
             raise UserError(f"alfworld: unknown engine {engine!r}: choose python or textworld")
-        self.engine, self.hints = engine, hints
+        self.engine = engine
         self.games = games.Games(data or os.environ.get("ALFWORLD_DATA") or make_alfworld.ensure(seed))
         self.task_id, self.told = "", self.instruction
         self.instruction = self.told.replace("PUT", self.wordings[0])
@@ -79,7 +77,7 @@ class ALFWorldEnv(TextEnv):
         self._load((options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("all"))))
         self.state, self.steps, self.feedback = self.player.start, 0, self.player.first
         observation = self.feedback.removeprefix(engine.BANNER)
-        self.memory = expert.Memory.first(observation, self.games.rates, self.game.old, self.hints)
+        self.memory = expert.Memory.first(observation, self.games.rates, self.game.old)
         return observation, self._info()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
@@ -137,7 +135,10 @@ class ALFWorldEnv(TextEnv):
         return None if way is None else len(way)
 
     def optimal_value(self, gamma: float = 0.99) -> float:
-        """gamma ** distance, 0 where the goal is out of reach in the steps that are left. An oracle, for ceilings."""
+        """gamma ** distance, 0 where the goal is out of reach in the steps that are left.
+
+        Of the best player, not of the agent, who may not propose the best actions: no ceiling of what a QNet can do.
+        """
         distance = self.distance()
         left = float("inf") if self.max_steps is None else self.max_steps - self.steps
         return 0.0 if distance is None or distance > left else gamma**distance

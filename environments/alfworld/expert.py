@@ -69,14 +69,13 @@ class Memory:
     put: str = "move {} to {}"  # how this game words it
     treated: frozenset[tuple[str, str]] = frozenset()  # (verb, object)
     lit: frozenset[str] = frozenset()
-    hints: bool = False  # thoughts tell the rates, and which receptacle cleans, heats or cools
 
     @classmethod
-    def first(cls, text: str, rates: Mapping[tuple[str, str], float], old: bool, hints: bool = False) -> Memory:
+    def first(cls, text: str, rates: Mapping[tuple[str, str], float], old: bool) -> Memory:
         room, _, sentence = text.partition("Your task is to: ")
         put = "put {} in/on {}" if old else "move {} to {}"
         receptacles = tuple(reversed(_things(room)))  # the texts count down: "cabinet 2, a cabinet 1"
-        return cls(Wish.read(sentence), rates, receptacles, {}, put=put, hints=hints)
+        return cls(Wish.read(sentence), rates, receptacles, {}, put=put)
 
     def after(self, command: str, text: str, commands: Container[str]) -> Memory:
         """The memory after a command, the text that answered it, and the commands that are offered next."""
@@ -216,10 +215,7 @@ class Memory:
         if held and kind(held) != wish.object:
             return f"The {held} in my hands is not {a(wish.object)}."
         if held and not wish.lamp and not self.ready(held):
-            if not self.hints:
-                return f"The {held} has to be {DONE[wish.treatment]}."
-            able = "can" if kind(receptacle) in TREATMENTS[wish.treatment][3] else "can not"
-            return f"The {receptacle} {able} {wish.treatment} the {held}."
+            return f"The {held} has to be {DONE[wish.treatment]}."
         if held and not wish.lamp:
             if kind(receptacle) != wish.target:
                 return f"The {receptacle} is no {wish.target}."
@@ -233,11 +229,7 @@ class Memory:
             return f"The {there[0]} is in the {receptacle}{door}."
         if receptacle in self.seen:
             return f"There is no {wanted} in the {receptacle}."
-        may = "may hold"
-        if self.hints:
-            rate = self.rate(wanted, receptacle)
-            may = f"{'often' if rate >= 0.3 else 'sometimes' if rate >= 0.1 else 'rarely' if rate else 'never'} holds"
-        return f"The {receptacle} is {'closed' if door else 'not searched yet'} and {may} {a(wanted)}."
+        return f"The {receptacle} is {'closed' if door else 'not searched yet'} and may hold {a(wanted)}."
 
 
 def _things(text: str) -> list[str]:

@@ -202,6 +202,11 @@ def without_price(instruction: str) -> str:
     return PRICE_CLAUSE.sub("", instruction.strip())
 
 
+def described(instruction: str) -> str:
+    """What is wanted: neither the price nor "i need a"."""
+    return OPENING.sub("", without_price(instruction))
+
+
 def price_limit(instruction: str) -> float:
     """In dollars; infinite where the instruction has none."""
     clause = PRICE_CLAUSE.search(instruction.strip())
@@ -211,9 +216,9 @@ def price_limit(instruction: str) -> float:
 def queries(instruction: str) -> list[str]:
     """Searches that the instruction suggests, for candidates of tiny models: all but its price, the best by far, as
     search weighs words by how rare they are; that without "i need a"; and without the options."""
-    whole = without_price(instruction)
-    core = OPENING.sub("", whole)
-    return list(dict.fromkeys(q for q in (whole, core, OPTION_CLAUSE.sub("", core)) if q))
+    core = described(instruction)
+    suggested = (without_price(instruction), core, OPTION_CLAUSE.sub("", core))
+    return list(dict.fromkeys(query for query in suggested if query))
 
 
 # ----------------------------------------------------------------------------------------------------------- splits

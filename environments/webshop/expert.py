@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from environments import UserError
 
-from .catalogue import OPENING, OPTION_CLAUSE, price_limit, without_price
+from .catalogue import OPTION_CLAUSE, described, price_limit
 from .search import terms
 
 Player = Iterator[tuple[str, str]]
@@ -23,27 +23,21 @@ class Offer(NamedTuple):
     """A product on a results page."""
 
     action: str
-    place: int  # from 0, over all pages
     affordable: bool  # under the task's price limit; a range of prices: its middle
-    shared: frozenset[str]  # the task's words in the title
+    shared: frozenset[str]  # the words of the description in its title
 
 
-def asked(task: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The words of the description as search takes them, with the options and without."""
-    described = OPENING.sub("", without_price(task))
-    return frozenset(terms(described)), frozenset(terms(OPTION_CLAUSE.sub("", described)))
-
-
-def offers(env: Any, before: int = 0) -> list[Offer]:
-    """The products on the results page at hand, behind `before` others."""
-    nodes, limit, (_, words) = env.page().split(" [SEP] "), price_limit(env.task), asked(env.task)
+def offers(env: Any) -> list[Offer]:
+    """The products on the results page at hand."""
+    nodes, limit = env.page().split(" [SEP] "), price_limit(env.task)
+    plain = frozenset(terms(OPTION_CLAUSE.sub("", described(env.task))))
     lines = {node.lower(): i for i, node in enumerate(nodes)}
     found = []
     for action in env.valid_actions():
-        at = lines.get(action[6:-1], -3)
-        if nodes[at + 2 : at + 3] and (prices := re.findall(r"\$([\d.]+)", nodes[at + 2])):
-            price = sum(map(float, prices)) / len(prices)
-            found.append(Offer(action, before + len(found), price <= limit, words & frozenset(terms(nodes[at + 1]))))
+        at = lines.get(action[6:-1], len(nodes))  # asin, title, price
+        if prices := re.findall(r"\$([\d.]+)", " ".join(nodes[at + 2 : at + 3])):
+            within = sum(map(float, prices)) / len(prices) <= limit
+            found.append(Offer(action, within, plain & frozenset(terms(nodes[at + 1]))))
     return found
 
 
@@ -95,10 +89,10 @@ RULES: dict[str, Callable[[Offer], Any]] = {
 
 # -------------------------------------------------------------------------------------------------- the demonstrator
 def read(env: Any) -> Player:
-    """Open what is under the price and shares most words with the task; read its features while the steps allow to act
-    on them, and go back if they lack what was asked for. Where nothing has it all, buy what came nearest."""
+    """Open what is under the price, in the order of the page; read its features while the steps allow to act on them;
+    go back if it lacks a word of the description. Where nothing has them all, buy what came nearest."""
     yield from search(env)
-    words = asked(env.task)[0]
+    words = frozenset(terms(described(env.task)))
     found = offers(env)
     shelf = [offer for offer in found if offer.affordable] or found
     met: dict[Offer, int] = {}

@@ -24,7 +24,7 @@ from environments import UserError
 from experiments.qval import judges, labels, report
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import Call, Context, Scorer, answer, available, family, scorer
-from qlass.chat import State, action_key, parse_action, react
+from qlass.chat import State, action_key, parse_action, react, uniforms
 from qlass.driver import Sample, ask, drive
 from qlass.jsonl import read_jsonl, write_jsonl
 from qlass.stage import at_least, needed, parse, parser, progress, run_stage, same_arguments, write_meta
@@ -53,7 +53,8 @@ def steered(env: envs.TextEnv, task_id: str, score: Scorer, rendering: Any, M: i
         candidates = list(first.values())
         scores = yield from score(env, state, candidates, key)
         known = [float("-inf") if s is None else s for s in scores]
-        action = candidates[known.index(max(known))]
+        luck = uniforms(len(known), *key, "tie")  # a score that ties must not follow the order of the draws
+        action = candidates[max(range(len(known)), key=lambda i: (known[i], luck[i]))]
         observation, reward, terminated, truncated, _ = env.step(parse_action(action))
         state, done, step = state.then(action, env.message(observation)), terminated or truncated, step + 1
     env.close()
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
             trajectory(env.fork(), task, number, args.actor, args.epsilon, args.candidates, rendering, args.seed)
             for task, number in lots
         )
-        return (point.dump() for point in distinct(drive(walks, answers, env.side_by_side), args.points))
+        return (point.dump() for point in distinct(drive(walks, answers, env.side_by_side, in_order=True), args.points))
 
     about = ("points", "split", "trajectories", "actor", "epsilon", "candidates")
     points = [Point.load(record) for record in timed(args.out / "points.jsonl", collect, args.points, *about)]
@@ -145,14 +146,14 @@ def main(argv: list[str] | None = None) -> None:
 
         def lines(reference: str = reference) -> Any:
             made = (labels.label(env.fork(), p, reference, args.K, args.gamma, rendering) for p in points)
-            return drive(made, answers, env.side_by_side)
+            return drive(made, answers, env.side_by_side, in_order=True)
 
         path = args.out / f"labels-{reference}.jsonl"
         found = timed(path, lines, len(points), "gamma", *(["K"] if reference == "policy" else []))
         if [r["hash"] for r in found] != [p.hash for p in points]:
             raise UserError(f"{path}: labels of other points; delete it")
         returns[reference] = [r["returns"] for r in found]
-        for name, how in labels.variants(reference).items():
+        for name, how in labels.variants(reference, returns[reference]).items():
             config = {"reference": reference, "rollouts": len(returns[reference][0][0]), "discount_factor": args.gamma}
             values = labels.values(found, how)
             report.write_prediction(args.out / "labels", name.replace(" ", "-"), points, values, config, "gt")
@@ -163,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
         if not (folder / f"{name}.json").exists():
             score, started = scorer(name, context), time.process_time()
             made = (predict(env.fork(), p, score) for p in points)
-            made = progress(drive(made, answers, env.side_by_side), name, len(points))
+            made = progress(drive(made, answers, env.side_by_side, in_order=True), name, len(points))
             config = {"family": family(name, context), "discount_factor": args.gamma, "judge": args.judge}
             values = list(made)
             config["cpu_seconds"] = round(time.process_time() - started, 2)
@@ -187,7 +188,7 @@ def play(env: envs.TextEnv, args: argparse.Namespace, context: Context, names: l
         if set(rewards.get(name, ())) != set(tasks):
             score = scorer(name, context)
             episodes = (steered(env.fork(), t, score, context.policy.chat.rendering, args.M) for t in tasks)
-            played = progress(drive(episodes, answers, env.side_by_side), f"play {name}", len(tasks))
+            played = progress(drive(episodes, answers, env.side_by_side, in_order=True), f"play {name}", len(tasks))
             rewards[name] = dict(zip(tasks, played, strict=True))
             path.write_text(json.dumps(rewards), encoding="utf-8")
     return {name: rewards[name] for name in names}

@@ -2,7 +2,7 @@
 
     exact    the optimal policy: FrozenLake by value iteration, WebShop by weighing every purchase in reach
     planner  the shortest plan of one who knows where everything is (ALFWorld)
-    expert   the environment's demonstrator, from the state that the action leads to
+    expert   the environment's demonstrator, from the state that the action leads to; K times where the ice slips
     policy   K rollouts of the agent: "max" is QVAL's MVMC, "mean" the plain Monte-Carlo value
 
 The step that ends an episode in n steps with reward r is worth gamma^(n - 1) r; the step limit counts for all.
@@ -39,9 +39,10 @@ def exact(env: envs.TextEnv, action: str, gamma: float) -> float:
     return float(value)
 
 
-def expert(env: envs.TextEnv, task_id: str, action: str, gamma: float) -> float:
+def expert(env: envs.TextEnv, task_id: str, action: str, gamma: float, luck: tuple = ()) -> float:
     """The discounted reward of the demonstrator after this action."""
     here = env.snapshot()
+    shuffle(env, luck)
     _, reward, terminated, truncated, _ = env.step(action)
     player, worth = env.expert(task_id), 1.0
     while not (terminated or truncated) and (decided := next(player, None)):
@@ -49,6 +50,12 @@ def expert(env: envs.TextEnv, task_id: str, action: str, gamma: float) -> float:
         worth *= gamma
     env.restore(here)
     return worth * float(reward)
+
+
+def shuffle(env: envs.TextEnv, key: tuple) -> None:
+    """Give slippery ice other chances from here on."""
+    if hasattr(env, "chances"):
+        env.chances = np.random.default_rng(int(uniforms(1, *key, "ice")[0] * 2**53))
 
 
 def rollouts(
@@ -62,23 +69,21 @@ def rollouts(
     alive = [(i, k, state, here) for i in range(len(actions)) for k in range(K)]
     texts, t = [actions[i] for i, *_ in alive], 0
     while alive:
-        going = []
+        going, requests = [], []
         for (i, k, s, snapshot), text in zip(alive, texts, strict=True):
             env.restore(snapshot)
-            if t == 0 and hasattr(env, "chances"):
-                env.chances = np.random.default_rng(int(uniforms(1, *key, i, k, "ice")[0] * 2**53))
+            if t == 0:
+                shuffle(env, (*key, i, k))
             observation, reward, terminated, truncated, _ = env.step(parse_action(text))
             if terminated or truncated:
                 returns[i, k] = gamma**t * reward
-            else:
-                after = s.then(text, env.message(observation))
-                if rendering.markov:  # the same state, whatever led there: the agent reads it once
-                    after = State(after.messages[-1:], after.task)
-                going.append((i, k, after, env.snapshot()))
-        alive, t, requests = going, t + 1, []
-        for i, k, s, snapshot in alive:
-            env.restore(snapshot)
-            requests.append(ask(env, s, 1, (*key, i, k, t), rendering))
+                continue
+            after = s.then(text, env.message(observation))
+            if rendering.markov:  # the same state, whatever led there: the agent reads it once
+                after = State(after.messages[-1:], after.task)
+            going.append((i, k, after, env.snapshot()))
+            requests.append(ask(env, after, 1, (*key, i, k, t + 1), rendering))
+        alive, t = going, t + 1
         texts = [answer[0].text for answer in (yield requests)] if requests else []
     return [[round(float(value), 6) for value in row] for row in returns]
 
@@ -89,11 +94,12 @@ def label(
     """A line of labels-REFERENCE.jsonl: the returns of each candidate of a point, in the point's order."""
     state = point.restore(env)
     actions = [parse_action(text) for text in point.candidates]
+    key = (point.task_id, "label", point.hash)
     if reference == "policy":
-        key = (point.task_id, "label", point.hash)
         returns = yield from rollouts(env, state, list(point.candidates), K, gamma, key, rendering)
     elif reference == "expert":
-        returns = [[expert(env, point.task_id, action, gamma)] for action in actions]
+        times = range(K if point.task_id.startswith("slippery") else 1)
+        returns = [[expert(env, point.task_id, a, gamma, (*key, i, k)) for k in times] for i, a in enumerate(actions)]
     else:
         returns = [[exact(env, action, gamma)] for action in actions]
     env.close()
@@ -111,6 +117,7 @@ def values(records: list[dict], how: str) -> list[list[float]]:
     return [[float(getattr(np, how)(returns)) for returns in record["returns"]] for record in records]
 
 
-def variants(reference: str) -> dict[str, str]:
-    """{name of a set of labels: how its returns become one}; with a single return there is nothing to choose."""
-    return {"policy max": "max", "policy mean": "mean"} if reference == "policy" else {reference: "mean"}
+def variants(reference: str, returns: list[list[list[float]]]) -> dict[str, str]:
+    """{name of a set of labels: how its returns become one}; with single returns there is nothing to choose."""
+    single = all(len(some) == 1 for state in returns for some in state)
+    return {reference: "mean"} if single else {f"{reference} max": "max", f"{reference} mean": "mean"}

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -110,7 +110,7 @@ class Study:
         return {
             name: reference_labels.values([{"returns": some} for some in returns], how)
             for reference, returns in self.returns.items()
-            for name, how in reference_labels.variants(reference).items()
+            for name, how in reference_labels.variants(reference, returns).items()
         }
 
     def alignments(self, labels: list[list[float]]) -> dict[str, Alignment]:
@@ -148,7 +148,7 @@ def table(study: Study, name: str, labels: list[list[float]], found: dict[str, A
         figures = (a.failed_last, a.coverage, a.top_1, a.gain, a.centred, a.overall, a.tau, a.actor)
         rows.append(row + [cell(value) for value in figures])
     reference = name.split()[0]
-    how = reference_labels.variants(reference)[name]
+    how = reference_labels.variants(reference, study.returns[reference])[name]
     tied = sum(not metrics.ordered(of) for of in labels)
     noise = metrics.label_ceiling(study.tasks, study.returns[reference], how)
     ties = metrics.permutation_ceiling(study.tasks, labels)
@@ -160,11 +160,11 @@ def table(study: Study, name: str, labels: list[list[float]], found: dict[str, A
     return told + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def references_table(study: Study) -> str:
+def references_table(study: Study, found: dict[str, dict[str, Alignment]]) -> str:
     """How far two sets of labels agree, and whether they order the scorers alike."""
     labels = study.labels()
     names = list(labels)
-    order = {n: [nan_last(a.rho.mean) for a in sorted_by_name(study.alignments(labels[n]))] for n in names}
+    order = {n: [nan_last(found[n][scorer].rho.mean) for scorer in sorted(found[n])] for n in names}
     lines = ["| labels | and | global | per state | order of the scorers |", "|---|---|---|---|---|"]
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
@@ -175,24 +175,23 @@ def references_table(study: Study) -> str:
     return "\n".join(lines) if len(names) > 1 else ""
 
 
-def sorted_by_name(found: dict[str, Alignment]) -> Iterable[Alignment]:
-    return [a for _, a in sorted(found.items())]
-
-
 def rollouts_table(study: Study) -> str:
     """Labels from the first K rollouts against the exact ones: what K buys, for the maximum and for the mean."""
     truth = next((r for r in ("exact", "planner") if r in study.returns), None)
-    if truth is None or "policy" not in study.returns:
+    drawn = {r: returns for r, returns in study.returns.items() if len(reference_labels.variants(r, returns)) > 1}
+    if truth is None or not drawn:
         return ""
     exact = study.labels()[truth]
     taken = [point.taken for point in study.points]
-    most = min(len(some) for state in study.returns["policy"] for some in state)
-    lines = [f"| K | of the returns | rho per state with {truth} [95 %] | global | top-1 |", "|---|---|---|---|---|"]
-    for k in [2**i for i in range(most.bit_length()) if 2**i <= most]:
-        first = [{"returns": [some[:k] for some in state]} for state in study.returns["policy"]]
-        for how in ("max", "mean"):
-            a = alignment(study.tasks, taken, reference_labels.values(first, how), exact)
-            lines.append(f"| {k} | {how} | {a.rho} | {cell(a.overall)} | {cell(a.top_1)} |")
+    head = f"| reference | K | of the returns | rho per state with {truth} [95 %] | global | top-1 |"
+    lines = [head, "|---" * 6 + "|"]
+    for reference, returns in drawn.items():
+        most = min(len(some) for state in returns for some in state)
+        for k in [2**i for i in range(most.bit_length()) if 2**i <= most]:
+            first = [{"returns": [some[:k] for some in state]} for state in returns]
+            for how in ("max", "mean"):
+                a = alignment(study.tasks, taken, reference_labels.values(first, how), exact)
+                lines.append(f"| {reference} | {k} | {how} | {a.rho} | {cell(a.overall)} | {cell(a.top_1)} |")
     return "\n".join(lines)
 
 
@@ -222,20 +221,30 @@ def forest(study: Study, found: dict[str, Alignment]) -> Figure:
 # ----------------------------------------------------------------------------------------------------------- downstream
 
 
-def downstream(found: dict[str, Alignment], rewards: dict[str, dict[str, float]], draws: int = 2000) -> str:
-    """Which metric predicts what search gains: rank correlation over scorers, bootstrapped over the tasks played."""
-    names = [name for name in rewards if name in found and not math.isnan(found[name].rho.mean)]
-    if len(names) < 3:
+def downstream(
+    study: Study, found: dict[str, Alignment], rewards: dict[str, dict[str, float]], draws: int = 2000
+) -> str:
+    """Which metric predicts what search gains: rank correlation over scorers, bootstrapped over scorers and tasks.
+
+    The oracle is left out, and so are scores of the state alone, which all choose at random.
+    """
+    differ = {name for name, some in study.predictions.items() if any(len(set(scores)) > 1 for scores in some)}
+    names = [name for name in rewards if name in differ - {"oracle"} and not math.isnan(found[name].rho.mean)]
+    if len(names) < 4:
         return ""
     tasks = sorted(set.intersection(*(set(rewards[name]) for name in names)))
     table = np.array([[rewards[name][task] for task in tasks] for name in names])
-    lots = np.random.default_rng(0).integers(len(tasks), size=(draws, len(tasks)))
-    lines = ["| metric | rank correlation with reward [95 % over tasks] |", "|---|---|"]
+    rng = np.random.default_rng(0)
+    lots = [
+        (rng.integers(len(names), size=len(names)), rng.integers(len(tasks), size=len(tasks))) for _ in range(draws)
+    ]
+    lines = ["| metric | rank correlation with reward [95 % over scorers and tasks] |", "|---|---|"]
     for metric, of in (("rho per state", lambda a: a.rho.mean), ("top-1", lambda a: a.top_1),
                        ("gain", lambda a: a.gain), ("centred", lambda a: a.centred),
                        ("global", lambda a: a.overall), ("actor", lambda a: a.actor)):  # fmt: skip
         x = np.nan_to_num([of(found[name]) for name in names])
-        low, high = np.nanquantile([spearman(x, table[:, lot].mean(1)) for lot in lots], [0.025, 0.975])
+        drawn = [spearman(x[some], table[some][:, lot].mean(1)) for some, lot in lots]
+        low, high = np.nanquantile(drawn, [0.025, 0.975])
         lines.append(f"| {metric} | {spearman(x, table.mean(1)):.3f} [{low:.3f}, {high:.3f}] |")
     lines += ["", f"{len(names)} scorers, {len(tasks)} tasks.", "", "| scorer | reward |", "|---|---|"]
     ranked = sorted(zip(names, table.mean(1), strict=True), key=lambda pair: -pair[1])
@@ -248,17 +257,17 @@ def downstream(found: dict[str, Alignment], rewards: dict[str, dict[str, float]]
 def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, float]]) -> str:
     """report.md, forest-*.png and alignment.json in `folder`; returns the report."""
     parts, record = [f"## {title}", NOTE.format(against=study.against)], {}
-    for name, labels in study.labels().items():
-        found = study.alignments(labels)
-        parts.append(table(study, name, labels, found))
+    all_labels = study.labels()
+    every = {name: study.alignments(labels) for name, labels in all_labels.items()}
+    for name, found in every.items():
+        parts.append(table(study, name, all_labels[name], found))
         record[name] = {scorer: {"family": study.families[scorer], **a.row()} for scorer, a in found.items()}
         path = folder / f"forest-{name.replace(' ', '-')}.png"
         path.with_suffix(".svg").write_text(save(forest(study, found), path), encoding="utf-8")
-    first = next(iter(study.labels().values()))
     for heading, text in (
-        ("References", references_table(study)),
+        ("References", references_table(study, every)),
         ("What rollouts buy", rollouts_table(study)),
-        ("Alignment against downstream reward", downstream(study.alignments(first), rewards)),
+        ("Alignment against downstream reward", downstream(study, next(iter(every.values())), rewards)),
     ):
         parts += [f"### {heading}\n\n{text}"] if text else []
     text = "\n\n".join(parts) + "\n"
