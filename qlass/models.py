@@ -107,7 +107,7 @@ def context_of(config: Any) -> int | None:
 
 def save_checkpoint(model: Any, chat: Chat, folder: Path) -> None:
     """A HuggingFace checkpoint with its tokenizer and rendering; LoRA's updates are merged in a copy."""
-    if any("lora_" in name for name, _ in model.named_parameters()):
+    if any(".lora_A." in name for name, _ in model.named_parameters()):
         merge(model := copy.deepcopy(model))
     with replacing_folder(folder) as draft:
         model.save_pretrained(draft)

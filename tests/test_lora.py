@@ -60,6 +60,15 @@ def test_a_merged_model_is_an_ordinary_one_that_says_the_same():
 
 
 @needs_peft
+def test_a_checkpoint_holds_the_merged_model_and_training_continues(tmp_path):
+    model = adapted()
+    before = model(IDS).logits
+    models.save_checkpoint(model, CHAT, tmp_path / "saved")
+    torch.testing.assert_close(Policy.load(tmp_path / "saved").model(IDS).logits, before, atol=1e-5, rtol=1e-5)
+    assert any(p.requires_grad for p in model.parameters()) and torch.equal(model(IDS).logits, before)
+
+
+@needs_peft
 def test_only_the_updates_are_trained():
     trained = {name for name, p in adapted().named_parameters() if p.requires_grad}
     assert {name.split(".")[-4] for name in trained} == LINEAR and all(".lora_" in name for name in trained)
