@@ -79,6 +79,7 @@ class TextEnv(gymnasium.Env):
     max_steps: int | None = 40  # inference (App. A.2)
     tree_steps = 18  # exploration trees
     tree_depth = 8  # D of Algorithm 2
+    demonstrations = 1350  # for the tiny model; few enough that it errs
     side_by_side = 64  # how many forks may be open at once
     omniscient = False  # the demonstrator knows what no page has shown
     # The options of the class that have a flag of their own: {flag: (option, "METAVAR what --help says")}; a metavar in

@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
     chat = policy = qnet = None
     if any(method.scorer in USE_Q or method.select == "q" for method in plan):
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args)
-        qnet = QNet.from_pretrained(args.qnet, args.device, args.readout, args.load_in)
+        qnet = QNet.from_pretrained(args.qnet, args.device, args.readout, args.load_in, plain=args.plain)
         answers[Score] = qnet.score
     if any(method.name not in PLAYERS for method in plan):
         args.sft = needed(args.sft, args.run / "sft", "sft", args)

@@ -62,6 +62,19 @@ def results_table(groups: Sequence[Group]) -> Table:
     return head, rows
 
 
+def types_table(groups: Sequence[Group]) -> Table:
+    """Mean reward by type of task, where there are several."""
+    kinds = sorted({result.type for group in groups for result in group.results.values()} - {""})
+    if len(kinds) < 2:
+        return ["environment", "method"], []
+    rows = []
+    for group in groups:
+        rewards = {kind: [r.reward for r in group.results.values() if r.type == kind] for kind in kinds}
+        cells = [f"{sum(some) / len(some):.3f} ({len(some)})" if some else "–" for some in rewards.values()]
+        rows.append([group.method.env, f"{group.method.name} {group.method.budget}".strip(), *cells])
+    return ["environment", "method", *(f"{kind} (episodes)" for kind in kinds)], rows
+
+
 def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
     """Which methods are compared: each with greedy; QLASS with best-of-N; a labelled one with the same unlabelled."""
     for a in groups:
@@ -196,6 +209,8 @@ def main(argv: list[str] | None = None) -> None:
     results, differences, calibration = results_table(groups), differences_table(groups), calibration_table(groups)
     verdicts, alignment = claims.sentences(groups), alignment_table({path.parent for _, path in sources})
     parts = [markdown(results), PAPER_NOTE, "Paired differences in reward", markdown(differences)]
+    if (types := types_table(groups))[1]:
+        parts += ["Mean reward by type of task", markdown(types)]
     if verdicts:
         parts += ["Claims of the paper", "\n".join(f"- {sentence}" for sentence in verdicts), claims.NOTE]
     if alignment[1]:
@@ -224,7 +239,7 @@ def main(argv: list[str] | None = None) -> None:
     content = {
         "results": page.table(*results) + page.paragraph(PAPER_NOTE),
         "claims": page.bullets(verdicts) + page.paragraph(claims.NOTE) if verdicts else "",
-        "differences": page.table(*differences),
+        "differences": page.table(*differences) + (page.table(*types) if types[1] else ""),
         "calibration": (page.table(*calibration) if calibration[1] else "")
         + (page.paragraph(ALIGNMENT_NOTE) + page.table(*alignment) if alignment[1] else ""),
         "figures": figures,

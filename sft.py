@@ -59,7 +59,7 @@ from qlass.token_tree import batches
 from qlass.training import Training, finish
 
 PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free"}  # Table 5
-TINY = {"n_expert": 1350, "epochs": 12, "lr": 3e-3, "batch": 16, "candidates": "valid"}
+TINY = {"epochs": 12, "lr": 3e-3, "batch": 16, "candidates": "valid"}
 TINY_STEPS = 200  # few demonstrations are repeated until so many updates are made
 TAKES = "about two minutes with the tiny model on two cores"
 
@@ -246,7 +246,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--model", default="tiny", help="tiny, or a HuggingFace name or path (default: %(default)s)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
-    add("--n-expert", type=at_least(1), help=f"number of trajectories ({said('n_expert')})")
+    add("--n-expert", type=at_least(1), help="number of trajectories (default: all; tiny: the environment's own)")
     add("--epochs", type=at_least(1), help=f"at most ({said('epochs')}, or what 200 updates take)")
     add("--lr", type=at_least(0, float), help=f"{said('lr')}; with --lora {LR}")
     add("--batch", type=at_least(1), help=f"trajectories an update ({said('batch')})")
@@ -267,7 +267,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
     env = envs.from_arguments(args)
-    tiny = TINY | {"epochs": None}  # `train` counts them
+    tiny = TINY | {"epochs": None, "n_expert": env.demonstrations}  # `train` counts the epochs
     settle(args, tiny if args.model == "tiny" else PAPER | ({"lr": LR} if args.lora else {}))
     args.out = checkpoint_folder(args.out or args.run / "sft")
     processes.start()

@@ -1,9 +1,9 @@
 """Statistics of the report: bootstrap over tasks, paired differences, rank correlations. Plain functions on numpy.
 
-A task is the unit that is drawn anew: where a method ran a task with several seeds, the seeds are averaged within the
-task first. So an interval says how much a number would move with other tasks of the same kind, for the models at hand;
-the spread between seeds stands beside it in the table. Every draw is seeded and the values are sorted before it: the
-same results give the same interval, whatever the order of their lines.
+Tasks are resampled, and where a method ran all of them with several seeds, seeds too: a seed is a training. So with
+several seeds an interval says how much a number would move with other trainings and other tasks of the same kind, and
+with one seed it is about this model alone. Every draw is seeded and the values are sorted before it: the same results
+give the same interval, whatever the order of their lines.
 """
 
 from __future__ import annotations
@@ -52,6 +52,27 @@ def bootstrap(values: Iterable[float], resamples: int = 10_000, level: float = 0
     return Estimate(float(sample.mean()), float(low), float(high), n)
 
 
+def interval(values: Mapping[tuple[Hashable, Hashable], float], resamples: int = 10_000, seed: int = 0) -> Estimate:
+    """The mean of {(task, seed): value}, averaged over seeds within a task, with a two-level interval.
+
+    Seeds and tasks are resampled independently of each other, for all seeds play the same tasks: with counts w_s and
+    w_t of a resample, the mean is sum_st w_s w_t value_st / (S T). One seed, or tasks that not all seeds have: tasks
+    alone are resampled.
+    """
+    tasks, seeds = ({key[i]: None for key in sorted(values, key=repr)} for i in (0, 1))
+    if len(seeds) < 2 or len(tasks) < 2 or len(values) != len(tasks) * len(seeds):
+        return bootstrap(by_task(values).values(), resamples, seed=seed)
+    matrix = np.array([[values[task, s] for task in tasks] for s in seeds])
+    matrix = matrix[:, np.lexsort(matrix)]  # whatever the names of the tasks
+    n_seeds, n_tasks = matrix.shape
+    rng = np.random.default_rng(seed)
+    w_seed = rng.multinomial(n_seeds, np.full(n_seeds, 1 / n_seeds), resamples)
+    w_task = rng.multinomial(n_tasks, np.full(n_tasks, 1 / n_tasks), resamples)
+    means = ((w_seed @ matrix) * w_task).sum(1) / matrix.size
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Estimate(float(matrix.mean()), float(low), float(high), n_tasks)
+
+
 def by_task(values: Mapping[tuple[Hashable, Hashable], float]) -> dict[Hashable, float]:
     """{(task, seed): value} to {task: mean over its seeds}."""
     groups: dict[Hashable, list[float]] = defaultdict(list)
@@ -63,14 +84,14 @@ def by_task(values: Mapping[tuple[Hashable, Hashable], float]) -> dict[Hashable,
 def paired_difference(
     a: Mapping[tuple[Hashable, Hashable], float], b: Mapping[tuple[Hashable, Hashable], float], **options: float
 ) -> Estimate:
-    """a minus b over the tasks that both have, given as {(task, seed): value}; `options` are `bootstrap`'s.
+    """a minus b over the tasks that both have, given as {(task, seed): value}, with an `interval`.
 
     Where the two share seeds, only the shared (task, seed) pairs count: a seed may stand for a whole trained pipeline.
     Where they share none, each is averaged over its own.
     """
     pairs = a.keys() & b.keys()
     if pairs:
-        a, b = {pair: a[pair] for pair in pairs}, {pair: b[pair] for pair in pairs}
+        return interval({pair: a[pair] - b[pair] for pair in pairs}, **options)
     left, right = by_task(a), by_task(b)
     return bootstrap([left[task] - right[task] for task in left.keys() & right.keys()], **options)
 

@@ -12,8 +12,8 @@ from reporting.results import Group, Method
 NOTE = (
     "By the paired difference over the tasks and seeds that both have: reproduced where its 95 % interval lies above 0 "
     "(“level with” allows 0.02 less), not reproduced where it lies below, else undecided. Equal tokens: the best-of-N "
-    "nearest in total tokens, which are named. The interval is over tasks: of one seed it cannot tell what another "
-    "training would give, so run several (seeds in the table) before you believe a difference between trainings."
+    "nearest in total tokens, which are named. The interval is over seeds (trainings) and tasks; with fewer than three "
+    "seeds it is over tasks, and the verdict holds for these models: another training may give another."
 )
 LEVEL = 0.02  # of the reward: who is less than this below is level
 TARGETS = {"avg": "averaged rewards", "reward": "plain final rewards"}
@@ -33,7 +33,9 @@ class Claim:
         for setting, a, b in self.comparisons:
             difference = paired_difference(a.values("reward"), b.values("reward"))
             if difference.n:
-                found[verdict(difference, self.margin)].append(f"{setting}: {difference:+}")
+                seeds = {seed for _, seed in a.results.keys() & b.results.keys()}
+                alone = "" if len(seeds) >= 3 else ", for these models"
+                found[verdict(difference, self.margin)].append(f"{setting}: {difference:+}{alone}")
         told = [f"{name} ({'; '.join(some)})" for name, some in found.items() if some]
         return f"{self.text}: {', '.join(told)}" if told else ""
 

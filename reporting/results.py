@@ -14,7 +14,7 @@ from pathlib import Path
 
 from environments import UserError
 from qlass.jsonl import read_jsonl
-from qlass.stats import Estimate, bootstrap, by_task
+from qlass.stats import Estimate, by_task, interval
 
 # Table 2 of the paper (Llama-2-7B-Chat), reward x 100: WebShop; SciWorld and ALFWorld seen, unseen.
 PAPER = {
@@ -24,7 +24,9 @@ PAPER = {
     "qlass": {"webshop": (70.3,), "sciworld": (75.3, 66.4), "alfworld": (77.9, 82.8)},
 }
 METHODS = {  # in the order of the table
-    "expert": "expert (knows the goal)",
+    "oracle": "best player, who may know the goal (oracle)",
+    "expert": "demonstrator",
+    "rule": "rule",
     "random": "random candidate",
     "greedy": "SFT greedy",
     "sample": "SFT sampled",
@@ -46,6 +48,7 @@ class Method:
     N: int | None
     select: str | None
     label: str
+    player: str = ""  # which of the environment's rules
 
     @property
     def oracle(self) -> bool:
@@ -53,7 +56,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        name = METHODS.get(self.method, self.method)
+        name = METHODS.get(self.method, self.method) + (f": {self.player}" if self.player else "")
         if (self.N or 1) > 1:
             name += {"q": ", picked by QNet", "oracle": ", picked by true reward (oracle)"}.get(self.select or "", "")
         return f"{name} [{self.label}]" if self.label else name
@@ -82,7 +85,7 @@ class Method:
 
     def order(self) -> tuple:
         rank = list(METHODS).index(self.method) if self.method in METHODS else len(METHODS)
-        return self.env, rank, self.method, self.label, self.oracle, self.N or 1, self.M or 1
+        return self.env, rank, self.method, self.label, self.player, self.oracle, self.N or 1, self.M or 1
 
 
 @dataclass
@@ -90,6 +93,7 @@ class Result:
     """One episode: the numbers of its line, and where the line is, so that its text need not stay in memory."""
 
     task: str
+    type: str  # of the task, where its environment has several
     seed: int
     reward: float
     success: float | None
@@ -114,7 +118,7 @@ class Group:
 
     @cached_property
     def reward(self) -> Estimate:
-        return bootstrap(by_task(self.values("reward")).values())
+        return interval(self.values("reward"))
 
     def mean(self, name: str) -> float:
         values = by_task(self.values(name)).values()
@@ -207,8 +211,11 @@ def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple
     label = ", ".join(filter(None, (label, row.get("label") or "")))
     split = row.get("split") if row.get("split") not in (None, "test") else ""
     env = f"{row['env']} {split}".strip()
-    return Method(env, row["method"], row.get("M"), row.get("N"), row.get("select"), label), Result(
+    return Method(
+        env, row["method"], row.get("M"), row.get("N"), row.get("select"), label, row.get("player") or ""
+    ), Result(
         task=str(row["task_id"]),
+        type=row.get("type") or "",
         seed=row.get("seed") or 0,
         reward=row["reward"],
         success=row.get("success"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from environments import UserError
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("sft.py", "build_trees.py", "bellman.py", "train_qnet.py", "q_search.py", "chat.py")
+STAGES = ("sft.py", "build_trees.py", "bellman.py", "train_qnet.py", "q_search.py", "qlass/chat.py", "qlass/packing.py")
 
 
 def source(file: str) -> str:

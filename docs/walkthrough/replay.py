@@ -1,8 +1,8 @@
 """What models said in a real run, said again: Algorithms 2 and 4 run here with the recording in the models' place.
 
-An algorithm asks its models by `Sample` and `Score` requests (policy.py). The recording holds their answers, each under
-a digest of the whole request: prompt, number of draws, noise key, valid actions. So trees and episodes come from the
-code as it is now, and a prompt that has changed by one letter since finds no answer.
+An algorithm asks its models by `Sample` and `Score` requests (qlass/driver.py). The recording holds the answers, each
+under a digest of the whole request: prompt, number of draws, noise key, valid actions. So trees and episodes come from
+the code as it is now, and a prompt that has changed by one letter since finds no answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from train_qnet import qnet_scores
 
 RECORDING = Path(__file__).with_name("run.jsonl")
 AGAIN = "record it again: python docs/make_walkthrough.py --record"
-LAKE = ["--env", "frozenlake", "--env-option", "map=4x4"]
+LAKE = ["--env", "frozenlake", "--map", "4x4"]
 GREEDY, QLASS = q_search.Method("greedy"), q_search.Method("qlass", M=4)
 NODE_KEYS = ("node_id", "parent_id", "action", "observation", "reward", "done", "source", "branch", "q_raw", "q")
 
@@ -104,6 +104,11 @@ def grow(
             super().extend(branches[-1].pushed)
             branches[-1].queue = list(self)
 
+        def extendleft(self, nodes: Any) -> None:
+            branches[-1].pushed = list(nodes)[::-1]
+            super().extendleft(reversed(branches[-1].pushed))
+            branches[-1].queue = list(self)
+
     queues: list[Queue] = []
 
     def sample(requests: list[Sample]) -> list[list[Candidate]]:
@@ -138,13 +143,13 @@ def play(env: envs.TextEnv, task_id: str, method: q_search.Method, chat: Chat, s
     """One episode by Algorithm 4: its line of results.jsonl without what it cost."""
     player = env.fork()
     player.max_steps = steps
-    (result,) = drive([q_search.play(player, task_id, method, chat)], {Sample: models.sample, Score: models.score})
+    (result,) = drive([q_search.best_of(player, task_id, method, chat)], {Sample: models.sample, Score: models.score})
     steps = [{key: step[key] for key in ("action", "candidates", "observation")} for step in result["steps"]]
     return {"task_id": task_id, "method": method.name, "reward": result["reward"], "steps": steps}
 
 
 def small_lake() -> envs.TextEnv:
-    return envs.from_arguments(build_trees.parse(LAKE))
+    return envs.from_arguments(build_trees.arguments(LAKE))
 
 
 def load_chat(record: dict, rendering: dict | None = None) -> Chat:
