@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from environments import UserError
-from qlass.prompt_cache import PlainReader, PromptCache
+from qlass.prompt_cache import PromptCache
 from qlass.token_tree import TokenTree, packed, windows_of
 
 WINDOW = 4  # tokens; as small as the families below, so that these test the windows too
@@ -36,9 +36,11 @@ def fault(model: Any) -> str | None:
         return f"{why or 'its attention has windows of its own'} ({name})"
     exact = model.dtype == torch.float32 and not getattr(model, "is_quantized", False)
     with small_windows(model.config):
+        families = tokens_of(model)
+        alone = [[plain(model, ids) for ids in family] for family in families]
         for tried, difference in (("a token tree", tree_difference), ("a prompt cache", cache_difference)):
             try:
-                sizes = difference(model)
+                sizes = difference(model, families, alone)
             except Exception as error:  # whatever a model of any kind says to such inputs
                 first = (str(error).splitlines() or [""])[0][:120]
                 return f"{why or 'its model class'} takes no {tried[2:]} ({type(error).__name__}: {first})"
@@ -107,35 +109,40 @@ def plain(model: Any, ids: list[int]) -> torch.Tensor:
     return outputs(model, {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False})[0]
 
 
-def tree_difference(model: Any) -> torch.Tensor:
+Families = list[list[list[int]]]
+Alone = list[list[torch.Tensor]]  # outputs of each sequence by itself
+
+
+def tree_difference(model: Any, families: Families, alone: Alone) -> torch.Tensor:
     """How far a packed batch's outputs are from each plain sequence's, as a share of their mean size."""
     trees, paths = [], []
-    for family in tokens_of(model):
+    for family in families:
         trees.append(TokenTree())
         paths.append([trees[-1].add(ids) for ids in family])
     inputs = packed(trees, 0, model.device, model.dtype, windows=windows_of(model.config))
     out, pairs = outputs(model, {**inputs, "use_cache": False}), []
-    for row, tree, some, family in zip(out, trees, paths, tokens_of(model), strict=True):
-        pairs += [
-            (row[len(row) - len(tree) :][path], plain(model, ids)) for path, ids in zip(some, family, strict=True)
-        ]
+    for row, tree, some, expected in zip(out, trees, paths, alone, strict=True):
+        row = row[len(row) - len(tree) :]
+        pairs += [(row[path], rows) for path, rows in zip(some, expected, strict=True)]
     return relative(pairs)
 
 
-def cache_difference(model: Any, cache: PromptCache | PlainReader | None = None) -> torch.Tensor:
-    """The same of states read one after the other, each behind what is remembered of those before."""
-    cache, pairs = cache or PromptCache(), []
-    for read in range(2):  # a step deeper each time
-        states, tails = [], []
-        for family in tokens_of(model):
-            states += [[ids[:3], ids[3:4], ids[4 : 5 + read]][: 1 + 2 * read] for ids in family]
-            tails += [[ids[-2:], ids[-1:]] for ids in family]
+def cache_difference(model: Any, families: Families, alone: Alone) -> torch.Tensor:
+    """The same of beginnings read one after the other, a step deeper each, behind what is remembered of those before.
+
+    What follows a beginning in its sequence stands for the actions.
+    """
+    cache, pairs = PromptCache(), []
+    whole = [ids for family in families for ids in family]
+    expected = [rows for some in alone for rows in some]
+    for turns in (1, 3):
+        states = [[ids[:3], ids[3:4], ids[4:6]][:turns] for ids in whole]
+        ends = [sum(map(len, state)) for state in states]
+        tails = [[ids[end : end + 3], ids[end : end + 1]] for ids, end in zip(whole, ends, strict=True)]
         for i, out, last, paths in cache.read(
             lambda inputs, columns: outputs(model, inputs, columns), model, 0, 1 << 14, states, tails
         ):
-            prompt = [token for tokens in states[i] for token in tokens]
-            for tail, path in zip(tails[i], paths, strict=True):
-                pairs.append((out[[last, *path]], plain(model, prompt + tail)[len(prompt) - 1 :]))
+            pairs += [(out[[last, *path]], expected[i][ends[i] - 1 : ends[i] + len(path)]) for path in paths]
     return relative(pairs)
 
 

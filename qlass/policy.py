@@ -292,17 +292,9 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--truncate", choices=["oldest"], help="leave out the oldest turns of a prompt beyond the model's context")
     add("--plain", action="store_true", help="one sequence at a time, for models that read no token trees")
     add("--cache-gb", type=at_least(0, float), metavar="G", help="room for read prompts (default: 1/4 of free memory)")
-    add(
-        "--decode-tokens",
-        type=at_least(1),
-        default=16_384,
-        metavar="N",
-        help="tokens in a batch (default: %(default)s)",
-    )
+    add("--decode-tokens", type=at_least(1), default=16_384, metavar="N", help="of a batch (default: %(default)s)")
     add("--in-flight", type=at_least(1), metavar="N", help="trees or episodes side by side (default: 64)")
-    add(
-        "--server", metavar="URL[,URL]", help="sample on OpenAI-compatible servers of this checkpoint, URL[#MODEL] each"
-    )
+    add("--server", metavar="URL[,URL]", help="sample on OpenAI-compatible servers (URL[#MODEL]) of this checkpoint")
 
 
 def load_agent(args: argparse.Namespace) -> Policy | ServerPolicy:
