@@ -419,6 +419,7 @@ def test_when_to_stop():
 
 
 def test_free_text_and_lora_updates_train_too(fake_world, tmp_path):
+    pytest.importorskip("peft")
     chat = word_chat(max_new_tokens=6)
     tiny_lm(chat).save_pretrained(tmp_path / "free")
     chat.tokenizer.save_pretrained(tmp_path / "free")
