@@ -19,8 +19,12 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+from environments import UserError
 from qlass.jsonl import dumps, read_trees, replacing
-from qlass.stage import add_arguments, needed, parse_arguments, run_stage, stage_argv, write_meta
+from qlass.stage import at_least, needed, only_writer, parse, parser, release, run_stage, write_meta
+
+PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
+TAKES = "seconds"
 
 # A tree is its list of nodes, parents before children; `children[i]` are the positions of node i's children.
 
@@ -84,23 +88,28 @@ def chats(tree: list[dict]) -> Iterator[dict]:
         yield {"task_id": node["task_id"], "messages": pair, "q": node["q"]}
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_arguments(parser)
-    add = parser.add_argument
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__)
+    add = made.add_argument
     add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/q_labels.jsonl")
-    add("--gamma", type=float, default=0.9, help="discount of Eq. (7) (default: %(default)s)")
-    add("--target", choices=TARGETS, default="q", help="process reward (default: %(default)s)")
+    gamma = at_least(0, float, below=1)
+    add("--gamma", type=gamma, default=PAPER["gamma"], help="discount of Eq. (7) (default: %(default)s)")
+    add("--target", choices=TARGETS, default=PAPER["target"], help="process reward (default: %(default)s)")
     add("--chat", type=Path, metavar="FILE", help="also write self-contained (messages, q) lines for other trainers")
-    return parse_arguments(parser, argv)
+    if made.parse_known_args(argv)[1]:  # an environment's, for missing trees
+        import envs
+
+        envs.add_arguments(made, argv)
+    return parse(made, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = arguments(argv)
     started = time.time()
-    args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", stage_argv(args))
+    args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
+    lock = only_writer(args.out)
     trees = nodes = flat = 0
     with replacing(args.out) as out, replacing(args.chat) if args.chat else nullcontext() as chat:
         for tree in read_trees(args.trees):  # one tree in memory at a time
@@ -110,8 +119,11 @@ def main(argv: list[str] | None = None) -> None:
                 chat.writelines(map(dumps, chats(labels)))
             trees, nodes = trees + 1, nodes + len(tree)
             flat += len({node["q_raw"] for node in labels}) == 1
+        if not trees:
+            raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
     figures = {"trees": trees, "nodes": nodes, "flat_trees": flat}
     write_meta(args.out, args, [args.trees], **figures, seconds=time.time() - started)
+    release(lock)
     print(f"{args.out}: {nodes} nodes of {trees} trees, {flat} of them with all values equal (q = 0)")
 
 

@@ -7,7 +7,7 @@
 
 For each training task the agent plays trajectories from the root, then from the nodes of branches that scored, until
 every node up to depth D has W children. A state is the path from the root, so no text is stored twice. A stopped run
-goes on with the first tree that is not whole.
+resumes with the first tree that is not complete.
 
 Where Alg. 2 leaves a choice: the popped node belongs to its new branch (else it would never reach width W); an action
 equal to an existing child's is that child, so that only what differs becomes new nodes; a node is expanded at most
@@ -18,23 +18,24 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 import envs
 from qlass.chat import Rendering, State, action_key, parse_action, react
+from qlass.demonstrations import actions_by_task, cloned_from
 from qlass.driver import Sample, ask, drive
-from qlass.jsonl import Resumable
 from qlass.models import add_loading
 from qlass.policy import Policy
-from qlass.stage import add_arguments, needed, parse_arguments, run_stage, same_arguments, stage_argv, write_meta
+from qlass.stage import Output, at_least, must_exist, my_share, needed, parse, parser, run_stage
 
+# App. A.2: D = 3 on WebShop, 6 on ScienceWorld, 8 on ALFWorld (each environment's `tree_depth`). W = 3 and the bound on
+# the rollouts are ours: an unbounded tree takes up to W^(D+1).
+PAPER = {"width": 3, "rollouts": 24, "limit": 250}
+TAKES = "about two minutes with the tiny model on two cores"
 RETRIES = 2  # further draws and further rollouts for a node whose new child turned out to be a known one
 
 
@@ -66,9 +67,12 @@ class TreeNode:
 
 def exploration_tree(
     env: envs.TextEnv, task_id: str, rendering: Rendering, depth: int, width: int, rollouts: int, with_expert: bool,
-    prune: str = "branch",
+    prune: str = "branch", demonstrations: dict[str, list[str]] | None = None,
 ) -> Generator[Sample, list, TreeNode]:  # fmt: skip
-    """Alg. 2. Yields Sample requests, returns the root U."""
+    """Alg. 2. Yields Sample requests, returns the root U.
+
+    demonstrations: the actions of tau_0, by task or by first observation; other tasks' the environment's expert plays.
+    """
     observation, info = env.reset(options={"task_id": task_id})
     root = TreeNode(State.first(env, observation, info), observation, env.snapshot())  # lines 1-2
     queue = deque([root])  # line 3
@@ -117,21 +121,23 @@ def exploration_tree(
     yield from expand(bound / 2 if with_expert else bound)  # the bound leaves as much for the second pass
     if with_expert:
         branches += 1
-        branch = [root]
+        branch, known = [root], demonstrations or {}
         env.reset(options={"task_id": task_id})
-        for thought, action in env.expert(task_id):  # line 11
-            branch.append(child(branch[-1], react(thought, action), "expert"))
+        played = (react(thought, action) for thought, action in env.expert(task_id))
+        for action in known.get(task_id) or known.get(root.observation.strip()) or played:  # line 11
+            branch.append(child(branch[-1], action, "expert"))
             branch[-1].expert = True
             env.restore(branch[-1].snapshot)
             if branch[-1].done:
                 break
-        queue.extend(n for n in branch if n.t <= depth and not n.done)  # line 12
+        # Line 12. Under a bound on the rollouts the expert's nodes would never be reached behind the first pass's.
+        queue.extendleft(n for n in reversed(branch) if n.t <= depth and not n.done)
         yield from expand(bound + 1)  # line 13; the expert branch was no rollout
     env.close()
     return root
 
 
-def lines(env: envs.TextEnv, task_id: str, root: TreeNode) -> list[dict]:
+def tree_records(env: envs.TextEnv, task_id: str, root: TreeNode) -> list[dict]:
     """A tree as lines of trees.jsonl, parents before children; the root carries the prompt and the number of nodes."""
     nodes = list(root.walk())
     number = {id(node): i for i, node in enumerate(nodes)}
@@ -147,59 +153,56 @@ def lines(env: envs.TextEnv, task_id: str, root: TreeNode) -> list[dict]:
     return records
 
 
-def whole_trees(records: list[dict]) -> int:
+def complete_trees(records: list[dict]) -> int:
     """How many of these lines belong to trees that are all there."""
-    whole = 0
-    while whole < len(records) and whole + records[whole].get("nodes", 0) <= len(records):
-        whole += records[whole]["nodes"]
-    return whole
+    complete = 0
+    while complete < len(records) and complete + records[complete]["nodes"] <= len(records):
+        complete += records[complete]["nodes"]
+    return complete
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="App. A.2: D = 3 WebShop, W = 3.")
-    add_arguments(parser)
-    add = parser.add_argument
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__, epilog="App. A.2: D = 3 on WebShop.")
+    envs.add_arguments(made, argv)
+    add = made.add_argument
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--out", type=Path, help="default: RUN/trees.jsonl")
-    add("--depth", type=int, help="D (default: 3 WebShop, 6 ScienceWorld, 8 ALFWorld and FrozenLake)")
-    add("--width", type=int, default=3, help="W (default: %(default)s)")
-    add(
-        "--rollouts", type=int, default=24, help="trajectories a tree at most (default: %(default)s; 0, the paper: any)"
-    )
-    add("--steps", type=int, help="step limit of a trajectory (default: 5 WebShop, 18 others; bundled WebShop 9)")
-    add("--limit", type=int, default=250, metavar="N", help="number of training tasks (default: %(default)s; 0: all)")
-    add("--temperature", type=float, help="default: the checkpoint's own (0.7; tiny: 1)")
+    add("--depth", type=at_least(0), help="D (default: 3 WebShop, 6 ScienceWorld, 8 ALFWorld and FrozenLake)")
+    add("--width", type=at_least(1), default=PAPER["width"], help="W (default: %(default)s)")
+    said = "trajectories a tree at most (default: %(default)s; 0, the paper: any)"
+    add("--rollouts", type=at_least(0), default=PAPER["rollouts"], help=said)
+    add("--steps", type=at_least(1), help="step limit of a trajectory (default: the environment's)")
+    said = "number of training tasks (default: %(default)s; 0: all)"
+    add("--limit", type=at_least(0), default=PAPER["limit"], metavar="N", help=said)
+    add("--shard", metavar="I/N", help="grow every N-th tree from the I-th on; without it, shards are joined")
+    add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
+    said = "demonstrations of the expert branch (default: those that the agent was cloned from)"
+    add("--expert", type=Path, metavar="FILE", help=said)
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
-    add(
-        "--prune",
-        choices=["branch", "tail"],
-        default="branch",
-        help="what a branch without reward does not push: its nodes (line 9), or those after its first step (the "
-        "released code)",
-    )
-    add_loading(parser)
+    said = "what a branch without reward does not push: its nodes (line 9) or, tail, those after its first step"
+    add("--prune", choices=["branch", "tail"], default="branch", help=said)
+    add_loading(made)
     add("--device")
-    return parse_arguments(parser, argv)
+    return parse(made, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    started = time.time()
+    args = arguments(argv)
     env = envs.from_arguments(args)
     env.max_steps = args.steps or env.tree_steps
     args.depth = env.tree_depth if args.depth is None else args.depth
-    args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
+    args.sft = needed(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
-    same_arguments(args.out, args, ["sft", "depth", "width", "rollouts", "steps", "temperature", "no_expert", "prune",
-                                    "load_in"])  # fmt: skip
+    must_exist(args.expert)
+    args.expert = args.expert or cloned_from(args.sft)
 
     # From the far end of the training list: where there are more tasks than demonstrations, the agent meets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
-    trees = Resumable(args.out, whole_trees)
+    trees = Output(args, complete_trees, [args.sft])
     finished = {record["task_id"] for record in trees.records}
-    todo = [t for t in tasks if t not in finished]
-    if todo:
-        write_meta(args.out, args, [args.sft])
+    demonstrations = actions_by_task(args.expert) if args.expert else {}
+    mine = my_share(tasks, args.shard)
+    if todo := [t for t in mine if t not in finished]:
         policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
         rendering = policy.chat.rendering
         if args.temperature is not None:
@@ -207,23 +210,20 @@ def main(argv: list[str] | None = None) -> None:
 
         def explore(task_id: str) -> Generator:
             root = yield from exploration_tree(
-                env.fork(), task_id, rendering, args.depth, args.width, args.rollouts, not args.no_expert, args.prune
-            )
-            return lines(env, task_id, root)
+                env.fork(), task_id, rendering, args.depth, args.width, args.rollouts, not args.no_expert, args.prune,
+                demonstrations,
+            )  # fmt: skip
+            return tree_records(env, task_id, root)
 
-        bar = tqdm(total=len(tasks), initial=len(finished), desc="trees", disable=None)
-        for records in drive(map(explore, todo), {Sample: policy.sample}, env.side_by_side):
-            trees.append(records)
-            trees.records += records
-            bar.update()
-    trees.close()
+        grown = drive(map(explore, todo), {Sample: policy.sample}, env.side_by_side)
+        trees.grow(grown, "trees", len(mine), len(mine) - len(todo))
     leaves = [r["reward"] for r in trees.records if r["done"] and r["source"] == "policy"]
-    figures = {"trees": len(tasks), "nodes": len(trees.records), "leaves": len(leaves)}
+    figures = {"trees": len(mine), "nodes": len(trees.records), "leaves": len(leaves)}
     figures["mean_leaf_reward"] = sum(leaves) / max(1, len(leaves))
-    if todo:
-        write_meta(args.out, args, [args.sft], **figures, tokens=policy.computed, seconds=time.time() - started)
+    rank = {task: n for n, task in enumerate(tasks)}
+    trees.finish(lambda r: rank.get(r["task_id"], len(rank)), **figures, tokens=policy.computed if todo else 0)
     print(
-        f"{args.out}: {len(tasks)} trees, {len(trees.records)} nodes, "
+        f"{trees.path}: {len(mine)} trees, {len(trees.records)} nodes, "
         f"mean reward of the agent's branches {figures['mean_leaf_reward']:.3f}"
     )
 

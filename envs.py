@@ -24,9 +24,10 @@ import hashlib
 import importlib
 import json
 import string
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 from gymnasium import spaces
@@ -79,6 +80,9 @@ class TextEnv(gymnasium.Env):
     tree_depth = 8  # D of Algorithm 2
     side_by_side = 64  # how many forks may be open at once
     omniscient = False  # the demonstrator knows what no page has shown
+    # The options of the class that have a flag of their own: {flag: (option, "METAVAR what --help says")}; a metavar in
+    # brackets makes a switch.
+    flags: ClassVar[dict[str, tuple[str, str]]] = {}
     markov = False  # instruction and last observation say all that there is to know
 
     def __init__(self, max_steps: int | None = UNSET, instruction: str | Path | None = None) -> None:
@@ -118,6 +122,9 @@ class TextEnv(gymnasium.Env):
     def restore(self, snapshot: Any) -> None:
         raise NotImplementedError
 
+    def reseed(self, seed: int) -> None:
+        """Other luck from here on, where an environment leaves anything to chance: a restored state brings its own."""
+
     # A player yields (thought, action); its caller steps this very environment between two of them.
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
@@ -142,49 +149,75 @@ class TextEnv(gymnasium.Env):
     def valid_actions(self) -> list[str]:
         raise NotImplementedError
 
+    def paraphrase(self, task: str, index: int) -> str:
+        """The task's sentence in other words, by rules; index 0 is the sentence itself."""
+        raise UserError(f"--paraphrase: {self.name} has no rules for it (App. A.3.2 is about WebShop); leave it out")
+
     def optimal_value(self, gamma: float = 0.99) -> float:
         """The best discounted outcome still in reach: an oracle, for `q_search.py --method oracle_step` alone."""
         raise UserError(f"{self.name}: has no oracle for the value of a state")
 
 
 # ------------------------------------------------------------------------------------------------------------ registry
-# Each environment has its own file, which is loaded when it is asked for.
+# Each environment has its own folder, which is loaded when it is asked for.
 ENVIRONMENTS = {
     "webshop": "environments.webshop.env:WebShopEnv",
     "alfworld": "environments.alfworld.env:ALFWorldEnv",
     "sciworld": "environments.sciworld.env:SciWorldEnv",
     "frozenlake": "environments.frozenlake.env:FrozenLakeEnv",
 }
-
-
-def make(name: str, **options: Any) -> TextEnv:
-    """Build an environment by name; options are those of its class (`data`, `max_steps`, ...)."""
-    if name not in ENVIRONMENTS:
-        raise UserError(f"unknown environment {name!r}: choose one of {', '.join(ENVIRONMENTS)}")
-    module, _, kind = ENVIRONMENTS[name].partition(":")
-    return getattr(importlib.import_module(module), kind)(**options)
-
-
 for _class in ENVIRONMENTS.values():  # gymnasium.make("qlass/WebShop-v0")
     gymnasium.register(id=f"qlass/{_class.partition(':')[2][:-3]}-v0", entry_point=_class)
 
 
+def environment_class(name: str) -> type[TextEnv]:
+    """The class of an environment by its name, or by MODULE:CLASS for one of your own."""
+    if name not in ENVIRONMENTS and ":" not in name:
+        known = ", ".join(ENVIRONMENTS)
+        raise UserError(f"unknown environment {name!r}: choose one of {known}, or MODULE:CLASS for your own")
+    module, _, kind = ENVIRONMENTS.get(name, name).partition(":")
+    if name not in ENVIRONMENTS and "" not in sys.path:
+        sys.path.insert(0, "")  # a module of the folder at hand, as with `python -m`
+    try:
+        return getattr(importlib.import_module(module), kind)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise UserError(f"--env {name}: {error}") from None
+
+
+def make(name: str, **options: Any) -> TextEnv:
+    """Build an environment by name; options are those of its class (`data`, `max_steps`, ...)."""
+    return environment_class(name)(**options)
+
+
+def add_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
+    """The flags that the environment which --env names declares; --help shows them where --env is given."""
+    argv = sys.argv[1:] if argv is None else argv
+    shown = any(word.startswith("--env") for word in argv)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--env", default="webshop")
+    flags = environment_class(first.parse_known_args(argv)[0].env).flags
+    for flag, (_, said) in flags.items():
+        switch = {"action": "store_true"} if said.startswith("[") else {"metavar": said.split()[0]}
+        hint = said.partition(" ")[2] if shown else argparse.SUPPRESS
+        parser.add_argument("--" + flag.replace("_", "-"), **switch, help=hint)
+    hint = "any other option of the environment's class" if shown else argparse.SUPPRESS
+    parser.add_argument("--env-option", action="append", default=[], metavar="NAME=VALUE", help=hint)
+    parser.set_defaults(env_flags=[*flags, "env_option"])
+
+
 def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     """The environment that the flags name; `options` are the stage's own (`max_steps`)."""
-    data = {"webshop": args.webshop_data, "alfworld": args.alfworld_data}.get(args.env)
-    if data:
-        options["data"] = data
-    if args.engine:
-        options["engine"] = args.engine
-    for option in args.env_option:
-        name, equals, value = option.partition("=")
+    kind = environment_class(args.env)
+    options |= {option: value for flag, (option, _) in kind.flags.items() if (value := getattr(args, flag))}
+    for given in args.env_option:
+        name, equals, value = given.partition("=")
         if not equals:
-            raise UserError(f"--env-option {option}: NAME=VALUE is expected, e.g. map=4x4")
+            raise UserError(f"--env-option {given}: NAME=VALUE is expected, e.g. map=4x4")
         try:
             options[name] = json.loads(value)  # numbers, true, false, null
         except json.JSONDecodeError:
             options[name] = value
     try:
-        return make(args.env, **options)
+        return kind(**options)
     except TypeError as error:
         raise UserError(f"--env-option: {error}") from None

@@ -3,8 +3,8 @@
     python report.py                                   # runs/webshop: its results*.jsonl and q_labels.jsonl
     python report.py runs/a runs/b "100 demos=runs/c"  # several runs; LABEL=PATH tells otherwise equal methods apart
 
-Reads  results*.jsonl (files, or run folders that hold them), qval*/ beside them (experiments/qval), q_labels.jsonl or
-       trees.jsonl for the tree viewer
+Reads  results*.jsonl (files, or run folders that hold them), beside them qval*/ (experiments/qval) and *.updates.jsonl
+       (experiments/learning.py), q_labels.jsonl or trees.jsonl for the tree viewer
 Writes report.html (self-contained: opens from the disk, without a network), report.md (the tables, printed too) and
        the figures as PNG beside them
 
@@ -26,7 +26,8 @@ from qlass.stats import Estimate, kendall, paired_difference, spearman
 from reporting import claims, page
 from reporting import figures as plots
 from reporting.claims import nearest
-from reporting.results import Group, load_row, read_results, result_files
+from reporting.frontier import frontier
+from reporting.results import Group, load_row, read_curves, read_results, result_files
 
 PAPER_NOTE = (
     "Paper: Table 2 divided by 100 (Llama-2-7B-Chat; other model, other data; SciWorld and ALFWorld seen / unseen; its "
@@ -206,10 +207,18 @@ def main(argv: list[str] | None = None) -> None:
     figures = []
     for env in dict.fromkeys(group.method.env for group in groups):
         here = [group for group in groups if group.method.env == env]
-        for name, draw in (("tokens", plots.tokens), ("targets", plots.targets), ("calibration", plots.calibration)):
+        kinds = {
+            "tokens": plots.tokens,
+            "targets": plots.targets,
+            "calibration": plots.calibration,
+            "frontier": frontier,
+        }
+        for name, draw in kinds.items():
             if figure := draw(here):
                 picture = out.with_name(f"{out.stem}_{name}_{env.replace(' ', '_')}.png")
                 figures.append((name, env, plots.save(figure, picture)))
+    if figure := plots.learning(read_curves({path.parent for _, path in sources})):
+        figures.append(("learning", str(run), plots.save(figure, out.with_name(f"{out.stem}_learning.png"))))
     for forest in sorted({f for _, path in sources for f in path.parent.glob("qval*/forest-*.svg")}):
         figures.append(("calibration", f"{forest.parent.name}, {forest.stem}", forest.read_text(encoding="utf-8")))
     content = {

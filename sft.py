@@ -14,40 +14,53 @@ the aids of `chat.Rendering`. Any other model keeps its tokenizer, its chat temp
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 
 import envs
 from environments import UserError
+from qlass import processes
 from qlass.chat import MARK, Chat, Rendering, State, mark, react
-from qlass.jsonl import Resumable, checkpoint_folder, read_jsonl, replacing_folder
+from qlass.demonstrations import read_trajectories
+from qlass.jsonl import checkpoint_folder, replacing_folder
+from qlass.memory import check_memory, estimate
 from qlass.models import (
     LR,
     adamw,
     add_lora,
     add_training,
     check_training,
-    cosine,
     device_and_dtype,
     load_checkpoint,
     merge,
     mixed_precision,
+    save_memory,
 )
-from qlass.stage import add_arguments, parse_arguments, run_stage, same_arguments, write_meta
+from qlass.stage import (
+    Output,
+    at_least,
+    choices,
+    only_writer,
+    parse,
+    parser,
+    release,
+    run_stage,
+    settle,
+    write_meta,
+)
 from qlass.token_tree import batches
+from qlass.training import Training, finish
 
-TINY = {"n_expert": 1350, "lr": 3e-3, "batch": 16}
+PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free"}  # Table 5
+TINY = {"n_expert": 1350, "epochs": 12, "lr": 3e-3, "batch": 16, "candidates": "valid"}
 TINY_STEPS = 200  # few demonstrations are repeated until so many updates are made
-PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64}  # Table 5
+TAKES = "about two minutes with the tiny model on two cores"
 
 # ------------------------------------------------------------------------------------------------- expert trajectories
 
@@ -66,45 +79,20 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     return {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages, "reward": reward}
 
 
-def collect(env: envs.TextEnv, args: argparse.Namespace) -> None:
+def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     """expert.jsonl: the first `--n-expert` training tasks, those that an earlier call played before included."""
     tasks = env.task_ids("train")
-    same_arguments(args.expert, args, ())
-    write_meta(args.expert, args)
+    about = {name: getattr(args, name) for name in ("env", "run", "seed", *args.env_flags)}  # all that they depend on
+    asked = argparse.Namespace(**about, out=args.run / "expert.jsonl", overwrite=False)
 
-    def whole(lines: list[dict]) -> int:
+    def in_order(lines: list[dict]) -> int:
         return len(lines) if [line["task_id"] for line in lines] == tasks[: len(lines)] else 0
 
-    played = Resumable(args.expert, whole)
-    for task_id in tqdm(tasks[len(played.records) : args.n_expert], desc="expert", disable=None):
-        played.append([demonstrate(env, task_id)])
-    played.close()
-
-
-def read_trajectories(path: Path) -> Iterator[tuple[State, float | None]]:
-    """Expert files in our layout or in ETO's and QLASS's: `conversations` of {"from", "value"}, JSON list or JSONL."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    with open(path, "rb") as file:
-        is_list = file.read(100).lstrip().startswith(b"[")
-    try:
-        records = json.loads(path.read_bytes()) if is_list else read_jsonl(path)
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
-    roles = {"human": "user", "gpt": "assistant"}
-    for number, record in enumerate(records, 1):
-        try:
-            turns = record.get("messages") or [
-                {"role": roles.get(turn["from"]), "content": turn["value"]} for turn in record["conversations"]
-            ]
-            state = State.load(turns, record.get("task", ""))
-            in_turns = all(role == ("user", "assistant")[i % 2] for i, (role, _) in enumerate(state.messages))
-            sound = in_turns and len(turns) > 1 and all(isinstance(text, str) for _, text in state.messages)
-        except (AttributeError, KeyError, TypeError):
-            sound = False
-        if not sound:
-            raise UserError(f"{path}: record {number} is no chat of user and assistant in turns (data/README.md)")
-        yield state, record.get("reward")
+    out = Output(asked, in_order)
+    todo = tasks[len(out.records) : args.n_expert]
+    out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(tasks[: args.n_expert]), len(out.records))
+    out.finish()
+    return out.path
 
 
 # ----------------------------------------------------------------------------------------------------- the tiny model
@@ -148,7 +136,7 @@ def tokens_and_mask(chat: Chat, state: State, limit: int) -> tuple[list[int], li
     """The trajectory's tokens and which of them the agent wrote (Eq. 5's a_t), cut at `limit` tokens."""
     ids: list[int] = []
     wrote: list[bool] = []
-    runs = chat.runs(state)
+    runs = chat.message_tokens(state)
     for (role, _), run in zip(state.messages[len(state.messages) - len(runs) :], runs, strict=True):
         ids += run
         wrote += [role == "assistant"] * len(run)
@@ -161,80 +149,113 @@ def sft_loss(logits: torch.Tensor, ids: torch.Tensor, wrote: torch.Tensor) -> to
     return cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
 
 
+def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
+    """Demonstrations to train on, and those of every twentieth task to validate (at least 16; of under 160, none)."""
+    tasks = list(dict.fromkeys(s.messages[:3] for s in states))  # instruction, OK, first observation
+    n = max(16, len(tasks) // 20) if len(tasks) >= 160 else 0
+    held = {tasks[i * len(tasks) // n] for i in range(n)}
+    return [s for s in states if s.messages[:3] not in held], [s for s in states if s.messages[:3] in held]
+
+
+Example = tuple[list[int], list[bool]]
+
+
+def collate(examples: list[Example], pad_id: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and which of them the agent wrote, (B, T) each.
+
+    Padding is on the right and attention is causal: nothing that counts can see it.
+    """
+    ids = torch.full((len(examples), max(len(ids) for ids, _ in examples)), pad_id)
+    wrote = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        ids[row, : len(example[0])] = torch.tensor(example[0])
+        wrote[row, : len(example[1])] = torch.tensor(example[1])
+    return ids.to(device), wrote.to(device)
+
+
 def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace) -> dict:
+    training, held_out = hold_out(states)
     if chat.rendering.markov:  # each action stands by itself
-        states = [State(s.messages[: i + 1], s.task) for s in states for i in range(3, len(s.messages), 2)]
-    examples = [e for e in (tokens_and_mask(chat, s, args.max_tokens) for s in states) if any(e[1][1:])]
+        training, held_out = (
+            [State(s.messages[: i + 1], s.task) for s in some for i in range(3, len(s.messages), 2)]
+            for some in (training, held_out)
+        )
+    examples, validation = (
+        [e for e in (tokens_and_mask(chat, s, args.max_tokens) for s in some) if any(e[1][1:])]
+        for some in (training, held_out)
+    )
     if not examples:
         raise UserError(f"no trajectory holds an action within --max-tokens {args.max_tokens}: give it more")
-    optimizer = adamw((p for p in model.parameters() if p.requires_grad), args.lr, args.optim)
-    order = torch.Generator().manual_seed(args.seed)
     if args.model == "tiny":
         args.batch = min(args.batch, math.ceil(len(examples) / 4))
-    per_epoch = math.ceil(len(examples) / args.batch)
     if args.epochs is None:  # the tiny model, if nothing else was asked for
-        args.epochs = max(2, math.ceil(TINY_STEPS / per_epoch))
-    steps = per_epoch * args.epochs
-    step, seen, losses = 0, 0, []
-    model.train()
-    bar = tqdm(total=steps, desc="sft", disable=None)
-    for _ in range(args.epochs):
-        shuffled = torch.randperm(len(examples), generator=order).tolist()
-        for start in range(0, len(shuffled), args.batch):
-            batch = [examples[i] for i in shuffled[start : start + args.batch]]
+        args.epochs = max(TINY["epochs"], math.ceil(TINY_STEPS / math.ceil(len(examples) / args.batch)))
+    save_memory(model, args)
+    longest = max(len(ids) for ids, _ in examples)
+
+    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+        return sft_loss(model(input_ids=ids, use_cache=False).logits, ids, torch.ones_like(ids, dtype=torch.bool))
+
+    check_memory(estimate(model, model.base_model, loss_of, args, longest), model.device)
+    optimizer = adamw((p for p in model.parameters() if p.requires_grad), args.lr, args.optim)
+    pad_id = chat.tokenizer.pad_token_id
+    fit = Training("sft", model, optimizer, args, [1] * len(examples), (ids for ids, _ in examples))
+    for _ in fit.epochs():
+        for update in fit.updates():
+            batch = [examples[i] for i in update]
             n_wrote = sum(sum(wrote[1:]) for _, wrote in batch)
-            total = 0.0
-            for group in batches(batch, lambda e: len(e[0]), args.micro_tokens):  # gradient accumulation
-                width = max(len(batch[i][0]) for i in group)
-                ids = torch.full((len(group), width), chat.tokenizer.pad_token_id)
-                wrote = torch.zeros((len(group), width), dtype=torch.bool)
-                for row, i in enumerate(group):
-                    ids[row, : len(batch[i][0])] = torch.tensor(batch[i][0])
-                    wrote[row, : len(batch[i][1])] = torch.tensor(batch[i][1])
-                ids, wrote = ids.to(model.device), wrote.to(model.device)
-                # Padding is on the right and attention is causal: nothing that counts can see it.
+            for group in fit.share(batches(batch, lambda e: len(e[0]), args.micro_tokens)):  # gradient accumulation
+                ids, wrote = collate([batch[i] for i in group], pad_id, model.device)
                 with mixed_precision(model):
                     logits = model(input_ids=ids, use_cache=False).logits
-                loss = sft_loss(logits, ids, wrote) / n_wrote
-                loss.backward()
-                total += loss.item()
-                seen += ids.numel()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = args.lr * cosine(step, steps)
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            losses.append(total)
-            bar.set_postfix(loss=f"{total:.3f}")
-            bar.update()
-    return {"steps": step, "tokens": seen, "loss": sum(losses[-10:]) / len(losses[-10:])}
+                fit.backward(sft_loss(logits, ids, wrote) / n_wrote, ids.numel())
+            fit.step()
+        figures = validate(model, chat, validation, args)
+        fit.validated(-figures["held_out_loss"] if figures else None, figures)
+    return fit.figures()
+
+
+@torch.no_grad()
+def validate(model: Any, chat: Chat, examples: list[Example], args: argparse.Namespace) -> dict:
+    """Loss a token, and the share of actions whose every token is the likeliest, behind the expert's own history."""
+    if not examples:
+        return {}
+    model.eval()
+    loss, tokens, actions, exact = 0.0, 0, 0, 0
+    for group in batches(examples, lambda e: len(e[0]), args.micro_tokens):
+        ids, wrote = collate([examples[i] for i in group], chat.tokenizer.pad_token_id, model.device)
+        with mixed_precision(model):
+            logits = model(input_ids=ids, use_cache=False).logits
+        loss += sft_loss(logits, ids, wrote).item()
+        wrong = (logits[:, :-1].argmax(-1) != ids[:, 1:]) & wrote[:, 1:]
+        tokens += int(wrote[:, 1:].sum())
+        turn = (wrote[:, 1:] & ~wrote[:, :-1]).cumsum(-1)  # (B, T - 1): which of its row's actions a token belongs to
+        actions += int(turn[:, -1].sum())
+        exact += sum(n - len(set(t[w].tolist())) for n, t, w in zip(turn[:, -1].tolist(), turn, wrong, strict=True))
+    return {"held_out_loss": loss / tokens, "held_out_exact": exact / actions}
 
 
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Table 5: lr 1e-5, batch 64, 3 epochs.")
-    add_arguments(parser)
-    add = parser.add_argument
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 3 epochs.")
+    envs.add_arguments(made, argv)
+    add, said = made.add_argument, choices(PAPER, TINY)
     add("--model", default="tiny", help="tiny, or a HuggingFace name or path (default: %(default)s)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
-    add("--n-expert", type=int, help="number of trajectories (default: all; tiny: 1350)")
-    add("--epochs", type=int, help="default: 3; tiny: 2, or what 200 updates take")
-    add("--lr", type=float, help="default: 1e-5 (with --lora 2e-4); tiny: 3e-3")
-    add("--batch", type=int, help="trajectories a step (default: 64; tiny: 16)")
-    add("--max-tokens", type=int, default=4096, help="longer trajectories are cut (default: %(default)s)")
-    add("--micro-tokens", type=int, default=8192, help="padded tokens in memory at once (default: %(default)s)")
-    add(
-        "--candidates",
-        choices=["free", "valid"],
-        help="which actions the policy may write (default: free; tiny: valid)",
-    )
-    add_training(parser)
+    add("--n-expert", type=at_least(1), help=f"number of trajectories ({said('n_expert')})")
+    add("--epochs", type=at_least(1), help=f"at most ({said('epochs')}, or what 200 updates take)")
+    add("--lr", type=at_least(0, float), help=f"{said('lr')}; with --lora {LR}")
+    add("--batch", type=at_least(1), help=f"trajectories an update ({said('batch')})")
+    add("--max-tokens", type=at_least(2), default=4096, help="longer trajectories are cut (default: %(default)s)")
+    add("--micro-tokens", type=at_least(1), default=8192, help="padded tokens in memory at once (default: %(default)s)")
+    may = "which actions the policy may write"
+    add("--candidates", choices=["free", "valid"], help=f"{may} ({said('candidates')})")
+    add_training(made)
     add("--device")
-    args = parse_arguments(parser, argv)
+    args = parse(made, argv)
     if args.lora and args.model == "tiny":
         raise UserError("--lora: the tiny model is trained from scratch; leave it out, or name another --model")
     check_training(args)
@@ -242,18 +263,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = arguments(argv)
     started = time.time()
     env = envs.from_arguments(args)
-    for name, value in (TINY if args.model == "tiny" else PAPER | ({"lr": LR} if args.lora else {})).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    tiny = TINY | {"epochs": None}  # `train` counts them
+    settle(args, tiny if args.model == "tiny" else PAPER | ({"lr": LR} if args.lora else {}))
     args.out = checkpoint_folder(args.out or args.run / "sft")
+    processes.start()
+    lock = only_writer(args.out) if processes.first() else None
     torch.manual_seed(args.seed)
 
-    if args.expert is None:
-        args.expert = args.run / "expert.jsonl"
-        collect(env, args)
+    with processes.in_turn():
+        args.expert = args.expert or collect(env, args)
     trajectories = list(read_trajectories(args.expert))[: args.n_expert]
     if not trajectories:
         raise UserError(f"{args.expert}: no trajectories")
@@ -265,14 +286,18 @@ def main(argv: list[str] | None = None) -> None:
         chat = Chat(tokenizer, rendering)
         model.to(device_and_dtype(args.device)[0])
     else:
+        whole = not args.lora and args.weights != "bf16"  # trained in float32
         model, chat = load_checkpoint(
-            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=not args.lora
+            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=whole, plain=True
         )
     if args.lora:
         add_lora(model, args.lora)
-    if args.candidates:
-        chat.rendering.candidates = args.candidates
+    chat.rendering.candidates = args.candidates
+    if processes.first():
+        write_meta(args.out, args, [args.expert])  # before training: what is stopped can be resumed as it was begun
     figures = train(model, chat, states, args)
+    if not processes.first():
+        return
     if args.lora:
         merge(model)
     model.to(device_and_dtype(args.device)[1])  # as later stages load it
@@ -282,9 +307,11 @@ def main(argv: list[str] | None = None) -> None:
         model.save_pretrained(folder)
         chat.tokenizer.save_pretrained(folder)
         chat.rendering.save(folder)
-    rewards = [r for _, r in trajectories if r is not None]
+    release(lock)
+    rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
     write_meta(args.out, args, [args.expert], trajectories=len(states), seconds=time.time() - started, **figures)
+    finish(args.out)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"{args.out}: {parameters:.2f} M parameters, {len(states)} trajectories, loss {figures['loss']:.3f}")
 

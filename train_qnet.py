@@ -21,37 +21,57 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from tqdm import tqdm
 
+import envs
 from environments import UserError
+from qlass import processes
 from qlass.chat import Chat, State
 from qlass.driver import Score
 from qlass.jsonl import checkpoint_folder, read_trees, replacing_folder
+from qlass.memory import check_memory, estimate
 from qlass.models import (
     LR,
     adamw,
     add_lora,
     add_training,
     check_training,
-    cosine,
     device_and_dtype,
     load_checkpoint,
     merge,
     mixed_precision,
+    save_memory,
 )
-from qlass.packing import Pair, loss_tokens, pack, packed_loss, pairs_of
+from qlass.packing import PackedPairs, Pair, loss_tokens, pack, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
-from qlass.stage import add_arguments, must_exist, needed, parse_arguments, run_stage, stage_argv, write_meta
+from qlass.prompt_cache import reader
+from qlass.stage import (
+    at_least,
+    choices,
+    must_exist,
+    needed,
+    only_writer,
+    parse,
+    parser,
+    release,
+    run_stage,
+    settle,
+    write_meta,
+)  # fmt: skip
 from qlass.stats import spearman
-from qlass.token_tree import Prompts, batches
+from qlass.token_tree import batches
+from qlass.training import Training, finish
 
+PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096}  # Table 5, Eq. (11)
+TINY = {"epochs": 8, "lr": 1e-3, "batch": 64, "loss_on": "all", "max_tokens": 1024}
+SMALL = 50_000_000  # parameters, below which the settings are TINY's
 HELD_OUT = slice(None, None, 10)  # every tenth tree is not trained on
+TAKES = "about three minutes with the tiny model on two cores"
+MEASURED = 50  # trees at most, when training is over
 
 
 class QNet(nn.Module):
@@ -64,7 +84,7 @@ class QNet(nn.Module):
         self.head = nn.Sequential(  # App. A.2: two hidden layers of 1024, ReLU
             nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)
         ).to(backbone.device)  # fmt: skip
-        self.prompts, self.budget = Prompts(), 16_384
+        self.reader, self.budget = reader(backbone), 16_384
         self.computed = 0  # tokens put through the net for scores, padding included
         self._known: dict[tuple[State, str], float] = {}
 
@@ -77,7 +97,7 @@ class QNet(nn.Module):
 
     def train(self, mode: bool = True) -> QNet:
         """Training changes the weights: what was computed with the old ones is forgotten."""
-        self.prompts, self._known = Prompts(), {}
+        self.reader, self._known = reader(self.backbone), {}
         return super().train(mode)
 
     @torch.inference_mode()
@@ -93,15 +113,14 @@ class QNet(nn.Module):
         states = list(fresh)
         tails = [[self.chat.action(a, s.task) for a in fresh[s]] for s in states]
 
-        def values(inputs: dict, keep: int) -> torch.Tensor:
+        def values(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
             self.computed += inputs["input_ids"].numel()
-            return self(**inputs)[:, -keep:].float()
+            return self(**inputs)[:, columns].float()
 
-        runs, pad_id = [self.chat.runs(s) for s in states], self.chat.tokenizer.pad_token_id
-        for n, out, _, last, paths in self.prompts.read(values, self.backbone, pad_id, self.budget, runs, tails):
+        prompts, pad_id = [self.chat.prompt_tokens(s) for s in states], self.chat.tokenizer.pad_token_id
+        for n, out, _, paths in self.reader.read(values, self.backbone, pad_id, self.budget, prompts, tails):
             v = out.cpu().numpy()
-            for action, path in zip(fresh[states[n]], paths, strict=True):
-                at = np.array(path) - last
+            for action, at in zip(fresh[states[n]], paths, strict=True):
                 self._known[states[n], action] = float(v[at[-1]] if self.readout == "last" else v[at].mean())
         return [[self._known[r.state, action] for action in r.actions] for r in requests]
 
@@ -116,12 +135,13 @@ class QNet(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, device: str | None = None, readout: str | None = None, load_in: str | None = None
-    ) -> QNet:
+        cls, folder: str | Path, device: str | None = None, readout: str | None = None, load_in: str | None = None,
+        plain: bool = False,
+    ) -> QNet:  # fmt: skip
         folder = Path(folder)
         if not (folder / "qnet.json").exists():
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
-        backbone, chat = load_checkpoint(folder, transformers.AutoModel, device, load_in)
+        backbone, chat = load_checkpoint(folder, transformers.AutoModel, device, load_in, plain=plain)
         try:
             about = json.loads((folder / "qnet.json").read_text(encoding="utf-8"))
             qnet = cls(backbone, chat, about["hidden"], readout or about["readout"])
@@ -135,52 +155,54 @@ class QNet(nn.Module):
 # ------------------------------------------------------------------------------------------------------- the targets
 
 
+def pair_values(qnet: QNet, pair: Pair) -> tuple[torch.Tensor, int]:
+    """V of each token of (s, a), and how many of them are the prompt's."""
+    prompt, action = qnet.chat.prompt(pair.state), qnet.chat.action(pair.action, pair.state.task)
+    ids = torch.tensor([[*prompt, *action]], device=qnet.backbone.device)
+    return qnet(input_ids=ids, use_cache=False)[0].float(), len(prompt)
+
+
 def pair_loss(qnet: QNet, pair: Pair, loss_on: str = "all") -> torch.Tensor:
     """Eq. (11) for one pair: 1/n sum_j (V_j - q)^2 over the n tokens of (s, a)."""
-    prompt, action = qnet.chat.prompt(pair.state), qnet.chat.action(pair.action, pair.state.task)
-    values = qnet(input_ids=torch.tensor([[*prompt, *action]], device=qnet.backbone.device))[0]
-    return (values[loss_tokens(prompt, action, loss_on)].float() - pair.q).square().mean()
+    values, n_prompt = pair_values(qnet, pair)
+    return (values[loss_tokens(n_prompt, len(values), loss_on)] - pair.q).square().mean()
 
 
 # ----------------------------------------------------------------------------------------------------------- training
 
 
-def train(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) -> dict:
-    packs = [p for tree in trees for p in pack(qnet.chat, tree, args.loss_on, args.max_tokens)]
-    parameters = [p for p in qnet.parameters() if p.requires_grad]
-    optimizer = adamw(parameters, args.lr, args.optim)
-    order = torch.Generator().manual_seed(args.seed)
-    plan: list[list[int]] = []  # packs of each update: at least `batch` pairs
-    for _ in range(args.epochs):
-        update: list[int] = []
-        for i in torch.randperm(len(packs), generator=order).tolist():
-            update.append(i)
-            if sum(packs[j].pairs for j in update) >= args.batch:
-                plan.append(update)
-                update = []
-        if update:
-            plan.append(update)
-    qnet.train()
-    losses = []
-    bar = tqdm(plan, desc="qnet", disable=None)
-    for step, update in enumerate(bar):
-        pairs, total = sum(packs[i].pairs for i in update), 0.0
-        for group in batches([packs[i] for i in update], lambda p: len(p.tree), args.micro_tokens):
-            with mixed_precision(qnet.backbone):
-                loss = packed_loss(qnet, [packs[update[g]] for g in group]) / pairs
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * cosine(step, len(plan))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-        bar.set_postfix(mse=f"{total:.4f}")
-    computed, plain = sum(len(p.tree) for p in packs), sum(p.tokens for p in packs)
-    last = losses[-max(1, len(losses) // 10) :]
-    return {"updates": len(plan), "tokens": computed * args.epochs, "tokens_pair_by_pair": plain * args.epochs,
-            "mse": sum(last) / len(last)}  # fmt: skip
+def packed_trees(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) -> list[PackedPairs]:
+    """The trees' pairs as the loss reads them, in order; with --plain each by itself."""
+    room = 1 if args.plain else args.max_tokens
+    return [p for tree in trees for p in pack(qnet.chat, tree, args.loss_on, room)]
+
+
+def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
+    packs, validation = packed_trees(qnet, trees, args), packed_trees(qnet, held_out, args)
+    save_memory(qnet.backbone, args)
+    longest = max(len(p.tree) for p in packs)
+    memory = estimate(qnet, qnet.backbone, lambda ids: qnet(input_ids=ids, use_cache=False), args, longest)
+    check_memory(memory, qnet.backbone.device)
+    optimizer = adamw((p for p in qnet.parameters() if p.requires_grad), args.lr, args.optim)
+    data = (values for p in packs for values in (p.tree.ids, p.weighted_q))
+    fit = Training("qnet", qnet, optimizer, args, [p.pairs for p in packs], data)
+    for _ in fit.epochs():
+        for update in fit.updates():  # whole packs
+            batch = [packs[i] for i in update]
+            pairs = sum(p.pairs for p in batch)
+            for group in fit.share(batches(batch, lambda p: len(p.tree), args.micro_tokens)):
+                some = [batch[i] for i in group]
+                with mixed_precision(qnet.backbone):
+                    if args.plain:
+                        loss = sum(pair_loss(qnet, pair, args.loss_on) for p in some for pair in p.members)
+                    else:  # the same at a fraction of the cost
+                        loss = packed_loss(qnet, some)
+                fit.backward(loss / pairs, sum(len(p.tree) for p in some))
+            fit.step()
+        figures = ranking(qnet, held_out, validation, args)
+        fit.validated(-figures["mse"] if len(held_out) >= 5 else None, {f"held_out_{k}": v for k, v in figures.items()})
+    figures, each, once = fit.figures(), sum(p.tokens for p in packs), sum(len(p.tree) for p in packs)
+    return figures | {"tokens_pair_by_pair": figures["tokens"] // once * each}
 
 
 # --------------------------------------------------------------------------------------------- can it rank siblings?
@@ -211,6 +233,21 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
     }
 
 
+def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], args: argparse.Namespace) -> dict:
+    """`sibling_accuracy` of QNet on these trees, given their packs, and the mean square error of its values."""
+    qnet.eval()
+    pairs = [p for tree in trees for p in tree]
+    values = plain_scores(qnet, pairs) if args.plain else packed_scores(qnet, packs, args.micro_tokens)
+    mse = sum((p.q - v) ** 2 for p, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
+    return {"mse": mse} | sibling_accuracy(trees, {(p.state, p.action): v for p, v in zip(pairs, values, strict=True)})
+
+
+@torch.no_grad()
+def plain_scores(qnet: QNet, pairs: list[Pair]) -> list[float]:
+    read = (pair_values(qnet, pair) for pair in pairs)
+    return [float(values[-1] if qnet.readout == "last" else values[n_prompt:].mean()) for values, n_prompt in read]
+
+
 def qnet_scores(qnet: QNet, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
     pairs = list(dict.fromkeys((p.state, p.action) for tree in trees for p in tree))
     return dict(zip(pairs, (s[0] for s in qnet.score([Score(s, (a,)) for s, a in pairs])), strict=True))
@@ -222,25 +259,27 @@ def policy_scores(policy: Policy, trees: list[list[Pair]]) -> dict[tuple[State, 
     return dict(zip(pairs, policy.logprobs(pairs), strict=True))
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
-    add_arguments(parser)
-    add = parser.add_argument
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
+    envs.add_arguments(made, argv)
+    add, said = made.add_argument, choices(PAPER, TINY)
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
-    add("--epochs", type=int, default=2, help="default: %(default)s")
-    add("--lr", type=float, help="default: 1e-5 (with --lora 2e-4); below 50 M parameters 1e-3")
-    add("--batch", type=int, default=64, help="(s, a) pairs an update (default: %(default)s)")
-    add("--loss-on", choices=["all", "action", "last"], default="all", help="tokens with the loss (Eq. 11: all)")
+    add("--epochs", type=at_least(1), help=f"at most ({said('epochs')})")
+    add("--lr", type=at_least(0, float), help=f"{said('lr')}; with --lora {LR}")
+    add("--batch", type=at_least(1), help=f"(s, a) pairs an update ({said('batch')})")
+    tokens = ["all", "action", "last"]
+    add("--loss-on", choices=tokens, help=f"tokens of (s, a) that carry the loss ({said('loss_on')}; Eq. 11: all)")
     add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
     add("--freeze", action="store_true", help="train the head alone")
-    add_training(parser)
-    add("--max-tokens", type=int, help="of a packed tree (default: 4096; below 50 M parameters 1024)")
-    add("--micro-tokens", type=int, default=8192, help="padded tokens in memory at once (default: %(default)s)")
-    add("--limit", type=int, metavar="N", help="number of trees (default: all)")
+    add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
+    add_training(made)
+    add("--max-tokens", type=at_least(1), help=f"of a packed tree ({said('max_tokens')})")
+    add("--micro-tokens", type=at_least(1), default=8192, help="padded tokens in memory at once (default: %(default)s)")
+    add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
     add("--device")
-    args = parse_arguments(parser, argv)
+    args = parse(made, argv)
     if args.lora and args.freeze:
         raise UserError("--lora and --freeze: give one of them")
     check_training(args)
@@ -248,11 +287,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = arguments(argv)
     started = time.time()
+    processes.start()
     must_exist(args.labels, args.sft)
-    args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", stage_argv(args))
+    if processes.count() > 1:  # one process makes what is missing
+        must_exist(args.labels or args.run / "q_labels.jsonl", args.sft or args.run / "sft")
+    args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
     args.out = checkpoint_folder(args.out or args.run / "qnet")
+    lock = only_writer(args.out) if processes.first() else None
 
     trees = []
     for tree in read_trees(args.labels):
@@ -264,37 +307,39 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.labels}: no trees")
     held_out, training = trees[HELD_OUT], [t for i, t in enumerate(trees) if i % 10] or trees
 
-    args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
+    args.sft = needed(args.sft, args.run / "sft", "sft", args)
     torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
-    backbone, chat = load_checkpoint(
-        args.sft, transformers.AutoModel, args.device, args.load_in, train=not (args.lora or args.freeze)
-    )
+    whole = not (args.lora or args.freeze or args.weights == "bf16")  # trained in float32
+    backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, train=whole)
     qnet = QNet(backbone, chat, readout=args.readout)
-    small = sum(p.numel() for p in backbone.parameters()) < 50e6
-    args.lr = args.lr or (1e-3 if small else LR if args.lora else 1e-5)
-    args.max_tokens = args.max_tokens or (1024 if small else 4096)
+    small = sum(p.numel() for p in backbone.parameters()) < SMALL
+    settle(args, TINY if small else PAPER | ({"lr": LR} if args.lora else {}))
     backbone.requires_grad_(not args.freeze)
     if args.lora:
         add_lora(backbone, args.lora)
-    figures = train(qnet, training, args)
-
-    policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
-    for name, some in (("held_out", held_out), ("training", training[: len(held_out)])):
-        figures[name] = sibling_accuracy(some, qnet_scores(qnet, some))
-        figures[name]["policy_sibling_accuracy"] = sibling_accuracy(some, policy_scores(policy, some))[
-            "sibling_accuracy"
-        ]
-
+    figures = train(qnet, training, held_out, args)
+    if not processes.first():
+        return
     if args.lora:
         merge(backbone)
     backbone.to(device_and_dtype(args.device)[1])  # as q_search.py loads it
     with replacing_folder(args.out) as folder:
         qnet.save_pretrained(folder)
-    write_meta(args.out, args, [args.labels, args.sft], trees=len(trees), seconds=time.time() - started, **figures)
-    print(f"{args.out}: mse {figures['mse']:.4f}, each token once: {figures['tokens']:,} of "
-          f"{figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
+    release(lock)
+    about = {"trees": len(trees), **figures}
+    write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
+    finish(args.out)
+
+    policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
+    for name, some in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
+        about[name] = ranking(qnet, some, packed_trees(qnet, some, args), args)
+        of_policy = sibling_accuracy(some, policy_scores(policy, some))
+        about[name]["policy_sibling_accuracy"] = of_policy["sibling_accuracy"]
+    write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
+    print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
+          f"{figures['tokens']:,} of {figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
     for name in ("held_out", "training"):
-        f = figures[name]
+        f = about[name]
         if f["sibling_pairs"]:
             print(f"  {name} trees: sibling pairs ranked right {f['sibling_accuracy']:.3f} of {f['sibling_pairs']} "
                   f"(chance .5, policy's log-probability {f['policy_sibling_accuracy']:.3f}), "

@@ -6,7 +6,8 @@ Writes `json_2.1.1/{train,valid_seen,valid_unseen}/<task>/<trial>/game.tw-pddl`:
 living rooms, bedrooms and bathrooms, numbered as in ALFWorld (1-30, 201-230, 301-330, 401-430). A number is a layout:
 which receptacles there are, which of them can be opened, which stand at one spot. Training and `valid_seen` share
 layouts and differ in what lies where; the layouts of `valid_unseen` occur in no other split. Every game is solved
-before it is written. The same seed gives the same bytes.
+before it is written. The same seed gives the same bytes. The evaluation splits have a seed of their own, SEED +
+EVALUATION: raise EVALUATION once choices have been made in view of their results, and training stays as it is.
 
 Domain and grammar are the same in every game of ALFWorld and half of its size, so a file holds only the lines of the
 grammar that tell games apart. `--full` writes them whole, from the `alfworld` package (requirements-alfworld.txt), for
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 GENERATED = Path(__file__).parent / "generated"
 LAYOUTS = 30  # of each kind of room
 UNSEEN = range(25, 31)  # those that training never sees
+EVALUATION = 1000
 TRAIN, VALID_SEEN, VALID_UNSEEN = 2000, 140, 134  # of the last two as many as ALFWorld has
 
 # kind of room -> first number - 1, its receptacles with the fewest and the most of each
@@ -262,10 +264,12 @@ def games(seed: int, train: int) -> Iterator[tuple[str, dict]]:
     from environments.alfworld.expert import plan
 
     seen = [i for i in range(1, LAYOUTS + 1) if i not in UNSEEN]
-    rooms = {(room, i): layout(seed, room, i) for room in ROOMS for i in (*seen, *UNSEEN)}
+    rooms = {(room, i): layout(seed, room, i) for room in ROOMS for i in seen}
+    rooms |= {(room, i): layout(seed + EVALUATION, room, i) for room in ROOMS for i in UNSEEN}
     used: set[int] = set()
     for split, count in {"train": train, "valid_seen": VALID_SEEN, "valid_unseen": VALID_UNSEEN}.items():
-        rng = random.Random(f"alfworld-{seed}-{split}")
+        source = seed if split == "train" else seed + EVALUATION
+        rng = random.Random(f"alfworld-{source}-{split}")
         made = 0
         while made < count:
             [task] = rng.choices(TASKS, [task.share for task in TASKS])
@@ -286,7 +290,7 @@ def games(seed: int, train: int) -> Iterator[tuple[str, dict]]:
                 continue
             used.add(place.number)
             content = {"pddl_domain": "", "grammar": grammar, "pddl_problem": pddl, "solvable": True}
-            yield f"{split}/{folder}/trial_{seed}_{made:05d}/game.tw-pddl", content | {"walkthrough": walkthrough}
+            yield f"{split}/{folder}/trial_{source}_{made:05d}/game.tw-pddl", content | {"walkthrough": walkthrough}
             made += 1
 
 

@@ -13,8 +13,9 @@
     qlass   -N trajectories a task, each action the best of -M by QNet (Alg. 4); one QNet for each process reward
     tree    the best branch of each exploration tree, no new rollouts: what the trees alone are worth
 
-All keep a trajectory whose true reward reaches --threshold, which training tasks may tell. The model starts from where
-RUN/sft started, not from RUN/sft, and is trained in the same way on more data.
+rft and tree keep the trajectories whose true reward reaches --threshold, which training tasks may tell. qlass keeps
+all of them, as the paper does: Q takes the place of the outcome. With --threshold it filters too, which a table has to
+say. The model starts from where RUN/sft started, not from RUN/sft, and is trained in the same way on more data.
 """
 
 from __future__ import annotations
@@ -25,53 +26,42 @@ import time
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
-from tqdm import tqdm
-
 import envs
 import sft
 from environments import UserError
 from q_search import Method, episode
+from qlass import costs
 from qlass.chat import Chat
+from qlass.demonstrations import read_trajectories
 from qlass.driver import Sample, Score, drive
-from qlass.jsonl import Resumable, read_trees, write_jsonl
+from qlass.jsonl import read_trees, write_jsonl
 from qlass.policy import Policy
-from qlass.stage import (
-    add_arguments,
-    meta_path,
-    needed,
-    parse_arguments,
-    run_stage,
-    same_arguments,
-    stage_argv,
-    write_meta,
-)
+from qlass.stage import Output, at_least, handed_on, meta_path, needed, parse, parser, run_stage, write_meta
 from train_qnet import QNet
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not drawn again
 
 
-def play(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
+def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
     """N trajectories of one task as lines of expert.jsonl, whatever they earned."""
     lines = []
     for trial in range(method.N):
-        played = yield from episode(env, task_id, method, trial, chat)
-        state, action = played["last"]
-        messages = [*state.dump(), {"role": "assistant", "content": action}]
-        line = {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages}
-        lines.append(line | {"reward": played["reward"], "tokens": played["tokens"]})
+        played = yield from episode(env, task_id, method, trial, chat.rendering)
+        last = played.steps[-1]
+        messages = [*last.state.dump(), {"role": "assistant", "content": last.action}]
+        line = {"task_id": task_id, "env": env.name, "task": last.state.task, "messages": messages}
+        lines.append(line | {"reward": played.reward, "tokens": costs.tokens(chat, played.steps, bool(method.scorer))})
     env.close()
     return lines
 
 
 def rollouts(args: argparse.Namespace, env: envs.TextEnv) -> list[dict]:
     """Trajectories on the training tasks, those of a stopped run included."""
-    path = args.run / f"self_train-{args.name}.rollouts.jsonl"
-    same_arguments(path, args, ["method", "sft", "qnet", "M", "N", "temperature"])
-    finished = Resumable(path, lambda records: len(records) // args.N * args.N)
-    done = {line["task_id"] for line in finished.records}
+    asked = argparse.Namespace(**vars(args) | {"out": args.run / f"self_train-{args.name}.rollouts.jsonl"})
+    out = Output(asked, lambda records: len(records) // args.N * args.N, [args.sft, args.qnet], free=["threshold"])
+    done = {line["task_id"] for line in out.records}
     tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
     if todo := [t for t in tasks if t not in done]:
-        write_meta(path, args, [args.sft, args.qnet])
         policy = Policy.load(args.sft, args.device, args.seed + OTHER_LUCK)
         answers = {Sample: policy.sample}
         if args.temperature is not None:
@@ -79,14 +69,11 @@ def rollouts(args: argparse.Namespace, env: envs.TextEnv) -> list[dict]:
         if args.qnet:
             answers[Score] = QNet.from_pretrained(args.qnet, args.device).score
         method = Method("qlass" if args.qnet else "sample", args.M, args.N)
-        bar = tqdm(total=len(tasks), initial=len(tasks) - len(todo), desc=args.name, disable=None)
-        for lines in drive((play(env.fork(), t, method, policy.chat) for t in todo), answers, env.side_by_side):
-            finished.append(lines)
-            finished.records += lines
-            bar.update()
-    finished.close()
-    chosen = set(tasks)
-    return [line for line in finished.records if line["task_id"] in chosen]
+        grown = drive((trajectories(env.fork(), t, method, policy.chat) for t in todo), answers, env.side_by_side)
+        out.grow(grown, args.name, len(tasks), len(tasks) - len(todo))
+    rank = {task: n for n, task in enumerate(tasks)}
+    out.finish(lambda line: rank.get(line["task_id"], len(rank)))
+    return [line for line in out.records if line["task_id"] in rank]
 
 
 def best_branch(tree: list[dict]) -> dict | None:
@@ -117,52 +104,62 @@ def kept(lines: Iterable[dict], threshold: float, known: Iterable[dict]) -> list
 
 def demonstrations(record: dict, env: str) -> list[dict]:
     """What a checkpoint was trained on, by its meta.json's arguments."""
-    trajectories = list(sft.read_trajectories(Path(record["expert"])))[: record["n_expert"]]
+    trajectories = list(read_trajectories(Path(record["expert"])))[: record["n_expert"]]
     return [
-        {"task_id": f"expert/{i}", "env": env, "task": state.task, "messages": state.dump(), "reward": reward}
-        for i, (state, reward) in enumerate(trajectories)
+        {
+            "task_id": record.get("task_id", f"expert/{i}"),
+            "env": env,
+            "task": state.task,
+            "messages": state.dump(),
+            "reward": record.get("reward"),
+        }
+        for i, (state, record) in enumerate(trajectories)
     ]
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="Sec. 5.2: M = 3, N = 1.")
-    add_arguments(parser)
-    add = parser.add_argument
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__, epilog="Sec. 5.2: M = 3, N = 1.")
+    envs.add_arguments(made, argv)
+    add = made.add_argument
     add("--method", choices=["rft", "qlass", "tree"], default="qlass", help="default: %(default)s")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: the method)")
-    add("-M", type=int, help="candidates a step (default: qlass 3, rft 1)")
-    add("-N", type=int, help="trajectories a task (default: qlass 1, rft 3, so that both draw three times the actions)")
-    add("--threshold", type=float, default=1.0, help="reward that a trajectory must reach (default: %(default)s)")
-    add("--limit", type=int, default=300, metavar="N", help="number of training tasks (default: %(default)s; 0: all)")
-    add("--temperature", type=float, help="default: the checkpoint's own (0.7; tiny: 1)")
+    add("-M", type=at_least(1), help="candidates a step (default: qlass 3, rft 1)")
+    said = "trajectories a task (default: qlass 1, rft 3, so that both sample three times the actions)"
+    add("-N", type=at_least(1), help=said)
+    said = "reward that a trajectory must reach (default: qlass 0, all; others 1)"
+    add("--threshold", type=at_least(0, float), help=said)
+    said = "number of training tasks (default: %(default)s; 0: all)"
+    add("--limit", type=at_least(0), default=300, metavar="N", help=said)
+    add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
     add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
     add("--device")
-    args = parse_arguments(parser, argv)
+    args = parse(made, argv)
     if args.method == "rft" and (args.M or 1) > 1:
         raise UserError(f"-M {args.M}: rft has no QNet to choose among candidates; give -N, trajectories a task")
     args.name = args.name or args.method
+    args.threshold = float(args.method != "qlass") if args.threshold is None else args.threshold
     args.M, args.N = args.M or (1 if args.method == "rft" else 3), args.N or (3 if args.method == "rft" else 1)
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = arguments(argv)
     started = time.time()
     env = envs.from_arguments(args)
-    args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
+    args.sft = needed(args.sft, args.run / "sft", "sft", args)
     if not meta_path(args.sft).exists():
         raise UserError(f"{meta_path(args.sft)}: missing; it tells how sft.py made {args.sft}, run that again")
     record = json.loads(meta_path(args.sft).read_text(encoding="utf-8"))["arguments"]
     expert = demonstrations(record, env.name)
     if args.method == "tree":
-        args.trees, args.qnet = needed(args.trees, args.run / "trees.jsonl", "build_trees", stage_argv(args)), None
+        args.trees, args.qnet = needed(args.trees, args.run / "trees.jsonl", "build_trees", args), None
         lines = [line for tree in read_trees(args.trees) if (line := best_branch(tree))]
     else:
         args.qnet = None if args.method == "rft" else args.qnet
         if args.method == "qlass":
-            args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", stage_argv(args))
+            args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args)
         lines = rollouts(args, env)
     new = kept(lines, args.threshold, expert)
     if not new:
@@ -188,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     flags = [f"--{name.replace('_', '-')}={record[name]}" for name in again if record.get(name) is not None]
     flags += ["--device", args.device] if args.device else []
     flags += ["--model", record["model"], "--expert", str(merged), "--n-expert", str(len(expert) + len(new))]
-    sft.main([*stage_argv(args), *flags, "--out", str(out)])
+    sft.main([*handed_on(args), *flags, "--out", str(out)])
     print(f"next: python q_search.py --env {args.env} --run {args.run} --sft {out} --label {args.name} --method greedy "
           f"--out {args.run}/results-{args.name}.jsonl")  # fmt: skip
 

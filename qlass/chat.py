@@ -1,13 +1,14 @@
 """How a state becomes tokens, for every stage alike.
 
 A state is a list of chat messages (`State`); an action is "Thought: ...\\nAction: ..." (`react`, `parse_action`).
-`Chat` turns messages into tokens by the model's own chat template, one run of tokens a message; a checkpoint's
+`Chat` turns messages into tokens by the model's own chat template, one list of tokens a message; a checkpoint's
 `Rendering` says which aids it reads with.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import hashlib
 import json
@@ -16,7 +17,10 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
+
+from environments import UserError
 
 # ------------------------------------------------------------------------------------------------- states and actions
 
@@ -82,6 +86,12 @@ class Rendering:
     mark_matches: bool = False  # a mark behind each word of the task, in observations, thoughts and actions
     compact: bool = False  # no instruction turn; in a page neither the task again nor a page shown before
     markov: bool = False  # the last observation alone, for an environment where it says all
+    top_p: float = 1.0  # of free text, as top_k and stop are; 1: all
+    top_k: int = 0  # 0: all
+    stop: tuple[str, ...] = ()  # texts that end an action, besides the end of the turn
+    think: bool = False  # leave a reasoning model its <think>; else the prompt closes it at once
+    truncate: str | None = None  # "oldest": the oldest turns go where a prompt is beyond the model's context
+    date: str | None = None  # what a template that prints today's date prints instead
 
     FILE = "policy.json"
 
@@ -91,11 +101,13 @@ class Rendering:
     @classmethod
     def load(cls, folder: str | Path) -> Rendering:
         file = Path(folder) / cls.FILE
-        return cls(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else cls()
+        rendering = cls(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else cls()
+        return dataclasses.replace(rendering, stop=tuple(rendering.stop))
 
 
 MARK = "✓"
-_WORD = re.compile(r"[^\W_]+(?:[.'-][^\W_]+)*")
+_WORD = re.compile(r"\$?[^\W_]+(?:[.'-][^\W_]+)*")
+_LIMIT = re.compile(r"price lower than (\d+\.\d+) dollars")
 _STOP_WORDS = frozenset("a an and are as at be by for from i in is it me my of on or than that the to with you".split())  # noqa: SIM905
 
 
@@ -106,9 +118,14 @@ def task_words(task: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=100_000)
 def mark(text: str, task: str) -> str:
-    """ "red cotton shirt" for the task "a red shirt" -> "red ✓ cotton shirt ✓"."""
-    words = task_words(task)
-    return _WORD.sub(lambda m: f"{m[0]} {MARK}" if m[0].lower() in words else m[0], text)
+    """ "red cotton shirt" for the task "a red shirt" -> "red ✓ cotton shirt ✓"; so a price within its limit too."""
+    words, limit = task_words(task), _LIMIT.search(task)
+
+    def marked(word: str) -> str:
+        within = limit and re.fullmatch(r"\$\d+\.\d+", word) and float(word[1:]) <= float(limit[1])
+        return f"{word} {MARK}" if within or word.lower() in words else word
+
+    return _WORD.sub(lambda m: marked(m[0]), text)
 
 
 def unmark(text: str) -> str:
@@ -119,72 +136,149 @@ SAME_PAGE = "(same page)"
 
 
 class Chat:
-    """Messages -> tokens, one run a message, so that a state's tokens are a prefix of every later state's.
+    """Messages -> tokens, one list a message, so that a state's tokens are a prefix of every later state's.
 
-    A chat template is read off once as five strings around the contents,
+    A chat template is read off once as strings around the contents,
 
-        begin USER ask lead ASSISTANT stop turn USER ask lead ASSISTANT stop ...
+        begin [system SYSTEM between] USER ask lead ASSISTANT stop turn USER ask lead ASSISTANT stop ...
 
     where `lead` is a space or nothing, and `stop` ends with the token that ends the assistant's turn. What the
-    assistant writes, `stop` included, is what Eq. (5) trains; everything else is the user's.
+    assistant writes, `stop` included, is what Eq. (5) trains; everything else is the user's. A message that holds the
+    text of a control token stays text.
     """
 
     PLAIN = (  # for a model without a template of its own
         "{% for m in messages %}{% if m.role == 'user' %}{{ 'User: ' + m.content + '\nAssistant: ' }}"
         "{% else %}{{ m.content + eos_token + '\n' }}{% endif %}{% endfor %}"
     )
+    NO_THOUGHT = "<think>\n\n</think>\n\n"
 
-    def __init__(self, tokenizer: Any, rendering: Rendering) -> None:
-        self.tokenizer, self.rendering = tokenizer, rendering
-        probe = [{"role": role, "content": f"§{i}§"} for i, role in enumerate(["user", "assistant"] * 2)]
-        template = tokenizer.chat_template or self.PLAIN
-        text = tokenizer.apply_chat_template(probe, chat_template=template, tokenize=False)
-        self.begin, self.ask, after, *_ = re.split(r"§\d§", text)
+    def __init__(
+        self, tokenizer: Any, rendering: Rendering, vocabulary: int | None = None, context: int | None = None
+    ) -> None:
+        """vocabulary, context: of the model; None: as large as they need be."""
+        self.tokenizer, self.rendering, self.vocabulary, self.context = tokenizer, rendering, vocabulary, context
+        self.truncated = 0  # prompts that have lost their oldest turns
+        specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+        self._specials = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
+        template = self._dated(tokenizer.chat_template or self.PLAIN)
+        roles = ["user", "assistant"] * 2
+        self.begin, self.ask, after, *_ = self._around(template, roles)
+        if not tokenizer.chat_template and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]:
+            self.begin = tokenizer.bos_token + self.begin
+        try:
+            self.system, self.between, *_ = self._around(template, ["system", *roles])
+        except (jinja2.TemplateError, ValueError):  # the template knows no such role: before the user's first words
+            self.system, self.between = self.begin, "\n\n"
+        if "<think>" in template and not rendering.think:
+            self.ask += self.NO_THOUGHT
         # A space before the assistant's words is the first word's, as in any text; SentencePiece adds it by itself.
         without = self.ask.rstrip(" ")
-        prefixed = tokenizer.convert_ids_to_tokens(self._ids("a"))[0].startswith("▁")
+        prefixed = tokenizer.convert_ids_to_tokens(self._ids("", "a", ""))[0].startswith("▁")
         self.ask, self.lead = without, "" if prefixed else self.ask[len(without) :]
         # The turn ends with the first special token behind the assistant's words, whether it has a name or not.
-        special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-        specials = [(after.find(t), t) for t in special if t in after]
-        if specials:
-            at, token = min(specials)
-            self.stop, self.turn = after[: at + len(token)], after[at + len(token) :]
+        if end := self._specials.search(after):
+            self.stop, self.turn = after[: end.end()], after[end.end() :]
         else:
             self.stop, self.turn = tokenizer.eos_token, after
-        self.stop_id = self._ids(self.stop)[-1]
+        self.stop_id = self._ids(self.stop, "", "")[-1]
         self._ids = functools.lru_cache(maxsize=100_000)(self._ids)  # type: ignore[method-assign]
 
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False).input_ids
+    def _dated(self, template: str) -> str:
+        """A template that prints today's date prints the checkpoint's, so that its prompts stay what they were."""
 
-    def runs(self, state: State) -> list[list[int]]:
-        """One list of tokens for each message of the state; the last user message's ends with the generation prompt."""
-        r, runs, seen = self.rendering, [], set()
-        messages = state.messages[2:] if r.compact and state.messages[1:2] == (("assistant", "OK"),) else state.messages
+        def pinned(call: re.Match) -> str:
+            self.rendering.date = self.rendering.date or datetime.date.today().isoformat()
+            return repr(datetime.date.fromisoformat(self.rendering.date).strftime(call[2]))
+
+        return re.sub(r"""strftime_now\((['"])(.*?)\1\)""", pinned, template)
+
+    def _around(self, template: str, roles: Sequence[str]) -> list[str]:
+        """What the template writes before, between and behind the contents of messages with these roles."""
+        probe = [{"role": role, "content": f"§{i}§"} for i, role in enumerate(roles)]
+        text = self.tokenizer.apply_chat_template(probe, chat_template=template, tokenize=False)
+        parts = re.split(r"§\d§", text)
+        if len(parts) != len(roles) + 1:
+            raise ValueError("not all messages are shown")
+        return parts
+
+    def _ids(self, before: str, content: str, after: str) -> list[int]:
+        """Tokens of the three texts joined; in the middle one, control tokens are no more than their characters."""
+        encode = functools.partial(self.tokenizer, add_special_tokens=False)
+        if self._specials.search(content):
+            # The template's own tokens around the content part the text: what is between them is encoded by itself.
+            head = max((m.end() for m in self._specials.finditer(before)), default=0)
+            tail = m.start() if (m := self._specials.search(after)) else len(after)
+            middle = encode(before[head:] + content + after[:tail], split_special_tokens=True).input_ids
+            ids = encode(before[:head]).input_ids + middle + encode(after[tail:]).input_ids
+        else:
+            ids = encode(before + content + after).input_ids
+        if self.vocabulary and max(ids, default=0) >= self.vocabulary:
+            token = self.tokenizer.convert_ids_to_tokens(max(ids))
+            raise UserError(f"the tokenizer writes {token!r}, of which the model of {self.vocabulary:,} knows nothing: "
+                            "was the checkpoint's folder mixed from two?")  # fmt: skip
+        return ids
+
+    def message_tokens(self, state: State) -> list[list[int]]:
+        """One list of tokens for each message of the state; the last user message's ends with the generation prompt.
+
+        A system message stands in one list with the user's first.
+        """
+        r, lists, seen = self.rendering, [], set()
+        messages, begin = list(state.messages), self.begin
+        if messages[0][0] == "system":
+            begin = self.system + messages.pop(0)[1] + self.between
+        if r.compact and messages[1:2] == [("assistant", "OK")]:
+            del messages[:2]
         if r.markov:
             messages = messages[-1 - (messages[-1][0] == "assistant") :]
         for i, (role, content) in enumerate(messages):
             if role == "assistant":
-                runs.append(self.action(content, state.task))
+                lists.append(self.action(content, state.task))
                 continue
             if r.compact and i:
                 content = SAME_PAGE if content in seen else content.replace(state.task, "")
                 seen.add(messages[i][1])
             content = mark(content, state.task) if r.mark_matches and i else content
-            runs.append(self._ids((self.turn if i else self.begin) + content + self.ask))
-        return runs
+            lists.append(self._ids(self.turn if i else begin, content, self.ask))
+        return lists
+
+    def prompt_tokens(self, state: State) -> list[list[int]]:
+        """`message_tokens` of a prompt that leaves the model room for an action; UserError where it does not."""
+        lists = self.message_tokens(state)
+        if self.context is None:
+            return lists
+        length, room = sum(map(len, lists)), self.context - self.rendering.max_new_tokens
+        if length > room and self.rendering.truncate == "oldest":
+            self.truncated += 1
+            while length > room and len(lists) > 3:  # the instruction stays, and the last observation
+                length -= sum(map(len, lists[1:3]))
+                del lists[1:3]
+        if length > room:
+            raise UserError(
+                f"a prompt of {length:,} tokens and an action of up to {self.rendering.max_new_tokens:,} are more than "
+                f"the model's context of {self.context:,}: --truncate oldest leaves out the oldest turns, "
+                "--max-new-tokens makes room"
+            )
+        return lists
 
     def prompt(self, state: State) -> list[int]:
-        return [token for run in self.runs(state) for token in run]
+        return [token for tokens in self.message_tokens(state) for token in tokens]
 
     def action(self, text: str, task: str) -> list[int]:
         """Tokens of an action as the assistant writes it, the token that ends its turn included."""
-        return self._ids(self.lead + (mark(text, task) if self.rendering.mark_matches else text) + self.stop)
+        return self._ids(self.lead, mark(text, task) if self.rendering.mark_matches else text, self.stop)
 
     def text(self, ids: Sequence[int]) -> str:
         """Tokens that a model wrote -> the action's text, as the environment and the tree files hold it."""
         ids = list(ids)
         ids = ids[: ids.index(self.stop_id)] if self.stop_id in ids else ids
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.said(self.tokenizer.decode(ids, skip_special_tokens=not self.rendering.think))
+
+    def said(self, text: str) -> str:
+        """What a model wrote -> the action in it: without its thinking, and up to the first stop text."""
+        if self.rendering.think:
+            text = self._specials.sub("", text.rpartition("</think>")[2])
+        for stop in self.rendering.stop:
+            text = text.split(stop, 1)[0]
         return (unmark(text) if self.rendering.mark_matches else text).strip()

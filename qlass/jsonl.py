@@ -118,36 +118,42 @@ def complete_tree(tree: list[dict], path: str | Path) -> list[dict]:
     return tree
 
 
-class Resumable:
-    """A JSONL file that grows by groups of lines (a tree, an episode's result) and survives a stop at any byte.
+def complete_records(path: Path, complete: Callable[[list[dict]], int]) -> tuple[list[dict], int]:
+    """The records of a file that whole groups of lines are made of (a tree, an episode's result), and their bytes.
 
-    `complete(lines)` tells from the lines read so far how many of them form whole groups; the rest is cut off.
+    `complete(records)` says how many of the first records form whole groups. A stop leaves the last line unfinished.
     """
+    ends: list[int] = []
+    if path.exists():
+        with open(path, "rb") as lines:
+            at = 0
+            for line in lines:
+                at += len(line)
+                if line.strip() and line.endswith(b"\n"):
+                    ends.append(at)
+    records = list(itertools.islice(read_jsonl(path), len(ends))) if ends else []
+    try:
+        keep = complete(records)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: lines without {error}, from another stage? Name another --out") from None
+    return records[:keep], ends[keep - 1] if keep else 0
+
+
+class Resumable:
+    """A JSONL file that grows by groups of lines and survives a stop at any byte: what is incomplete is cut off."""
 
     def __init__(self, path: str | Path, complete: Callable[[list[dict]], int]) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.records: list[dict] = []
-        ends: list[int] = []  # of each line, in bytes
-        if self.path.exists():
-            with open(self.path, "rb") as lines:
-                at = 0
-                for line in lines:
-                    at += len(line)
-                    if line.strip() and line.endswith(b"\n"):  # a stop leaves the last line unfinished
-                        ends.append(at)
-            self.records = list(itertools.islice(read_jsonl(self.path), len(ends)))
-        try:
-            keep = complete(self.records)
-        except KeyError as error:
-            raise UserError(f"{self.path}: lines without {error}, from another stage? Name another --out") from None
-        del self.records[keep:]
+        self.records, end = complete_records(self.path, complete)
         self.file = open(self.path, "ab")  # noqa: SIM115  (open for the life of the stage)
-        self.file.truncate(ends[keep - 1] if keep else 0)
+        self.file.truncate(end)
 
     def append(self, group: Iterable[dict]) -> None:
+        group = list(group)
         self.file.write("".join(map(dumps, group)).encode())
         self.file.flush()
+        self.records += group
 
     def close(self) -> None:
         self.file.close()

@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from qlass.chat import Chat, State
-from qlass.token_tree import TokenTree, packed
+from qlass.token_tree import TokenTree, batches, packed, windows_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,60 +38,89 @@ def pairs_of(tree: list[dict]) -> list[Pair]:
     return pairs
 
 
-def loss_tokens(prompt: Sequence[int], action: Sequence[int], loss_on: str) -> slice:
-    """Which tokens of (s, a) carry the loss: all (Eq. 11), the action's, or its last."""
-    n = len(prompt) + len(action)
-    return slice({"all": 0, "action": len(prompt), "last": n - 1}[loss_on], n)
+def loss_tokens(n_prompt: int, n: int, loss_on: str) -> slice:
+    """Which of the n tokens of (s, a) carry the loss: all (Eq. 11), the action's, or its last."""
+    return slice({"all": 0, "action": n_prompt, "last": n - 1}[loss_on], n)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class PackedPairs:
-    """Pairs as one token tree with, for each token, sum_i w_i and sum_i w_i q_i over the pairs through it."""
+    """Pairs as one token tree with, for each token, sum_i w_i and sum_i w_i q_i over the pairs through it.
 
-    tree: TokenTree = dataclasses.field(default_factory=TokenTree)
-    weight: list[float] = dataclasses.field(default_factory=list)
-    weighted_q: list[float] = dataclasses.field(default_factory=list)
-    constant: float = 0.0  # what the squares' completion leaves over, so that losses are equal too
-    pairs: int = 0
-    tokens: int = 0  # of the pairs one by one
+    20 bytes a token, beside the pairs themselves.
+    """
 
-    def add(self, prompt: list[int], action: list[int], q: float, loss_on: str) -> None:
-        path = self.tree.add([*prompt, *action])
-        grow = len(self.tree) - len(self.weight)
-        self.weight += [0.0] * grow
-        self.weighted_q += [0.0] * grow
-        trained = path[loss_tokens(prompt, action, loss_on)]
-        for token in trained:  # w_i = 1 / n_i
-            self.weight[token] += 1 / len(trained)
-            self.weighted_q[token] += q / len(trained)
-        self.constant += q * q
-        self.pairs += 1
-        self.tokens += len(path)
+    members: tuple[Pair, ...]
+    tree: TokenTree
+    weight: np.ndarray
+    weighted_q: np.ndarray
+    constant: float  # what the squares' completion leaves over, so that losses are equal too
+    ends: np.ndarray  # (pairs, 2): the last token of each pair's action, and how many the action has
+    tokens: int  # of the pairs one by one
+
+    @property
+    def pairs(self) -> int:
+        return len(self.members)
+
+    @staticmethod
+    def of(tree: TokenTree, members: list[Pair], paths: list[list[int]], prompts: list[int], on: str) -> PackedPairs:
+        """From each pair's path through the tree, and how many of its tokens are the prompt's."""
+        weight, weighted_q = np.zeros((2, len(tree)))
+        for pair, path, n_prompt in zip(members, paths, prompts, strict=True):
+            trained = path[loss_tokens(n_prompt, len(path), on)]
+            weight[trained] += 1 / len(trained)  # w_i = 1 / n_i
+            weighted_q[trained] += pair.q / len(trained)
+        return PackedPairs(
+            tuple(members), tree.frozen(), weight.astype(np.float32), weighted_q.astype(np.float32),
+            constant=sum(p.q * p.q for p in members), tokens=sum(map(len, paths)),
+            ends=np.array([(path[-1], len(path) - n) for path, n in zip(paths, prompts, strict=True)], np.int32),
+        )  # fmt: skip
 
 
 def pack(chat: Chat, pairs: Sequence[Pair], loss_on: str, max_tokens: int) -> Iterator[PackedPairs]:
     """A tree's pairs, depth first, in token trees of at most `max_tokens` each (or of one pair that is longer)."""
-    current = PackedPairs()
+    tree, members, paths, prompts = TokenTree(), [], [], []
     for pair in pairs:
         prompt, action = chat.prompt(pair.state), chat.action(pair.action, pair.state.task)
-        if current.pairs and len(current.tree) + current.tree.growth([*prompt, *action]) > max_tokens:
-            yield current
-            current = PackedPairs()
-        current.add(prompt, action, pair.q, loss_on)
-    if current.pairs:
-        yield current
+        if members and len(tree) + tree.growth([*prompt, *action]) > max_tokens:
+            yield PackedPairs.of(tree, members, paths, prompts, loss_on)
+            tree, members, paths, prompts = TokenTree(), [], [], []
+        members.append(pair)
+        paths.append(tree.add([*prompt, *action]))
+        prompts.append(len(prompt))
+    if members:
+        yield PackedPairs.of(tree, members, paths, prompts, loss_on)
 
 
 def packed_loss(qnet: Any, packs: Sequence[PackedPairs]) -> torch.Tensor:
     """The sum of `pair_loss` over all pairs of the packs, each unique token computed once."""
-    backbone = qnet.backbone
-    inputs = packed([p.tree for p in packs], qnet.chat.tokenizer.pad_token_id, backbone.device, backbone.dtype)
+    inputs = inputs_of(qnet, packs)
     weight, weighted_q = torch.zeros(2, *inputs["input_ids"].shape)
     for row, p in enumerate(packs):  # padded on the left, as the ids are
-        weight[row, -len(p.tree) :] = torch.tensor(p.weight)
-        weighted_q[row, -len(p.tree) :] = torch.tensor(p.weighted_q)
+        weight[row, -len(p.tree) :] = torch.from_numpy(p.weight)
+        weighted_q[row, -len(p.tree) :] = torch.from_numpy(p.weighted_q)
     at = weight > 0
-    v = qnet(at=at.to(backbone.device), **inputs, use_cache=False).float()
+    v = qnet(at=at.to(qnet.backbone.device), **inputs, use_cache=False).float()
     w, wq = weight[at].to(v.device), weighted_q[at].to(v.device)
     # sum_i w_i (v - q_i)^2 = W v^2 - 2 v sum_i w_i q_i + sum_i w_i q_i^2, the last of which sums to sum_i q_i^2
     return (w * v.square() - 2 * wq * v).sum() + sum(p.constant for p in packs)
+
+
+@torch.no_grad()
+def packed_scores(qnet: Any, packs: Sequence[PackedPairs], budget: int) -> list[float]:
+    """Q(s, a) of the packs' pairs in turn, as `QNet.score` reads it, each unique token computed once."""
+    scores: list[list[float]] = [[] for _ in packs]
+    for group in batches(packs, lambda p: len(p.tree), budget):
+        v = qnet(**inputs_of(qnet, [packs[i] for i in group]), use_cache=False).float().cpu().numpy()
+        for row, i in enumerate(group):
+            own = v[row, -len(packs[i].tree) :]
+            for end, n in packs[i].ends.tolist():
+                scores[i].append(float(own[packs[i].tree.above(end)[:n] if qnet.readout == "mean" else end].mean()))
+    return [score for some in scores for score in some]
+
+
+def inputs_of(qnet: Any, packs: Sequence[PackedPairs]) -> dict[str, torch.Tensor]:
+    backbone = qnet.backbone
+    windows = windows_of(backbone.config)
+    pad_id = qnet.chat.tokenizer.pad_token_id
+    return packed([p.tree for p in packs], pad_id, backbone.device, backbone.dtype, windows=windows)

@@ -6,6 +6,8 @@ batch size.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +16,42 @@ import torch
 import transformers
 
 from environments import UserError
-from qlass.chat import Chat, State, uniforms
+from qlass.chat import Chat, Rendering, State, uniforms
 from qlass.driver import Candidate, Sample
-from qlass.models import load_checkpoint
-from qlass.token_tree import Prompt, Prompts, batches
+from qlass.models import load_chat, load_checkpoint
+from qlass.prompt_cache import PlainReader, Prompt, Row, reader
+from qlass.server import ServerPolicy
+from qlass.stage import at_least
+from qlass.token_tree import TokenTree, additive_masks, batches, packed, windows_of
 
 
 class Policy:
     """pi(a | s): a causal LM that answers Sample requests, free or among the valid actions."""
 
-    def __init__(self, model: Any, chat: Chat, seed: int = 0, budget: int = 16_384) -> None:
+    def __init__(
+        self, model: Any, chat: Chat, seed: int = 0, budget: int = 16_384, cache_gb: float | None = None
+    ) -> None:
         self.model, self.chat, self.seed, self.budget = model.eval(), chat, seed, budget
-        self.prompts = Prompts()
+        self.reader = reader(model, cache_gb)
         self.computed = 0  # tokens put through the model, padding included
         self._known: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
 
     @classmethod
-    def load(cls, path: str | Path, device: str | None = None, seed: int = 0, load_in: str | None = None) -> Policy:
+    def load(
+        cls, path: str | Path, device: str | None = None, seed: int = 0, load_in: str | None = None,
+        plain: bool = False, rendering: Rendering | None = None, **options: Any,
+    ) -> Policy:  # fmt: skip
         if (Path(path) / "qnet.json").exists():
             raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
-        return cls(*load_checkpoint(path, transformers.AutoModelForCausalLM, device, load_in), seed)
+        model, chat = load_checkpoint(
+            path, transformers.AutoModelForCausalLM, device, load_in, plain=plain, rendering=rendering
+        )
+        return cls(model, chat, seed, **options)
+
+    def _logits(self, inputs: dict, columns: torch.Tensor) -> torch.Tensor:
+        """(B, len(columns), V)"""
+        self.computed += inputs["input_ids"].numel()
+        return self.model(**inputs, logits_to_keep=columns).logits.float()
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         answers: list[Any] = [None] * len(requests)
@@ -60,56 +78,56 @@ class Policy:
 
     @torch.inference_mode()
     def _trie_logprobs(self, requests: list[Sample], texts: list[list[list[int]]]) -> list[np.ndarray]:
-        """log pi(a | s) of each request's valid actions."""
-        keys = [(r.state, r.valid, r.temperature) for r in requests]
-        fresh = {k: i for i, k in enumerate(keys) if k not in self._known}
+        """log pi(a | s) of each request's valid actions.
+
+        Where the trie of their texts has one way to go, that way has probability 1: only tokens above a branching are
+        computed.
+        """
         if len(self._known) > 200_000:
             self._known.clear()
-            fresh = {k: i for i, k in enumerate(keys)}
-        which = list(fresh.values())
-
-        def logits(inputs: dict, keep: int) -> torch.Tensor:
-            self.computed += inputs["input_ids"].numel()
-            return self.model(**inputs, logits_to_keep=keep).logits.float()
-
-        states, tails = [self.chat.runs(requests[i].state) for i in which], [texts[i] for i in which]
-        for n, out, tree, last, paths in self.prompts.read(
-            logits, self.model, self.chat.tokenizer.pad_token_id, self.budget, states, tails
-        ):
-            # Each token's log-probability among its siblings, given the path to it.
-            at = np.array(tree.parent[last + 1 :]) - last
-            ids = np.array(tree.ids[last + 1 :])
-            score = out.cpu().numpy()[at, ids].astype(np.float64) / (requests[which[n]].temperature or 1.0)
-            top = np.full(len(out), -np.inf)
-            np.maximum.at(top, at, score)
-            total = np.zeros(len(out))
-            np.add.at(total, at, np.exp(score - top[at]))
-            conditional = score - top[at] - np.log(total[at])
-            known = np.array([conditional[np.array(path) - last - 1].sum() for path in paths])
-            self._known[keys[which[n]]] = known
+        keys = [(r.state, r.valid, r.temperature) for r in requests]
+        which, tries = [], []
+        for key, i in {k: i for i, k in enumerate(keys) if k not in self._known}.items():
+            trie = Trie(texts[i])
+            if trie.branches:
+                which.append(i)
+                tries.append(trie)
+            else:  # a single valid action
+                self._known[key] = np.zeros(len(texts[i]))
+        states, tails = [self.chat.prompt_tokens(requests[i].state) for i in which], [trie.tails for trie in tries]
+        pad_id = self.chat.tokenizer.pad_token_id
+        for n, out, last, paths in self.reader.read(self._logits, self.model, pad_id, self.budget, states, tails):
+            rows = [paths[a][t - 1] if t else last for a, t, _ in tries[n].branches]
+            tokens = [token for *_, token in tries[n].branches]
+            scores = out[torch.tensor(rows, device=out.device), torch.tensor(tokens, device=out.device)].cpu().numpy()
+            self._known[keys[which[n]]] = tries[n].logprobs(scores / (requests[which[n]].temperature or 1.0))
         return [self._known[k] for k in keys]
 
     @torch.inference_mode()
     def logprobs(self, pairs: list[tuple[State, str]]) -> list[float]:
-        """log pi(a | s) of actions as free text."""
-        answers = [0.0] * len(pairs)
-        runs = [self.chat.runs(s) for s, _ in pairs]
-        tails = [[self.chat.action(a, s.task)] for s, a in pairs]
-
-        def logp(inputs: dict, keep: int) -> torch.Tensor:
-            return self.model(**inputs, logits_to_keep=keep).logits.float().log_softmax(-1)
-
+        """log pi(a | s) of actions as free text, each token of what they share computed once."""
+        which: dict[State, list[int]] = {}
+        for i, (state, _) in enumerate(pairs):
+            which.setdefault(state, []).append(i)
+        states = [self.chat.prompt_tokens(s) for s in which]
+        tails = [[self.chat.action(pairs[i][1], s.task) for i in some] for s, some in which.items()]
+        answers, members = [0.0] * len(pairs), list(which.values())
         pad_id = self.chat.tokenizer.pad_token_id
-        for n, out, tree, last, _ in self.prompts.read(logp, self.model, pad_id, self.budget, runs, tails):
-            ids = torch.tensor(tree.ids[last + 1 :], device=out.device)
-            answers[n] = float(out[:-1].gather(-1, ids[:, None]).sum())
+        for n, out, last, paths in self.reader.read(self._logits, self.model, pad_id, self.budget, states, tails):
+            for i, ids, path in zip(members[n], tails[n], paths, strict=True):
+                logp = out[[last, *path[:-1]]].log_softmax(-1)
+                answers[i] = float(logp.gather(-1, torch.tensor(ids, device=out.device)[:, None]).double().sum())
         return answers
 
     # Free: one prefill a prompt, whose keys and values its n candidates share; finished sequences leave the batch.
 
     def _generate(self, requests: list[Sample]) -> list[list[Candidate]]:
+        if isinstance(self.reader, PlainReader):
+            return [[self._write(r, k) for k in range(r.n)] for r in requests]
         answers: list[Any] = [None] * len(requests)
-        prompts = [self.prompts.prompt(self.chat.runs(r.state)) for r in requests]
+        self.reader.round += 1
+        prompts = [self.reader.prompt(self.chat.prompt_tokens(r.state)) for r in requests]
+        self.reader.count(prompts)
         room = self.chat.rendering.max_new_tokens
         sizes = [(len(p.ids) + room) * r.n for p, r in zip(prompts, requests, strict=True)]
         for group in batches(sizes, lambda size: size, self.budget):
@@ -125,54 +143,176 @@ class Policy:
         noise = np.stack([uniforms(room, self.seed, *r.key, k) for r in requests for k in range(r.n)])
         heat = np.array([r.temperature for r in requests])[owner]
 
-        before, width = max(p.known for p in prompts), max(len(p.fresh) for p in prompts)
-        pads = [width - len(p.fresh) for p in prompts]
-        pad_id = chat.tokenizer.pad_token_id
-        ids = torch.tensor([[pad_id] * n + p.fresh for n, p in zip(pads, prompts, strict=True)])
-        mask = torch.tensor(
-            [
-                [0] * (before - p.known) + [1] * p.known + [0] * n + [1] * len(p.fresh)
-                for n, p in zip(pads, prompts, strict=True)
-            ]
-        )
-        ids, mask, cache = ids.to(device), mask.to(device), self.prompts.cache(prompts)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, before:]
-        out = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
-                         use_cache=True, logits_to_keep=1)  # fmt: skip
-        self.computed += ids.numel()
-        for row, (n, prompt) in enumerate(zip(pads, prompts, strict=True)):
-            self.prompts.remember(prompt, cache, row, before + n)
-        rows = torch.from_numpy(owner).to(device)
-        cache.batch_select_indices(rows)
-        mask, logits, positions = mask[rows], out.logits[rows, -1], positions[rows, -1:]
+        rows = [Row.of(prompt) for prompt in prompts]
+        for row, prompt in zip(rows, prompts, strict=True):
+            row.add(prompt)
+        windows, cache = windows_of(self.model.config), self.reader.cache(rows)
+        before, width = max(r.known for r in rows), max(len(r.tree) for r in rows)
+        inputs = packed([r.tree for r in rows], chat.tokenizer.pad_token_id, device, self.model.dtype,
+                        [r.known for r in rows], windows)  # fmt: skip
+        out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.computed += inputs["input_ids"].numel()
+        for at, row in enumerate(rows):
+            self.reader.remember(row, cache, at, before + width - len(row.tree))
+        # Which columns of the cache hold a token, and its position.
+        seen = torch.zeros((len(rows), before + width), dtype=torch.bool)
+        for at, row in enumerate(rows):
+            seen[at, before - row.known : before] = True
+            seen[at, before + width - len(row.tree) :] = True
+        seen = seen[owner].to(device)
+        positions = (seen.cumsum(-1) - 1).clamp(min=0)
+        cache.batch_select_indices(torch.from_numpy(owner).to(device))
+        logits = out.logits[torch.from_numpy(owner).to(device), -1]
 
         written: list[list[int]] = [[] for _ in owner]
-        logprob = np.zeros(len(owner))
+        told: list[tuple[np.ndarray, torch.Tensor]] = []  # log-probabilities of the rows alive at each step
         alive = np.arange(len(owner))  # which candidate each row of the batch is
         for step in range(room):
-            logp = torch.log_softmax(logits.float() / torch.tensor(np.where(heat[alive] > 0, heat[alive], 1.0))
-                                     .to(device, torch.float32)[:, None], -1)  # fmt: skip
-            cumulative = logp.double().exp().cumsum(-1)
-            u = torch.from_numpy(noise[alive, step]).to(device)[:, None] * cumulative[:, -1:]
-            drawn = torch.searchsorted(cumulative, u).clamp(max=logp.shape[-1] - 1)[:, 0]
-            greedy = torch.from_numpy(heat[alive] == 0).to(device)
-            tokens = torch.where(greedy, logits.argmax(-1), drawn)
-            logprob[alive] += logp.gather(-1, tokens[:, None])[:, 0].double().cpu().numpy()
-            for row, token in zip(alive, tokens.tolist(), strict=True):
+            tokens, logp = self._draw(logits, heat[alive], noise[alive, step])
+            told.append((alive, logp))
+            for row, token in zip(alive, tokens.tolist(), strict=True):  # the one wait for the device in a step
                 written[row].append(token)
-            going = (tokens != chat.stop_id).nonzero()[:, 0]
-            if not len(going) or step == room - 1:
+            going = [i for i, row in enumerate(alive) if not self._ended(written[row])]
+            if not going or step == room - 1:
                 break
             if len(going) < len(alive):
-                cache.batch_select_indices(going)
-                mask, positions, tokens = mask[going], positions[going], tokens[going]
-                alive = alive[going.cpu().numpy()]
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], -1)
-            positions = positions + 1
+                alive, left = alive[going], torch.tensor(going, device=device)
+                cache.batch_select_indices(left)
+                seen, positions, tokens = seen[left], positions[left], tokens[left]
+            seen = torch.cat([seen, seen.new_ones(len(seen), 1)], -1)
+            positions = torch.cat([positions, positions[:, -1:] + 1], -1)
+            masks = additive_masks(seen[:, None], positions[:, -1:], positions, windows, self.model.dtype)
             self.computed += len(alive)
-            logits = self.model(input_ids=tokens[:, None], attention_mask=mask, position_ids=positions,
+            logits = self.model(input_ids=tokens[:, None], attention_mask=masks, position_ids=positions[:, -1:],
                                 past_key_values=cache, use_cache=True).logits[:, -1]  # fmt: skip
+        logprob = np.zeros(len(owner))
+        for some, logp in told:
+            logprob[some] += logp.cpu().numpy()
         answers: list[list[Candidate]] = [[] for _ in requests]
-        for row, ids_ in enumerate(written):
-            answers[owner[row]].append(Candidate(chat.text(ids_), len(ids_), float(logprob[row])))
+        for row, ids in enumerate(written):
+            answers[owner[row]].append(Candidate(chat.text(ids), len(ids), float(logprob[row])))
         return answers
+
+    @torch.inference_mode()
+    def _write(self, request: Sample, k: int) -> Candidate:
+        """Candidate k of a free request by itself; what a model keeps of the past it keeps in its own way."""
+        fresh = ids = [token for tokens in self.chat.prompt_tokens(request.state) for token in tokens]
+        written, total, past = [], 0.0, None
+        for u in uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k):
+            inputs = {"input_ids": torch.tensor([fresh], device=self.model.device)}
+            out = self.model(**inputs, **({} if past is None else {"past_key_values": past}), use_cache=True)
+            self.computed += len(fresh)
+            tokens, logp = self._draw(out.logits[:, -1], np.array([request.temperature]), np.array([u]))
+            written, total, past = [*written, int(tokens)], total + float(logp), out.get("past_key_values")
+            fresh = written[-1:] if past is not None else ids + written
+            if self._ended(written):
+                break
+        return Candidate(self.chat.text(written), len(written), total)
+
+    def _ended(self, written: list[int]) -> bool:
+        if written[-1] == self.chat.stop_id:
+            return True
+        stops = self.chat.rendering.stop
+        return bool(stops) and any(stop in self.chat.tokenizer.decode(written) for stop in stops)
+
+    def _draw(self, logits: torch.Tensor, heat: np.ndarray, noise: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token for each row of (B, V), and its log-probability at its temperature, before top-k and top-p."""
+        device, rendering = logits.device, self.chat.rendering
+        heat = torch.from_numpy(heat).to(device, torch.float32)[:, None]
+        logp = torch.log_softmax(logits.float() / torch.where(heat > 0, heat, 1.0), -1)
+        p = truncated(logp.double().exp(), rendering.top_k, rendering.top_p)
+        cumulative = p.cumsum(-1)
+        u = torch.from_numpy(noise).to(device)[:, None] * cumulative[:, -1:]
+        drawn = torch.searchsorted(cumulative, u, right=True).clamp(max=logp.shape[-1] - 1)
+        tokens = torch.where(heat > 0, drawn, logits.argmax(-1, keepdim=True))
+        return tokens[:, 0], logp.gather(-1, tokens)[:, 0].double()
+
+
+def truncated(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """Probabilities (B, V), all but the k likeliest set to 0, and all but the fewest that hold top_p together."""
+    if not top_k and top_p >= 1:
+        return p
+    values, order = p.sort(-1, descending=True, stable=True)
+    keep = values.cumsum(-1) - values < top_p * values.sum(-1, keepdim=True)
+    if top_k:
+        keep[:, top_k:] = False
+    return torch.zeros_like(p).scatter(-1, order, values * keep)
+
+
+class Trie:
+    """The token sequences of the valid actions: where they part, and their probabilities from the scores there.
+
+    tails[a]: the tokens of action a up to the last place where another action may follow instead.
+    branches: (a, t, token) of each token that has siblings; a is the first action whose token t it is.
+    """
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        tree = TokenTree()
+        paths = [tree.add(ids) for ids in texts]
+        children = np.bincount(np.array(tree.parent) + 1)
+        self.branches: list[tuple[int, int, int]] = []
+        self.tails: list[list[int]] = []
+        self._through: list[list[int]] = []  # the branches that each action passes
+        number: dict[int, int] = {}
+        for a, path in enumerate(paths):
+            parting = [t for t, token in enumerate(path) if children[tree.parent[token] + 1] > 1]
+            self.tails.append(texts[a][: parting[-1]] if parting else [])
+            for t in parting:
+                if path[t] not in number:
+                    number[path[t]] = len(self.branches)
+                    self.branches.append((a, t, texts[a][t]))
+            self._through.append([number[path[t]] for t in parting])
+        self._parent = np.unique([tree.parent[token] for token in number], return_inverse=True)[1]
+
+    def logprobs(self, scores: np.ndarray) -> np.ndarray:
+        """log p of each action, from the score of each branch among its siblings."""
+        scores, at = scores.astype(np.float64), self._parent
+        top = np.full(at.max() + 1, -np.inf)
+        np.maximum.at(top, at, scores)
+        total = np.zeros(len(top))
+        np.add.at(total, at, np.exp(scores - top[at]))
+        conditional = scores - top[at] - np.log(total[at])
+        return np.array([conditional[through].sum() for through in self._through])
+
+
+# ------------------------------------------------------------------------------------------- the flags of who samples
+
+RENDERED = ("temperature", "max_new_tokens", "top_p", "top_k", "stop", "think", "truncate")  # where given, as given
+SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight", "server")  # a run may resume with others
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """The flags of a stage that samples from the agent, besides --temperature and --load-in; for `load_agent`."""
+    add = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)").add_argument
+    add("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
+    add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text: the likeliest that hold P together")
+    add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
+    add("--stop", nargs="+", metavar="TEXT", help="texts that end an action, as the end of the turn does")
+    add("--think", action="store_true", default=None, help="let a reasoning model think before it acts")
+    add("--truncate", choices=["oldest"], help="leave out the oldest turns of a prompt beyond the model's context")
+    add("--plain", action="store_true", help="one sequence at a time, for models that read no token trees")
+    add("--cache-gb", type=at_least(0, float), metavar="G", help="room for read prompts (default: 1/4 of free memory)")
+    add(
+        "--decode-tokens",
+        type=at_least(1),
+        default=16_384,
+        metavar="N",
+        help="tokens in a batch (default: %(default)s)",
+    )
+    add("--in-flight", type=at_least(1), metavar="N", help="trees or episodes side by side (default: 64)")
+    add(
+        "--server", metavar="URL[,URL]", help="sample on OpenAI-compatible servers of this checkpoint, URL[#MODEL] each"
+    )
+
+
+def load_agent(args: argparse.Namespace) -> Policy | ServerPolicy:
+    """The agent that the flags describe: --sft here, or its tokenizer with --server."""
+    given = {name: getattr(args, name) for name in RENDERED if getattr(args, name, None) is not None}
+    rendering = dataclasses.replace(Rendering.load(args.sft), **given)
+    rendering.stop = tuple(rendering.stop)
+    if args.server:
+        return ServerPolicy(args.server.split(","), load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
+    return Policy.load(
+        args.sft, args.device, args.seed, args.load_in, args.plain, rendering, budget=args.decode_tokens,
+        cache_gb=args.cache_gb,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What every stage does besides its algorithm: arguments, inputs made by earlier stages, metadata, errors.
+"""What every stage does besides its algorithm: flags, inputs that an earlier stage makes, outputs that resume, errors.
 
 Standard library only, so that `bellman.py` and a reader without torch can use it.
 """
@@ -7,31 +7,254 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import hashlib
 import importlib
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from environments import UserError
-from qlass.jsonl import replacing
+from qlass.jsonl import Resumable, complete_records, dumps, replacing
 
-ENVIRONMENTS = ("webshop", "alfworld", "sciworld", "frozenlake")
+T = TypeVar("T")
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+FREE = ("run", "out", "limit", "shard", "device", "overwrite", "debug")  # may differ between a run and its resumption
+HIDDEN = ("argv", "env_flags")  # of `parse` itself, no arguments
+
+
+def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
+    """A stage's parser: its description is the first line of the stage's docstring."""
+    made = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=epilog, usage="python %(prog)s [flags]")
+    said = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS; with --help, its flags too"
+    made.add_argument("--env", default="webshop", metavar="NAME", help=said)
+    made.add_argument("--run", type=Path, metavar="DIR", help="folder of this run's files (default: runs/ENV)")
+    made.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    made.add_argument("--overwrite", action="store_true", help="start the output anew")
+    made.add_argument("--debug", action="store_true", help="show the traceback of a mistake")
+
+    def error(message: str) -> NoReturn:
+        raise UserError(f"{message} (python {made.prog} --help lists the flags)")
+
+    made.error = error  # type: ignore[method-assign]
+    made.set_defaults(env_flags=[])  # envs.add_arguments adds those of the environment
+    return made
+
+
+def parse(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    args = made.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
+    args.run = args.run or Path("runs") / args.env.rpartition(":")[2].lower()
+    return args
+
+
+def choices(paper: dict[str, Any], tiny: dict[str, Any]) -> Callable[[str], str]:
+    """For --help: the value of a setting for pretrained models (the paper's) and for the tiny one."""
+
+    def said(name: str) -> str:
+        one, other = (("all" if s[name] is None else s[name]) for s in (paper, tiny))
+        return f"default: {one}" if one == other else f"default: {one}; tiny: {other}"
+
+    return said
+
+
+def settle(args: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """What no flag has set takes its value from the settings."""
+    for name, value in settings.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def at_least(low: float, kind: Callable[[str], T] = int, below: float = float("inf")) -> Callable[[str], T]:  # type: ignore[assignment]
+    """A flag's type: a number within [low, below]."""
+
+    def number(text: str) -> T:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__}") from None
+        if not low <= value <= below:  # also refuses nan
+            bounds = f"{low} or more" if below == float("inf") else f"{low} to {below}"
+            raise argparse.ArgumentTypeError(f"{text} is out of range: {bounds}")
+        return value
+
+    return number
+
+
+# ---------------------------------------------------------------------------------------------------------- the inputs
+
+
+def must_exist(*named: Path | None) -> None:
+    """What was named must be there; to be told before what was not named is made."""
+    for path in named:
+        if path is not None and not path.exists():
+            raise UserError(f"{path}: no such file or folder")
+
+
+def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
+    """The input of a stage: what was named, or else the earlier stage's output, made now if it is missing.
+
+    An output that was begun and not finished is resumed with the arguments that it was begun with.
+    """
+    must_exist(named)
+    if named is not None:
+        return named
+    if not default.exists():
+        made_by = importlib.import_module(stage)
+        argv = handed_on(args)
+        if meta_path(default).exists():
+            argv = json.loads(meta_path(default).read_text(encoding="utf-8")).get("argv", argv)
+        print(f"{default} is missing: making it with python {stage}.py {' '.join(argv)} ({made_by.TAKES})", flush=True)
+        made_by.main(argv)
+    return default
+
+
+def handed_on(args: argparse.Namespace) -> list[str]:
+    """The flags that all stages of a run share."""
+    argv = ["--env", args.env, "--run", str(args.run), "--seed", str(args.seed)]
+    for name in args.env_flags:
+        flag, value = "--" + name.replace("_", "-"), getattr(args, name)
+        for given in value if isinstance(value, list) else [value]:
+            argv += [flag] if given is True else [flag, str(given)] if given else []
+    return argv
+
+
+def my_share(tasks: list[T], shard: str | None) -> list[T]:
+    """Every N-th task from the I-th on, for `--shard I/N`."""
+    if shard is None:
+        return tasks
+    try:
+        i, n = map(int, shard.split("/"))
+    except ValueError:
+        raise UserError(f"--shard {shard}: I/N is expected, e.g. 1/4") from None
+    if not 1 <= i <= n:
+        raise UserError(f"--shard {shard}: I is 1 to N")
+    return tasks[i - 1 :: n]
+
+
+# --------------------------------------------------------------------------------------------------------- the outputs
+
+
+class Output(Resumable):
+    """A stage's JSONL output: one writer, the same arguments whenever it resumes, progress shown, metadata beside it.
+
+    complete(records): how many of the lines read so far form whole groups (jsonl.Resumable). free: the arguments that
+    may change from call to call. With --shard I/N the shard has a file of its own; without, shards are taken in.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, complete: Callable[[list[dict]], int], inputs: Iterable[Path | None] = (),
+        free: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        self.args, self.inputs, self.started, self.grown = args, list(inputs), time.time(), False
+        shard, whole = getattr(args, "shard", None), Path(args.out)
+        path = whole.with_name(f"{whole.stem}.{shard.replace('/', '-of-')}{whole.suffix}") if shard else whole
+        self.lock = only_writer(path)
+        if args.overwrite:
+            for old in (path, meta_path(path)):
+                old.unlink(missing_ok=True)
+        same_arguments(path, args, free)
+        super().__init__(path, complete)
+        for part in [] if shard else sorted(whole.parent.glob(f"{whole.stem}.*-of-*{whole.suffix}")):
+            same_arguments(part, args, free)
+            known = set(map(dumps, self.records))
+            self.append([r for r in complete_records(part, complete)[0] if dumps(r) not in known])
+
+    def append(self, group: Iterable[dict]) -> None:
+        if group and not self.grown:  # before the first line, so that no file is ever without its metadata
+            write_meta(self.path, self.args, self.inputs)
+            self.grown = True
+        super().append(group)
+
+    def grow(self, groups: Iterable[list[dict]], what: str, total: int, done: int = 0) -> None:
+        for group in progress(groups, what, total, done):
+            self.append(group)
+
+    def finish(self, order: Callable[[dict], Any] | None = None, **figures: Any) -> None:
+        """Close the file, its groups in order, and complete its metadata."""
+        self.close()
+        if self.grown:
+            in_order = sorted(self.records, key=order) if order else self.records
+            if in_order != self.records:
+                with replacing(self.path) as out:
+                    out.writelines(map(dumps, in_order))
+                self.records = in_order
+            write_meta(self.path, self.args, self.inputs, **figures, seconds=time.time() - self.started)
+        release(self.lock)
+
+
+def only_writer(output: Path) -> Any:
+    """Hold the lock of an output for as long as the file returned is open; it ends with the process, however that ends.
+
+    UserError if another process holds it, with its id.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    path = output.with_name(f".{output.name}.lock")
+    lock = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise UserError(f"{output}: process {holder} is writing it; wait for it, or name another --out") from None
+    if not path.exists() or path.stat().st_ino != os.fstat(lock.fileno()).st_ino:  # released in the meantime
+        lock.close()
+        return only_writer(output)
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def release(lock: Any) -> None:
+    Path(lock.name).unlink(missing_ok=True)
+    lock.close()
+
+
+def progress(items: Iterable[T], what: str, total: int | None = None, done: int = 0) -> Iterator[T]:
+    """The items, with a bar on a terminal and elsewhere a line every half minute."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        yield from tqdm(items, what, total, initial=done)
+        return
+    started = said = time.monotonic()
+    for n, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - said >= 30:
+            said, rate = now, n / (now - started)
+            left = f", {(total - done - n) / rate / 60:.0f} min left" if total else ""
+            print(f"{what}: {done + n}/{total or '?'}, {rate:.2g}/s{left}", file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ metadata
 
 
 def meta_path(output: str | Path) -> Path:
     """trees.jsonl -> trees.meta.json; a checkpoint folder sft -> sft.meta.json."""
     output = Path(output)
-    return output.with_name(output.stem + ".meta.json")
+    return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
 
 
-def write_meta(output: str | Path, args: argparse.Namespace, inputs: Iterable[Any] = (), **figures: Any) -> None:
+def plain(args: argparse.Namespace) -> dict[str, Any]:
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in HIDDEN}
+
+
+def write_meta(
+    output: str | Path, args: argparse.Namespace, inputs: Iterable[Path | None] = (), **figures: Any
+) -> None:
     """How `output` came about: arguments, versions, commit, hashes of the inputs, and the figures of the run."""
     versions = {}
     for package in ("torch", "transformers", "numpy", "gymnasium"):
@@ -42,7 +265,8 @@ def write_meta(output: str | Path, args: argparse.Namespace, inputs: Iterable[An
         command = ["git", "-C", Path(__file__).parents[1], "rev-parse", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     record = {
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "arguments": plain(args),
+        "argv": getattr(args, "argv", []),
         "inputs": {str(p): sha256(Path(p)) for p in inputs if p and Path(p).exists()},
         "commit": commit or None,
         "python": platform.python_version(),
@@ -54,91 +278,57 @@ def write_meta(output: str | Path, args: argparse.Namespace, inputs: Iterable[An
         json.dump(record, out, indent=1, ensure_ascii=False)
 
 
+DIGESTS: dict[tuple, str] = {}  # of the files of this process, by (path, size, time)
+
+
 def sha256(path: Path) -> str:
     """Of a file, or of a folder's files one after the other in order of their names."""
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    key = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    if key not in DIGESTS:
+        digest = hashlib.sha256()
+        for file in files:
+            with open(file, "rb") as content:
+                while chunk := content.read(1 << 20):
+                    digest.update(chunk)
+        DIGESTS[key] = digest.hexdigest()
+    return DIGESTS[key]
 
 
-def same_arguments(output: str | Path, args: argparse.Namespace, names: Iterable[str]) -> None:
-    """Resuming is only sound with the arguments and the inputs that the file was begun with."""
+def same_arguments(output: str | Path, args: argparse.Namespace, free: Iterable[str] = ()) -> None:
+    """Resuming is only sound with the arguments and the inputs that the output was begun with."""
     path = meta_path(output)
-    if Path(output).exists() and path.exists():
+    if not Path(output).exists() or not path.exists():
+        return
+    try:
         old = json.loads(path.read_text(encoding="utf-8"))
-        way_out = "delete it, or name another --out or --run"
-        for name in ("env", "seed", "webshop_data", "alfworld_data", "engine", "env_option", *names):
-            now = getattr(args, name)
-            now = str(now) if isinstance(now, Path) else now
-            before = old["arguments"].get(name, now)
-            if before != now:
-                flag = "--" + name.replace("_", "-")
-                raise UserError(f"{output} was begun with {flag} {before}, not {now}: {way_out}")
-        for source, digest in old["inputs"].items():
-            if Path(source).exists() and sha256(Path(source)) != digest:
-                raise UserError(f"{output} was begun with another {source}, which has changed since: {way_out}")
+        begun, inputs = dict(old["arguments"]), dict(old["inputs"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: not the metadata of {output}; delete it, or name another --out") from None
+    way_out = "--overwrite starts anew, another --out or --run keeps both"
+    now = {name: value for name, value in plain(args).items() if name not in (*FREE, *free)}
+    changed = {name: value for name, value in now.items() if begun.get(name, value) != value}
+    if changed:
+        flags = ", ".join(f"--{n.replace('_', '-')} {begun[n]}, not {value}" for n, value in changed.items())
+        raise UserError(f"{output} was begun with {flags}: {way_out}")
+    for source, digest in inputs.items():
+        if Path(source).exists() and sha256(Path(source)) != digest:
+            raise UserError(f"{output} was begun with another {source}, which has changed since: {way_out}")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that every stage shares; `stage_argv` hands them on when one stage makes another's missing input."""
-    add = parser.add_argument
-    add("--env", default="webshop", choices=ENVIRONMENTS)
-    add("--run", type=Path, help="folder of this run's files (default: runs/ENV)")
-    add("--seed", type=int, default=0)
-    add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
-    add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, bundled)")
-    engines = ["python", "textworld"]
-    add("--engine", choices=engines, metavar="NAME", help="ALFWorld's: python (ours, the default) or textworld")
-    add("--env-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the environment")
-
-
-def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    def error(message: str) -> NoReturn:
-        raise UserError(f"{message} (python {parser.prog} --help lists the flags)")
-
-    parser.error = error  # type: ignore[method-assign]
-    parser.usage = "python %(prog)s [flags]"  # all of them would fill the screen twice
-    args = parser.parse_args(argv)
-    if args.engine and args.env != "alfworld":
-        raise UserError(f"--engine {args.engine}: for alfworld, not for {args.env}; leave it out")
-    args.run = args.run or Path("runs") / args.env
-    return args
-
-
-def stage_argv(args: argparse.Namespace) -> list[str]:
-    argv = ["--env", args.env, "--run", str(args.run), "--seed", str(args.seed)]
-    for flag in ("webshop_data", "alfworld_data", "engine"):
-        if getattr(args, flag):
-            argv += ["--" + flag.replace("_", "-"), getattr(args, flag)]
-    return argv + [word for option in args.env_option for word in ("--env-option", option)]
-
-
-def must_exist(*named: Path | None) -> None:
-    """What was named must be there; to be told before what was not named is made."""
-    for path in named:
-        if path is not None and not path.exists():
-            raise UserError(f"{path}: no such file or folder")
-
-
-def needed(named: Path | None, default: Path, stage: str, argv: list[str]) -> Path:
-    """The input of a stage: what was named, or what the earlier stage makes by its defaults where it is missing."""
-    must_exist(named)
-    if named is not None:
-        return named
-    if not default.exists():
-        print(f"{default} is missing: making it with python {stage}.py {' '.join(argv)}", flush=True)
-        importlib.import_module(stage).main(argv)
-    return default
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def run_stage(main: Callable[[], Any]) -> None:
     """A script's last line: mistakes in one line with exit code 2, Ctrl-C without a traceback."""
     try:
         main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        print(f"error: {said}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from what is written", file=sys.stderr)
+        print("\nstopped; the same command resumes from what is written", file=sys.stderr)
         sys.exit(130)

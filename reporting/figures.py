@@ -1,4 +1,4 @@
-"""The report's figures: score against tokens (Fig. 3), process rewards (Fig. 4), calibration. Drawn by matplotlib.
+"""The report's figures: score against tokens (Fig. 3), process rewards (Fig. 4), calibration, learning. By matplotlib.
 
 Colours are Okabe and Ito's, told apart by colour-blind readers and on a light and a dark ground; text and axes take the
 page's own colour in the HTML (`currentColor`).
@@ -28,6 +28,7 @@ GREY = "#8c8c8c"
 COLOURS = {"qlass": "#0072b2", "best_of_n": "#d55e00", "rft": "#009e73", "greedy": GREY, "sample": GREY}
 ORACLE = "#cc79a7"  # step scorers that look at the true reward
 TARGETS = {"q": "#0072b2", "avg": "#e69f00", "reward": "#cc79a7", None: GREY}
+SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 MARKERS = "osD^vPX"
 STYLE = {
     "text.color": INK,
@@ -178,6 +179,28 @@ def calibration(groups: Sequence[Group], bins: int = 10) -> Figure | None:
         axes.grid(alpha=0.25)
         if len(series) > 1:
             axes.legend()
+        return figure
+
+
+def learning(curves: dict[str, list[list[dict]]]) -> Figure | None:
+    """Validation reward against what training has spent: of each learner its runs' lines of updates.jsonl."""
+    if not curves:
+        return None
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9.5, 4.2), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, cost in zip(panels, ("tokens", "env_steps"), strict=True):
+            for i, (name, runs) in enumerate(curves.items()):
+                for k, run in enumerate(runs):
+                    tested = [line for line in run if line["val"] is not None]
+                    look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
+                    label = name if k == 0 else None
+                    axes.plot([x[cost] for x in tested], [x["val"] for x in tested], label=label, **look)
+            axes.set_xlabel({"tokens": "training tokens, each unique one once", "env_steps": "environment steps"}[cost])
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+            axes.grid(alpha=0.25)
+        panels[0].set_ylabel("validation reward, greedy")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         return figure
 
 

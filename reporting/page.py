@@ -14,12 +14,15 @@ from html import escape
 from pathlib import Path
 
 from qlass import stage
+from qlass.jsonl import read_trees
 from reporting.results import scored_candidates, split_react
 
 TITLES = {
     "tokens": "Score against tokens (the paper's Fig. 3)",
     "targets": "Process rewards compared (the paper's Fig. 4)",
     "calibration": "Calibration of QNet",
+    "learning": "Learning by reward and by preference",
+    "frontier": "Train or search: reward against all tokens, of training and of playing so many tasks",
 }
 
 
@@ -38,6 +41,7 @@ def render(content: dict) -> str:
         "tokens": section("tokens", TITLES["tokens"], figures["tokens"]),
         "targets": section("targets", TITLES["targets"], figures["targets"]),
         "calibration": section("calibration", TITLES["calibration"], figures["calibration"] + content["calibration"]),
+        "learning": section("learning", TITLES["learning"], figures["learning"] + figures["frontier"]),
         "cases": section("steps", "One task, step by step (the paper's Fig. 5)", content["cases"]),
         "trees": content["trees"],
         "inputs": "".join(f"<li><code>{escape(str(path))}</code>{provenance(path)}</li>" for path in content["inputs"]),
@@ -126,10 +130,10 @@ def tree_data(path: Path | None, limit: int) -> str:
     """
     if path is None:
         return "null"
-    total = sum(1 for _ in stage.read_trees(path))
+    total = sum(1 for _ in read_trees(path))
     shown = {int((i + 0.5) * total / limit) for i in range(limit)} if limit < total else set(range(total))
     texts: dict[str, int] = {}
-    trees = [pack(tree, texts) for i, tree in enumerate(stage.read_trees(path)) if i in shown]
+    trees = [pack(tree, texts) for i, tree in enumerate(read_trees(path)) if i in shown]
     data = {"total": total, "fields": FIELDS, "texts": list(texts), "trees": trees}
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 

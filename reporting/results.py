@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from environments import UserError
+from qlass.jsonl import read_jsonl
 from qlass.stats import Estimate, bootstrap, by_task
 
 # Table 2 of the paper (Llama-2-7B-Chat), reward x 100: WebShop; SciWorld and ALFWorld seen, unseen.
@@ -177,6 +178,15 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
     if not groups:
         raise UserError("the result files hold no result; python q_search.py writes some")
     return [groups[method] for method in sorted(groups, key=Method.order)]
+
+
+def read_curves(folders: Iterable[Path]) -> dict[str, list[list[dict]]]:
+    """{NAME: the lines of each sft-NAME.updates.jsonl} of some run folders."""
+    curves: dict[str, list[list[dict]]] = {}
+    for path in sorted(path for folder in folders for path in folder.glob("sft-*.updates.jsonl")):
+        name = path.name.removeprefix("sft-").removesuffix(".updates.jsonl")
+        curves.setdefault(name, []).append(list(read_jsonl(path)))
+    return curves
 
 
 def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple[Method, Result]:

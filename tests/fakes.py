@@ -85,6 +85,13 @@ class FakeEnv(envs.TextEnv):
             action = max(self.here, key=lambda a: best(self.here[a]))
             yield "this way", action
 
+    def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
+        def always_left() -> Iterator[tuple[str, str]]:
+            while "left" in self.valid_actions():
+                yield "to the left", "left"
+
+        return {"always left": always_left}
+
 
 def best(node: Any, gamma: float = 1.0) -> float:
     """The best purse below, discounted by the steps to it."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import copy
+import dataclasses
 import gzip
+import itertools
 import json
 import logging
 import os
@@ -15,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from gymnasium.utils.env_checker import check_env
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import bellman
@@ -25,10 +28,11 @@ from environments import UserError
 from environments.alfworld import engine as alfworld_engine
 from environments.alfworld import games as alfworld_data
 from environments.alfworld.env import ALFWorldEnv
-from environments.alfworld.expert import Wish, plan
+from environments.alfworld.expert import Memory, Wish, plan
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "alfworld"
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
+WALKS = 30
 OLD_PUT = 'template :: "put {o} in/on {r}"'
 
 
@@ -128,11 +132,22 @@ def test_unsolvable_games_are_reported_and_skipped(unpacked, caplog):
     env = envs.make("alfworld", data=unpacked["old"])
     with caplog.at_level(logging.WARNING):
         playable = env.task_ids("all") + env.task_ids("all")
-    found = len(list(unpacked["old"].glob("json_2.1.1/valid_*seen/*/*/game.tw-pddl")))
+    found = len(list(unpacked["old"].glob("json_2.1.1/valid_*/*/*/game.tw-pddl")))
     assert 0 < len(playable) // 2 < found
-    assert all("is marked as unsolvable" in message for message in caplog.messages) and len(caplog.messages) <= 2
+    assert all("is marked as unsolvable" in message for message in caplog.messages) and len(caplog.messages) <= 3
     for task_id in playable:
         env.reset(options={"task_id": task_id})
+
+
+@real
+def test_valid_train_is_a_split_where_there_is_one(unpacked, env):
+    there = envs.make("alfworld", data=unpacked["new"])
+    assert there.task_ids("valid_train") and all(
+        task.startswith("valid_train/") for task in there.split_ids("valid_train")
+    )
+    assert set(there.split_ids("valid_train")) < set(there.split_ids("all"))
+    with pytest.raises(UserError, match="no playable games for the split 'valid_train'"):
+        env.task_ids("valid_train")
 
 
 @real
@@ -327,6 +342,16 @@ def test_generated_games_depend_on_the_seed_alone(tmp_path):
     assert len({json.dumps(content["pddl_problem"]) for _, content in one}) == len(one)
 
 
+def test_evaluation_games_have_a_seed_of_their_own(monkeypatch):
+    """A new one changes every game of the evaluation splits, in seen and unseen rooms, and no training game."""
+    before = list(make_alfworld.games(0, 40))
+    monkeypatch.setattr(make_alfworld, "EVALUATION", make_alfworld.EVALUATION + 1)
+    after = list(make_alfworld.games(0, 40))
+    assert before[:40] == after[:40] and all(path.startswith("train/") for path, _ in before[:40])
+    problems = [{content["pddl_problem"] for _, content in games[40:]} for games in (before, after)]
+    assert len(problems[0]) == len(problems[1]) == 140 + 134 and not problems[0] & problems[1]
+
+
 def test_made_once_and_again_when_the_generator_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(make_alfworld, "GENERATED", tmp_path)
     monkeypatch.setattr(make_alfworld, "TRAIN", 5)
@@ -388,6 +413,44 @@ def test_outcome_limit_and_oracle(env):
         assert reward == float(action is way[-1]) == float(terminated) == float(info["won"]) and not truncated
 
 
+def shortest(game, state, limit):
+    """Steps to the goal by breadth-first search over the engine's own states; None beyond the limit."""
+    seen, frontier = set(), [state]
+    for depth in range(limit + 1):
+        if any(s.won for s in frontier):
+            return depth
+        after = []
+        for here in frontier:
+            for command in here.commands:
+                there, _ = game.step(here, command)
+                key = (there.location, there.held, tuple(there.contents.values()), there.opened, there.marks)
+                if key not in seen:
+                    seen.add(key)
+                    after.append(there)
+        frontier = after
+    return None
+
+
+@pytest.mark.parametrize("task", range(6))
+def test_plans_are_the_shortest_ways(task):
+    """From the start and from where random walks lead: closed doors, wrong things in hand, things moved about."""
+    rng, kinds = random.Random(task), ["Fridge_bar_1", "Microwave_bar_1", "CounterTop_bar_1", "Drawer_bar_1"]
+    o, target = ("Apple", "CounterTop") if task != 5 else ("Mug", "DeskLamp")
+    compared = 0
+    for _ in range(WALKS):
+        lies = f"{o}_bar_1:{rng.choice(kinds)} {o}_bar_2:{rng.choice(kinds)}"
+        lies += f" DeskLamp_bar_1:{rng.choice(kinds[2:])}" if task == 5 else ""
+        game = kitchen(lies, task=task, o=o, target=target)
+        state = game.start
+        for _ in range(rng.randrange(8)):
+            state, _ = game.step(state, rng.choice(sorted(state.commands)))
+        way = plan(game, state)
+        if way is not None and len(way) <= 8:
+            compared += 1
+            assert shortest(game, state, len(way)) == len(way), (lies, state.location, state.held, way)
+    assert compared > WALKS / 4
+
+
 def test_data_by_the_environment_variable(made, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(made))
     assert envs.make("alfworld").games.root == made / "json_2.1.1"
@@ -408,14 +471,75 @@ def test_expert_searches_and_finds(env):
     assert won >= 58 and sum(lengths) / 60 > 7  # longer than a plan that knows: it has to look
 
 
-def test_walkthrough_as_the_expert(made):
-    env = envs.make("alfworld", data=made, expert="walkthrough")
-    task_id = env.task_ids("train")[0]
-    actions = [action for _, action, _, info in play(env, task_id)]
-    assert actions == env.game.walkthrough and env.state.won
+def test_the_oracle_plays_the_shortest_plan_and_the_rule_is_the_expert(env):
+    for task_id in env.task_ids("train")[:20]:
+        env.reset(options={"task_id": task_id})
+        start, distance = env.snapshot(), env.distance()
+        oracle = [(action, env.step(action)[1]) for _, action in env.oracle(task_id)]
+        assert [action for action, _ in oracle] == env.game.walkthrough and len(oracle) == distance
+        assert oracle[-1][1] == 1.0
+        played = []
+        for player in (env.expert(task_id), env.rules()["search"]()):
+            env.restore(start)
+            played.append([(step, env.step(step[1])[0]) for step in player])
+        assert played[0] == played[1] and len(played[0]) >= distance
 
 
-def test_thoughts_tell_nothing_hidden(tmp_path):
+def rearranged(game, seen, rng):
+    """The same game to a player who has looked at the receptacles `seen`, and another one to all others: what lies in
+    the rest, and not at the same spots, is shuffled."""
+    spots = {game.location[r] for r in seen} | {game.start.location}
+    rest = [r for r in game.location if game.location[r] not in spots]
+    things = [game.start.contents[r] for r in rest]
+    rng.shuffle(things)
+    other, contents = copy.copy(game), {**game.start.contents, **dict(zip(rest, things, strict=True))}
+    lies = [(o, game.location[r]) for r, objects in contents.items() for o in objects]
+    other.begin(game.start.location, contents, lies, game.start.opened, game.start.marks)
+    return other, contents != game.start.contents
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_the_expert_acts_on_what_it_was_shown(env, data):
+    """The same texts, other things in the places that nobody has looked at: the same actions and the same thoughts."""
+    task_id = data.draw(st.sampled_from(env.task_ids("train")))
+    rng = random.Random(data.draw(st.integers(0, 10**6)))
+    env.reset(options={"task_id": task_id})
+    shown, expert = [env.candidates()], env.expert(task_id)
+    for thought, action in itertools.islice(expert, data.draw(st.integers(0, 12))):
+        shown.append(((thought, action), env.step(action)[0], env.candidates()))
+    then = env.memory.decide()
+    names = {name: r for r, name in env.game.names.items()}
+    other, differs = rearranged(env.game, [names[r] for r in env.memory.seen], rng)
+    replay = env.fork()
+    replay.game = replay.player = other
+    replay.reset(options={"task_id": task_id})
+    again, expert = [replay.candidates()], replay.expert(task_id)
+    for thought, action in itertools.islice(expert, len(shown) - 1):
+        again.append(((thought, action), replay.step(action)[0], replay.candidates()))
+    assert again == shown
+    assert replay.memory.decide() == then
+    event("hidden things differ" if differs else "nothing was hidden any more")
+
+
+def test_the_same_texts_with_the_apple_elsewhere():
+    """The case by hand: the expert goes to the fridge whether or not the apple is there, and only then turns away."""
+    ways = []
+    for hidden in ("Fridge_bar_1", "Microwave_bar_1"):
+        game = kitchen(f"Apple_bar_1:{hidden} Knife_bar_1:CounterTop_bar_1")
+        state = game.start
+        memory = Memory.first(game.first.removeprefix(alfworld_engine.BANNER), {("apple", "fridge"): 0.5}, False)
+        way = []
+        while not state.won:
+            way.append(memory.decide())
+            state, text = game.step(state, way[-1])
+            memory = memory.after(way[-1], text, state.commands)
+        ways.append(way)
+    assert ways[0][:2] == ways[1][:2] == ["go to fridge 1", "open fridge 1"]
+    assert ways[0][2] == "take apple 1 from fridge 1" != ways[1][2]
+
+
+def test_thoughts_say_what_was_shown(tmp_path):
     """Two games that differ in what lies where nobody has looked: what can be seen is alike, so are the thoughts."""
     for hidden in ("Fridge_bar_1", "Microwave_bar_1"):
         content = kitchen_file(f"Apple_bar_1:{hidden} Knife_bar_1:CounterTop_bar_1 Mug_bar_1:Drawer_bar_2")
@@ -424,15 +548,28 @@ def test_thoughts_tell_nothing_hidden(tmp_path):
     env = envs.make("alfworld", data=tmp_path)
     told, actions = [], ["go to countertop 1", "go to drawer 1", "take mug 1 from drawer 1", "go to fridge 1"]
     actions += ["open fridge 1", "move mug 1 to fridge 1"]
-    for task_id in env.task_ids("all"):
+    for task_id in sorted(env.task_ids("all")):
         env.reset(options={"task_id": task_id})
         told.append([env.candidates()])
         for action in actions:
             env.step(action)
             told[-1].append(env.candidates())
     assert told[0][:5] == told[1][:5] and told[0][-1] != told[1][-1]
-    assert ("The fridge 1 is not searched yet and often holds an apple.", "go to fridge 1") in told[0][1]
+    assert ("The fridge 1 is not searched yet and may hold an apple.", "go to fridge 1") in told[0][1]
     assert ("The knife 1 is not an apple.", "take knife 1 from countertop 1") in told[0][1]
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_thoughts_do_not_depend_on_what_other_games_hold(env, data):
+    """Thoughts are a function of the texts: other rates change the expert's mind, not a word of them."""
+    task_id = data.draw(st.sampled_from(env.task_ids("train")))
+    env.reset(options={"task_id": task_id})
+    for _, action in itertools.islice(env.expert(task_id), data.draw(st.integers(0, 12))):
+        env.step(action)
+    said = env.candidates()
+    env.memory = dataclasses.replace(env.memory, rates={})
+    assert env.candidates() == said
 
 
 @pytest.mark.parametrize(
@@ -506,7 +643,7 @@ def test_an_instruction_of_ones_own_speaks_each_games_grammar(made, tmp_path):
 
 def test_the_engine_is_a_flag_of_every_stage(made):
     argv = ["--env", "alfworld", "--alfworld-data", str(made)]
-    engines = [envs.from_arguments(bellman.parse(argv + more)).engine for more in ([], ["--engine", "textworld"])]
+    engines = [envs.from_arguments(bellman.arguments(argv + more)).engine for more in ([], ["--engine", "textworld"])]
     assert engines == ["python", "textworld"]
 
 

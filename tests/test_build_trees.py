@@ -80,6 +80,23 @@ def test_the_second_pass_expands_the_experts_branch():
     assert root.children["left"].rollouts == 0 and root.children["right"].rollouts == 3 + RETRIES
 
 
+def test_under_a_bound_the_experts_nodes_come_before_what_the_first_pass_left():
+    _, asked, _, _ = grow(SCRIPT, width=3, rollouts=4, with_expert=True)
+    # Two branches as by hand above leave L, the root and R in the queue. The expert's root and R come before L.
+    assert asked[:5] == [((), NEW), (L, 1), (LR, 1), ((), NEW), (R, 1)]
+    assert [ask for ask in asked[5:] if ask[1] == NEW] == [((), NEW), (R, NEW)]
+
+
+@pytest.mark.parametrize("key", ["train0", "you stand at start"])
+def test_the_expert_branch_is_the_demonstration_where_there_is_one(key):
+    known = {key: ["Thought: mine\nAction: left", "Action: right", "Action: left"], "other": ["Action: right"]}
+    env = FakeEnv()
+    tree = exploration_tree(env, "train0", FREE, 0, 1, 0, True, demonstrations=known)
+    root, _ = run(tree, Script({(): "right", R: "left"}))
+    assert [path_of(n.state) for n in root.walk() if n.expert] == [L, LR, (*LR, "left")]
+    assert root.children["left"].action == "Thought: mine\nAction: left"
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_only_nodes_up_to_depth_d_are_expanded(depth):
     script = {(): "left right", L: "right left", LR: "left right", R: "left right", RR: "right left"}
@@ -162,7 +179,7 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
 
 def test_a_tree_in_lines():
     _, _, root, env = grow(SCRIPT, with_expert=True)
-    records = build_trees.lines(env, "train0", root)
+    records = build_trees.tree_records(env, "train0", root)
     assert [r["node_id"] for r in records] == list(range(10)) and records[0]["nodes"] == 10
     assert [r["parent_id"] for r in records] == [None, 0, 1, 2, 1, 0, 5, 5, 7, 7]
     assert [r["depth"] for r in records] == [0, 1, 2, 3, 2, 1, 2, 2, 3, 3]
@@ -178,14 +195,14 @@ def test_a_tree_in_lines():
 
 def test_the_experts_way_is_known_where_the_agent_went_it_before():
     _, _, root, env = grow({(): "right", R: "right", RR: "right"}, depth=0, width=1, with_expert=True)
-    records = build_trees.lines(env, "train0", root)
+    records = build_trees.tree_records(env, "train0", root)
     assert [(r["source"], r["expert"]) for r in records] == [("root", False)] + [("policy", True)] * 3
 
 
 def test_whole_trees_are_counted():
     tree = [{"nodes": 3}, {}, {}]
     for n, whole in enumerate([0, 0, 0, 3, 3, 3, 6]):
-        assert build_trees.whole_trees((tree * 2)[:n]) == whole
+        assert build_trees.complete_trees((tree * 2)[:n]) == whole
 
 
 @pytest.fixture

@@ -1,10 +1,14 @@
 """States, actions, marks and how they become tokens under the chat templates of real model families."""
 
+import datetime
+
 import pytest
 from fakes import TEMPLATES, FakeEnv, chat_tokenizer, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
+from environments import UserError
 from qlass.chat import MARK, Chat, Rendering, State, action_key, mark, parse_action, react, uniforms, unmark
 
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
@@ -74,6 +78,14 @@ def test_words_of_the_task_are_marked():
     assert mark("Red, shirts and a T-shirt.", "a red t-shirt and") == f"Red {MARK}, shirts and a T-shirt {MARK}."
     assert mark("size 8.5 or 8", "size 8.5") == f"size {MARK} 8.5 {MARK} or 8"
     assert mark("is it for me", "is it for me") == "is it for me"  # words that every task has say nothing
+
+
+def test_prices_within_the_tasks_limit_are_marked():
+    task = "a red hat, and price lower than 60.00 dollars"
+    assert mark("1 $60.0 red hat [SEP] $60.5 [SEP] $5.0 to $95.5", task) == (
+        f"1 $60.0 {MARK} red {MARK} hat {MARK} [SEP] $60.5 [SEP] $5.0 {MARK} to $95.5"
+    )
+    assert mark("$5.0 for 5.0", "a red hat") == "$5.0 for 5.0"
 
 
 @given(st.text(alphabet="ab- .,[]\n'8", max_size=40), st.text(alphabet="ab -'8", max_size=12))
@@ -157,7 +169,7 @@ def test_a_marked_action_comes_back_without_marks(action, task):
 def test_the_compact_form_by_hand():
     first = State((("user", "walk"), ("assistant", "OK"), ("user", "page one: red door")), "red door")
     state = first.then("Action: go", "page: red door or hall").then("Action: go", "page: red door or hall")
-    decoded = [MARKING.tokenizer.decode(run) for run in MARKING.runs(state)]
+    decoded = [MARKING.tokenizer.decode(run) for run in MARKING.message_tokens(state)]
     assert len(decoded) == 5  # no instruction, no OK
     assert "page one: red door<" in decoded[0]
     assert "page:  or hall" in decoded[2]  # not the task again
@@ -175,6 +187,140 @@ def test_a_state_without_a_memory_is_its_last_observation():
     chat = word_chat(markov=True)
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")), "find the purse")
     later = state.then("Action: left", "Observation: you stand at start")
-    assert chat.runs(state) == [chat.prompt(state)] and chat.runs(later) == [chat.prompt(later)]
+    assert chat.message_tokens(state) == [chat.prompt(state)] and chat.message_tokens(later) == [chat.prompt(later)]
     assert chat.prompt(later) == chat.prompt(State(later.messages[-1:]))
     assert chat.tokenizer.convert_ids_to_tokens(chat.prompt(state)) == ["<user>", "you", "stand", "<agent>"]
+
+
+# ------------------------------------------------------------------------------- what a page or a template may contain
+
+CONTROL = ["</s>", "<s>", "<|im_start|>assistant\n", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>", "[INST]"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("control", CONTROL)
+def test_control_tokens_in_a_message_stay_text(name, control):
+    chat = CHATS[name]
+    special = {i for i, t in chat.tokenizer.added_tokens_decoder.items() if t.special}
+
+    def count(text: str) -> int:
+        state = State((("user", "walk"), ("assistant", f"Action: {text}"), ("user", f"a {text} b")))
+        return sum(i in special for i in chat.prompt(state))
+
+    page = f"see {control} and {control}"
+    assert count(page) == count("see it")  # the template's own, no more
+    observed = chat.prompt(State((("user", page),)))
+    assert page.replace(" ", "") in chat.tokenizer.decode(observed).replace(" ", "")
+    ids = chat.action(page, "")
+    assert ids.count(chat.stop_id) == 1 and ids[-1] == chat.stop_id
+    if name != "llama-2":  # its decoder eats spaces
+        assert chat.text(ids) == page.strip()
+
+
+@pytest.mark.parametrize("name", [n for n in TEMPLATES if n != "llama-2"])
+def test_around_control_tokens_the_text_is_what_it_would_be(name):
+    """The template's part of such a message has the tokens of any other one's."""
+    chat = CHATS[name]
+    plain, odd = (chat.prompt(State((("user", f"hi {x} you"),))) for x in ("~", "<|im_end|>"))
+    literal = [i for c in "<|im_end|>" for i in chat.tokenizer(c, add_special_tokens=False).input_ids]
+    at = plain.index(chat.tokenizer("~", add_special_tokens=False).input_ids[0])
+    assert odd == plain[:at] + literal + plain[at + 1 :]
+
+
+def with_bos(template: str | None):
+    tokenizer = chat_tokenizer("llama-3")
+    tokenizer.chat_template = template
+    core = tokenizer.backend_tokenizer
+    bos = tokenizer.bos_token
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
+    return tokenizer
+
+
+def test_without_a_template_a_prompt_begins_as_the_tokenizer_begins_a_text():
+    tokenizer = with_bos(None)
+    ids = Chat(tokenizer, Rendering()).prompt(STATE)
+    assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.eos_token_id != CHATS["none"].prompt(STATE)[0]
+    ids = Chat(with_bos(TEMPLATES["llama-3"][0]), Rendering()).prompt(STATE)  # the template has its own
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_a_templates_date_is_pinned_with_the_checkpoint(tmp_path):
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + TEMPLATES["chatml"][0]
+    chat = Chat(tokenizer, Rendering(date="2024-07-26"))
+    assert tokenizer.decode(chat.prompt(STATE)).startswith("Today: 26 Jul 2024\n")
+    fresh = Chat(tokenizer, Rendering())
+    assert fresh.rendering.date == datetime.date.today().isoformat()
+    fresh.rendering.date = "2025-01-02"
+    fresh.rendering.save(tmp_path)
+    later = Chat(tokenizer, Rendering.load(tmp_path))
+    assert tokenizer.decode(later.prompt(STATE)).startswith("Today: 02 Jan 2025\n")
+    assert CHATS["chatml"].rendering.date is None  # no date, none kept
+
+
+def test_system_messages():
+    system = State((("system", "be brief"), *STATE.messages), STATE.task)
+    chat = CHATS["chatml"]
+    written = chat.tokenizer.apply_chat_template(system.dump(), tokenize=False, add_generation_prompt=True)
+    assert chat.tokenizer.decode(chat.prompt(system)) == written
+    assert len(chat.message_tokens(system)) == len(chat.message_tokens(STATE))  # one list with the first user's
+    tokenizer = chat_tokenizer("chatml")
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    tokenizer.chat_template = refuses + TEMPLATES["chatml"][0]
+    text = tokenizer.decode(Chat(tokenizer, Rendering()).prompt(system))
+    assert text.startswith("<|im_start|>user\nbe brief\n\nwalk<|im_end|>")
+
+
+THINKS = TEMPLATES["chatml"][0] + "{# <think> #}"
+
+
+def test_thinking_models_with_and_without_their_thoughts():
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = THINKS
+    mute, thinks = Chat(tokenizer, Rendering()), Chat(tokenizer, Rendering(think=True))
+    assert tokenizer.decode(mute.prompt(STATE)).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert tokenizer.decode(thinks.prompt(STATE)).endswith("<|im_start|>assistant\n")
+    wrote = tokenizer("<think>\na <b>?\n</think>\n\nAction: left<|im_end|>", add_special_tokens=False).input_ids
+    assert thinks.text(wrote) == "Action: left"
+    assert thinks.text(tokenizer("Action: left", add_special_tokens=False).input_ids) == "Action: left"
+    later = STATE.then("Action: left", "Observation: hm")
+    for chat in (mute, thinks):  # a state's tokens begin a later one's
+        pair = [*chat.prompt(STATE), *chat.action("Action: left", "")]
+        assert chat.prompt(later)[: len(pair)] == pair
+
+
+def test_the_action_ends_at_a_stop_text():
+    chat = word_chat(stop=("Observation:",))
+    ids = chat.tokenizer("Action: left Observation: you <end>", add_special_tokens=False).input_ids
+    assert chat.text(ids) == "Action: left"
+
+
+def test_a_token_that_the_model_lacks_is_an_error_only_where_it_occurs():
+    tokenizer = CHATS["chatml"].tokenizer
+    chat = Chat(tokenizer, Rendering(), vocabulary=len(tokenizer) - 1)  # it pads
+    with pytest.raises(UserError, match="knows nothing"):
+        Chat(tokenizer, Rendering(), vocabulary=100).prompt(STATE)
+    assert chat.prompt(STATE) == CHATS["chatml"].prompt(STATE)
+
+
+def test_prompts_beyond_the_context(agent_context=40):
+    chat = word_chat(max_new_tokens=5)
+    chat.context = agent_context
+    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")), "")
+    assert chat.prompt_tokens(state) == chat.message_tokens(state) and not chat.truncated
+    for _ in range(6):
+        state = state.then("Action: left", "Observation: nothing happens")
+    length = len(chat.prompt(state))
+    with pytest.raises(UserError, match=rf"{length} tokens.*5 are more than.*40.*--truncate oldest"):
+        chat.prompt_tokens(state)
+    chat.rendering.truncate = "oldest"
+    lists, whole = chat.prompt_tokens(state), chat.message_tokens(state)
+    assert chat.truncated == 1 and sum(map(len, lists)) <= 35
+    assert lists[0] == whole[0] and lists[1:] == whole[-len(lists) + 1 :]  # the instruction and the newest turns
+    assert sum(map(len, lists)) + sum(map(len, whole[1:3])) > 35  # no more than had to go
+    chat.context = 8
+    with pytest.raises(UserError, match="context of 8"):
+        chat.prompt_tokens(state)

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from itertools import chain
 from pathlib import Path
@@ -11,8 +14,9 @@ from fakes import dump
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import envs
 from environments import UserError
-from qlass import stage
+from qlass import jsonl, stage
 from qlass.jsonl import Resumable
 
 GROUPS = [[{"task": f"t{g}", "n": n, "text": "✓é" * n} for n in range(g + 1)] for g in range(3)]
@@ -26,8 +30,8 @@ def whole_groups(records: list[dict]) -> int:
 
 def test_lines_come_back_as_they_were(tmp_path):
     records = [{"a": "✓ é\n\u2028", "b": None}, {"c": [1, 2.5]}]
-    stage.write_jsonl(tmp_path / "deep" / "x.jsonl", records)
-    assert list(stage.read_jsonl(tmp_path / "deep" / "x.jsonl")) == records
+    jsonl.write_jsonl(tmp_path / "deep" / "x.jsonl", records)
+    assert list(jsonl.read_jsonl(tmp_path / "deep" / "x.jsonl")) == records
 
 
 @pytest.mark.parametrize(
@@ -42,15 +46,15 @@ def test_lines_come_back_as_they_were(tmp_path):
 def test_a_malformed_line_is_named(tmp_path, text, says):
     (tmp_path / "x.jsonl").write_text(text)
     with pytest.raises(UserError, match=r"x\.jsonl" + says):
-        list(stage.read_jsonl(tmp_path / "x.jsonl"))
+        list(jsonl.read_jsonl(tmp_path / "x.jsonl"))
 
 
 def test_a_missing_file_and_a_file_of_bytes_are_named(tmp_path):
     with pytest.raises(UserError, match="nowhere"):
-        list(stage.read_jsonl(tmp_path / "nowhere"))
+        list(jsonl.read_jsonl(tmp_path / "nowhere"))
     (tmp_path / "model.bin").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"model\.bin"):
-        list(stage.read_jsonl(tmp_path / "model.bin"))
+        list(jsonl.read_jsonl(tmp_path / "model.bin"))
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -60,31 +64,31 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
     (tmp_path / "x.jsonl").write_text("old")
     with pytest.raises(RuntimeError):
-        stage.write_jsonl(tmp_path / "x.jsonl", records())
+        jsonl.write_jsonl(tmp_path / "x.jsonl", records())
     assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("x.jsonl", "old")]
 
 
 def test_a_checkpoint_takes_the_place_of_an_older_one_alone(tmp_path):
-    folder = stage.checkpoint_folder(tmp_path / "deep" / "sft")
+    folder = jsonl.checkpoint_folder(tmp_path / "deep" / "sft")
     for text in ("old", "new"):
-        with stage.replacing_folder(folder) as draft:
+        with jsonl.replacing_folder(folder) as draft:
             (draft / "config.json").write_text(text)
-    with pytest.raises(RuntimeError), stage.replacing_folder(folder) as draft:
+    with pytest.raises(RuntimeError), jsonl.replacing_folder(folder) as draft:
         (draft / "config.json").write_text("half")
         raise RuntimeError("power cut")
-    assert (stage.checkpoint_folder(folder) / "config.json").read_text() == "new"
+    assert (jsonl.checkpoint_folder(folder) / "config.json").read_text() == "new"
     for other in (tmp_path, folder / "config.json"):  # a folder of other things, a file
         with pytest.raises(UserError, match="name another --out"):
-            stage.checkpoint_folder(other)
+            jsonl.checkpoint_folder(other)
     (tmp_path / "empty").mkdir()
-    assert stage.checkpoint_folder(tmp_path / "empty") == tmp_path / "empty"
+    assert jsonl.checkpoint_folder(tmp_path / "empty") == tmp_path / "empty"
 
 
 def test_the_folder_at_hand_is_no_checkpoint_either(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="name another --out"):
         (tmp_path / "thesis.tex").touch()
-        stage.checkpoint_folder(Path("."))
+        jsonl.checkpoint_folder(Path("."))
 
 
 WHOLE = "".join(map(dump, GROUPS)).encode()
@@ -104,7 +108,7 @@ def test_a_file_cut_at_any_byte_grows_to_the_same_file(cut):
         for group in GROUPS[kept:]:
             file.append(group)
         file.close()
-        assert list(stage.read_jsonl(path)) == list(chain(*GROUPS))
+        assert list(jsonl.read_jsonl(path)) == list(chain(*GROUPS))
 
 
 def test_empty_lines_are_no_lines(tmp_path):
@@ -112,7 +116,7 @@ def test_empty_lines_are_no_lines(tmp_path):
     file = Resumable(tmp_path / "x.jsonl", len)
     file.append([{"a": 3}])
     file.close()
-    assert [r["a"] for r in stage.read_jsonl(tmp_path / "x.jsonl")] == [1, 2, 3]
+    assert [r["a"] for r in jsonl.read_jsonl(tmp_path / "x.jsonl")] == [1, 2, 3]
 
 
 def test_resuming_does_not_empty_a_file_of_another_kind(tmp_path):
@@ -145,53 +149,122 @@ def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
     out, model = tmp_path / "trees.jsonl", tmp_path / "sft"
     model.mkdir()
     (model / "weights").write_text("1")
-    shared = {"env": "frozenlake", "seed": 0, "webshop_data": None, "alfworld_data": None, "engine": None}
-    args = argparse.Namespace(depth=3, sft=model, limit=5, env_option=[], **shared)
-    stage.same_arguments(out, args, ["depth"])  # nothing there yet
+    args = argparse.Namespace(env="frozenlake", seed=0, depth=3, sft=model, limit=5, M=[2], env_option=[])
+    stage.same_arguments(out, args)  # nothing there yet
     out.write_text("")
     stage.write_meta(out, args, [model])
-    stage.same_arguments(out, argparse.Namespace(**vars(args) | {"limit": 9}), ["depth", "sft"])
+    changed = argparse.Namespace(**vars(args) | {"limit": 9, "M": [4]})
+    stage.same_arguments(out, changed, free=["M"])
     for change, says in (({"depth": 4}, "--depth 3, not 4"), ({"env_option": ["map=4x4"]}, "--env-option")):
         with pytest.raises(UserError, match=says):
-            stage.same_arguments(out, argparse.Namespace(**vars(args) | change), ["depth", "sft"])
-    (model / "weights").write_text("2")
+            stage.same_arguments(out, argparse.Namespace(**vars(args) | change))
+    (model / "weights").write_text("22")
     with pytest.raises(UserError, match=r"another .*sft"):
-        stage.same_arguments(out, args, ["depth", "sft"])
+        stage.same_arguments(out, args)
+    (tmp_path / "trees.meta.json").write_text("[]")
+    with pytest.raises(UserError, match="not the metadata of"):
+        stage.same_arguments(out, args)
+
+
+def flags(*words: str) -> argparse.Namespace:
+    made = stage.parser("A stage.")
+    envs.add_arguments(made, list(words))
+    made.add_argument("--out", type=Path)
+    made.add_argument("--shard")
+    return stage.parse(made, list(words))
 
 
 def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeypatch, capsys):
+    args = flags("--seed", "1", "--run", str(tmp_path))
     with pytest.raises(UserError, match="no such file"):
-        stage.needed(tmp_path / "named", tmp_path / "default", "bellman", [])
+        stage.needed(tmp_path / "named", tmp_path / "default", "bellman", args)
     (tmp_path / "here").touch()
-    assert stage.needed(tmp_path / "here", tmp_path / "default", "bellman", []) == tmp_path / "here"
+    assert stage.needed(tmp_path / "here", tmp_path / "default", "bellman", args) == tmp_path / "here"
     made = []
     monkeypatch.setattr("bellman.main", made.append)
-    assert stage.needed(None, tmp_path / "default", "bellman", ["--seed", "1"]) == tmp_path / "default"
-    assert made == [["--seed", "1"]]
+    assert stage.needed(None, tmp_path / "default", "bellman", args) == tmp_path / "default"
+    assert made == [["--env", "webshop", "--run", str(tmp_path), "--seed", "1"]]
     assert len(capsys.readouterr().out.splitlines()) == 1
-    assert stage.needed(None, tmp_path / "here", "bellman", []) == tmp_path / "here" and len(made) == 1
+    assert stage.needed(None, tmp_path / "here", "bellman", args) == tmp_path / "here" and len(made) == 1
+    # What was begun with other arguments is completed with them: a failed large model never becomes a tiny one.
+    (tmp_path / "default.meta.json").write_text(json.dumps({"argv": ["--model", "some/llama"]}))
+    stage.needed(None, tmp_path / "default", "bellman", args)
+    assert made[-1] == ["--model", "some/llama"]
 
 
 def test_the_arguments_that_stages_share_are_handed_on():
-    argv = ["--env", "frozenlake", "--seed", "4", "--env-option", "map=4x4", "--env-option", "slippery=true"]
-    argv += ["--webshop-data", "shop", "--alfworld-data", "games", "--run", "r"]
-
-    def parse(words):
-        parser = argparse.ArgumentParser()
-        stage.add_arguments(parser)
-        return stage.parse_arguments(parser, words)
-
-    assert parse(stage.stage_argv(parse(argv))) == parse(argv)
-    assert parse(["--env", "frozenlake"]).run == Path("runs/frozenlake")
-    original = parse(["--env", "alfworld", "--engine", "textworld"])
-    assert parse(stage.stage_argv(original)).engine == "textworld"
-    with pytest.raises(UserError, match="--engine textworld: for alfworld, not for webshop"):
-        parse(["--engine", "textworld"])
+    lake = ["--env", "frozenlake", "--seed", "4", "--map", "4x4", "--env-option", "slippery=true", "--run", "r"]
+    shop = ["--webshop-data", "shop", "--human-goals", "--env-option", "seed=3", "--env-option", "page_size=2"]
+    for words in (lake, shop):
+        first = flags(*words)
+        again = flags(*stage.handed_on(first))
+        assert stage.plain(again) == stage.plain(first)
+    assert flags("--env", "frozenlake").run == Path("runs/frozenlake")
+    with pytest.raises(UserError, match="--engine"):  # ALFWorld's
+        flags("--engine", "textworld")
 
 
-def exits(stage, capsys) -> tuple[int, str]:
+def output(tmp_path, *words: str) -> stage.Output:
+    args = flags("--out", str(tmp_path / "x.jsonl"), *words)
+    return stage.Output(args, len)
+
+
+def test_a_second_writer_is_refused_and_told_who_writes(tmp_path):
+    first = output(tmp_path)
+    with pytest.raises(UserError, match=rf"process {os.getpid()} is writing it"):
+        output(tmp_path)
+    first.finish()
+    output(tmp_path).finish()
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(stage.__file__).parents[1])!r})
+from pathlib import Path
+from qlass.stage import only_writer
+lock = only_writer(Path({str(tmp_path / "x.jsonl")!r}))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    output(tmp_path).finish()
+
+
+def test_an_output_is_put_in_order_and_overwritten_on_request(tmp_path):
+    out = output(tmp_path)
+    out.grow([[{"n": 2}], [{"n": 1}]], "lines", 2)
+    assert [r["n"] for r in jsonl.read_jsonl(out.path)] == [2, 1]  # as they come, so that a stop loses nothing
+    out.finish(lambda r: r["n"], total=2)
+    assert [r["n"] for r in jsonl.read_jsonl(out.path)] == [1, 2]
+    meta = json.loads((tmp_path / "x.meta.json").read_text())
+    assert meta["total"] == 2 and meta["seconds"] >= 0
+    again = output(tmp_path)
+    assert again.records == [{"n": 1}, {"n": 2}]
+    again.finish()
+    anew = output(tmp_path, "--overwrite", "--seed", "1")
+    assert not anew.records
+    anew.finish()
+
+
+def test_shards_join_into_the_file_that_one_process_would_have_written(tmp_path):
+    tasks = list(range(7))
+    for i in (2, 1):
+        shard = output(tmp_path, "--shard", f"{i}/2")
+        shard.grow(([{"n": n}] for n in stage.my_share(tasks, f"{i}/2")), "lines", 4)
+        shard.finish()
+    whole = output(tmp_path)
+    whole.finish(lambda r: r["n"])
+    assert [r["n"] for r in jsonl.read_jsonl(tmp_path / "x.jsonl")] == tasks
+    with pytest.raises(UserError, match="begun with --seed 0, not 1"):
+        output(tmp_path / "..", "--out", str(tmp_path / "x.jsonl"), "--seed", "1")
+    for wrong in ("0/2", "3/2", "two"):
+        with pytest.raises(UserError, match="--shard"):
+            stage.my_share(tasks, wrong)
+
+
+def exits(main, capsys) -> tuple[int, str]:
     with pytest.raises(SystemExit) as stop:
-        stage.run_stage(stage)
+        stage.run_stage(main)
     return stop.value.code, capsys.readouterr().err
 
 
@@ -213,4 +286,4 @@ def test_a_wrong_flag_is_one_line_too(argv, capsys):
     import bellman
 
     code, error = exits(lambda: bellman.main(argv), capsys)
-    assert code == 2 and error.count("\n") == 1 and argv[0] in error
+    assert code == 2 and error.count("\n") == 1 and argv[-1].strip("-") in error

@@ -1,8 +1,10 @@
+import itertools
 import random
+import re
 
 import numpy as np
 import pytest
-from gymnasium.envs.toy_text.frozen_lake import MAPS, generate_random_map
+from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +49,7 @@ def test_q_star_of_slippery_ice_solves_the_bellman_equation_and_matches_gymnasiu
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.sampled_from(["4x4", "8x8", "random4", "random8"]), st.data())
+@given(st.sampled_from(["4x4", "8x8", "lakes", "random4", "random8"]), st.data())
 def test_the_value_of_any_cell_is_gamma_to_its_distance(layout, data):
     task = data.draw(st.sampled_from(frozenlake.tasks(layout)))
     lake = frozenlake.load(task)
@@ -67,6 +69,56 @@ def test_tasks_of_a_fixed_map_are_all_cells_that_reach_the_goal_once(layout, siz
     assert tuple(map(len, splits)) == sizes and sorted(tasks) == sorted(env.task_ids("all"))
 
 
+def test_the_lakes_have_enough_starts_to_decide_a_claim():
+    env = envs.make("frozenlake", map="lakes")
+    tasks = env.task_ids("all")
+    assert len(set(tasks)) == len(tasks) and len(env.task_ids("test")) >= 100 and len(env.task_ids("val")) >= 50
+    for number in range(frozenlake.LAKES):
+        desc = generate_random_map(frozenlake.LAKE_SIZE, seed=number)
+        starts = {f"lakes/{number}/{r}{c}" for (r, c), d in distances(desc).items() if d}
+        assert starts == {task for task in tasks if task.split("/")[1] == str(number)}
+        in_train = starts & set(env.task_ids("train"))
+        assert 0.25 < len(in_train) / len(starts) < 0.55  # every lake is known from training
+    env.reset(options={"task_id": "lakes/7/00"})
+    assert env.instruction.endswith("\n".join(generate_random_map(4, seed=7)).replace("S", "F"))
+    assert re.fullmatch(r"At cell \d\d of lake 7\.", env.step("left")[0])
+
+
+@pytest.mark.parametrize("slippery", [False, True])
+def test_rule_and_oracle(slippery):
+    """The rule walks by the map as if the ice were firm; the oracle knows how it slips, and neither strays."""
+    env = envs.make("frozenlake", map="4x4", slippery=slippery, max_steps=None)
+    task, won = f"{'slippery-' * slippery}4x4/00", {"rule": 0, "oracle": 0}
+    firm = distances(MAPS["4x4"])
+    for name, seed in itertools.product(won, range(200 if slippery else 1)):
+        env.reset(seed=seed, options={"task_id": task})
+        player = env.oracle(task) if name == "oracle" else env.rules()["shortest path"]()
+        for _, action in player:
+            q = env.q_star()[env.cell]
+            assert name == "rule" or q[frozenlake.MOVES.index(action)] == pytest.approx(q.max())
+            before = divmod(env.cell, 4)
+            _, reward, *_ = env.step(action)
+            assert slippery or firm[divmod(env.cell, 4)] == firm[before] - 1
+        won[name] += reward
+    assert won["oracle"] > 1.5 * won["rule"] if slippery else won == {"rule": 1, "oracle": 1}
+
+
+def test_the_expert_sees_nothing_but_the_map_and_its_cell():
+    """Two plays with other chances of slipping: as long as the observations agree, so do the moves."""
+    env, walks = envs.make("frozenlake", map="4x4", slippery=True, max_steps=60), []
+    for seed in range(20):
+        seen, _ = env.reset(seed=seed, options={"task_id": "slippery-4x4/00"})
+        walks.append([seen])
+        for _, action in env.expert("slippery-4x4/00"):
+            seen, _, terminated, truncated, _ = env.step(action)
+            walks[-1] += [action, seen]
+            if terminated or truncated:
+                break
+    for one, other in itertools.combinations(walks, 2):
+        i = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
+        assert i % 2 == 0  # what differs first is an observation, never a move
+
+
 @pytest.mark.parametrize("layout", ["random4", "random8"])
 def test_no_random_map_is_in_two_splits(layout):
     env = envs.make("frozenlake", map=layout)
@@ -81,7 +133,7 @@ def test_gymnasiums_checker_passes(slippery):
     check_env(envs.make("frozenlake", slippery=slippery), skip_render_check=True)
 
 
-@pytest.mark.parametrize("layout", ["8x8", "4x4", "random4", "random8"])
+@pytest.mark.parametrize("layout", ["8x8", "4x4", "lakes", "random4", "random8"])
 def test_the_expert_walks_a_shortest_path(layout):
     env = envs.make("frozenlake", map=layout, stray=0)
     for task in env.task_ids("test")[:20]:
@@ -106,6 +158,62 @@ def test_an_expert_who_strays_takes_detours_but_arrives(layout):
         env.reset(options={"task_id": task})
         detours += 0.9 ** len(walks[0]) < env.optimal_value() - 1e-9
     assert detours > 5
+
+
+def lake_of(*desc, slippery=False):
+    lake = FrozenLakeEnv(desc=list(desc), is_slippery=slippery)
+    lake.s = 0
+    return lake
+
+
+def chooser_success(lake, ranking, proposals, m, steps):
+    """By following the probabilities step by step: the m candidates are written out, 4 ** m of them in each cell."""
+    there, won = {int(lake.s): 1.0}, 0.0
+    for _ in range(steps):
+        after = {}
+        for cell, p in there.items():
+            for drawn in itertools.product(range(4), repeat=m):
+                chosen = min(drawn, key=ranking[cell].index)
+                for chance, to, reward, over in lake.P[cell][chosen]:
+                    won += (weight := p * chance * np.prod(proposals[cell][list(drawn)])) * reward
+                    if not over:
+                        after[to] = after.get(to, 0.0) + weight
+        there = after
+    return won
+
+
+@pytest.mark.parametrize("slippery", [False, True])
+def test_attainable_is_the_best_of_all_choosers(slippery):
+    """By brute force: all rankings of the moves in every cell, of which there are 24 ** 2, with 2 candidates drawn."""
+    lake = lake_of("SH", "FG", slippery=slippery)
+    rng = np.random.default_rng(0)
+    proposals = rng.dirichlet([0.5] * 4, lake.desc.size)
+    ice = [i for i in range(lake.desc.size) if lake.desc.flat[i] in b"SF"]
+    choosers = itertools.product(itertools.permutations(range(4)), repeat=len(ice))
+    found = [chooser_success(lake, dict(zip(ice, c, strict=True)), proposals, 2, 5) for c in choosers]
+    best = frozenlake.attainable(lake, proposals, m=2, steps=5)
+    # A chooser that knows the time can be better than a fixed one, if hardly: it may take risks at the last step.
+    assert max(found) - 1e-9 <= best <= max(found) + 0.01 and len(found) == 24**2
+
+
+def test_choosing_by_the_true_value_is_no_ceiling():
+    """Both ways round are open. On the short one the agent proposes nothing but the hole; Q* takes it all the same."""
+    lake = lake_of("SFFF", "FHHF", "FHHF", "GFFF")
+    # The goal is three moves down, or nine round the other side; the agent knows the way round only.
+    proposals = np.full((16, 4), 0.25)
+    proposals[4] = np.eye(4)[RIGHT]
+    q = frozenlake.q_star(lake)
+    by_truth = {cell: list(np.argsort(-q[cell])) for cell in range(16)}
+    truth = chooser_success(lake, by_truth, proposals, m=4, steps=14)
+    best = frozenlake.attainable(lake, proposals, m=4, steps=14)
+    assert q[0].argmax() == DOWN and truth < 0.4 and best > 2 * truth
+
+
+def test_attainable_with_every_move_on_offer_is_one():
+    lake = frozenlake.load("lakes/0/00")
+    assert frozenlake.attainable(lake, np.full((lake.desc.size, 4), 0.25), m=200, steps=20) == pytest.approx(1)
+    alone = frozenlake.attainable(lake, np.full((lake.desc.size, 4), 0.25), m=1, steps=20)
+    assert 0 < alone < 0.3  # one candidate leaves no choice: a random walk
 
 
 def test_texts_rewards_and_limits():
@@ -165,7 +273,9 @@ def test_slippery_ice_repeats_by_default_and_varies_by_seed():
     assert np.allclose(probabilities, 1 / 3)
 
 
-@pytest.mark.parametrize("task", ["8x8/23", "8x8/99", "4x4/50", "8x8", "random5/1", "8x8/77", "webshop/1"])
+@pytest.mark.parametrize(
+    "task", ["8x8/23", "8x8/99", "4x4/50", "8x8", "random5/1", "8x8/77", "lakes/99/00", "webshop/1"]
+)
 def test_a_task_that_does_not_exist_is_one_line(task):
     with pytest.raises(envs.UserError, match="frozenlake") as error:
         envs.make("frozenlake").reset(options={"task_id": task})

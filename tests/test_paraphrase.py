@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 import envs
 import q_search
 from environments import UserError
-from environments.webshop.paraphrase import Reword, Server, by_rules, clauses, paraphrase, reword, wordings
+from environments.webshop.paraphrase import clauses, paraphrase, wordings
 from q_search import Method
+from qlass import costs
 from qlass.chat import State
-from qlass.driver import Candidate, Sample, Score, drive
+from qlass.driver import Candidate, Score, drive
+from qlass.paraphrasing import Paraphrased, Reword, Server, reword
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 TASK = "i need a red cotton shirt with color: navy, and size: x-large, and price lower than 60.00 dollars"
@@ -110,6 +112,7 @@ def test_an_unknown_opening_stays_whole():
 
 def test_the_same_index_is_the_same_wording_and_zero_the_task():
     assert paraphrase(TASK, 0) == TASK
+    by_rules = q_search.by_rules(envs.make("webshop"))
     assert by_rules([Reword(TASK, 3), Reword(TASK, 0), Reword(TASK, 3)]) == [
         paraphrase(TASK, 3),
         TASK,
@@ -183,51 +186,66 @@ class Shop(envs.TextEnv):
         self.steps = snapshot
 
 
-def answer(request):
-    """A model that says which wording it read; Q is 1 for candidate "c1"."""
-    if isinstance(request, list):
-        return [answer(r) for r in request]
-    if isinstance(request, Reword):
-        return paraphrase(request.task, request.index)
-    if isinstance(request, Score):
-        return [float("c1" in action) for action in request.actions]
-    texts = [f"Action: c{k}" for k in range(5) if paraphrase(TASK, k) == request.state.task]
-    return [Candidate(texts[0], 2, -1.0)] * request.n
+def sample(requests):
+    """A model that says which wording it read."""
+    texts = {paraphrase(TASK, k): f"Action: c{k}" for k in range(5)}
+    return [[Candidate(texts[r.state.task], 2, -1.0)] * r.n for r in requests]
+
+
+def guided(method: Method, trial: int, wordings: int | None):
+    """The trajectory, the states that were scored, and, call by call, what the model and the paraphraser were asked."""
+    scored, asked, reworded = [], [], []
+
+    def by_rules(requests):
+        reworded.append(requests)
+        return [paraphrase(r.task, r.index) for r in requests]
+
+    def heard(requests):
+        asked.append(requests)
+        return sample(requests)
+
+    draw = heard if wordings is None else Paraphrased(heard, by_rules, wordings)
+
+    def answer(request):
+        if isinstance(request, Score):
+            scored.append(request.state)
+            return [float("c1" in action) for action in request.actions]  # Q is 1 for candidate "c1"
+        return draw([request])[0]
+
+    trajectory, _ = run(q_search.episode(Shop(), "t", method, trial, word_chat().rendering), answer)
+    return trajectory, scored, asked, reworded
 
 
 def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_original():
     chat = word_chat()
-    result, requests = run(q_search.episode(Shop(), "t", Method("qlass", M=3), 0, chat, wordings=3), answer)
+    trajectory, scored, drawn, _ = guided(Method("qlass", M=3), 0, 3)
     words = [paraphrase(TASK, k) for k in range(3)]
-    drawn = [r for r in requests if isinstance(r, list) and isinstance(r[0], Sample)]
     assert [[r.state.task for r in step] for step in drawn] == [words, words]
     for r in [r for step in drawn for r in step]:
         assert all(r.state.task in text for role, text in r.state.messages[2:] if role == "user")
     assert [r.key for r in drawn[0]] == [("t", 0, 0), ("t", 0, 0, words[1]), ("t", 0, 0, words[2])]
-    scored = [r.state for r in requests if isinstance(r, Score)]
     assert all(s.task == TASK and TASK in s.messages[-1][1] for s in scored)
-    assert [step["action"] for step in result["steps"]] == ["Action: c1"] * 2
+    assert [step.action for step in trajectory.steps] == ["Action: c1"] * 2
 
     # Tokens, counted by hand: 2 a candidate; under the first wording what the user says, under the others all.
     last = drawn[-1]
     whole = [len(chat.prompt(r.state)) for r in last]
     own, ok = (len(chat.action(text, "")) for text in ("Action: c1", "OK"))
-    assert result["tokens"]["generated"] == 2 * 3 * 2
-    assert result["tokens"]["prompt"] == whole[0] - own - ok + whole[1] + whole[2]
-    assert result["tokens"]["scored"] == whole[0] - own - ok + 2 * 3 * own
+    tokens = costs.tokens(chat, trajectory.steps, by_qnet=True)
+    assert tokens["generated"] == 2 * 3 * 2
+    assert tokens["prompt"] == whole[0] - own - ok + whole[1] + whole[2]
+    assert tokens["scored"] == whole[0] - own - ok + 2 * 3 * own
 
 
-def test_trials_go_on_with_further_wordings_and_start_again_at_the_last():
-    chat = word_chat()
+def test_trials_continue_with_further_wordings_and_start_again_after_the_last():
     for trial, expected in ((0, [0, 1]), (1, [2, 0]), (2, [1, 2])):
-        _, requests = run(q_search.episode(Shop(), "t", Method("qlass", M=2), trial, chat, wordings=3), answer)
-        assert [r.index for r in requests[0]] == expected
+        *_, reworded = guided(Method("qlass", M=2), trial, 3)
+        assert [r.index for r in reworded[0]] == expected
 
 
 def test_without_wordings_requests_are_what_they_were():
-    _, requests = run(q_search.episode(Shop(), "t", Method("qlass", M=3), 0, word_chat()), answer)
-    samples = [r for r in requests if isinstance(r, Sample)]
-    assert [(r.n, r.key, r.state.task) for r in samples] == [(3, ("t", 0, t), TASK) for t in range(2)]
+    *_, asked, _ = guided(Method("qlass", M=3), 0, None)
+    assert [(r.n, r.key, r.state.task) for step in asked for r in step] == [(3, ("t", 0, t), TASK) for t in range(2)]
 
 
 def test_the_driver_answers_lists_and_single_requests_together():
@@ -240,7 +258,9 @@ def test_the_driver_answers_lists_and_single_requests_together():
         return (yield 5)
 
     calls = []
-    assert list(drive([several(), one()], {int: lambda batch: calls.append(batch) or [10 * x for x in batch]})) == [
+    assert list(
+        drive([several(), one()], {int: lambda batch: calls.append(batch) or [10 * x for x in batch]}, in_order=True)
+    ) == [
         ([10, 20], 30),
         50,
     ]
@@ -254,12 +274,12 @@ def test_reword_leaves_the_agents_own_words():
     assert reword(State(messages, TASK), TASK) == State(messages, TASK)
 
 
-def test_only_webshop_is_perturbed():
-    with pytest.raises(UserError, match="webshop"):
-        q_search.parse(["--env", "frozenlake", "--paraphrase"])
-    assert q_search.parse(["--paraphrase-server", "http://x/v1"]).paraphrase == 0
-    assert q_search.parse(["--paraphrase", "3"]).label == "paraphrased"
-    assert q_search.parse([]).paraphrase is None
+def test_only_webshop_has_rules_for_it():
+    with pytest.raises(UserError, match="frozenlake has no rules"):
+        envs.make("frozenlake").paraphrase("reach the goal", 1)
+    assert q_search.arguments(["--paraphrase-server", "http://x/v1"]).paraphrase == 0
+    assert q_search.arguments(["--paraphrase", "3"]).label == "paraphrased"
+    assert q_search.arguments([]).paraphrase is None
 
 
 # -------------------------------------------------------------------------------------------------------------- server

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import q_search
 from environments import UserError
-from q_search import Method, play
+from q_search import Method, best_of
 from qlass.chat import parse_action
 from qlass.driver import Sample, Score
 from qlass.jsonl import read_jsonl
@@ -35,7 +35,7 @@ def episode(method: Method, script=BOTH, q=never, env: FakeEnv | None = None, **
     """The record, the path taken, and the environment that was played."""
     env = env or FakeEnv(**options)
     draw = script if callable(script) else Script(script)
-    record, asked = run(play(env, "test0", method, CHAT), lambda r: draw(r) if isinstance(r, Sample) else q(r))
+    record, asked = run(best_of(env, "test0", method, CHAT), lambda r: draw(r) if isinstance(r, Sample) else q(r))
     assert all(r.temperature == (0 if method.name == "greedy" else 0.7) for r in asked if isinstance(r, Sample))
     return record, tuple(parse_action(s["action"]) for s in record["steps"]), env
 
@@ -95,7 +95,7 @@ def test_random_choice_is_of_the_drawn_and_depends_on_the_task_alone():
     paths = {}
     for task in range(30):
         env = FakeEnv()
-        taken = [run(play(env, f"test{task}", Method("random", M=2), CHAT), Script(BOTH))[0] for _ in range(2)]
+        taken = [run(best_of(env, f"test{task}", Method("random", M=2), CHAT), Script(BOTH))[0] for _ in range(2)]
         assert taken[0]["steps"] == taken[1]["steps"]
         paths[tuple(parse_action(s["action"]) for s in taken[0]["steps"])] = taken[0]
     assert len(paths) == 6  # all the ends of the world are met
@@ -148,7 +148,9 @@ def test_n_guided_trajectories():
 
 
 def test_the_expert():
-    record = q_search.demonstration(FakeEnv(), "test0")
+    env = FakeEnv()
+    env.reset(options={"task_id": "test0"})
+    record = q_search.played(env, "test0", env.expert("test0"))
     assert (record["reward"], record["n_steps"], record["env_steps"]) == (1.0, 3, 3)
     assert record["tokens"] == {"prompt": 0, "generated": 0, "scored": 0}
 
@@ -224,7 +226,7 @@ def test_an_agent_without_a_memory_reads_each_observation_once(monkeypatch):
 
 
 def methods(*argv: str) -> list[Method]:
-    return q_search.methods(q_search.parse(["--env", "frozenlake", *argv]))
+    return q_search.methods(q_search.arguments(["--env", "frozenlake", *argv]), FakeEnv())
 
 
 def test_flags_name_methods():
@@ -267,15 +269,16 @@ ALL = ("--method", "all", "oracle_lookahead", "-M", "2", "3")
 
 def test_every_method_leaves_a_line_for_each_task(search, capsys):
     records = search(*ALL, "--split", "val", "--label", "x")
-    assert len(records) == 13 * 3 and {r["task_id"] for r in records} == {"val0", "val1", "val2"}
+    assert len(records) == 15 * 3 and {r["task_id"] for r in records} == {"val0", "val1", "val2"}
     assert {(r["env"], r["split"], r["label"], r["seed"]) for r in records} == {("fake", "val", "x", 0)}
-    rewards = {(r["method"], r["M"], r["N"], r["select"], r["task_id"]): r["reward"] for r in records}
+    rewards = {(r["player"] or r["method"], r["M"], r["N"], r["select"], r["task_id"]): r["reward"] for r in records}
     assert len(rewards) == len(records)
     for task in ("val0", "val1", "val2"):
-        assert rewards["expert", 1, 1, None, task] == 1
+        assert rewards["expert", 1, 1, None, task] == rewards["oracle", 1, 1, None, task] == 1
+        assert rewards["always left", 1, 1, None, task] == 0
         for n in (2, 3):  # of the same trajectories
             assert rewards["best_of_n", 1, n, "oracle", task] >= rewards["best_of_n", 1, n, "q", task]
-    assert capsys.readouterr().out.count("mean reward") == 13
+    assert capsys.readouterr().out.count("mean reward") == 15
 
 
 def test_results_do_not_depend_on_the_batch_or_on_where_a_run_stopped(search, tmp_path, monkeypatch):
@@ -341,7 +344,7 @@ def test_wrong_inputs_are_named(search, tmp_path, agent, monkeypatch):
 
 def test_the_files_are_jsonl_with_the_documented_fields(search, tmp_path):
     (record, *_) = search("--method", "qlass", "-M", "2")
-    about = "task_id env split label method M N select seed"
+    about = "task_id type env split label method M N select player seed"
     assert list(record) == f"{about} reward success n_steps tokens env_steps resets steps".split()
     assert {"action", "candidates", "observation"} == set(record["steps"][0])
     meta = json.loads((tmp_path / "results.meta.json").read_text())

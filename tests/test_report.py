@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 import report
 from environments import UserError
 from qlass.stats import bootstrap, by_task, kendall, paired_difference, spearman
-from reporting import results
+from reporting import figures, results
+from reporting.frontier import frontier, pareto, training_tokens
+from reporting.results import read_curves
 
 HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
@@ -350,3 +352,44 @@ def test_results_alone_make_a_page(tmp_path):
     report.main([str(tmp_path / "results.jsonl")])
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.data == "null" and page.open == []
+
+
+def test_learning_curves_stand_beside_the_results(tmp_path):
+    (tmp_path / "results.jsonl").write_text(RESULTS.read_text().splitlines()[0] + "\n")
+    spent = [{"tokens": 10 * i, "env_steps": i, "val": None if i == 1 else 0.5 + i / 10} for i in range(3)]
+    for name in ("tree_grpo", "eto"):
+        (tmp_path / f"sft-{name}.updates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in spent))
+    curves = read_curves([tmp_path, tmp_path / "nowhere"])
+    assert curves == {"eto": [spent], "tree_grpo": [spent]}
+    for axes, cost in zip(figures.learning(curves).axes, ("tokens", "env_steps"), strict=True):
+        assert [line.get_label() for line in axes.lines] == ["eto", "tree_grpo"]
+        assert [list(line.get_xdata()) for line in axes.lines] == [[0, spent[2][cost]]] * 2  # where it was validated
+        assert list(axes.lines[0].get_ydata()) == [0.5, 0.7]
+    report.main([str(tmp_path / "results.jsonl")])
+    assert (tmp_path / "report_learning.png").exists() and 'id="learning"' in (tmp_path / "report.html").read_text()
+
+
+def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    greedy, searched = (next(r for r in rows if r["method"] == m) for m in ("greedy", "qlass"))
+    files = {
+        "results": [greedy, searched],
+        "results-rl": [greedy | {"label": "rl", "reward": 0.9}, searched | {"label": "rl"}],
+    }
+    for name, lines in files.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    metas = {
+        "results": {"arguments": {"sft": "sft", "qnet": "qnet"}}, "sft": {},
+        "results-rl": {"arguments": {"sft": "sft-rl", "qnet": "qnet"}}, "sft-rl": {"last": {"tokens": 1000}},
+        "qnet": {"tokens": 100, "arguments": {"labels": "q.jsonl"}}, "q": {"arguments": {"trees": "trees.jsonl"}},
+        "trees": {"tokens": 7},
+    }  # fmt: skip
+    for name, meta in metas.items():
+        Path(f"{name}.meta.json").write_text(json.dumps(meta))
+    groups = results.read_results([("", Path("results.jsonl")), ("", Path("results-rl.jsonl"))])
+    cost = {(g.method.method, g.method.label): training_tokens(g) for g in groups}
+    assert cost == {("greedy", ""): 0, ("qlass", ""): 307, ("greedy", "rl"): 6000, ("qlass", "rl"): 6307}
+    assert frontier(groups).axes[2].get_title(loc="left") == "10,000 tasks"
+    assert frontier([g for g in groups if not g.method.label]) is None
+    assert pareto([(3, 0.5), (1, 0.2), (2, 0.1), (1, 0.3), (4, 0.5)]) == [(1, 0.3), (3, 0.5)]

@@ -55,7 +55,7 @@ def parsed(command):
     if hasattr(module, "__path__"):  # python -m PACKAGE
         module = importlib.import_module(f"{name}.__main__")
     try:
-        return (module.parse if hasattr(module, "parse") else module.parse_args)(flags)
+        return (module.arguments if hasattr(module, "arguments") else module.parse_args)(flags)
     except SystemExit:
         pytest.fail(f"python {' '.join(command)}: {name} does not know these flags")
 

@@ -1,3 +1,4 @@
+import itertools
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ import envs
 from environments.sciworld import expert as sciworld_expert
 from environments.sciworld import simulator as sciworld
 
+IMPORT = "from environments.sciworld import simulator as sciworld\n"
 HERE = Path(__file__).parents[1]
 BOIL = "Your task is to boil water. For compounds without a boiling point, combusting the substance is also acceptable."
 
@@ -46,21 +48,45 @@ def test_names_of_older_versions(old, new):
     assert sciworld.task_name(old) == new
 
 
-def test_splits_are_the_packages_and_disjoint(env):
-    ids = {split: env.task_ids(split) for split in ("train", "val", "test_seen", "test_unseen", "all")}
-    assert len(set(ids["all"])) == len(ids["all"]) == sum(len(ids[split]) for split in ids if split != "all") == 7207
-    for some in (ids["test_unseen"][:30], ids["train"][-30:]):  # both ends are fair samples
-        assert len({task.split("/")[1] for task in some}) == 30
+def test_splits_are_the_packages_and_disjoint():
+    env = envs.make("sciworld", balanced=False, simulators=1)
+    ids = {split: env.split_ids(split) for split in ("train", "val", "test_seen", "test_unseen", "all")}
+    assert len(set(ids["all"])) == len(ids["all"]) == sum(len(ids[split]) for split in ids if split != "all")
     assert len({task.split("/")[1] for task in sciworld.task_ids("eto")["all"]}) == 24
-    assert len(sciworld.task_ids("task-1-boil,melt")["all"]) == 60
+    assert {task.split("/")[1] for task in sciworld.task_ids("task-1-boil,melt")["all"]} == {"boil", "melt"}
     assert 0.05 < len(ids["val"]) / (len(ids["val"]) + len(ids["train"])) < 0.15
     simulator = sciworld.simulators().nearest(sciworld.Task("boil", 0), ())
     for name in ("identify-life-stages-2", "power-component", "chemistry-mix", "lifespan-longest-lived"):
         simulator.load(sciworld.Task(name, 0))
         variations = {s: {int(i.split("/")[2]) for i in ids[s] if i.split("/")[1] == name} for s in ids}
         assert variations["train"] | variations["val"] == set(simulator.engine.getVariationsTrain())
-        assert variations["test_seen"] == set(simulator.engine.getVariationsDev())
-        assert variations["test_unseen"] == set(simulator.engine.getVariationsTest())
+        for split, theirs in (("test_seen", "Dev"), ("test_unseen", "Test")):
+            whole = sorted(getattr(simulator.engine, f"getVariations{theirs}")())
+            assert variations[split] == {v for i, v in enumerate(whole) if i not in (0, 2, 4)} and variations[split]
+
+
+def test_balanced_splits_hold_some_variations_of_every_task(env):
+    whole, balanced = sciworld.task_ids("eto", balanced=False), sciworld.task_ids("eto")
+    for split, most in {"train": 60, "val": 10, "test_seen": 10, "test_unseen": 10}.items():
+        assert set(balanced[split]) <= set(whole[split])
+        counts = {kind: [0, 0] for kind in map(env.task_type, whole[split])}
+        for i, ids in enumerate((whole[split], balanced[split])):
+            for task_id in ids:
+                counts[env.task_type(task_id)][i] += 1
+        assert all(some == min(all_of_them, most) for all_of_them, some in counts.values())
+    assert len(balanced["test"]) >= 150 and len(balanced["test_seen"]) >= 150
+
+
+def test_the_uniform_rule_plays_candidates_and_repeats_itself(env):
+    def walk():
+        env.reset(options={"task_id": "train/lifespan-longest-lived/0"})
+        player, steps = env.rules()["uniform"](), []
+        for step in itertools.islice(player, 5):
+            assert step in env.candidates()
+            steps.append((step, env.step(step[1])[0]))
+        return steps
+
+    assert walk() == walk() and len(set(walk())) > 2
 
 
 @pytest.mark.parametrize(
@@ -324,7 +350,7 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 def test_no_java_process_is_left_however_python_ends():
-    script = "import os, time, sciworld\nsciworld.simulators().description(sciworld.Task('boil', 0))\n"
+    script = "import os, time\n" + IMPORT + "sciworld.simulators().description(sciworld.Task('boil', 0))\n"
     script += "print(*[s.process.pid for s in sciworld.simulators().running], flush=True)\n"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     started = {e: subprocess.Popen([sys.executable, "-c", script + ENDINGS[e]], cwd=HERE, **pipes) for e in ENDINGS}
@@ -347,7 +373,7 @@ def test_no_java_process_is_left_however_python_ends():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 def test_ctrl_c_in_a_call_is_a_keyboard_interrupt_and_nothing_else():
-    script = "import os, signal, sciworld, threading\nsimulators = sciworld.simulators()\n"
+    script = "import os, signal, threading\n" + IMPORT + "simulators = sciworld.simulators()\n"
     script += "simulators.description(sciworld.Task('boil', 0))\n"
     script += "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
     script += "try:\n    while True:\n        simulators.running[0].load(sciworld.Task('boil', 0), gold=True)\n"

@@ -70,7 +70,7 @@ def test_kept_are_new_distinct_and_good():
 
 def test_trajectories_are_whole_chats_with_their_reward():
     policy = Script({(): "left right", ("right",): "left right", ("right", "right"): "right"})
-    lines, requests = run(self_train.play(FakeEnv(), "train0", Method("sample", N=3), word_chat()), policy)
+    lines, requests = run(self_train.trajectories(FakeEnv(), "train0", Method("sample", N=3), word_chat()), policy)
     assert [tuple(parse_action(m["content"]) for m in made["messages"][3::2]) for made in lines] == [
         ("left", "left"), ("right", "left"), ("left", "left")]  # fmt: skip
     assert [made["reward"] for made in lines] == [0.0, 0.4, 0.0]
@@ -111,7 +111,7 @@ def stage(tmp_path, monkeypatch):
     monkeypatch.setattr(envs, "from_arguments", lambda args: env)
     monkeypatch.setattr(self_train, "Policy", Model)
     monkeypatch.setattr(self_train, "QNet", Model)
-    monkeypatch.setattr(sft, "main", lambda argv: calls.append(sft.parse(argv)))
+    monkeypatch.setattr(sft, "main", lambda argv: calls.append(sft.arguments(argv)))
 
     def start(*argv):
         self_train.main(["--run", str(tmp_path), *argv])
@@ -166,7 +166,7 @@ def test_a_stopped_run_goes_on_and_a_finished_one_plays_nothing(stage):
     stage.sampled.clear()
     stage("--method", "rft", "-N", "2", "--threshold", "0", "--limit", "3")
     assert not stage.sampled
-    with pytest.raises(UserError, match="begun with --N 2"):
+    with pytest.raises(UserError, match="begun with --N 2, not 3"):
         stage("--method", "rft", "-N", "3")
 
 

@@ -1,9 +1,11 @@
 """Stage 1: what counts in the loss, the learning rate, what expert files may look like, and that training trains."""
 
 import argparse
+import itertools
 import json
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import sft
 from environments import UserError
 from qlass import models
 from qlass.chat import MARK, Chat, Rendering, State
+from qlass.demonstrations import read_trajectories
 from qlass.jsonl import read_jsonl
 from qlass.policy import Policy
 
@@ -88,9 +91,20 @@ def test_the_learning_rate_rises_and_falls():
 # ----------------------------------------------------------------------------------------------------------- training
 
 
+RUNS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 def arguments(**more) -> argparse.Namespace:
     defaults = {"max_tokens": 100, "micro_tokens": 1000, "lr": 1e-2, "batch": 4, "epochs": 2, "seed": 0, "model": "x",
-                "optim": "adamw"}  # fmt: skip
+                "optim": "adamw",
+                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50, "overwrite": False,
+                "log": "jsonl", "lora": None,
+                "weights": "float32", "gradient_checkpointing": False}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
 
@@ -127,6 +141,45 @@ def test_four_trajectories_are_learned_by_heart():
     agent = Policy(model, CHAT)
     likely = agent.logprobs([(State(s.messages[:-1]), s.messages[-1][1]) for s in others(4)])
     assert all(abs(math.exp(p) - 1 / 4) < 0.1 for p in likely)
+
+
+def test_every_twentieth_task_is_held_out():
+    def played(task: int, trial: int) -> State:
+        opening = ("user", "walk"), ("assistant", "OK"), ("user", f"you stand at {task}")
+        return State((*opening, ("assistant", f"Action: {trial}")))
+
+    states = [played(task, trial) for task in range(400) for trial in range(2)]
+    training, held_out = sft.hold_out(states)
+    assert held_out == [played(task, trial) for task in range(0, 400, 20) for trial in range(2)]
+    assert training == [s for s in states if s not in held_out]
+    assert [len(part) for part in sft.hold_out(states[:320])] == [2 * (160 - 16), 2 * 16]
+    assert sft.hold_out(states[:318]) == (states[:318], [])  # too few to spare any
+
+
+def test_validation_by_hand():
+    """Two actions: of the first all tokens are the likeliest, of the second not."""
+    states = [STATE, others(1)[0]]
+    examples = [sft.tokens_and_mask(CHAT, s, 100) for s in states]
+    model = tiny_lm(CHAT)
+    loss = sum(sft.sft_loss(model(input_ids=torch.tensor([i])).logits, torch.tensor([i]), torch.tensor([w])).item()
+               for i, w in examples)  # fmt: skip
+    figures = sft.validate(model, CHAT, examples, arguments())
+    assert figures["held_out_loss"] == pytest.approx(loss / sum(sum(w) for _, w in examples), rel=1e-2)
+
+    class Knows(torch.nn.Module):
+        """Expects the example's own next token, but "left" where it reads "Action:" and the actions it has seen."""
+
+        device = torch.device("cpu")
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> argparse.Namespace:
+            logits = torch.nn.functional.one_hot(input_ids.roll(-1, 1), len(CHAT.tokenizer)).float()
+            action, left = CHAT.tokenizer.convert_tokens_to_ids(["Action:", "left"])
+            logits[input_ids == action] = torch.nn.functional.one_hot(torch.tensor(left), len(CHAT.tokenizer)).float()
+            return argparse.Namespace(logits=logits)
+
+    # STATE's actions are OK, left and right; the other's OK and left.
+    assert sft.validate(Knows(), CHAT, examples, arguments())["held_out_exact"] == pytest.approx(4 / 5)
+    assert sft.validate(Knows(), CHAT, [], arguments()) == {}
 
 
 def test_without_a_memory_each_action_is_learned_behind_its_observation_alone(monkeypatch):
@@ -166,9 +219,10 @@ def test_expert_files_in_all_layouts_are_the_same(tmp_path):
         "spaced.json": "\n " + json.dumps([ETO, ETO]),
     }.items():
         (tmp_path / name).write_text(text)
-        assert list(sft.read_trajectories(tmp_path / name)) == [(State(MESSAGES), None)] * 2
+        assert [state for state, _ in read_trajectories(tmp_path / name)] == [State(MESSAGES)] * 2
     (tmp_path / "ours.jsonl").write_text(dump([ours]))
-    assert list(sft.read_trajectories(tmp_path / "ours.jsonl")) == [(State(MESSAGES, "a shirt"), 0.5)]
+    ((state, record),) = read_trajectories(tmp_path / "ours.jsonl")
+    assert (state, record["reward"]) == (State(MESSAGES, "a shirt"), 0.5)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +244,7 @@ def test_expert_files_in_all_layouts_are_the_same(tmp_path):
 def test_a_malformed_expert_file_is_named_in_one_line(tmp_path, text, says):
     (tmp_path / "file").write_text(text)
     with pytest.raises(UserError, match=says) as error:
-        list(sft.read_trajectories(tmp_path / "file"))
+        list(read_trajectories(tmp_path / "file"))
     assert "\n" not in str(error.value)
 
 
@@ -214,7 +268,7 @@ def test_a_demonstration_ends_with_the_experts_last_action():
 def test_a_stopped_demonstrator_plays_what_is_missing(tmp_path, monkeypatch):
     played, play = [], sft.demonstrate
     monkeypatch.setattr(sft, "demonstrate", lambda env, task: played.append(task) or play(env, task))
-    args = sft.parse(["--env", "frozenlake", "--run", str(tmp_path), "--n-expert", "4"])
+    args = sft.arguments(["--env", "frozenlake", "--run", str(tmp_path), "--n-expert", "4"])
     args.expert = tmp_path / "expert.jsonl"
     sft.collect(FakeEnv(), args)
     whole = args.expert.read_bytes()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from qlass.chat import State, react, uniforms
 from qlass.driver import Sample, Score, ask, drive
 from qlass.policy import Policy
-from qlass.token_tree import Prompts, TokenTree, batches, packed
+from qlass.prompt_cache import PromptCache
+from qlass.token_tree import TokenTree, batches, packed
 
 CHAT = word_chat(temperature=0.8)
 MODEL = tiny_lm(CHAT)
@@ -102,21 +103,21 @@ def test_batches_hold_every_item_once_within_the_budget(lengths, budget):
 # ---------------------------------------------------------------------------------------------- remembered prompts
 
 
-def read(prompts: Prompts, some: list[State], budget: int = 10_000) -> tuple[list, int]:
+def read(prompts: PromptCache, some: list[State], budget: int = 10_000) -> tuple[list, int]:
     """For each state the logits behind the prompt and behind each action, and how many tokens went in."""
     cost = 0
 
-    def forward(inputs: dict, keep: int) -> torch.Tensor:
+    def forward(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
         nonlocal cost
         cost += inputs["input_ids"].numel()
-        return MODEL(**inputs, logits_to_keep=keep).logits
+        return MODEL(**inputs, logits_to_keep=columns).logits
 
     tails = [[CHAT.action(a, s.task) for a in ACTIONS] for s in some]
     found: list = [None] * len(some)
     with torch.inference_mode():
-        runs = [CHAT.runs(s) for s in some]
-        for i, out, _, last, paths in prompts.read(forward, MODEL, PAD, budget, runs, tails):
-            found[i] = [out[0].double().numpy(), *(out[np.array(p) - last].double().numpy() for p in paths)]
+        runs = [CHAT.message_tokens(s) for s in some]
+        for i, out, last, paths in prompts.read(forward, MODEL, PAD, budget, runs, tails):
+            found[i] = [out[last].double().numpy(), *(out[p].double().numpy() for p in paths)]
     return found, cost
 
 
@@ -132,13 +133,13 @@ def check(found: list, some: list[State]) -> None:
 @pytest.mark.parametrize("room", [1 << 30, 20_000, 0])
 @pytest.mark.parametrize("budget", [10_000, 150, 1])
 def test_outputs_behind_remembered_prompts_are_those_of_plain_sequences(room, budget):
-    prompts = Prompts(room)
+    prompts = PromptCache(room)
     order = np.random.default_rng(0).permutation(len(STATES) * 3) % len(STATES)  # each three times, children first too
     for some in np.array_split(order, 6):
         asked = [STATES[i] for i in some]
         check(read(prompts, asked, budget)[0], asked)
         assert prompts.used <= room
-        assert prompts.used == sum(entry.nbytes for entry in prompts._entries.values())
+        assert prompts.used == sum(entry.tensor.nbytes for entry in prompts._entries.values())
     assert (prompts.used == 0) == (room == 0)
 
 
@@ -148,7 +149,7 @@ def test_a_step_costs_its_last_turn_and_the_actions():
     trie = TokenTree()
     for action in ACTIONS:
         trie.add(CHAT.action(action, ""))
-    prompts = Prompts()
+    prompts = PromptCache()
     costs = [read(prompts, [s])[1] for s in (first, first.then("Action: left", "Observation: you stand"), state)]
     # "Action: left <end>" and "<user> Observation: you stand <agent>", then "... nothing happens ..."
     assert [c - len(trie) for c in costs] == [len(CHAT.prompt(first)), 3 + 5, 3 + 5]
@@ -206,7 +207,7 @@ def test_forgetting_prompts_changes_nothing(valid):
     expected = texts(in_chunks(asked, 8))
     for room in (0, 10_000):
         agent = policy()
-        agent.prompts = Prompts(room)
+        agent.reader = PromptCache(room)
         answers = [a for start in range(0, 32, 8) for a in agent.sample(asked[start : start + 8])]
         assert texts(answers) == expected
 
@@ -310,8 +311,21 @@ def test_what_generators_return_comes_in_their_order():
     rounds = [5, 0, 3, 1, 0, 4, 2, 0]
     echo = {Score: lambda asked: [r.actions[0] for r in asked]}
     for width in (1, 2, 3, 100):
-        done = list(drive(itertools.starmap(episode, enumerate(rounds)), echo, width))
+        done = list(drive(itertools.starmap(episode, enumerate(rounds)), echo, width, in_order=True))
         assert done == [(i, [f"{i}.{r}" for r in range(n)]) for i, n in enumerate(rounds)]
+        assert sorted(drive(itertools.starmap(episode, enumerate(rounds)), echo, width)) == done
+
+
+def test_episodes_come_as_they_finish():
+    def episode(i, rounds):
+        for _ in range(rounds):
+            yield i
+        return i
+
+    echo = {int: lambda asked: asked}
+    assert list(drive(itertools.starmap(episode, enumerate([9, 2, 1, 0, 5])), echo)) == [3, 2, 1, 4, 0]
+    slow_first = drive(itertools.starmap(episode, enumerate([50, *[1] * 20])), echo, 3)
+    assert [next(slow_first) for _ in range(20)] == list(range(1, 21)) and list(slow_first) == [0]
 
 
 def test_many_requests_are_answered_in_one_call():
@@ -358,7 +372,9 @@ def test_no_more_than_width_are_open_even_behind_a_slow_one():
             yield i
         return i
 
-    for value in drive(map(episode, itertools.count()), {int: lambda asked: asked}, 4):  # no end of episodes
+    for value in drive(
+        map(episode, itertools.count()), {int: lambda asked: asked}, 4, in_order=True
+    ):  # no end of episodes
         yielded.append(value)
         if value == 20:
             break

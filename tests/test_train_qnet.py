@@ -1,7 +1,10 @@
 """Stage 4: the packed loss against pairs one by one, the value network, and how well it ranks siblings."""
 
 import argparse
+import itertools
 import json
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +20,9 @@ import train_qnet
 from environments import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
-from qlass.packing import Pair, pack, packed_loss, pairs_of
+from qlass.packing import Pair, pack, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
-from qlass.token_tree import Prompts
+from qlass.prompt_cache import PromptCache
 from train_qnet import QNet, pair_loss, sibling_accuracy
 
 LOSSES = ["all", "action", "last"]
@@ -30,7 +33,7 @@ def labelled_tree(task: str = "train0", **options) -> list[dict]:
     directions = iter(["left", "right", "right", "left", "right", "left", "left", "right"] * 20)
     tree = build_trees.exploration_tree(FakeEnv(), task, Rendering(), 2, 3, 20, True)
     root, _ = run(tree, lambda request: say(*(next(directions) for _ in range(request.n))))
-    return bellman.label(build_trees.lines(FakeEnv(), task, root), "q", 0.9)
+    return bellman.label(build_trees.tree_records(FakeEnv(), task, root), "q", 0.9)
 
 
 TREE = pairs_of(labelled_tree())
@@ -144,7 +147,7 @@ def values_plainly(net: QNet, state: State, action: str) -> np.ndarray:
 def test_scores_do_not_depend_on_batch_padding_or_what_was_read_before(budget, room):
     for readout, of in (("last", lambda v: v[-1]), ("mean", np.mean)):
         net = qnet(readout=readout).eval()
-        net.budget, net.prompts = budget, Prompts(room)
+        net.budget, net.reader = budget, PromptCache(room)
         families: dict[State, list[str]] = {}
         for p in TREE:
             families.setdefault(p.state, []).append(p.action)
@@ -217,9 +220,20 @@ def test_weights_that_a_checkpoint_lacks_are_not_made_up(tmp_path, agent):
 # --------------------------------------------------------------------------------------------------------- training
 
 
+RUNS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 def arguments(**more) -> argparse.Namespace:
     defaults = {"loss_on": "all", "max_tokens": 2048, "lr": 3e-3, "seed": 0, "epochs": 100, "batch": 4,
-                "micro_tokens": 10_000, "optim": "adamw"}  # fmt: skip
+                "micro_tokens": 10_000, "optim": "adamw",
+                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50,
+                "overwrite": False, "log": "jsonl", "lora": None,
+                "weights": "float32", "gradient_checkpointing": False, "plain": False}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
 
@@ -232,16 +246,16 @@ FOUR = [
 @pytest.mark.parametrize("loss_on", ["action", "last"])
 def test_four_samples_are_learned_by_heart(loss_on):
     net = qnet(hidden=64)
-    figures = train_qnet.train(net, [FOUR], arguments(loss_on=loss_on))
+    figures = train_qnet.train(net, [FOUR], [], arguments(loss_on=loss_on))
     scores = net.score([Score(STATE, tuple(p.action for p in FOUR))])[0]
     assert scores == pytest.approx([p.q for p in FOUR], abs=0.1)
-    assert figures["updates"] == 100 and figures["tokens"] < figures["tokens_pair_by_pair"]
+    assert figures["steps"] == 100 and figures["tokens"] < figures["tokens_pair_by_pair"]
 
 
 def test_where_pairs_share_their_words_the_loss_stops_at_the_mean():
     """Eq. (11) asks one prompt for four values: at best it says their mean, and the loss keeps the variance."""
     net = qnet(hidden=64)
-    train_qnet.train(net, [FOUR], arguments())
+    train_qnet.train(net, [FOUR], [], arguments())
     prompt = net.chat.prompt(STATE)
     with torch.inference_mode():
         shared = net(input_ids=torch.tensor([prompt]))[0].numpy()
@@ -255,17 +269,53 @@ def test_the_updates_hold_whole_packs_of_at_least_a_batch(monkeypatch):
     monkeypatch.setattr(train_qnet, "packed_loss", lambda n, packs: seen.append(packs) or original(n, packs))
     trees = [pairs_of(labelled_tree(f"train{i}")) for i in range(5)]
     whole = qnet(hidden=8)
-    figures = train_qnet.train(whole, trees, arguments(epochs=2, batch=len(TREE) + 1, lr=1e-3))
-    assert figures["updates"] == 6 and [len(packs) for packs in seen] == [2, 2, 1] * 2
-    assert figures["mse"] > 0
+    figures = train_qnet.train(whole, trees, [], arguments(epochs=2, batch=len(TREE) + 1, lr=1e-3))
+    assert figures["steps"] == 6 and [len(packs) for packs in seen] == [2, 2, 1] * 2
+    assert figures["loss"] > 0
     parts = qnet(hidden=8)
-    train_qnet.train(parts, trees, arguments(epochs=2, batch=len(TREE) + 1, lr=1e-3, micro_tokens=1))
+    train_qnet.train(parts, trees, [], arguments(epochs=2, batch=len(TREE) + 1, lr=1e-3, micro_tokens=1))
     assert len(seen) == 6 + 10  # a pack at a time
     for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(p, q, atol=2e-4, rtol=1e-3)
 
 
+def test_plain_training_is_the_packed_one_pair_by_pair(monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    trees = [pairs_of(labelled_tree(f"train{i}")) for i in range(6)]
+    nets, losses = [], []
+    for more in ({"plain": True}, {"max_tokens": 1}):  # a pair a pack: the same updates
+        nets.append(qnet(hidden=8))
+        figures = train_qnet.train(nets[-1], trees[1:], trees[:5], arguments(epochs=2, lr=1e-3, **more))
+        losses.append([entry[key] for entry in figures["curve"] for key in ("loss", "held_out_mse")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=2e-4, rtol=1e-3)
+
+
 # ---------------------------------------------------------------------------------------------------- the measures
+
+
+@pytest.mark.parametrize("readout", ["last", "mean"])
+def test_packed_and_plain_scores_are_those_of_search(readout):
+    net = qnet(word_chat(compact=True), readout=readout).eval()
+    searched = [net.score([Score(p.state, (p.action,))])[0][0] for p in TREE]
+    for max_tokens, budget in ((10_000, 10_000), (45, 100), (1, 1)):
+        packs = list(pack(net.chat, TREE, "last", max_tokens))
+        assert packed_scores(net, packs, budget) == pytest.approx(searched, abs=1e-5)
+    assert train_qnet.plain_scores(net, TREE) == pytest.approx(searched, abs=1e-5)
+
+
+def test_packed_pairs_are_small():
+    """At most 40 bytes a unique token, all that is kept beside the pairs themselves."""
+    tracemalloc.start()
+    chat, pairs = word_chat(), [*TREE, *pairs_of(labelled_tree("train1"))]
+    many = [Pair(State((("user", f"{'walk ' * 400}{i}"),)), p.action, p.q) for i, p in enumerate(pairs)]
+    list(pack(chat, many, "all", 1000))  # what is made once
+    before = tracemalloc.get_traced_memory()[0]
+    packs = list(pack(chat, many, "all", 1000))
+    kept = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert kept / sum(len(p.tree) for p in packs) < 40
 
 
 def test_sibling_accuracy_by_hand():
@@ -310,6 +360,26 @@ def test_the_command_trains_backbone_and_head(train, tmp_path, agent, capsys):
     assert "chance .5" in capsys.readouterr().out
     again = train(out="again")
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
+
+
+def test_a_qnet_is_saved_before_it_is_measured(train, tmp_path, monkeypatch):
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(train_qnet, "policy_scores", fails)
+    with pytest.raises(MemoryError):
+        train()
+    QNet.from_pretrained(tmp_path / "qnet")
+    meta = json.loads((tmp_path / "qnet.meta.json").read_text())
+    assert meta["curve"][0]["epoch"] == 1 and "held_out" not in meta and not (tmp_path / "qnet.partial").exists()
+
+
+def test_what_is_measured_is_what_was_saved(train, tmp_path):
+    train()
+    about, trees = json.loads((tmp_path / "qnet.meta.json").read_text()), [pairs_of(labelled_tree("train0"))]
+    net = QNet.from_pretrained(tmp_path / "qnet")
+    found = sibling_accuracy(trees, train_qnet.qnet_scores(net, trees))
+    assert {key: about["held_out"][key] for key in found} == pytest.approx(found)
 
 
 def test_a_frozen_backbone_is_the_agents_own(train, agent):

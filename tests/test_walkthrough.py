@@ -91,7 +91,7 @@ def test_another_answer_of_a_model_makes_another_page_or_none(records, page):
 
 
 def test_another_prompt_needs_another_recording(records, monkeypatch):
-    monkeypatch.setattr(FrozenLakeEnv, "rules", FrozenLakeEnv.rules + "!")
+    monkeypatch.setattr(FrozenLakeEnv, "told", FrozenLakeEnv.told + "!")
     with pytest.raises(UserError, match="record it again"):
         replay.Part("frozenlake", replay.small_lake(), records)
 
@@ -102,7 +102,7 @@ def test_the_recording_is_small_and_names_its_commands(records):
     assert [re.match(r"python (\w+)\.py ", c["command"])[1] for c in run["commands"]] == list(record.STAGES)
     for command in run["commands"]:  # as the stages' flags are today
         _, script, *flags = command["command"].split()
-        sys.modules[script.removesuffix(".py")].parse(flags)
+        sys.modules[script.removesuffix(".py")].arguments(flags)
 
 
 # --------------------------------------------------------------------------------------------------- what it says is so

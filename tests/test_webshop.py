@@ -49,7 +49,7 @@ def test_pages_and_rewards_of_the_original():
     shops, pages = {False: real_shop(), True: real_shop("human")}, 0
     for episode in lines("golden.jsonl.gz"):
         env = shops[episode["human"]]
-        observation, info = env.reset(options={"task_id": env.task_ids("all")[episode["goal_idx"]]})
+        observation, info = env.reset(options={"task_id": str(episode["goal_idx"])})
         assert env.goal == episode["goal"]
         assert (observation, info["clickables"]) == (episode["reset"]["obs"], episode["reset"]["clickables"])
         for step in episode["steps"]:
@@ -186,7 +186,7 @@ def test_pages(shop):
     assert observation == "WebShop [SEP] " + told + "Search"
     assert info["valid_actions"][:2] == [
         "search[find me a breathable cotton shirt with color: blue, and size: large]",
-        "search[find me a breathable cotton shirt]",
+        "search[breathable cotton shirt with color: blue, and size: large]",
     ]
     observation, *_, info = env.step("search[Shirt]")
     assert observation == told + (
@@ -194,7 +194,7 @@ def test_pages(shop):
         "$27.0 [SEP] C000000003 [SEP] Desk Lamp shirt [SEP] $100.0"
     )
     assert info["clickables"] == ["back to search", "next >", "b000000001", "c000000003"]
-    assert env.candidates()[2] == ("Red Cotton Shirt $27.0", "click[b000000001]")
+    assert env.candidates()[2] == ("1 $27.0 Red Cotton Shirt", "click[b000000001]")
     *_, info = env.step("click[Next >]")
     assert info["clickables"] == ["back to search", "< prev", "next >"]
     env.step("click[< prev]")
@@ -211,6 +211,21 @@ def test_pages(shop):
     env.step("click[< prev]")
     assert env.step("click[description]")[0].endswith("< Prev [SEP] A <soft> shirt, breathable.")
     assert env.step("search[the]")[0].endswith("Page 1 (Total results: 0) [SEP] Next >")
+
+
+@pytest.mark.parametrize(
+    ("bullets", "shown"),
+    [
+        (["warm", "", "soft"], "warm [SEP]  [SEP] soft"),  # a bullet has a leading blank: an empty one is " "
+        (["", " "], " [SEP] "),
+        ("", ""),
+        (["warm", "\n", "soft"], "warm [SEP] soft"),  # white space with a line break is no text
+    ],
+)
+def test_an_empty_bullet_is_an_empty_entry(shop, bullets, shown):
+    env = shop([SHIRT | {"small_description": bullets}])
+    observation = play(env, "search[shirt]", "click[b000000001]", "click[features]")[0]
+    assert observation.partition(" [SEP] Back to Search [SEP] < Prev [SEP] ")[2] == shown
 
 
 def test_options_are_kept_on_sub_pages_replaced_by_name_and_dropped_on_the_way_back(shop):
@@ -400,14 +415,12 @@ def test_mistakes_are_told_with_their_place(shop, tmp_path):
 def test_candidates_of_the_start_page_come_from_the_instruction_alone():
     assert webshop_data.queries(GOAL["instruction_text"]) == [
         "find me a breathable cotton shirt with color: blue, and size: large",
-        "find me a breathable cotton shirt",
+        "breathable cotton shirt with color: blue, and size: large",
         "breathable cotton shirt",
     ]
     assert webshop_data.queries("i need an odd long lasting green tea, and price lower than 9.00 dollars") == [
         "i need an odd long lasting green tea",
         "odd long lasting green tea",
-        "odd long lasting",
-        "lasting green tea",
     ]
 
 

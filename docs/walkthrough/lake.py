@@ -16,7 +16,7 @@ from build_trees import RETRIES
 from environments.frozenlake import lake
 from qlass.chat import State, action_key, parse_action
 from qlass.jsonl import dumps
-from qlass.packing import PackedPairs
+from qlass.packing import PackedPairs, pack
 from train_qnet import HELD_OUT
 
 WON, LOST, OPEN = "#aceebb", "#ffcecb", "#ffffff"
@@ -175,12 +175,8 @@ class Lake(Story):
 
     def _packed(self) -> tuple[PackedPairs, list[list[int]]]:
         """The tree's pairs packed as train_qnet.py packs them, and the path of each through the token tree."""
-        chat, packed, paths = self.part.chat, PackedPairs(), []
-        for pair in self.part.pairs:
-            prompt, action = chat.prompt(pair.state), chat.action(pair.action, pair.state.task)
-            packed.add(prompt, action, pair.q, "all")
-            paths.append(packed.tree.add([*prompt, *action]))
-        return packed, paths
+        (packed,) = pack(self.part.chat, self.part.pairs, "all", max_tokens=1_000_000)
+        return packed, [packed.tree.above(end)[::-1] for end, _ in packed.ends.tolist()]
 
     def sharing(self) -> str:
         packed, _ = self._packed()

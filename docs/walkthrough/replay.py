@@ -126,7 +126,7 @@ def grow(
         Branch(number[id(b.begin)], b.by, [number[id(n)] for n in b.pushed], [number[id(n)] for n in b.queue])
         for b in branches
     ]
-    return build_trees.lines(env, task_id, root), numbered
+    return build_trees.tree_records(env, task_id, root), numbered
 
 
 def essence(tree: list[dict]) -> list[tuple]:

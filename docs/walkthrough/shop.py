@@ -40,7 +40,7 @@ class Shop(Story):
         state = State.load(self.tree[0]["messages"], self.tree[0]["task"])
         for node in nodes:
             state = state.then(node["action"], node["observation"])
-        read = self.part.chat.tokenizer.decode(self.part.chat.runs(state)[-1])
+        read = self.part.chat.tokenizer.decode(self.part.chat.message_tokens(state)[-1])
         return boxed(f"sent:\n{wrapped(nodes[-1]['observation'])}\n\nread:\n{wrapped(read)}")
 
     def counts(self) -> str:

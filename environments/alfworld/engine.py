@@ -1,6 +1,6 @@
 """ALFWorld's text engine over immutable states, for the game files that TextWorld plays (`game.tw-pddl`).
 
-    game = alfworld_data.load(path)
+    game = games.load(path)
     state, text = game.start, game.first
     state, text = game.step(state, "go to fridge 1")    # states are values: a snapshot is a reference
     state.commands, state.won                           # what can be done now; whether the goal holds

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from data import make_alfworld
 from environments import UserError
@@ -19,12 +19,17 @@ class ALFWorldEnv(TextEnv):
     """ALFWorld's household tasks on our engine of its game files (engine.py), or on TextWorld itself.
 
     data: folder with json_2.1.1/ as ALFWorld ships it; None: $ALFWORLD_DATA, else the bundled generator's games.
-    engine: "python", or "textworld" for the original (requirements-alfworld.txt). expert: "search", who looks for
-    things as a person would, or "walkthrough", the file's shortest plan, which knows where everything is.
+    engine: "python", or "textworld" for the original (requirements-alfworld.txt).
     instruction: a file with the first user message; PUT in it stands for the wording of a game's own grammar.
     """
 
     name = "alfworld"
+    flags: ClassVar = {
+        "alfworld_data": ("data", "DIR ALFWorld's games (default: $ALFWORLD_DATA, or the bundled ones)"),
+        "engine": ("engine", "NAME python (ours, the default) or textworld (the original)"),
+        "hints": ("hints", "[] thoughts also say where such things often lie in the training games"),
+        "instruction": ("instruction", "FILE another first user message"),
+    }
     instruction = (
         "You are in a household and have a task to do there.\n"
         "First you are told what is in the room and what your task is. Then, each turn, you read what your last action "
@@ -41,16 +46,14 @@ class ALFWorldEnv(TextEnv):
         self,
         data: str | Path | None = None,
         engine: str = "python",
-        expert: str = "search",
         instruction: str | Path | None = None,
         seed: int = 0,
         max_steps: int | None = UNSET,
     ) -> None:
         super().__init__(max_steps, instruction)
-        for name, value, known in (("engine", engine, "python textworld"), ("expert", expert, "search walkthrough")):
-            if value not in known.split():
-                raise UserError(f"alfworld: unknown {name} {value!r}: choose {known.replace(' ', ' or ')}")
-        self.engine, self.teacher = engine, expert
+        if engine not in ("python", "textworld"):
+            raise UserError(f"alfworld: unknown engine {engine!r}: choose python or textworld")
+        self.engine = engine
         self.games = games.Games(data or os.environ.get("ALFWORLD_DATA") or make_alfworld.ensure(seed))
         self.task_id, self.told = "", self.instruction
         self.instruction = self.told.replace("PUT", self.wordings[0])
@@ -103,11 +106,18 @@ class ALFWorldEnv(TextEnv):
         return [(self.memory.thought(action), action) for action in self.valid_actions()]
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        walkthrough = iter(self.game.walkthrough or expert.plan(self.game, self.game.start) or [])
-        while not self.state.won:
-            action = next(walkthrough, None) if self.teacher == "walkthrough" else self.memory.decide()
-            if action is None:  # nothing left to search
-                return
+        """Searches the likeliest places first, remembers what it saw, then does what the task asks. It knows the texts
+        and commands so far, and from the training games how often such things lie in such places."""
+        while not self.state.won and (action := self.memory.decide()):  # None: nothing is left to search
+            yield self.memory.thought(action), action
+
+    def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
+        """The searching expert is itself a rule: nothing in it is learned but the rates."""
+        return {"search": lambda: self.expert(self.task_id)}
+
+    def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
+        """The shortest plan, by one who knows where everything is: the game file's own, else ours."""
+        for action in self.game.walkthrough or expert.plan(self.game, self.game.start) or ():
             yield self.memory.thought(action), action
 
     def snapshot(self) -> tuple:
@@ -125,7 +135,10 @@ class ALFWorldEnv(TextEnv):
         return None if way is None else len(way)
 
     def optimal_value(self, gamma: float = 0.99) -> float:
-        """gamma ** distance, 0 where the goal is out of reach in the steps that are left. An oracle, for ceilings."""
+        """gamma ** distance, 0 where the goal is out of reach in the steps that are left.
+
+        Of the best player, not of the agent, who may not propose the best actions: no ceiling of what a QNet can do.
+        """
         distance = self.distance()
         left = float("inf") if self.max_steps is None else self.max_steps - self.steps
         return 0.0 if distance is None or distance > left else gamma**distance

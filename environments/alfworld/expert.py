@@ -1,8 +1,9 @@
-"""How to play ALFWorld: a plan from the whole state (an oracle), and an expert who sees what a player sees.
+"""How to play ALFWorld: a plan from the complete state (an oracle), and an expert who sees what a player sees.
 
 `plan(game, state)` knows where everything is: it verifies generated games and gives ceilings. `Memory` is what a player
-knows from the texts so far, and all that the expert and the thoughts use: which receptacles there are, what was seen
-in them, what is held, what was heated, and how often such things lie in such places in the training games.
+knows from the texts so far: which receptacles there are, what was seen in them, what is held, what was heated. Thoughts
+restate this and the task, nothing else. The expert also knows how often such things lie in such places in the training
+games (`rates`): it decides where to search by that, as anyone can who has played them, and does not say it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Memory:
     """What a player knows; names as in the texts ("cabinet 2"). A value: `after` returns the next one."""
 
     wish: Wish
-    rates: Mapping[tuple[str, str], float]  # what to expect before looking (alfworld_data.Games.rates)
+    rates: Mapping[tuple[str, str], float]  # what to expect before looking (games.Games.rates)
     receptacles: tuple[str, ...]
     seen: Mapping[str, tuple[str, ...]]  # receptacle -> what lies there as far as known
     closed: frozenset[str] = frozenset()  # those found closed and not opened since
@@ -214,8 +215,7 @@ class Memory:
         if held and kind(held) != wish.object:
             return f"The {held} in my hands is not {a(wish.object)}."
         if held and not wish.lamp and not self.ready(held):
-            able = "can" if kind(receptacle) in TREATMENTS[wish.treatment][3] else "can not"
-            return f"The {receptacle} {able} {wish.treatment} the {held}."
+            return f"The {held} has to be {DONE[wish.treatment]}."
         if held and not wish.lamp:
             if kind(receptacle) != wish.target:
                 return f"The {receptacle} is no {wish.target}."
@@ -229,9 +229,7 @@ class Memory:
             return f"The {there[0]} is in the {receptacle}{door}."
         if receptacle in self.seen:
             return f"There is no {wanted} in the {receptacle}."
-        rate = self.rate(wanted, receptacle)
-        often = "often" if rate >= 0.3 else "sometimes" if rate >= 0.1 else "rarely" if rate else "never"
-        return f"The {receptacle} is {'closed' if door else 'not searched yet'} and {often} holds {a(wanted)}."
+        return f"The {receptacle} is {'closed' if door else 'not searched yet'} and may hold {a(wanted)}."
 
 
 def _things(text: str) -> list[str]:

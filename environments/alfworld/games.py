@@ -1,4 +1,4 @@
-"""ALFWorld's game files: one file into an alfworld_engine.Game, and a folder of them with its splits."""
+"""ALFWorld's game files: one file into an engine.Game, and a folder of them with its splits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ GOAL_PREDICATES |= {"ishot", "iscool", "toggleable", "istoggled", "receptacleatl
 MARKS = ("isclean", "ishot", "iscool", "istoggled", "issliced")
 TRAITS = ("openable", "opened", "pickupable", "cleanable", "heatable", "coolable", "sliceable", "toggleable")
 TRAITS += ("isreceptacleobject",)
-SPLITS = ("train", "val", "valid_seen", "valid_unseen", "test", "all")
+FOLDERS = ("train", "valid_train", "valid_seen", "valid_unseen")
+SPLITS = ("val", *FOLDERS, "test", "all")
 
 
 class BadGame(ValueError):
@@ -110,16 +111,16 @@ def _goal(text: str) -> Goal:
 class Games:
     """The games below a folder of ALFWorld's layout, `json_2.1.1/<split>/<task>/<trial>/game.tw-pddl`.
 
-    A task id is `<split>/<task>/<trial>`. Splits: "valid_seen" and "valid_unseen" as they are, "test" = valid_unseen;
-    a tenth of the folder `train`, chosen by a hash of the id, is "val" (for choices), the rest "train". Games that
-    can't be played are reported once for each split, and left out.
+    A task id is `<split>/<task>/<trial>`. Splits: "valid_train" (real games only), "valid_seen" and "valid_unseen" as
+    they are, "test" = valid_unseen; a tenth of the folder `train`, chosen by a hash of the id, is "val" (for choices),
+    the rest "train". Games that can't be played are reported once for each split, and left out.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.root = Path(folder)
         if (self.root / "json_2.1.1").is_dir():
             self.root = self.root / "json_2.1.1"
-        layout = f"{folder}/json_2.1.1/<train|valid_seen|valid_unseen>/<task>/<trial>/game.tw-pddl"
+        layout = f"{folder}/json_2.1.1/<{'|'.join(FOLDERS)}>/<task>/<trial>/game.tw-pddl"
         if not self.root.is_dir():
             raise UserError(f"{folder}: no such folder: ALFWorld's games are expected as {layout}")
         if next(self.root.glob("*/*/*/game.tw-pddl"), None) is None:
@@ -133,7 +134,7 @@ class Games:
         if split not in SPLITS:
             raise UserError(f"alfworld: unknown split {split!r}: choose one of {', '.join(SPLITS)}")
         if split == "all":
-            return [task for folder in ("train", "valid_seen", "valid_unseen") for task in self._listed(folder)]
+            return [task for folder in FOLDERS for task in self._listed(folder)]
         if split in ("train", "val"):
             found = [t for t in self._listed("train") if (zlib.crc32(t.encode()) % 10 == 0) == (split == "val")]
         else:

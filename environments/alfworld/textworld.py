@@ -1,4 +1,4 @@
-"""ALFWorld's original engine behind the interface of alfworld_engine.Game, for `--engine textworld`.
+"""ALFWorld's original engine behind the interface of engine.Game, for `--engine textworld`.
 
 It needs the `alfworld` package (requirements-alfworld.txt; compiles C++). TextWorld can't copy its state, so a state
 here is the path to it, and a step from any other state than the last one plays that path again (about 50 ms a step).
@@ -49,7 +49,7 @@ class TextWorldState(NamedTuple):
 
 
 class TextWorldGame:
-    """One loaded game; `start`, `first` and `step` as in alfworld_engine.Game."""
+    """One loaded game; `start`, `first` and `step` as in engine.Game."""
 
     def __init__(self, path: str | Path) -> None:
         textworld, demangler, _ = _package()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium.envs.toy_text.utils import categorical_sample
@@ -21,21 +22,23 @@ from . import lake
 class FrozenLakeEnv(TextEnv):
     """Gymnasium's FrozenLake as text (see lake.py), with its exact Q*.
 
-    map is "8x8", "4x4" (tasks are starts), "random8" or "random4" (tasks are maps). Gymnasium's rules hold, so the ice
-    slips by chance if it is slippery; a reset without a seed gives a task the same chances every time it is played.
+    map is "8x8", "4x4", "lakes" (tasks are starts; on 24 lakes, enough of them to decide a claim), "random8" or
+    "random4" (tasks are maps). Gymnasium's rules hold, so the ice slips by chance if it is slippery; a reset without a
+    seed gives a task the same chances every time it is played.
     stray: how often the demonstrator makes just any move that keeps the goal in reach, so that who learns from it knows
     more than one way. 0: always the shortest.
     """
 
     name = "frozenlake"
     task = "reach the goal"
-    rules = (
+    told = (
         "You are walking on a frozen lake. On its map F is ice, H a hole and G the goal. A cell is named by its row "
         "and its column, both from 0. Each turn you move one cell: your action is left, down, right or up. Reach the "
         "goal and do not fall into a hole.\n"
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
-    prefix, instruction, markov = "", rules, True
+    prefix, instruction, markov = "", told, True
+    flags: ClassVar = {"map": ("map", "NAME 8x8 (the default), 4x4, lakes, random4 or random8")}
 
     def __init__(
         self, map: str = "8x8", slippery: bool = False, stray: float = 0.3, max_steps: int | None = UNSET
@@ -57,11 +60,12 @@ class FrozenLakeEnv(TextEnv):
         except ValueError as error:
             raise UserError(f"frozenlake: {error}") from None
         self.task_id, self.cell = task_id, int(self.lake.s)
-        # A fixed map is told once; a random one stands in each observation, its rows to be read cell by cell.
+        # A fixed map is told once, and a lake by its number in each observation. A random map stands in each
+        # observation, its rows to be read cell by cell.
         self.new_map = "random" in task_id
         rows = ((" " if self.new_map else "").join(row) for row in self.lake.desc.astype(str))
         self.rows = "\n".join(rows).replace("S", "F")
-        self.instruction = self.rules if self.new_map else f"{self.rules}\nThe map:\n{self.rows}"
+        self.instruction = self.told if self.new_map else f"{self.told}\nThe map:\n{self.rows}"
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
@@ -83,7 +87,8 @@ class FrozenLakeEnv(TextEnv):
         return note + self._look(), float(reward), bool(terminated), truncated, self._info()
 
     def _where(self) -> str:
-        return f"cell {lake.name_of(self.lake, self.cell)}"
+        number = re.search(r"lakes/(\d+)", self.task_id)
+        return f"cell {lake.name_of(self.lake, self.cell)}" + (f" of lake {number[1]}" if number else "")
 
     def _look(self) -> str:
         kind, where = lake.kind(self.lake, self.cell), self._where()
@@ -109,10 +114,24 @@ class FrozenLakeEnv(TextEnv):
         return f"{move} is {lake.ahead(self.lake, self.cell, move)}" if self.new_map else ""
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """The optimal policy for gamma = 0.9 but for straying; the task id decides among equals and when to stray."""
-        q, rng = self.q_star(), random.Random(task_id)
+        """The optimal policy for gamma = 0.9 but for straying; the task id decides among equals and when to stray.
+
+        It sees the map, as every player does: the map stands in the instruction or in each observation.
+        """
+        yield from self._walk(self.q_star(), self.stray)
+
+    def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
+        """The optimal policy, without straying."""
+        yield from self._walk(self.q_star())
+
+    def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
+        """The shortest path on the map, as if the ice did not slip: optimal where it does not."""
+        return {"shortest path": lambda: self._walk(lake.q_star(lake.load(self.task_id.removeprefix("slippery-"))))}
+
+    def _walk(self, q: np.ndarray, stray: float = 0.0) -> Iterator[tuple[str, str]]:
+        rng = random.Random(self.task_id)
         while self.valid_actions():
-            least = 0.0 if rng.random() < self.stray else q[self.cell].max() - 1e-9
+            least = 0.0 if rng.random() < stray else q[self.cell].max() - 1e-9
             move = lake.MOVES[rng.choice(np.flatnonzero(q[self.cell] > least))]
             yield self._thought(move), move
 
@@ -126,6 +145,9 @@ class FrozenLakeEnv(TextEnv):
 
     def _luck(self, chances: np.random.Generator) -> np.random.Generator:
         return copy.deepcopy(chances) if self.task_id.startswith("slippery") else chances  # of which dry ice has none
+
+    def reseed(self, seed: int) -> None:
+        self.chances, _ = seeding.np_random(seed)
 
     def q_star(self, gamma: float = 0.9) -> np.ndarray:
         """Q*(s, a) of every cell, row by row, shape (cells, 4): see lake.q_star."""
@@ -142,5 +164,8 @@ class FrozenLakeEnv(TextEnv):
 
     def optimal_value(self, gamma: float = 0.9) -> float:
         """What it is worth to have come here, gamma * max_a Q*(s, a), within the steps that are left: without
-        slipping, gamma ** moves to the goal."""
+        slipping, gamma ** moves to the goal.
+
+        Of the best player, not of the agent, who may not propose the best moves: see lake.attainable.
+        """
         return gamma * float(lake.q_star(self.lake, gamma, self._left())[self.cell].max())

@@ -1,34 +1,34 @@
 """Gymnasium's FrozenLake by task id, and its exact Q*: the world in which every stage can be checked against the truth.
 
-A cell is named by its row and its column, both from 0: 23 is row 2, column 3. A task is `[slippery-]MAP/REST`: on the
-fixed maps a start, `8x8/23`, on any ice from which the goal can be reached; on random ones the seed of Gymnasium's
-`generate_random_map`, `random8/17`, each map once.
+A cell is named by its row and its column, both from 0: 23 is row 2, column 3. A task is `[slippery-]MAP/REST`: on a
+fixed map a start, `8x8/23`, on any ice from which the goal can be reached; on the fixed lakes, as many starts as on all
+of them, `lakes/7/23`; on random maps the seed of Gymnasium's `generate_random_map`, `random8/17`, each map once.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import random
 import re
 
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
 
 MOVES = ("left", "down", "right", "up")  # Gymnasium's actions 0, 1, 2, 3
-LAYOUTS = ("8x8", "4x4", "random4", "random8")
+LAYOUTS = ("8x8", "4x4", "lakes", "random4", "random8")
 RANDOM_MAPS = 1000
+LAKES, LAKE_SIZE = 24, 4  # of "lakes": fixed maps beside one another, each to be known by heart
 KINDS = {"F": "ice", "S": "ice", "H": "a hole", "G": "the goal"}
 
 
 @functools.lru_cache(maxsize=256)
 def load(task_id: str) -> FrozenLakeEnv:
     """The lake of a task, shared, with `s` its start; raises ValueError where the id names none."""
-    match = re.fullmatch(r"(slippery-)?(?:(4x4|8x8)/(\d)(\d)|random([48])/(\d+))", task_id)
+    match = re.fullmatch(r"(slippery-)?(?:(4x4|8x8|lakes/\d+)/(\d)(\d)|random([48])/(\d+))", task_id)
     if not match:
-        raise ValueError(f"unknown task {task_id!r}: write e.g. 8x8/23, slippery-4x4/00 or random8/17")
+        raise ValueError(f"unknown task {task_id!r}: write e.g. 8x8/23, slippery-4x4/00, lakes/7/23 or random8/17")
     slippery, fixed, row, column, size, seed = match.groups()
-    desc = MAPS[fixed] if fixed else generate_random_map(int(size), seed=int(seed))
+    desc = fixed_map(fixed) if fixed else generate_random_map(int(size), seed=int(seed))
     lake = FrozenLakeEnv(desc=desc, is_slippery=bool(slippery))
     lake.s = int(row) * lake.ncol + int(column) if fixed else 0
     if fixed and (max(int(row), int(column)) >= lake.ncol or kind(lake, lake.s) != "ice"):
@@ -36,9 +36,18 @@ def load(task_id: str) -> FrozenLakeEnv:
     return lake
 
 
+def fixed_map(name: str) -> list[str]:
+    """Gymnasium's "4x4" or "8x8", or "lakes/7"; ValueError where there is no such lake."""
+    if name in MAPS:
+        return MAPS[name]
+    if (number := int(name.removeprefix("lakes/"))) >= LAKES:
+        raise ValueError(f"no lake {number}: there are 0 to {LAKES - 1}")
+    return generate_random_map(LAKE_SIZE, seed=number)
+
+
 @functools.cache
 def tasks(layout: str) -> tuple[str, ...]:
-    """All task ids of `[slippery-]MAP`, in an order in which any cut is a fair sample."""
+    """All task ids of `[slippery-]MAP`, by map and cell."""
     name = layout.removeprefix("slippery-")
     if name.startswith("random"):
         maps: dict[tuple[str, ...], int] = {}  # small maps repeat: only the first seed of each is a task
@@ -46,9 +55,12 @@ def tasks(layout: str) -> tuple[str, ...]:
             maps.setdefault(tuple(generate_random_map(int(name[-1]), seed=seed)), seed)
             if len(maps) == RANDOM_MAPS:
                 return tuple(f"{layout}/{seed}" for seed in maps.values())
-    lake = FrozenLakeEnv(desc=MAPS[name], is_slippery=False)
-    starts = [f"{layout}/{name_of(lake, cell)}" for cell in np.flatnonzero(q_star(lake).max(1) > 0)]
-    return tuple(random.Random(name).sample(starts, len(starts)))
+    found = []
+    for one in [f"lakes/{number}" for number in range(LAKES)] if name == "lakes" else [name]:
+        lake = FrozenLakeEnv(desc=fixed_map(one), is_slippery=False)
+        starts = [name_of(lake, cell) for cell in np.flatnonzero(q_star(lake).max(1) > 0)]
+        found += [f"{layout.removesuffix(name)}{one}/{start}" for start in starts]
+    return tuple(found)
 
 
 def name_of(lake: FrozenLakeEnv, cell: int) -> str:
@@ -86,3 +98,25 @@ def q_star(lake: FrozenLakeEnv, gamma: float = 0.9, steps: int | None = None) ->
         steps = steps and steps - 1
     q.setflags(write=False)  # shared by all who ask
     return q
+
+
+def attainable(lake: FrozenLakeEnv, proposals: np.ndarray, m: int, steps: int) -> float:
+    """The success that the best chooser among m candidates reaches in `steps` steps from the lake's start.
+
+    proposals: pi(a | s), shape (cells, 4); the m candidates of a step are drawn from it independently. With the moves
+    in order of their value, the best one drawn is the k-th with probability (p_k + p_k+1 + ...)^m - (p_k+1 + ...)^m.
+    This is the ceiling of any QNet. Choosing by the true Q* can stay below it: Q* supposes that the best move will be
+    there at every later step, and leads to where the agent proposes nothing but a hole.
+    """
+    value = np.zeros(lake.desc.size)
+    for _ in range(steps):
+        q = np.zeros((lake.desc.size, 4))
+        for state, action in itertools.product(range(lake.desc.size), range(4)):
+            for probability, successor, r, terminated in lake.P[state][action]:
+                q[state, action] += probability * (r if terminated else value[successor])
+        order = np.argsort(-q, axis=1)
+        ranked = np.take_along_axis(proposals, order, 1)
+        reach = np.flip(np.cumsum(np.flip(ranked, 1), 1), 1) ** m  # all m draws at rank k or behind
+        best = reach - np.pad(reach[:, 1:], ((0, 0), (0, 1)))
+        value = (best * np.take_along_axis(q, order, 1)).sum(1)
+    return float(value[int(lake.s)])

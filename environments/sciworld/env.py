@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from environments import UserError
 from envs import UNSET, TextEnv
@@ -19,13 +20,18 @@ class SciWorldEnv(TextEnv):
 
     Tasks are `split/name/variation`; "test_seen" is the package's dev split and "test_unseen" its test split, as ETO
     has them. max_steps "eto": ETO's own limit for each task. simulators: how many JVMs (0.5 GB each) may run at once.
-    tasks: "all" 30, "eto" for the 24 that ETO has, or names with commas between them.
+    tasks: "all" 30, "eto" for the 24 that ETO has, or names with commas between them. balanced: no split has more than
+    a few dozen variations of a task; false for all of them.
     simplifications: the simulator's own list; "easy" opens doors, not containers, and adds teleporting.
     The reward is the best score of the episode, 0 to 1: it ends when the task is done, spoilt, or out of steps.
     A restore replays the actions of the episode, unless a simulator is there already.
     """
 
     name = "sciworld"
+    flags: ClassVar = {
+        "tasks": ("tasks", "NAMES all (the default), eto, or task names with commas between them"),
+        "instruction": ("instruction", "FILE another first user message"),
+    }
     tree_depth, side_by_side = 6, 4
     omniscient = True  # the simulator's own solutions
     instruction = (
@@ -44,6 +50,7 @@ class SciWorldEnv(TextEnv):
     def __init__(
         self,
         tasks: str = "all",
+        balanced: bool = True,
         simplifications: str = "easy",
         simulators: int = 4,
         instruction: str | Path | None = None,
@@ -52,12 +59,13 @@ class SciWorldEnv(TextEnv):
         super().__init__(max_steps, instruction)
         if isinstance(self.max_steps, str) and self.max_steps != "eto":
             raise UserError(f"sciworld: max_steps is a number or eto, not {max_steps!r}")
-        self.tasks, self.simplifications, self.side_by_side = tasks, simplifications, simulators
+        self.tasks, self.balanced = tasks, balanced
+        self.simplifications, self.side_by_side = simplifications, simulators
         self.pool = simulator.simulators()
         self.pool.size = simulators
 
     def split_ids(self, split: str) -> list[str]:
-        if split not in (ids := simulator.task_ids(self.tasks)):
+        if split not in (ids := simulator.task_ids(self.tasks, self.balanced)):
             raise UserError(f"sciworld: unknown split {split!r}: choose one of {', '.join(ids)}")
         return ids[split]
 
@@ -101,8 +109,20 @@ class SciWorldEnv(TextEnv):
         return [(expert.thought(action), action) for action in chosen]
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
+        """The simulator's own solution, shortened: omniscient. It goes where things are and focuses on what is right
+        without having seen either, so a clone can imitate its ways, not its choices."""
         for action in expert.expert_plan(simulator.find_task(task_id, self.simplifications)):
             yield expert.thought(action), action
+
+    def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
+        """Any candidate with equal chance, the same ones in every play of a task."""
+
+        def uniform() -> Iterator[tuple[str, str]]:
+            rng = random.Random(self.task_id)
+            while True:
+                yield rng.choice(self.candidates())
+
+        return {"uniform": uniform}
 
     def snapshot(self) -> Any:
         return self.task, self.task_id, self.played, self.recent, self.best, self.steps

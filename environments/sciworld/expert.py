@@ -10,7 +10,7 @@ import collections
 import functools
 import re
 
-from . import simulator
+from .simulator import UNKNOWN, Simulator, Task, simulators
 
 # ------------------------------------------------------------------------------------------------- actions and thoughts
 # What one would say before an action; {0} and {1} are its objects. The reason is the verb's, right or wrong.
@@ -118,13 +118,13 @@ def wordings(action: str) -> list[str]:
     return list(dict.fromkeys([*([plain] if isinstance(plain, str) else plain), action]))
 
 
-def expert_plan(task: simulator.Task) -> tuple[str, ...]:
+def expert_plan(task: Task) -> tuple[str, ...]:
     """The first form of the simulator's own solution, from the shortest to the original, that reaches the full score in
     a replay; else the one that scores most."""
-    return simulator.simulators().ask(task, (), "plan", lambda simulator: _plan(simulator, task))
+    return simulators().ask(task, (), "plan", lambda simulator: _plan(simulator, task))
 
 
-def _plan(simulator: simulator.Simulator, task: simulator.Task) -> tuple[str, ...]:
+def _plan(simulator: Simulator, task: Task) -> tuple[str, ...]:
     gold = simulator.load(task, gold=True)
     forms = [shorten(gold, True, True), shorten(gold, True, False), shorten(gold, False, False), gold]
     best: tuple[float, tuple[str, ...]] = (-1.0, ())
@@ -134,7 +134,7 @@ def _plan(simulator: simulator.Simulator, task: simulator.Task) -> tuple[str, ..
     return best[1]
 
 
-def rehearse(simulator: simulator.Simulator, task: simulator.Task, actions: list[str]) -> tuple[float, tuple[str, ...]]:
+def rehearse(simulator: Simulator, task: Task, actions: list[str]) -> tuple[float, tuple[str, ...]]:
     """Play a solution in the first wording of each action that is understood, and fits one object only; what does
     nothing is left out. Returns the best score and the actions up to the one that reached it."""
     tries = [wordings(action) for action in actions]
@@ -144,7 +144,7 @@ def rehearse(simulator: simulator.Simulator, task: simulator.Task, actions: list
         for wording in tries:
             for words in wording:
                 turn = simulator.step(words)
-                if not turn.observation.startswith(simulator.UNKNOWN):
+                if not turn.observation.startswith(UNKNOWN):
                     break
             if simulator.question and len(wording) > 1 and words != wording[-1]:
                 doubtful = wording, words  # the question has changed the state: once more, without these words

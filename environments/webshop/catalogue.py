@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import math
 import random
 import re
 import zlib
@@ -197,14 +198,27 @@ OPENING = re.compile(
 )
 
 
+def without_price(instruction: str) -> str:
+    return PRICE_CLAUSE.sub("", instruction.strip())
+
+
+def described(instruction: str) -> str:
+    """What is wanted: neither the price nor "i need a"."""
+    return OPENING.sub("", without_price(instruction))
+
+
+def price_limit(instruction: str) -> float:
+    """In dollars; infinite where the instruction has none."""
+    clause = PRICE_CLAUSE.search(instruction.strip())
+    return float(clause[0].split()[-2]) if clause else math.inf
+
+
 def queries(instruction: str) -> list[str]:
-    """Searches that the instruction alone suggests: all but its price; also without options; also without "i need a";
-    the first and the last three words of the latter. For candidates of tiny models."""
-    whole = PRICE_CLAUSE.sub("", instruction.strip())
-    plain = OPTION_CLAUSE.sub("", whole)
-    core = OPENING.sub("", plain)
-    words = core.split()
-    return list(dict.fromkeys(q for q in (whole, plain, core, " ".join(words[:3]), " ".join(words[-3:])) if q))
+    """Searches that the instruction suggests, for candidates of tiny models: all but its price, the best by far, as
+    search weighs words by how rare they are; that without "i need a"; and without the options."""
+    core = described(instruction)
+    suggested = (without_price(instruction), core, OPTION_CLAUSE.sub("", core))
+    return list(dict.fromkeys(query for query in suggested if query))
 
 
 # ----------------------------------------------------------------------------------------------------------- splits

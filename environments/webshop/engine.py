@@ -17,6 +17,7 @@ import json
 import random
 import re
 import string
+import textwrap
 from difflib import SequenceMatcher
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +29,7 @@ from .catalogue import draw_prices, human_goals, load_products, queries, read_go
 from .search import SearchIndex
 
 PAGE_SIZE, MAX_STEPS = 10, 5  # products on a results page; the paper's step limit
-BUNDLED_PAGE_SIZE, BUNDLED_MAX_STEPS = 4, 9  # the bundled catalogue's own: short pages for tiny models, more options
+BUNDLED_PAGE_SIZE, BUNDLED_MAX_STEPS = 4, 17  # the bundled catalogue's own: short pages, and steps to read them
 SEP = " [SEP] "
 
 
@@ -157,6 +158,10 @@ def visible(nodes: list[str]) -> list[str]:
     return [node.strip() for node in nodes if node and (node.strip() or "\n" not in node)]
 
 
+def short(title: str) -> str:
+    return textwrap.shorten(title, 60, placeholder=" ...")
+
+
 BACK = {"back to search": dict(Session()._asdict())}
 START = make_page(["WebShop", "Instruction:", "", "Search"], {"search": {}})
 THANKS = ["Thank you for shopping with us!", "Your code:", "None", "(Paste it in your MTurk interface.)", "Purchased"]
@@ -235,7 +240,7 @@ class Shop:
         nodes = ["Back to Search", f"Page {number} (Total results: {len(found)})", "< Prev" if turn else "", "Next >"]
         nodes += [node for product in shown for node in (product.asin, product.title, product.price_tag)]
         links = {p.asin.lower(): {"page": "item", "product": self.position[p.asin]} for p in shown}
-        says = {p.asin.lower(): f"{p.title} {p.price_tag}" for p in shown}
+        says = {p.asin.lower(): f"{place} {p.price_tag} {short(p.title)}" for place, p in enumerate(shown, 1)}
         return make_page(nodes, BACK | turn | {"next >": {"number": number + 1}} | links, says)
 
     def item(self, i: int) -> Page:
@@ -252,7 +257,8 @@ class Shop:
 
     def sub_page(self, i: int, kind: str) -> Page:
         product = self.products[i]
-        body = {"description": [product.description], "features": [*product.bullets], "reviews": []}[kind]
+        bullets = [f" {bullet}" for bullet in product.bullets]  # the blank makes a text node of an empty bullet too
+        body = {"description": [product.description], "features": bullets, "reviews": []}[kind]
         return make_page(["Back to Search", "< Prev", *body], BACK | {"< prev": {"page": "item"}})
 
     def done(self, session: Session) -> Page:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from data import make_webshop
 from environments import UserError
 from envs import UNSET, TextEnv
 
-from . import catalogue, engine, expert
+from . import catalogue, engine, expert, paraphrase
 
 
 class WebShopEnv(TextEnv):
@@ -23,6 +25,12 @@ class WebShopEnv(TextEnv):
     """
 
     name = "webshop"
+    flags: ClassVar = {
+        "webshop_data": ("data", "DIR folder with WebShop's own files (default: the bundled catalogue)"),
+        "human_goals": ("human_goals", "[] the instructions that people wrote, as ETO's trajectories have"),
+        "split_file": ("split_file", "FILE published splits: a JSON list, or a folder of NAME_indices.json"),
+        "instruction": ("instruction", "FILE another first user message"),
+    }
     prefix = "Observation:\n"
     max_steps, tree_steps, tree_depth = engine.MAX_STEPS, engine.MAX_STEPS, 3
     instruction = (
@@ -62,6 +70,19 @@ class WebShopEnv(TextEnv):
     def goal(self) -> dict:
         return self.shop.goals[self.index]
 
+    @property
+    def task(self) -> str:
+        return self.goal["instruction_text"]
+
+    @property
+    def left(self) -> float:
+        """Steps until the limit."""
+        return math.inf if self.max_steps is None else self.max_steps - self.steps
+
+    def page(self) -> str:
+        """The page at hand without the instruction above it."""
+        return self.shop.page(self.session).text
+
     def split_ids(self, split: str) -> list[str]:
         if split not in self.splits:
             raise UserError(f"webshop: unknown split {split!r}: choose one of {', '.join(self.splits)}")
@@ -90,7 +111,7 @@ class WebShopEnv(TextEnv):
 
     def _info(self) -> dict[str, Any]:
         clickables = list(self.shop.page(self.session).clickables)
-        about = {"task_id": str(self.index), "task": self.goal["instruction_text"]}
+        about = {"task_id": str(self.index), "task": self.task}
         return about | {"valid_actions": self.valid_actions(), "clickables": clickables}
 
     def valid_actions(self) -> list[str]:
@@ -100,6 +121,9 @@ class WebShopEnv(TextEnv):
         if self.session.page == "start":
             return [("search for it", f"search[{query}]") for query in self.shop.queries(self.index)]
         return list(self.shop.page(self.session).candidates)
+
+    def paraphrase(self, task: str, index: int) -> str:
+        return paraphrase.paraphrase(task, index)
 
     def snapshot(self) -> tuple[int, engine.Session, int]:
         return self.index, self.session, self.steps
@@ -113,8 +137,13 @@ class WebShopEnv(TextEnv):
 
     def optimal_value(self, gamma: float = 0.99) -> float:
         """The best discounted final reward within the steps that are left (engine.Shop.value); for ceilings only."""
-        left = 10**6 if self.max_steps is None else self.max_steps - self.steps
-        return self.shop.value(self.session, self.index, left, gamma)
+        return self.shop.value(self.session, self.index, min(self.left, 10**6), gamma)
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        return expert.shop(self)
+        return expert.read(self)
+
+    def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
+        return expert.know(self)
+
+    def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
+        return {name: partial(expert.rule, self, worth) for name, worth in expert.RULES.items()}

@@ -1,17 +1,125 @@
-"""WebShop's expert: it knows the goal, and plays the demonstrations that stage 1 learns from.
+"""How to shop, three ways: by a rule, as a careful reader (the demonstrator), and knowing the goal (the oracle).
 
-It yields (thought, action) while the caller steps the same environment, so that the page at hand is the one that the
-next action belongs to. Where the page offers the action (`env.candidates()`), the thought is the page's own wording.
+A player yields (thought, action) while its caller steps the same environment. Rules and reader know the task's sentence
+and the pages shown so far; the oracle alone looks at the goal. A thought is the page's own wording of the action.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from environments import UserError
 
+from .catalogue import OPTION_CLAUSE, described, price_limit
+from .search import terms
 
+Player = Iterator[tuple[str, str]]
+
+
+# ------------------------------------------------------------------------------------------------ what a page shows
+class Offer(NamedTuple):
+    """A product on a results page."""
+
+    action: str
+    affordable: bool  # under the task's price limit; a range of prices: its middle
+    shared: frozenset[str]  # the words of the description in its title
+
+
+def offers(env: Any) -> list[Offer]:
+    """The products on the results page at hand."""
+    nodes, limit = env.page().split(" [SEP] "), price_limit(env.task)
+    plain = frozenset(terms(OPTION_CLAUSE.sub("", described(env.task))))
+    lines = {node.lower(): i for i, node in enumerate(nodes)}
+    found = []
+    for action in env.valid_actions():
+        at = lines.get(action[6:-1], len(nodes))  # asin, title, price
+        if prices := re.findall(r"\$([\d.]+)", " ".join(nodes[at + 2 : at + 3])):
+            within = sum(map(float, prices)) / len(prices) <= limit
+            found.append(Offer(action, within, plain & frozenset(terms(nodes[at + 1]))))
+    return found
+
+
+def named_options(env: Any) -> list[str]:
+    """The clicks on the option values that the task names: as "name: value", or a value without its name."""
+    task, clicks = env.task.lower(), {}
+    for said, action in env.candidates():
+        value = action[6:-1]
+        name = said.removesuffix(f" {value}")
+        if name != said:
+            in_full = re.search(rf"(with|and) {re.escape(name)}: {re.escape(value)}(,|$)", task)
+            alone = ": " not in task and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", task)
+            if (in_full or alone) and len(value) > len(clicks.get(name, "")):  # "dark blue" rather than "blue"
+                clicks[name] = value
+    return [f"click[{value}]" for value in clicks.values()]
+
+
+def say(env: Any, action: str) -> tuple[str, str]:
+    said = {offered: thought for thought, offered in env.candidates()}
+    return said.get(action, env.candidates()[0][0]), action  # a search of our own is announced like any other
+
+
+def search(env: Any) -> Player:
+    yield say(env, env.valid_actions()[0])
+
+
+def buy(env: Any) -> Player:
+    """The options that the task names, as far as the steps allow, and the purchase."""
+    for action in named_options(env)[: max(0, env.left - 1)]:
+        yield say(env, action)
+    yield say(env, "click[buy now]")
+
+
+# ------------------------------------------------------------------------------------------------------------- rules
+def rule(env: Any, worth: Callable[[Offer], Any]) -> Player:
+    """Search the description, click the first of the results that are worth most, and buy it."""
+    yield from search(env)
+    if found := offers(env):
+        yield say(env, max(found, key=worth).action)
+        yield from buy(env)
+
+
+RULES: dict[str, Callable[[Offer], Any]] = {
+    "first result": lambda offer: 0,
+    "first under the price": lambda offer: offer.affordable,
+    "most words in common": lambda offer: len(offer.shared),
+}
+
+
+# -------------------------------------------------------------------------------------------------- the demonstrator
+def read(env: Any) -> Player:
+    """Open what is under the price, in the order of the page; read its features while the steps allow to act on them;
+    go back if it lacks a word of the description. Where nothing has them all, buy what came nearest."""
+    yield from search(env)
+    words = frozenset(terms(described(env.task)))
+    found = offers(env)
+    shelf = [offer for offer in found if offer.affordable] or found
+    met: dict[Offer, int] = {}
+    for offer in shelf:
+        yield say(env, offer.action)
+        to_buy = len(named_options(env)) + 1
+        if env.left < 4 + to_buy or len(shelf) == 1:  # read, and open another
+            break
+        item = env.page()
+        yield say(env, "click[features]")
+        met[offer] = len(words & frozenset(terms(f"{item} {env.page()}")))
+        yield say(env, "click[< prev]")
+        if met[offer] == len(words):
+            break
+        if offer is not shelf[-1] and env.left >= 6 + to_buy:  # open another, read, and come back
+            yield say(env, "click[< prev]")
+            continue
+        nearest = max(met, key=lambda offer: met[offer])
+        if nearest is not offer:
+            yield say(env, "click[< prev]")
+            yield say(env, nearest.action)
+        break
+    if shelf:
+        yield from buy(env)
+
+
+# -------------------------------------------------------------------------------------------------------- the oracle
 class Purchase(NamedTuple):
     """`turns` of the results page, the product and its options, and the reward that the shop pays for it."""
 
@@ -21,14 +129,13 @@ class Purchase(NamedTuple):
     options: dict[str, str]  # name -> value
 
 
-def shop(env: Any) -> Iterator[tuple[str, str]]:
+def know(env: Any) -> Player:
     """Buy what pays best within the steps that are left; among equals the first that a shopper would meet."""
     query, purchase = plan(env)
     actions = [f"search[{query}]", *["click[next >]"] * purchase.turns, f"click[{purchase.asin.lower()}]"]
     actions += [*(f"click[{value}]" for value in purchase.options.values()), "click[buy now]"]
     for action in actions:
-        said = {offered: thought for thought, offered in env.candidates()}
-        yield said.get(action, env.candidates()[0][0]), action  # a search of our own is announced like any other
+        yield say(env, action)
 
 
 def plan(env: Any) -> tuple[str, Purchase]:

@@ -1,52 +1,19 @@
-"""The task in other words, so that each of the M candidates of a step is drawn under its own wording (App. A.3.2).
+"""WebShop's instructions in other words, by rules (App. A.3.2 has a language model do it).
 
-    python q_search.py --method qlass -M 4 --paraphrase                       # the rules below
-    python q_search.py --method qlass -M 4 --paraphrase-server http://localhost:8000/v1      # a language model
-
-For WebShop, as in the paper. Wording 0 is the original. The rules change the frame of the request ("i need", "find
-me"), the order of its clauses and of its options, how options and price are put, and how units are written. Attributes,
-option names and values, the kind of product and the amount stay as they are. A server is asked in our own words for
-what the paper describes; nothing checks its answers, as nothing does in the paper.
+The rules change the frame of the request ("i need", "find me"), the order of its clauses and of its options, how
+options and price are put, and how units are written. Attributes, option names and values, the kind of product and the
+amount stay as they are.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import json
-import os
 import random
 import re
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
-
-from environments import UserError
-from qlass.chat import State
 
 from .catalogue import OPTION_CLAUSE, PRICE_CLAUSE
-
-
-@dataclasses.dataclass(frozen=True)
-class Reword:
-    """A request for wording `index` of a task; 0 is the task itself."""
-
-    task: str
-    index: int
-
-
-def reword(state: State, wording: str) -> State:
-    """The state as it would be if its task had been put like this: in the user's messages, not in the agent's."""
-    if wording == state.task:
-        return state
-    task = state.task.strip()
-    said = ((role, text.replace(task, wording) if role == "user" else text) for role, text in state.messages)
-    return State(tuple(said), wording)
-
 
 # --------------------------------------------------------------------------------------------------------------- rules
 # No frame has a word of the shop's own buttons ("search", "buy"): it is not what the page should be matched with.
@@ -111,83 +78,3 @@ def paraphrase(task: str, index: int) -> str:
     """Wording `index` of a task: 0 the task itself; all are different until the rules have no more."""
     others = wordings(task) if index else []
     return others[(index - 1) % len(others)] if index else task
-
-
-def by_rules(requests: list[Reword]) -> list[str]:
-    """Answers to `Reword` requests."""
-    return [paraphrase(r.task, r.index) for r in requests]
-
-
-# -------------------------------------------------------------------------------------------------------------- server
-
-PROMPT = (
-    "Say the following shopping request in other words. Keep all that it asks for: the product, its attributes, each "
-    "option with its value, numbers, units and the price limit. Answer with the new request alone, in one line.\n\n"
-)
-
-
-class Server:
-    """An OpenAI-compatible chat server (vLLM, SGLang, llama.cpp, OpenAI) that answers `Reword` requests.
-
-    url: its base, http://HOST:PORT/v1, with #MODEL where it serves several; $OPENAI_API_KEY is sent if set.
-    """
-
-    def __init__(self, url: str, timeout: float = 60, attempts: int = 3, pause: float = 1) -> None:
-        self.url, _, self.model = url.partition("#")
-        self.timeout, self.attempts, self.pause = timeout, attempts, pause
-        self.tokens = 0  # read and written by the server, where it tells
-        self.known: dict[Reword, str] = {}
-        if not self.model:
-            listed = self.call("/models").get("data") or [{}]
-            self.model = listed[0].get("id", "")
-
-    def call(self, path: str, body: dict | None = None) -> dict:
-        """One exchange, tried again where the fault may pass; UserError where it does not."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        for attempt in range(self.attempts):
-            try:
-                request = urllib.request.Request(self.url.rstrip("/") + path, data, headers)
-                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                    return json.load(reply)
-            except urllib.error.HTTPError as error:
-                reason = f"{error.code} {error.reason}: {error.read(200).decode(errors='replace').strip()}"
-                if error.code < 500 and error.code != 429:
-                    break
-            except (OSError, ValueError, HTTPException) as error:  # no connection, time out; no JSON; cut short
-                reason = str(error)
-            if attempt < self.attempts - 1:
-                time.sleep(self.pause * 2**attempt)
-        raise UserError(
-            f"--paraphrase-server {self.url}{path}: {' '.join(reason.split())}; "
-            "start an OpenAI-compatible server there, or use --paraphrase for the bundled rules"
-        )
-
-    def ask(self, request: Reword) -> tuple[str, int]:
-        """The wording, and the tokens that it took."""
-        tokens = 0
-        for attempt in range(self.attempts):
-            body = {
-                "model": self.model, "messages": [{"role": "user", "content": PROMPT + request.task}],
-                "temperature": 0.7, "max_tokens": 200, "seed": 1000 * request.index + attempt,
-            }  # fmt: skip
-            reply = self.call("/chat/completions", body)
-            try:
-                text = reply["choices"][0]["message"]["content"] or ""
-            except (KeyError, IndexError, TypeError):
-                raise UserError(f"--paraphrase-server {self.url}: no chat completion in its answer {reply}") from None
-            tokens += (reply.get("usage") or {}).get("total_tokens", 0)
-            if text := " ".join(text.split()).strip("\"' "):
-                return text, tokens
-        raise UserError(f"--paraphrase-server {self.url}: {self.model} has no words for {request.task!r}")
-
-    def __call__(self, requests: list[Reword]) -> list[str]:
-        """Answers to `Reword` requests, eight at a time; each is asked for once."""
-        fresh = [r for r in dict.fromkeys(requests) if r.index and r not in self.known]
-        with ThreadPoolExecutor(8) as pool:
-            for request, (text, tokens) in zip(fresh, pool.map(self.ask, fresh), strict=True):
-                self.known[request] = text
-                self.tokens += tokens
-        return [self.known[r] if r.index else r.task for r in requests]

@@ -19,8 +19,6 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 import envs
 from environments import UserError
 from experiments.qval import judges, labels, report
@@ -29,16 +27,7 @@ from experiments.qval.scorers import Call, Context, Scorer, answer, available, f
 from qlass.chat import Rendering, State, action_key, parse_action, react, uniforms
 from qlass.driver import Sample, ask, drive
 from qlass.jsonl import read_jsonl, write_jsonl
-from qlass.stage import (
-    add_arguments,
-    needed,
-    parse_arguments,
-    run_stage,
-    same_arguments,
-    sha256,
-    stage_argv,
-    write_meta,
-)
+from qlass.stage import at_least, needed, parse, parser, progress, run_stage, same_arguments, sha256, write_meta
 
 
 def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, Any, list[float | None]]:
@@ -81,35 +70,45 @@ def steered(env: envs.TextEnv, task_id: str, score: Scorer, rendering: Any, M: i
     return float(reward)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_arguments(parser)
-    add = parser.add_argument
-    add("--points", type=int, default=200, metavar="N", help="states (default: %(default)s)")
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__)
+    envs.add_arguments(made, argv)
+    add = made.add_argument
+    add("--points", type=at_least(1), default=200, metavar="N", help="states (default: %(default)s)")
     add("--split", default="test", help="tasks that they are from (default: %(default)s)")
-    add("--trajectories", type=int, default=1, metavar="N", help="a task (default: %(default)s)")
+    add("--trajectories", type=at_least(1), default=1, metavar="N", help="a task (default: %(default)s)")
     add(
         "--actor",
         choices=["agent", "expert", "random"],
         default="agent",
         help="behaviour policy (default: %(default)s)",
     )
-    add("--epsilon", type=float, default=0.25, help="its share of uniform valid actions (default: %(default)s)")
-    add("--candidates", type=int, default=4, metavar="N", help="actions a state (default: %(default)s)")
+    add(
+        "--epsilon",
+        type=at_least(0, float, below=1),
+        default=0.25,
+        help="its share of uniform valid actions (default: %(default)s)",
+    )
+    add("--candidates", type=at_least(1), default=4, metavar="N", help="actions a state (default: %(default)s)")
     add("--references", nargs="+", metavar="NAME", help="exact, planner, expert, policy (default: all but policy)")
-    add("-K", type=int, default=32, help="rollouts of the reference policy (default: %(default)s)")
-    add("--gamma", type=float, default=0.95, help="discount of the labels (default: %(default)s, QVAL's)")
+    add("-K", type=at_least(1), default=32, help="rollouts of the reference policy (default: %(default)s)")
+    add(
+        "--gamma",
+        type=at_least(0, float, below=1),
+        default=0.95,
+        help="discount of the labels (%(default)s, QVAL)",
+    )
     add("--scorers", nargs="+", metavar="NAME", help="default: all whose inputs are there")
     add("--against", default="random", metavar="NAME", help="the scorer that others are compared with (%(default)s)")
     add("--code", nargs="+", type=Path, default=[], metavar="FILE.py", help="files with a signal_function")
     add("--judge", metavar="URL#MODEL|DIR", help="language model of the judges: a chat server, or a HuggingFace model")
-    add("--play", type=int, default=0, metavar="N", help="tasks on which scorers steer search (default: none)")
-    add("-M", type=int, default=0, help="candidates a step there (default: all valid actions)")
+    add("--play", type=at_least(0), default=0, metavar="N", help="tasks on which scorers steer search (default: none)")
+    add("-M", type=at_least(0), default=0, help="candidates a step there (default: all valid actions)")
     add("--sft", type=Path, help="the agent (default: RUN/sft, made if missing)")
     add("--base", type=Path, help="another checkpoint, for log_ratio")
     add("--out", type=Path, metavar="DIR", help="default: RUN/qval")
     add("--device")
-    args = parse_arguments(parser, argv)
+    args = parse(made, argv)
     args.references = args.references or [r for r in labels.REFERENCES[args.env] if r != "policy"] or ["policy"]
     for reference in args.references:
         labels.known(args.env, reference)
@@ -117,11 +116,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = arguments(argv)
     env = envs.from_arguments(args)
     args.out = args.out or args.run / "qval"
     if args.actor == "agent" or "policy" in args.references or args.play:
-        args.sft = needed(args.sft, args.run / "sft", "sft", stage_argv(args))
+        args.sft = needed(args.sft, args.run / "sft", "sft", args)
     judge = judges.load(args.judge, args.device, args.seed) if args.judge else None
     context = Context(
         args.env, args.run, args.sft, args.base, judge, tuple(args.code), args.gamma, args.seed, args.device
@@ -131,10 +130,11 @@ def main(argv: list[str] | None = None) -> None:
 
     def timed(path: Path, records: Any, total: int | None, *names: str) -> list:
         """Write what `records` yields to `path`, with how long it took, or read what is there."""
-        same_arguments(path, args, ["sft", *names])
+        depends = ("env", "run", "seed", "sft", *args.env_flags, *names)
+        same_arguments(path, argparse.Namespace(**{name: getattr(args, name) for name in depends}))
         if not path.exists():
             started = time.process_time()
-            made = list(tqdm(records(), desc=path.stem, total=total, disable=None))
+            made = list(progress(records(), path.stem, total))
             write_jsonl(path, made)
             write_meta(path, args, [args.sft], cpu_seconds=time.process_time() - started)
         return list(read_jsonl(path))
@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
             trajectory(env.fork(), task, number, args.actor, args.epsilon, args.candidates, rendering, args.seed)
             for task, number in lots
         )
-        return (point.dump() for point in distinct(drive(walks, answers, env.side_by_side), args.points))
+        return (point.dump() for point in distinct(drive(walks, answers, env.side_by_side, in_order=True), args.points))
 
     about = ("points", "split", "trajectories", "actor", "epsilon", "candidates")
     points = [Point.load(record) for record in timed(args.out / "points.jsonl", collect, args.points, *about)]
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
 
         def lines(reference: str = reference) -> Any:
             made = (labels.label(env.fork(), p, reference, args.K, args.gamma, rendering) for p in points)
-            return drive(made, answers, env.side_by_side)
+            return drive(made, answers, env.side_by_side, in_order=True)
 
         path = args.out / f"labels-{reference}.jsonl"
         found = timed(path, lines, len(points), "gamma", *(["K"] if reference == "policy" else []))
@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> None:
         if not report.made_from(folder / f"{name}.json", made_from):
             score, started = scorer(name, context), time.process_time()
             made = (predict(env.fork(), p, score) for p in points)
-            made = tqdm(drive(made, answers, env.side_by_side), desc=name, total=len(points), disable=None)
+            made = progress(drive(made, answers, env.side_by_side, in_order=True), name, len(points))
             config = {"family": family(name, context), "discount_factor": args.gamma, "judge": args.judge}
             config["made_from"] = made_from
             values = list(made)
@@ -201,9 +201,7 @@ def play(env: envs.TextEnv, args: argparse.Namespace, context: Context, names: l
         if set(rewards.get(name, ())) != set(tasks):
             score = scorer(name, context)
             episodes = (steered(env.fork(), t, score, context.policy.chat.rendering, args.M) for t in tasks)
-            played = tqdm(
-                drive(episodes, answers, env.side_by_side), desc=f"play {name}", total=len(tasks), disable=None
-            )
+            played = progress(drive(episodes, answers, env.side_by_side, in_order=True), f"play {name}", len(tasks))
             rewards[name] = dict(zip(tasks, played, strict=True))
             path.write_text(json.dumps(rewards), encoding="utf-8")
     return {name: rewards[name] for name in names}

@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import envs
 from bellman import branch_rewards, children_of, min_max
 from qlass.jsonl import dumps, read_trees, replacing
-from qlass.stage import add_arguments, needed, parse_arguments, run_stage, stage_argv, write_meta
+from qlass.stage import needed, parse, parser, run_stage, write_meta
 
 
 def td(tree: list[dict], gamma: float) -> list[float]:
@@ -35,19 +36,19 @@ def mc(tree: list[dict], gamma: float) -> list[float]:
 TARGETS = {"td": td, "mc": mc}
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_arguments(parser)
-    parser.add_argument("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
-    parser.add_argument("--out", type=Path, help="default: RUN/q_labels-TARGET.jsonl")
-    parser.add_argument("--gamma", type=float, default=0.9, help="discount (default: %(default)s)")
-    parser.add_argument("--target", choices=TARGETS, default="td", help="default: %(default)s")
-    return parse_arguments(parser, argv)
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__)
+    envs.add_arguments(made, argv)
+    made.add_argument("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
+    made.add_argument("--out", type=Path, help="default: RUN/q_labels-TARGET.jsonl")
+    made.add_argument("--gamma", type=float, default=0.9, help="discount (default: %(default)s)")
+    made.add_argument("--target", choices=TARGETS, default="td", help="default: %(default)s")
+    return parse(made, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", stage_argv(args))
+    args = arguments(argv)
+    args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / f"q_labels-{args.target}.jsonl"
     with replacing(args.out) as out:
         for tree in read_trees(args.trees):

@@ -1,9 +1,13 @@
 # Sourced by the other scripts: the paper's hyper-parameters (Table 5, App. A.2) in our flags, and where its data is.
 #
-# One process on one GPU; Llama-2-7B with all weights trained takes about 80 GB, 13B about 140 GB.
+# One process on one GPU. By the estimate that sft.py and train_qnet.py print first, Llama-2-7B with all weights trained
+# takes 184 GB as the stages' defaults would have it, 129 GB with FITS=--gradient-checkpointing (an H200), 86 GB as below;
+# for 80 GB or less give FITS="--gradient-checkpointing --lora 16 --lr 2e-4". Several GPUs share the sequences, not the
+# weights: TRAIN="torchrun --nproc-per-node 8".
 # A stopped script goes on where it was when it is run again. SEED=1 makes a run folder of its own.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python}
+TRAIN=${TRAIN:-$PYTHON}
 SEED=${SEED:-0}
 MODEL=${MODEL:-meta-llama/Llama-2-7b-chat-hf}  # any HuggingFace name or folder
 NAME=${NAME:-$(basename "$MODEL")-$SEED}       # names the run folder
@@ -11,7 +15,8 @@ ETO=${ETO:-data/eto}                           # ETO's: webshop_sft.json, websho
 WEBSHOP=${WEBSHOP:-data/webshop}               # WebShop's: items_shuffle.json, items_ins_v2.json, items_human_ins.json
 ALFWORLD_DATA=${ALFWORLD_DATA:-data/alfworld}  # what `alfworld-download` fetches
 
-optimiser=(--lr 1e-5 --batch 64 --max-tokens 4096)  # cosine, warm-up 3 %, no weight decay: the stages' own
+FITS=${FITS:---gradient-checkpointing --weights bf16}
+read -ra optimiser <<<"--lr 1e-5 --batch 64 --max-tokens 4096 $FITS"  # cosine, warm-up 3 %, no decay: the stages' own
 sft=(--model "$MODEL" --epochs 3 "${optimiser[@]}")
 trees=(--width 3 --temperature 0.7 --limit 0)  # all training tasks
 bellman=(--gamma 0.9)
@@ -24,8 +29,8 @@ webshop+=(--env-option "split_file=$ETO" --env-option "instruction=$ETO/webshop_
 
 # Stages 1 to 4 for the environment in `env`; what is there stays.
 pipeline() {
-  [ -d "$RUN/sft" ] || $PYTHON sft.py "${env[@]}" "${sft[@]}"
+  [ -d "$RUN/sft" ] || $TRAIN sft.py "${env[@]}" "${sft[@]}"
   $PYTHON build_trees.py "${env[@]}" "${trees[@]}"
   [ -f "$RUN/q_labels.jsonl" ] || $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target q
-  [ -d "$RUN/qnet" ] || $PYTHON train_qnet.py "${env[@]}" "${qnet[@]}"
+  [ -d "$RUN/qnet" ] || $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}"
 }

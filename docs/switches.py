@@ -1,0 +1,59 @@
+"""An environment of your own, complete: switch on the lamps that the task names, then say that you are done.
+
+python q_search.py --env docs.switches:Switches --method all        # runs all five stages
+"""
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from envs import TextEnv
+
+LAMPS = ("red", "green", "blue", "white", "amber", "violet")
+TASKS = ["-".join(some) for n in (1, 2, 3) for some in combinations(LAMPS, n)]
+
+
+class Switches(TextEnv):
+    name = "switches"
+    instruction = "You switch lamps on and off. Answer with:\nThought: ...\nAction: switch LAMP, or done"
+    max_steps = tree_steps = 8
+    tree_depth = 3  # D of Algorithm 2
+
+    def split_ids(self, split: str) -> list[str]:
+        bounds = {"train": range(6), "val": range(6, 8), "test": range(8, 10), "all": range(10)}  # of every ten
+        return [task for i, task in enumerate(TASKS) if i % 10 in bounds[split]]
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        super().reset(seed=seed)
+        self.wanted = frozenset((options or {}).get("task_id", TASKS[0]).split("-"))
+        self.on, self.steps = frozenset(), 0
+        return f"Task: {self.task}. All lamps are off.", self.info()
+
+    @property
+    def task(self) -> str:
+        return f"switch on {' and '.join(sorted(self.wanted))}"
+
+    def info(self) -> dict:
+        return {"task_id": "-".join(self.wanted), "task": self.task, "valid_actions": self.valid_actions()}
+
+    def valid_actions(self) -> list[str]:
+        return [*(f"switch {lamp}" for lamp in LAMPS), "done"]
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.steps += 1
+        done = action == "done"
+        if action in self.valid_actions() and not done:
+            self.on ^= {action.removeprefix("switch ")}
+        reward = len(self.on & self.wanted) / len(self.on | self.wanted) if done and self.on else 0.0
+        seen = f"On: {', '.join(sorted(self.on)) or 'none'}." if action in self.valid_actions() else "No such action."
+        return seen, reward, done, not done and self.steps >= (self.max_steps or 10**9), self.info()
+
+    def snapshot(self) -> tuple:
+        return self.wanted, self.on, self.steps
+
+    def restore(self, snapshot: tuple) -> None:
+        self.wanted, self.on, self.steps = snapshot
+
+    def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
+        for lamp in sorted(self.wanted):
+            yield f"The task names {lamp}.", f"switch {lamp}"
+        yield "All that the task names is on.", "done"

@@ -1,0 +1,224 @@
+"""ETO (Song et al. 2024): the agent learns by preference from its own failures.
+
+    reads   RUN/sft/, and the expert's trajectories that it was cloned from (RUN/expert.jsonl), or with --pairs siblings
+            RUN/q_labels.jsonl
+    writes  RUN/sft-NAME/ (the checkpoint with the best validation reward), RUN/sft-NAME.updates.jsonl (a line a batch)
+
+    python -m experiments.eto --env webshop
+    python -m experiments.eto --env webshop --pairs siblings --name eto-siblings
+
+    expert      the agent plays demonstrated tasks, and where it earns less than the expert, the expert's trajectory is
+                preferred to its own (where it earns more, its own); then it explores again as it has become
+    siblings    in a state of the exploration trees, the action with the highest q is preferred to each that has less
+
+DPO (Rafailov et al. 2023) on the tokens that the agent writes. The reference is the agent that made the pairs: as it
+was at the start of the iteration, for siblings RUN/sft. What two trajectories begin with in common is computed once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import logsigmoid
+
+import envs
+from environments import UserError
+from experiments.learning import batch_of, learn, learner, load, room, step
+from experiments.self_train import OTHER_LUCK, trajectories
+from q_search import Method
+from qlass.chat import Chat, State
+from qlass.decisions import Decision, PackedDecisions
+from qlass.driver import Sample, drive
+from qlass.jsonl import read_jsonl, read_trees
+from qlass.packing import pairs_of
+from qlass.policy import Policy
+from qlass.stage import at_least, must_exist, needed, parse, run_stage
+
+LR = {"webshop": 1e-4, "alfworld": 3e-5, "frozenlake": 1e-4}  # of the tiny model
+GAP = 0.05  # siblings whose q differ by less are level
+
+Preference = tuple[list[Decision], list[Decision]]  # what is preferred, to what
+
+
+# --------------------------------------------------------------------------------------------------------- preferences
+
+
+def decisions(messages: Sequence[dict]) -> list[Decision]:
+    """What the agent wrote in a trajectory, after the layout's "OK"."""
+    state = State.load(list(messages))
+    return [
+        Decision(State(state.messages[:i], state.task), content)
+        for i, (role, content) in enumerate(state.messages)
+        if role == "assistant" and i > 1
+    ]
+
+
+def failures(played: Sequence[dict], expert: dict[str, dict]) -> Iterator[Preference]:
+    """Trajectories of one task whose rewards differ: of the expert and of the agent, the better one first."""
+    for own in played:
+        shown = expert[own["task_id"]]
+        if own["reward"] != shown["reward"]:
+            better, worse = sorted((own, shown), key=lambda line: -line["reward"])
+            yield decisions(better["messages"]), decisions(worse["messages"])
+
+
+def siblings(tree: list[dict]) -> Iterator[Preference]:
+    """Actions of one state, the best by q against each that is worse."""
+    families: dict[State, list] = {}
+    for pair in pairs_of(tree):
+        families.setdefault(pair.state, []).append(pair)
+    for state, family in families.items():
+        best = max(family, key=lambda pair: pair.q)
+        for pair in family:
+            if best.q - pair.q > GAP:
+                yield [Decision(state, best.action)], [Decision(state, pair.action)]
+
+
+# ------------------------------------------------------------------------------------------------------------ the loss
+
+
+def dpo_loss(
+    win: torch.Tensor, lose: torch.Tensor, reference_win: torch.Tensor, reference_lose: torch.Tensor, beta: float
+) -> torch.Tensor:
+    """-log sigmoid(beta (log pi(w) / pi_ref(w) - log pi(l) / pi_ref(l))) of each pair, from log-probabilities (B,)."""
+    return -logsigmoid(beta * ((win - reference_win) - (lose - reference_lose)))
+
+
+def packed(
+    chat: Chat, preferences: Sequence[Preference], most: int
+) -> Iterator[tuple[PackedDecisions, list[tuple[int, int, int]]]]:
+    """Some pairs as one token tree, and (pair, side, decision) of each step: side 0 is preferred to side 1."""
+    tree, steps, known, pairs = PackedDecisions(), [], {}, 0
+    for preference in preferences:
+        if pairs and len(tree.tree) > most / 2:
+            yield tree, steps
+            tree, steps, known, pairs = PackedDecisions(), [], {}, 0
+        for side, trajectory in enumerate(preference):
+            for decision in trajectory:
+                if decision not in known:
+                    known[decision] = len(known)
+                    tree.add(known[decision], decision, chat)
+                steps.append((pairs, side, known[decision]))
+        pairs += 1
+    if pairs:
+        yield tree, steps
+
+
+def trajectory_logprobs(model: Any, tree: PackedDecisions, steps: list[tuple[int, int, int]]) -> torch.Tensor:
+    """log pi of the actions of each trajectory, summed; (2, pairs): the preferred ones, the others."""
+    logp, _ = tree.logprobs(model)
+    pair, side, decision = torch.tensor(steps, device=logp.device).T
+    each = logp.new_zeros(int(decision.max()) + 1).index_add(0, torch.tensor(tree.owner, device=logp.device), logp)
+    pairs = int(pair.max()) + 1
+    return logp.new_zeros(2 * pairs).index_add(0, side * pairs + pair, each[decision]).view(2, pairs)
+
+
+def train(
+    model: Any, reference: Any, optimizer: torch.optim.Optimizer, chat: Chat, preferences: Sequence[Preference],
+    lr: float, updates: int, args: argparse.Namespace,
+) -> dict:  # fmt: skip
+    """Passes over the pairs. Returns updates, tokens, and of the last pass the mean loss and the share ranked right."""
+    tokens = loss_sum = right = 0
+    for _ in range(args.epochs):
+        loss_sum = right = 0
+        for start in range(0, len(preferences), args.batch):
+            batch = preferences[start : start + args.batch]
+            for tree, steps in packed(chat, batch, room(model)):
+                with torch.no_grad():
+                    anchor = trajectory_logprobs(reference, tree, steps)
+                logp = trajectory_logprobs(model, tree, steps)
+                losses = dpo_loss(*logp, *anchor, args.beta)
+                (losses.sum() / len(batch)).backward()
+                loss_sum += losses.sum().item()
+                right += int(((logp - anchor)[0] > (logp - anchor)[1]).sum())
+                tokens += len(tree.tree)
+            updates += 1
+            step(optimizer, lr, updates)
+    n = max(1, len(preferences))
+    return {"updates": updates, "tokens": tokens, "loss": round(loss_sum / n, 6), "right": round(right / n, 6)}
+
+
+# ---------------------------------------------------------------------------------------------------------------- main
+
+
+def explored(
+    model: Any, chat: Chat, env: envs.TextEnv, expert: dict[str, dict], last: dict, args: argparse.Namespace
+) -> tuple[list[Preference], dict]:
+    """The agent's sampled trajectories on demonstrated tasks against the expert's, and what they cost and earned."""
+    tasks = batch_of(list(expert), args.seed, last["batch"], args.tasks)
+    policy = Policy(model, chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
+    episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task in tasks)
+    played = [line for (line,) in drive(episodes, {Sample: policy.sample}, env.side_by_side)]
+    found = list(failures(played, expert))
+    env_steps = sum(len(decisions(line["messages"])) for line in played)
+    figures = {"reward": round(float(np.mean([line["reward"] for line in played])), 6), "pairs": len(found)}
+    return found, figures | {"flat": round(1 - len(found) / len(played), 6), "env_steps": last["env_steps"] + env_steps}
+
+
+def compared(trees: Sequence[list[dict]], last: dict, args: argparse.Namespace) -> tuple[list[Preference], dict]:
+    """Siblings of some exploration trees, whose steps count when they are first read."""
+    drawn = batch_of(range(len(trees)), args.seed, last["batch"], args.tasks)
+    found = [pair for i in drawn for pair in siblings(trees[i])]
+    fresh = drawn[: max(0, len(trees) - last["batch"] * args.tasks)]
+    return found, {"pairs": len(found), "env_steps": last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)}
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    made = learner(__doc__, "ETO: beta .1, lr 1e-6, 3 epochs.", argv, every=1)
+    add = made.add_argument
+    add("--pairs", choices=["expert", "siblings"], default="expert", help="what is compared (default: %(default)s)")
+    add("--beta", type=at_least(0, float), default=0.1, help="of the DPO loss (default: %(default)s)")
+    add(
+        "--tasks", type=at_least(1), default=100, metavar="N", help="tasks or trees an iteration (default: %(default)s)"
+    )
+    add("--epochs", type=at_least(1), default=3, metavar="N", help="passes over its pairs (default: %(default)s)")
+    add("--batch", type=at_least(1), default=16, metavar="N", help="pairs an update (default: %(default)s)")
+    add("--lr", type=at_least(0, float), help="default: 1e-6; tiny: webshop 1e-4, alfworld 3e-5, others 1e-4")
+    add("--expert", type=Path, help="default: RUN/expert.jsonl")
+    add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
+    add("--name", help="of the checkpoint RUN/sft-NAME (default: eto, or eto-siblings)")
+    args = parse(made, argv)
+    args.name = args.name or ("eto" if args.pairs == "expert" else "eto-siblings")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    env = envs.from_arguments(args)
+    must_exist(args.labels)
+    model, chat, optimizer, lr = load(args, LR.get(args.env, 1e-4))
+    cloned = copy.deepcopy(model)
+    if args.pairs == "expert":
+        args.expert = args.expert or args.run / "expert.jsonl"
+        expert = {line.get("task_id"): line for line in read_jsonl(args.expert)}
+        if None in expert:
+            raise UserError(f"{args.expert}: lines without task_id, so the agent can't play their tasks")
+    else:
+        args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
+        trees = list(read_trees(args.labels))
+        if not any("q" in tree[0] and any(siblings(tree)) for tree in trees):
+            raise UserError(f"{args.labels}: no siblings with different q; is it bellman.py's output?")
+
+    def batch(last: dict) -> dict:
+        """The next line of updates.jsonl."""
+        if args.pairs == "expert":
+            found, figures = explored(model, chat, env, expert, last, args)
+            reference = copy.deepcopy(model)
+        else:
+            found, figures = compared(trees, last, args)
+            reference = cloned
+        trained = train(model, reference, optimizer, chat, found, lr, last["updates"], args)
+        trained["tokens"] += last["tokens"]
+        return {"batch": last["batch"] + 1, **trained, **figures}
+
+    learn(args, env, model, chat, optimizer, batch)
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -1,0 +1,157 @@
+"""What the learners beside this file share: a budget, validation, the best checkpoint, early stopping, resuming.
+
+A learner improves RUN/sft by `one_batch(last)`, which makes the next line of RUN/sft-NAME.updates.jsonl from the last
+one: what was spent so far, and figures of the batch. `learn` calls it until the budget is spent or nothing is gained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+import envs
+from q_search import Method, episode
+from qlass.chat import Chat, Rendering, uniforms
+from qlass.driver import Sample, drive
+from qlass.jsonl import checkpoint_folder
+from qlass.models import adamw, add_lora, load_checkpoint, save_checkpoint
+from qlass.policy import Policy
+from qlass.stage import Output, at_least, needed, parser, progress, write_meta
+
+WARMUP = 4  # updates
+SMALL = 50e6  # parameters
+LR_PRETRAINED, LR_LORA = 1e-6, 1e-5
+SPENT = {"batch": -1, "updates": 0, "tokens": 0, "env_steps": 0}  # before the first line
+
+
+def learner(doc: str, epilog: str, argv: list[str] | None, every: int) -> argparse.ArgumentParser:
+    """A parser with the flags that all learners have."""
+    made = parser(doc, epilog)
+    envs.add_arguments(made, argv)
+    add = made.add_argument
+    add("--budget", type=at_least(0, float), default=1e6, metavar="N", help="when to stop (default: %(default).0f)")
+    add("--budget-in", choices=["tokens", "env_steps"], default="tokens", help="default: tokens, each unique one once")
+    add("--val", type=at_least(0), default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
+    said = "batches between validations (default: %(default)s)"
+    add("--every", type=at_least(1), default=every, metavar="N", help=said)
+    add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
+    add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank instead of the weights")
+    add("--device")
+    return made
+
+
+def load(args: argparse.Namespace, lr: float) -> tuple[Any, Chat, torch.optim.Optimizer, float]:
+    """The agent, its optimiser and its learning rate: --lr, else `lr` for the tiny model."""
+    args.sft = needed(args.sft, args.run / "sft", "sft", args)
+    model, chat = load_checkpoint(args.sft, transformers.AutoModelForCausalLM, args.device, train=not args.lora)
+    small = model.num_parameters() < SMALL
+    torch.manual_seed(args.seed)
+    if args.lora:
+        add_lora(model, args.lora)
+    lr = args.lr or (lr if small else LR_LORA if args.lora else LR_PRETRAINED)
+    return model.eval(), chat, adamw((p for p in model.parameters() if p.requires_grad), lr), lr
+
+
+def room(model: Any) -> int:
+    """Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed twice."""
+    return 1024 if model.num_parameters() < SMALL else 8192
+
+
+def step(optimizer: torch.optim.Optimizer, lr: float, number: int) -> None:
+    """One update, the `number`-th from 1: gradients clipped, the rate rises linearly and then is constant."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * min(1.0, number / WARMUP)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def task_order(tasks: Sequence[Any], seed: int) -> Iterator[Any]:
+    """Tasks in passes, each in an order of its own."""
+    for turn in itertools.count():
+        yield from (tasks[i] for i in np.argsort(uniforms(len(tasks), "order", seed, turn)))
+
+
+def batch_of(tasks: Sequence[Any], seed: int, number: int, size: int) -> list[Any]:
+    """The tasks of batch `number`, from 0."""
+    return list(itertools.islice(task_order(tasks, seed), number * size, (number + 1) * size))
+
+
+def greedy(env: envs.TextEnv, task_id: str, rendering: Rendering) -> Generator:
+    played = yield from episode(env, task_id, Method("greedy"), 0, rendering)
+    env.close()
+    return played.reward
+
+
+def validation(model: Any, chat: Chat, env: envs.TextEnv, tasks: Iterable[str]) -> float:
+    """Mean reward of the greedy agent."""
+    episodes = (greedy(env.fork(), task, chat.rendering) for task in tasks)
+    return float(np.mean(list(drive(episodes, {Sample: Policy(model, chat).sample}, env.side_by_side))))
+
+
+def why_stop(lines: Sequence[dict], patience: int = 8) -> str:
+    """Why no more should be spent, "" if it should."""
+    tested = [line["val"] for line in lines if line["val"] is not None]
+    if len(tested) > 2 and max(tested[-2:]) < 0.75 * max(tested):
+        return f"validation fell from {max(tested):.3f} to {tested[-1]:.3f}: lower --lr"
+    recent = lines[1:][-patience:]
+    if len(recent) == patience and np.mean([line.get("flat", 0) for line in recent]) > 0.95:
+        if np.mean([line["reward"] for line in recent]) > 0.9:
+            return "nearly all trajectories of a task earn the same, and much: nothing is left to learn"
+        return "nearly all trajectories of a task earn the same, so nothing is learned: lower --lr, or raise --entropy"
+    return ""
+
+
+def learn(
+    args: argparse.Namespace, env: envs.TextEnv, model: Any, chat: Chat, optimizer: torch.optim.Optimizer,
+    one_batch: Callable[[dict], dict],
+) -> None:  # fmt: skip
+    """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
+
+    larger --budget continues.
+    """
+    folder = checkpoint_folder(args.run / f"sft-{args.name}")
+    args.out, resume = folder.with_name(folder.name + ".updates.jsonl"), folder.with_name(folder.name + ".resume.pt")
+    saved = {"lines": 0}
+    if resume.exists() and not args.overwrite:
+        saved = torch.load(resume, map_location=model.device)
+    out = Output(args, lambda lines: saved["lines"] if len(lines) >= saved["lines"] else 0, [args.sft],
+                 free=["budget", "budget_in"])  # fmt: skip
+    lines, why = out.records, ""
+    if lines:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    tested = env.task_ids("val")[: args.val or None]
+
+    def batches() -> Iterator[dict]:
+        nonlocal why
+        while not lines or (lines[-1][args.budget_in] < args.budget and not (why := why_stop(lines))):
+            yield one_batch(lines[-1]) if lines else SPENT | {"batch": 0}  # the first line: the agent as it comes
+
+    for line in progress(batches(), f"{args.name}, batches"):
+        due = line["batch"] % args.every == 0 or line[args.budget_in] >= args.budget
+        line["val"] = round(validation(model, chat, env, tested), 6) if due else None
+        out.append([line])
+        if due:
+            if line["val"] > max((x["val"] for x in lines[:-1] if x["val"] is not None), default=-np.inf):
+                save_checkpoint(model, chat, folder)
+            draft = resume.with_suffix(".draft")
+            torch.save({"lines": len(lines), "model": model.state_dict(), "optimizer": optimizer.state_dict()}, draft)
+            draft.replace(resume)
+    best, last = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"]), lines[-1]
+    figures = {"best": best, "last": last, "stopped": why or None}
+    out.finish(**figures)
+    write_meta(folder, args, [args.sft], **figures)
+    print(f"stopped after batch {last['batch']}: {why}\n" if why else "", end="")
+    print(f"{folder}: validation {lines[0]['val']:.3f} -> {best['val']:.3f} at batch {best['batch']} "
+          f"({best['tokens']:,} tokens, {best['env_steps']:,} environment steps)")  # fmt: skip
+    print(f"next: python q_search.py --env {args.env} --run {args.run} --sft {folder} --label {args.name} "
+          f"--method greedy --out {args.run}/results-{args.name}.jsonl")  # fmt: skip

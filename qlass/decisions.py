@@ -1,0 +1,114 @@
+"""log pi(a | s) of many decisions with its gradient, each unique token computed once.
+
+The decisions of trajectories with a common past share their beginnings, so they go through the model as token trees.
+What an agent decides is its *choices*: among the valid actions the action is one choice, whose conditional probability
+drew it; of free text each token is one, the token that ends the turn included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from qlass.chat import Chat, State
+from qlass.token_tree import TokenTree, packed
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """An action in a state, one of `valid`, or free text where that is empty."""
+
+    state: State
+    action: str
+    valid: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass
+class PackedDecisions:
+    """Decisions as one token tree, and where in it their probabilities are read. An index a token, fork, option, ..."""
+
+    tree: TokenTree = dataclasses.field(default_factory=TokenTree)
+    owner: list[int] = dataclasses.field(default_factory=list)  # of each choice: the number of its decision
+    free: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # (choice, token before it, its id)
+    edges: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # (fork, token before it, its id)
+    ways: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (option, edge on the way to it)
+    options: list[tuple[int, bool]] = dataclasses.field(default_factory=list)  # (choice, is it the one taken?)
+    forks: int = 0
+
+    def add(self, number: int, decision: Decision, chat: Chat) -> None:
+        state, texts = decision.state, list(dict.fromkeys(decision.valid))
+        if len(texts) == 1:  # forced, so no choice: it would dilute every mean
+            return
+        last = self.tree.add(chat.prompt(state))[-1]
+        if not decision.valid:
+            ids = chat.action(decision.action, state.task)
+            before = [last, *self.tree.add(ids[:-1], last)]
+            self.free += [(len(self.owner) + i, *where) for i, where in enumerate(zip(before, ids, strict=True))]
+            self.owner += [number] * len(ids)
+            return
+        trie, fork, edge = TokenTree(), {}, {}
+        tails = [chat.action(text, state.task) for text in texts]
+        paths = [trie.add(ids) for ids in tails]
+        children = Counter(trie.parent)
+        for text, ids, path in zip(texts, tails, paths, strict=True):
+            # Only tokens above a fork need computing: an only child's probability is 1.
+            forks = [i for i, token in enumerate(path) if children[trie.parent[token]] > 1]
+            before = [last, *self.tree.add(ids[: forks[-1]] if forks else [], last)]
+            for i in forks:
+                if path[i] not in edge:
+                    edge[path[i]] = len(self.edges)
+                    number_of_fork = fork.setdefault(trie.parent[path[i]], self.forks + len(fork))
+                    self.edges.append((number_of_fork, before[i], ids[i]))
+                self.ways.append((len(self.options), edge[path[i]]))
+            self.options.append((len(self.owner), text == decision.action))
+        self.forks += len(fork)
+        self.owner.append(number)
+
+    def logprobs(self, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """log pi of each choice as it was made, and the entropy of its distribution; (C,) and (C,), float32."""
+        device = model.device
+        at = sorted({token for _, token, _ in (*self.free, *self.edges)})
+        row = {token: i for i, token in enumerate(at)}
+        inputs = packed([self.tree], 0, device, model.dtype)
+        where = torch.tensor(at, dtype=torch.long, device=device)
+        logits = model(**inputs, use_cache=False, logits_to_keep=where).logits[0].float()  # (P, V)
+
+        def columns(rows: Sequence[tuple[int, ...]], width: int) -> torch.Tensor:
+            return torch.tensor(rows, dtype=torch.long, device=device).reshape(-1, width).T
+
+        logp, entropy = logits.new_zeros(2, len(self.owner))
+        if self.free:
+            choice, before, ids = columns([(c, row[token], i) for c, token, i in self.free], 3)
+            full = logits[before].log_softmax(-1)
+            logp = logp.index_add(0, choice, full.gather(-1, ids[:, None])[:, 0])
+            entropy = entropy.index_add(0, choice, -(full.exp() * full).sum(-1))
+        if self.options:
+            # Of each token its probability among its siblings; of each option the product on the way to it.
+            fork, before, ids = columns([(f, row[token], i) for f, token, i in self.edges], 3)
+            score = logits[before, ids]
+            top = score.new_full((self.forks,), -torch.inf).scatter_reduce(0, fork, score.detach(), "amax")
+            total = score.new_zeros(self.forks).index_add(0, fork, (score - top[fork]).exp())
+            conditional = score - (top + total.log())[fork]
+            option, edge = columns(self.ways, 2)
+            option_logp = score.new_zeros(len(self.options)).index_add(0, option, conditional[edge])
+            choice, taken = columns(self.options, 2)
+            logp = logp.index_add(0, choice, taken * option_logp)
+            entropy = entropy.index_add(0, choice, -option_logp.exp() * option_logp)
+        return logp, entropy
+
+
+def pack(chat: Chat, decisions: Sequence[Decision], max_tokens: int) -> Iterator[PackedDecisions]:
+    """Token trees of about `max_tokens` tokens at most (or of one decision that is longer), in the order given."""
+    current = PackedDecisions()
+    for number, decision in enumerate(decisions):
+        growth = current.tree.growth(chat.prompt(decision.state) + chat.action(decision.action, decision.state.task))
+        if current.owner and len(current.tree) + growth > max_tokens:
+            yield current
+            current = PackedDecisions()
+        current.add(number, decision, chat)
+    if current.owner:
+        yield current

@@ -1,0 +1,137 @@
+"""How much memory a training takes, told before its first step.
+
+Weights, gradients and moments are counted. What autograd keeps for backward is measured on three short inputs of the
+model at hand, whatever its architecture, and extrapolated: a constant (weights that autocast has cast to bf16), a share
+that grows with the tokens and one that grows with tokens x length. With gradient checkpointing a layer keeps its input,
+and one layer at a time all that it would have kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from environments import UserError
+from qlass import processes
+from qlass.models import mixed_precision
+
+LENGTHS = (32, 64, 128)
+ROOM = 0.92  # of a GPU; the rest is for what the estimate does not know: fragments, temporary results
+MOMENTS = {"adamw": 8.0, "adamw8bit": 2.1}  # bytes a trained weight
+LORA = 0.01  # of the weights, about, are trained
+WAYS_OUT = (  # in this order, until it fits
+    ("gradient_checkpointing", True, "--gradient-checkpointing"),
+    ("weights", "bf16", "--weights bf16"),
+    ("lora", True, "--lora 16"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes."""
+
+    weights: float
+    gradients: float
+    optimiser: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return sum(dataclasses.astuple(self))
+
+    def __str__(self) -> str:
+        parts = (f"{name} {value / 1e9:.2f}" for name, value in dataclasses.asdict(self).items())
+        return f"{' + '.join(parts)} = {self.total / 1e9:.2f} GB"
+
+
+def kept_for_backward(forward: Callable[[], Any], model: nn.Module, backbone: Any) -> int:
+    """Bytes that autograd keeps of one forward pass beside the model's own."""
+    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), mixed_precision(backbone):
+        result = forward()  # held until the sum is taken, so that no address is used twice
+    total = sum(kept.values())
+    del result
+    return total
+
+
+def curve(forward: Callable[[torch.Tensor], Any], model: nn.Module, backbone: Any) -> np.ndarray:
+    """Coefficients (c, a, b) of what is kept: c + a tokens + b tokens x length."""
+    vocabulary = backbone.get_input_embeddings().num_embeddings
+    rows = []
+    for n in LENGTHS:
+        ids = torch.randint(vocabulary, (1, n), generator=torch.Generator().manual_seed(n)).to(backbone.device)
+        rows.append(kept_for_backward(lambda ids=ids: forward(ids), model, backbone))
+    powers = np.vander(np.array(LENGTHS, float), 3, increasing=True)
+    return np.linalg.solve(powers, np.array(rows, float)).clip(min=0)
+
+
+def estimate(
+    model: nn.Module, backbone: Any, forward: Callable[[torch.Tensor], Any], args: argparse.Namespace, longest: int
+) -> Callable[..., Memory]:
+    """Peak of one update, as a function of the flags that change it (those given in `args` unless said otherwise).
+
+    forward(ids) is the loss of one sequence (1, T), `backbone` the layers below the output layer, `longest` the tokens
+    of the longest sequence.
+    """
+    tokens = max(longest, args.micro_tokens)
+    at, training = np.array([1, tokens, tokens * longest]), model.training
+    model.eval()  # neither dropout nor checkpointing
+    everything = curve(forward, model, backbone) * at
+    layers = curve(lambda ids: backbone(input_ids=ids, use_cache=False).last_hidden_state, model, backbone) * at
+    model.train(training)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    numbers, config = sum(p.numel() for p in trained), backbone.config.get_text_config()
+    inputs = config.num_hidden_layers * tokens * config.hidden_size * next(backbone.parameters()).element_size()
+
+    def memory(
+        gradient_checkpointing: bool = args.gradient_checkpointing, weights: str = args.weights,
+        optim: str = args.optim, lora: bool = bool(args.lora),
+    ) -> Memory:  # fmt: skip
+        halved = (weights == "bf16" or lora) and any(p.dtype == torch.float32 for p in trained) and not args.lora
+        share = LORA if lora and not args.lora else 1.0
+        # Backward begins with gradients of what the output layer kept, twice its size; then the layers follow.
+        output, kept = 3 * max(0.0, (everything - layers)[1:].sum()), layers[1:].sum()
+        activations = everything[0] + output + kept
+        if gradient_checkpointing:
+            activations = everything[0] + (inputs + max(output, kept / config.num_hidden_layers))
+        if halved:  # autocast has nothing left to cast
+            activations -= everything[0]
+        return Memory(
+            weights=sum(p.nbytes for p in model.parameters()) * (0.5 if halved else 1.0),
+            gradients=sum(p.nbytes for p in trained) * share * (0.5 if halved else 1.0),
+            optimiser=MOMENTS[optim] * numbers * share,
+            activations=activations,
+        )
+
+    return memory
+
+
+def check_memory(memory: Callable[..., Memory], device: torch.device) -> None:
+    """Print what the first update will take. UserError with flags that make it fit if a GPU has not so much."""
+    said = f"memory: {memory()}"
+    if device.type != "cuda":
+        return processes.say(said)
+    room = torch.cuda.get_device_properties(device).total_memory
+    if memory().total <= ROOM * room:
+        return processes.say(f"{said}, of {room / 1e9:.0f}")
+    wider: dict[str, Any] = {}
+    for name, value, _ in WAYS_OUT:
+        wider[name] = value
+        if memory(**wider).total <= ROOM * room:
+            flags = " ".join(flag for name, _, flag in WAYS_OUT if name in wider)
+            raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: give {flags} ({memory(**wider)})")
+    raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: give fewer --micro-tokens or a smaller --model")

@@ -1,0 +1,144 @@
+"""Does a model give for packed sequences what it gives for each by itself? Asked of every model as it is loaded.
+
+Token trees ask of a model that it places tokens by `position_ids` and looks where a 4-D mask lets it. Most do. A model
+that carries a state from token to token, or that counts columns, would be silently wrong: it is refused with the
+reason, and `--plain` reads its sequences one at a time. docs/models.md has the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from environments import UserError
+from qlass.prompt_cache import PlainReader, PromptCache
+from qlass.token_tree import TokenTree, packed, windows_of
+
+WINDOW = 4  # tokens; as small as the families below, so that these test the windows too
+EXACT = 1e-3  # of the outputs' mean size, for every sequence
+ROUGH = 0.1  # in fewer bits, for most: rounding alone can send a token to other experts. A wrong mask is off by half
+
+
+def check(model: Any, name: str) -> None:
+    """UserError where token trees would give other outputs than plain sequences."""
+    if wrong := fault(model):
+        raise UserError(f"{name}: {wrong}; --plain reads it one sequence at a time")
+
+
+@torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
+def fault(model: Any) -> str | None:
+    """What a model does wrong with token trees, with and without a prompt cache; None: nothing."""
+    why = reason(model.config)
+    if name := hidden_window(model.config):  # larger than the sequences below
+        return f"{why or 'its attention has windows of its own'} ({name})"
+    exact = model.dtype == torch.float32 and not getattr(model, "is_quantized", False)
+    with small_windows(model.config):
+        for tried, difference in (("a token tree", tree_difference), ("a prompt cache", cache_difference)):
+            try:
+                sizes = difference(model)
+            except Exception as error:  # whatever a model of any kind says to such inputs
+                first = (str(error).splitlines() or [""])[0][:120]
+                return f"{why or 'its model class'} takes no {tried[2:]} ({type(error).__name__}: {first})"
+            size = float(sizes.max() if exact else sizes.median())
+            if not size <= (EXACT if exact else ROUGH):  # nor if it is no number
+                return f"{why or 'for a reason unknown'}, the outputs of {tried} differ from plain ones by {size:.1%}"
+    return None
+
+
+def reason(config: Any) -> str | None:
+    """Why a model of this kind can't read token trees, where its config tells."""
+    config = config.get_text_config()
+    kinds = {k for k in getattr(config, "layer_types", None) or [] if "attention" not in k or "linear" in k}
+    if kinds or config.model_type in ("rwkv", "xlstm") or hasattr(config, "state_size"):
+        names = ", ".join(sorted(kinds)) or "recurrent"
+        return f"it has layers ({names}) that carry a state from token to token"
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        return "it places tokens by their column (ALiBi)"
+    return None
+
+
+def hidden_window(config: Any) -> str | None:
+    """An attention window that is not in the mask that a model is given, by its name in the config."""
+    names = ("window_size", "attention_window_size", "attention_window", "local_attention")
+    return next((name for name in names if getattr(config.get_text_config(), name, None)), None)
+
+
+@contextlib.contextmanager
+def small_windows(config: Any) -> Iterator[None]:
+    """Attention windows of a few tokens, so that a few tokens suffice to see whether they are right."""
+    config, before = config.get_text_config(), {}
+    for name in ("sliding_window", "attention_chunk_size"):
+        if getattr(config, name, None):
+            before[name] = getattr(config, name)
+            setattr(config, name, WINDOW)
+    try:
+        yield
+    finally:
+        for name, size in before.items():
+            setattr(config, name, size)
+
+
+# Sequences with common beginnings, of different lengths and deeper than a window: two families, so that one is padded.
+FAMILIES = (
+    ("abcdefghijkl", "abcdefghmnop", "abcdxyzefg", "abcdefghijqr"),
+    ("abcdefg", "abcabcabd"),
+)
+
+
+def tokens_of(model: Any) -> list[list[list[int]]]:
+    """The families as tokens from all over the vocabulary, none of them at its ends, where control tokens are."""
+    size = model.get_input_embeddings().num_embeddings
+    return [[[size // 8 + (ord(c) - ord("a")) * (size * 3 // 4) // 26 for c in s] for s in f] for f in FAMILIES]
+
+
+def outputs(model: Any, inputs: dict, columns: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits or, of a model without a head, hidden states, of the columns asked for."""
+    headed = model.get_output_embeddings() is not None
+    out = model(**inputs, **({"logits_to_keep": columns} if headed and columns is not None else {}))
+    if headed:
+        return out.logits.float()
+    return (out.last_hidden_state if columns is None else out.last_hidden_state[:, columns]).float()
+
+
+def plain(model: Any, ids: list[int]) -> torch.Tensor:
+    return outputs(model, {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False})[0]
+
+
+def tree_difference(model: Any) -> torch.Tensor:
+    """How far a packed batch's outputs are from each plain sequence's, as a share of their mean size."""
+    trees, paths = [], []
+    for family in tokens_of(model):
+        trees.append(TokenTree())
+        paths.append([trees[-1].add(ids) for ids in family])
+    inputs = packed(trees, 0, model.device, model.dtype, windows=windows_of(model.config))
+    out, pairs = outputs(model, {**inputs, "use_cache": False}), []
+    for row, tree, some, family in zip(out, trees, paths, tokens_of(model), strict=True):
+        pairs += [
+            (row[len(row) - len(tree) :][path], plain(model, ids)) for path, ids in zip(some, family, strict=True)
+        ]
+    return relative(pairs)
+
+
+def cache_difference(model: Any, cache: PromptCache | PlainReader | None = None) -> torch.Tensor:
+    """The same of states read one after the other, each behind what is remembered of those before."""
+    cache, pairs = cache or PromptCache(), []
+    for read in range(2):  # a step deeper each time
+        states, tails = [], []
+        for family in tokens_of(model):
+            states += [[ids[:3], ids[3:4], ids[4 : 5 + read]][: 1 + 2 * read] for ids in family]
+            tails += [[ids[-2:], ids[-1:]] for ids in family]
+        for i, out, last, paths in cache.read(
+            lambda inputs, columns: outputs(model, inputs, columns), model, 0, 1 << 14, states, tails
+        ):
+            prompt = [token for tokens in states[i] for token in tokens]
+            for tail, path in zip(tails[i], paths, strict=True):
+                pairs.append((out[[last, *path]], plain(model, prompt + tail)[len(prompt) - 1 :]))
+    return relative(pairs)
+
+
+def relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    sizes = [(ours - theirs).abs().mean() / theirs.abs().mean().clamp(min=1e-9) for ours, theirs in pairs]
+    return torch.stack(sizes)

@@ -1,0 +1,257 @@
+"""Keys and values of the states read before, so that every token of a tree goes through a model once.
+
+PromptCache     states and what may follow them through a model in token trees, behind what it remembers of them
+PlainReader     the same answers from one sequence at a time, for models that take no tree mask
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from qlass.token_tree import TokenTree, batches, packed, windows_of
+
+
+@dataclasses.dataclass
+class Turn:
+    """An action and its observation, or the messages before the first action: the unit of the cache."""
+
+    name: bytes  # of the prefix that ends with it
+    parent: bytes
+    start: int
+    end: int
+
+
+@dataclasses.dataclass
+class Prompt:
+    """A prompt's tokens; keys and values of its first `known` ones are in `past`, its last turn is always fresh."""
+
+    ids: list[int]
+    turns: list[Turn]
+    past: list[torch.Tensor]  # of the known turns: (tokens, features of all layers) each
+
+    @property
+    def known(self) -> int:
+        return sum(map(len, self.past))
+
+    @property
+    def fresh(self) -> list[int]:
+        return self.ids[self.known :]
+
+    @property
+    def family(self) -> bytes:
+        """Prompts of one family have the same known tokens, and can stand in one token tree."""
+        return self.turns[len(self.past)].parent or self.turns[0].name
+
+
+@dataclasses.dataclass
+class Row:
+    """Prompts of one family and what follows them, as one token tree behind their known tokens."""
+
+    past: list[torch.Tensor]
+    known: int
+    tree: TokenTree = dataclasses.field(default_factory=TokenTree)
+    turns: dict[bytes, tuple[bytes, list[int]]] = dataclasses.field(default_factory=dict)  # name: (parent, its tokens)
+    read: list[tuple[int, int, list[list[int]]]] = dataclasses.field(default_factory=list)  # (index, last, tails)
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> Row:
+        return cls(prompt.past, prompt.known)
+
+    def add(self, prompt: Prompt, index: int = 0, tails: Sequence[Sequence[int]] = ()) -> None:
+        path = self.tree.add(prompt.fresh)
+        for turn in prompt.turns[len(self.past) :]:
+            self.turns[turn.name] = (turn.parent, path[turn.start - self.known : turn.end - self.known])
+        self.read.append((index, path[-1], [self.tree.add(ids, path[-1]) for ids in tails]))
+
+
+@dataclasses.dataclass
+class Entry:
+    """Keys and values of one turn: (tokens, features of all layers)."""
+
+    tensor: torch.Tensor
+    parent: bytes
+    last_used: int = 0  # round
+
+
+class PromptCache:
+    """Keys and values of the states read before, an entry a turn.
+
+    A state's prompt begins with its parent's, so a step of an episode costs its last turn and the candidates, and
+    the siblings in a tree share all that came before them. An entry is younger than those that continue it, so that the
+    oldest is always a leaf. What the last rounds used stays: a cache too small for the episodes side by side serves
+    some of them fully rather than forget each turn before it is read again.
+    """
+
+    ROUNDS = 3  # calls after which an unused entry may make room for another
+    ROW = 2048  # tokens of a family in one row; its mask is the square
+
+    def __init__(self, room: int = 1 << 30) -> None:
+        self.room, self.used = room, 0  # bytes
+        self.asked, self.found = 0, 0  # tokens of prompts, and how many of them were here
+        self.round = 0
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._shapes: list[tuple[int, int]] = []  # (heads, head dim) of each layer's keys and values, in turns
+
+    def prompt(self, message_tokens: Sequence[Sequence[int]]) -> Prompt:
+        """The prompt of a state, from the tokens of each of its messages (user and assistant in turns)."""
+        prompt, start, name = Prompt([], [], []), 0, b""
+        for i, tokens in enumerate(message_tokens):
+            prompt.ids += tokens
+            if (len(message_tokens) - i) % 2:  # a user's message: here a turn ends
+                content = np.array(prompt.ids[start:], np.int64).tobytes()
+                parent, name = name, hashlib.blake2b(name + content, digest_size=16).digest()
+                unbroken = len(prompt.past) == len(prompt.turns)
+                prompt.turns.append(Turn(name, parent, start, len(prompt.ids)))
+                if unbroken and i < len(message_tokens) - 1 and name in self._entries:
+                    prompt.past.append(self._entries[name].tensor)
+                start = len(prompt.ids)
+        if prompt.past:
+            self._touch(prompt.turns[len(prompt.past) - 1].name)
+        return prompt
+
+    def _touch(self, name: bytes) -> None:
+        """An entry has been used, and with it those that it continues."""
+        while name:
+            self._entries.move_to_end(name)
+            self._entries[name].last_used = self.round
+            name = self._entries[name].parent
+
+    def rows(self, prompts: Sequence[Prompt], tails: Sequence[Sequence[Sequence[int]]]) -> tuple[list[Row], list[int]]:
+        """Prompts in as few rows as their families allow, a row each; the indices of those that found no room."""
+        families: dict[bytes, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            families.setdefault(prompt.family, []).append(i)
+        rows, later = [], []
+        for members in families.values():
+            members.sort(key=lambda i: prompts[i].ids)  # depth first
+            row = Row.of(prompts[members[0]])
+            for i in members:
+                if row.read and len(row.tree) + row.tree.growth(prompts[i].fresh) + sum(map(len, tails[i])) > self.ROW:
+                    later.append(i)
+                else:
+                    row.add(prompts[i], i, tails[i])
+            rows.append(row)
+        return rows, later
+
+    def cache(self, rows: Sequence[Row]) -> DynamicCache:
+        """A batch's cache with what is known of each row, aligned on the right."""
+        width = max(r.known for r in rows)
+        if not width:
+            return DynamicCache()
+        like = next(r.past[0] for r in rows if r.past)
+        joined = like.new_zeros(len(rows), width, like.shape[-1])
+        for row, r in enumerate(rows):
+            if r.past:
+                torch.cat(r.past, out=joined[row, width - r.known :])
+        parts = joined.split([heads * dim for heads, dim in self._shapes], -1)
+        parts = [part.unflatten(-1, s).transpose(1, 2) for part, s in zip(parts, self._shapes, strict=True)]
+        return DynamicCache(list(zip(parts[::2], parts[1::2], strict=True)))
+
+    def remember(self, row: Row, cache: DynamicCache, at: int, first: int) -> None:
+        """Keep the keys and values that a pass left for the turns of batch row `at`, whose tree begins at `first`."""
+        layers = [tensor[at] for k, v, _ in cache for tensor in (k, v)]  # (heads, tokens, head dim) each
+        self._shapes = [(t.shape[0], t.shape[2]) for t in layers]
+        size = sum(heads * dim for heads, dim in self._shapes) * layers[0].element_size()
+        for name, (parent, tokens) in row.turns.items():  # parents first
+            if name in self._entries or (parent and parent not in self._entries):
+                continue
+            if self._make_room(size * len(tokens)):
+                columns = torch.tensor(tokens, device=layers[0].device) + first
+                tensor = torch.cat([t[:, columns].transpose(0, 1).flatten(1) for t in layers], -1)
+                self._entries[name] = Entry(tensor, parent)
+                self.used += tensor.nbytes
+                self._touch(name)
+
+    def _make_room(self, size: int) -> bool:
+        """Forget the oldest until `size` bytes fit, unless the last rounds used it."""
+        while self.used + size > self.room:
+            oldest = next(iter(self._entries), None)
+            if oldest is None or self.round - self._entries[oldest].last_used < self.ROUNDS:
+                return False
+            self.used -= self._entries.pop(oldest).tensor.nbytes
+        return True
+
+    def read(
+        self, forward: Callable[..., torch.Tensor], model: Any, pad_id: int, budget: int,
+        states: Sequence[Sequence[Sequence[int]]], tails: Sequence[Sequence[Sequence[int]]],
+    ) -> Iterator[tuple[int, torch.Tensor, int, list[list[int]]]]:  # fmt: skip
+        """Put each state's tails (candidate actions) through the model behind the state's prompt, every token once.
+
+        forward(inputs, columns) gives the outputs (B, len(columns), ...) of these tokens. Yields, in any order,
+        (index of the state, its row's outputs, where among them the prompt's last token is, and where each tail's are).
+        """
+        windows, waiting = windows_of(model.config), list(range(len(states)))
+        self.round += 1
+        counted = False
+        while waiting:  # what a large family did not fit in is read behind what the first rows left in the cache
+            prompts = [self.prompt(states[i]) for i in waiting]
+            if not counted:
+                self.count(prompts)
+                counted = True
+            rows, later = self.rows(prompts, [tails[i] for i in waiting])
+            for group in batches(rows, lambda row: len(row.tree) + row.known, budget):
+                some = [rows[g] for g in group]
+                cache, before, width = self.cache(some), max(r.known for r in some), max(len(r.tree) for r in some)
+                pads = [width - len(r.tree) for r in some]
+                asked = {p + t for r, p in zip(some, pads, strict=True) for _, last, paths in r.read
+                         for path in ([last], *paths) for t in path}  # fmt: skip
+                column = {c: i for i, c in enumerate(sorted(asked))}
+                inputs = packed([r.tree for r in some], pad_id, model.device, model.dtype, [r.known for r in some],
+                                windows)  # fmt: skip
+                columns = torch.tensor(list(column), device=model.device)
+                outputs = forward({**inputs, "past_key_values": cache, "use_cache": True}, columns)
+                for at, (row, pad) in enumerate(zip(some, pads, strict=True)):
+                    self.remember(row, cache, at, before + pad)
+                    for i, last, paths in row.read:
+                        found = [[column[pad + t] for t in path] for path in paths]
+                        yield waiting[i], outputs[at], column[pad + last], found
+            waiting = [waiting[i] for i in later]
+
+    def count(self, prompts: Sequence[Prompt]) -> None:
+        self.asked += sum(len(p.ids) for p in prompts)
+        self.found += sum(p.known for p in prompts)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes, where the system tells; else 4 GiB."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30
+
+
+def reader(model: Any, gigabytes: float | None = None) -> PromptCache | PlainReader:
+    """How a loaded model reads: with a cache of this size (default: a quarter of the free memory), or plainly."""
+    if getattr(model, "plain", False):
+        return PlainReader()
+    return PromptCache(int(free_memory(model.device) / 4 if gigabytes is None else gigabytes * (1 << 30)))
+
+
+class PlainReader:
+    """`PromptCache.read` for any causal LM: each tail behind its prompt, one sequence at a time, nothing kept."""
+
+    def read(
+        self, forward: Callable[..., torch.Tensor], model: Any, pad_id: int, budget: int,
+        states: Sequence[Sequence[Sequence[int]]], tails: Sequence[Sequence[Sequence[int]]],
+    ) -> Iterator[tuple[int, torch.Tensor, int, list[list[int]]]]:  # fmt: skip
+        for i, (messages, ends) in enumerate(zip(states, tails, strict=True)):
+            prompt = [token for tokens in messages for token in tokens]
+            outputs, paths, start = [], [], 0
+            for tail in ends or [[]]:
+                ids = torch.tensor([[*prompt, *tail]], device=model.device)
+                columns = torch.arange(len(prompt) - 1, ids.shape[1], device=model.device)
+                outputs.append(forward({"input_ids": ids, "use_cache": False}, columns)[0])
+                paths.append(list(range(start + 1, start + len(columns))))
+                start += len(columns)
+            yield i, torch.cat(outputs), 0, paths[: len(ends)]

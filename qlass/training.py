@@ -1,0 +1,249 @@
+"""What the two training loops share: the order of the data, early stopping, checkpoints to resume from.
+
+The loops themselves, forward and backward, stand in `sft.py` and `train_qnet.py`:
+
+    fit = Training("sft", model, optimizer, args, sizes, data)
+    for _ in fit.epochs():                     # until validation stops improving, --epochs at most
+        for update in fit.updates():           # indices of the examples of one update
+            for group in fit.share(groups):    # those of its micro-batches that are this process's
+                ...                            # forward, loss
+                fit.backward(loss, tokens)
+            fit.step()
+        fit.validated(score, figures)
+
+A killed run resumes from the last checkpoint in OUT.partial/ and, on a CPU, ends with the same weights as any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from environments import UserError
+from qlass import processes
+from qlass.models import cosine
+from qlass.stage import FREE, plain
+from qlass.tracking import open_log
+
+T = TypeVar("T")
+
+EXPLODED = 10  # times the highest loss of the first updates, over as many updates
+FIRST = 20
+MAY_DIFFER = ("save_every", "log", *FREE)  # between the start of a training and its continuation
+
+
+def partial_folder(out: Path) -> Path:
+    """Where an unfinished training keeps its checkpoints."""
+    return out.with_name(out.name + ".partial")
+
+
+def updates_of(sizes: Sequence[int], batch: int, seed: int, epoch: int) -> list[list[int]]:
+    """An epoch's order: examples, of `sizes[i]` each, in updates of at least `batch` (the last one: of the rest).
+
+    It depends on the seed and the epoch alone, so that a resumed run needs no memory of it.
+    """
+    order = torch.Generator().manual_seed((seed << 20) + epoch)
+    plan: list[list[int]] = []
+    room = 0
+    for i in torch.randperm(len(sizes), generator=order).tolist():
+        if room <= 0:
+            plan.append([])
+            room = batch
+        plan[-1].append(i)
+        room -= sizes[i]
+    return plan
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where a training stands: what a checkpoint holds beside weights, moments and random state."""
+
+    epoch: int = 0  # completed
+    update: int = 0  # completed, of the current epoch
+    step: int = 0  # completed, of all epochs
+    tokens: int = 0
+    losses: list[float] = dataclasses.field(default_factory=list)  # of the current epoch's updates
+    highest: float = 0.0  # loss of the first updates
+    curve: list[dict] = dataclasses.field(default_factory=list)  # one entry an epoch
+    best: int | None = None  # the epoch of the best validation score, from 1
+    score: float = -math.inf
+
+
+class Training:
+    """Keeps count, saves and stops early; see above for how a loop uses it."""
+
+    def __init__(
+        self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace,
+        sizes: Sequence[int], data: Iterable[Any] = (),
+    ) -> None:  # fmt: skip
+        """`sizes[i]` is what example i counts in a batch; by `data` a checkpoint knows its examples again."""
+        self.name, self.model, self.optimizer, self.args = name, model, optimizer, args
+        self.sizes, self.at = sizes, Progress()
+        self.loss, self.tokens = 0.0, 0  # of the update at hand
+        self.steps = sum(len(updates_of(sizes, args.batch, args.seed, e)) for e in range(args.epochs))
+        digest = hashlib.blake2b(digest_size=16)
+        for values in data:
+            digest.update(np.asarray(values).tobytes())
+        self.about = {"examples": digest.hexdigest()}
+        self.about |= {name: value for name, value in plain(args).items() if name not in MAY_DIFFER}
+        self.folder = partial_folder(args.out)
+        with processes.in_turn():
+            if args.overwrite and processes.first():
+                finish(args.out)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._resume()
+        self.log = open_log(args.log, args.out, self.at.step, self.about) if processes.first() else lambda *_: None
+        self.bar = tqdm(total=self.steps, initial=self.at.step, desc=name, disable=None if processes.first() else True)
+        self.said = time.monotonic()
+        self.began = self.said, self.at.step, self.at.tokens
+
+    # ------------------------------------------------------------------------------------------------- the loop's steps
+
+    def epochs(self) -> Iterator[int]:
+        """Epochs until --patience of them in a row bring no better validation, then the best one's weights."""
+        at = self.at
+        while at.epoch < self.args.epochs and (at.best is None or at.epoch - at.best < self.args.patience):
+            self.model.train()
+            yield at.epoch
+        processes.meet()  # the best weights are written
+        if at.best not in (None, at.epoch):
+            self._load_weights(torch.load(self.folder / "best.pt", map_location="cpu", weights_only=True))
+        self.bar.close()
+
+    def updates(self) -> Iterator[list[int]]:
+        yield from updates_of(self.sizes, self.args.batch, self.args.seed, self.at.epoch)[self.at.update :]
+
+    def share(self, groups: Iterable[T]) -> list[T]:
+        return list(groups)[processes.rank() :: processes.count()]
+
+    def backward(self, loss: torch.Tensor, tokens: int) -> None:
+        """Gradients of a part of the update's loss, added to those at hand."""
+        loss.backward()
+        self.loss, self.tokens = self.loss + loss.item(), self.tokens + tokens
+
+    def step(self) -> None:
+        """One update from the gradients at hand: clipped, at the schedule's rate."""
+        at, trained = self.at, [p for p in self.model.parameters() if p.requires_grad]
+        processes.sum_gradients(trained)
+        loss, tokens = processes.total(self.loss, self.tokens)
+        self.loss, self.tokens = 0.0, 0
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        self._check(loss, float(norm))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.args.lr * cosine(at.step, self.steps)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        at.losses.append(loss)
+        at.update, at.step, at.tokens = at.update + 1, at.step + 1, at.tokens + int(tokens)
+        self._tell(loss)
+        if at.step % self.args.save_every == 0:
+            self._save()
+
+    def validated(self, score: float | None, figures: dict) -> None:
+        """The end of an epoch. Higher scores are better; None: there is nothing to validate on."""
+        at, score = self.at, processes.same(score)
+        at.epoch, at.update = at.epoch + 1, 0
+        loss = sum(at.losses) / len(at.losses)
+        at.curve.append({"epoch": at.epoch, "step": at.step, "loss": loss, **figures})
+        at.losses = []
+        self.log(at.step, {"epoch": at.epoch} | {k: v for k, v in figures.items() if v is not None})
+        if score is not None and score > at.score:
+            at.score, at.best = score, at.epoch
+            self._write("best.pt", self._weights())
+        self._save()
+
+    def figures(self) -> dict:
+        """For the meta file."""
+        at = self.at
+        kept = at.best or at.epoch
+        about = {"steps": at.step, "tokens": at.tokens, "loss": at.curve[kept - 1]["loss"]}
+        return about | {"best_epoch": kept, "curve": at.curve}
+
+    def _tell(self, loss: float) -> None:
+        """The log, the bar of a terminal, and elsewhere a line every half minute."""
+        at, now, (began, step, tokens) = self.at, time.monotonic(), self.began
+        speed = (at.tokens - tokens) / (now - began)
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.log(at.step, {"loss": loss, "lr": rate, "tokens_per_second": round(speed, 1)})
+        self.bar.set_postfix(loss=f"{loss:.4f}")
+        self.bar.update()
+        if self.bar.disable and processes.first() and now - self.said >= 30:
+            left = (self.steps - at.step) * (now - began) / (at.step - step) / 60
+            self.said = now
+            print(f"{self.name}: {at.step}/{self.steps} updates, loss {loss:.4f}, {speed:,.0f} tokens/s, "
+                  f"{left:.0f} min left at most", file=sys.stderr, flush=True)  # fmt: skip
+
+    # ----------------------------------------------------------------------------------------------------- checkpoints
+
+    def _check(self, loss: float, norm: float) -> None:
+        """Stop before an update that would spoil the weights: what was saved last stays good."""
+        at = self.at
+        if at.step < FIRST:
+            at.highest = max(at.highest, loss)
+        recent = [*at.losses, loss][-FIRST:]
+        exploded = len(recent) == FIRST and sum(recent) / FIRST > EXPLODED * at.highest
+        if exploded or not (math.isfinite(loss) and math.isfinite(norm)):
+            raise UserError(
+                f"{self.name}: stopped at update {at.step + 1}: loss {loss:.3g}, gradient norm {norm:.3g}; the last "
+                f"checkpoint is in {self.folder}. Give --overwrite and a lower --lr than {self.args.lr:g}"
+            )
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def _load_weights(self, saved: dict[str, torch.Tensor]) -> None:
+        for name, p in self._weights().items():
+            p.copy_(saved[name])
+
+    def _write(self, name: str, content: dict) -> None:
+        """Under its name only when it is complete; once for all processes."""
+        if not processes.first():
+            return
+        draft = self.folder / f"{name}.draft"
+        torch.save(content, draft)
+        os.replace(draft, self.folder / name)
+
+    def _save(self) -> None:
+        random = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            random["cuda"] = torch.cuda.get_rng_state()
+        self._write("last.pt", {
+            "about": self.about, "progress": dataclasses.asdict(self.at), "random": random,
+            "weights": self._weights(), "optimizer": self.optimizer.state_dict(),
+        })  # fmt: skip
+
+    def _resume(self) -> None:
+        if not (self.folder / "last.pt").exists():
+            return
+        saved = torch.load(self.folder / "last.pt", map_location="cpu", weights_only=True)
+        for name, value in self.about.items():
+            before = saved["about"].get(name)
+            if before != value:
+                what = "other examples" if name == "examples" else f"--{name.replace('_', '-')} {before}, not {value}"
+                raise UserError(f"{self.folder} was begun with {what}: --overwrite starts anew")
+        self.at = Progress(**saved["progress"])
+        self._load_weights(saved["weights"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        torch.set_rng_state(saved["random"]["cpu"])
+        if "cuda" in saved["random"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(saved["random"]["cuda"])
+
+
+def finish(out: Path) -> None:
+    """The checkpoint `out` is complete: what it could be resumed from can go."""
+    shutil.rmtree(partial_folder(out), ignore_errors=True)

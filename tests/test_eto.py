@@ -1,0 +1,186 @@
+"""ETO: which pairs are made, the DPO loss by hand, packed pairs against trajectories one by one, and that it learns."""
+
+import json
+import math
+
+import pytest
+import torch
+from fakes import WORLD, FakeEnv, best, dump, tiny_lm, word_chat
+from torch.testing import assert_close
+
+import sft
+from environments import UserError
+from experiments import eto
+from experiments.eto import decisions, dpo_loss, failures, packed, siblings, trajectory_logprobs
+from qlass.chat import State, parse_action, react
+from qlass.decisions import Decision
+from qlass.policy import Policy
+
+
+def trajectory(*actions, reward=0.0, task="train0"):
+    """A walk through the fake world as a line of expert.jsonl."""
+    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
+    for i, action in enumerate(actions[:-1]):
+        state = state.then(react("hm", action), " ".join(["you stand at start", *actions[: i + 1]]))
+    messages = [*state.dump(), {"role": "assistant", "content": react("hm", actions[-1])}]
+    return {"task_id": task, "env": "fake", "task": state.task, "messages": messages, "reward": reward}
+
+
+# --------------------------------------------------------------------------------------------------------- preferences
+
+
+def test_decisions_are_what_the_agent_wrote_each_in_its_state():
+    found = decisions(trajectory("left", "right", "left")["messages"])
+    assert [parse_action(d.action) for d in found] == ["left", "right", "left"]
+    assert [d.state.messages[-1][1] for d in found] == [
+        "you stand at start", "you stand at start left", "you stand at start left right"]  # fmt: skip
+    assert not any(d.valid for d in found)  # "OK" is the layout's
+
+
+def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
+    expert = {"a": trajectory("right", reward=1.0, task="a"), "b": trajectory("left", reward=0.4, task="b")}
+    played = [trajectory("left", reward=r, task=t) for t, r in (("a", 0.2), ("a", 1.0), ("b", 0.5))]
+    pairs = [tuple(parse_action(side[0].action) for side in pair) for pair in failures(played, expert)]
+    assert pairs == [("right", "left"), ("left", "left")]
+    (_, (win, lose)) = failures([played[2], played[2]], expert)
+    assert win == decisions(played[2]["messages"]) and lose == decisions(expert["b"]["messages"])
+
+
+def tree(*nodes, task="t"):
+    root = {"task_id": task, "node_id": 0, "parent_id": None, "action": None, "observation": "you stand", "reward": 0,
+            "q": 0.5, "nodes": len(nodes) + 1, "task": "find",
+            "messages": trajectory("left")["messages"][:3]}  # fmt: skip
+    return [root] + [
+        {"task_id": task, "node_id": i, "parent_id": parent, "action": action, "observation": "x", "reward": 0, "q": q}
+        for i, (parent, action, q) in enumerate(nodes, 1)
+    ]
+
+
+def test_the_best_sibling_is_preferred_to_each_that_is_worse_by_more_than_the_gap():
+    found = list(siblings(tree((0, "a", 0.9), (1, "c", 0.3), (1, "d", 1.0), (0, "b", 0.2), (0, "e", 0.88))))
+    assert [(win[0].action, lose[0].action) for win, lose in found] == [("a", "b"), ("d", "c")]
+    assert all(win[0].state == lose[0].state for win, lose in found)
+
+
+# ------------------------------------------------------------------------------------------------------------ the loss
+
+
+def test_dpo_loss_by_hand():
+    win, lose, reference_win, reference_lose = torch.tensor([[-1.0, -2.0], [-3.0, -2.0], [-2.0, -2.0], [-2.0, -2.0]])
+    # margins: (-1 + 2) - (-3 + 2) = 2 and 0
+    loss = dpo_loss(win, lose, reference_win, reference_lose, beta=0.1)
+    assert_close(loss, torch.tensor([math.log(1 + math.exp(-0.2)), math.log(2)]))
+    assert dpo_loss(win, lose, win, lose, beta=5.0).tolist() == pytest.approx([math.log(2)] * 2)
+
+
+@pytest.fixture
+def pairs():
+    walks = [("left", "left"), ("left", "right", "left"), ("right", "right", "right"), ("right", "left")]
+    whole = [decisions(trajectory(*walk)["messages"]) for walk in walks]
+    return [(whole[2], whole[0]), (whole[1], whole[0]), (whole[2], whole[3])]
+
+
+@pytest.mark.parametrize("room", [1, 2048])
+def test_packed_pairs_have_the_loss_and_the_gradient_of_trajectories_one_by_one(pairs, room):
+    chat = word_chat()
+    model, reference = tiny_lm(chat), tiny_lm(chat, 1)
+
+    def log_pi(lm, side):
+        total = torch.zeros(())
+        for d in side:
+            prompt, action = chat.prompt(d.state), chat.action(d.action, d.state.task)
+            logits = lm(input_ids=torch.tensor([prompt + action])).logits[0, len(prompt) - 1 : -1]
+            total = total + logits.log_softmax(-1).gather(-1, torch.tensor(action)[:, None]).sum()
+        return total
+
+    plain = sum(
+        dpo_loss(log_pi(model, w), log_pi(model, l), log_pi(reference, w), log_pi(reference, l), 0.1)
+        for w, l in pairs  # noqa: E741
+    )
+    plain.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    packs = list(packed(chat, pairs, room))
+    assert len(packs) == (len(pairs) if room == 1 else 1)
+    total = 0.0
+    for some, steps in packs:
+        anchor = trajectory_logprobs(reference, some, steps).detach()
+        loss = dpo_loss(*trajectory_logprobs(model, some, steps), *anchor, 0.1).sum()
+        loss.backward()
+        total += loss.item()
+    assert total == pytest.approx(plain.item(), rel=1e-5)
+    for name, p in model.named_parameters():
+        assert_close(p.grad, gradients[name], atol=1e-5, rtol=1e-3)
+
+
+def test_what_a_pair_shares_is_computed_once_and_cancels():
+    chat = word_chat()
+    (win, lose) = (decisions(trajectory("left", "left", *rest)["messages"]) for rest in (["left"], ["right"]))
+    ((some, steps),) = packed(chat, [(win, lose)], 2048)
+    assert len(steps) == 6 and len(set(some.owner)) == 4  # two shared steps, two of their own
+    model = tiny_lm(chat)
+    logp = trajectory_logprobs(model, some, steps)
+    last = [Policy(model, chat).logprobs([(d.state, d.action)])[0] for d in (win[-1], lose[-1])]
+    assert float((logp[0] - logp[1])[0].detach()) == pytest.approx(last[0] - last[1], abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------- the script
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_it_learns_from_its_failures(fake_world, agent, tmp_path):
+    env = FakeEnv(tasks=4)
+    demonstrated = [sft.demonstrate(env, task) for task in env.task_ids("train")]
+    assert {line["reward"] for line in demonstrated} == {best(WORLD)}
+    (tmp_path / "expert.jsonl").write_text(dump(demonstrated))
+    flags = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--tasks", "4", "--lr", "0.003"]
+    eto.main([*flags, "--budget", "200", "--budget-in", "env_steps", "--val", "1"])
+    lines = lines_of(tmp_path / "sft-eto.updates.jsonl")
+    assert lines[0]["val"] < 1 and max(line["val"] for line in lines) == 1
+    assert lines[1]["pairs"] > 2 and lines[-1]["reward"] > lines[1]["reward"]
+    assert [line["env_steps"] for line in lines] == sorted({line["env_steps"] for line in lines})
+    assert (tmp_path / "sft-eto" / "config.json").exists()
+
+
+def test_it_learns_from_siblings(fake_world, agent, tmp_path):
+    """The labels prefer "right" everywhere: so does the agent then."""
+    start = trajectory("left")["messages"][:3]
+    state = State.load(start, "find the purse")
+    labelled = tree((0, "Action: left", 0.0), (0, "Action: right", 1.0))
+    labelled[0] |= {"task": "find the purse"}
+    (tmp_path / "labels.jsonl").write_text(dump(labelled))
+    flags = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--pairs", "siblings", "--lr", "0.003"]
+    eto.main([*flags, "--labels", f"{tmp_path}/labels.jsonl", "--budget", "400", "--every", "100", "--tasks", "1"])
+    lines = lines_of(tmp_path / "sft-eto-siblings.updates.jsonl")
+    assert lines[-1]["loss"] < lines[1]["loss"] and lines[-1]["right"] == 1
+    assert {line["env_steps"] for line in lines[1:]} == {2}  # those of the tree, once
+
+    policy, margins = Policy.load(agent), []
+    for weights in (policy.model.state_dict(), torch.load(tmp_path / "sft-eto-siblings.resume.pt")["model"]):
+        policy.model.load_state_dict(weights)
+        left, right = Policy(policy.model, policy.chat).logprobs([(state, "Action: left"), (state, "Action: right")])
+        margins.append(right - left)
+    assert margins[1] > margins[0] + 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "content", "says"),
+    [
+        (["--expert"], dump([{"messages": []}]), "task_id"),
+        (["--pairs", "siblings", "--labels"], dump(tree((0, "a", 0.5), (0, "b", 0.5))), "no siblings with different q"),
+    ],
+)
+def test_mistakes(fake_world, agent, tmp_path, flags, content, says):
+    (tmp_path / "x.jsonl").write_text(content)
+    with pytest.raises(UserError, match=says):
+        eto.main(
+            ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), *flags, str(tmp_path / "x.jsonl")]
+        )
+
+
+def test_a_decision_is_known_by_state_and_action():
+    a, b = (Decision(State((("user", "x"),)), "go") for _ in range(2))
+    assert a == b and len({a, b}) == 1

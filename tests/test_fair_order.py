@@ -1,0 +1,99 @@
+"""The order of tasks: demonstrations are a prefix of train, trees a suffix, `--limit` a prefix of any split.
+
+By construction a prefix of k tasks holds a type within 1/2 + share * T/2 of its share of k, where T is the number of
+types, and any stretch within twice that (see `bound`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import envs
+
+
+def bound(share: float, types: int) -> float:
+    """How far a prefix may be from `share` of its length, in tasks.
+
+    Type t's tasks stand at (i + 1/2) / n_t, so n_t * x of them, rounded, lie below x. The lengths of the T types' parts
+    add up to k, whence x = k / n within T / (2 n).
+    """
+    return 0.5 + share * types / 2 + 1e-9
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.data())
+def test_every_stretch_holds_each_type_by_its_share(sizes, data):
+    tasks = [f"{kind}/{i}" for kind, size in enumerate(sizes) for i in range(size)]
+    order = envs.fair_order(data.draw(st.permutations(tasks)), lambda task: task.split("/")[0])
+    assert sorted(order) == sorted(tasks)
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(tasks))] * 2)))
+    found = Counter(task.split("/")[0] for task in order[start:end])
+    for kind, size in enumerate(sizes):
+        share = size / len(tasks)
+        assert abs(found[str(kind)] - share * (end - start)) <= 2 * bound(share, len(sizes))
+
+
+@given(st.sets(st.text("abc/", min_size=1, max_size=6), max_size=30), st.randoms())
+def test_the_order_is_the_ids_alone(tasks, rng):
+    shuffled = sorted(tasks)
+    rng.shuffle(shuffled)
+    order = envs.fair_order(shuffled, lambda task: task[0])
+    assert order == envs.fair_order(sorted(tasks), lambda task: task[0])
+    assert [t for t in order if t[0] == "a"] == envs.fair_order([t for t in order if t[0] == "a"], lambda task: "")
+
+
+def test_the_order_within_a_type_is_shuffled():
+    order = [int(t) for t in envs.fair_order(map(str, range(1000)), lambda task: "")]
+    assert 0.4 < sum(t < 500 for t in order[:100]) / 100 < 0.6 and 0.4 < sum(t % 2 for t in order[:100]) / 100 < 0.6
+
+
+OPTIONS = {
+    "webshop": [{}],
+    "alfworld": [{}],
+    "sciworld": [{"simulators": 1}, {"simulators": 1, "tasks": "eto"}, {"simulators": 1, "balanced": False}],
+    "frozenlake": [{"map": "8x8"}, {"map": "lakes"}, {"map": "random8"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [pytest.param(n, o, id=f"{n} {o}") for n in envs.ENVIRONMENTS for o in OPTIONS[n]]
+)
+def test_demonstrations_and_trees_are_samples_of_the_same_tasks(name, options):
+    """Any prefix and any suffix of 60 or more training tasks holds each type within 5 % of its share."""
+    if name == "sciworld":
+        pytest.importorskip("scienceworld")
+    env = envs.make(name, **options)
+    for split in ("train", "val", "test"):
+        tasks = env.task_ids(split)
+        assert sorted(tasks) == sorted(env.split_ids(split)) and len(set(tasks)) == len(tasks)
+        shares = {kind: n / len(tasks) for kind, n in Counter(map(env.task_type, tasks)).items()}
+        for order in (tasks, tasks[::-1]):
+            found = Counter()
+            for length, kind in enumerate(map(env.task_type, order), 1):
+                found[kind] += 1
+                if length >= 60:
+                    off = {k: abs(found[k] - share * length) for k, share in shares.items()}
+                    assert all(off[k] <= bound(shares[k], len(shares)) for k in off)
+                    assert max(off.values()) / length < 0.05
+
+
+def test_alfworlds_demonstrations_hold_every_type_as_its_trees_do():
+    """In the alphabetical order of the files the first 1,350 hold no pick_two, the last 250 nothing else."""
+    env = envs.make("alfworld")
+    tasks = env.task_ids("train")
+    demonstrations, trees = (Counter(map(env.task_type, some)) for some in (tasks[:1350], tasks[-250:]))
+    assert len(demonstrations) == len(trees) == 6
+    assert all(abs(demonstrations[k] / 1350 - trees[k] / 250) < 0.01 for k in trees)
+    plain = env.split_ids("train")
+    assert [len(set(map(env.task_type, some))) for some in (plain[:1350], plain[-250:])] == [5, 1]  # what is avoided
+
+
+def test_splits_share_no_task():
+    for name, options in itertools.product(("webshop", "alfworld", "frozenlake"), [{}]):
+        env = envs.make(name, **options)
+        splits = [set(env.task_ids(split)) for split in ("train", "val", "test")]
+        assert all(not a & b for a, b in itertools.combinations(splits, 2))

@@ -1,0 +1,171 @@
+"""Models of several kinds: what token trees give against plain sequences, and what is refused."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from fakes import FakeEnv, word_chat
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+import make_models
+
+from environments import UserError
+from qlass import parity
+from qlass.chat import State
+from qlass.driver import Sample
+from qlass.models import context_of, load_checkpoint
+from qlass.packing import Pair, pack, packed_loss
+from qlass.policy import Policy
+from qlass.token_tree import additive_masks, windows_of
+from train_qnet import QNet, pair_loss
+
+CHAT = word_chat(temperature=0.8)
+ACTIONS = ("Action: left", "Action: right", "Action: left right", "Thought: hm Action: walk")
+
+
+def states() -> list[State]:
+    observation, info = FakeEnv().reset(options={"task_id": "train0"})
+    first = State.first(FakeEnv(), observation, info)
+    second = first.then("Action: left", "Observation: you stand at left")
+    return [first, second, second.then("Action: right", "Observation: nothing happens"), first.then("Action: walk", "")]
+
+
+def model_of(name: str, **options) -> torch.nn.Module:
+    """A tiny random model of this type with the words of the fake world, its windows shorter than its prompts."""
+    model = make_models.tiny(name)
+    for field in ("sliding_window", "attention_chunk_size"):
+        if getattr(model.config, field, None):
+            setattr(model.config, field, 5)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss", "llama4_text", "opt"])
+def test_a_model_that_reads_token_trees(name):
+    assert parity.fault(make_models.tiny(name)) is None
+    assert parity.fault(make_models.tiny(name).bfloat16()) is None
+    assert parity.fault(make_models.tiny(name).model) is None  # a backbone, as QNet has
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_without_its_windows_is_found(name, dtype, monkeypatch):
+    for module in ("qlass.parity", "qlass.prompt_cache"):
+        monkeypatch.setattr(f"{module}.windows_of", lambda config: dict.fromkeys(windows_of(config), 0))
+    assert "differ from plain ones" in parity.fault(make_models.tiny(name).to(dtype))
+
+
+@pytest.mark.parametrize(("name", "why"), [("lfm2", "conv"), ("mamba2", "state"), ("bloom", "ALiBi"),
+                                           ("gpt_neo", "window_size")])  # fmt: skip
+def test_what_cannot_read_token_trees_is_refused_with_the_reason(name, why, tmp_path):
+    model = model_of(name)
+    model.save_pretrained(tmp_path)
+    CHAT.tokenizer.save_pretrained(tmp_path)
+    CHAT.rendering.save(tmp_path)
+    with pytest.raises(UserError, match=f"{why}.*--plain") as error:
+        Policy.load(tmp_path)
+    assert "\n" not in str(error.value)
+    loaded, _ = load_checkpoint(tmp_path, transformers.AutoModelForCausalLM, None, plain=True)
+    assert loaded.plain and Policy.load(tmp_path, plain=True).sample([Sample(states()[0], 2, ("t",), 0.0)])
+
+
+def test_windows_by_hand():
+    seven = torch.arange(7)[None]
+    causal = seven[:, :, None] >= seven[:, None]
+    masks = additive_masks(causal, seven, seven, {"a": 0, "b": 3, "c": -3}, torch.float32)
+    seen = {kind: [list(np.flatnonzero(row == 0)) for row in mask[0, 0].numpy()] for kind, mask in masks.items()}
+    assert seen["a"][6] == [0, 1, 2, 3, 4, 5, 6]
+    assert seen["b"][6] == [4, 5, 6] and seen["b"][1] == [0, 1]
+    assert seen["c"][5] == [3, 4, 5] and seen["c"][6] == [6] and seen["c"][4] == [3, 4]
+
+
+def test_the_windows_of_a_config():
+    tiny = {n: make_models.tiny(n).config for n in ("llama", "mistral", "mistral ", "gemma2", "llama4_text", "qwen2")}
+    for config in tiny.values():
+        with parity.small_windows(config):
+            pass  # gives back what it has changed
+    assert windows_of(tiny["llama"]) == windows_of(tiny["qwen2"]) == {"full_attention": 0}
+    assert windows_of(tiny["mistral"]) == {"sliding_attention": 64} and windows_of(tiny["mistral "]) == {
+        "full_attention": 0
+    }
+    assert windows_of(tiny["gemma2"]) == {"sliding_attention": 64, "full_attention": 0}
+    assert windows_of(tiny["llama4_text"])["chunked_attention"] < 0
+
+
+def test_the_context_is_what_the_frequencies_were_made_for():
+    def config(**rope):
+        return transformers.LlamaConfig(max_position_embeddings=4096, rope_parameters={"rope_theta": 1e4, **rope})
+
+    assert context_of(config(rope_type="default")) == 4096
+    assert context_of(config(rope_type="dynamic", factor=4.0, original_max_position_embeddings=1024)) == 1024
+    assert context_of(make_models.tiny("gpt2").config) == 512 and context_of(make_models.tiny("mamba2").config) is None
+
+
+# --------------------------------------------------------------------------------------- the policy and QNet, plainly
+
+
+def both(name: str) -> tuple[Policy, Policy]:
+    model = model_of(name)
+    trees = Policy(model, CHAT)
+    model.plain = True
+    return trees, Policy(model, CHAT)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
+def test_plain_and_packed_policies_agree(name):
+    """Windows shorter than the prompts, prompts of several lengths in a batch, cached and not."""
+    trees, plain = both(name)
+    asked = [Sample(s, 2, (i,), heat, valid) for i, s in enumerate(states()) for heat in (0.0, 0.9)
+             for valid in ((), ACTIONS)]  # fmt: skip
+    for _ in range(2):
+        for some, others in zip(trees.sample(asked), plain.sample(asked), strict=True):
+            assert [c.text for c in some] == [c.text for c in others]
+            assert [c.logprob for c in some] == pytest.approx([c.logprob for c in others], abs=1e-3)
+    pairs = [(s, a) for s in states() for a in ACTIONS]
+    assert trees.logprobs(pairs) == pytest.approx(plain.logprobs(pairs), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "lfm2", "bloom"])
+def test_the_plain_form_of_models_that_read_no_trees(name):
+    policy = both(name)[1]
+    state = states()[2]
+    prompt = [t for tokens in CHAT.message_tokens(state) for t in tokens]
+    for action, logp in zip(ACTIONS, policy.logprobs([(state, a) for a in ACTIONS]), strict=True):
+        ids = CHAT.action(action, "")
+        rows = parity.plain(policy.model, prompt + ids).log_softmax(-1)[len(prompt) - 1 : -1]
+        assert logp == pytest.approx(float(rows[range(len(ids)), ids].sum()), abs=1e-4)
+    ((greedy,),) = policy.sample([Sample(state, 1, (), 0.0)])
+    ids = list(prompt)
+    for _ in range(CHAT.rendering.max_new_tokens):
+        ids.append(int(parity.plain(policy.model, ids)[-1].argmax()))
+        if ids[-1] == CHAT.stop_id:
+            break
+    assert greedy.text == CHAT.text(ids[len(prompt) :]) and greedy.tokens == len(ids) - len(prompt)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+def test_training_packed_with_windows_equals_pair_by_pair(name):
+    torch.manual_seed(0)
+    qnet = QNet(model_of(name).model, CHAT)
+    pairs = [Pair(s, a, 0.1 * i) for i, (s, a) in enumerate((s, a) for s in states() for a in ACTIONS)]
+    plain = sum(float(pair_loss(qnet, p)) for p in pairs)
+    assert float(packed_loss(qnet, list(pack(CHAT, pairs, "all", 10_000)))) == pytest.approx(plain, rel=1e-4)
+
+
+def test_one_pair_a_pack_trains_what_reads_no_trees():
+    torch.manual_seed(0)
+    qnet = QNet(model_of("lfm2").model, CHAT)
+    pairs = [Pair(s, a, 0.5) for s in states()[:2] for a in ACTIONS[:2]]
+    for pair, one in zip(pairs, pack(CHAT, pairs, "all", 0), strict=True):
+        assert float(packed_loss(qnet, [one])) == pytest.approx(float(pair_loss(qnet, pair)), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_table_of_models_is_current():
+    assert make_models.PAGE.read_text(encoding="utf-8") == make_models.page()
+
+
+def test_the_table_has_the_installed_version():
+    assert f"transformers {transformers.__version__} " in make_models.PAGE.read_text(encoding="utf-8")

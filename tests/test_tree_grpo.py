@@ -1,0 +1,401 @@
+"""Tree-GRPO: how forests grow, what leaves are worth, the loss by hand, packed training against the plain form."""
+
+import itertools
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from fakes import WORLD, FakeEnv, Script, path_of, run, say, tiny_lm, word_chat
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import envs
+from environments import UserError
+from experiments import learning, tree_grpo
+from experiments.learning import why_stop
+from experiments.tree_grpo import (
+    Node,
+    Tree,
+    advantages,
+    dual_clip,
+    forest,
+    gradients,
+    low_variance_kl,
+    policy_loss,
+    prepared,
+    shares,
+    step_advantages,
+)
+from qlass.chat import Rendering, State
+from qlass.decisions import Decision, pack
+from qlass.driver import Sample, drive
+from qlass.policy import Policy
+
+# ------------------------------------------------------------------------------------------------------------- forests
+
+
+def grow(M, N, L, key=("k",), script=None, env=None):
+    env = env or FakeEnv()
+    policy = script or Script({(): "left right right", ("right",): "left right", ("left",): "right left"}, "right left")
+    return (*run(forest(env, "train0", M, N, L, Rendering(candidates="valid"), key), policy), env)
+
+
+@pytest.mark.parametrize(("M", "N", "L"), [(4, 2, 0), (1, 2, 1), (2, 2, 1), (3, 1, 4)])
+def test_number_of_leaves_and_each_edge_played_once(M, N, L):
+    trees, requests, env = grow(M, N, L)
+    assert [len(tree.leaves) for tree in trees] == [N * L + 1] * M
+    assert len(env.played) == len(requests) == sum(tree.env_steps for tree in trees)
+    # Were each trajectory played from its start, there would be as many steps as all of them have.
+    whole = sum(len(leaf.path) for tree in trees for leaf in tree.leaves)
+    assert len(env.played) <= whole and (len(env.played) < whole or N * L == 0)
+
+
+def test_leaves_earn_what_their_paths_pay():
+    for tree in grow(3, 3, 3)[0]:
+        for leaf in tree.leaves:
+            node = WORLD
+            for i, decision in enumerate(leaf.path):
+                assert path_of(decision.state) == tuple(d.action.split()[-1] for d in leaf.path[:i])
+                assert {text.split()[-1] for text in decision.valid} == set(node)
+                node = node[decision.action.split()[-1]]
+            assert leaf.reward == node and leaf.done
+
+
+def test_a_round_is_drawn_before_any_of_it_is_grown(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(tree_grpo, "uniforms", lambda n, *key: sizes.append(n) or np.full(n, 0.999))  # the newest node
+    (tree,), requests, _ = grow(1, 3, 1)
+    assert sizes == [3]
+    last = max((n for n in tree.nodes if n.path == tree.leaves[0].path[:-1]), key=lambda n: len(n.path))
+    assert [leaf.path[: len(last.path)] for leaf in tree.leaves] == [last.path] * 4
+    assert len({request.key for request in requests}) == len(requests)  # no noise is used twice
+
+
+def test_the_drawn_nodes_are_the_root_and_what_is_no_leaf():
+    roots = Counter()
+    for i in range(300):
+        (tree,), _, _ = grow(1, 1, 1, key=(i,), script=Script({}, "right"))
+        first, second = tree.leaves
+        shared = sum(a is b for a, b in zip(first.path, second.path, strict=False))
+        assert all(not node.done for node in tree.nodes)
+        roots[shared] += 1
+    assert set(roots) == {0, 1, 2} and min(roots.values()) > 70  # root, right, right right: a third each
+
+
+def test_siblings_on_slippery_ice_have_luck_of_their_own():
+    env = envs.make("frozenlake", map="4x4", slippery=True)
+    chat = Rendering(candidates="valid", markov=True)
+    task = env.task_ids("train")[0]
+
+    trees, _ = run(forest(env, task, 1, 12, 1, chat, ("k",)), lambda request: say("down"))
+    again, _ = run(forest(env, task, 1, 12, 1, chat, ("k",)), lambda request: say("down"))
+    ends = [leaf.state.messages[-1] for leaf in trees[0].leaves]
+    assert len(set(ends)) > 1
+    assert ends == [leaf.state.messages[-1] for leaf in again[0].leaves]
+
+
+# ---------------------------------------------------------------------------------------------- advantages and the loss
+
+
+def test_advantages_by_hand():
+    rewards = [[1.0, 0.0, 0.5], [0.5, 0.5, 0.5]]
+    # All six: mean .5, squares .25 + .25, unbiased variance .1. First tree: mean .5, std .5. Second tree: flat.
+    inter = [0.5 / 0.1**0.5, -0.5 / 0.1**0.5, 0.0]
+    for kind, first in (("inter", inter), ("intra", [1, -1, 0]), ("both", [inter[0] + 1, inter[1] - 1, 0])):
+        a, b = advantages(rewards, kind)
+        np.testing.assert_allclose(a, first, atol=1e-4)
+        np.testing.assert_array_equal(b, [0, 0, 0])
+
+
+def test_steps_from_equal_observations_are_a_group():
+    def leaf(reward, *observations):
+        return Node(None, None, tuple(Decision(State((("user", o),)), "go") for o in observations), reward)
+
+    start, again, alone = step_advantages(
+        [leaf(1.0, "start", "hall"), leaf(0.0, "start", "cave", "hall"), leaf(0.5, "x")]
+    )
+    np.testing.assert_allclose(start, [0.5**0.5, 0.5**0.5], atol=1e-5)
+    np.testing.assert_allclose(again, [-(0.5**0.5), 0, -(0.5**0.5)], atol=1e-5)
+    assert alone.tolist() == [0]
+
+
+def test_flat_groups_and_groups_of_one_say_nothing():
+    assert [a.tolist() for a in advantages([[0.7, 0.7], [0.7, 0.7]])] == [[0, 0], [0, 0]]
+    chains = advantages([[1.0], [0.0]])  # chain GRPO: no tree compares anything
+    np.testing.assert_allclose(chains, advantages([[1.0], [0.0]], "inter"))
+    np.testing.assert_allclose(chains, [[0.5**0.5], [-(0.5**0.5)]], atol=1e-5)
+
+
+def loss_of(ratio, a):
+    up, down = max(a, 0.0), max(-a, 0.0)
+    return float(dual_clip(*(torch.tensor(x) for x in (ratio, up, down))))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "a", "loss"),
+    [
+        (1.0, 2.0, -2.0), (1.1, 2.0, -2.2), (0.5, 2.0, -1.0),  # A > 0: -A r, below too
+        (1.2, 2.0, -2.4), (1.7, 2.0, -2.4), (9.0, 2.0, -2.4),  # ... clipped above
+        (1.0, -2.0, 2.0), (0.9, -2.0, 1.8), (1.7, -2.0, 3.4),  # A < 0: -A r, above too
+        (0.5, -2.0, 1.6), (3.0, -2.0, 6.0), (50.0, -2.0, 6.0),  # ... clipped below, and by the dual clip
+        (1.7, 0.0, 0.0),
+    ],
+)  # fmt: skip
+def test_dual_clip_in_each_region(ratio, a, loss):
+    assert loss_of(ratio, a) == pytest.approx(loss)
+
+
+@given(st.floats(0.01, 20), st.lists(st.floats(-3, 3), min_size=1, max_size=6))
+def test_the_sum_over_trajectories_is_in_closed_form(ratio, several):
+    def plain(a):  # as the released code writes it
+        unclipped = max(-a * ratio, -a * min(max(ratio, 0.8), 1.2))
+        return min(unclipped, -3 * a) if a < 0 else unclipped
+
+    up, down = sum(max(a, 0) for a in several), sum(max(-a, 0) for a in several)
+    value = dual_clip(*(torch.tensor(x, dtype=torch.float64) for x in (ratio, up, down)))
+    assert float(value) == pytest.approx(sum(map(plain, several)), abs=1e-9)
+
+
+def test_kl_is_never_negative_and_zero_at_equality():
+    logp, reference = torch.randn(2, 1000) * 3
+    assert low_variance_kl(logp, reference).min() >= 0
+    assert low_variance_kl(logp, logp).abs().max() == 0
+    assert float(low_variance_kl(torch.tensor(-2.0), torch.tensor(-1.0))) == pytest.approx(np.e - 2)
+    # In expectation over pi it is the KL divergence.
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    assert_close((p * low_variance_kl(p.log(), q.log())).sum(), (p * (p / q).log()).sum())
+
+
+# ------------------------------------------------------------------------------------------ packed against step by step
+
+
+def played(chat, model, tasks=3):
+    policy = Policy(model, chat, seed=1)
+    growing = (forest(FakeEnv(), f"train{i}", 2, 2, 1, chat.rendering, (i,)) for i in range(tasks))
+    return list(drive(growing, {Sample: policy.sample}))
+
+
+def plain_choices(model, chat, decision):
+    """(log-probability, entropy) of each choice of a decision, by a forward pass a sequence and position."""
+    prompt, taken = chat.prompt(decision.state), chat.action(decision.action, decision.state.task)
+
+    def next_token(written):
+        return model(input_ids=torch.tensor([[*prompt, *written]])).logits[0, -1].log_softmax(-1)
+
+    if not decision.valid:
+        for i, token in enumerate(taken):
+            logp = next_token(taken[:i])
+            yield logp[token], -(logp.exp() * logp).sum()
+        return
+    texts = [chat.action(text, decision.state.task) for text in decision.valid]
+
+    def log_pi(ids):
+        total = torch.zeros(())
+        for i, token in enumerate(ids):
+            allowed = sorted({t[i] for t in texts if t[:i] == ids[:i]})
+            total = total + next_token(ids[:i])[allowed].log_softmax(-1)[allowed.index(token)]
+        return total
+
+    every = torch.stack([log_pi(ids) for ids in texts])
+    yield every[texts.index(taken)], -(every.exp() * every).sum()
+
+
+@pytest.fixture(params=["valid", "free"])
+def world(request):
+    """An agent, its trees, and a reference and an older agent that are others than it."""
+    chat = word_chat(candidates=request.param, temperature=1.0, max_new_tokens=7)
+    # Weights small enough that all actions are drawn.
+    model, old, reference = (tiny_lm(chat, seed, initializer_range=0.15) for seed in range(3))
+    if request.param == "free":  # words at random reach no purse: what matters here is that rewards differ
+        texts = itertools.cycle([("left",), ("right",), ("find",), ("right",), ("left",)])
+
+        def answer(request):
+            return say(*next(texts))
+
+        forests = [run(forest(FakeEnv(), f"train{i}", 2, 2, 1, chat.rendering, (i,)), answer)[0] for i in range(2)]
+    else:
+        forests = played(chat, old)
+    for trees in forests:
+        for tree in trees:
+            for i, leaf in enumerate(tree.leaves):
+                leaf.reward += 0.1 * i
+    return chat, model, old, reference, forests
+
+
+@pytest.mark.parametrize("room", [30, 2048])
+def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, room):
+    chat, model, old, reference, forests = world
+    kl, bonus = 0.3, 0.2
+    loss, n = torch.zeros(()), 0
+    for trees in forests:  # every trajectory, every step, every advantage by itself
+        for tree, values in zip(trees, advantages([t.rewards for t in trees]), strict=True):
+            for leaf, a in zip(tree.leaves, values, strict=True):
+                for decision in leaf.path:
+                    three = [list(plain_choices(m, chat, decision)) for m in (model, old, reference)]
+                    for (logp, entropy), (before, _), (anchor, _) in zip(*three, strict=True):
+                        before, anchor, n = before.detach(), anchor.detach(), n + 1
+                        ratio = (logp - before).exp()
+                        surrogate = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+                        surrogate = surrogate.clamp(max=-3 * a) if a < 0 else surrogate
+                        d = anchor - logp
+                        loss = loss + surrogate + kl * (d.exp() - d - 1).clamp(max=10) - bonus * entropy
+    (loss / n).backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    found = shares(forests, "both")
+    weights, total = torch.tensor(list(found.values())).T, 0.0
+    packs = list(pack(chat, list(found), room))
+    assert (len(packs) > 1) == (room == 30)
+    for p in packs:
+        with torch.no_grad():
+            before, anchor = p.logprobs(old)[0], p.logprobs(reference)[0]
+        part = policy_loss(*p.logprobs(model), before, anchor, *weights[:, p.owner], kl, bonus) / n
+        part.backward()
+        total += part.item()
+    assert sum(float(weights[2, p.owner].sum()) for p in packs) == n
+    assert total == pytest.approx(loss.item() / n, abs=1e-5)
+    for name, p in model.named_parameters():
+        assert_close(p.grad, plain[name], atol=2e-5, rtol=1e-3)
+
+
+def test_packed_probabilities_are_those_that_drew_the_actions():
+    chat = word_chat(candidates="valid", temperature=1.0)
+    model = tiny_lm(chat)
+    found = list(shares(played(chat, model), "both"))
+    policy = Policy(model, chat)
+    for p in pack(chat, found, 2048):
+        logp, entropy = p.logprobs(model)
+        for value, h, owner in zip(logp.tolist(), entropy.tolist(), p.owner, strict=True):
+            d = found[owner]
+            drawn = policy.sample([Sample(d.state, 50, ("x", owner), 1.0, d.valid)])[0]
+            known = {c.text: c.logprob for c in drawn}
+            assert 0 < h < np.log(len(d.valid)) + 1e-6
+            assert d.action not in known or value == pytest.approx(known[d.action], abs=1e-5)
+
+
+def test_free_text_has_the_policys_probability():
+    chat = word_chat()
+    model = tiny_lm(chat)
+    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")
+    texts = ["Action: left", "Thought: hm Action: right"]
+    (p,) = pack(chat, [Decision(state, text) for text in texts], 2048)
+    logp = torch.zeros(2).index_add(0, torch.tensor(p.owner), p.logprobs(model)[0])
+    np.testing.assert_allclose(logp.tolist(), Policy(model, chat).logprobs([(state, t) for t in texts]), rtol=1e-5)
+    assert len(p.owner) == sum(len(chat.action(t, "find")) for t in texts)  # the token that ends the turn included
+
+
+def test_an_only_valid_action_is_no_choice():
+    chat = word_chat()
+    state = State((("user", "walk"),), "find")
+    assert list(pack(chat, [Decision(state, "left", ("left",))], 2048)) == []
+
+
+def test_each_unique_token_is_computed_once_and_tails_without_a_fork_are_not():
+    chat = word_chat()
+    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")
+    valid = ("Thought: this Action: left", "Thought: this Action: right", "Action: walk walk walk")
+    (p,) = pack(chat, [Decision(state, v, valid) for v in valid], 2048)
+    # Fork 1 behind the prompt: "Thought:" or "Action:". Fork 2 behind "Thought: this Action:".
+    assert len(p.tree) == len(chat.prompt(state)) + 3
+    assert p.forks == 6 and len(p.owner) == 3  # a fork a decision and place
+
+
+def test_the_first_minibatch_has_ratio_one(world):
+    chat, model, _, _, forests = world
+    for p, (*_, old, reference) in prepared(model, tiny_lm(chat, 9), chat, forests, "both"):
+        assert torch.equal(p.logprobs(model)[0], old)
+        assert not torch.allclose(old, reference)
+    batch = prepared(model, model, chat, forests, "both")
+    kl, entropy, clipped = gradients(model, batch, 0.1, 0.1)
+    assert (kl, clipped) == (0.0, 0.0) and entropy > 0
+
+
+def test_a_shared_step_has_the_advantages_of_all_trajectories_through_it():
+    a, b, c = (Decision(State((("user", x),)), x) for x in "abc")
+    leaves = [Node(a.state, None, path, reward) for path, reward in [((a, b), 1.0), ((a, c), 0.0), ((c, c), 0.0)]]
+    found = shares([[Tree([], leaves)]], "inter")
+    std = (1 / 3) ** 0.5
+    np.testing.assert_allclose(found[a], (2 / 3 / std, 1 / 3 / std, 2), atol=1e-4)
+    np.testing.assert_allclose(found[b], (2 / 3 / std, 0, 1), atol=1e-4)
+    np.testing.assert_allclose(found[c], (0, 3 * 1 / 3 / std, 3), atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------- the script
+
+FLAGS = ["--env", "frozenlake", "--lr", "0.003", "--tasks", "8", "--minibatch", "4", "--every", "2", "--val", "2"]
+
+
+def train(run, agent, *flags):
+    tree_grpo.main([*FLAGS, "--run", str(run), "--sft", str(agent), *flags])
+    return [json.loads(line) for line in (run / "sft-tree_grpo.updates.jsonl").read_text().splitlines()]
+
+
+def test_it_learns_the_best_leaf_of_a_written_world(fake_world, agent, tmp_path, capsys):
+    lines = train(tmp_path, agent, "--budget", "4000", "--budget-in", "env_steps", "--lr", "0.01")
+    assert lines[0]["val"] < 1 and max(line["val"] or 0 for line in lines) == 1.0
+    assert lines[1]["reward"] < 0.6 < 0.9 < lines[-1]["reward"]
+    assert lines[-1]["entropy"] < lines[1]["entropy"] and lines[-1]["kl"] > lines[1]["kl"]
+    assert "validation" in capsys.readouterr().out
+    policy = Policy.load(tmp_path / "sft-tree_grpo")  # the best one is kept
+    assert learning.validation(policy.model, policy.chat, FakeEnv(), ["test0"]) == 1.0
+
+
+def contents(run):
+    names = "sft-tree_grpo.updates.jsonl", "sft-tree_grpo/model.safetensors"
+    return [(run / name).read_bytes() for name in names]
+
+
+def test_a_stopped_run_ends_where_an_unbroken_one_does(fake_world, agent, tmp_path, monkeypatch):
+    train(tmp_path / "whole", agent, "--budget", "500", "--budget-in", "env_steps")
+    real, calls = tree_grpo.one_batch, []
+
+    def stops(*args):
+        calls.append(1)
+        if len(calls) == 4:  # between two validations, a line of which is already written
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(tree_grpo, "one_batch", stops)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "again", agent, "--budget", "500", "--budget-in", "env_steps")
+    train(tmp_path / "again", agent, "--budget", "500", "--budget-in", "env_steps")
+    assert len(calls) > 4 and contents(tmp_path / "again") == contents(tmp_path / "whole")
+    done = len(calls)
+    train(tmp_path / "again", agent, "--budget", "500", "--budget-in", "env_steps")
+    assert len(calls) == done  # nothing is left to do
+    with pytest.raises(UserError, match="--kl"):
+        train(tmp_path / "again", agent, "--kl", "0.5")
+
+
+def test_the_same_seed_gives_the_same_files_at_any_batch_width(fake_world, agent, tmp_path, monkeypatch):
+    for name, width in (("wide", 64), ("narrow", 3)):
+        monkeypatch.setattr(FakeEnv, "side_by_side", width)
+        train(tmp_path / name, agent, "--budget", "300", "--budget-in", "env_steps")
+    assert contents(tmp_path / "wide") == contents(tmp_path / "narrow")
+    train(tmp_path / "other", agent, "--budget", "300", "--budget-in", "env_steps", "--seed", "1")
+    assert contents(tmp_path / "wide") != contents(tmp_path / "other")
+
+
+def test_chains_are_trees_without_rounds(fake_world, agent, tmp_path):
+    tree_grpo.main([*FLAGS, "--run", str(tmp_path), "--sft", str(agent), "--rounds", "0", "-M", "4", "--budget", "100"])
+    assert (tmp_path / "sft-grpo" / "config.json").exists()
+    with pytest.raises(UserError, match="nothing to be compared with"):
+        tree_grpo.arguments(["--rounds", "0", "-M", "1"])
+
+
+def line(val=None, flat=0.0, reward=0.5):
+    return {"val": val, "flat": flat, "reward": reward}
+
+
+def test_when_to_stop():
+    start = line(0.8, None, None)
+    assert why_stop([start, line(0.9), line(0.5)]) == ""  # once may be chance
+    assert "lower --lr" in why_stop([start, line(0.9), line(0.5), line(0.6)])
+    assert why_stop([start, line(0.9), line(0.5), line(0.7)]) == ""
+    flat = [line(flat=0.97) for _ in range(8)]
+    assert "--entropy" in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
+    assert "nothing is left to learn" in why_stop([start, *(line(flat=1.0, reward=0.95) for _ in range(8))])

@@ -1,0 +1,70 @@
+"""ETO's recipe through the stages: human goals, its split files, its instruction, its file of expert trajectories."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import envs
+import q_search
+import sft
+from qlass.chat import State, parse_action, react
+from qlass.demonstrations import read_trajectories
+
+SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
+recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the real catalogue is not here")
+INSTRUCTION = "You are web shopping.\nAn action is search[keywords] or click[value]."
+
+
+def eto(env, task_id):
+    """A trajectory as ETO publishes it; the last page answers nothing and is left out."""
+    observation, _ = env.reset(options={"task_id": task_id})
+    turns, speakers = [env.instruction, "OK", observation], ("human", "gpt")
+    for thought, action in env.expert(task_id):
+        observation, *_ = env.step(action)
+        turns += [react(thought, action), env.message(observation)]
+    turns = [{"from": speakers[i % 2], "value": text} for i, text in enumerate(turns[:-1])]
+    return {"id": f"webshop_{task_id}", "conversations": turns}
+
+
+@pytest.mark.parametrize("data", [None, pytest.param(SHARED, marks=recorded)], ids=["bundled", "real"])
+def test_human_goals_split_files_and_instruction_are_one_recipe(data, tmp_path, capsys):
+    (tmp_path / "instruction.txt").write_text(INSTRUCTION)
+    (tmp_path / "splits").mkdir()
+    for name, indices in {"train": [0, 3, 5, 3], "test": [1, 2]}.items():
+        (tmp_path / "splits" / f"{name}_indices.json").write_text(json.dumps(indices))
+    options = {
+        "human_goals": True,
+        "split_file": str(tmp_path / "splits"),
+        "instruction": str(tmp_path / "instruction.txt"),
+    }
+    env = envs.make("webshop", data=data, **options)
+    assert sorted(env.task_ids("train")) == ["0", "3", "5"] and sorted(env.task_ids("test")) == ["1", "2"]
+    assert isinstance(env.shop.goals[0]["goal_options"], list), "people name values, not options"
+    (tmp_path / "eto.json").write_text(json.dumps([eto(env, task) for task in env.task_ids("train")]))
+
+    # What the file says is what a stage meets: the same messages, turn for turn.
+    for task_id, (state, _) in zip(env.task_ids("train"), read_trajectories(tmp_path / "eto.json"), strict=True):
+        observation, info = env.reset(options={"task_id": task_id})
+        met = State.first(env, observation, info)
+        assert met.messages[0] == ("user", INSTRUCTION)
+        for (role, text), following in zip(state.messages[3:], state.messages[4:], strict=False):
+            if role == "assistant":
+                met = met.then(text, env.message(env.step(parse_action(text))[0]))
+                assert met.messages[-1] == following
+        assert met.messages == state.messages[:-1]
+
+    flags = [
+        word
+        for name, value in options.items()
+        for word in ("--env-option", f"{name}={json.dumps(value).strip(chr(34))}")
+    ]
+    flags += ["--run", str(tmp_path), "--env", "webshop", *(["--webshop-data", str(data)] if data else [])]
+    sft.main([*flags, "--expert", str(tmp_path / "eto.json"), "--epochs", "2"])
+    q_search.main([*flags, "--method", "expert", "greedy", "--max-steps", "4"])
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [(line["method"], line["task_id"]) for line in lines] == [
+        (method, task) for method in ("expert", "greedy") for task in env.task_ids("test")
+    ]
+    assert "over 2 test tasks" in capsys.readouterr().out
