@@ -27,8 +27,8 @@ from experiments.qval import code
 from experiments.qval.scorers import Call, Context, Scorer, Scores, peek
 from qlass.chat import State, parse_action, uniforms
 from qlass.driver import Sample
-from qlass.paraphrasing import Server
 from qlass.policy import Policy
+from qlass.server import Endpoint
 
 GRADES = tuple("ABCDEFGHIJKLMNOPQRST")
 
@@ -46,7 +46,8 @@ class ChatServer:
     """A judge behind an OpenAI-compatible server: http://HOST:PORT/v1#MODEL."""
 
     def __init__(self, url: str, side_by_side: int = 16, max_tokens: int = 2048) -> None:
-        self.server, self.side_by_side, self.max_tokens = Server(url), side_by_side, max_tokens
+        self.server = Endpoint(url, "--judge", otherwise="start one there, or name a checkpoint")
+        self.side_by_side, self.max_tokens = side_by_side, max_tokens
 
     def _ask(self, question: Question, **options: Any) -> dict:
         messages = [{"role": role, "content": content} for role, content in question.messages]
