@@ -26,11 +26,11 @@ from typing import Any
 
 import envs
 from qlass.chat import Rendering, State, action_key, parse_action, react
+from qlass.demonstrations import actions_by_task, cloned_from
 from qlass.driver import Sample, ask, drive
 from qlass.models import add_loading
-from qlass.policy import Policy
-from qlass.stage import Output, at_least, must_exist, my_share, needed, parse, parser, run_stage
-from sft import actions_by_task, cloned_from
+from qlass.policy import SAMPLING_FREE, add_sampling, load_agent
+from qlass.stage import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 
 # App. A.2: D = 3 on WebShop, 6 on ScienceWorld, 8 on ALFWorld (each environment's `tree_depth`). W = 3 and the bound on
 # the rollouts are ours: an unbounded tree takes up to W^(D+1).
@@ -181,8 +181,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
     said = "what a branch without reward does not push: its nodes (line 9) or, tail, those after its first step"
     add("--prune", choices=["branch", "tail"], default="branch", help=said)
-    add_loading(made)
     add("--device")
+    more(made, add_loading, add_sampling)
     return parse(made, argv)
 
 
@@ -198,15 +198,13 @@ def main(argv: list[str] | None = None) -> None:
 
     # From the far end of the training list: where there are more tasks than demonstrations, the agent meets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
-    trees = Output(args, complete_trees, [args.sft])
+    trees = Output(args, complete_trees, [args.sft], SAMPLING_FREE)
     finished = {record["task_id"] for record in trees.records}
     demonstrations = actions_by_task(args.expert) if args.expert else {}
     mine = my_share(tasks, args.shard)
     if todo := [t for t in mine if t not in finished]:
-        policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
+        policy = load_agent(args)
         rendering = policy.chat.rendering
-        if args.temperature is not None:
-            rendering.temperature = args.temperature
 
         def explore(task_id: str) -> Generator:
             root = yield from exploration_tree(
@@ -215,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
             )  # fmt: skip
             return tree_records(env, task_id, root)
 
-        grown = drive(map(explore, todo), {Sample: policy.sample}, env.side_by_side)
+        grown = drive(map(explore, todo), {Sample: policy.sample}, args.in_flight or env.side_by_side)
         trees.grow(grown, "trees", len(mine), len(mine) - len(todo))
     leaves = [r["reward"] for r in trees.records if r["done"] and r["source"] == "policy"]
     figures = {"trees": len(mine), "nodes": len(trees.records), "leaves": len(leaves)}

@@ -34,6 +34,7 @@ from gymnasium import spaces
 
 from environments import UserError
 from qlass.jsonl import read_text
+from qlass.stage import more
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 
@@ -190,18 +191,20 @@ def make(name: str, **options: Any) -> TextEnv:
 
 
 def add_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
-    """The flags that the environment which --env names declares; --help shows them where --env is given."""
-    argv = sys.argv[1:] if argv is None else argv
-    shown = any(word.startswith("--env") for word in argv)
+    """The flags that the environment which --env names declares."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--env", default="webshop")
     flags = environment_class(first.parse_known_args(argv)[0].env).flags
-    for flag, (_, said) in flags.items():
-        switch = {"action": "store_true"} if said.startswith("[") else {"metavar": said.split()[0]}
-        hint = said.partition(" ")[2] if shown else argparse.SUPPRESS
-        parser.add_argument("--" + flag.replace("_", "-"), **switch, help=hint)
-    hint = "any other option of the environment's class" if shown else argparse.SUPPRESS
-    parser.add_argument("--env-option", action="append", default=[], metavar="NAME=VALUE", help=hint)
+
+    def declared(made: argparse.ArgumentParser) -> None:
+        for flag, (_, said) in flags.items():
+            metavar, _, hint = said.partition(" ")
+            switch = {"action": "store_true"} if metavar == "[]" else {"metavar": metavar}
+            made.add_argument("--" + flag.replace("_", "-"), **switch, help=hint)
+        hint = "any other option of the environment's class"
+        made.add_argument("--env-option", action="append", default=[], metavar="NAME=VALUE", help=hint)
+
+    more(parser, declared)
     parser.set_defaults(env_flags=[*flags, "env_option"])
 
 

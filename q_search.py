@@ -39,8 +39,8 @@ from qlass.chat import Chat, Rendering, State, action_key, parse_action, react, 
 from qlass.driver import Candidate, Sample, Score, ask, drive
 from qlass.models import add_loading
 from qlass.paraphrasing import Paraphrased, Reword, Server
-from qlass.policy import Policy
-from qlass.stage import Output, at_least, must_exist, my_share, needed, parse, parser, run_stage
+from qlass.policy import SAMPLING_FREE, add_sampling, load_agent
+from qlass.stage import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from train_qnet import QNet
 
 PAPER = {"M": 2, "N": 1, "limit": 400}  # App. A.2; the paper plays whole test sets
@@ -264,8 +264,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--paraphrase-server", metavar="URL[#MODEL]", help="wordings by an OpenAI-compatible server, not by rules")
     add("--temperature", type=at_least(0, float), metavar="T", help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--max-steps", type=at_least(1), metavar="N", help="step limit (default: the environment's)")
-    add_loading(made)
     add("--device")
+    more(made, add_loading, add_sampling)
     args = parse(made, argv)
     args.M = args.M or (COMPARED if "all" in args.method else [PAPER["M"]])
     args.out = args.out or args.run / "results.jsonl"
@@ -289,17 +289,15 @@ def main(argv: list[str] | None = None) -> None:
         answers[Score] = qnet.score
     if any(method.name not in PLAYERS for method in plan):
         args.sft = needed(args.sft, args.run / "sft", "sft", args)
-        policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
+        policy = load_agent(args)
         chat, answers[Sample] = policy.chat, policy.sample
-        if args.temperature is not None:
-            chat.rendering.temperature = args.temperature
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
 
     tasks = env.task_ids(args.split)[: args.limit or None]
     if not tasks:
         raise UserError(f"{args.env}: no tasks in --split {args.split}")
-    free = ("method", "M", "N", "select", "split")  # each line says its own
+    free = ("method", "M", "N", "select", "split", *SAMPLING_FREE)  # each line says its own
     out = Output(args, lambda records: len([identity(r) for r in records]), [args.sft, args.qnet], free)
     finished = {identity(record): record for record in out.records}
     for method in plan:
@@ -324,7 +322,8 @@ def main(argv: list[str] | None = None) -> None:
                 line = yield from best_of(fork, task_id, method, chat)
             return [lines[task_id] | line]
 
-        out.grow(drive(map(play, todo), answers, env.side_by_side), str(method), len(lines), len(lines) - len(todo))
+        rows = drive(map(play, todo), answers, args.in_flight or env.side_by_side)
+        out.grow(rows, str(method), len(lines), len(lines) - len(todo))
         finished |= {identity(record): record for record in out.records}
         rewards = [finished[identity(line)]["reward"] for line in lines.values()]
         print(f"{method}: mean reward {sum(rewards) / len(rewards):.3f} over {len(rewards)} {args.split} tasks",

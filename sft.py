@@ -14,10 +14,8 @@ the aids of `chat.Rendering`. Any other model keeps its tokenizer, its chat temp
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,8 @@ import envs
 from environments import UserError
 from qlass import processes
 from qlass.chat import MARK, Chat, Rendering, State, mark, react
-from qlass.jsonl import checkpoint_folder, read_jsonl, replacing_folder
+from qlass.demonstrations import read_trajectories
+from qlass.jsonl import checkpoint_folder, replacing_folder
 from qlass.memory import check_memory, estimate
 from qlass.models import (
     LR,
@@ -47,7 +46,7 @@ from qlass.stage import (
     Output,
     at_least,
     choices,
-    meta_path,
+    more,
     only_writer,
     parse,
     parser,
@@ -95,54 +94,6 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(tasks[: args.n_expert]), len(out.records))
     out.finish()
     return out.path
-
-
-def read_trajectories(path: Path) -> Iterator[tuple[State, dict]]:
-    """Each trajectory and the record that it is from, in our layout or in ETO's and QLASS's.
-
-    Theirs has `conversations` of {"from", "value"}, as a JSON list or as JSONL.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    with open(path, "rb") as file:
-        is_list = file.read(100).lstrip().startswith(b"[")
-    try:
-        records = json.loads(path.read_bytes()) if is_list else read_jsonl(path)
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
-    roles = {"human": "user", "gpt": "assistant"}
-    for number, record in enumerate(records, 1):
-        try:
-            turns = record.get("messages") or [
-                {"role": roles.get(turn["from"]), "content": turn["value"]} for turn in record["conversations"]
-            ]
-            state = State.load(turns, record.get("task", ""))
-            in_turns = all(role == ("user", "assistant")[i % 2] for i, (role, _) in enumerate(state.messages))
-            sound = in_turns and len(turns) > 1 and all(isinstance(text, str) for _, text in state.messages)
-        except (AttributeError, KeyError, TypeError):
-            sound = False
-        if not sound:
-            raise UserError(f"{path}: record {number} is no chat of user and assistant in turns (data/README.md)")
-        yield state, record
-
-
-def actions_by_task(path: Path) -> dict[str, list[str]]:
-    """The actions of each demonstration, by its task id or, where a file has none (ETO's), by its first observation."""
-    found = {}
-    for state, record in read_trajectories(path):
-        told = [content for role, content in state.messages if role == "user"]
-        actions = [content for role, content in state.messages if role == "assistant"]
-        agreed = len(told) > 1 and len(actions[0]) < 10  # instruction, "OK", first observation
-        key = record.get("task_id") or told[agreed].strip()
-        found[str(key)] = actions[agreed:]
-    return found
-
-
-def cloned_from(checkpoint: Path) -> Path | None:
-    """The demonstrations that a checkpoint was trained on, if its metadata name a file that is there."""
-    meta = meta_path(checkpoint.absolute())
-    named = json.loads(meta.read_text(encoding="utf-8"))["arguments"].get("expert") if meta.exists() else None
-    return Path(named) if named and Path(named).is_file() else None
 
 
 # ----------------------------------------------------------------------------------------------------- the tiny model
@@ -303,7 +254,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--micro-tokens", type=at_least(1), default=8192, help="padded tokens in memory at once (default: %(default)s)")
     may = "which actions the policy may write"
     add("--candidates", choices=["free", "valid"], help=f"{may} ({said('candidates')})")
-    add_training(made)
+    more(made, add_training)
     add("--device")
     args = parse(made, argv)
     if args.lora and args.model == "tiny":

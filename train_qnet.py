@@ -52,6 +52,7 @@ from qlass.prompt_cache import reader
 from qlass.stage import (
     at_least,
     choices,
+    more,
     must_exist,
     needed,
     only_writer,
@@ -274,7 +275,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
     add("--freeze", action="store_true", help="train the head alone")
     add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
-    add_training(made)
+    more(made, add_training)
     add("--max-tokens", type=at_least(1), help=f"of a packed tree ({said('max_tokens')})")
     add("--micro-tokens", type=at_least(1), default=8192, help="padded tokens in memory at once (default: %(default)s)")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")

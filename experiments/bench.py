@@ -1,13 +1,14 @@
 """How fast, side by side with the plain way of doing the same, in one run.
 
     python -m experiments.bench                     # a table; --json: a list of {name, plain, ours, ratio, goal, unit}
-    python -m experiments.bench --only trees qnet   # some of: trees, qnet, webshop, alfworld, sciworld
+    python -m experiments.bench --only trees qnet   # some of: trees, tokens, qnet, webshop, alfworld, sciworld
 
 Each plain version is written here for its simplicity and does the same work: the same tree nodes, the same loss, the
 same pages. `ratio` says how many times more a second, or how much less of it, and `goal` what it should be at least.
 Seconds are CPU time of one thread, which other work on the machine leaves alone (sciworld: of the clock, as it is
 another process that works).
 
+    tokens    what goes through the models for such trees among the valid actions, and for the values of their nodes.
     trees     exploration trees on the bundled WebShop with a tiny Llama of random weights, which cost what trained ones
               do. Plain: one sequence at a time with the keys and values of that sequence alone, and a state that the
               environment is not in is reached by playing from the start.
@@ -31,6 +32,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -44,9 +46,9 @@ from environments.alfworld.textworld import TextWorldGame
 from qlass.chat import Chat, State, uniforms
 from qlass.driver import Candidate, Sample, drive
 from qlass.packing import Pair, pack, packed_loss, pairs_of
-from qlass.policy import Policy
+from qlass.policy import Policy, Trie
 from qlass.stage import run_stage
-from qlass.token_tree import batches
+from qlass.token_tree import TokenTree, batches
 from sft import demonstrate, tiny_model
 from train_qnet import QNet, pair_loss
 
@@ -157,7 +159,7 @@ def grow(env: Any, tasks: list[str], policy: Any, width: int) -> list[list[dict]
         )
         return tree_records(fork, task, root)
 
-    return list(drive(map(tree, tasks), {Sample: policy.sample}, width))
+    return list(drive(map(tree, tasks), {Sample: policy.sample}, width, in_order=True))
 
 
 def random_agent(env: envs.TextEnv, candidates: str) -> tuple[Any, Chat]:
@@ -178,6 +180,41 @@ def trees(candidates: str, n: int = 64, plain: int = 4) -> Iterator[Figure]:
     rates = (sum(map(len, some)) / seconds for some, seconds in ((few, slow), (many, fast)))
     wording = "written freely" if candidates == "free" else "among the valid ones"
     yield Figure(f"exploration trees, actions {wording}", *rates, "nodes/s", goal=8)
+
+
+class WholeTrie(Trie):
+    """Valid actions to their ends, also where only one way is left."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        super().__init__(texts)
+        self.tails = texts
+
+
+def tokens(n: int = 16) -> Iterator[Figure]:
+    """What goes through the models, padding included, for trees among valid actions and for the values of their nodes.
+
+    Plain: every valid action to its end; one (s, a) at a time.
+    """
+    env = envs.make("webshop")
+    model, chat = random_agent(env, "valid")
+    tasks = env.task_ids("train")[100 : 100 + n]
+    whole, ours = Policy(model, chat), Policy(model, chat)
+    with mock.patch("qlass.policy.Trie", WholeTrie):
+        grown = grow(env.fork, tasks, whole, 64)
+    if grow(env.fork, tasks, ours, 64) != grown:
+        raise AssertionError("other trees")
+    yield Figure("exploration trees among valid actions, tokens", whole.computed, ours.computed, "tokens")
+    held_out = [pairs_of(label(tree, "q", 0.9)) for tree in grown[: n // 2]]
+    net, unique = QNet(model.model, chat).eval(), 0
+    for pairs in held_out:
+        tree = TokenTree()
+        for p in pairs:
+            tree.add([*chat.prompt(p.state), *chat.action(p.action, p.state.task)])
+        unique += len(tree)
+    alone = sum(len(chat.prompt(p.state)) + len(chat.action(p.action, p.state.task)) for t in held_out for p in t)
+    train_qnet.qnet_scores(net, held_out)
+    yield Figure("values of these trees' nodes, tokens", alone, net.computed, "tokens")
+    yield Figure("values of these trees' nodes, computed a unique token", alone / unique, net.computed / unique, "")
 
 
 # --------------------------------------------------------------------------------------------------------------- QNet
@@ -312,7 +349,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--json", action="store_true", help="a list of {name, plain, ours, ratio, goal, unit}")
-    names = ["trees", "qnet", "webshop", "alfworld", "sciworld"]
+    names = ["trees", "tokens", "qnet", "webshop", "alfworld", "sciworld"]
     add("--only", nargs="+", choices=names, default=names[:-1], metavar="NAME", help=f"some of {', '.join(names)}")
     add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
     add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, else bundled ones)")
@@ -324,6 +361,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     benches: dict[str, Callable[[], Iterable[Figure]]] = {
         "trees": lambda: itertools.chain(*(trees(candidates) for candidates in ("free", "valid"))),
+        "tokens": tokens,
         "qnet": qnet,
         "webshop": lambda: webshop(args.webshop_data),
         "alfworld": lambda: alfworld(args.alfworld_data),

@@ -156,7 +156,7 @@ def explored(
     tasks = batch_of(list(expert), args.seed, last["batch"], args.tasks)
     policy = Policy(model, chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
     episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task in tasks)
-    played = [line for (line,) in drive(episodes, {Sample: policy.sample}, env.side_by_side)]
+    played = [line for (line,) in drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)]
     found = list(failures(played, expert))
     env_steps = sum(len(decisions(line["messages"])) for line in played)
     figures = {"reward": round(float(np.mean([line["reward"] for line in played])), 6), "pairs": len(found)}

@@ -99,7 +99,7 @@ def validation(model: Any, chat: Chat, env: envs.TextEnv, tasks: Sequence[str]) 
     """Mean reward of the greedy agent."""
     mine = tasks[processes.rank() :: processes.count()]
     episodes = (greedy(env.fork(), task, chat.rendering) for task in mine)
-    rewards = drive(episodes, {Sample: Policy(model, chat).sample}, env.side_by_side)
+    rewards = drive(episodes, {Sample: Policy(model, chat).sample}, env.side_by_side, in_order=True)
     return processes.total(sum(rewards))[0] / len(tasks)
 
 

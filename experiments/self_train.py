@@ -32,6 +32,7 @@ from environments import UserError
 from q_search import Method, episode
 from qlass import costs
 from qlass.chat import Chat
+from qlass.demonstrations import read_trajectories
 from qlass.driver import Sample, Score, drive
 from qlass.jsonl import read_trees, write_jsonl
 from qlass.policy import Policy
@@ -103,7 +104,7 @@ def kept(lines: Iterable[dict], threshold: float, known: Iterable[dict]) -> list
 
 def demonstrations(record: dict, env: str) -> list[dict]:
     """What a checkpoint was trained on, by its meta.json's arguments."""
-    trajectories = list(sft.read_trajectories(Path(record["expert"])))[: record["n_expert"]]
+    trajectories = list(read_trajectories(Path(record["expert"])))[: record["n_expert"]]
     return [
         {
             "task_id": record.get("task_id", f"expert/{i}"),

@@ -219,7 +219,8 @@ def one_batch(
     policy = Policy(model, chat, args.seed)  # a new one: what the last one remembers is of the weights before
     mine = range(processes.rank(), len(tasks), processes.count())
     growing = (forest(env.fork(), tasks[i], *shape, chat.rendering, ("grpo", batch, i)) for i in mine)
-    forests = dict(zip(mine, drive(growing, {Sample: policy.sample}, env.side_by_side), strict=True))
+    grown = drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)
+    forests = dict(zip(mine, grown, strict=True))
     parts = [range(i, i + args.minibatch) for i in range(0, len(tasks), args.minibatch)]
     parts = [[forests[i] for i in part if i in forests] for part in parts]
     batches = [prepared(model, reference, chat, part, args.advantage) for part in parts]

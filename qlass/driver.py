@@ -52,8 +52,8 @@ class Candidate:
 Answers = dict[type, Callable[[list], list]]
 
 
-def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64) -> Iterator[Any]:
-    """Advance up to `width` generators side by side and yield what they return, in the order they were given.
+def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64, in_order: bool = False) -> Iterator[Any]:
+    """Advance up to `width` generators side by side; yield what each returns as it finishes, or in the order given.
 
     A generator yields a request, or a list of requests of one type, whose answers it gets as a list; requests of one
     type from all generators are answered in one call of `answers[type]`. A failed generator fails the run: nothing is
@@ -73,7 +73,7 @@ def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64) -> I
         # What is finished and not yet yielded counts too, so that a slow first episode can't pile up the rest.
         while len(waiting) + len(finished) < width and (item := next(source, None)) is not None:
             advance(*item, None)
-        if finished and finished[0][0] == following:
+        if finished and (finished[0][0] == following or not in_order):
             yield heapq.heappop(finished)[1]
             following += 1
             continue

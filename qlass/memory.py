@@ -45,10 +45,6 @@ class Memory:
     def total(self) -> float:
         return sum(dataclasses.astuple(self))
 
-    def on(self, shards: int) -> float:
-        """Of each of so many GPUs that share all but the activations."""
-        return self.activations + (self.total - self.activations) / shards
-
     def __str__(self) -> str:
         parts = (f"{name} {value / 1e9:.2f}" for name, value in dataclasses.asdict(self).items())
         return f"{' + '.join(parts)} = {self.total / 1e9:.2f} GB"
@@ -124,18 +120,18 @@ def estimate(
     return memory
 
 
-def check_memory(memory: Callable[..., Memory], device: torch.device, shards: int = 1) -> None:
+def check_memory(memory: Callable[..., Memory], device: torch.device) -> None:
     """Print what the first update will take. UserError with flags that make it fit if a GPU has not so much."""
     said = f"memory: {memory()}"
     if device.type != "cuda":
         return processes.say(said)
     room = torch.cuda.get_device_properties(device).total_memory
-    if memory().on(shards) <= ROOM * room:
+    if memory().total <= ROOM * room:
         return processes.say(f"{said}, of {room / 1e9:.0f}")
     wider: dict[str, Any] = {}
     for name, value, _ in WAYS_OUT:
         wider[name] = value
-        if memory(**wider).on(shards) <= ROOM * room:
+        if memory(**wider).total <= ROOM * room:
             flags = " ".join(flag for name, _, flag in WAYS_OUT if name in wider)
             raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: give {flags} ({memory(**wider)})")
-    raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: give fewer --micro-tokens, or more GPUs (accelerate)")
+    raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: give fewer --micro-tokens or a smaller --model")

@@ -1,8 +1,8 @@
 """Models and their optimisers: loading, precision, schedules, and what makes large ones fit in little memory.
 
-LoRA (Hu et al. 2022) leaves a weight W as it is and learns a low-rank update: W x + 2 B A x, with B = 0 at first. It is
-merged into W before a checkpoint is saved, so that later stages see an ordinary one. With W in 4 bits this is QLoRA
-(Dettmers et al. 2023); such a W is written back in full before the merge.
+LoRA (Hu et al. 2022) leaves a weight W as it is and learns a low-rank update: W x + 2 B A x, with B = 0 at first; the
+layers are PEFT's. It is merged into W before a checkpoint is saved, so that later stages see an ordinary one. With W in
+4 bits this is QLoRA (Dettmers et al. 2023); such a W is written back in full before the merge.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from environments import UserError
 from qlass import parity
 from qlass.chat import Chat, Rendering
 from qlass.jsonl import replacing_folder
+from qlass.tracking import LOGS
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of the attention, as Llama, Mistral, Qwen and Gemma name them
-SCALE = 2.0  # LoRA's alpha / rank
+ALPHA = 2  # times the rank, LoRA's alpha
 MORE_TOKENS = 64  # that a tokenizer may have and its model not: some are published so (gemma-3-1b-it has one)
 LR = 2e-4  # if none is given: updates that start from 0 take larger steps than weights
 
@@ -56,11 +56,12 @@ def load_tokenizer(path: str | Path) -> Any:
 
 def load_checkpoint(
     path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False,
-    plain: bool = False,
+    plain: bool = False, rendering: Rendering | None = None,
 ) -> tuple[Any, Chat]:  # fmt: skip
     """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name.
 
     plain: it is to read one sequence at a time; else it must give the outputs of plain sequences for a token tree.
+    rendering: instead of the folder's.
     To be trained, it is float32: an AdamW step of 1e-5 is less than half a bf16 step of a weight above 0.005.
     """
     where, dtype = device_and_dtype(device)
@@ -70,7 +71,7 @@ def load_checkpoint(
     transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
     try:
         model, about = kind.from_pretrained(path, dtype=dtype, output_loading_info=True, **options)
-        tokenizer, rendering = load_tokenizer(path), Rendering.load(path)
+        tokenizer, rendering = load_tokenizer(path), rendering or Rendering.load(path)
     except (OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not a checkpoint that transformers can load ({str(error).splitlines()[0]})") from None
     if about["missing_keys"]:  # transformers would draw them at random
@@ -86,6 +87,15 @@ def load_checkpoint(
     return model, Chat(tokenizer, rendering, vocabulary, context_of(model.config))
 
 
+def load_chat(path: str | Path, rendering: Rendering) -> Chat:
+    """A checkpoint's Chat without its weights, which a server holds."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        return Chat(load_tokenizer(path), rendering, context=context_of(config))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: no tokenizer and config ({str(error).splitlines()[0]})") from None
+
+
 def context_of(config: Any) -> int | None:
     """How many tokens a model was made for; None: it does not tell, or its past is a state of one size."""
     config = config.get_text_config()
@@ -97,7 +107,7 @@ def context_of(config: Any) -> int | None:
 
 def save_checkpoint(model: Any, chat: Chat, folder: Path) -> None:
     """A HuggingFace checkpoint with its tokenizer and rendering; LoRA's updates are merged in a copy."""
-    if any(isinstance(module, LoRA) for module in model.modules()):
+    if any(".lora_A." in name for name, _ in model.named_parameters()):
         merge(model := copy.deepcopy(model))
     with replacing_folder(folder) as draft:
         model.save_pretrained(draft)
@@ -111,46 +121,35 @@ def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
     return (step + 1) / rise if step < rise else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-class LoRA(nn.Module):
-    """A linear layer (out, in) with an update B A of rank r, A (r, in) and B (out, r) in float32."""
+def add_lora(model: Any, rank: int) -> None:
+    """Freeze the model and give its linear layers low-rank updates by PEFT, in float32, which alone are trained."""
+    if find_spec("peft") is None:
+        raise UserError(f"--lora {rank}: peft is missing: pip install -r requirements-gpu.txt")
+    from peft import LoraConfig, inject_adapter_in_model
 
-    def __init__(self, linear: nn.Linear, rank: int) -> None:
-        super().__init__()
-        where = linear.weight.device
-        self.linear = linear
-        self.a = nn.Parameter(torch.empty(rank, linear.in_features, device=where))
-        self.b = nn.Parameter(torch.zeros(linear.out_features, rank, device=where))
-        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.linear(x)
-        return out + SCALE * (x.to(self.a.dtype) @ self.a.T @ self.b.T).to(out.dtype)
-
-    @torch.no_grad()
-    def merged(self) -> nn.Linear:
-        weight = self.linear.weight
-        weight.copy_(weight.float() + SCALE * self.b @ self.a)
-        return self.linear
-
-
-def add_lora(model: nn.Module, rank: int) -> None:
-    """Freeze the model and give its attention projections updates of this rank, which alone are trained."""
+    # The base model, so that the output layer stays as it is: an agent's and a QNet's updates are of the same layers.
+    layers = model.base_model if model.base_model_prefix in model._modules else model
     model.requires_grad_(False)
-    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    for name, module in linear:
-        if name.endswith(PROJECTIONS):
-            model.set_submodule(name, LoRA(module, rank))
-    if not any(isinstance(module, LoRA) for module in model.modules()):
-        raise UserError(f"--lora {rank}: the model has no {', '.join(PROJECTIONS)}; leave --lora out")
+    try:
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=ALPHA * rank, target_modules="all-linear"), layers)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--lora {rank}: not for this model ({str(error).splitlines()[0]}); leave --lora out") from None
+    for p in model.parameters():
+        p.data = p.data.float() if p.requires_grad else p.data
 
 
+@torch.no_grad()
 def merge(model: Any) -> None:
     """Write the updates into the weights, which get all their bits back: an ordinary model again."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     if getattr(model, "is_quantized", False):
         model.dequantize()
     for name, module in list(model.named_modules()):
-        if isinstance(module, LoRA):
-            model.set_submodule(name, module.merged())
+        if isinstance(module, BaseTunerLayer):
+            linear = module.get_base_layer()
+            linear.weight.copy_(linear.weight.float() + module.get_delta_weight("default").float())
+            model.set_submodule(name, linear)
 
 
 def quantised(load_in: str | None, where: torch.device) -> dict:
@@ -257,6 +256,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         help="keep one layer's activations at a time, compute a third more",
     )
     add("--patience", type=int, default=2, help="epochs without a better validation before it stops (default: 2)")
+    add("--log", choices=LOGS, default="jsonl", metavar="NAME", help="jsonl (OUT.log.jsonl), tensorboard or wandb")
     add("--save-every", type=int, default=50, metavar="N", help="updates between checkpoints (default: %(default)s)")
 
 

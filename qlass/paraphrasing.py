@@ -10,19 +10,14 @@ as nothing does in the paper.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
 
 from environments import UserError
 from qlass.chat import State
 from qlass.driver import Candidate, Sample
+from qlass.server import Endpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,44 +70,13 @@ PROMPT = (
 )
 
 
-class Server:
-    """An OpenAI-compatible chat server (vLLM, SGLang, llama.cpp, OpenAI) that answers `Reword` requests.
-
-    url: its base, http://HOST:PORT/v1, with #MODEL where it serves several; $OPENAI_API_KEY is sent if set.
-    """
+class Server(Endpoint):
+    """An OpenAI-compatible chat server (vLLM, SGLang, llama.cpp, OpenAI) that answers `Reword` requests."""
 
     def __init__(self, url: str, timeout: float = 60, attempts: int = 3, pause: float = 1) -> None:
-        self.url, _, self.model = url.partition("#")
-        self.timeout, self.attempts, self.pause = timeout, attempts, pause
         self.tokens = 0  # read and written by the server, where it tells
         self.known: dict[Reword, str] = {}
-        if not self.model:
-            listed = self.call("/models").get("data") or [{}]
-            self.model = listed[0].get("id", "")
-
-    def call(self, path: str, body: dict | None = None) -> dict:
-        """One exchange, tried again where the fault may pass; UserError where it does not."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        for attempt in range(self.attempts):
-            try:
-                request = urllib.request.Request(self.url.rstrip("/") + path, data, headers)
-                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                    return json.load(reply)
-            except urllib.error.HTTPError as error:
-                reason = f"{error.code} {error.reason}: {error.read(200).decode(errors='replace').strip()}"
-                if error.code < 500 and error.code != 429:
-                    break
-            except (OSError, ValueError, HTTPException) as error:  # no connection, time out; no JSON; cut short
-                reason = str(error)
-            if attempt < self.attempts - 1:
-                time.sleep(self.pause * 2**attempt)
-        raise UserError(
-            f"--paraphrase-server {self.url}{path}: {' '.join(reason.split())}; "
-            "start an OpenAI-compatible server there, or use --paraphrase for the bundled rules"
-        )
+        super().__init__(url, "--paraphrase-server", timeout, attempts, pause, "use --paraphrase for the bundled rules")
 
     def ask(self, request: Reword) -> tuple[str, int]:
         """The wording, and the tokens that it took."""

@@ -28,7 +28,7 @@ def check(model: Any, name: str) -> None:
         raise UserError(f"{name}: {wrong}; --plain reads it one sequence at a time")
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
 def fault(model: Any) -> str | None:
     """What a model does wrong with token trees, with and without a prompt cache; None: nothing."""
     why = reason(model.config)

@@ -6,6 +6,8 @@ batch size.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import torch
 import transformers
 
 from environments import UserError
-from qlass.chat import Chat, State, uniforms
+from qlass.chat import Chat, Rendering, State, uniforms
 from qlass.driver import Candidate, Sample
-from qlass.models import load_checkpoint
+from qlass.models import load_chat, load_checkpoint
 from qlass.prompt_cache import PlainReader, Prompt, Row, reader
+from qlass.server import ServerPolicy
+from qlass.stage import at_least
 from qlass.token_tree import TokenTree, additive_masks, batches, packed, windows_of
 
 
@@ -35,11 +39,13 @@ class Policy:
     @classmethod
     def load(
         cls, path: str | Path, device: str | None = None, seed: int = 0, load_in: str | None = None,
-        plain: bool = False, **options: Any,
+        plain: bool = False, rendering: Rendering | None = None, **options: Any,
     ) -> Policy:  # fmt: skip
         if (Path(path) / "qnet.json").exists():
             raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
-        model, chat = load_checkpoint(path, transformers.AutoModelForCausalLM, device, load_in, plain=plain)
+        model, chat = load_checkpoint(
+            path, transformers.AutoModelForCausalLM, device, load_in, plain=plain, rendering=rendering
+        )
         return cls(model, chat, seed, **options)
 
     def _logits(self, inputs: dict, columns: torch.Tensor) -> torch.Tensor:
@@ -226,7 +232,7 @@ def truncated(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tens
     """Probabilities (B, V), all but the k likeliest set to 0, and all but the fewest that hold top_p together."""
     if not top_k and top_p >= 1:
         return p
-    values, order = p.sort(-1, descending=True, stable=True)
+    values, order = p.sort(dim=-1, descending=True, stable=True)
     keep = values.cumsum(-1) - values < top_p * values.sum(-1, keepdim=True)
     if top_k:
         keep[:, top_k:] = False
@@ -267,3 +273,46 @@ class Trie:
         np.add.at(total, at, np.exp(scores - top[at]))
         conditional = scores - top[at] - np.log(total[at])
         return np.array([conditional[through].sum() for through in self._through])
+
+
+# ------------------------------------------------------------------------------------------- the flags of who samples
+
+RENDERED = ("temperature", "max_new_tokens", "top_p", "top_k", "stop", "think", "truncate")  # where given, as given
+SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight", "server")  # a run may resume with others
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """The flags of a stage that samples from the agent, besides --temperature and --load-in; for `load_agent`."""
+    add = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)").add_argument
+    add("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
+    add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text: the likeliest that hold P together")
+    add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
+    add("--stop", nargs="+", metavar="TEXT", help="texts that end an action, as the end of the turn does")
+    add("--think", action="store_true", default=None, help="let a reasoning model think before it acts")
+    add("--truncate", choices=["oldest"], help="leave out the oldest turns of a prompt beyond the model's context")
+    add("--plain", action="store_true", help="one sequence at a time, for models that read no token trees")
+    add("--cache-gb", type=at_least(0, float), metavar="G", help="room for read prompts (default: 1/4 of free memory)")
+    add(
+        "--decode-tokens",
+        type=at_least(1),
+        default=16_384,
+        metavar="N",
+        help="tokens in a batch (default: %(default)s)",
+    )
+    add("--in-flight", type=at_least(1), metavar="N", help="trees or episodes side by side (default: 64)")
+    add(
+        "--server", metavar="URL[,URL]", help="sample on OpenAI-compatible servers of this checkpoint, URL[#MODEL] each"
+    )
+
+
+def load_agent(args: argparse.Namespace) -> Policy | ServerPolicy:
+    """The agent that the flags describe: --sft here, or its tokenizer with --server."""
+    given = {name: getattr(args, name) for name in RENDERED if getattr(args, name, None) is not None}
+    rendering = dataclasses.replace(Rendering.load(args.sft), **given)
+    rendering.stop = tuple(rendering.stop)
+    if args.server:
+        return ServerPolicy(args.server.split(","), load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
+    return Policy.load(
+        args.sft, args.device, args.seed, args.load_in, args.plain, rendering, budget=args.decode_tokens,
+        cache_gb=args.cache_gb,
+    )  # fmt: skip

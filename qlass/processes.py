@@ -1,4 +1,6 @@
-"""Training by several processes, a GPU each: what `accelerate launch` or `torchrun` start, or one process.
+"""Training by several processes, a GPU each, or by one.
+
+    torchrun --nproc-per-node 8 train_qnet.py ...        (or accelerate launch --multi_gpu)
 
 Every process holds the model and takes its share of each update's sequences; the gradients are summed. What there is to
 do only once (demonstrations, checkpoints, metadata) is done by the first.

@@ -91,7 +91,7 @@ class PromptCache:
     some of them fully rather than forget each turn before it is read again.
     """
 
-    ROUNDS = 4  # calls after which an unused entry may make room for another
+    ROUNDS = 3  # calls after which an unused entry may make room for another
     ROW = 2048  # tokens of a family in one row; its mask is the square
 
     def __init__(self, room: int = 1 << 30) -> None:

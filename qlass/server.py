@@ -176,13 +176,14 @@ class ServerPolicy:
 
         candidates = []
         try:
-            for choice in reply.get("choices") or []:
+            choices, usage = reply.get("choices") or [], reply.get("usage") or {}
+            alone = usage.get("completion_tokens") if len(choices) == 1 else None
+            for choice in choices:
                 text = choice["text"].split(self.chat.stop.strip(), 1)[0]
                 told = (choice.get("logprobs") or {}).get("token_logprobs") or []
-                tokens = len(told) or len(self.chat.action(text, ""))
+                tokens = len(told) or alone or len(self.chat.action(text, ""))
                 logprob = sum(x for x in told if x is not None) if told else float("nan")
                 candidates.append(Candidate(self.chat.said(text), tokens, logprob))
-            usage = reply.get("usage") or {}
             spent = usage.get("total_tokens") or sum(c.tokens for c in candidates)
         except (AttributeError, KeyError, TypeError):
             raise UserError(f"--server: no completion in its answer {str(reply)[:200]}") from None

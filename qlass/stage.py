@@ -36,12 +36,14 @@ HIDDEN = ("argv", "env_flags")  # of `parse` itself, no arguments
 def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     """A stage's parser: its description is the first line of the stage's docstring."""
     made = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=epilog, usage="python %(prog)s [flags]")
-    said = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS; with --help, its flags too"
+    said = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
     made.add_argument("--env", default="webshop", metavar="NAME", help=said)
     made.add_argument("--run", type=Path, metavar="DIR", help="folder of this run's files (default: runs/ENV)")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     made.add_argument("--overwrite", action="store_true", help="start the output anew")
     made.add_argument("--debug", action="store_true", help="show the traceback of a mistake")
+    said = "with the flags of the environment, of sampling and of large models"
+    made.add_argument("--help-more", action=HelpMore, nargs=0, const=[], help=said)
 
     def error(message: str) -> NoReturn:
         raise UserError(f"{message} (python {made.prog} --help lists the flags)")
@@ -49,6 +51,28 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     made.error = error  # type: ignore[method-assign]
     made.set_defaults(env_flags=[])  # envs.add_arguments adds those of the environment
     return made
+
+
+class HelpMore(argparse.Action):
+    """--help-more: --help, with the flags that `more` has hidden."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        for action, said in self.const:
+            action.help = said
+        parser.print_help()
+        parser.exit()
+
+
+def more(made: argparse.ArgumentParser, *adders: Callable[[argparse.ArgumentParser], Any]) -> None:
+    """Add flags that few need, which --help-more alone shows: --help is to fit a screen."""
+    shown = list(made._actions)
+    for add in adders:
+        add(made)
+    hidden = next(action.const for action in made._actions if isinstance(action, HelpMore))
+    for action in made._actions:
+        if action not in shown:
+            hidden.append((action, action.help))
+            action.help = argparse.SUPPRESS
 
 
 def parse(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:

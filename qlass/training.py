@@ -22,6 +22,8 @@ import hashlib
 import math
 import os
 import shutil
+import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +37,7 @@ from environments import UserError
 from qlass import processes
 from qlass.models import cosine
 from qlass.stage import FREE, plain
+from qlass.tracking import open_log
 
 T = TypeVar("T")
 
@@ -103,7 +106,10 @@ class Training:
                 finish(args.out)
             self.folder.mkdir(parents=True, exist_ok=True)
             self._resume()
+        self.log = open_log(args.log, args.out, self.at.step, self.about) if processes.first() else lambda *_: None
         self.bar = tqdm(total=self.steps, initial=self.at.step, desc=name, disable=None if processes.first() else True)
+        self.said = time.monotonic()
+        self.began = self.said, self.at.step, self.at.tokens
 
     # ------------------------------------------------------------------------------------------------- the loop's steps
 
@@ -143,8 +149,7 @@ class Training:
         self.optimizer.zero_grad()
         at.losses.append(loss)
         at.update, at.step, at.tokens = at.update + 1, at.step + 1, at.tokens + int(tokens)
-        self.bar.set_postfix(loss=f"{loss:.4f}")
-        self.bar.update()
+        self._tell(loss)
         if at.step % self.args.save_every == 0:
             self._save()
 
@@ -155,6 +160,7 @@ class Training:
         loss = sum(at.losses) / len(at.losses)
         at.curve.append({"epoch": at.epoch, "step": at.step, "loss": loss, **figures})
         at.losses = []
+        self.log(at.step, {"epoch": at.epoch} | {k: v for k, v in figures.items() if v is not None})
         if score is not None and score > at.score:
             at.score, at.best = score, at.epoch
             self._write("best.pt", self._weights())
@@ -166,6 +172,20 @@ class Training:
         kept = at.best or at.epoch
         about = {"steps": at.step, "tokens": at.tokens, "loss": at.curve[kept - 1]["loss"]}
         return about | {"best_epoch": kept, "curve": at.curve}
+
+    def _tell(self, loss: float) -> None:
+        """The log, the bar of a terminal, and elsewhere a line every half minute."""
+        at, now, (began, step, tokens) = self.at, time.monotonic(), self.began
+        speed = (at.tokens - tokens) / (now - began)
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.log(at.step, {"loss": loss, "lr": rate, "tokens_per_second": round(speed, 1)})
+        self.bar.set_postfix(loss=f"{loss:.4f}")
+        self.bar.update()
+        if self.bar.disable and processes.first() and now - self.said >= 30:
+            left = (self.steps - at.step) * (now - began) / (at.step - step) / 60
+            self.said = now
+            print(f"{self.name}: {at.step}/{self.steps} updates, loss {loss:.4f}, {speed:,.0f} tokens/s, "
+                  f"{left:.0f} min left at most", file=sys.stderr, flush=True)  # fmt: skip
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 

@@ -1,65 +1,95 @@
 """LoRA beside the plain model, what is trained and what a checkpoint holds; flags that need a GPU say so."""
 
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 from fakes import dump, tiny_backbone, tiny_lm, word_chat
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import q_search
 import sft
 import train_qnet
 from environments import UserError
-from qlass import models as lora
+from qlass import models
 from qlass.policy import Policy
 from train_qnet import QNet
 
 CHAT = word_chat()
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
+LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed (requirements-gpu.txt)")
 
 
 def adapted(rank: int = 2, learnt: bool = True) -> nn.Module:
     model = tiny_lm(CHAT)
-    lora.add_lora(model, rank)
-    for module in model.modules():
-        if learnt and isinstance(module, lora.LoRA):
-            nn.init.normal_(module.b)
+    models.add_lora(model, rank)
+    for name, p in model.named_parameters():
+        if learnt and "lora_B" in name:
+            nn.init.normal_(p)
     return model
 
 
+@needs_peft
 @pytest.mark.parametrize("rank", [1, 4])
 def test_at_first_it_is_the_plain_model(rank):
     assert torch.equal(adapted(rank, learnt=False)(IDS).logits, tiny_lm(CHAT)(IDS).logits)
 
 
-@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6), st.integers(0, 9))
-def test_merged_is_unmerged(rank, n_in, n_out, seed):
-    torch.manual_seed(seed)
-    layer, x = lora.LoRA(nn.Linear(n_in, n_out), rank), torch.randn(3, n_in)
-    nn.init.normal_(layer.b)
-    by_hand = x @ (layer.linear.weight + 2.0 * layer.b @ layer.a).T + layer.linear.bias
-    torch.testing.assert_close(layer(x), by_hand, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(layer.merged()(x), by_hand, atol=1e-5, rtol=1e-4)
+@needs_peft
+def test_an_update_by_hand():
+    model, plain = adapted(rank=3), tiny_lm(CHAT)
+    parts = dict(model.named_parameters())
+    a, b = (parts[f"model.layers.0.self_attn.v_proj.lora_{ab}.default.weight"] for ab in "AB")
+    assert a.shape == (3, 32) and b.shape == (16, 3) and a.dtype == torch.float32
+    models.merge(model)
+    at = "model.layers.0.self_attn.v_proj.weight"
+    torch.testing.assert_close(dict(model.named_parameters())[at], dict(plain.named_parameters())[at] + 2.0 * b @ a)
 
 
+@needs_peft
 def test_a_merged_model_is_an_ordinary_one_that_says_the_same():
     model, plain = adapted(), tiny_lm(CHAT)
     before = model(IDS).logits
-    lora.merge(model)
-    torch.testing.assert_close(model(IDS).logits, before, atol=1e-5, rtol=0)
+    models.merge(model)
+    torch.testing.assert_close(model(IDS).logits, before, atol=1e-5, rtol=1e-5)
     assert (before - plain(IDS).logits).abs().max() > 1e-2
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
-def test_only_the_updates_of_the_attention_are_trained():
+@needs_peft
+def test_a_checkpoint_holds_the_merged_model_and_training_continues(tmp_path):
     model = adapted()
-    names = {name.split(".self_attn.")[-1] for name, p in model.named_parameters() if p.requires_grad}
-    assert names == {f"{projection}.{ab}" for projection in lora.PROJECTIONS for ab in "ab"}
-    with pytest.raises(UserError, match="--lora 3: the model has no q_proj"):
-        lora.add_lora(nn.Sequential(nn.Linear(2, 2)), 3)
+    before = model(IDS).logits
+    models.save_checkpoint(model, CHAT, tmp_path / "saved")
+    torch.testing.assert_close(Policy.load(tmp_path / "saved").model(IDS).logits, before, atol=1e-5, rtol=1e-5)
+    assert any(p.requires_grad for p in model.parameters()) and torch.equal(model(IDS).logits, before)
+
+
+@needs_peft
+def test_only_the_updates_are_trained():
+    trained = {name for name, p in adapted().named_parameters() if p.requires_grad}
+    assert {name.split(".")[-4] for name in trained} == LINEAR and all(".lora_" in name for name in trained)
+
+
+@needs_peft
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gpt_neox", "qwen3"])
+def test_any_architecture_has_its_linear_layers_updated_and_merged(kind):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 30, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 4, "head_dim": 8}  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, word_embed_proj_dim=32)).eval()
+    plain = model(IDS).logits
+    models.add_lora(model, 2)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p)
+    updated = model(IDS).logits
+    models.merge(model)
+    torch.testing.assert_close(model(IDS).logits, updated, atol=1e-4, rtol=1e-4)
+    assert (updated - plain).abs().max() > 1e-3
 
 
 @pytest.fixture
@@ -75,18 +105,19 @@ def moved(net: nn.Module, start: nn.Module) -> set[str]:
     return {name.split(".")[-2] for name, p in net.named_parameters() if not torch.equal(p, before[name])}
 
 
+@needs_peft
 def test_the_stages_train_save_and_load_it(tmp_path, agent, labels):
     start = Policy.load(agent).model
     common = ["--env", "frozenlake", "--run", str(tmp_path), "--lora", "2", "--epochs", "2", "--lr", "0.01"]
     train_qnet.main([*common, "--sft", str(agent), "--labels", str(labels)])
     net = QNet.from_pretrained(tmp_path / "qnet")
-    assert moved(net.backbone, start.model) == set(lora.PROJECTIONS)
+    assert moved(net.backbone, start.model) == LINEAR
     torch.manual_seed(0)
     assert not torch.equal(net.head[-1].weight, QNet(tiny_backbone(CHAT), CHAT).head[-1].weight)
     chats = [{"messages": [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "Action: left"}]}] * 3
     (tmp_path / "expert.jsonl").write_text(dump(chats))
     sft.main([*common, "--model", str(agent), "--expert", str(tmp_path / "expert.jsonl")])
-    assert moved(Policy.load(tmp_path / "sft").model, start) == set(lora.PROJECTIONS)
+    assert moved(Policy.load(tmp_path / "sft").model, start) == LINEAR
 
 
 @pytest.mark.parametrize(
@@ -112,9 +143,15 @@ def test_what_needs_a_gpu_says_so(tmp_path, agent, labels, monkeypatch):
         lambda: train_qnet.main([*train, "--optim", "adamw8bit"]),
     ]
     for call in calls:
-        monkeypatch.setattr(lora, "find_spec", lambda name: None)
+        monkeypatch.setattr(models, "find_spec", lambda name: None)
         with pytest.raises(UserError, match=r"bitsandbytes is missing: pip install -r requirements-gpu\.txt"):
             call()
-        monkeypatch.setattr(lora, "find_spec", lambda name: sys)
+        monkeypatch.setattr(models, "find_spec", lambda name: sys)
         with pytest.raises(UserError, match=r"needs a GPU; leave it out on a CPU"):
             call()
+
+
+def test_without_peft_lora_says_so(monkeypatch):
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"peft is missing: pip install -r requirements-gpu\.txt"):
+        models.add_lora(tiny_lm(CHAT), 2)

@@ -258,7 +258,9 @@ def test_the_driver_answers_lists_and_single_requests_together():
         return (yield 5)
 
     calls = []
-    assert list(drive([several(), one()], {int: lambda batch: calls.append(batch) or [10 * x for x in batch]})) == [
+    assert list(
+        drive([several(), one()], {int: lambda batch: calls.append(batch) or [10 * x for x in batch]}, in_order=True)
+    ) == [
         ([10, 20], 30),
         50,
     ]

@@ -607,6 +607,12 @@ def test_the_whole_on_a_small_lake(tmp_path, agent, monkeypatch, capsys):
     before = {path: path.read_bytes() for path in folder.rglob("*.json*") if "meta" not in path.name}
     qval.main(flags)  # what is there is kept
     assert {path: path.read_bytes() for path in before} == before
+    path = folder / "predictions" / "logprob.json"
+    record = json.loads(path.read_text())
+    record["config"]["made_from"]["sft"] = "another agent"
+    path.write_text(json.dumps(record | {"method_name": "stale"}))
+    qval.main(flags)  # what was made from something else is made anew
+    assert json.loads(path.read_text())["method_name"] == "logprob"
     _, rows = report_page.alignment_table([tmp_path])
     assert len(rows) == 24 and all(row[0].startswith("frozenlake map=random4") for row in rows)
     with pytest.raises(UserError, match="--points 30, not 31"):

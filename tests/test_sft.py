@@ -15,6 +15,7 @@ import sft
 from environments import UserError
 from qlass import models
 from qlass.chat import MARK, Chat, Rendering, State
+from qlass.demonstrations import read_trajectories
 from qlass.jsonl import read_jsonl
 from qlass.policy import Policy
 
@@ -101,7 +102,8 @@ def elsewhere(tmp_path, monkeypatch):
 def arguments(**more) -> argparse.Namespace:
     defaults = {"max_tokens": 100, "micro_tokens": 1000, "lr": 1e-2, "batch": 4, "epochs": 2, "seed": 0, "model": "x",
                 "optim": "adamw",
-                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50, "overwrite": False, "lora": None,
+                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50, "overwrite": False,
+                "log": "jsonl", "lora": None,
                 "weights": "float32", "gradient_checkpointing": False}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
@@ -217,9 +219,9 @@ def test_expert_files_in_all_layouts_are_the_same(tmp_path):
         "spaced.json": "\n " + json.dumps([ETO, ETO]),
     }.items():
         (tmp_path / name).write_text(text)
-        assert [state for state, _ in sft.read_trajectories(tmp_path / name)] == [State(MESSAGES)] * 2
+        assert [state for state, _ in read_trajectories(tmp_path / name)] == [State(MESSAGES)] * 2
     (tmp_path / "ours.jsonl").write_text(dump([ours]))
-    ((state, record),) = sft.read_trajectories(tmp_path / "ours.jsonl")
+    ((state, record),) = read_trajectories(tmp_path / "ours.jsonl")
     assert (state, record["reward"]) == (State(MESSAGES, "a shirt"), 0.5)
 
 
@@ -242,7 +244,7 @@ def test_expert_files_in_all_layouts_are_the_same(tmp_path):
 def test_a_malformed_expert_file_is_named_in_one_line(tmp_path, text, says):
     (tmp_path / "file").write_text(text)
     with pytest.raises(UserError, match=says) as error:
-        list(sft.read_trajectories(tmp_path / "file"))
+        list(read_trajectories(tmp_path / "file"))
     assert "\n" not in str(error.value)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qlass.chat import State, react, uniforms
 from qlass.driver import Sample, Score, ask, drive
-from qlass.policy import Policy
+from qlass.policy import Policy, truncated
 from qlass.prompt_cache import PromptCache
 from qlass.token_tree import TokenTree, batches, packed
 
@@ -298,6 +298,40 @@ def test_a_request_is_rendered_as_the_checkpoint_says():
     )
 
 
+def test_top_k_and_top_p_by_hand():
+    p = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
+    assert truncated(p) is p
+    assert truncated(p, top_k=2).tolist() == [[0, 0.4, 0, 0.3], [0.25, 0.25, 0, 0]]
+    assert truncated(p, top_p=0.5).tolist() == [[0, 0.4, 0, 0.3], [0.25, 0.25, 0, 0]]
+    assert truncated(p, top_p=0.4).tolist() == [[0, 0.4, 0, 0], [0.25, 0.25, 0, 0]]
+    assert truncated(p, top_k=1, top_p=0.9).tolist() == [[0, 0.4, 0, 0], [0.25, 0, 0, 0]]
+
+
+def test_free_text_keeps_to_top_k_and_top_p():
+    """First tokens are drawn as often as the truncated probabilities say; log-probabilities are of all tokens."""
+    chat = word_chat(max_new_tokens=1, top_k=3, top_p=0.8)
+    p = np.exp(log_softmax(plain(chat.prompt(STATES[0]))[-1]))
+    kept = truncated(torch.from_numpy(p)[None], 3, 0.8)[0].numpy()
+    (drawn,) = Policy(MODEL, chat).sample([Sample(STATES[0], 2000, ("t",), 1.0)])
+    ids = [int(np.argmin(abs(np.log(p) - c.logprob))) for c in drawn]
+    assert set(ids) == set(np.flatnonzero(kept))
+    for token in set(ids):
+        assert ids.count(token) / 2000 == pytest.approx(kept[token] / kept.sum(), abs=0.05)
+
+
+def test_a_stop_text_ends_a_sequence():
+    free = policy().sample([Sample(s, 4, (i,), 1.5) for i, s in enumerate(STATES)])
+    words = [c.text.split() for some in free for c in some]
+    stop = max((w for some in words for w in some[1:]), key=lambda w: sum(w in some for some in words))
+    chat = word_chat(stop=(stop,))
+    stopped = Policy(MODEL, chat).sample([Sample(s, 4, (i,), 1.5) for i, s in enumerate(STATES)])
+    shorter = 0
+    for one, other in zip(itertools.chain(*free), itertools.chain(*stopped), strict=True):
+        assert other.text == one.text.split(stop)[0].strip() and other.tokens <= one.tokens
+        shorter += other.tokens < one.tokens
+    assert shorter > 3
+
+
 # ------------------------------------------------------------------------------------------------------ the driver
 
 
@@ -311,8 +345,21 @@ def test_what_generators_return_comes_in_their_order():
     rounds = [5, 0, 3, 1, 0, 4, 2, 0]
     echo = {Score: lambda asked: [r.actions[0] for r in asked]}
     for width in (1, 2, 3, 100):
-        done = list(drive(itertools.starmap(episode, enumerate(rounds)), echo, width))
+        done = list(drive(itertools.starmap(episode, enumerate(rounds)), echo, width, in_order=True))
         assert done == [(i, [f"{i}.{r}" for r in range(n)]) for i, n in enumerate(rounds)]
+        assert sorted(drive(itertools.starmap(episode, enumerate(rounds)), echo, width)) == done
+
+
+def test_episodes_come_as_they_finish():
+    def episode(i, rounds):
+        for _ in range(rounds):
+            yield i
+        return i
+
+    echo = {int: lambda asked: asked}
+    assert list(drive(itertools.starmap(episode, enumerate([9, 2, 1, 0, 5])), echo)) == [3, 2, 1, 4, 0]
+    slow_first = drive(itertools.starmap(episode, enumerate([50, *[1] * 20])), echo, 3)
+    assert [next(slow_first) for _ in range(20)] == list(range(1, 21)) and list(slow_first) == [0]
 
 
 def test_many_requests_are_answered_in_one_call():
@@ -359,7 +406,9 @@ def test_no_more_than_width_are_open_even_behind_a_slow_one():
             yield i
         return i
 
-    for value in drive(map(episode, itertools.count()), {int: lambda asked: asked}, 4):  # no end of episodes
+    for value in drive(
+        map(episode, itertools.count()), {int: lambda asked: asked}, 4, in_order=True
+    ):  # no end of episodes
         yielded.append(value)
         if value == 20:
             break

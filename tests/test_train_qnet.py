@@ -232,7 +232,7 @@ def arguments(**more) -> argparse.Namespace:
     defaults = {"loss_on": "all", "max_tokens": 2048, "lr": 3e-3, "seed": 0, "epochs": 100, "batch": 4,
                 "micro_tokens": 10_000, "optim": "adamw",
                 "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50,
-                "overwrite": False, "lora": None,
+                "overwrite": False, "log": "jsonl", "lora": None,
                 "weights": "float32", "gradient_checkpointing": False, "plain": False}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 

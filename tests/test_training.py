@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -21,6 +22,9 @@ from test_train_qnet import labelled_tree
 from torch import nn
 
 from environments import UserError
+from qlass.jsonl import read_jsonl
+from qlass.models import cosine
+from qlass.tracking import log_path
 from qlass.training import Training, finish, partial_folder, updates_of
 
 # ------------------------------------------------------------------------------------------------------------ the order
@@ -44,7 +48,7 @@ def test_epochs_and_seeds_differ_in_their_order():
 
 def arguments(folder: Path, **more) -> argparse.Namespace:
     options = {"out": folder / "model", "epochs": 6, "patience": 2, "batch": 3, "lr": 0.1, "seed": 0, "save_every": 2,
-               "overwrite": False}  # fmt: skip
+               "overwrite": False, "log": "jsonl"}  # fmt: skip
     return argparse.Namespace(**options | more)
 
 
@@ -185,6 +189,41 @@ def test_a_loss_that_explodes_stops_the_run(tmp_path):
             run.step()  # a single bad batch is none: the mean of twenty counts
             done += 1
     assert done == 39
+
+
+# ------------------------------------------------------------------------------------------------------------- the log
+
+
+def test_the_log_of_a_stopped_run_is_that_of_one_that_was_not(tmp_path):
+    scores, logs = [1.0, 3.0, 2.0, 2.9, 9.0, 9.0], []
+    for name, stops in (("whole", []), ("parts", [1, 7])):
+        args = arguments(tmp_path / name, save_every=3)
+        for stop in stops:
+            with pytest.raises(Stopped):
+                fit(args, scores, stop)
+        fit(args, scores)
+        lines = list(read_jsonl(log_path(args.out)))
+        assert all(line.pop("tokens_per_second", 1) > 0 for line in lines)
+        logs.append(lines)
+    assert logs[0] == logs[1] and [line["step"] for line in logs[0] if "loss" in line] == list(range(1, 17))
+    assert logs[0][3]["lr"] == pytest.approx(0.1 * cosine(3, 24))
+    assert [line["score"] for line in logs[0] if "epoch" in line] == scores[:4]
+
+
+def test_off_a_terminal_a_line_every_half_minute(tmp_path, capsys, monkeypatch):
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr("qlass.training.time.monotonic", lambda: next(clock))
+    fit(arguments(tmp_path), [1.0] * 6)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("small:")]
+    assert said[0].startswith("small: 3/24 updates, loss ") and said[0].endswith("4 min left at most")
+    assert len(said) == 4
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+def test_a_log_that_is_not_installed_says_so(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr("qlass.tracking.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=f"pip install {kind}"):
+        fit(arguments(tmp_path, log=kind), [1.0] * 6)
 
 
 # --------------------------------------------------------------------------------------------------------- the stages

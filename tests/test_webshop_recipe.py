@@ -10,6 +10,7 @@ import envs
 import q_search
 import sft
 from qlass.chat import State, parse_action, react
+from qlass.demonstrations import read_trajectories
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the real catalogue is not here")
@@ -44,7 +45,7 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(data, tmp_path, 
     (tmp_path / "eto.json").write_text(json.dumps([eto(env, task) for task in env.task_ids("train")]))
 
     # What the file says is what a stage meets: the same messages, turn for turn.
-    for task_id, (state, _) in zip(env.task_ids("train"), sft.read_trajectories(tmp_path / "eto.json"), strict=True):
+    for task_id, (state, _) in zip(env.task_ids("train"), read_trajectories(tmp_path / "eto.json"), strict=True):
         observation, info = env.reset(options={"task_id": task_id})
         met = State.first(env, observation, info)
         assert met.messages[0] == ("user", INSTRUCTION)

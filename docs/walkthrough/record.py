@@ -112,7 +112,7 @@ def record_webshop(run: Path) -> list[dict]:
         results = []
         for method in (GREEDY, QLASS):
             episodes = (q_search.play(env.fork(), t, method, policy.chat) for t in tasks)
-            played = drive(episodes, answers, env.side_by_side)
+            played = drive(episodes, answers, env.side_by_side, in_order=True)
             results += [r | {"task_id": t, "method": method.name} for t, r in zip(tasks, played, strict=True)]
         rewards = {(r["method"], r["task_id"]): r["reward"] for r in results}
         gains = {t: rewards["qlass", t] - rewards["greedy", t] for t in tasks}

@@ -24,10 +24,10 @@ from environments import UserError
 from experiments.qval import judges, labels, report
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import Call, Context, Scorer, answer, available, family, scorer
-from qlass.chat import State, action_key, parse_action, react, uniforms
+from qlass.chat import Rendering, State, action_key, parse_action, react, uniforms
 from qlass.driver import Sample, ask, drive
 from qlass.jsonl import read_jsonl, write_jsonl
-from qlass.stage import at_least, needed, parse, parser, progress, run_stage, same_arguments, write_meta
+from qlass.stage import at_least, needed, parse, parser, progress, run_stage, same_arguments, sha256, write_meta
 
 
 def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, Any, list[float | None]]:
@@ -38,6 +38,15 @@ def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, An
     env.restore(here)
     env.close()
     return [None if value is None else float(value) for value in values]
+
+
+def sources(name: str, context: Context) -> dict[str, str]:
+    """{what a scorer is made from: its hash}; a prediction is made anew where it has changed."""
+    sft, trees, net = context.sft or context.run / "sft", context.run / "trees.jsonl", context.run / "qnet"
+    codes = [path for path in context.code if path.stem == name]
+    paths = {"learned": [context.run / name], "tree": [trees], "policy": [sft, context.base], "hindsight": [sft, net],
+             "embedding": [sft, trees], "code": codes}.get(family(name, context), [])  # fmt: skip
+    return {path.name: sha256(path) for path in paths if path and path.exists()}
 
 
 def steered(env: envs.TextEnv, task_id: str, score: Scorer, rendering: Any, M: int) -> Generator[Any, Any, float]:
@@ -110,12 +119,14 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     args.out = args.out or args.run / "qval"
-    args.sft = needed(args.sft, args.run / "sft", "sft", args)
+    if args.actor == "agent" or "policy" in args.references or args.play:
+        args.sft = needed(args.sft, args.run / "sft", "sft", args)
     judge = judges.load(args.judge, args.device, args.seed) if args.judge else None
     context = Context(
         args.env, args.run, args.sft, args.base, judge, tuple(args.code), args.gamma, args.seed, args.device
     )
-    rendering, answers = context.policy.chat.rendering, {Sample: context.policy.sample, Call: answer}
+    rendering = context.policy.chat.rendering if args.sft else Rendering()
+    answers = {Sample: lambda requests: context.policy.sample(requests), Call: answer}
 
     def timed(path: Path, records: Any, total: int | None, *names: str) -> list:
         """Write what `records` yields to `path`, with how long it took, or read what is there."""
@@ -125,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
             started = time.process_time()
             made = list(progress(records(), path.stem, total))
             write_jsonl(path, made)
-            write_meta(path, args, cpu_seconds=time.process_time() - started)
+            write_meta(path, args, [args.sft], cpu_seconds=time.process_time() - started)
         return list(read_jsonl(path))
 
     def collect() -> Any:
@@ -134,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
             trajectory(env.fork(), task, number, args.actor, args.epsilon, args.candidates, rendering, args.seed)
             for task, number in lots
         )
-        return (point.dump() for point in distinct(drive(walks, answers, env.side_by_side), args.points))
+        return (point.dump() for point in distinct(drive(walks, answers, env.side_by_side, in_order=True), args.points))
 
     about = ("points", "split", "trajectories", "actor", "epsilon", "candidates")
     points = [Point.load(record) for record in timed(args.out / "points.jsonl", collect, args.points, *about)]
@@ -146,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
 
         def lines(reference: str = reference) -> Any:
             made = (labels.label(env.fork(), p, reference, args.K, args.gamma, rendering) for p in points)
-            return drive(made, answers, env.side_by_side)
+            return drive(made, answers, env.side_by_side, in_order=True)
 
         path = args.out / f"labels-{reference}.jsonl"
         found = timed(path, lines, len(points), "gamma", *(["K"] if reference == "policy" else []))
@@ -161,11 +172,13 @@ def main(argv: list[str] | None = None) -> None:
     wanted = args.scorers or available(context)
     folder = args.out / "predictions"
     for name in wanted:
-        if not (folder / f"{name}.json").exists():
+        made_from = sources(name, context)
+        if not report.made_from(folder / f"{name}.json", made_from):
             score, started = scorer(name, context), time.process_time()
             made = (predict(env.fork(), p, score) for p in points)
-            made = progress(drive(made, answers, env.side_by_side), name, len(points))
+            made = progress(drive(made, answers, env.side_by_side, in_order=True), name, len(points))
             config = {"family": family(name, context), "discount_factor": args.gamma, "judge": args.judge}
+            config["made_from"] = made_from
             values = list(made)
             config["cpu_seconds"] = round(time.process_time() - started, 2)
             report.write_prediction(folder, name, points, values, config)
@@ -188,7 +201,7 @@ def play(env: envs.TextEnv, args: argparse.Namespace, context: Context, names: l
         if set(rewards.get(name, ())) != set(tasks):
             score = scorer(name, context)
             episodes = (steered(env.fork(), t, score, context.policy.chat.rendering, args.M) for t in tasks)
-            played = progress(drive(episodes, answers, env.side_by_side), f"play {name}", len(tasks))
+            played = progress(drive(episodes, answers, env.side_by_side, in_order=True), f"play {name}", len(tasks))
             rewards[name] = dict(zip(tasks, played, strict=True))
             path.write_text(json.dumps(rewards), encoding="utf-8")
     return {name: rewards[name] for name in names}

@@ -81,6 +81,14 @@ def read_prediction(path: Path, points: Sequence[Point]) -> tuple[str, dict, lis
     return record["method_name"], config, found
 
 
+def made_from(path: Path, sources: dict[str, str]) -> bool:
+    """Whether there is a prediction from these very sources; one from elsewhere says nothing of its own."""
+    if not path.exists():
+        return False
+    config = json.loads(path.read_text(encoding="utf-8")).get("config") or {}
+    return config.get("made_from", sources) == sources
+
+
 def read_predictions(folder: Path, points: Sequence[Point]) -> tuple[dict[str, list], dict[str, str]]:
     """{name: values} and {name: family} of all files there; a ranking counts where it stands alone."""
     alone = {path.stem: path for path in sorted(folder.glob("*.json"))}

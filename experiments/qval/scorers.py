@@ -110,10 +110,6 @@ def peek(env: envs.TextEnv, state: State, action: str) -> tuple[State, list[str]
 # --------------------------------------------------------------------------------------------------- hand-written code
 
 
-def from_file(path: Path) -> Scorer:
-    return judged_by_code(code.load(path))
-
-
 def judged_by_code(signal: code.Signal) -> Scorer:
     """A signal_function, which sees the next state too; None where it fails."""
 
@@ -320,7 +316,7 @@ def scorer(name: str, context: Context) -> Scorer:
         return by_qnet(context, name)
     for path in context.code:
         if name == path.stem:
-            return from_file(path)
+            return judged_by_code(code.load(path))
     from experiments.qval.judges import JUDGES
 
     if name in JUDGES:
@@ -344,6 +340,8 @@ def available(context: Context) -> list[str]:
         if (context.run / "trees.jsonl").exists()
         else {"tree_bellman", "tree_average", "tree_plain", "neighbours"}
     )
+    if not (context.sft or context.run / "sft").exists():
+        lacking |= {name for name, (kind, _) in SCORERS.items() if kind in ("policy", "hindsight", "embedding")}
     lacking |= set() if context.base else {"log_ratio"}
     lacking |= set() if "qnet" in nets else {"value_gain"}
     lacking |= {"state_value", "oracle"} if context.env == "sciworld" else set()

@@ -2,10 +2,12 @@
 #
 # One process on one GPU. By the estimate that sft.py and train_qnet.py print first, Llama-2-7B with all weights trained
 # takes 184 GB as the stages' defaults would have it, 129 GB with FITS=--gradient-checkpointing (an H200), 86 GB as below;
-# for 80 GB or less give FITS="--gradient-checkpointing --lora 16 --lr 2e-4", or several GPUs: PYTHON="accelerate launch".
+# for 80 GB or less give FITS="--gradient-checkpointing --lora 16 --lr 2e-4". Several GPUs share the sequences, not the
+# weights: TRAIN="torchrun --nproc-per-node 8".
 # A stopped script goes on where it was when it is run again. SEED=1 makes a run folder of its own.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python}
+TRAIN=${TRAIN:-$PYTHON}
 SEED=${SEED:-0}
 MODEL=${MODEL:-meta-llama/Llama-2-7b-chat-hf}  # any HuggingFace name or folder
 NAME=${NAME:-$(basename "$MODEL")-$SEED}       # names the run folder
@@ -27,8 +29,8 @@ webshop+=(--env-option "split_file=$ETO" --env-option "instruction=$ETO/webshop_
 
 # Stages 1 to 4 for the environment in `env`; what is there stays.
 pipeline() {
-  [ -d "$RUN/sft" ] || $PYTHON sft.py "${env[@]}" "${sft[@]}"
+  [ -d "$RUN/sft" ] || $TRAIN sft.py "${env[@]}" "${sft[@]}"
   $PYTHON build_trees.py "${env[@]}" "${trees[@]}"
   [ -f "$RUN/q_labels.jsonl" ] || $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target q
-  [ -d "$RUN/qnet" ] || $PYTHON train_qnet.py "${env[@]}" "${qnet[@]}"
+  [ -d "$RUN/qnet" ] || $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}"
 }

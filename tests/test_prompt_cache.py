@@ -1,0 +1,153 @@
+"""What is kept of prompts read before: what goes first, what a small cache still finds, what a tree costs."""
+
+import numpy as np
+import pytest
+import torch
+from fakes import tiny_lm, word_chat
+
+from qlass.chat import State
+from qlass.driver import Sample, Score
+from qlass.policy import Policy, Trie
+from qlass.prompt_cache import PlainReader, PromptCache, reader
+from qlass.token_tree import TokenTree
+from train_qnet import QNet
+
+CHAT = word_chat()
+MODEL = tiny_lm(CHAT)
+WORDS = "you stand at start left right walk find the purse hm this way nothing happens".split()  # noqa: SIM905
+
+
+def episodes(n: int, turns: int, seed: int = 0) -> list[list[State]]:
+    """The states of n episodes, each with words of its own from the first observation on."""
+    rng = np.random.default_rng(seed)
+
+    def words(k: int) -> str:
+        return " ".join(rng.choice(WORDS, k))
+
+    found = []
+    for _ in range(n):
+        states = [State((("user", "walk"), ("assistant", "OK"), ("user", words(12))))]
+        for _ in range(turns - 1):
+            states.append(states[-1].then(f"Action: {words(2)}", words(8)))
+        found.append(states)
+    return found
+
+
+def forward(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
+    forward.cost += inputs["input_ids"].numel()
+    with torch.inference_mode():
+        return MODEL(**inputs, logits_to_keep=columns).logits
+
+
+def read(cache: PromptCache, states: list[State]) -> int:
+    """Tokens that went through the model for these states."""
+    forward.cost = 0
+    prompts = [CHAT.message_tokens(s) for s in states]
+    assert len(list(cache.read(forward, MODEL, 0, 1 << 14, prompts, [[]] * len(states)))) == len(states)
+    return forward.cost
+
+
+def side_by_side(cache: PromptCache, played: list[list[State]]) -> float:
+    """The share of the prompts' tokens that the cache held, all episodes a step at a time."""
+    for step in zip(*played, strict=True):
+        read(cache, list(step))
+    return cache.found / cache.asked
+
+
+def test_a_small_cache_still_finds_its_share():
+    played = episodes(32, 8)
+    whole = PromptCache()
+    all_found = side_by_side(whole, played)
+    needed = whole.used
+    found = {part: side_by_side(PromptCache(int(needed * part)), played) for part in (0.5, 0.25, 0.1)}
+    assert all_found > 0.7
+    assert found[0.5] > 0.5 * all_found and found[0.25] > 0.25 * all_found and found[0.1] > 0.1 * all_found
+    # By the age of entries alone, each would be forgotten just before it is read again.
+
+
+def test_episodes_that_are_over_make_room():
+    early, late = episodes(4, 6), episodes(4, 6, seed=1)
+    whole = PromptCache()
+    side_by_side(whole, early)
+    cache = PromptCache(whole.used)  # room for four
+    side_by_side(cache, early)
+    cache.asked = cache.found = 0
+    assert side_by_side(cache, late) > 0.5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_kept_turn_continues_is_kept(seed):
+    played = episodes(6, 6, seed)
+    rng, cache = np.random.default_rng(seed), PromptCache(40_000)
+    evicted = 0
+    for _ in range(60):
+        some = [played[rng.integers(6)][rng.integers(6)] for _ in range(2)]
+        before = set(cache._entries)
+        read(cache, some)
+        evicted += len(before - set(cache._entries))
+        assert cache.used <= cache.room
+        assert all(not e.parent or e.parent in cache._entries for e in cache._entries.values())
+        place = {name: i for i, name in enumerate(cache._entries)}
+        assert all(not e.parent or place[e.parent] > place[name] for name, e in cache._entries.items())
+    assert evicted > 10
+
+
+def family(depth: int, width: int) -> list[State]:
+    """All states of a tree of this depth, in no order."""
+    states = [episodes(1, 1)[0][0]]
+    level = states
+    for _ in range(depth):
+        level = [s.then(f"Action: {WORDS[k]}", " ".join(WORDS[i:])) for s in level for i, k in enumerate(range(width))]
+        states = states + level
+    return [states[i] for i in np.random.default_rng(0).permutation(len(states))]
+
+
+@pytest.mark.parametrize("row", [2048, 60])
+def test_a_tree_costs_its_unique_tokens(row, monkeypatch):
+    """In one row, or in several, where what did not fit in follows behind what has been read."""
+    monkeypatch.setattr(PromptCache, "ROW", row)
+    pairs = [(s, a) for s in family(3, 3) for a in ("Action: left", "Action: left right")]
+    tree = TokenTree()
+    for s, a in pairs:
+        tree.add([*CHAT.prompt(s), *CHAT.action(a, "")])
+    policy, net = Policy(MODEL, CHAT), QNet(MODEL.model, CHAT).eval()
+    policy.logprobs(pairs)
+    net.score([Score(s, (a,)) for s, a in pairs])
+    assert policy.computed <= (1 if row > len(tree) else 1.9) * len(tree)
+    assert net.computed == policy.computed
+
+
+def test_rows_limited_or_not_give_the_same(monkeypatch):
+    pairs = [(s, a) for s in family(2, 3) for a in ("Action: left", "Action: left right")]
+    whole = Policy(MODEL, CHAT).logprobs(pairs)
+    monkeypatch.setattr(PromptCache, "ROW", 30)
+    assert Policy(MODEL, CHAT).logprobs(pairs) == pytest.approx(whole, abs=1e-4)
+
+
+def test_a_model_reads_with_a_cache_of_the_size_asked_for_or_plainly():
+    assert reader(MODEL, 0.5).room == 1 << 29 and reader(MODEL).room > 0
+    plain = tiny_lm(CHAT)
+    plain.plain = True
+    assert isinstance(reader(plain), PlainReader)
+
+
+# ------------------------------------------------------------------------------------------ tries down to a branching
+
+
+def test_a_trie_is_read_down_to_its_last_branching():
+    trie = Trie([[1, 2, 3, 9], [1, 2, 4, 5, 9], [1, 6, 7, 9]])
+    assert trie.tails == [[1, 2], [1, 2], [1]]
+    assert trie.branches == [(0, 1, 2), (0, 2, 3), (1, 2, 4), (2, 1, 6)]
+    scores = np.log([0.3, 0.2, 0.8, 0.7])
+    assert np.exp(trie.logprobs(scores)) == pytest.approx([0.3 * 0.2, 0.3 * 0.8, 0.7])
+    assert Trie([[1, 2]]).branches == [] and Trie([[1, 2]]).tails == [[]]
+    assert np.exp(Trie([[1, 9], [1, 9], [2, 9]]).logprobs(np.log([0.5, 0.5]))) == pytest.approx([0.5, 0.5, 0.5])
+
+
+def test_only_tokens_above_a_branching_are_computed():
+    state = episodes(1, 1)[0][0]
+    policy = Policy(MODEL, CHAT)
+    policy.sample([Sample(state, 3, ("t",), 1.0, ("Action: left",))])
+    assert policy.computed == 0  # there is nothing to choose
+    policy.sample([Sample(state, 3, ("t",), 1.0, ("Action: left left left", "Action: right walk"))])
+    assert policy.computed == len(CHAT.prompt(state)) + 1  # "Action:", behind which they part
