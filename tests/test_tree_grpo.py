@@ -10,6 +10,7 @@ import torch
 from fakes import WORLD, FakeEnv, Script, path_of, run, say, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
+from test_lora import needs_peft
 from test_training import launch
 from torch.testing import assert_close
 
@@ -375,13 +376,14 @@ def test_when_to_stop():
     assert "nothing is left to learn" in why_stop([start, *(line(flat=1.0, reward=0.95) for _ in range(8))])
 
 
-def test_free_text_and_lora_updates_train_too(fake_world, tmp_path):
+@pytest.mark.parametrize("flags", [[], pytest.param(["--lora", "2"], marks=needs_peft)])
+def test_free_text_and_lora_updates_train_too(fake_world, tmp_path, flags):
     chat = word_chat(max_new_tokens=6)
     tiny_lm(chat).save_pretrained(tmp_path / "free")
     chat.tokenizer.save_pretrained(tmp_path / "free")
     chat.rendering.save(tmp_path / "free")
-    lines = train(tmp_path, tmp_path / "free", "--budget", "100", "--budget-in", "env_steps", "--lora", "2",
-                  "--entropy", "0.1")  # fmt: skip
+    lines = train(tmp_path, tmp_path / "free", "--budget", "100", "--budget-in", "env_steps",
+                  "--entropy", "0.1", *flags)  # fmt: skip
     assert lines[-1]["updates"] == 2 * lines[-1]["batch"] >= 2
     assert lines[-1]["entropy"] > 0 and lines[-1]["kl"] > 0  # words at random earn nothing: the bonus alone moves it
     saved = Policy.load(tmp_path / "sft-tree_grpo").model.state_dict()
