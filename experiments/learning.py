@@ -157,7 +157,7 @@ def learn(
             torch.save({"lines": len(lines), "model": model.state_dict(), "optimizer": optimizer.state_dict()}, draft)
             draft.replace(resume)
     best, last = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"]), lines[-1]
-    figures = {"best": best, "last": last, "stopped": why or None}
+    figures = {"best": best, "last": last, "lr": optimizer.param_groups[0]["lr"], "stopped": why or None}
     if out:
         out.finish(**figures)
         write_meta(folder, args, [args.sft], **figures)

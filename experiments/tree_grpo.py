@@ -42,7 +42,8 @@ from qlass.driver import Sample, ask, drive
 from qlass.policy import Policy
 from qlass.stage import at_least, parse, run_stage
 
-LR = {"webshop": 1e-3, "alfworld": 1e-4, "frozenlake": 3e-4}  # of the tiny model; the learning rate decides everything
+LR = {"alfworld": 1e-4}  # of the tiny model, others LR_TINY; the learning rate decides everything
+LR_TINY = 3e-4
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
 CLIP, DUAL_CLIP = 0.2, 3.0
 FIGURES = ("reward", "flat", "kl", "entropy", "clipped")  # means of a batch; flat: tasks whose leaves earn the same
@@ -258,7 +259,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--tasks", type=at_least(1), default=32, metavar="N", help="a batch (default: %(default)s; released: 512)")
     said = "tasks an update (default: %(default)s; released: 64)"
     add("--minibatch", type=at_least(1), default=16, metavar="N", help=said)
-    add("--lr", type=at_least(0, float), help="default: 1e-6; tiny: webshop 1e-3, alfworld 1e-4, others 3e-4")
+    add("--lr", type=at_least(0, float), help="default: 1e-6; tiny: alfworld 1e-4, others 3e-4")
     add("--kl", type=at_least(0, float), default=1e-3, help="weight of the KL to RUN/sft (default: %(default)s)")
     add("--entropy", type=at_least(0, float), default=1e-3, help="weight of the entropy bonus (default: %(default)s)")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: tree_grpo, or grpo with --rounds 0)")
@@ -274,7 +275,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
-    model, chat, optimizer, lr = load(args, LR.get(args.env, 3e-4))
+    model, chat, optimizer, lr = load(args, LR.get(args.env, LR_TINY))
     reference = copy.deepcopy(model)  # LoRA's updates are still 0
 
     def batch(last: dict) -> dict:

@@ -10,6 +10,7 @@ import torch
 from fakes import WORLD, FakeEnv, Script, path_of, run, say, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
+from test_lora import needs_peft
 from test_training import launch
 from torch.testing import assert_close
 
@@ -278,49 +279,6 @@ def test_packed_probabilities_are_those_that_drew_the_actions():
             assert d.action not in known or value == pytest.approx(known[d.action], abs=1e-5)
 
 
-def test_free_text_has_the_policys_probability():
-    chat = word_chat()
-    model = tiny_lm(chat)
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")
-    texts = ["Action: left", "Thought: hm Action: right"]
-    (p,) = pack(chat, [Decision(state, text) for text in texts], 2048)
-    logp = torch.zeros(2).index_add(0, torch.tensor(p.owner), p.logprobs(model)[0])
-    np.testing.assert_allclose(logp.tolist(), Policy(model, chat).logprobs([(state, t) for t in texts]), rtol=1e-5)
-    assert len(p.owner) == sum(len(chat.action(t, "find")) for t in texts)  # the token that ends the turn included
-
-
-def test_an_only_valid_action_is_no_choice():
-    chat = word_chat()
-    state = State((("user", "walk"),), "find")
-    assert list(pack(chat, [Decision(state, "left", ("left",))], 2048)) == []
-
-
-def test_each_unique_token_is_computed_once_and_tails_without_a_fork_are_not():
-    chat = word_chat()
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")
-    valid = ("Thought: this Action: left", "Thought: this Action: right", "Action: walk walk walk")
-    (p,) = pack(chat, [Decision(state, v, valid) for v in valid], 2048)
-    # Fork 1 behind the prompt: "Thought:" or "Action:". Fork 2 behind "Thought: this Action:".
-    assert len(p.tree) == len(chat.prompt(state)) + 3
-    assert p.forks == 6 and len(p.owner) == 3  # a fork a decision and place
-
-
-def test_a_trajectory_longer_than_the_room_is_not_computed_again_at_each_step():
-    chat = word_chat()
-    state, steps = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find"), []
-    for _ in range(12):
-        steps.append(Decision(state, "Action: left", ("Action: left", "Action: right")))
-        state = state.then("Action: left", "walk walk walk walk")
-    whole = len(chat.prompt(steps[-1].state))
-    (p,) = pack(chat, steps, whole // 3)
-    assert len(p.tree) == whole + 1  # and "Action:", behind which the last step forks
-    assert (
-        sum(len(q.tree) for q in pack(chat, steps, whole // 8))
-        < 3 * whole
-        < sum(len(chat.prompt(d.state)) for d in steps)
-    )
-
-
 def test_the_first_minibatch_has_ratio_one(world):
     chat, model, _, _, forests = world
     for p, (*_, old, reference) in prepared(model, tiny_lm(chat, 9), chat, forests, "both"):
@@ -418,14 +376,19 @@ def test_when_to_stop():
     assert "nothing is left to learn" in why_stop([start, *(line(flat=1.0, reward=0.95) for _ in range(8))])
 
 
+<<<<<<< HEAD
 def test_free_text_and_lora_updates_train_too(fake_world, tmp_path):
     pytest.importorskip("peft")
+=======
+@pytest.mark.parametrize("flags", [[], pytest.param(["--lora", "2"], marks=needs_peft)])
+def test_free_text_and_lora_updates_train_too(fake_world, tmp_path, flags):
+>>>>>>> grpo
     chat = word_chat(max_new_tokens=6)
     tiny_lm(chat).save_pretrained(tmp_path / "free")
     chat.tokenizer.save_pretrained(tmp_path / "free")
     chat.rendering.save(tmp_path / "free")
-    lines = train(tmp_path, tmp_path / "free", "--budget", "100", "--budget-in", "env_steps", "--lora", "2",
-                  "--entropy", "0.1")  # fmt: skip
+    lines = train(tmp_path, tmp_path / "free", "--budget", "100", "--budget-in", "env_steps",
+                  "--entropy", "0.1", *flags)  # fmt: skip
     assert lines[-1]["updates"] == 2 * lines[-1]["batch"] >= 2
     assert lines[-1]["entropy"] > 0 and lines[-1]["kl"] > 0  # words at random earn nothing: the bonus alone moves it
     saved = Policy.load(tmp_path / "sft-tree_grpo").model.state_dict()
