@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> None:
     must_exist(args.expert)
     args.expert = args.expert or cloned_from(args.sft)
 
-    # From the far end of the training list: where there are more tasks than demonstrations, the agent meets new ones.
+    # From the far end of the training list: where there are more tasks than demonstrations, the agent gets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
     trees = Output(args, complete_trees, [args.sft], SAMPLING_FREE)
     finished = {record["task_id"] for record in trees.records}

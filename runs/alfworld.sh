@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ALFWorld through all four stages with the tiny model: games that are made here, or the real ones with
+# ALFWorld through all five stages with the tiny model: games that are made here, or the real ones with
 #   RUN=runs/alfworld-real bash runs/alfworld.sh --alfworld-data DIR        (DIR holds json_2.1.1/, or is it)
 # QNet learns at the last token of each action alone: over some 550 tokens a pair, the mean of Eq. (11) leaves a
 # twentieth of the loss to the action, too little for so small a model and so few updates.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All four stages on WebShop's bundled catalogue with the tiny model, then every policy on 400 test tasks, on two cores.
+# All five stages on WebShop's bundled catalogue with the tiny model, then every policy on 400 test tasks, on two cores.
 set -euo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ScienceWorld through all four stages with the tiny model, on the 24 tasks that ETO and the paper have.
+# ScienceWorld through all five stages with the tiny model, on the 24 tasks that ETO and the paper have.
 # Few demonstrations of long episodes: small batches, so that the agent gets its updates. Few trees: a restore replays
 # the episode. 48 tasks of a test split are two variations of each task.
 set -euo pipefail

@@ -4,7 +4,7 @@
 # takes 184 GB as the stages' defaults would have it, 129 GB with FITS=--gradient-checkpointing (an H200), 86 GB as below;
 # for 80 GB or less give FITS="--gradient-checkpointing --lora 16 --lr 2e-4". Several GPUs share the sequences, not the
 # weights: TRAIN="torchrun --nproc-per-node 8".
-# A stopped script goes on where it was when it is run again. SEED=1 makes a run folder of its own.
+# A stopped script resumes where it was when it is run again. SEED=1 makes a run folder of its own.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python}
 TRAIN=${TRAIN:-$PYTHON}
