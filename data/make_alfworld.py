@@ -345,9 +345,9 @@ def stamp() -> str:
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
-def ensure(seed: int = 0) -> Path:
+def ensure(seed: int = 0, where: Path | None = None) -> Path:
     """The folder of the default games, made on first use and again when this file has changed."""
-    folder = GENERATED / f"alfworld-{seed}"
+    folder = (where or GENERATED) / f"alfworld-{seed}"
     made_by = folder / "made_by"
     if not made_by.exists() or made_by.read_text().strip() != stamp():
         print(f"making ALFWorld games in {folder} ...", file=sys.stderr)

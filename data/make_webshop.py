@@ -189,9 +189,9 @@ def is_made(folder: Path, seed: int, products: int) -> bool:
     return note.exists() and note.read_text() == made_by(seed, products)
 
 
-def ensure(seed: int = 0) -> Path:
+def ensure(seed: int = 0, where: Path | None = None) -> Path:
     """The folder of the default catalogue, made on first use and again when this file has changed."""
-    folder = GENERATED / f"webshop-{seed}"
+    folder = (where or GENERATED) / f"webshop-{seed}"
     return folder if is_made(folder, seed, 1500) else write(folder, seed, 1500)
 
 

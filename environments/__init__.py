@@ -3,6 +3,16 @@
 No model and no stage of the pipeline is needed here, so that a folder can be lifted into another project.
 """
 
+import os
+from pathlib import Path
+
 
 class UserError(Exception):
     """A mistake that its message says how to fix; the scripts print that one line and exit with code 2."""
+
+
+def writable(folder: Path) -> Path:
+    """The folder for generated data, or the user's cache where the package was installed for all to read only."""
+    if os.access(folder if folder.exists() else folder.parent, os.W_OK):
+        return folder
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qlass"

@@ -35,7 +35,7 @@ HIDDEN = ("argv", "env_flags")  # of `parse` itself, no arguments
 
 def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     """A stage's parser: its description is the first line of the stage's docstring."""
-    made = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=epilog, usage="python %(prog)s [flags]")
+    made = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=epilog, usage=f"{command_line()} [flags]")
     said = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
     made.add_argument("--env", default="webshop", metavar="NAME", help=said)
     made.add_argument("--run", type=Path, metavar="DIR", help="folder of this run's files (default: runs/ENV)")
@@ -46,11 +46,19 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     made.add_argument("--help-more", action=HelpMore, nargs=0, const=[], help=said)
 
     def error(message: str) -> NoReturn:
-        raise UserError(f"{message} (python {made.prog} --help lists the flags)")
+        raise UserError(f"{message} ({command_line()} --help lists the flags)")
 
     made.error = error  # type: ignore[method-assign]
     made.set_defaults(env_flags=[])  # envs.add_arguments adds those of the environment
     return made
+
+
+def command_line(stage: str | None = None) -> str:
+    """How a person calls this stage or that one: by its file in a clone, or by its installed command."""
+    called = Path(sys.argv[0]).name
+    if called.startswith("qlass-"):
+        return f"qlass-{stage.replace('_', '-')}" if stage else called
+    return f"python {stage}.py" if stage else f"python {called}"
 
 
 class HelpMore(argparse.Action):
@@ -138,7 +146,9 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
         argv = handed_on(args)
         if meta_path(default).exists():
             argv = json.loads(meta_path(default).read_text(encoding="utf-8")).get("argv", argv)
-        print(f"{default} is missing: making it with python {stage}.py {' '.join(argv)} ({made_by.TAKES})", flush=True)
+        print(
+            f"{default} is missing: making it with {command_line(stage)} {' '.join(argv)} ({made_by.TAKES})", flush=True
+        )
         made_by.main(argv)
     return default
 
@@ -284,10 +294,11 @@ def write_meta(
     for package in ("torch", "transformers", "numpy", "gymnasium"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    commit = ""
+    commit, clone = "", Path(__file__).parents[1]
     with contextlib.suppress(OSError):  # a machine without git
-        command = ["git", "-C", Path(__file__).parents[1], "rev-parse", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        if (clone / ".git").exists():  # else it is installed, perhaps below another project's repository
+            command = ["git", "-C", clone, "rev-parse", "HEAD"]
+            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     record = {
         "arguments": plain(args),
         "argv": getattr(args, "argv", []),
@@ -356,3 +367,9 @@ def run_stage(main: Callable[[], Any]) -> None:
     except KeyboardInterrupt:
         print("\nstopped; the same command resumes from what is written", file=sys.stderr)
         sys.exit(130)
+
+
+def command() -> None:
+    """The installed commands: qlass-build-trees is build_trees.py."""
+    name = Path(sys.argv[0]).stem.removeprefix("qlass-").replace("-", "_")
+    run_stage(importlib.import_module(name).main)

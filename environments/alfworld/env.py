@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from data import make_alfworld
-from environments import UserError
+from environments import UserError, writable
 from envs import UNSET, TextEnv
 
 from . import engine, expert, games, textworld
@@ -55,7 +55,9 @@ class ALFWorldEnv(TextEnv):
         if engine not in ("python", "textworld"):
             raise UserError(f"alfworld: unknown engine {engine!r}: choose python or textworld")
         self.engine = engine
-        self.games = games.Games(data or os.environ.get("ALFWORLD_DATA") or make_alfworld.ensure(seed))
+        self.games = games.Games(
+            data or os.environ.get("ALFWORLD_DATA") or make_alfworld.ensure(seed, writable(make_alfworld.GENERATED))
+        )
         self.task_id, self.told = "", self.instruction
         self.instruction = self.told.replace("PUT", self.wordings[0])
 

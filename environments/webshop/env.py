@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from data import make_webshop
-from environments import UserError
+from environments import UserError, writable
 from envs import UNSET, TextEnv
 
 from . import catalogue, engine, expert, paraphrase
@@ -60,7 +60,7 @@ class WebShopEnv(TextEnv):
             self.max_steps = self.tree_steps = engine.BUNDLED_MAX_STEPS
             self.demonstrations = 200
             page_size = page_size or engine.BUNDLED_PAGE_SIZE
-            data = make_webshop.ensure(seed)
+            data = make_webshop.ensure(seed, writable(make_webshop.GENERATED))
         super().__init__(max_steps, instruction)
         files = [path and Path(path) for path in (goals, title_nouns)]
         self.shop = engine.load(Path(data), *files, human_goals, seed, page_size or engine.PAGE_SIZE)

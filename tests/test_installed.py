@@ -1,0 +1,58 @@
+"""What holds where the project is installed (pip install .): commands by name, data in a writable place."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from environments import writable
+from qlass import stage
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def project() -> dict:
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_every_stage_is_packed_and_has_a_command(project):
+    modules = project["tool"]["setuptools"]["py-modules"]
+    assert sorted(f"{name}.py" for name in modules) == sorted(path.name for path in ROOT.glob("*.py"))
+    commands = project["project"]["scripts"]
+    assert {name.removeprefix("qlass-").replace("-", "_") for name in commands} == set(modules) - {"envs"}
+
+
+def test_the_pins_lie_within_the_ranges(project):
+    pins = dict(re.findall(r"^(\w+)==([\d.]+)", (ROOT / "requirements.txt").read_text(), re.M))
+    for wanted in project["project"]["dependencies"]:
+        name, ranges = re.match(r"(\w+)(.*)", wanted).groups()
+        have = tuple(map(int, pins[name].split(".")))
+        for sign, bound in re.findall(r"(>=|<)([\d.]+)", ranges):
+            bound = tuple(map(int, bound.split(".")))
+            assert have >= bound if sign == ">=" else have < bound
+
+
+def test_a_command_runs_its_stage_and_names_itself(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/qlass-bellman", "--gamma", "7"])
+    with pytest.raises(SystemExit, match="2"):
+        stage.command()
+    error = capsys.readouterr().err
+    assert "--gamma" in error and "(qlass-bellman --help lists the flags)" in error
+    assert stage.command_line("build_trees") == "qlass-build-trees"
+    monkeypatch.setattr(sys, "argv", ["bellman.py"])
+    assert stage.command_line() == "python bellman.py" and stage.command_line("sft") == "python sft.py"
+
+
+def test_generated_data_goes_where_it_can(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "data" / "generated"
+    folder.parent.mkdir()
+    assert writable(folder) == folder
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder.parent)
+    assert writable(folder) == tmp_path / "cache" / "qlass"
+    folder.mkdir()
+    assert writable(folder) == folder
