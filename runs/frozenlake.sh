@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# FrozenLake through all four stages with the tiny model: a fixed 4x4 map, random starts, the exact Q* known. About a
+# FrozenLake through all five stages with the tiny model: a fixed 4x4 map, random starts, the exact Q* known. About a
 # minute; MAP=8x8 for the larger lake takes more than five. The agent is cloned with few updates, so that it errs; the
 # trees are wide and warm enough to meet every move from every cell, and QNet then knows what the agent did not.
 set -euo pipefail

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# All four stages on WebShop's bundled catalogue with the tiny model, then every policy on 400 test tasks, on two cores.
+# All five stages on WebShop's bundled catalogue with the tiny model, then every policy on 200 test tasks, on two cores.
+# The cloned agent is nearly deterministic, so its trees are sampled at a higher temperature.
 set -euo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
 
 [ -d "$RUN/sft" ] || stage sft.py "${common[@]}"                      # stage 1: behaviour cloning
-stage build_trees.py "${common[@]}"                                   # stage 2: exploration trees
+stage build_trees.py "${common[@]}" --limit 200 --rollouts 16 --temperature 2   # stage 2: exploration trees
 [ -f "$RUN/q_labels.jsonl" ] || stage bellman.py "${common[@]}"       # stage 3: Bellman backup
-[ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}"              # stage 4: QNet
-stage q_search.py "${common[@]}" --method all                         # Q-guided generation and its baselines
+[ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}" --epochs 4   # stage 4: QNet
+stage q_search.py "${common[@]}" --method all --limit 200             # stage 5: Q-guided generation and its baselines
 
 # Control: the same agent cloned from the demonstrations and the trees' best branches (rejection sampling).
 [ -d "$RUN/sft-tree" ] || stage -m experiments.self_train "${common[@]}" --method tree
-stage q_search.py "${common[@]}" --method greedy --sft "$RUN/sft-tree" --label "SFT on trees' best" \
+stage q_search.py "${common[@]}" --method greedy --limit 200 --sft "$RUN/sft-tree" --label "SFT on trees' best" \
     --out "$RUN/results-tree.jsonl"
 stage report.py --run "$RUN" --out "$RUN/report.html"
