@@ -54,7 +54,7 @@ def results_table(groups: Sequence[Group]) -> Table:
     head += ["zero reward", "generated tokens", "total tokens", "env steps", "seconds", "paper"]
     rows = []
     for group in groups:
-        m = group.method
+        m = group.condition
         rows.append([m.env, m.name, str(m.M or "–"), str(m.N or "–"), f"{group.reward}", str(group.reward.n)])
         rows[-1] += [group.seeds(), number(group.mean("success"), 3), f"{group.zero_share():.3f}"]
         rows[-1] += [number(group.mean("generated")), number(group.mean("total")), number(group.mean("env_steps"), 1)]
@@ -71,30 +71,31 @@ def types_table(groups: Sequence[Group]) -> Table:
     for group in groups:
         rewards = {kind: [r.reward for r in group.results.values() if r.type == kind] for kind in kinds}
         cells = [f"{sum(some) / len(some):.3f} ({len(some)})" if some else "–" for some in rewards.values()]
-        rows.append([group.method.env, f"{group.method.name} {group.method.budget}".strip(), *cells])
+        rows.append([group.condition.env, f"{group.condition.name} {group.condition.budget}".strip(), *cells])
     return ["environment", "method", *(f"{kind} (episodes)" for kind in kinds)], rows
 
 
 def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
     """Which methods are compared: each with greedy; QLASS with best-of-N; a labelled one with the same unlabelled."""
     for a in groups:
-        for label in dict.fromkeys((a.method.label, "")):  # greedy of the same run where it has one
-            greedy = [b for b in groups if b.method.method == "greedy" and b.method.label == label]
-            if greedy := [b for b in greedy if b.method.env == a.method.env]:
+        for label in dict.fromkeys((a.condition.label, "")):  # greedy of the same run where it has one
+            greedy = [b for b in groups if b.condition.method == "greedy" and b.condition.label == label]
+            if greedy := [b for b in greedy if b.condition.env == a.condition.env]:
                 yield a, greedy[0]
                 break
-        peers = [b for b in groups if b.method.env == a.method.env and b.method.label in (a.method.label, "")]
-        if a.method.method == "qlass":
+        peers = [b for b in groups if b.condition.env == a.condition.env]
+        peers = [b for b in peers if b.condition.label in (a.condition.label, "")]
+        if a.condition.method == "qlass":
             for oracle in (False, True):
-                own = [b for b in peers if (b.method.method, b.method.oracle) == ("best_of_n", oracle)]
-                own = [b for b in own if b.method.label == a.method.label]
+                own = [b for b in peers if (b.condition.method, b.condition.oracle) == ("best_of_n", oracle)]
+                own = [b for b in own if b.condition.label == a.condition.label]
                 if own and a.mean("total") > 0:  # at equal cost, and at an equal number of samples
                     yield a, nearest(a, own)
-                yield from ((a, b) for b in own if (b.method.N or 1) == (a.method.M or 1) * (a.method.N or 1))
-        if a.method.label:
-            same = [b for b in peers if (b.method.method, b.method.label) == (a.method.method, "")]
-            kind = (a.method.M, a.method.N, a.method.select)
-            yield from ((a, b) for b in same if (b.method.M, b.method.N, b.method.select) == kind)
+                yield from ((a, b) for b in own if (b.condition.N or 1) == (a.condition.M or 1) * (a.condition.N or 1))
+        if a.condition.label:
+            same = [b for b in peers if (b.condition.method, b.condition.label) == (a.condition.method, "")]
+            kind = (a.condition.M, a.condition.N, a.condition.select)
+            yield from ((a, b) for b in same if (b.condition.M, b.condition.N, b.condition.select) == kind)
 
 
 def differences_table(groups: Sequence[Group]) -> Table:
@@ -106,10 +107,10 @@ def differences_table(groups: Sequence[Group]) -> Table:
         difference = paired_difference(a.values("reward"), b.values("reward"))
         if difference.n == 0:
             continue
-        names = [f"{g.method.name} {g.method.budget}".strip() for g in (a, b)]
+        names = [f"{g.condition.name} {g.condition.budget}".strip() for g in (a, b)]
         ratio = f"{a.mean('total') / b.mean('total'):.2f}" if b.mean("total") else "–"
         verdict = "no difference" if difference.covers_zero else "higher" if difference.mean > 0 else "lower"
-        key = (a.method.env, *names)
+        key = (a.condition.env, *names)
         rows[key] = [*key, f"{difference:+}", verdict, str(difference.n), ratio]
     return head, list(rows.values())
 
@@ -119,11 +120,11 @@ def calibration_table(groups: Sequence[Group]) -> Table:
     rows = []
     for group in groups:
         q, returns = scored_steps(group)
-        if len(q) > 1 and not group.method.method.startswith("oracle"):
+        if len(q) > 1 and not group.condition.method.startswith("oracle"):
             some = slice(None, None, 1 + len(q) // 5000)  # tau is quadratic
-            name = f"{group.method.name} {group.method.budget}".strip()
+            name = f"{group.condition.name} {group.condition.budget}".strip()
             rho, tau = spearman(q, returns), kendall(q[some], returns[some])
-            rows.append([group.method.env, name, str(len(q)), number(rho, 3), number(tau, 3)])
+            rows.append([group.condition.env, name, str(len(q)), number(rho, 3), number(tau, 3)])
     return head, rows
 
 
@@ -159,9 +160,10 @@ def markdown(table: Table) -> str:
 def cases(groups: Sequence[Group]) -> str:
     """Greedy and QLASS side by side: where QLASS gains most, where it loses most, and an episode with neither."""
     parts = []
-    for greedy in (g for g in groups if g.method.method == "greedy"):
-        run = greedy.method.env, "qlass", greedy.method.label
-        guided = [g for g in groups if (g.method.env, g.method.method, g.method.label) == run and not g.method.oracle]
+    for greedy in (g for g in groups if g.condition.method == "greedy"):
+        run = greedy.condition.env, "qlass", greedy.condition.label
+        here = [(g, g.condition) for g in groups if not g.condition.oracle]
+        guided = [g for g, condition in here if (condition.env, condition.method, condition.label) == run]
         if not guided:
             continue
         best = max(guided, key=lambda g: g.reward.mean)
@@ -175,8 +177,9 @@ def cases(groups: Sequence[Group]) -> str:
             "the same": [(a, b) for a, b in pairs if b.reward == a.reward],
         }
         counts = ", ".join(f"{name} in {len(kind)}" for name, kind in kinds.items())
-        told = f"{greedy.method.env}: QLASS {best.method.budget} against {greedy.method.name}, by episodes: {counts}."
-        parts.append(page.paragraph(f"{told} Shown: the largest gain, the largest loss, and one of the rest."))
+        names = f"{greedy.condition.env}: QLASS {best.condition.budget} against {greedy.condition.name}"
+        shown = "Shown: the largest gain, the largest loss, and one of the rest."
+        parts.append(page.paragraph(f"{names}, by episodes: {counts}. {shown}"))
         for name, kind in kinds.items():
             for a, b in kind[:1]:
                 title, opened = f"QLASS {name}: task {b.task}", name == "better"
@@ -220,8 +223,8 @@ def main(argv: list[str] | None = None) -> None:
     print(text)
 
     figures = []
-    for env in dict.fromkeys(group.method.env for group in groups):
-        here = [group for group in groups if group.method.env == env]
+    for env in dict.fromkeys(group.condition.env for group in groups):
+        here = [group for group in groups if group.condition.env == env]
         kinds = {
             "tokens": plots.tokens,
             "targets": plots.targets,

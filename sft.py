@@ -287,9 +287,9 @@ def main(argv: list[str] | None = None) -> None:
         chat = Chat(tokenizer, rendering)
         model.to(device_and_dtype(args.device)[0])
     else:
-        whole = not args.lora and args.weights != "bf16"  # trained in float32
+        in_float32 = not args.lora and args.weights != "bf16"  # trained in float32
         model, chat = load_checkpoint(
-            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=whole, plain=True
+            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=in_float32, plain=True
         )
     if args.lora:
         add_lora(model, args.lora)

@@ -46,7 +46,7 @@ from qlass.models import (
     mixed_precision,
     save_memory,
 )
-from qlass.packing import PackedPairs, Pair, loss_tokens, pack, packed_loss, packed_scores, pairs_of
+from qlass.packing import PackedPairs, Pair, loss_tokens, pack_pairs, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
 from qlass.prompt_cache import reader
 from qlass.stage import (
@@ -90,7 +90,7 @@ class QNet(nn.Module):
         self._known: dict[tuple[State, str], float] = {}
 
     def forward(self, at: torch.Tensor | None = None, **inputs: Any) -> torch.Tensor:
-        """Values (B, L) of the tokens of `inputs` (ids, positions, mask as from `tokens.packed`), or, flat, of those
+        """Values (B, L) of the tokens of `inputs` (ids, positions, mask as from `tree_inputs`), or, flat, of those
         that `at` (B, L) marks: the head costs a tiny model more than its backbone."""
         hidden = self.backbone(**inputs).last_hidden_state
         hidden = hidden if at is None else hidden[at]
@@ -175,7 +175,7 @@ def pair_loss(qnet: QNet, pair: Pair, loss_on: str = "all") -> torch.Tensor:
 def packed_trees(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) -> list[PackedPairs]:
     """The trees' pairs as the loss reads them, in order; with --plain each by itself."""
     room = 1 if args.plain else args.max_tokens
-    return [p for tree in trees for p in pack(qnet.chat, tree, args.loss_on, room)]
+    return [p for tree in trees for p in pack_pairs(qnet.chat, tree, args.loss_on, room)]
 
 
 def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
@@ -310,8 +310,8 @@ def main(argv: list[str] | None = None) -> None:
 
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
-    whole = not (args.lora or args.freeze or args.weights == "bf16")  # trained in float32
-    backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, train=whole)
+    in_float32 = not (args.lora or args.freeze or args.weights == "bf16")  # trained in float32
+    backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, train=in_float32)
     qnet = QNet(backbone, chat, readout=args.readout)
     small = sum(p.numel() for p in backbone.parameters()) < SMALL
     settle(args, TINY if small else PAPER | ({"lr": LR} if args.lora else {}))

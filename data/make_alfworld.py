@@ -320,9 +320,9 @@ def write(folder: Path, seed: int, train: int, full: bool = False) -> Path:
             file = fresh / "json_2.1.1" / path
             file.parent.mkdir(parents=True)
             if full:
-                from environments.alfworld.textworld import whole
+                from environments.alfworld.textworld import with_grammar
 
-                content = whole(content)
+                content = with_grammar(content)
                 kind = {"task_type": path.split("/")[1].split("-")[0]}  # all that ALFWorld's own loader asks of it
                 (file.parent / "traj_data.json").write_text(json.dumps(kind))
             file.write_text(json.dumps(content), encoding="utf-8")

@@ -45,7 +45,7 @@ from environments import UserError
 from environments.alfworld.textworld import TextWorldGame
 from qlass.chat import Chat, State, uniforms
 from qlass.driver import Candidate, Sample, drive
-from qlass.packing import Pair, pack, packed_loss, pairs_of
+from qlass.packing import Pair, pack_pairs, packed_loss, pairs_of
 from qlass.policy import Policy, Trie
 from qlass.stage import run_stage
 from qlass.token_tree import TokenTree, batches
@@ -198,12 +198,12 @@ def tokens(n: int = 16) -> Iterator[Figure]:
     env = envs.make("webshop")
     model, chat = random_agent(env, "valid")
     tasks = env.task_ids("train")[100 : 100 + n]
-    whole, ours = Policy(model, chat), Policy(model, chat)
+    every, ours = Policy(model, chat), Policy(model, chat)
     with mock.patch("qlass.policy.Trie", WholeTrie):
-        grown = grow(env.fork, tasks, whole, 64)
+        grown = grow(env.fork, tasks, every, 64)
     if grow(env.fork, tasks, ours, 64) != grown:
         raise AssertionError("other trees")
-    yield Figure("exploration trees among valid actions, tokens", whole.computed, ours.computed, "tokens")
+    yield Figure("exploration trees among valid actions, tokens", every.computed, ours.computed, "tokens")
     held_out = [pairs_of(label(tree, "q", 0.9)) for tree in grown[: n // 2]]
     net, unique = QNet(model.model, chat).eval(), 0
     for pairs in held_out:
@@ -233,7 +233,7 @@ def one_pair_at_a_time(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
 
 def packed_trees(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
     """The same, each token of the tree once."""
-    total, packs = 0.0, list(pack(net.chat, pairs, "all", max_tokens=1024))
+    total, packs = 0.0, list(pack_pairs(net.chat, pairs, "all", max_tokens=1024))
     for group in batches(packs, lambda p: len(p.tree), train_qnet.arguments([]).micro_tokens):
         loss = packed_loss(net, [packs[i] for i in group])
         loss.backward()

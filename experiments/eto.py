@@ -91,7 +91,7 @@ def dpo_loss(
     return -logsigmoid(beta * ((win - reference_win) - (lose - reference_lose)))
 
 
-def packed(
+def pack_preferences(
     chat: Chat, preferences: Sequence[Preference], most: int
 ) -> Iterator[tuple[PackedDecisions, list[tuple[int, int, int]]]]:
     """Some pairs as one token tree, and (pair, side, decision) of each step: side 0 is preferred to side 1."""
@@ -130,7 +130,7 @@ def train(
         loss_sum = right = 0
         for start in range(0, len(preferences), args.batch):
             batch = preferences[start : start + args.batch]
-            for tree, steps in list(packed(chat, batch, room(model)))[processes.rank() :: processes.count()]:
+            for tree, steps in list(pack_preferences(chat, batch, room(model)))[processes.rank() :: processes.count()]:
                 with torch.no_grad():
                     anchor = trajectory_logprobs(reference, tree, steps)
                 logp = trajectory_logprobs(model, tree, steps)

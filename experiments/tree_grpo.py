@@ -37,7 +37,7 @@ from environments import UserError
 from experiments.learning import batch_of, learn, learner, load, room, step
 from qlass import processes
 from qlass.chat import Chat, Rendering, State, parse_action, uniforms
-from qlass.decisions import Decision, PackedDecisions, pack
+from qlass.decisions import Decision, PackedDecisions, pack_decisions
 from qlass.driver import Sample, ask, drive
 from qlass.policy import Policy
 from qlass.stage import at_least, parse, run_stage
@@ -194,7 +194,7 @@ def prepared(model: Any, reference: Any, chat: Chat, forests: Iterable[list[Tree
     """What is known of some tasks before a batch's first update."""
     found = shares(forests, kind)
     weights = torch.tensor(list(found.values()), device=model.device).T
-    packs = pack(chat, list(found), room(model))
+    packs = pack_decisions(chat, list(found), room(model))
     return [(p, torch.stack([*weights[:, p.owner], p.logprobs(model)[0], p.logprobs(reference)[0]])) for p in packs]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from qlass.chat import Chat, State
-from qlass.token_tree import TokenTree, packed
+from qlass.token_tree import TokenTree, tree_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class PackedDecisions:
         device = model.device
         at = sorted({token for _, token, _ in (*self.free, *self.edges)})
         row = {token: i for i, token in enumerate(at)}
-        inputs = packed([self.tree], 0, device, model.dtype)
+        inputs = tree_inputs([self.tree], 0, device, model.dtype)
         where = torch.tensor(at, dtype=torch.long, device=device)
         logits = model(**inputs, use_cache=False, logits_to_keep=where).logits[0].float()  # (P, V)
 
@@ -101,7 +101,7 @@ class PackedDecisions:
         return logp, entropy
 
 
-def pack(chat: Chat, decisions: Sequence[Decision], room: int) -> Iterator[PackedDecisions]:
+def pack_decisions(chat: Chat, decisions: Sequence[Decision], room: int) -> Iterator[PackedDecisions]:
     """Token trees in the order given, each of its first decision and about `room` tokens more; up to four times as many
 
     where a decision shares most of its prompt, which would have to be computed again.

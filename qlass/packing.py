@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from qlass.chat import Chat, State
-from qlass.token_tree import TokenTree, batches, packed, windows_of
+from qlass.token_tree import TokenTree, batches, tree_inputs, windows_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PackedPairs:
         )  # fmt: skip
 
 
-def pack(chat: Chat, pairs: Sequence[Pair], loss_on: str, max_tokens: int) -> Iterator[PackedPairs]:
+def pack_pairs(chat: Chat, pairs: Sequence[Pair], loss_on: str, max_tokens: int) -> Iterator[PackedPairs]:
     """A tree's pairs, depth first, in token trees of at most `max_tokens` each (or of one pair that is longer)."""
     tree, members, paths, prompts = TokenTree(), [], [], []
     for pair in pairs:
@@ -123,4 +123,4 @@ def inputs_of(qnet: Any, packs: Sequence[PackedPairs]) -> dict[str, torch.Tensor
     backbone = qnet.backbone
     windows = windows_of(backbone.config)
     pad_id = qnet.chat.tokenizer.pad_token_id
-    return packed([p.tree for p in packs], pad_id, backbone.device, backbone.dtype, windows=windows)
+    return tree_inputs([p.tree for p in packs], pad_id, backbone.device, backbone.dtype, windows=windows)

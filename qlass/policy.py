@@ -22,7 +22,7 @@ from qlass.models import load_chat, load_checkpoint
 from qlass.prompt_cache import PlainReader, Prompt, Row, reader
 from qlass.server import ServerPolicy
 from qlass.stage import at_least
-from qlass.token_tree import TokenTree, additive_masks, batches, packed, windows_of
+from qlass.token_tree import TokenTree, additive_masks, batches, tree_inputs, windows_of
 
 
 class Policy:
@@ -148,7 +148,7 @@ class Policy:
             row.add(prompt)
         windows, cache = windows_of(self.model.config), self.reader.cache(rows)
         before, width = max(r.known for r in rows), max(len(r.tree) for r in rows)
-        inputs = packed([r.tree for r in rows], chat.tokenizer.pad_token_id, device, self.model.dtype,
+        inputs = tree_inputs([r.tree for r in rows], chat.tokenizer.pad_token_id, device, self.model.dtype,
                         [r.known for r in rows], windows)  # fmt: skip
         out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         self.computed += inputs["input_ids"].numel()

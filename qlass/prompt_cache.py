@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from qlass.token_tree import TokenTree, batches, packed, windows_of
+from qlass.token_tree import TokenTree, batches, tree_inputs, windows_of
 
 
 @dataclasses.dataclass
@@ -205,7 +205,7 @@ class PromptCache:
                 asked = {p + t for r, p in zip(some, pads, strict=True) for _, last, paths in r.read
                          for path in ([last], *paths) for t in path}  # fmt: skip
                 column = {c: i for i, c in enumerate(sorted(asked))}
-                inputs = packed([r.tree for r in some], pad_id, model.device, model.dtype, [r.known for r in some],
+                inputs = tree_inputs([r.tree for r in some], pad_id, model.device, model.dtype, [r.known for r in some],
                                 windows)  # fmt: skip
                 columns = torch.tensor(list(column), device=model.device)
                 outputs = forward({**inputs, "past_key_values": cache, "use_cache": True}, columns)

@@ -181,15 +181,15 @@ class Output(Resumable):
         free: Iterable[str] = (),
     ) -> None:  # fmt: skip
         self.args, self.inputs, self.started, self.grown = args, list(inputs), time.time(), False
-        shard, whole = getattr(args, "shard", None), Path(args.out)
-        path = whole.with_name(f"{whole.stem}.{shard.replace('/', '-of-')}{whole.suffix}") if shard else whole
+        shard, output = getattr(args, "shard", None), Path(args.out)
+        path = output.with_name(f"{output.stem}.{shard.replace('/', '-of-')}{output.suffix}") if shard else output
         self.lock = only_writer(path)
         if args.overwrite:
             for old in (path, meta_path(path)):
                 old.unlink(missing_ok=True)
         same_arguments(path, args, free)
         super().__init__(path, complete)
-        for part in [] if shard else sorted(whole.parent.glob(f"{whole.stem}.*-of-*{whole.suffix}")):
+        for part in [] if shard else sorted(output.parent.glob(f"{output.stem}.*-of-*{output.suffix}")):
             same_arguments(part, args, free)
             known = set(map(dumps, self.records))
             self.append([r for r in complete_records(part, complete)[0] if dumps(r) not in known])

@@ -103,7 +103,7 @@ def additive_masks(
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def packed(
+def tree_inputs(
     trees: Sequence[TokenTree], pad_id: int, device: Any, dtype: torch.dtype, past: Sequence[int] | None = None,
     windows: dict[str, int] | None = None,
 ) -> dict[str, Any]:  # fmt: skip

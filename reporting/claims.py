@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from qlass.stats import Estimate, paired_difference
-from reporting.results import Group, Method
+from reporting.results import Condition, Group
 
 NOTE = (
     "By the paired difference over the tasks and seeds that both have: reproduced where its 95 % interval lies above 0 "
@@ -54,48 +54,48 @@ def nearest(a: Group, others: Sequence[Group]) -> Group:
 
 def claims(groups: Sequence[Group]) -> Iterator[Claim]:
     """The paper's claims in words, with the comparisons that these results of one environment allow."""
-    plain = [g for g in groups if not g.method.label]
-    greedy = [g for g in plain if g.method.method == "greedy"]
-    guided = [g for g in groups if g.method.method == "qlass" and (g.method.N or 1) == 1]
+    plain = [g for g in groups if not g.condition.label]
+    greedy = [g for g in plain if g.condition.method == "greedy"]
+    guided = [g for g in groups if g.condition.method == "qlass" and (g.condition.N or 1) == 1]
     qlass = [g for g in guided if g in plain]
 
-    yield Claim("QLASS above SFT greedy (Table 2)", [(a.method.budget, a, b) for a in qlass for b in greedy])
+    yield Claim("QLASS above SFT greedy (Table 2)", [(a.condition.budget, a, b) for a in qlass for b in greedy])
     for oracle, how in ((False, "by QNet"), (True, "by the true reward, as the paper's is")):
-        rivals = [g for g in plain if (g.method.method, g.method.oracle) == ("best_of_n", oracle)]
+        rivals = [g for g in plain if (g.condition.method, g.condition.oracle) == ("best_of_n", oracle)]
         pairs = [(a, nearest(a, rivals)) for a in qlass if rivals and a.mean("total") > 0]
         yield Claim(
             f"QLASS above best-of-N, picked {how}, at equal tokens (Fig. 3)",
             [(f"{cost(a)} against {cost(b)}", a, b) for a, b in pairs],
         )
     for target, name in TARGETS.items():
-        pairs = [(a, b) for b in groups if b.method.target == target for a in groups
-                 if a.method.target == "q" and role(a.method) == role(b.method)]  # fmt: skip
-        yield Claim(f"Q-values above {name} (Fig. 4)", [(where(a.method), a, b) for a, b in pairs])
-    for label in dict.fromkeys(g.method.label for g in guided if "demonstrations" in g.method.label):
+        pairs = [(a, b) for b in groups if b.condition.target == target for a in groups
+                 if a.condition.target == "q" and role(a.condition) == role(b.condition)]  # fmt: skip
+        yield Claim(f"Q-values above {name} (Fig. 4)", [(where(a.condition), a, b) for a, b in pairs])
+    for label in dict.fromkeys(g.condition.label for g in guided if "demonstrations" in g.condition.label):
         yield Claim(
             f"QLASS with {label} level with SFT greedy on all of them or above (Table 3)",
-            [(a.method.budget, a, b) for a in guided if a.method.label == label for b in greedy],
+            [(a.condition.budget, a, b) for a in guided if a.condition.label == label for b in greedy],
             LEVEL,
         )
 
 
 def cost(group: Group) -> str:
-    return f"{group.method.budget or 'N=1'} ({group.mean('total'):,.0f} tokens)"
+    return f"{group.condition.budget or 'N=1'} ({group.mean('total'):,.0f} tokens)"
 
 
-def role(method: Method) -> tuple:
+def role(condition: Condition) -> tuple:
     """What a QNet is used for: two that differ in their process reward alone can be compared."""
-    return method.method, method.M, method.N, method.select, method.self_trained
+    return condition.method, condition.M, condition.N, condition.select, condition.self_trained
 
 
-def where(method: Method) -> str:
-    return "self-training" if method.self_trained else f"search, {method.budget or 'M=1'}"
+def where(condition: Condition) -> str:
+    return "self-training" if condition.self_trained else f"search, {condition.budget or 'M=1'}"
 
 
 def sentences(groups: Sequence[Group]) -> list[str]:
     """One for each environment and claim that the results can tell about."""
     found = []
-    for env in dict.fromkeys(g.method.env for g in groups):
-        told = [claim.sentence() for claim in claims([g for g in groups if g.method.env == env])]
+    for env in dict.fromkeys(g.condition.env for g in groups):
+        told = [claim.sentence() for claim in claims([g for g in groups if g.condition.env == env])]
         found += [f"{env}: {sentence}." for sentence in told if sentence]
     return found

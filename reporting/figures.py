@@ -21,7 +21,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from qlass.stats import bootstrap
 
 if TYPE_CHECKING:
-    from reporting.results import Group, Method
+    from reporting.results import Condition, Group
 
 INK = "#2b2d31"  # stands for the page's text colour
 GREY = "#8c8c8c"
@@ -57,24 +57,24 @@ def save(figure: Figure, path: Path) -> str:
     return re.sub(r'\s(?:xmlns(?::\w+)?|width|height)="[^"]*"', "", text, count=4).replace(INK, "currentColor")
 
 
-def family(method: Method) -> str:
+def family(condition: Condition) -> str:
     """The line that a method is a point of: QLASS with one trajectory over M, everything else over N."""
-    if method.method == "qlass" and (method.N or 1) > 1:
-        return f"{method.name}, M={method.M or 1}, over N"
-    if method.method in ("best_of_n", "qlass"):
-        return method.name + (", over M" if method.method == "qlass" else ", over N")
-    return method.name
+    if condition.method == "qlass" and (condition.N or 1) > 1:
+        return f"{condition.name}, M={condition.M or 1}, over N"
+    if condition.method in ("best_of_n", "qlass"):
+        return condition.name + (", over M" if condition.method == "qlass" else ", over N")
+    return condition.name
 
 
 def tokens(groups: Sequence[Group]) -> Figure | None:
     """Fig. 3: mean reward with its interval against tokens a task, by total cost and by the paper's count."""
     lines = defaultdict(list)
     for group in groups:
-        if group.mean("total") > 0 and group.method.method not in ("random", "expert"):
-            lines[family(group.method)].append(group)
+        if group.mean("total") > 0 and group.condition.method not in ("random", "expert"):
+            lines[family(group.condition)].append(group)
     # A label that no line has is a variant of one method: it is in the tables.
-    drawn = {""} | {line[0].method.label for line in lines.values() if len(line) > 1}
-    lines = {name: line for name, line in lines.items() if line[0].method.label in drawn} or lines
+    drawn = {""} | {line[0].condition.label for line in lines.values() if len(line) > 1}
+    lines = {name: line for name, line in lines.items() if line[0].condition.label in drawn} or lines
     if not lines:
         return None
     with mpl.rc_context(STYLE):
@@ -99,28 +99,29 @@ def draw_line(axes: Axes, name: str, line: Sequence[Group], cost: str, marker: s
     x = [group.mean(cost) for group in line]
     y = np.array([group.reward.mean for group in line])
     bounds = np.array([(group.reward.low, group.reward.high) for group in line]).T
-    method = line[0].method
-    colour = COLOURS.get(method.method, ORACLE)
-    look = {"linestyle": "--", "markerfacecolor": "none"} if method.oracle else {}
+    condition = line[0].condition
+    colour = COLOURS.get(condition.method, ORACLE)
+    look = {"linestyle": "--", "markerfacecolor": "none"} if condition.oracle else {}
     errors = np.nan_to_num(np.abs(bounds - y))
     axes.errorbar(x, y, errors, label=name, color=colour, marker=marker, capsize=2, elinewidth=1, **look)
     for group, a, b in zip(line, x, y, strict=True):
-        if group.method.budget:
-            axes.annotate(group.method.budget, (a, b), (6, -11), textcoords="offset points", fontsize=8, color=colour)
+        if said := group.condition.budget:
+            axes.annotate(said, (a, b), (6, -11), textcoords="offset points", fontsize=8, color=colour)
 
 
 def targets(groups: Sequence[Group]) -> Figure | None:
     """Fig. 4: QNets that learnt different process rewards, searched with at the same M and N, and self-trained with;
     beside them SFT greedy and what was self-trained without a QNet. None where no label names another target."""
-    guided = [g for g in groups if g.method.target and g.method.method != "greedy"]
-    other = {budget(g.method) for g in guided if g.method.label}
+    greedy = [g for g in groups if g.condition.method == "greedy"]
+    guided = [g for g in groups if g.condition.target and g.condition.method != "greedy"]
+    other = {budget(g.condition) for g in guided if g.condition.label}
     halves = {
-        "search guided by QNet": [g for g in guided if budget(g.method) in other],
-        "greedy after self-training": [g for g in groups if g.method.method == "greedy" and g.method.self_trained],
+        "search guided by QNet": [g for g in guided if budget(g.condition) in other],
+        "greedy after self-training": [g for g in greedy if g.condition.self_trained],
     }
-    greedy = [g for g in groups if g.method.method == "greedy" and not g.method.label]
+    greedy = [g for g in greedy if not g.condition.label]
     order = [None, *TARGETS].index
-    halves = {t: greedy + sorted(half, key=lambda g: order(g.method.target)) for t, half in halves.items() if half}
+    halves = {t: greedy + sorted(half, key=lambda g: order(g.condition.target)) for t, half in halves.items() if half}
     if not halves:
         return None
     heights = [len(half) + 1 for half in halves.values()]
@@ -129,26 +130,26 @@ def targets(groups: Sequence[Group]) -> Figure | None:
         panels = figure.subplots(len(halves), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         for axes, (title, half) in zip(panels, halves.items(), strict=True):
             for row, group in enumerate(half):
-                mean, look = group.reward.mean, {"color": TARGETS[group.method.target], "ecolor": INK}
+                mean, look = group.reward.mean, {"color": TARGETS[group.condition.target], "ecolor": INK}
                 low, high = np.nan_to_num([group.reward.low, group.reward.high], nan=mean)
                 axes.barh(row, mean, xerr=[[mean - low], [high - mean]], capsize=2, height=0.7, **look)
                 axes.annotate(f"{mean:.3f}", (high, row), (5, 0), textcoords="offset points", va="center", fontsize=9)
-            axes.set_yticks(range(len(half)), [bar_name(g.method) for g in half])
+            axes.set_yticks(range(len(half)), [bar_name(g.condition) for g in half])
             axes.invert_yaxis()
             axes.set_title(title, loc="left", fontsize=10)
         panels[-1].set_xlabel("mean reward, 95 % interval")
         return figure
 
 
-def bar_name(method: Method) -> str:
+def bar_name(condition: Condition) -> str:
     """What was learnt, at which M and N; the title of the bars says the rest."""
     names = {"q": "Q-value", "avg": "averaged reward", "reward": "plain reward"}
-    name = names.get(method.target or "") or method.label.removeprefix("self-trained, ") or method.name
-    return ", ".join(filter(None, (name, method.budget)))
+    name = names.get(condition.target or "") or condition.label.removeprefix("self-trained, ") or condition.name
+    return ", ".join(filter(None, (name, condition.budget)))
 
 
-def budget(method: Method) -> tuple:
-    return method.method, method.M, method.N, method.select
+def budget(condition: Condition) -> tuple:
+    return condition.method, condition.M, condition.N, condition.select
 
 
 def calibration(groups: Sequence[Group], bins: int = 10) -> Figure | None:
@@ -157,10 +158,10 @@ def calibration(groups: Sequence[Group], bins: int = 10) -> Figure | None:
     One series for each process reward that a label names, else for each label (a QNet of its own). The interval of a
     bin is drawn over tasks, since the steps of an episode share its reward.
     """
-    guided, series = [group for group in groups if group.method.method == "qlass"], defaultdict(list)
-    for group in [group for group in guided if group.method.target] or guided:
+    guided, series = [group for group in groups if group.condition.method == "qlass"], defaultdict(list)
+    for group in [group for group in guided if group.condition.target] or guided:
         steps = [(q, result.reward, result.task) for result in group.results.values() for q in result.q]
-        series[group.method.label].extend(steps)
+        series[group.condition.label].extend(steps)
     series = {label: sorted(steps) for label, steps in series.items() if len(steps) >= 2 * bins}
     if not series:
         return None

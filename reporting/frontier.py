@@ -38,7 +38,7 @@ def training_tokens(group: Group) -> float:
         asked = record(results).get("arguments", {})
         agent = record(asked.get("sft"))
         total += LEARNED * agent.get("last", {}).get("tokens", 0)
-        if group.method.method == "qlass" or group.method.select == "q":
+        if group.condition.method == "qlass" or group.condition.select == "q":
             qnet = record(asked.get("qnet"))
             labels = record(qnet.get("arguments", {}).get("labels"))
             trees = record(labels.get("arguments", {}).get("trees"))
@@ -51,22 +51,22 @@ def frontier(groups: Sequence[Group]) -> Figure | None:
 
     None where no agent was trained after cloning.
     """
-    plain = [g for g in groups if g.method.method in ("greedy", "sample", "qlass") and not g.method.oracle]
+    plain = [g for g in groups if g.condition.method in ("greedy", "sample", "qlass") and not g.condition.oracle]
     cost = {id(g): training_tokens(g) for g in plain}
-    learned = [g for g in plain if cost[id(g)] and g.method.method != "qlass"]
+    learned = [g for g in plain if cost[id(g)] and g.condition.method != "qlass"]
     if not learned:
         return None
-    labels = list(dict.fromkeys(g.method.label for g in plain))
+    labels = list(dict.fromkeys(g.condition.label for g in plain))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.4), layout="constrained")
         for axes, tasks in zip(figure.subplots(1, len(TASKS), sharey=True), TASKS, strict=True):
             points = [(cost[id(g)] + tasks * g.mean("total"), g.reward.mean, g) for g in plain]
             for x, y, g in points:
-                i = labels.index(g.method.label)
+                i = labels.index(g.condition.label)
                 look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)]}
-                name = g.method.label or "cloned"
-                axes.plot([x], [y], label=name if g.method.method == "greedy" else None, linestyle="", **look)
-                said = g.method.budget or g.method.method
+                name = g.condition.label or "cloned"
+                axes.plot([x], [y], label=name if g.condition.method == "greedy" else None, linestyle="", **look)
+                said = g.condition.budget or g.condition.method
                 axes.annotate(said, (x, y), (4, 4), textcoords="offset points", fontsize=7, color=look["color"])
             best = pareto([(x, y) for x, y, _ in points])
             axes.step(*zip(*best, strict=True), where="post", color=SERIES[0], alpha=0.3)

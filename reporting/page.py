@@ -132,12 +132,12 @@ def tree_data(path: Path | None, limit: int) -> str:
     total = sum(1 for _ in jsonl.read_trees(path))
     shown = {int((i + 0.5) * total / limit) for i in range(limit)} if limit < total else set(range(total))
     texts: dict[str, int] = {}
-    trees = [pack(tree, texts) for i, tree in enumerate(jsonl.read_trees(path)) if i in shown]
+    trees = [viewer_tree(tree, texts) for i, tree in enumerate(jsonl.read_trees(path)) if i in shown]
     data = {"total": total, "fields": FIELDS, "texts": list(texts), "trees": trees}
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def pack(tree: list[dict], texts: dict[str, int]) -> dict:
+def viewer_tree(tree: list[dict], texts: dict[str, int]) -> dict:
     places = {node["node_id"]: i for i, node in enumerate(tree)}
     nodes = []
     for node in tree:

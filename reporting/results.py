@@ -1,4 +1,4 @@
-"""Result files -> one group of episodes a method: what the report's tables and figures are made from."""
+"""Result files -> one group of episodes a condition: what the report's tables and figures are made from."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ METHODS = {  # in the order of the table
 
 
 @dataclass(frozen=True)
-class Method:
-    """What one row of the table stands for."""
+class Condition:
+    """A row of the table: a method with its budget, environment and label."""
 
     env: str
     method: str
@@ -107,9 +107,9 @@ class Result:
 
 @dataclass
 class Group:
-    """All results of one method, keyed by (task, seed)."""
+    """All results of one condition, keyed by (task, seed)."""
 
-    method: Method
+    condition: Condition
     results: dict[tuple[str, int], Result] = field(default_factory=dict)
 
     def values(self, name: str) -> dict[tuple[str, int], float]:
@@ -158,30 +158,30 @@ def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
 
 
 def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
-    """Read (label, file) pairs into one group a method, in the order of the table.
+    """Read (label, file) pairs into one group a condition, in the order of the table.
 
     UserError names file:line of a malformed line, and both lines where two results claim the same method, task and
     seed but differ. A last line that was cut short (a run that was stopped) is skipped with a warning.
     """
-    groups: dict[Method, Group] = {}
+    groups: dict[Condition, Group] = {}
     for label, path in sources:
         offset = 0
         with open(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     try:
-                        method, result = parse_result(line, label, (path, number, offset))
+                        condition, result = parse_result(line, label, (path, number, offset))
                     except (ValueError, KeyError, TypeError, AttributeError) as error:
                         if line.endswith(b"\n"):
                             what = f"{error} missing" if isinstance(error, KeyError) else error
                             raise UserError(f"{path}:{number}: {what}; mend or delete this line") from None
                         print(f"warning: {path}:{number}: skipped, cut short by a stopped run", file=sys.stderr)
                     else:
-                        insert(groups.setdefault(method, Group(method)), result)
+                        insert(groups.setdefault(condition, Group(condition)), result)
                 offset += len(line)
     if not groups:
         raise UserError("the result files hold no result; python q_search.py writes some")
-    return [groups[method] for method in sorted(groups, key=Method.order)]
+    return [groups[condition] for condition in sorted(groups, key=Condition.order)]
 
 
 def read_curves(folders: Iterable[Path]) -> dict[str, list[list[dict]]]:
@@ -193,7 +193,7 @@ def read_curves(folders: Iterable[Path]) -> dict[str, list[list[dict]]]:
     return curves
 
 
-def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple[Method, Result]:
+def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple[Condition, Result]:
     """ValueError says what is wrong with a line."""
     try:
         row = json.loads(line)
@@ -211,7 +211,7 @@ def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple
     label = ", ".join(filter(None, (label, row.get("label") or "")))
     split = row.get("split") if row.get("split") not in (None, "test") else ""
     env = f"{row['env']} {split}".strip()
-    return Method(
+    return Condition(
         env, row["method"], row.get("M"), row.get("N"), row.get("select"), label, row.get("player") or ""
     ), Result(
         task=str(row["task_id"]),
@@ -247,7 +247,7 @@ def insert(group: Group, result: Result) -> None:
     if (old.reward, old.total, old.q) != (result.reward, result.total, result.q):
         places = " and ".join(f"{path}:{number}" for path, number, _ in (old.where, result.where))
         raise UserError(
-            f"{places}: two different results of {group.method.name} for task {result.task}, seed {result.seed}; "
+            f"{places}: two different results of {group.condition.name} for task {result.task}, seed {result.seed}; "
             'name the runs apart: python report.py "first=PATH" "second=PATH"'
         )
 

@@ -185,11 +185,11 @@ def test_whole_files_load_in_the_original(made, tmp_path):
     pytest.importorskip("textworld", reason="pip install -r requirements-alfworld.txt")
     import textworld
 
-    from environments.alfworld.textworld import whole
+    from environments.alfworld.textworld import with_grammar
 
     path = next(made.rglob("game.tw-pddl"))
     content = json.loads(path.read_text())
-    (tmp_path / "game.tw-pddl").write_text(json.dumps(whole(content)))
+    (tmp_path / "game.tw-pddl").write_text(json.dumps(with_grammar(content)))
     world = textworld.start(str(tmp_path / "game.tw-pddl"), textworld.EnvInfos(feedback=True))
     assert alfworld_data.load(path).task in world.reset()["feedback"]
 

@@ -5,7 +5,7 @@ import torch
 from fakes import tiny_lm, word_chat
 
 from qlass.chat import State
-from qlass.decisions import Decision, pack
+from qlass.decisions import Decision, pack_decisions
 from qlass.policy import Policy
 
 
@@ -14,7 +14,7 @@ def test_free_text_has_the_policys_probability():
     model = tiny_lm(chat)
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")
     texts = ["Action: left", "Thought: hm Action: right"]
-    (p,) = pack(chat, [Decision(state, text) for text in texts], 2048)
+    (p,) = pack_decisions(chat, [Decision(state, text) for text in texts], 2048)
     logp = torch.zeros(2).index_add(0, torch.tensor(p.owner), p.logprobs(model)[0])
     np.testing.assert_allclose(logp.tolist(), Policy(model, chat).logprobs([(state, t) for t in texts]), rtol=1e-5)
     assert len(p.owner) == sum(len(chat.action(t, "find")) for t in texts)  # the token that ends the turn included
@@ -23,14 +23,14 @@ def test_free_text_has_the_policys_probability():
 def test_an_only_valid_action_is_no_choice():
     chat = word_chat()
     state = State((("user", "walk"),), "find")
-    assert list(pack(chat, [Decision(state, "left", ("left",))], 2048)) == []
+    assert list(pack_decisions(chat, [Decision(state, "left", ("left",))], 2048)) == []
 
 
 def test_each_unique_token_is_computed_once_and_tails_without_a_fork_are_not():
     chat = word_chat()
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")
     valid = ("Thought: this Action: left", "Thought: this Action: right", "Action: walk walk walk")
-    (p,) = pack(chat, [Decision(state, v, valid) for v in valid], 2048)
+    (p,) = pack_decisions(chat, [Decision(state, v, valid) for v in valid], 2048)
     # Fork 1 behind the prompt: "Thought:" or "Action:". Fork 2 behind "Thought: this Action:".
     assert len(p.tree) == len(chat.prompt(state)) + 3
     assert p.forks == 6 and len(p.owner) == 3  # a fork a decision and place
@@ -43,10 +43,10 @@ def test_a_trajectory_longer_than_the_room_is_not_computed_again_at_each_step():
         steps.append(Decision(state, "Action: left", ("Action: left", "Action: right")))
         state = state.then("Action: left", "walk walk walk walk")
     whole = len(chat.prompt(steps[-1].state))
-    (p,) = pack(chat, steps, whole // 3)
+    (p,) = pack_decisions(chat, steps, whole // 3)
     assert len(p.tree) == whole + 1  # and "Action:", behind which the last step forks
     assert (
-        sum(len(q.tree) for q in pack(chat, steps, whole // 8))
+        sum(len(q.tree) for q in pack_decisions(chat, steps, whole // 8))
         < 3 * whole
         < sum(len(chat.prompt(d.state)) for d in steps)
     )

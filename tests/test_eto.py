@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import sft
 from environments import UserError
 from experiments import eto
-from experiments.eto import decisions, dpo_loss, failures, packed, siblings, trajectory_logprobs
+from experiments.eto import decisions, dpo_loss, failures, pack_preferences, siblings, trajectory_logprobs
 from qlass.chat import State, parse_action, react
 from qlass.decisions import Decision
 from qlass.policy import Policy
@@ -100,7 +100,7 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_trajectories_one_by_one(
     plain.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    packs = list(packed(chat, pairs, room))
+    packs = list(pack_preferences(chat, pairs, room))
     assert len(packs) == (len(pairs) if room == 1 else 1)
     total = 0.0
     for some, steps in packs:
@@ -116,7 +116,7 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_trajectories_one_by_one(
 def test_what_a_pair_shares_is_computed_once_and_cancels():
     chat = word_chat()
     (win, lose) = (decisions(trajectory("left", "left", *rest)["messages"]) for rest in (["left"], ["right"]))
-    ((some, steps),) = packed(chat, [(win, lose)], 2048)
+    ((some, steps),) = pack_preferences(chat, [(win, lose)], 2048)
     assert len(steps) == 6 and len(set(some.owner)) == 4  # two shared steps, two of their own
     model = tiny_lm(chat)
     logp = trajectory_logprobs(model, some, steps)

@@ -17,7 +17,7 @@ from qlass import parity
 from qlass.chat import State
 from qlass.driver import Sample
 from qlass.models import context_of, load_checkpoint
-from qlass.packing import Pair, pack, packed_loss
+from qlass.packing import Pair, pack_pairs, packed_loss
 from qlass.policy import Policy
 from qlass.token_tree import additive_masks, windows_of
 from train_qnet import QNet, pair_loss
@@ -151,14 +151,14 @@ def test_training_packed_with_windows_equals_pair_by_pair(name):
     qnet = QNet(model_of(name).model, CHAT)
     pairs = [Pair(s, a, 0.1 * i) for i, (s, a) in enumerate((s, a) for s in states() for a in ACTIONS)]
     plain = sum(float(pair_loss(qnet, p)) for p in pairs)
-    assert float(packed_loss(qnet, list(pack(CHAT, pairs, "all", 10_000)))) == pytest.approx(plain, rel=1e-4)
+    assert float(packed_loss(qnet, list(pack_pairs(CHAT, pairs, "all", 10_000)))) == pytest.approx(plain, rel=1e-4)
 
 
 def test_one_pair_a_pack_trains_what_reads_no_trees():
     torch.manual_seed(0)
     qnet = QNet(model_of("lfm2").model, CHAT)
     pairs = [Pair(s, a, 0.5) for s in states()[:2] for a in ACTIONS[:2]]
-    for pair, one in zip(pairs, pack(CHAT, pairs, "all", 0), strict=True):
+    for pair, one in zip(pairs, pack_pairs(CHAT, pairs, "all", 0), strict=True):
         assert float(packed_loss(qnet, [one])) == pytest.approx(float(pair_loss(qnet, pair)), rel=1e-5)
 
 

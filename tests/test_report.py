@@ -116,7 +116,7 @@ def test_rank_correlations_see_order_alone(pairs):
 
 def groups_of(*arguments: object) -> dict[str, results.Group]:
     groups = results.read_results(results.result_files(map(str, arguments)))
-    return {f"{g.method.name} {g.method.budget}".strip(): g for g in groups}
+    return {f"{g.condition.name} {g.condition.budget}".strip(): g for g in groups}
 
 
 def test_the_table_by_hand():
@@ -165,7 +165,7 @@ def test_a_label_tells_runs_apart_and_names_the_process_reward(tmp_path):
     (tmp_path / "results_avg.jsonl").write_text(RESULTS.read_text())
     groups = groups_of(RESULTS, f"target avg={tmp_path}")
     assert {"QLASS M=2", "QLASS [target avg] M=2", "SFT greedy [target avg]"} <= groups.keys()
-    targets = {name: group.method.target for name, group in groups.items()}
+    targets = {name: group.condition.target for name, group in groups.items()}
     assert (targets["QLASS M=2"], targets["QLASS [target avg] M=2"], targets["SFT greedy"]) == ("q", "avg", None)
     _, rows = report.differences_table(list(groups.values()))
     assert ["QLASS [target avg] M=2", "QLASS M=2", "+0.000 [+0.000, +0.000]", "no difference"] in [r[1:5] for r in rows]
@@ -182,7 +182,7 @@ def test_a_label_tells_runs_apart_and_names_the_process_reward(tmp_path):
     ],
 )
 def test_what_looks_at_the_true_reward_is_called_oracle(method, select, n, oracle):
-    named = results.Method("webshop", method, 2, n, select, "")
+    named = results.Condition("webshop", method, 2, n, select, "")
     assert named.oracle == oracle == ("oracle" in named.name)
 
 
@@ -388,8 +388,8 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
     for name, meta in metas.items():
         Path(f"{name}.meta.json").write_text(json.dumps(meta))
     groups = results.read_results([("", Path("results.jsonl")), ("", Path("results-rl.jsonl"))])
-    cost = {(g.method.method, g.method.label): training_tokens(g) for g in groups}
+    cost = {(g.condition.method, g.condition.label): training_tokens(g) for g in groups}
     assert cost == {("greedy", ""): 0, ("qlass", ""): 307, ("greedy", "rl"): 6000, ("qlass", "rl"): 6307}
     assert frontier(groups).axes[2].get_title(loc="left") == "10,000 tasks"
-    assert frontier([g for g in groups if not g.method.label]) is None
+    assert frontier([g for g in groups if not g.condition.label]) is None
     assert pareto([(3, 0.5), (1, 0.2), (2, 0.1), (1, 0.3), (4, 0.5)]) == [(1, 0.3), (3, 0.5)]

@@ -13,7 +13,7 @@ from qlass.chat import State, react, uniforms
 from qlass.driver import Sample, Score, ask, drive
 from qlass.policy import Policy, truncated
 from qlass.prompt_cache import PromptCache
-from qlass.token_tree import TokenTree, batches, packed
+from qlass.token_tree import TokenTree, batches, tree_inputs
 
 CHAT = word_chat(temperature=0.8)
 MODEL = tiny_lm(CHAT)
@@ -82,7 +82,7 @@ def test_a_packed_tree_gives_the_outputs_of_its_sequences(forest):
     for some in forest:
         trees.append(TokenTree())
         paths.append([trees[-1].add(ids) for ids in some])
-    inputs = packed(trees, PAD, "cpu", torch.float32)
+    inputs = tree_inputs(trees, PAD, "cpu", torch.float32)
     assert inputs["input_ids"].shape == (len(trees), max(map(len, trees)))
     with torch.inference_mode():
         logits = MODEL(**inputs, use_cache=False).logits.double().numpy()

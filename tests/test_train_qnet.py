@@ -20,7 +20,7 @@ import train_qnet
 from environments import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
-from qlass.packing import Pair, pack, packed_loss, packed_scores, pairs_of
+from qlass.packing import Pair, pack_pairs, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
 from qlass.prompt_cache import PromptCache
 from train_qnet import QNet, pair_loss, sibling_accuracy
@@ -80,7 +80,7 @@ def test_the_loss_of_a_pair_by_hand():
 def test_packed_loss_and_gradients_are_those_of_the_pairs_one_by_one(loss_on, max_tokens):
     net = qnet(dtype=torch.float64)
     plain = sum(pair_loss(net, p, loss_on).double() for p in TREE)
-    packs = list(pack(net.chat, TREE, loss_on, max_tokens))
+    packs = list(pack_pairs(net.chat, TREE, loss_on, max_tokens))
     assert len(packs) == 1 if max_tokens == 10_000 else len(packs) > 1
     assert sum(p.pairs for p in packs) == len(TREE)
     assert sum(p.tokens for p in packs) == sum(
@@ -100,7 +100,7 @@ def test_pairs_that_read_alike_are_packed_alike(rendering):
     """Compact pages and marks make different states equal in tokens; each pair still counts."""
     net = qnet(word_chat(**rendering))
     pairs = [*TREE, *pairs_of(labelled_tree("train1"))]
-    packs = list(pack(net.chat, pairs, "all", 10_000))
+    packs = list(pack_pairs(net.chat, pairs, "all", 10_000))
     assert len(packs) == 1
     assert packed_loss(net, packs).item() == pytest.approx(sum(pair_loss(net, p).item() for p in pairs), rel=1e-4)
 
@@ -117,7 +117,7 @@ words = st.lists(st.sampled_from(["left", "right", "walk"]), min_size=1, max_siz
 def test_any_pairs_pack_into_the_same_loss(some, loss_on, max_tokens):
     net = qnet()
     pairs = [Pair(State((("user", seen),)), action, q) for seen, action, q in some]
-    packs = list(pack(net.chat, pairs, loss_on, max_tokens))
+    packs = list(pack_pairs(net.chat, pairs, loss_on, max_tokens))
     plain = sum(pair_loss(net, p, loss_on).item() for p in pairs)
     assert packed_loss(net, packs).item() == pytest.approx(plain, rel=1e-4, abs=1e-5)
     assert all(len(p.tree) <= max_tokens or p.pairs == 1 for p in packs)
@@ -125,11 +125,11 @@ def test_any_pairs_pack_into_the_same_loss(some, loss_on, max_tokens):
 
 def test_a_pack_is_as_full_as_its_shared_beginnings_allow():
     chat = word_chat()
-    whole = len(next(pack(chat, TREE, "all", 10_000)).tree)
-    assert len(list(pack(chat, TREE, "all", whole))) == 1
-    assert len(list(pack(chat, TREE, "all", whole - 1))) == 2
+    whole = len(next(pack_pairs(chat, TREE, "all", 10_000)).tree)
+    assert len(list(pack_pairs(chat, TREE, "all", whole))) == 1
+    assert len(list(pack_pairs(chat, TREE, "all", whole - 1))) == 2
     longest = Pair(State((("user", "walk " * 50),)), "Action: left", 1.0)
-    (alone,) = pack(chat, [longest], "all", 10)  # nothing is cut: search reads the state whole too
+    (alone,) = pack_pairs(chat, [longest], "all", 10)  # nothing is cut: search reads the state whole too
     assert len(alone.tree) == len(chat.prompt(longest.state)) + 3
 
 
@@ -300,7 +300,7 @@ def test_packed_and_plain_scores_are_those_of_search(readout):
     net = qnet(word_chat(compact=True), readout=readout).eval()
     searched = [net.score([Score(p.state, (p.action,))])[0][0] for p in TREE]
     for max_tokens, budget in ((10_000, 10_000), (45, 100), (1, 1)):
-        packs = list(pack(net.chat, TREE, "last", max_tokens))
+        packs = list(pack_pairs(net.chat, TREE, "last", max_tokens))
         assert packed_scores(net, packs, budget) == pytest.approx(searched, abs=1e-5)
     assert train_qnet.plain_scores(net, TREE) == pytest.approx(searched, abs=1e-5)
 
@@ -310,9 +310,9 @@ def test_packed_pairs_are_small():
     tracemalloc.start()
     chat, pairs = word_chat(), [*TREE, *pairs_of(labelled_tree("train1"))]
     many = [Pair(State((("user", f"{'walk ' * 400}{i}"),)), p.action, p.q) for i, p in enumerate(pairs)]
-    list(pack(chat, many, "all", 1000))  # what is made once
+    list(pack_pairs(chat, many, "all", 1000))  # what is made once
     before = tracemalloc.get_traced_memory()[0]
-    packs = list(pack(chat, many, "all", 1000))
+    packs = list(pack_pairs(chat, many, "all", 1000))
     kept = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert kept / sum(len(p.tree) for p in packs) < 40
@@ -410,6 +410,6 @@ def test_a_chat_template_of_any_kind_packs(name):
     chat = Chat(chat_tokenizer(name), Rendering())
     torch.manual_seed(0)
     net = QNet(LlamaModel(tiny_config(len(chat.tokenizer))).eval(), chat, hidden=8)
-    packs = list(pack(chat, TREE[:6], "all", 100_000))
+    packs = list(pack_pairs(chat, TREE[:6], "all", 100_000))
     plain = sum(pair_loss(net, p).item() for p in TREE[:6])
     assert packed_loss(net, packs).item() == pytest.approx(plain, rel=1e-4)

@@ -32,7 +32,7 @@ from experiments.tree_grpo import (
     step_advantages,
 )
 from qlass.chat import Rendering, State
-from qlass.decisions import Decision, pack
+from qlass.decisions import Decision, pack_decisions
 from qlass.driver import Sample, drive
 from qlass.policy import Policy
 
@@ -250,7 +250,7 @@ def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, 
 
     found = shares(forests, "both")
     weights, total = torch.tensor(list(found.values())).T, 0.0
-    packs = list(pack(chat, list(found), room))
+    packs = list(pack_decisions(chat, list(found), room))
     assert (len(packs) > 1) == (room == 5)
     for p in packs:
         with torch.no_grad():
@@ -269,7 +269,7 @@ def test_packed_probabilities_are_those_that_drew_the_actions():
     model = tiny_lm(chat)
     found = list(shares(played(chat, model), "both"))
     policy = Policy(model, chat)
-    for p in pack(chat, found, 2048):
+    for p in pack_decisions(chat, found, 2048):
         logp, entropy = p.logprobs(model)
         for value, h, owner in zip(logp.tolist(), entropy.tolist(), p.owner, strict=True):
             d = found[owner]

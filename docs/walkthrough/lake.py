@@ -16,7 +16,7 @@ from build_trees import RETRIES
 from environments.frozenlake import lake
 from qlass.chat import State, action_key, parse_action
 from qlass.jsonl import dumps
-from qlass.packing import PackedPairs, pack
+from qlass.packing import PackedPairs, pack_pairs
 from train_qnet import HELD_OUT
 
 WON, LOST, OPEN = "#aceebb", "#ffcecb", "#ffffff"
@@ -175,7 +175,7 @@ class Lake(Story):
 
     def _packed(self) -> tuple[PackedPairs, list[list[int]]]:
         """The tree's pairs packed as train_qnet.py packs them, and the path of each through the token tree."""
-        (packed,) = pack(self.part.chat, self.part.pairs, "all", max_tokens=1_000_000)
+        (packed,) = pack_pairs(self.part.chat, self.part.pairs, "all", max_tokens=1_000_000)
         return packed, [packed.tree.above(end)[::-1] for end, _ in packed.ends.tolist()]
 
     def sharing(self) -> str:

@@ -52,7 +52,7 @@ class Goal(NamedTuple):
     target: str  # type of the receptacle, or of the lamp
 
 
-class State(NamedTuple):
+class World(NamedTuple):
     """All that changes in a game. Its parts are never modified, so states share them."""
 
     location: str
@@ -90,17 +90,17 @@ class Game:
         self._moves: dict[str, dict[str, tuple[str, ...]]] = {}
 
     def begin(self, location: str, contents: dict, spots: Iterable, opened: Iterable, marks: Iterable) -> None:
-        start = State(location, None, contents, frozenset(spots), frozenset(opened), frozenset(marks), {}, False)
+        start = World(location, None, contents, frozenset(spots), frozenset(opened), frozenset(marks), {}, False)
         self.start = self._finish(start)
 
     # ------------------------------------------------------------------------------------------------------- rules
-    def _finish(self, state: State) -> State:
+    def _finish(self, state: World) -> World:
         return state._replace(commands=dict(self._commands(state)), won=self.holds(state))
 
-    def accessible(self, state: State, receptacle: str) -> bool:
+    def accessible(self, state: World, receptacle: str) -> bool:
         return receptacle not in self.traits["openable"] or receptacle in state.opened
 
-    def _commands(self, state: State) -> Iterator[tuple[str, tuple[str, ...]]]:
+    def _commands(self, state: World) -> Iterator[tuple[str, tuple[str, ...]]]:
         name, kind, traits, held = self.names, self.kinds, self.traits, state.held
         if state.location not in self._moves:
             moves = {f"go to {name[r]}": ("go", r) for r, at in self.location.items() if at != state.location}
@@ -132,7 +132,7 @@ class Game:
                 if spot == state.location and o in traits["sliceable"]:
                     yield f"slice {name[o]} with {name[held]}", ("slice", o, held)
 
-    def step(self, state: State, command: str) -> tuple[State, str]:
+    def step(self, state: World, command: str) -> tuple[World, str]:
         """The next state and the engine's text; a command that is not admissible changes nothing."""
         verb, *ids = state.commands.get(command.strip(), (None,))
         a, b, *_ = *ids, "", ""  # what the verb acts on, and with, from or to what
@@ -178,7 +178,7 @@ class Game:
                 text = f"You {verb} the {one} using the {two}."
         return self._finish(new), text
 
-    def holds(self, state: State) -> bool:
+    def holds(self, state: World) -> bool:
         """Whether the goal holds: it asks for *some* objects of a type, never for certain ones."""
         kind, goal = self.kinds, self.goal
         if goal.kind == "look":
@@ -191,10 +191,10 @@ class Game:
                     return True
         return False
 
-    def is_lit_lamp(self, state: State, o: str) -> bool:
+    def is_lit_lamp(self, state: World, o: str) -> bool:
         return self.kinds.get(o) == self.goal.target and ("istoggled", o) in state.marks
 
-    def is_treated(self, state: State, o: str) -> bool:
+    def is_treated(self, state: World, o: str) -> bool:
         """Whether `o` is clean, hot or cool where the goal asks for it."""
         if self.goal.kind not in TREATMENTS:
             return True
@@ -206,19 +206,19 @@ class Game:
         items = [article + self.names[i] for i in ids]
         return ", ".join(items[:-1]) + f", and {items[-1]}" if len(items) > 1 else "".join(items) or "nothing"
 
-    def _look(self, state: State) -> str:
+    def _look(self, state: World) -> str:
         if state.location not in self.at:
             return "You are in the middle of a room. Looking quickly around you, you see nothing."
         return f"You are facing the {self._list(self.at[state.location], '')}. Next to it, you see nothing."
 
-    def _view(self, state: State, receptacle: str) -> str:
+    def _view(self, state: World, receptacle: str) -> str:
         name = self.names[receptacle]
         if not self.accessible(state, receptacle):
             return f"The {name} is closed."
         start = f"The {name} is open. In it" if receptacle in state.opened else f"On the {name}"
         return f"{start}, you see {self._list(state.contents[receptacle])}."
 
-    def _inspect(self, state: State, o: str) -> str:
+    def _inspect(self, state: World, o: str) -> str:
         """The text on a held object: only the first of the original's cases that applies."""
         name, on = self.names[o], {mark for mark, x in state.marks if x == o}
         if o in self.traits["isreceptacleobject"]:

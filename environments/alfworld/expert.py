@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
 
-from .engine import NOTHING_HAPPENS, TREATMENTS, Game, State
+from .engine import NOTHING_HAPPENS, TREATMENTS, Game, World
 
 HAS_DOOR = ("cabinet", "drawer", "fridge", "microwave", "safe")  # a player expects to have to open these
 STATES = {"clean": "clean", "hot": "heat", "cool": "cool"}
@@ -247,7 +247,7 @@ def _parse(command: str) -> tuple[str, str, str]:
 class _Way:
     """A plan in the making: commands, and what they change."""
 
-    def __init__(self, game: Game, state: State) -> None:
+    def __init__(self, game: Game, state: World) -> None:
         self.game, self.location, self.held, self.opened = game, state.location, state.held, set(state.opened)
         self.commands: list[str] = []
 
@@ -272,7 +272,7 @@ class _Way:
         self.held = None
 
 
-def plan(game: Game, state: State) -> list[str] | None:
+def plan(game: Game, state: World) -> list[str] | None:
     """The shortest of the sensible ways to the goal, by one who knows where everything is; None if there is none.
 
     A way drops what is wrongly held, then brings the object(s): fetch, treat, place; one way for each choice of
@@ -281,7 +281,7 @@ def plan(game: Game, state: State) -> list[str] | None:
     return [] if state.won else min(_ways(game, state), key=len, default=None)
 
 
-def _ways(game: Game, state: State) -> Iterator[list[str]]:
+def _ways(game: Game, state: World) -> Iterator[list[str]]:
     goal, kinds, held = game.goal, game.kinds, state.held
     sources = {held: [None]} if kinds.get(held) == goal.object else {}
     for receptacle, objects in state.contents.items():
@@ -327,14 +327,14 @@ def _ways(game: Game, state: State) -> Iterator[list[str]]:
                 yield way.commands
 
 
-def _light(way: _Way, state: State, receptacle: str) -> None:
+def _light(way: _Way, state: World, receptacle: str) -> None:
     lamps = [o for o in state.contents[receptacle] if way.game.kinds.get(o) == way.game.goal.target]
     way.reach(receptacle, inside=False)
     if not any(way.game.is_lit_lamp(state, o) for o in lamps):
         way.commands.append(f"use {way.game.names[lamps[0]]}")
 
 
-def _drop(way: _Way, state: State, source: str) -> bool:
+def _drop(way: _Way, state: World, source: str) -> bool:
     """Put down what is held where it costs least: here, on the way, or anywhere. Some objects fit nowhere."""
     game, kind = way.game, way.game.kinds.get(way.held)
     near = (way.location, game.location[source])

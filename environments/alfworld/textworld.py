@@ -32,7 +32,7 @@ def _package() -> tuple[Any, Any, Any]:
     return textworld, AlfredDemangler, info
 
 
-def whole(content: dict[str, Any]) -> dict[str, Any]:
+def with_grammar(content: dict[str, Any]) -> dict[str, Any]:
     """A game file's content with the domain and the grammar that data/make_alfworld.py leaves out."""
     if content["pddl_domain"]:
         return content
@@ -56,7 +56,7 @@ class TextWorldGame:
         wanted = textworld.EnvInfos(won=True, admissible_commands=True, feedback=True)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "game.tw-pddl"
-            file.write_text(json.dumps(whole(json.loads(Path(path).read_text(encoding="utf-8")))))
+            file.write_text(json.dumps(with_grammar(json.loads(Path(path).read_text(encoding="utf-8")))))
             self.env = textworld.start(str(file), wanted, wrappers=[demangler])
             self.start, self.first = self._begin()
 

@@ -43,15 +43,15 @@ UNIT = re.compile(rf"(?<=\d )({'|'.join(sorted(UNITS, key=len, reverse=True))})\
 
 def clauses(task: str) -> tuple[str, list[tuple[str, str]], str]:
     """What is wanted, the options as (name, value), the amount of the price limit; the latter two may be empty."""
-    whole = task.strip()
-    price = PRICE_CLAUSE.search(whole)
-    whole = whole[: price.start()] if price else whole
-    found = OPTION_CLAUSE.search(whole)
+    request = task.strip()
+    price = PRICE_CLAUSE.search(request)
+    request = request[: price.start()] if price else request
+    found = OPTION_CLAUSE.search(request)
     listed = re.split(r", and (?=[^,:]+: )", found[0].removeprefix(" with ")) if found else []
     options = [tuple(option.split(": ", 1)) for option in listed]
     if any(re.search(r"\b(and|of|the)\b", name) for name, _ in options):  # a colon in somebody's own words
         found, options = None, []
-    return whole[: found.start()] if found else whole, options, re.search(r"[\d.]+", price[0])[0] if price else ""
+    return request[: found.start()] if found else request, options, re.search(r"[\d.]+", price[0])[0] if price else ""
 
 
 @functools.lru_cache(maxsize=8)  # the candidates of a step come one after the other
