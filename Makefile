@@ -1,4 +1,4 @@
-# make demo   virtual environment, packages, all four stages on WebShop with the tiny model, table and plots
+# make demo   virtual environment, packages, all five stages on WebShop with the tiny model, table and plots
 # make test   the same set-up, then the test suite
 VENV ?= .venv
 PYTHON ?= python3

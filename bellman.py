@@ -8,7 +8,7 @@
 A node stands for the pair (s, a) of its parent's state and its own action, so its value is Q(s, a). Other process
 rewards for comparison (Sec. 5.2): `avg`, the mean of the final rewards below a node (Math-Shepherd's soft estimate),
 and `reward`, the final reward of the branch that made the node. All three are normalised alike, the root included; a
-tree whose values are all equal tells nothing apart and gets q = 0.
+tree whose values are all equal ranks nothing and gets q = 0.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def average_rewards(tree: list[dict]) -> list[float]:
 
 
 def branch_rewards(tree: list[dict]) -> list[float]:
-    """The final reward of the branch that made the node; a branch that only met known nodes made none."""
+    """The final reward of the branch that made the node; a branch that only visited known nodes made none."""
     final = {node["branch"]: node["reward"] for node in tree if node["done"]}
     return [final.get(node["branch"], 0.0) for node in tree]
 

@@ -130,7 +130,7 @@ def exploration_tree(
             env.restore(branch[-1].snapshot)
             if branch[-1].done:
                 break
-        # Line 12. Under a bound on the rollouts the expert's nodes would never be reached behind the first pass's.
+        # line 12; behind those of the first pass, a bound on the rollouts would never let them come up
         queue.extendleft(n for n in reversed(branch) if n.t <= depth and not n.done)
         yield from expand(bound + 1)  # line 13; the expert branch was no rollout
     env.close()
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> None:
     must_exist(args.expert)
     args.expert = args.expert or cloned_from(args.sft)
 
-    # From the far end of the training list: where there are more tasks than demonstrations, the agent meets new ones.
+    # From the far end of the training list: where there are more tasks than demonstrations, the agent gets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
     trees = Output(args, complete_trees, [args.sft], SAMPLING_FREE)
     finished = {record["task_id"] for record in trees.records}

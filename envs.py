@@ -13,7 +13,7 @@ is the *outcome*: it arrives with the step that ends the episode and is 0 before
     task            the instruction sentence alone, e.g. "i need a red shirt, and price lower than 20.00 dollars"
     valid_actions   the executable actions that the environment would act on now, in a fixed order
 
-beside what the engine itself tells (`clickables`, `admissible_commands`, `feedback`, `won`, `reward_details`, ...).
+and what the engine itself reports (`clickables`, `admissible_commands`, `feedback`, `won`, `reward_details`, ...).
 """
 
 from __future__ import annotations

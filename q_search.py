@@ -43,7 +43,7 @@ from qlass.policy import SAMPLING_FREE, add_sampling, load_agent
 from qlass.stage import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from train_qnet import QNet
 
-PAPER = {"M": 2, "N": 1, "limit": 400}  # App. A.2; the paper plays whole test sets
+PAPER = {"M": 2, "N": 1, "limit": 400}  # App. A.2; the paper plays full test sets
 COMPARED = [2, 4, 6]  # M and N of `--method all`
 TAKES = "seconds a task"
 

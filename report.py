@@ -1,7 +1,7 @@
 """The report: result files -> one table with intervals, figures, and one HTML page with a tree viewer.
 
     python report.py                                   # runs/webshop: its results*.jsonl and q_labels.jsonl
-    python report.py runs/a runs/b "100 demos=runs/c"  # several runs; LABEL=PATH tells otherwise equal methods apart
+    python report.py runs/a runs/b "100 demos=runs/c"  # several runs; LABEL=PATH distinguishes equal methods
 
 Reads  results*.jsonl (files, or run folders that hold them), beside them qval*/ (experiments/qval) and *.updates.jsonl
        (experiments/learning.py), q_labels.jsonl or trees.jsonl for the tree viewer

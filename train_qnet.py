@@ -188,7 +188,7 @@ def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args:
     data = (values for p in packs for values in (p.tree.ids, p.weighted_q))
     fit = Training("qnet", qnet, optimizer, args, [p.pairs for p in packs], data)
     for _ in fit.epochs():
-        for update in fit.updates():  # whole packs
+        for update in fit.updates():  # complete packs
             batch = [packs[i] for i in update]
             pairs = sum(p.pairs for p in batch)
             for group in fit.share(batches(batch, lambda p: len(p.tree), args.micro_tokens)):

@@ -10,8 +10,8 @@ before it is written. The same seed gives the same bytes. The evaluation splits 
 EVALUATION: raise EVALUATION once choices have been made in view of their results, and training stays as it is.
 
 Domain and grammar are the same in every game of ALFWorld and half of its size, so a file holds only the lines of the
-grammar that tell games apart. `--full` writes them whole, from the `alfworld` package (requirements-alfworld.txt), for
-programs that read the files themselves; `--engine textworld` fills them in as it loads a game.
+grammar that differ. `--full` writes complete files, from the `alfworld` package (requirements-alfworld.txt), for
+programs that read the files themselves; `--env-option engine=textworld` completes a file as it loads the game.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def games(seed: int, train: int) -> Iterator[tuple[str, dict]]:
             made += 1
 
 
-# What of ALFWorld's grammar tells one game from another: the sentence, and the wording's version.
+# What differs between games in ALFWorld's grammar: the sentence, and the wording's version.
 GRAMMAR = '''grammar :: """
     {
         "task": [
@@ -312,7 +312,7 @@ action PutObject {
 
 
 def write(folder: Path, seed: int, train: int, full: bool = False) -> Path:
-    """Write all games to `folder`, whole or not at all: a reader never meets half of them."""
+    """Write all games to `folder`, all or nothing: a reader never sees half of them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -359,7 +359,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=TRAIN, help=f"training games (default: {TRAIN})")
-    parser.add_argument("--full", action="store_true", help="whole files, with domain and grammar")
+    parser.add_argument("--full", action="store_true", help="complete files, with domain and grammar")
     parser.add_argument("--out", type=Path, help="folder (default: data/generated/alfworld-SEED)")
     args = parser.parse_args()
     if args.train < 1:

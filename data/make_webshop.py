@@ -161,7 +161,7 @@ def catalogue(seed: int = 0, products: int = 1500) -> dict[str, object]:
 
 
 def write(folder: Path, seed: int, products: int) -> Path:
-    """Write the catalogue to `folder`, whole or not at all: a reader never meets half of it, and writers may race."""
+    """Write the catalogue to `folder`, all or nothing: a reader never sees half of it, and writers may race."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     fresh.chmod(0o755)

@@ -135,7 +135,7 @@ class OneByOne:
         return Candidate(self.chat.text(written), len(written), total)
 
     def choose(self, r: Sample, prompt: list[int], key: tuple) -> Candidate:
-        """Each valid action gets its probability: of its tokens, among those with which a valid action goes on."""
+        """Each valid action gets its probability: of its tokens, among those that continue a valid action."""
         texts = [self.chat.action(a, r.state.task) for a in r.valid]
         logp = []
         for text in texts:

@@ -39,7 +39,7 @@ from qlass.policy import Policy
 from qlass.stage import Output, at_least, handed_on, meta_path, needed, parse, parser, run_stage, write_meta
 from train_qnet import QNet
 
-OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not drawn again
+OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
 
 
 def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_arguments(args)
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     if not meta_path(args.sft).exists():
-        raise UserError(f"{meta_path(args.sft)}: missing; it tells how sft.py made {args.sft}, run that again")
+        raise UserError(f"{meta_path(args.sft)}: missing; it records how sft.py made {args.sft}. Run sft.py again")
     record = json.loads(meta_path(args.sft).read_text(encoding="utf-8"))["arguments"]
     expert = demonstrations(record, env.name)
     if args.method == "tree":
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
         flush=True,
     )
 
-    # The tiny model chooses epochs and batch anew for the number of trajectories.
+    # The tiny model chooses epochs and batch again, for this number of trajectories.
     again = ["lr", "max_tokens", "micro_tokens", "candidates", "lora", "load_in", "optim"]
     again += ["epochs", "batch"] * (record["model"] != "tiny")
     flags = [f"--{name.replace('_', '-')}={record[name]}" for name in again if record.get(name) is not None]

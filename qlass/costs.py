@@ -28,7 +28,7 @@ def tokens(chat: Chat, steps: Sequence[Any], by_qnet: bool) -> dict[str, int]:
     """The costs of a trajectory, from its steps' states, draws and candidates (`q_search.Step`)."""
     environment = read(chat, [step.state for step in steps])
     last = steps[-1].state
-    # Under each further wording of the task the policy reads the whole conversation once more.
+    # Under each further wording of the task the policy reads the full conversation once more.
     others = {candidate.task for step in steps for candidate in step.drawn} - {"", last.task}
     again = sum(len(chat.prompt(reword(last, wording))) for wording in others)
     return {

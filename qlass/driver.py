@@ -28,7 +28,7 @@ class Sample:
 def ask(
     env: TextEnv, state: State, n: int, key: tuple, rendering: Rendering, temperature: float | None = None
 ) -> Sample:
-    """Request n actions in the state that `env` is in, drawn as the checkpoint's rendering says."""
+    """Request n actions in the state that `env` is in, sampled as the checkpoint's rendering says."""
     valid = tuple(react(*c) for c in env.candidates()) if rendering.candidates == "valid" else ()
     return Sample(state, n, key, rendering.temperature if temperature is None else temperature, valid)
 
@@ -79,7 +79,7 @@ def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64, in_o
             continue
         if not waiting:
             return
-        # The most frequent kind of request goes first: the others meet more company later.
+        # The most frequent kind of request goes first: the others share larger batches later.
         kinds = [type(r[0] if isinstance(r, list) else r) for _, _, r in waiting]
         kind = max(set(kinds), key=lambda k: (kinds.count(k), k.__name__))
         turn = [w for w, k in zip(waiting, kinds, strict=True) if k is kind]

@@ -1,4 +1,4 @@
-"""How much memory a training takes, told before its first step.
+"""How much memory a training takes, estimated before its first step.
 
 Weights, gradients and moments are counted. What autograd keeps for backward is measured on three short inputs of the
 model at hand, whatever its architecture, and extrapolated: a constant (weights that autocast has cast to bf16), a share
@@ -121,7 +121,7 @@ def estimate(
 
 
 def check_memory(memory: Callable[..., Memory], device: torch.device) -> None:
-    """Print what the first update will take. UserError with flags that make it fit if a GPU has not so much."""
+    """Print what the first update will take. UserError names flags that make it fit where a GPU has less."""
     said = f"memory: {memory()}"
     if device.type != "cuda":
         return processes.say(said)

@@ -97,7 +97,7 @@ def load_chat(path: str | Path, rendering: Rendering) -> Chat:
 
 
 def context_of(config: Any) -> int | None:
-    """How many tokens a model was made for; None: it does not tell, or its past is a state of one size."""
+    """How many tokens a model was made for; None: its config does not say, or its past is a state of one size."""
     config = config.get_text_config()
     scaling = getattr(config, "rope_parameters", None) or {}
     if scaling.get("rope_type") in ("longrope", "dynamic"):  # other frequencies beyond it, for what was cached too

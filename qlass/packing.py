@@ -54,7 +54,7 @@ class PackedPairs:
     tree: TokenTree
     weight: np.ndarray
     weighted_q: np.ndarray
-    constant: float  # what the squares' completion leaves over, so that losses are equal too
+    constant: float  # the remainder of completing the square, so that losses are equal too
     ends: np.ndarray  # (pairs, 2): the last token of each pair's action, and how many the action has
     tokens: int  # of the pairs one by one
 

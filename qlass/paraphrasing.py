@@ -29,7 +29,7 @@ class Reword:
 
 
 def reword(state: State, wording: str) -> State:
-    """The state as it would be if its task had been put like this: in the user's messages, not in the agent's."""
+    """The state as it would be if its task had been worded like this: in the user's messages, not in the agent's."""
     if wording == state.task:
         return state
     task = state.task.strip()
@@ -74,7 +74,7 @@ class Server(Endpoint):
     """An OpenAI-compatible chat server (vLLM, SGLang, llama.cpp, OpenAI) that answers `Reword` requests."""
 
     def __init__(self, url: str, timeout: float = 60, attempts: int = 3, pause: float = 1) -> None:
-        self.tokens = 0  # read and written by the server, where it tells
+        self.tokens = 0  # read and written by the server, where it reports them
         self.known: dict[Reword, str] = {}
         super().__init__(url, "--paraphrase-server", timeout, attempts, pause, "use --paraphrase for the bundled rules")
 

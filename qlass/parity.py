@@ -51,7 +51,7 @@ def fault(model: Any) -> str | None:
 
 
 def reason(config: Any) -> str | None:
-    """Why a model of this kind can't read token trees, where its config tells."""
+    """Why a model of this kind can't read token trees, where its config shows it."""
     config = config.get_text_config()
     kinds = {k for k in getattr(config, "layer_types", None) or [] if "attention" not in k or "linear" in k}
     if kinds or config.model_type in ("rwkv", "xlstm") or hasattr(config, "state_size"):

@@ -222,7 +222,7 @@ class PromptCache:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes, where the system tells; else 4 GiB."""
+    """Bytes, where the system reports them; else 4 GiB."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

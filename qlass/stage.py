@@ -40,7 +40,7 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     made.add_argument("--env", default="webshop", metavar="NAME", help=said)
     made.add_argument("--run", type=Path, metavar="DIR", help="folder of this run's files (default: runs/ENV)")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
-    made.add_argument("--overwrite", action="store_true", help="start the output anew")
+    made.add_argument("--overwrite", action="store_true", help="start the output again from nothing")
     made.add_argument("--debug", action="store_true", help="show the traceback of a mistake")
     said = "with the flags of the environment, of sampling and of large models"
     made.add_argument("--help-more", action=HelpMore, nargs=0, const=[], help=said)
@@ -119,7 +119,7 @@ def at_least(low: float, kind: Callable[[str], T] = int, below: float = float("i
 
 
 def must_exist(*named: Path | None) -> None:
-    """What was named must be there; to be told before what was not named is made."""
+    """What was named must be there; checked before what was not named is made."""
     for path in named:
         if path is not None and not path.exists():
             raise UserError(f"{path}: no such file or folder")
@@ -172,8 +172,8 @@ def my_share(tasks: list[T], shard: str | None) -> list[T]:
 class Output(Resumable):
     """A stage's JSONL output: one writer, the same arguments whenever it resumes, progress shown, metadata beside it.
 
-    complete(records): how many of the lines read so far form whole groups (jsonl.Resumable). free: the arguments that
-    may change from call to call. With --shard I/N the shard has a file of its own; without, shards are taken in.
+    complete(records): how many of the lines read so far form complete groups (jsonl.Resumable). free: the arguments
+    that may change from call to call. With --shard I/N the shard has a file of its own; without, shards are taken in.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ def same_arguments(output: str | Path, args: argparse.Namespace, free: Iterable[
         begun, inputs = dict(old["arguments"]), dict(old["inputs"])
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not the metadata of {output}; delete it, or name another --out") from None
-    way_out = "--overwrite starts anew, another --out or --run keeps both"
+    way_out = "--overwrite starts again, another --out or --run keeps both"
     now = {name: value for name, value in plain(args).items() if name not in (*FREE, *free)}
     changed = {name: value for name, value in now.items() if begun.get(name, value) != value}
     if changed:

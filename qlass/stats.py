@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-BLOCK = 2_000_000  # indices drawn at a time: bounds the memory, and with it the draws do not depend on the machine
+BLOCK = 2_000_000  # indices sampled at a time: bounds the memory, and with it the draws do not depend on the machine
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def paired_difference(
 ) -> Estimate:
     """a minus b over the tasks that both have, given as {(task, seed): value}, with an `interval`.
 
-    Where the two share seeds, only the shared (task, seed) pairs count: a seed may stand for a whole trained pipeline.
+    Where the two share seeds, only the shared (task, seed) pairs count: a seed may be a pipeline of its own.
     Where they share none, each is averaged over its own.
     """
     pairs = a.keys() & b.keys()

@@ -235,7 +235,7 @@ class Training:
             before = saved["about"].get(name)
             if before != value:
                 what = "other examples" if name == "examples" else f"--{name.replace('_', '-')} {before}, not {value}"
-                raise UserError(f"{self.folder} was begun with {what}: --overwrite starts anew")
+                raise UserError(f"{self.folder} was begun with {what}: --overwrite starts again")
         self.at = Progress(**saved["progress"])
         self._load_weights(saved["weights"])
         self.optimizer.load_state_dict(saved["optimizer"])

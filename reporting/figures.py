@@ -1,7 +1,7 @@
 """The report's figures: score against tokens (Fig. 3), process rewards (Fig. 4), calibration, learning. By matplotlib.
 
-Colours are Okabe and Ito's, told apart by colour-blind readers and on a light and a dark ground; text and axes take the
-page's own colour in the HTML (`currentColor`).
+Colours are Okabe and Ito's, which colour-blind readers can distinguish on light and dark. In the HTML, text and axes
+take the page's own colour (`currentColor`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report as one HTML page: report_page.html filled with tables, figures, episodes side by side and the trees' data.
+"""The report as one HTML page: page.html filled with tables, figures, episodes side by side and the trees' data.
 
 Text of an environment may hold anything, `</script>` too. So whatever comes from a file passes `escape` on its way into
 the markup, or travels as JSON without a "<" and is put on the page as text; and the page forbids itself the network.
@@ -26,7 +26,7 @@ TITLES = {
 
 
 def render(content: dict) -> str:
-    """Fill report_page.html: each {{name}} is replaced once, so that a {{name}} inside a text stays as it is."""
+    """Fill page.html: each {{name}} is replaced once, so that a {{name}} inside a text stays as it is."""
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     figures = {name: "" for name in TITLES}
     for name, env, svg in content["figures"]:
@@ -113,7 +113,7 @@ def step(record: dict) -> str:
 
 
 def chip(q: float) -> str:
-    """A number on its colour; report_page.html paints every `.q` by its data-q."""
+    """A number on its colour; page.html paints every `.q` by its data-q."""
     return f'<span class="q" data-q="{q:.4f}">{q:.2f}</span>'
 
 
@@ -125,7 +125,7 @@ def tree_data(path: Path | None, limit: int) -> str:
     """The trees for the page's viewer as JSON: at most `limit`, evenly spread over the file.
 
     {"total", "fields", "texts": [...], "trees": [{"task", "text", "nodes": [[value of each field]]}]}; texts are stored
-    once and named by their place in "texts", for the pages of a shop recur. A node comes after its parent.
+    once and named by their place in "texts", since the pages of a shop recur. A node comes after its parent.
     """
     if path is None:
         return "null"

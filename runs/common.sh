@@ -1,5 +1,5 @@
 # Sourced by the scripts beside it, which name the environment ENV: where a run's files lie, and how a stage is called.
-# A script that was stopped is run again: what is finished is kept, the rest goes on.
+# Run a stopped script again: finished stages are kept, the others resume.
 # SEED=1 RUN=runs/webshop-seed1 bash runs/quickstart.sh for another seed; PYTHON=... for another Python.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python}

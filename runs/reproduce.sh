@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A whole comparison on one environment: all methods, several seeds of the whole pipeline, one report over them.
+# The full comparison on one environment: all methods, several seeds of all five stages, one report over them.
 #
 #   bash runs/reproduce.sh [webshop|alfworld|sciworld|frozenlake] [--seeds N]        (default: webshop, 3 seeds)
 #
-# Run again after a stop: what is finished is kept, the rest goes on. Seed 0 has the run folder runs/ENV, the others
+# Run it again after a stop: finished stages are kept, the others resume. Seed 0 has the run folder runs/ENV, the others
 # runs/ENV-seed1, ...; the report over all is runs/ENV/seeds.html.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -183,7 +183,7 @@ def test_every_line_of_the_index_is_where_it_says(page):
     lines = [r for r in rows(section(page, 9)) if "](../" in r[1]]
     assert len(lines) > 20
     for _, where, shown in lines:
-        file, lineno, anchor = re.fullmatch(r"\[(\w+\.py):(\d+)\]\(\.\./\1#L(\d+)\)", where).groups()
+        file, lineno, anchor = re.fullmatch(r"\[([\w/]+\.py):(\d+)]\(\.\./\1#L(\d+)\)", where).groups()
         assert lineno == anchor
         there = (ROOT / file).read_text().splitlines()[int(lineno) - 1].strip()
         assert there.startswith(shown.strip("`").removesuffix("...)").replace("\\|", "|")) and len(shown) > 5

@@ -187,7 +187,7 @@ class Games:
 
 
 def _problem(path: Path) -> str | None:
-    """What keeps a file from being played, as far as a look at its bytes tells: loading all would take seconds."""
+    """What keeps a file from being played, judged by its bytes: loading them all would take seconds."""
     try:
         text = path.read_bytes()
         if text.rstrip().endswith(b"}") and b'"solvable": true' in text[-20_000:] and b"(:goal" in text:

@@ -60,7 +60,7 @@ class FrozenLakeEnv(TextEnv):
         except ValueError as error:
             raise UserError(f"frozenlake: {error}") from None
         self.task_id, self.cell = task_id, int(self.lake.s)
-        # A fixed map is told once, and a lake by its number in each observation. A random map stands in each
+        # A fixed map is shown once, and a lake by its number in each observation. A random map stands in each
         # observation, its rows to be read cell by cell.
         self.new_map = "random" in task_id
         rows = ((" " if self.new_map else "").join(row) for row in self.lake.desc.astype(str))

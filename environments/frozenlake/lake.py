@@ -105,8 +105,8 @@ def attainable(lake: FrozenLakeEnv, proposals: np.ndarray, m: int, steps: int) -
 
     proposals: pi(a | s), shape (cells, 4); the m candidates of a step are drawn from it independently. With the moves
     in order of their value, the best one drawn is the k-th with probability (p_k + p_k+1 + ...)^m - (p_k+1 + ...)^m.
-    This is the ceiling of any QNet. Choosing by the true Q* can stay below it: Q* supposes that the best move will be
-    there at every later step, and leads to where the agent proposes nothing but a hole.
+    This is the ceiling of any QNet; q_search's oracle_step is none. It chooses by the true Q*, which supposes that the
+    best move is available at every later step, so it can lead to where the agent proposes nothing but a hole.
     """
     value = np.zeros(lake.desc.size)
     for _ in range(steps):

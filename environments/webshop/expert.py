@@ -130,7 +130,7 @@ class Purchase(NamedTuple):
 
 
 def know(env: Any) -> Player:
-    """Buy what pays best within the steps that are left; among equals the first that a shopper would meet."""
+    """Buy what pays best within the steps that are left; among equals the first that a shopper would see."""
     query, purchase = plan(env)
     actions = [f"search[{query}]", *["click[next >]"] * purchase.turns, f"click[{purchase.asin.lower()}]"]
     actions += [*(f"click[{value}]" for value in purchase.options.values()), "click[buy now]"]

@@ -1,7 +1,7 @@
 """Scores that are written by hand, in a few lines an environment, and anyone's own from a file.
 
 A FILE.py of --code holds signal_function(state, action, next_state) -> float, as QVAL's generated functions have it;
-with two parameters it does without the next state, with one it gets the next state alone. It is run as it is: read it
+with two parameters it does without the next state, with one it gets the next state alone. It is run unchanged: read it
 first.
 """
 

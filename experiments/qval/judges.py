@@ -35,7 +35,7 @@ GRADES = tuple("ABCDEFGHIJKLMNOPQRST")
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A conversation that ends with the user; `key` tells equal questions apart."""
+    """A conversation that ends with the user; `key` distinguishes equal questions."""
 
     messages: tuple[tuple[str, str], ...]
     temperature: float = 0.0

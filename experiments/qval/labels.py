@@ -30,7 +30,7 @@ REFERENCES = {
 
 def exact(env: envs.TextEnv, action: str, gamma: float) -> float:
     """Q*(s, a) where `env` stands, which is left as it was."""
-    if hasattr(env, "q_star_of"):  # its steps may slip: no single next state tells
+    if hasattr(env, "q_star_of"):  # its steps may slip: no single next state decides
         return env.q_star_of(action, gamma)
     here = env.snapshot()
     _, reward, terminated, truncated, _ = env.step(action)

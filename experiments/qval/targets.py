@@ -4,7 +4,7 @@ python -m experiments.qval.targets --env frozenlake --target td
 python train_qnet.py --env frozenlake --labels runs/frozenlake/q_labels-td.jsonl --out runs/frozenlake/qnet-td
 
 td   r + gamma times the mean of the children: where TD(0) settles on the tree's transitions, each as frequent as
-     its siblings. Bellman's maximum is what tells Eq. (7) from it
+     its siblings. Bellman's maximum is the difference to Eq. (7)
 mc   the discounted reward of the branch that made the node: the sample that a Monte-Carlo value net regresses on
 """
 

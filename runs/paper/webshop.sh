@@ -3,7 +3,7 @@
 # SFT 63.1, best-of-N 67.9, QLASS 70.3.
 #
 #   WEBSHOP=DIR ETO=DIR bash runs/paper/webshop.sh
-# With PARAPHRASER=https://api.openai.com/v1#gpt-3.5-turbo and OPENAI_API_KEY a language model words the tasks anew.
+# With PARAPHRASER=https://api.openai.com/v1#gpt-3.5-turbo and OPENAI_API_KEY a language model rewords the tasks.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/table5.sh"
 PARAPHRASER=${PARAPHRASER:-}
@@ -12,7 +12,7 @@ RUN=${RUN:-runs/paper-webshop-$NAME}
 env=("${webshop[@]}" --run "$RUN")
 sft+=(--expert "$ETO/webshop_sft.json")
 [ -z "${N_EXPERT:-}" ] || sft+=(--n-expert "$N_EXPERT")
-trees+=(--depth 3 --steps 5 --rollouts 1000)  # W^D is 27: a bound that is hardly met
+trees+=(--depth 3 --steps 5 --rollouts 1000)  # W^D is 27: a bound that is hardly reached
 pipeline
 
 # Perturbed as in App. A.3.2, all methods alike: by a language model where there is one, else by the bundled rules.
