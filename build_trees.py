@@ -130,8 +130,8 @@ def exploration_tree(
             env.restore(branch[-1].snapshot)
             if branch[-1].done:
                 break
-        # Line 12. Under a bound on the rollouts the expert's nodes would never be reached behind the first pass's.
-        queue.extendleft(n for n in reversed(branch) if n.t <= depth and not n.done)
+        # In front: behind what the first pass left, a bound on the rollouts would never let them come up.
+        queue.extendleft(n for n in reversed(branch) if n.t <= depth and not n.done)  # line 12
         yield from expand(bound + 1)  # line 13; the expert branch was no rollout
     env.close()
     return root

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # ALFWorld through all five stages with the tiny model: games that are made here, or the real ones with
 #   RUN=runs/alfworld-real bash runs/alfworld.sh --alfworld-data DIR        (DIR holds json_2.1.1/, or is it)
-# QNet learns at the last token of each action alone: over some 550 tokens a pair, the mean of Eq. (11) leaves a
-# twentieth of the loss to the action, too little for so small a model and so few updates.
+# From 1,350 demonstrations the cloned agent is all but perfect (.96 on validation games) and leaves nothing to search
+# for, so it gets 200, as in the paper's Table 3.
 set -euo pipefail
 ENV=alfworld
 . "$(dirname "$0")/common.sh"
@@ -11,7 +11,7 @@ common+=("$@")
 [ -d "$RUN/sft" ] || stage sft.py "${common[@]}"
 stage build_trees.py "${common[@]}" --limit 300 --rollouts 10
 [ -f "$RUN/q_labels.jsonl" ] || stage bellman.py "${common[@]}"
-[ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}" --loss-on last --epochs 4
+[ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}" --epochs 4
 for split in valid_unseen valid_seen; do
     stage q_search.py "${common[@]}" --split $split --method expert greedy sample qlass -M 4
 done

@@ -5,12 +5,12 @@
 set -euo pipefail
 ENV=sciworld
 . "$(dirname "$0")/common.sh"
-common+=(--env-option tasks=eto "$@")
+common+=(--tasks eto "$@")
 
 [ -d "$RUN/sft" ] || stage sft.py "${common[@]}" --n-expert 300 --epochs 5 --batch 4
 stage build_trees.py "${common[@]}" --limit 60 --rollouts 6
 [ -f "$RUN/q_labels.jsonl" ] || stage bellman.py "${common[@]}"
-[ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}" --loss-on last --epochs 4  # as in alfworld.sh
+[ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}" --epochs 4
 for split in test_unseen test_seen; do
     stage q_search.py "${common[@]}" --split $split --limit 48 --method expert greedy sample random qlass -M 4
 done

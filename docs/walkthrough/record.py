@@ -185,7 +185,7 @@ def tree_settings(run: Path, env: envs.TextEnv) -> dict:
     used = json.loads(meta_path(run / "trees.jsonl").read_text())["arguments"]
     steps = used["steps"] or env.tree_steps
     gamma = json.loads(meta_path(run / "q_labels.jsonl").read_text())["arguments"]["gamma"]
-    return {k: used[k] for k in ("depth", "width", "rollouts")} | {"steps": steps, "gamma": gamma}
+    return {k: used[k] for k in ("depth", "width", "rollouts", "temperature")} | {"steps": steps, "gamma": gamma}
 
 
 def provenance(meta: dict) -> dict:

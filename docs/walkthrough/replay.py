@@ -123,6 +123,7 @@ def grow(
     player = env.fork()
     player.max_steps, player.expert = settings["steps"], expert
     shape = (settings["depth"], settings["width"], settings["rollouts"])
+    rendering = dataclasses.replace(rendering, temperature=settings.get("temperature") or rendering.temperature)
     with mock.patch.object(build_trees, "deque", Queue):
         tree = build_trees.exploration_tree(player, task_id, rendering, *shape, True)
         (root,) = drive([tree], {Sample: sample})

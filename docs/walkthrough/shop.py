@@ -15,7 +15,9 @@ def short(action: str) -> str:
     if executable.startswith("search["):
         return "search"
     words = thought.split()
-    return f"{words[0]} {words[-1]}" if words and words[-1].startswith("$") else thought or executable
+    if len(words) > 2 and words[1].startswith("$"):  # place, price, title
+        return f"{words[2]} {words[1]}"
+    return thought or executable
 
 
 class Shop(Story):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import textwrap
@@ -13,6 +14,7 @@ from walkthrough.tree import Look, shade, svg
 from bellman import children_of
 from train_qnet import sibling_accuracy
 
+DEEPEST = 8  # that a figure shows
 QS = [(shade(0.0), "q = 0"), (shade(0.5), "0.5"), (shade(1.0), "1")]
 
 
@@ -118,9 +120,17 @@ class Story:
         return table(["node", "the agent writes", "the environment answers", "r"], rows)
 
     def figure(self, name: str, looks: Sequence[Look | None], title: str, legend: Sequence[tuple[str, str]]) -> str:
-        file = f"{self.name}_{name}.svg"
-        dx = min(150, max(112, 800 // max(node["depth"] for node in self.tree)))  # room for "right to 33, goal"
-        self.figures[file] = svg(self.tree, looks, title, legend, dx, self.row)
+        file, deepest = f"{self.name}_{name}.svg", max(node["depth"] for node in self.tree)
+        shown = [i for i, node in enumerate(self.tree) if node["depth"] <= DEEPEST]
+        looks = [looks[i] for i in shown]
+        if deepest > DEEPEST:
+            title += f", to depth {DEEPEST} of {deepest}"
+            looks = [
+                look and dataclasses.replace(look, beside=look.beside or "…" * (self.tree[i]["depth"] == DEEPEST))
+                for i, look in zip(shown, looks, strict=True)
+            ]
+        dx = min(150, max(112, 800 // min(deepest, DEEPEST)))  # room for "right to 33, goal"
+        self.figures[file] = svg([self.tree[i] for i in shown], looks, title, legend, dx, self.row)
         return f"![{title}](walkthrough/{file})"
 
     def q_figure(self) -> str:

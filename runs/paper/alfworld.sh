@@ -5,11 +5,11 @@
 #   ALFWORLD_DATA=DIR ETO=DIR bash runs/paper/alfworld.sh
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/table5.sh"
-ROLLOUTS=${ROLLOUTS:-64}  # the paper names no bound; without one a tree may take 3^8 = 6,561
+ROLLOUTS=${ROLLOUTS:-64}  # the paper names no bound; without one a tree may take W^(D+1) = 3^9 = 19,683
 RUN=${RUN:-runs/paper-alfworld-$NAME}
 
 env=(--env alfworld --run "$RUN" --seed "$SEED" --alfworld-data "$ALFWORLD_DATA")
-env+=(--env-option "instruction=$ETO/alfworld_inst.txt")
+env+=(--instruction "$ETO/alfworld_inst.txt")
 sft+=(--expert "$ETO/alfworld_sft.json")
 trees+=(--depth 8 --steps 18 --rollouts "$ROLLOUTS")
 pipeline

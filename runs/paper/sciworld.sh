@@ -5,11 +5,11 @@
 #   ETO=DIR bash runs/paper/sciworld.sh
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/table5.sh"
-ROLLOUTS=${ROLLOUTS:-64}  # the paper names no bound; without one a tree may take 3^6 = 729
+ROLLOUTS=${ROLLOUTS:-64}  # the paper names no bound; without one a tree may take W^(D+1) = 3^7 = 2,187
 RUN=${RUN:-runs/paper-sciworld-$NAME}
 
-env=(--env sciworld --run "$RUN" --seed "$SEED" --env-option tasks=eto)
-env+=(--env-option "instruction=$ETO/sciworld_inst.txt")
+env=(--env sciworld --run "$RUN" --seed "$SEED" --tasks eto)
+env+=(--instruction "$ETO/sciworld_inst.txt")
 sft+=(--expert "$ETO/sciworld_sft.json")
 trees+=(--depth 6 --steps 18 --rollouts "$ROLLOUTS")
 pipeline

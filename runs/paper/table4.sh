@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Table 4: WebShop with Llama-2-13B-Chat as the agent and QNet's backbone.
+# Table 4: ScienceWorld with Llama-2-13B-Chat as the agent and QNet's backbone.
 #
-#   WEBSHOP=DIR ETO=DIR bash runs/paper/table4.sh
+#   ETO=DIR bash runs/paper/table4.sh
 #
 # All weights in bf16 with their moments would take some 165 GB: by default LoRA, where the paper trains them all. On a GPU
 # that has as much: FITS="--gradient-checkpointing --weights bf16".
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export FITS=${FITS:---gradient-checkpointing --lora 16 --lr 2e-4}
-MODEL=${MODEL:-meta-llama/Llama-2-13b-chat-hf} bash "$here/webshop.sh"
+MODEL=${MODEL:-meta-llama/Llama-2-13b-chat-hf} bash "$here/sciworld.sh"

@@ -4,7 +4,7 @@
 # takes 184 GB as the stages' defaults would have it, 129 GB with FITS=--gradient-checkpointing (an H200), 86 GB as below;
 # for 80 GB or less give FITS="--gradient-checkpointing --lora 16 --lr 2e-4". Several GPUs share the sequences, not the
 # weights: TRAIN="torchrun --nproc-per-node 8".
-# A stopped script resumes where it was when it is run again. SEED=1 makes a run folder of its own.
+# A stopped script resumes when it is run again. SEED=1 makes a run folder of its own.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python}
 TRAIN=${TRAIN:-$PYTHON}
@@ -24,8 +24,8 @@ qnet=(--epochs 2 "${optimiser[@]}" --loss-on all --readout last)
 search=(--temperature 0.7 --limit 0)
 
 # ETO's goals, which people wrote, on the whole catalogue; its splits of 1,824 and 200 goal indices; its instruction.
-webshop=(--env webshop --seed "$SEED" --webshop-data "$WEBSHOP" --env-option human_goals=true)
-webshop+=(--env-option "split_file=$ETO" --env-option "instruction=$ETO/webshop_inst.txt")
+webshop=(--env webshop --seed "$SEED" --webshop-data "$WEBSHOP" --human-goals)
+webshop+=(--split-file "$ETO" --instruction "$ETO/webshop_inst.txt")
 
 # Stages 1 to 4 for the environment in `env`; what is there stays.
 pipeline() {
