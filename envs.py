@@ -125,7 +125,7 @@ class TextEnv(gymnasium.Env):
         raise NotImplementedError
 
     def reseed(self, seed: int) -> None:
-        """Other luck from here on, where an environment leaves anything to chance: a restored state brings its own."""
+        """Use other random numbers from here on, where the environment has any. A restored state brings its own."""
 
     # A player yields (thought, action); its caller steps this very environment between two of them.
 
@@ -134,7 +134,7 @@ class TextEnv(gymnasium.Env):
         raise NotImplementedError
 
     def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """The best player there is, who may know what no page has shown: a ceiling, never a demonstrator."""
+        """The best player there is. It may know what no page has shown: a ceiling, never a demonstrator."""
         return self.expert(task_id)
 
     def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:

@@ -7,12 +7,12 @@
     python -m experiments.eto --env webshop
     python -m experiments.eto --env webshop --pairs siblings --name eto-siblings
 
-    expert      the agent plays demonstrated tasks, and where it earns less than the expert, the expert's trajectory is
-                preferred to its own (where it earns more, its own); then it explores again as it has become
+    expert      the agent plays demonstrated tasks. Of the expert's trajectory and its own, the one that earns more is
+                preferred. Then the trained agent explores again
     siblings    in a state of the exploration trees, the action with the highest q is preferred to each that has less
 
 DPO (Rafailov et al. 2023) on the tokens that the agent writes. The reference is the agent that made the pairs: as it
-was at the start of the iteration, for siblings RUN/sft. What two trajectories begin with in common is computed once.
+was at the start of the iteration, for siblings RUN/sft. A beginning that two trajectories share is computed once.
 """
 
 from __future__ import annotations

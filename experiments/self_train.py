@@ -13,9 +13,10 @@
     qlass   -N trajectories a task, each action the best of -M by QNet (Alg. 4); one QNet for each process reward
     tree    the best branch of each exploration tree, no new rollouts: what the trees alone are worth
 
-rft and tree keep the trajectories whose true reward reaches --threshold, which training tasks may tell. qlass keeps
-all of them, as the paper does: Q takes the place of the outcome. With --threshold it filters too, which a table has to
-say. The model starts from where RUN/sft started, not from RUN/sft, and is trained in the same way on more data.
+rft and tree keep the trajectories whose true reward reaches --threshold: on training tasks the reward may be used.
+qlass keeps all of them, as the paper does: Q takes the place of the outcome. With --threshold it filters too; a table
+must then say so. The model starts from where RUN/sft started, not from RUN/sft, and is trained in the same way on more
+data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """log pi(a | s) of many decisions with its gradient, each unique token computed once.
 
-The decisions of trajectories with a common past share their beginnings, so they go through the model as token trees.
-What an agent decides is its *choices*: among the valid actions the action is one choice, whose conditional probability
-drew it; of free text each token is one, the token that ends the turn included.
+Trajectories with a common past share their beginnings, so their decisions go through the model as token trees.
+A decision consists of *choices*. Among the valid actions the action is one choice, sampled by its conditional
+probability. In free text each token is a choice, including the token that ends the turn.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class PackedDecisions:
 
 
 def pack_decisions(chat: Chat, decisions: Sequence[Decision], room: int) -> Iterator[PackedDecisions]:
-    """Token trees in the order given, each of its first decision and about `room` tokens more; up to four times as many
+    """Token trees in the order given, each of its first decision and about `room` tokens more.
 
-    where a decision shares most of its prompt, which would have to be computed again.
+    Up to four times as many, where a decision shares most of its prompt: in a new tree that would be computed again.
     """
     current, first = PackedDecisions(), 0
     for number, decision in enumerate(decisions):

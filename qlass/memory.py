@@ -1,9 +1,8 @@
 """How much memory a training takes, estimated before its first step.
 
-Weights, gradients and moments are counted. What autograd keeps for backward is measured on three short inputs of the
-model at hand, whatever its architecture, and extrapolated: a constant (weights that autocast has cast to bf16), a share
-that grows with the tokens and one that grows with tokens x length. With gradient checkpointing a layer keeps its input,
-and one layer at a time all that it would have kept.
+Weights, gradients and moments are counted. What autograd keeps for backward is measured on three short inputs, whatever
+the architecture, and extrapolated: a constant (weights cast to bf16), a share that grows with the tokens, and one that
+grows with tokens x length. With gradient checkpointing each layer keeps its input, and one layer at a time everything.
 """
 
 from __future__ import annotations

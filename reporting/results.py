@@ -229,7 +229,7 @@ def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple
 
 
 def split_react(text: str | None) -> tuple[str, str]:
-    """(thought, executable part) of "Thought: ...\\nAction: ...", to be shown; the text alone where it is no such."""
+    """(thought, executable part) of "Thought: ...\\nAction: ...", for display; any other text as it is."""
     thought, mark, action = (text or "").partition("Action:")
     return (thought.removeprefix("Thought:").strip(), action.strip()) if mark else ("", text or "")
 

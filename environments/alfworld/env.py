@@ -119,7 +119,7 @@ class ALFWorldEnv(TextEnv):
         return {"search": lambda: self.expert(self.task_id)}
 
     def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """The shortest plan, by one who knows where everything is: the game file's own, else ours."""
+        """The shortest plan of a player who knows where everything is: the game file's own, else ours."""
         for action in self.game.walkthrough or expert.plan(self.game, self.game.start) or ():
             yield self.memory.thought(action), action
 
@@ -131,7 +131,7 @@ class ALFWorldEnv(TextEnv):
         _, self.state, self.memory, self.steps, self.feedback = snapshot
 
     def distance(self) -> int | None:
-        """Steps that one needs from here who knows where everything is (expert.plan); None: no way is left."""
+        """The fewest steps from here for a player who knows where everything is (expert.plan); None: out of reach."""
         if self.engine != "python":
             raise UserError("alfworld: plans need engine='python': TextWorld hides its state")
         way = expert.plan(self.game, self.state)
@@ -140,7 +140,7 @@ class ALFWorldEnv(TextEnv):
     def optimal_value(self, gamma: float = 0.99) -> float:
         """gamma ** distance, 0 where the goal is out of reach in the steps that are left.
 
-        Of the best player, not of the agent, who may not propose the best actions: no ceiling of what a QNet can do.
+        It is the best player's value. The agent may not propose the best actions, so it is no ceiling for a QNet.
         """
         distance = self.distance()
         left = float("inf") if self.max_steps is None else self.max_steps - self.steps

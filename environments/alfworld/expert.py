@@ -273,7 +273,7 @@ class _Way:
 
 
 def plan(game: Game, state: World) -> list[str] | None:
-    """The shortest of the sensible ways to the goal, by one who knows where everything is; None if there is none.
+    """The shortest of the sensible ways to the goal, for a player who knows where everything is; None if there is none.
 
     A way drops what is wrongly held, then brings the object(s): fetch, treat, place; one way for each choice of
     objects and receptacles. Choices that differ in nothing that counts for the length are tried once.

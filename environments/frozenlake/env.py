@@ -166,6 +166,6 @@ class FrozenLakeEnv(TextEnv):
         """What it is worth to have come here, gamma * max_a Q*(s, a), within the steps that are left: without
         slipping, gamma ** moves to the goal.
 
-        Of the best player, not of the agent, who may not propose the best moves: see lake.attainable.
+        It is the best player's value; lake.attainable has the ceiling for a QNet.
         """
         return gamma * float(lake.q_star(self.lake, gamma, self._left())[self.cell].max())
