@@ -25,36 +25,12 @@ from torch.nn.functional import cross_entropy
 
 import envs
 from environments import UserError
-from qlass import processes
+from qlass import models, processes, stage
 from qlass.chat import MARK, Chat, Rendering, State, mark, react
 from qlass.demonstrations import read_trajectories
 from qlass.jsonl import checkpoint_folder, replacing_folder
 from qlass.memory import check_memory, estimate
-from qlass.models import (
-    LR,
-    adamw,
-    add_lora,
-    add_training,
-    check_training,
-    device_and_dtype,
-    load_checkpoint,
-    merge,
-    mixed_precision,
-    save_memory,
-)
-from qlass.stage import (
-    Output,
-    at_least,
-    choices,
-    more,
-    only_writer,
-    parse,
-    parser,
-    release,
-    run_stage,
-    settle,
-    write_meta,
-)
+from qlass.stage import at_least, choices, more, parse, parser, settle
 from qlass.token_tree import batches
 from qlass.training import Training, finish
 
@@ -89,7 +65,7 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     def in_order(lines: list[dict]) -> int:
         return len(lines) if [line["task_id"] for line in lines] == tasks[: len(lines)] else 0
 
-    out = Output(asked, in_order)
+    out = stage.Output(asked, in_order)
     todo = tasks[len(out.records) : args.n_expert]
     out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(tasks[: args.n_expert]), len(out.records))
     out.finish()
@@ -101,10 +77,11 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
 
 def tiny_model(states: list[State], vocabulary: int = 4096) -> tuple[Any, Any, Rendering]:
     """A small Llama with random weights and a byte-level BPE trained on the demonstrations' own text."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
+    from tokenizers.models import BPE
 
     rendering = Rendering(temperature=1.0, max_new_tokens=48, candidates="valid", mark_matches=True, compact=True)
-    bpe = Tokenizer(models.BPE())
+    bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     texts = (mark(content, s.task) for s in states for _, content in s.messages)
@@ -191,14 +168,14 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
         args.batch = min(args.batch, math.ceil(len(examples) / 4))
     if args.epochs is None:  # the tiny model, if nothing else was asked for
         args.epochs = max(TINY["epochs"], math.ceil(TINY_STEPS / math.ceil(len(examples) / args.batch)))
-    save_memory(model, args)
+    models.save_memory(model, args)
     longest = max(len(ids) for ids, _ in examples)
 
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         return sft_loss(model(input_ids=ids, use_cache=False).logits, ids, torch.ones_like(ids, dtype=torch.bool))
 
     check_memory(estimate(model, model.base_model, loss_of, args, longest), model.device)
-    optimizer = adamw((p for p in model.parameters() if p.requires_grad), args.lr, args.optim)
+    optimizer = models.adamw((p for p in model.parameters() if p.requires_grad), args.lr, args.optim)
     pad_id = chat.tokenizer.pad_token_id
     fit = Training("sft", model, optimizer, args, [1] * len(examples), (ids for ids, _ in examples))
     for _ in fit.epochs():
@@ -207,7 +184,7 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
             n_wrote = sum(sum(wrote[1:]) for _, wrote in batch)
             for group in fit.share(batches(batch, lambda e: len(e[0]), args.micro_tokens)):  # gradient accumulation
                 ids, wrote = collate([batch[i] for i in group], pad_id, model.device)
-                with mixed_precision(model):
+                with models.mixed_precision(model):
                     logits = model(input_ids=ids, use_cache=False).logits
                 fit.backward(sft_loss(logits, ids, wrote) / n_wrote, ids.numel())
             fit.step()
@@ -225,7 +202,7 @@ def validate(model: Any, chat: Chat, examples: list[Example], args: argparse.Nam
     loss, tokens, actions, exact = 0.0, 0, 0, 0
     for group in batches(examples, lambda e: len(e[0]), args.micro_tokens):
         ids, wrote = collate([examples[i] for i in group], chat.tokenizer.pad_token_id, model.device)
-        with mixed_precision(model):
+        with models.mixed_precision(model):
             logits = model(input_ids=ids, use_cache=False).logits
         loss += sft_loss(logits, ids, wrote).item()
         wrong = (logits[:, :-1].argmax(-1) != ids[:, 1:]) & wrote[:, 1:]
@@ -248,18 +225,18 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
     add("--n-expert", type=at_least(1), help="number of trajectories (default: all; tiny: the environment's own)")
     add("--epochs", type=at_least(1), help=f"at most ({said('epochs')}, or what 200 updates take)")
-    add("--lr", type=at_least(0, float), help=f"{said('lr')}; with --lora {LR}")
+    add("--lr", type=at_least(0, float), help=f"{said('lr')}; with --lora {models.LR}")
     add("--batch", type=at_least(1), help=f"trajectories an update ({said('batch')})")
     add("--max-tokens", type=at_least(2), default=4096, help="longer trajectories are cut (default: %(default)s)")
     add("--micro-tokens", type=at_least(1), default=8192, help="padded tokens in memory at once (default: %(default)s)")
     may = "which actions the policy may write"
     add("--candidates", choices=["free", "valid"], help=f"{may} ({said('candidates')})")
-    more(made, add_training)
+    more(made, models.add_training)
     add("--device")
     args = parse(made, argv)
     if args.lora and args.model == "tiny":
         raise UserError("--lora: the tiny model is trained from scratch; leave it out, or name another --model")
-    check_training(args)
+    models.check_training(args)
     return args
 
 
@@ -268,10 +245,10 @@ def main(argv: list[str] | None = None) -> None:
     started = time.time()
     env = envs.from_arguments(args)
     tiny = TINY | {"epochs": None, "n_expert": env.demonstrations}  # `train` counts the epochs
-    settle(args, tiny if args.model == "tiny" else PAPER | ({"lr": LR} if args.lora else {}))
+    settle(args, tiny if args.model == "tiny" else PAPER | ({"lr": models.LR} if args.lora else {}))
     args.out = checkpoint_folder(args.out or args.run / "sft")
     processes.start()
-    lock = only_writer(args.out) if processes.first() else None
+    lock = stage.only_writer(args.out) if processes.first() else None
     torch.manual_seed(args.seed)
 
     with processes.in_turn():
@@ -285,37 +262,38 @@ def main(argv: list[str] | None = None) -> None:
         model, tokenizer, rendering = tiny_model(states)
         rendering.markov = env.markov
         chat = Chat(tokenizer, rendering)
-        model.to(device_and_dtype(args.device)[0])
+        model.to(models.device_and_dtype(args.device)[0])
     else:
-        in_float32 = not args.lora and args.weights != "bf16"  # trained in float32
-        model, chat = load_checkpoint(
-            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=in_float32, plain=True
+        float32 = not args.lora and args.weights != "bf16"  # all weights are trained
+        model, chat = models.load_checkpoint(
+            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=float32, plain=True
         )
     if args.lora:
-        add_lora(model, args.lora)
+        models.add_lora(model, args.lora)
     chat.rendering.candidates = args.candidates
     if processes.first():
-        write_meta(args.out, args, [args.expert])  # before training: what is stopped can be resumed as it was begun
+        # Before training, so that a stopped one resumes with the arguments that it was begun with.
+        stage.write_meta(args.out, args, [args.expert])
     figures = train(model, chat, states, args)
     if not processes.first():
         return
     if args.lora:
-        merge(model)
-    model.to(device_and_dtype(args.device)[1])  # as later stages load it
+        models.merge(model)
+    model.to(models.device_and_dtype(args.device)[1])  # as later stages load it
 
     transformers.utils.logging.disable_progress_bar()
     with replacing_folder(args.out) as folder:
         model.save_pretrained(folder)
         chat.tokenizer.save_pretrained(folder)
         chat.rendering.save(folder)
-    release(lock)
+    stage.release(lock)
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
-    write_meta(args.out, args, [args.expert], trajectories=len(states), seconds=time.time() - started, **figures)
+    stage.write_meta(args.out, args, [args.expert], trajectories=len(states), seconds=time.time() - started, **figures)
     finish(args.out)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"{args.out}: {parameters:.2f} M parameters, {len(states)} trajectories, loss {figures['loss']:.3f}")
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    stage.run_stage(main)

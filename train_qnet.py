@@ -29,40 +29,15 @@ from torch import nn
 
 import envs
 from environments import UserError
-from qlass import processes
+from qlass import models, processes, stage
 from qlass.chat import Chat, State
 from qlass.driver import Score
 from qlass.jsonl import checkpoint_folder, read_trees, replacing_folder
 from qlass.memory import check_memory, estimate
-from qlass.models import (
-    LR,
-    adamw,
-    add_lora,
-    add_training,
-    check_training,
-    device_and_dtype,
-    load_checkpoint,
-    merge,
-    mixed_precision,
-    save_memory,
-)
 from qlass.packing import PackedPairs, Pair, loss_tokens, pack_pairs, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
 from qlass.prompt_cache import reader
-from qlass.stage import (
-    at_least,
-    choices,
-    more,
-    must_exist,
-    needed,
-    only_writer,
-    parse,
-    parser,
-    release,
-    run_stage,
-    settle,
-    write_meta,
-)  # fmt: skip
+from qlass.stage import at_least, choices, more, parse, parser, settle
 from qlass.stats import spearman
 from qlass.token_tree import batches
 from qlass.training import Training, finish
@@ -142,7 +117,7 @@ class QNet(nn.Module):
         folder = Path(folder)
         if not (folder / "qnet.json").exists():
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
-        backbone, chat = load_checkpoint(folder, transformers.AutoModel, device, load_in, plain=plain)
+        backbone, chat = models.load_checkpoint(folder, transformers.AutoModel, device, load_in, plain=plain)
         try:
             about = json.loads((folder / "qnet.json").read_text(encoding="utf-8"))
             qnet = cls(backbone, chat, about["hidden"], readout or about["readout"])
@@ -180,11 +155,11 @@ def packed_trees(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) 
 
 def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
     packs, validation = packed_trees(qnet, trees, args), packed_trees(qnet, held_out, args)
-    save_memory(qnet.backbone, args)
+    models.save_memory(qnet.backbone, args)
     longest = max(len(p.tree) for p in packs)
     memory = estimate(qnet, qnet.backbone, lambda ids: qnet(input_ids=ids, use_cache=False), args, longest)
     check_memory(memory, qnet.backbone.device)
-    optimizer = adamw((p for p in qnet.parameters() if p.requires_grad), args.lr, args.optim)
+    optimizer = models.adamw((p for p in qnet.parameters() if p.requires_grad), args.lr, args.optim)
     data = (values for p in packs for values in (p.tree.ids, p.weighted_q))
     fit = Training("qnet", qnet, optimizer, args, [p.pairs for p in packs], data)
     for _ in fit.epochs():
@@ -193,7 +168,7 @@ def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args:
             pairs = sum(p.pairs for p in batch)
             for group in fit.share(batches(batch, lambda p: len(p.tree), args.micro_tokens)):
                 some = [batch[i] for i in group]
-                with mixed_precision(qnet.backbone):
+                with models.mixed_precision(qnet.backbone):
                     if args.plain:
                         loss = sum(pair_loss(qnet, pair, args.loss_on) for p in some for pair in p.members)
                     else:  # the same at a fraction of the cost
@@ -268,14 +243,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
     add("--epochs", type=at_least(1), help=f"at most ({said('epochs')})")
-    add("--lr", type=at_least(0, float), help=f"{said('lr')}; with --lora {LR}")
+    add("--lr", type=at_least(0, float), help=f"{said('lr')}; with --lora {models.LR}")
     add("--batch", type=at_least(1), help=f"(s, a) pairs an update ({said('batch')})")
     tokens = ["all", "action", "last"]
     add("--loss-on", choices=tokens, help=f"tokens of (s, a) that carry the loss ({said('loss_on')}; Eq. 11: all)")
     add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
     add("--freeze", action="store_true", help="train the head alone")
     add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
-    more(made, add_training)
+    more(made, models.add_training)
     add("--max-tokens", type=at_least(1), help=f"of a packed tree ({said('max_tokens')})")
     add("--micro-tokens", type=at_least(1), default=8192, help="padded tokens in memory at once (default: %(default)s)")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
@@ -283,7 +258,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parse(made, argv)
     if args.lora and args.freeze:
         raise UserError("--lora and --freeze: give one of them")
-    check_training(args)
+    models.check_training(args)
     return args
 
 
@@ -291,12 +266,12 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
     processes.start()
-    must_exist(args.labels, args.sft)
+    stage.must_exist(args.labels, args.sft)
     if processes.count() > 1:  # one process makes what is missing
-        must_exist(args.labels or args.run / "q_labels.jsonl", args.sft or args.run / "sft")
-    args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
+        stage.must_exist(args.labels or args.run / "q_labels.jsonl", args.sft or args.run / "sft")
+    args.labels = stage.needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
     args.out = checkpoint_folder(args.out or args.run / "qnet")
-    lock = only_writer(args.out) if processes.first() else None
+    lock = stage.only_writer(args.out) if processes.first() else None
 
     trees = []
     for tree in read_trees(args.labels):
@@ -308,27 +283,27 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.labels}: no trees")
     held_out, training = trees[HELD_OUT], [t for i, t in enumerate(trees) if i % 10] or trees
 
-    args.sft = needed(args.sft, args.run / "sft", "sft", args)
+    args.sft = stage.needed(args.sft, args.run / "sft", "sft", args)
     torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
-    in_float32 = not (args.lora or args.freeze or args.weights == "bf16")  # trained in float32
-    backbone, chat = load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, train=in_float32)
+    float32 = not (args.lora or args.freeze or args.weights == "bf16")  # all weights are trained
+    backbone, chat = models.load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, train=float32)
     qnet = QNet(backbone, chat, readout=args.readout)
     small = sum(p.numel() for p in backbone.parameters()) < SMALL
-    settle(args, TINY if small else PAPER | ({"lr": LR} if args.lora else {}))
+    settle(args, TINY if small else PAPER | ({"lr": models.LR} if args.lora else {}))
     backbone.requires_grad_(not args.freeze)
     if args.lora:
-        add_lora(backbone, args.lora)
+        models.add_lora(backbone, args.lora)
     figures = train(qnet, training, held_out, args)
     if not processes.first():
         return
     if args.lora:
-        merge(backbone)
-    backbone.to(device_and_dtype(args.device)[1])  # as q_search.py loads it
+        models.merge(backbone)
+    backbone.to(models.device_and_dtype(args.device)[1])  # as q_search.py loads it
     with replacing_folder(args.out) as folder:
         qnet.save_pretrained(folder)
-    release(lock)
+    stage.release(lock)
     about = {"trees": len(trees), **figures}
-    write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
+    stage.write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
     finish(args.out)
 
     policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
@@ -336,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
         about[name] = ranking(qnet, some, packed_trees(qnet, some, args), args)
         of_policy = sibling_accuracy(some, policy_scores(policy, some))
         about[name]["policy_sibling_accuracy"] = of_policy["sibling_accuracy"]
-    write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
+    stage.write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
     print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
           f"{figures['tokens']:,} of {figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
     for name in ("held_out", "training"):
@@ -348,4 +323,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    stage.run_stage(main)
