@@ -1,10 +1,11 @@
 # make demo   virtual environment, packages, all five stages on WebShop with the tiny model, table and plots
 # make test   the same set-up, then the test suite
+# make test-slow   what takes minutes: kills, mutated inputs, long runs
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow lint clean
 
 demo: $(VENV)/.installed
 	PYTHON=$(BIN)/python bash runs/quickstart.sh
@@ -13,6 +14,9 @@ test: $(VENV)/.installed $(VENV)/.textworld
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q
+
+test-slow: $(VENV)/.installed $(VENV)/.textworld
+	$(BIN)/python -m pytest -q -m slow
 
 # torch first and alone: its CPU build where one is at hand, and nothing later may replace it.
 $(VENV)/.installed: requirements.txt

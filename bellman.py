@@ -21,7 +21,7 @@ from pathlib import Path
 
 from environments import UserError
 from qlass.jsonl import dumps, read_trees, replacing
-from qlass.stage import at_least, needed, only_writer, parse, parser, release, run_stage, write_meta
+from qlass.stage import at_least, locked, needed, parse, parser, run_stage, write_meta
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 TAKES = "seconds"
@@ -109,21 +109,21 @@ def main(argv: list[str] | None = None) -> None:
     started = time.time()
     args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
-    lock = only_writer(args.out)
+    also = ["branch", "done"] * (args.target == "reward") + ["messages"] * bool(args.chat)
     trees = nodes = flat = 0
-    with replacing(args.out) as out, replacing(args.chat) if args.chat else nullcontext() as chat:
-        for tree in read_trees(args.trees):  # one tree in memory at a time
-            labels = label(tree, args.target, args.gamma)
-            out.writelines(map(dumps, labels))
-            if chat:
-                chat.writelines(map(dumps, chats(labels)))
-            trees, nodes = trees + 1, nodes + len(tree)
-            flat += len({node["q_raw"] for node in labels}) == 1
-        if not trees:
-            raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
-    figures = {"trees": trees, "nodes": nodes, "flat_trees": flat}
-    write_meta(args.out, args, [args.trees], **figures, seconds=time.time() - started)
-    release(lock)
+    with locked(args.out):
+        with replacing(args.out) as out, replacing(args.chat) if args.chat else nullcontext() as chat:
+            for tree in read_trees(args.trees, also):  # one tree in memory at a time
+                labels = label(tree, args.target, args.gamma)
+                out.writelines(map(dumps, labels))
+                if chat:
+                    chat.writelines(map(dumps, chats(labels)))
+                trees, nodes = trees + 1, nodes + len(tree)
+                flat += len({node["q_raw"] for node in labels}) == 1
+            if not trees:
+                raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
+        figures = {"trees": trees, "nodes": nodes, "flat_trees": flat}
+        write_meta(args.out, args, [args.trees], **figures, seconds=time.time() - started)
     print(f"{args.out}: {nodes} nodes of {trees} trees, {flat} of them with all values equal (q = 0)")
 
 

@@ -28,6 +28,7 @@ import envs
 from qlass.chat import Rendering, State, action_key, parse_action, react
 from qlass.demonstrations import actions_by_task, cloned_from
 from qlass.driver import Sample, ask, drive
+from qlass.jsonl import KINDS, wrong
 from qlass.models import add_loading
 from qlass.policy import SAMPLING_FREE, add_sampling, load_agent
 from qlass.stage import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
@@ -153,11 +154,17 @@ def tree_records(env: envs.TextEnv, task_id: str, root: TreeNode) -> list[dict]:
     return records
 
 
+FIELDS = ("task_id", "node_id", "reward", "done", "source")
+
+
 def complete_trees(records: list[dict]) -> int:
     """How many of these lines belong to trees that are all there."""
     complete = 0
     while complete < len(records) and complete + records[complete]["nodes"] <= len(records):
-        complete += records[complete]["nodes"]
+        tree = records[complete : complete + records[complete]["nodes"]]
+        if not tree or any(wrong(node, KINDS, FIELDS) for node in tree):
+            raise ValueError(f"tree of task {records[complete].get('task_id')} is none")
+        complete += len(tree)
     return complete
 
 

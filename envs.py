@@ -118,6 +118,10 @@ class TextEnv(gymnasium.Env):
         """The kind of task, where an environment has several: tables have a row for each."""
         return ""
 
+    def subject(self, task_id: str) -> str:
+        """What a task is about: who has learned from one task of a subject has an advantage in the others."""
+        return task_id
+
     def snapshot(self) -> Any:
         raise NotImplementedError
 

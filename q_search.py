@@ -37,6 +37,8 @@ from environments import UserError
 from qlass import costs
 from qlass.chat import Chat, Rendering, State, action_key, parse_action, react, uniforms
 from qlass.driver import Candidate, Sample, Score, ask, drive
+from qlass.jsonl import is_number
+from qlass.leaks import leaked, learned_from
 from qlass.models import add_loading
 from qlass.paraphrasing import Paraphrased, Reword, Server
 from qlass.policy import SAMPLING_FREE, add_sampling, load_agent
@@ -298,8 +300,10 @@ def main(argv: list[str] | None = None) -> None:
     if not tasks:
         raise UserError(f"{args.env}: no tasks in --split {args.split}")
     free = ("method", "M", "N", "select", "split", *SAMPLING_FREE)  # each line says its own
-    out = Output(args, lambda records: len([identity(r) for r in records]), [args.sft, args.qnet], free)
+    out = Output(args, complete_results, [args.sft, args.qnet], free)
     finished = {identity(record): record for record in out.records}
+    sources = {"demonstrations": policy and args.sft, "trees": qnet and args.qnet}
+    leaks = {name: leaked(env, tasks, learned_from(folder, args), name) for name, folder in sources.items()}
     for method in plan:
         about = {"env": env.name, "split": args.split, "label": args.label, "method": method.name, "M": method.M}
         about |= {"N": method.N, "select": method.select, "player": method.player, "seed": args.seed}
@@ -331,12 +335,21 @@ def main(argv: list[str] | None = None) -> None:
     place = {identity(record)[1:]: n for n, record in reversed(list(enumerate(out.records)))}
     rank = {task: n for n, task in enumerate(env.task_ids(args.split))}
     computed = {"policy": policy and policy.computed, "qnet": qnet and qnet.computed}
-    out.finish(lambda r: (place[identity(r)[1:]], rank.get(r["task_id"], 0)), computed_tokens=computed)
+    out.finish(lambda r: (place[identity(r)[1:]], rank.get(r["task_id"], 0)), computed_tokens=computed, leaks=leaks)
 
 
 def identity(record: dict) -> tuple:
     """What a line of results.jsonl is about; no two lines are about the same."""
     return (record["task_id"], record["method"], *(record.get(k) for k in ("split", "M", "N", "select", "player")))
+
+
+def complete_results(records: list[dict]) -> int:
+    """All of them, if each is a result."""
+    for record in records:
+        hash(identity(record))
+        if not is_number(record["reward"]):
+            raise ValueError(f"reward can't be {record['reward']!r}")
+    return len(records)
 
 
 def by_rules(env: envs.TextEnv) -> Callable[[list[Reword]], list[str]]:

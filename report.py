@@ -21,7 +21,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from environments import UserError
 from qlass import stage
+from qlass.jsonl import replacing
 from qlass.stats import Estimate, kendall, paired_difference, spearman
 from reporting import claims, page
 from reporting import figures as plots
@@ -139,12 +141,17 @@ def alignment_table(folders: Iterable[Path]) -> Table:
     head = ["points", "labels", "family", "score", "rho per state [95 %]", "states", "top-1", "gain", "global rho"]
     rows = []
     for path in sorted({path for folder in folders for path in folder.glob("qval*/alignment.json")}):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        for labels, found in record["labels"].items():
-            for name, f in found.items():
-                figures = [number(f[key], 3) for key in ("top_1", "gain", "overall")]
-                about = [record["title"], labels, f["family"], name]
-                rows.append([*about, f"{Estimate(**f['rho'])}", str(f["states"]), *figures])
+        try:
+            record = json.loads(path.read_bytes())  # with NaN, where nothing could be measured
+            for labels, found in record["labels"].items():
+                for name, f in found.items():
+                    figures = [number(f[key], 3) for key in ("top_1", "gain", "overall")]
+                    about = [str(record["title"]), labels, str(f["family"]), name]
+                    rows.append([*about, f"{Estimate(**f['rho'])}", str(f["states"]), *figures])
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{path}: not what experiments.qval writes ({error}); run it again, or delete this"
+            ) from None
     return head, rows
 
 
@@ -219,7 +226,8 @@ def main(argv: list[str] | None = None) -> None:
     if alignment[1]:
         parts += [ALIGNMENT_NOTE, markdown(alignment)]
     text = "\n\n".join(parts) + "\n"
-    out.with_suffix(".md").write_text(text, encoding="utf-8")
+    with replacing(out.with_suffix(".md")) as file:
+        file.write(text)
     print(text)
 
     figures = []
@@ -237,8 +245,8 @@ def main(argv: list[str] | None = None) -> None:
                 figures.append((name, env, plots.save(figure, picture)))
     if figure := plots.learning(read_curves({path.parent for _, path in sources})):
         figures.append(("learning", str(run), plots.save(figure, out.with_name(f"{out.stem}_learning.png"))))
-    for forest in sorted({f for _, path in sources for f in path.parent.glob("qval*/forest-*.svg")}):
-        figures.append(("calibration", f"{forest.parent.name}, {forest.stem}", forest.read_text(encoding="utf-8")))
+    for forest in sorted({f for _, path in sources for f in path.parent.glob("qval*/forest-*.png")}):
+        figures.append(("calibration", f"{forest.parent.name}, {forest.stem}", page.picture(forest)))
     content = {
         "results": page.table(*results) + page.paragraph(PAPER_NOTE),
         "claims": page.bullets(verdicts) + page.paragraph(claims.NOTE) if verdicts else "",
@@ -250,7 +258,8 @@ def main(argv: list[str] | None = None) -> None:
         "trees": page.tree_data(trees, args.max_trees),
         "inputs": [path for _, path in sources] + [trees] * bool(trees),
     }
-    out.write_text(page.render(content), encoding="utf-8")
+    with replacing(out) as file:
+        file.write(page.render(content))
     print(f"{out}, {out.with_suffix('.md')} and {len(figures)} figures beside them")
 
 

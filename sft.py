@@ -63,7 +63,9 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     asked = argparse.Namespace(**about, out=args.run / "expert.jsonl", overwrite=False)
 
     def in_order(lines: list[dict]) -> int:
-        return len(lines) if [line["task_id"] for line in lines] == tasks[: len(lines)] else 0
+        if [line["task_id"] for line in lines] != tasks[: len(lines)]:
+            raise ValueError("other demonstrations (--expert trains on them; delete the file to have them played anew)")
+        return len(lines)
 
     out = stage.Output(asked, in_order)
     todo = tasks[len(out.records) : args.n_expert]
@@ -129,10 +131,15 @@ def sft_loss(logits: torch.Tensor, ids: torch.Tensor, wrote: torch.Tensor) -> to
 
 def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
     """Demonstrations to train on, and those of every twentieth task to validate (at least 16; of under 160, none)."""
-    tasks = list(dict.fromkeys(s.messages[:3] for s in states))  # instruction, OK, first observation
+    tasks = list(dict.fromkeys(map(opening, states)))
     n = max(16, len(tasks) // 20) if len(tasks) >= 160 else 0
     held = {tasks[i * len(tasks) // n] for i in range(n)}
-    return [s for s in states if s.messages[:3] not in held], [s for s in states if s.messages[:3] in held]
+    return [s for s in states if opening(s) not in held], [s for s in states if opening(s) in held]
+
+
+def opening(state: State) -> tuple[tuple[str, str], ...]:
+    """Instruction, OK and first observation, behind a system message where there is one."""
+    return state.messages[: 3 + (state.messages[0][0] == "system")]
 
 
 Example = tuple[list[int], list[bool]]
@@ -155,7 +162,7 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
     training, held_out = hold_out(states)
     if chat.rendering.markov:  # each action stands by itself
         training, held_out = (
-            [State(s.messages[: i + 1], s.task) for s in some for i in range(3, len(s.messages), 2)]
+            [State(s.messages[: i + 1], s.task) for s in some for i in range(len(opening(s)), len(s.messages), 2)]
             for some in (training, held_out)
         )
     examples, validation = (

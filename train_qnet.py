@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -273,15 +274,13 @@ def main(argv: list[str] | None = None) -> None:
     args.out = checkpoint_folder(args.out or args.run / "qnet")
     lock = stage.only_writer(args.out) if processes.first() else None
 
-    trees = []
-    for tree in read_trees(args.labels):
-        if "q" not in tree[0]:
-            raise UserError(f"{args.labels}: no q-values; run bellman.py on it and name its output")
-        trees.append(pairs_of(tree))
-    trees = trees[: args.limit]
+    trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
     if not trees:
         raise UserError(f"{args.labels}: no trees")
     held_out, training = trees[HELD_OUT], [t for i, t in enumerate(trees) if i % 10] or trees
+    trained_on = {t[0].state for t in training if t}
+    if both := sum(t[0].state in trained_on for t in held_out if t) * (training is not trees):
+        print(f"warning: {both} of {len(held_out)} held-out trees are of tasks that are trained on", file=sys.stderr)
 
     args.sft = stage.needed(args.sft, args.run / "sft", "sft", args)
     torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made

@@ -128,7 +128,7 @@ def learn(
     args.out, resume = folder.with_name(folder.name + ".updates.jsonl"), folder.with_name(folder.name + ".resume.pt")
     saved = {"lines": 0}
     if resume.exists() and not args.overwrite:
-        saved = torch.load(resume, map_location=model.device)
+        saved = torch.load(resume, map_location=model.device, weights_only=True)
     out, why = None, ""
     if processes.first():
         out = Output(args, lambda lines: saved["lines"] if len(lines) >= saved["lines"] else 0, [args.sft],

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import jinja2
 import numpy as np
 
 from environments import UserError
+from qlass.jsonl import is_flag, is_number, is_text, maybe, read_object, wrong
 
 # ------------------------------------------------------------------------------------------------- states and actions
 
@@ -101,8 +102,32 @@ class Rendering:
     @classmethod
     def load(cls, folder: str | Path) -> Rendering:
         file = Path(folder) / cls.FILE
-        rendering = cls(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else cls()
-        return dataclasses.replace(rendering, stop=tuple(rendering.stop))
+        given = read_object(file) if file.exists() else {}
+        kinds = {field.name: KINDS[field.type] for field in dataclasses.fields(cls)} | RANGES
+        if unknown := sorted(given.keys() - kinds.keys()):
+            raise UserError(f"{file}: unknown setting {unknown[0]!r}: it has {', '.join(kinds)}")
+        if mistake := wrong(given, kinds):
+            raise UserError(f"{file}: {mistake} (qlass/chat.py, Rendering, says what it means)")
+        return cls(**given | {"stop": tuple(given.get("stop", ()))})
+
+
+def is_date(value: Any) -> bool:
+    try:
+        return bool(datetime.date.fromisoformat(value))
+    except (TypeError, ValueError):
+        return False
+
+
+# What a policy.json may hold: by the type of a field, and where that leaves too much.
+KINDS: dict[Any, Callable[[Any], bool]] = {
+    "float": is_number, "int": lambda v: type(v) is int, "str": is_text, "bool": is_flag,
+    "str | None": maybe(is_text), "tuple[str, ...]": lambda v: isinstance(v, list) and all(v) and all(map(is_text, v)),
+}  # fmt: skip
+RANGES: dict[str, Callable[[Any], bool]] = {
+    "temperature": lambda v: is_number(v) and v >= 0, "max_new_tokens": lambda v: type(v) is int and v >= 1,
+    "top_p": lambda v: is_number(v) and 0 < v <= 1, "top_k": lambda v: type(v) is int and v >= 0,
+    "candidates": lambda v: v in ("free", "valid"), "truncate": lambda v: v in (None, "oldest"), "date": maybe(is_date),
+}  # fmt: skip
 
 
 MARK = "✓"

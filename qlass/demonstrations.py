@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from environments import UserError
 from qlass.chat import State
-from qlass.jsonl import read_jsonl
-from qlass.stage import meta_path
+from qlass.jsonl import is_chat, is_name, is_number, is_text, maybe, numbered, parse_json, wrong
+from qlass.stage import read_meta
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[State, dict]]:
@@ -17,28 +16,42 @@ def read_trajectories(path: Path) -> Iterator[tuple[State, dict]]:
 
     Theirs has `conversations` of {"from", "value"}, as a JSON list or as JSONL.
     """
-    if not path.is_file():
+    roles = {"human": "user", "gpt": "assistant"}
+    for where, record in records_of(path):
+        turns = record.get("messages")
+        try:
+            turns = turns or [
+                {"role": roles.get(t["from"], t["from"]), "content": t["value"]} for t in record["conversations"]
+            ]
+        except (KeyError, TypeError):
+            turns = None
+        if not is_chat(turns) or not any(turn["role"] == "assistant" for turn in turns):
+            raise UserError(f"{where}: no chat of user and assistant in turns (data/README.md shows the layout)")
+        if mistake := wrong(record, KINDS):
+            raise UserError(f"{where}: {mistake} (data/README.md shows the layout)")
+        yield State.load(turns, record.get("task") or ""), record
+
+
+KINDS = {"task_id": maybe(is_name), "task": maybe(is_text), "reward": maybe(is_number)}
+
+
+def records_of(path: Path) -> Iterator[tuple[str, dict]]:
+    """Each record of a JSON list or of a JSONL file, and where it stands."""
+    if not path.exists():
         raise UserError(f"{path}: no such file")
     with open(path, "rb") as file:
         is_list = file.read(100).lstrip().startswith(b"[")
+    if not is_list:
+        yield from ((f"{path}:{number}", record) for number, record in numbered(path))
+        return
     try:
-        records = json.loads(path.read_bytes()) if is_list else read_jsonl(path)
+        records = parse_json(path.read_bytes())
     except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
-    roles = {"human": "user", "gpt": "assistant"}
+        raise UserError(f"{path}: {error}; a list of trajectories is expected") from None
     for number, record in enumerate(records, 1):
-        try:
-            turns = record.get("messages") or [
-                {"role": roles.get(turn["from"]), "content": turn["value"]} for turn in record["conversations"]
-            ]
-            state = State.load(turns, record.get("task", ""))
-            in_turns = all(role == ("user", "assistant")[i % 2] for i, (role, _) in enumerate(state.messages))
-            sound = in_turns and len(turns) > 1 and all(isinstance(text, str) for _, text in state.messages)
-        except (AttributeError, KeyError, TypeError):
-            sound = False
-        if not sound:
-            raise UserError(f"{path}: record {number} is no chat of user and assistant in turns (data/README.md)")
-        yield state, record
+        if not isinstance(record, dict):
+            raise UserError(f"{path}: record {number}: a JSON object is expected, not {type(record).__name__}")
+        yield f"{path}: record {number}", record
 
 
 def actions_by_task(path: Path) -> dict[str, list[str]]:
@@ -55,6 +68,5 @@ def actions_by_task(path: Path) -> dict[str, list[str]]:
 
 def cloned_from(checkpoint: Path) -> Path | None:
     """The demonstrations that a checkpoint was trained on, if its metadata name a file that is there."""
-    meta = meta_path(checkpoint.absolute())
-    named = json.loads(meta.read_text(encoding="utf-8"))["arguments"].get("expert") if meta.exists() else None
-    return Path(named) if named and Path(named).is_file() else None
+    named = read_meta(checkpoint.absolute()).get("arguments", {}).get("expert")
+    return Path(named) if is_text(named) and Path(named).is_file() else None

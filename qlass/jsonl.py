@@ -6,31 +6,71 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from environments import UserError
 
+LARGEST = 1e30  # of a number: sums, squares and differences of such are finite
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a character, which no UTF-8 file can hold
 
-def read_jsonl(path: str | Path) -> Iterator[dict]:
-    """Yield each line's object. UserError names file:line where one is malformed or the file is missing."""
-    if not Path(path).is_file():
+
+def parse_json(content: bytes) -> Any:
+    """The value of JSON; NaN and Infinity, which Python's reader allows, are none. ValueError says what is wrong."""
+
+    def no_number(name: str) -> NoReturn:
+        raise ValueError(f"not valid JSON ({name} is no number)")
+
+    try:
+        value = json.loads(content.decode(), parse_constant=no_number)
+        if SURROGATE.search(content):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
+    except UnicodeEncodeError:
+        raise ValueError("half a character (an unpaired surrogate)") from None
+    except json.JSONDecodeError as error:
+        line = f", line {error.lineno}" if error.lineno > 1 else ""
+        raise ValueError(f"not valid JSON ({error.msg}{line})") from None
+    except RecursionError:
+        raise ValueError("not valid JSON (nested too deeply)") from None
+    return value
+
+
+def numbered(path: str | Path) -> Iterator[tuple[int, dict]]:
+    """Each line's number and object. UserError names file:line where one is malformed or the file is missing."""
+    if not Path(path).exists():
         raise UserError(f"{path}: no such file")
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    record = json.loads(line.decode())
-                except UnicodeDecodeError:
-                    raise UserError(f"{path}:{number}: not UTF-8 text; is this a JSONL file?") from None
-                except json.JSONDecodeError as error:
+                    record = parse_json(line)
+                except ValueError as error:
                     hint = "a truncated line?" if not line.endswith(b"\n") else "one JSON object a line is expected"
-                    raise UserError(f"{path}:{number}: not valid JSON ({error.msg}); {hint}") from None
+                    raise UserError(f"{path}:{number}: {error}; {hint}") from None
                 if not isinstance(record, dict):
                     raise UserError(f"{path}:{number}: a JSON object is expected, not {type(record).__name__}")
-                yield record
+                yield number, record
+
+
+def read_jsonl(path: str | Path) -> Iterator[dict]:
+    """Each line's object; see `numbered`."""
+    return (record for _, record in numbered(path))
+
+
+def read_object(path: Path) -> dict:
+    """The one JSON object that a file holds; UserError where it holds none."""
+    try:
+        value = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: a JSON object is expected, not {type(value).__name__}")
+    return value
 
 
 def read_text(path: Path) -> str:
@@ -38,6 +78,50 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: can't be read ({error})") from None
+
+
+# --------------------------------------------------------------------------------------------------- what is expected
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def is_name(value: Any) -> bool:
+    return isinstance(value, str | int)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and -LARGEST <= value <= LARGEST  # which NaN is not
+
+
+def is_chat(value: Any) -> bool:
+    """Messages of user and assistant in turns, the user first, behind a system message if there is one."""
+    if not isinstance(value, list) or not all(isinstance(m, dict) and is_text(m.get("content")) for m in value):
+        return False
+    roles = [m.get("role") for m in value]
+    roles = roles[roles[:1] == ["system"] :]
+    return bool(roles) and all(role == ("user", "assistant")[i % 2] for i, role in enumerate(roles))
+
+
+def maybe(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or kind(value)
+
+
+def wrong(record: dict, kinds: dict[str, Callable[[Any], bool]], needed: Iterable[str] = ()) -> str | None:
+    """What is wrong with a record: a needed field that it lacks, or one that is not of its kind. None: nothing."""
+    for name in needed:
+        if name not in record:
+            return f"no {name}"
+    for name, kind in kinds.items():
+        if name in record and not kind(record[name]):
+            shown = repr(record[name])
+            return f"{name} can't be {shown if len(shown) < 40 else shown[:36] + ' ...'}"
+    return None
 
 
 def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
@@ -55,10 +139,12 @@ def dumps(record: dict) -> str:
 def replacing(path: str | Path) -> Iterator[Any]:
     """A file opened for writing that takes the place of `path` when the block ends without an error."""
     path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path}: a folder, where a file is to be written: name another")
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.draft")
     try:
-        with open(draft, "w", encoding="utf-8") as out:
+        with naming(path), open(draft, "w", encoding="utf-8") as out:
             yield out
         os.replace(draft, path)
     finally:
@@ -66,6 +152,12 @@ def replacing(path: str | Path) -> Iterator[Any]:
 
 
 NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")  # what every line of a tree has
+KINDS = {  # of a tree's fields, where a line has them
+    "task_id": is_name, "node_id": is_name, "parent_id": maybe(is_name), "action": maybe(is_text),
+    "observation": is_text, "reward": is_number, "q": is_number, "q_raw": is_number, "branch": is_name,
+    "done": is_flag, "expert": is_flag, "source": is_text, "task": is_text, "messages": is_chat, "nodes": is_name,
+}  # fmt: skip
+DEEPEST = 1000  # levels of a tree; each state holds all messages above it
 
 
 @contextlib.contextmanager
@@ -74,7 +166,14 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     draft = folder.with_name(folder.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    yield draft
+    try:
+        with naming(folder):
+            yield draft
+    except BaseException as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        if "os error" in str(error):  # safetensors' own
+            raise UserError(f"{folder}: {error}: make room, and the same command resumes") from None
+        raise
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
 
@@ -87,34 +186,51 @@ def checkpoint_folder(folder: Path) -> Path:
     return folder
 
 
-def read_trees(path: str | Path) -> Iterator[list[dict]]:
-    """Yield one tree at a time as its list of nodes, the root first (trees.jsonl, q_labels.jsonl)."""
+def read_trees(path: str | Path, needed: Iterable[str] = ()) -> Iterator[list[dict]]:
+    """Yield one tree at a time as its list of nodes, the root first (trees.jsonl, q_labels.jsonl).
+
+    needed: fields that a node must have besides `NODE`; "messages" the root alone.
+    """
+    needed = list(needed)
+    of_root, of_node = (*NODE, *needed), (*NODE, *(name for name in needed if name != "messages"))
     tree: list[dict] = []
-    for number, node in enumerate(read_jsonl(path), 1):
-        missing = [key for key in NODE if key not in node]
-        if missing or not isinstance(node["reward"], int | float):
-            wrong = f"no {missing[0]}" if missing else f"reward {node['reward']!r} is no number"
-            raise UserError(f"{path}:{number}: {wrong}; is this a trees.jsonl or q_labels.jsonl?")
-        if node["parent_id"] is None and tree:
-            yield complete_tree(tree, path)
-            tree = []
+    depth: dict[Any, int] = {}
+    for number, node in numbered(path):
+        root = not tree or node.get("parent_id", 0) is None
+        mistake = wrong(node, KINDS, of_root if root else of_node)
+        if mistake:
+            made_by = {"no q": "run bellman.py on it and name its output"}
+            hint = made_by.get(mistake, "is this a trees.jsonl or q_labels.jsonl?")
+            raise UserError(f"{path}:{number}: {mistake}; {hint}")
+        if root:
+            if tree:
+                yield complete_tree(tree, path)
+            tree, depth = [], {None: -1}
+        name, parent = node["node_id"], node["parent_id"]
+        told = f"{path}:{number}: node {name} of task {node['task_id']}"
+        if node["task_id"] != (tree or [node])[0]["task_id"]:
+            raise UserError(f"{told} stands in the tree of task {tree[0]['task_id']}: a tree's lines stand together")
+        if parent not in depth:
+            raise UserError(f"{told} stands before its parent {parent}: parents come first")
+        if name in depth:
+            raise UserError(f"{told} is there twice: each node of a tree has an id of its own")
+        if tree and node["action"] is None:
+            raise UserError(f"{told} has no action: only a root has none")
+        depth[name] = depth[parent] + 1
+        if depth[name] > DEEPEST:
+            raise UserError(f"{told} is deeper than {DEEPEST:,} levels, which no environment's episodes are")
         tree.append(node)
     if tree:
         yield complete_tree(tree, path)
 
 
 def complete_tree(tree: list[dict], path: str | Path) -> list[dict]:
-    """The tree, if it has the number of nodes that its root line says, parents before children."""
+    """The tree, if it has the number of nodes that its root line says."""
     if tree[0].get("nodes") != len(tree):
         raise UserError(
-            f"{path}: the tree of task {tree[0].get('task_id')} has {len(tree)} of {tree[0].get('nodes')} nodes; "
+            f"{path}: the tree of task {tree[0]['task_id']} has {len(tree)} of {tree[0].get('nodes')} nodes; "
             "run build_trees.py again with the same arguments to complete it"
         )
-    above: set[Any] = {None}
-    for node in tree:
-        if node["parent_id"] not in above:
-            raise UserError(f"{path}: task {node['task_id']}: node {node['node_id']} stands before its parent")
-        above.add(node["node_id"])
     return tree
 
 
@@ -134,8 +250,9 @@ def complete_records(path: Path, complete: Callable[[list[dict]], int]) -> tuple
     records = list(itertools.islice(read_jsonl(path), len(ends))) if ends else []
     try:
         keep = complete(records)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path}: lines without {error}, from another stage? Name another --out") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        said = f"lines without {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{path}: {said}: from another stage? Name another --out") from None
     return records[:keep], ends[keep - 1] if keep else 0
 
 
@@ -146,14 +263,28 @@ class Resumable:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.records, end = complete_records(self.path, complete)
-        self.file = open(self.path, "ab")  # noqa: SIM115  (open for the life of the stage)
+        self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (open for the life of the stage)
         self.file.truncate(end)
 
     def append(self, group: Iterable[dict]) -> None:
         group = list(group)
-        self.file.write("".join(map(dumps, group)).encode())
-        self.file.flush()
+        rest = memoryview("".join(map(dumps, group)).encode())
+        with naming(self.path):
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[self.file.write(rest) :]
         self.records += group
 
     def close(self) -> None:
         self.file.close()
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error in writing that names no file, as on a full disk, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        kept = f"{error.strerror}: what was complete is kept; make room, and the same command resumes"
+        raise OSError(error.errno, kept, str(path)) from None

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from environments import UserError
-from qlass.jsonl import Resumable, complete_records, dumps, replacing
+from qlass.jsonl import Resumable, complete_records, dumps, is_text, read_object, replacing, wrong
 
 T = TypeVar("T")
 
@@ -145,10 +145,9 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
         made_by = importlib.import_module(stage)
         argv = handed_on(args)
         if meta_path(default).exists():
-            argv = json.loads(meta_path(default).read_text(encoding="utf-8")).get("argv", argv)
-        print(
-            f"{default} is missing: making it with {command_line(stage)} {' '.join(argv)} ({made_by.TAKES})", flush=True
-        )
+            argv = read_meta(default).get("argv", argv)
+        said = f"{default} is missing: making it with {command_line(stage)} {' '.join(argv)} ({made_by.TAKES})"
+        print(said, flush=True)
         made_by.main(argv)
     return default
 
@@ -251,6 +250,15 @@ def only_writer(output: Path) -> Any:
     return lock
 
 
+@contextlib.contextmanager
+def locked(output: Path) -> Iterator[None]:
+    lock = only_writer(output)
+    try:
+        yield
+    finally:
+        release(lock)
+
+
 def release(lock: Any) -> None:
     Path(lock.name).unlink(missing_ok=True)
     lock.close()
@@ -280,6 +288,29 @@ def meta_path(output: str | Path) -> Path:
     """trees.jsonl -> trees.meta.json; a checkpoint folder sft -> sft.meta.json."""
     output = Path(output)
     return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
+
+
+def read_meta(output: str | Path) -> dict[str, Any]:
+    """The metadata of an output, {} where there is none."""
+    path = meta_path(output)
+    if not path.exists():
+        return {}
+    way_out = f"not the metadata of {output}; delete it, or name another --out"
+    try:
+        meta = read_object(path)
+    except UserError as error:
+        raise UserError(f"{error}: {way_out}") from None
+    if mistake := wrong(meta, {"arguments": is_object, "inputs": is_object, "argv": is_words}):
+        raise UserError(f"{path}: {mistake}: {way_out}")
+    return meta
+
+
+def is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def is_words(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_text, value))
 
 
 def plain(args: argparse.Namespace) -> dict[str, Any]:
@@ -332,14 +363,12 @@ def sha256(path: Path) -> str:
 
 def same_arguments(output: str | Path, args: argparse.Namespace, free: Iterable[str] = ()) -> None:
     """Resuming is only sound with the arguments and the inputs that the output was begun with."""
-    path = meta_path(output)
-    if not Path(output).exists() or not path.exists():
+    if not Path(output).exists() or not meta_path(output).exists():
         return
-    try:
-        old = json.loads(path.read_text(encoding="utf-8"))
-        begun, inputs = dict(old["arguments"]), dict(old["inputs"])
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: not the metadata of {output}; delete it, or name another --out") from None
+    old = read_meta(output)
+    if not {"arguments", "inputs"} <= old.keys():
+        raise UserError(f"{meta_path(output)}: not the metadata of {output}; delete it, or name another --out")
+    begun, inputs = old["arguments"], old["inputs"]
     way_out = "--overwrite starts again, another --out or --run keeps both"
     now = {name: value for name, value in plain(args).items() if name not in (*FREE, *free)}
     changed = {name: value for name, value in now.items() if begun.get(name, value) != value}

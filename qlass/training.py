@@ -215,7 +215,12 @@ class Training:
         if not processes.first():
             return
         draft = self.folder / f"{name}.draft"
-        torch.save(content, draft)
+        try:
+            torch.save(content, draft)
+        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+            draft.unlink(missing_ok=True)
+            wrong = str(error).splitlines()[0]
+            raise UserError(f"{draft}: {wrong}: make room, and the same command resumes from the last one") from None
         os.replace(draft, self.folder / name)
 
     def _save(self) -> None:

@@ -6,7 +6,6 @@ agents begin with it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from qlass.stage import meta_path
+from qlass.stage import read_meta
 from reporting.figures import MARKERS, SERIES, STYLE
 
 if TYPE_CHECKING:
@@ -27,8 +26,7 @@ TRAINED = 3  # an update alone
 
 def record(path: str | Path | None) -> dict:
     """The metadata of an output, {} where there is none."""
-    meta = meta_path(path) if path else None
-    return json.loads(meta.read_text(encoding="utf-8")) if meta and meta.is_file() else {}
+    return read_meta(path) if path else {}
 
 
 def training_tokens(group: Group) -> float:

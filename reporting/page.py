@@ -6,6 +6,7 @@ the markup, or travels as JSON without a "<" and is put on the page as text; and
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -50,11 +51,13 @@ def render(content: dict) -> str:
 
 def provenance(path: Path) -> str:
     """Commit and time from the metadata beside a file, where there is some."""
-    meta = stage.meta_path(path)
-    if not meta.is_file():
-        return ""
-    record = json.loads(meta.read_text(encoding="utf-8"))
-    return escape(f", commit {str(record.get('commit'))[:12]}, written {record.get('written')}")
+    record = stage.read_meta(path)
+    return escape(f", commit {str(record.get('commit'))[:12]}, written {record.get('written')}") if record else ""
+
+
+def picture(path: Path) -> str:
+    """A file's picture as part of the page; as pixels, for an SVG of unknown origin can hold a script."""
+    return f'<img alt="" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
 
 
 def section(name: str, title: str, body: str) -> str:

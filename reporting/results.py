@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from environments import UserError
-from qlass.jsonl import read_jsonl
+from qlass.jsonl import is_name, is_number, is_text, maybe, parse_json, read_jsonl, wrong
 from qlass.stats import Estimate, by_task, interval
 
 # Table 2 of the paper (Llama-2-7B-Chat), reward x 100: WebShop; SciWorld and ALFWorld seen, unseen.
@@ -174,7 +175,7 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
                     except (ValueError, KeyError, TypeError, AttributeError) as error:
                         if line.endswith(b"\n"):
                             what = f"{error} missing" if isinstance(error, KeyError) else error
-                            raise UserError(f"{path}:{number}: {what}; mend or delete this line") from None
+                            raise UserError(f"{path}:{number}: {what}; fix or delete this line") from None
                         print(f"warning: {path}:{number}: skipped, cut short by a stopped run", file=sys.stderr)
                     else:
                         insert(groups.setdefault(condition, Group(condition)), result)
@@ -193,20 +194,41 @@ def read_curves(folders: Iterable[Path]) -> dict[str, list[list[dict]]]:
     return curves
 
 
+def is_tokens(value: Any) -> bool:
+    """{"prompt", "generated", "scored"}"""
+    return isinstance(value, dict) and all(map(is_number, value.values()))
+
+
+def is_candidate(value: Any) -> bool:
+    return isinstance(value, dict) and is_text(value.get("action")) and maybe(is_number)(value.get("q"))
+
+
+def is_steps(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(s, dict) and not wrong(s, STEP, ["action"]) for s in value)
+
+
+STEP = {
+    "action": is_text, "thought": maybe(is_text), "observation": maybe(is_text),
+    "candidates": maybe(lambda value: isinstance(value, list) and all(map(is_candidate, value))),
+}  # fmt: skip
+KINDS = {
+    "task_id": is_name, "env": is_text, "method": is_text, "reward": is_number, "tokens": is_tokens,
+    "steps": maybe(is_steps), "success": maybe(is_number), "env_steps": is_number, "n_steps": is_number,
+    "seconds": is_number, "task": maybe(is_text),
+    **dict.fromkeys(("split", "label", "player", "select", "type"), maybe(is_text)),
+    **dict.fromkeys(("M", "N", "seed"), maybe(lambda value: type(value) is int)),
+}  # fmt: skip
+
+
 def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple[Condition, Result]:
     """ValueError says what is wrong with a line."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"not valid JSON ({error})") from None
+    row = parse_json(line)
     if not isinstance(row, dict):
         raise ValueError(f"a JSON object is expected, not {type(row).__name__}")
     if missing := [name for name in ("task_id", "env", "method", "reward", "tokens") if row.get(name) is None]:
         raise ValueError(f"{', '.join(missing)} missing")
-    if not (isinstance(row["reward"], int | float) and math.isfinite(row["reward"])):
-        raise ValueError(f"reward is {row['reward']!r}, not a number")
-    if not isinstance(row["tokens"], dict):
-        raise ValueError('tokens is not {"prompt", "generated", "scored"}')
+    if mistake := wrong(row, KINDS):
+        raise ValueError(mistake)
     steps, tokens = row.get("steps") or [], row["tokens"]
     label = ", ".join(filter(None, (label, row.get("label") or "")))
     split = row.get("split") if row.get("split") not in (None, "test") else ""

@@ -134,7 +134,10 @@ def test_min_max_keeps_the_order_and_spans_the_unit_interval(raw):
 
 
 def test_the_command_keeps_every_line_and_adds_q(tmp_path, capsys):
-    flat = [node(0, None, task_id="u", nodes=2, messages=[], task=""), node(1, 0, task_id="u", done=True, branch=1)]
+    flat = [
+        node(0, None, task_id="u", nodes=2, messages=[{"role": "user", "content": "go"}], task=""),
+        node(1, 0, task_id="u", done=True, branch=1),
+    ]
     trees, out, chat = (tmp_path / f for f in ("trees.jsonl", "labels.jsonl", "chat.jsonl"))
     trees.write_text(dump(tree_by_hand() + flat))
     bellman.main(["--trees", str(trees), "--out", str(out), "--chat", str(chat), "--gamma", "0.5"])

@@ -159,7 +159,10 @@ def test_it_learns_from_siblings(fake_world, agent, tmp_path):
     assert {line["env_steps"] for line in lines[1:]} == {2}  # those of the tree, once
 
     policy, margins = Policy.load(agent), []
-    for weights in (policy.model.state_dict(), torch.load(tmp_path / "sft-eto-siblings.resume.pt")["model"]):
+    for weights in (
+        policy.model.state_dict(),
+        torch.load(tmp_path / "sft-eto-siblings.resume.pt", weights_only=True)["model"],
+    ):
         policy.model.load_state_dict(weights)
         left, right = Policy(policy.model, policy.chat).logprobs([(state, "Action: left"), (state, "Action: right")])
         margins.append(right - left)

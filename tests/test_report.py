@@ -203,10 +203,10 @@ def test_calibration_reads_the_q_of_the_action_taken():
         ('{"task_id": "a", "env": "web', "not valid JSON"),
         ("[1, 2]", "a JSON object is expected"),
         ('{"env": "webshop", "method": "greedy", "reward": 1, "tokens": {}}', "task_id"),
-        ('{"task_id": "a", "env": "webshop", "method": "greedy", "reward": NaN, "tokens": {}}', "reward"),
+        ('{"task_id": "a", "env": "webshop", "method": "greedy", "reward": NaN, "tokens": {}}', "NaN is no number"),
         ('{"task_id": "a", "env": "webshop", "method": "greedy", "reward": 1, "tokens": 7}', "tokens"),
-        ('{"task_id": "a", "env": "e", "method": "m", "reward": 1, "tokens": {"prompt": "x"}}', "unsupported operand"),
-        ('{"task_id": "a", "env": "e", "method": "m", "reward": 1, "tokens": {}, "steps": [{}]}', "'action' missing"),
+        ('{"task_id": "a", "env": "e", "method": "m", "reward": 1, "tokens": {"prompt": "x"}}', "tokens can"),
+        ('{"task_id": "a", "env": "e", "method": "m", "reward": 1, "tokens": {}, "steps": [{}]}', "steps can"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, told):

@@ -130,7 +130,8 @@ def test_the_claims_and_the_alignment_are_in_both_reports(groups, tmp_path):
     (tmp_path / "qval").mkdir()
     record = {"title": "a lake", "labels": {"exact": {"qnet": figures}}}
     (tmp_path / "qval" / "alignment.json").write_text(json.dumps(record))
-    (tmp_path / "qval" / "forest-exact.svg").write_text("<svg><text>a forest</text></svg>")
+    (tmp_path / "qval" / "forest-exact.png").write_bytes(b"pixels")
+    (tmp_path / "qval" / "forest-exact.svg").write_text("<svg><script>alert('a forest')</script></svg>")
     _, rows = report.alignment_table([tmp_path])
     assert rows == [["a lake", "exact", "learned", "qnet", "0.500 [0.400, 0.600]", "20", "0.700", "–", "0.250"]]
     report.main(["--run", str(tmp_path)])
@@ -138,7 +139,7 @@ def test_the_claims_and_the_alignment_are_in_both_reports(groups, tmp_path):
         text = (tmp_path / name).read_text(encoding="utf-8")
         assert "QLASS above SFT greedy (Table 2): reproduced (M=2: +0.100" in text and claims.NOTE in text
         assert report.ALIGNMENT_NOTE in text and "a lake" in text
-    assert 'id="claims"' in text and "a forest" in text
+    assert 'id="claims"' in text and "data:image/png;base64,cGl4ZWxz" in text and "a forest" not in text
 
 
 def test_three_seeds_speak_of_other_trainings_too(groups):

@@ -32,16 +32,18 @@ def load(path: str | Path) -> Game:
     """Read a `game.tw-pddl`. Raises BadGame for a file that is truncated, unsolvable, or of another kind of task."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        problem, grammar = data["pddl_problem"], data["grammar"]
+        problem, grammar, plan = data["pddl_problem"], data["grammar"], data.get("walkthrough") or []
+        if not all(isinstance(text, str) for text in (problem, grammar, *plan)):
+            raise TypeError("text is expected")
     except OSError as error:
         raise BadGame(f"can't be read ({error.strerror})") from None
     except json.JSONDecodeError as error:
         raise BadGame(f"line {error.lineno} is no JSON, the file may be truncated ({error.msg})") from None
-    except (UnicodeDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadGame(f"is no game file of ALFWorld ({type(error).__name__}: {error})") from None
     if not data.get("solvable"):
         raise BadGame("is marked as unsolvable")
-    return parse(problem, grammar, data.get("walkthrough") or [])
+    return parse(problem, grammar, plan)
 
 
 def parse(problem: str, grammar: str, walkthrough: Iterable[str] = ()) -> Game:

@@ -63,7 +63,7 @@ def read_json(path: Path) -> Any:
             return json.load(file)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise UserError(f"{path}: can't be read ({error})") from None
 
 
@@ -75,8 +75,11 @@ def load_products(folder: Path) -> tuple[list[Product], dict[str, dict], dict[st
     path = find(folder, "items_shuffle_1000", "items_shuffle")
     synthetic = read_json(find(folder, "items_ins_v2_1000", "items_ins_v2"))
     human = read_json(find(folder, "items_human_ins"))
+    records = read_json(path)
+    if not (isinstance(records, list) and isinstance(synthetic, dict) and isinstance(human, dict)):
+        raise UserError(f"{folder}: a list of products and two objects of instructions by asin are expected")
     products: dict[str, Product] = {}
-    for number, record in enumerate(read_json(path)):
+    for number, record in enumerate(records):
         try:
             asin = record["asin"]
             if asin != "nan" and len(asin) <= 10 and asin not in products:
@@ -95,6 +98,9 @@ def clean(record: dict, attributes: list[str]) -> Product:
         for name, values in (record["customization_options"] or {}).items()
         if values is not None
     }
+    texts = (record["name"], record["full_description"], record["category"], record["product_category"])
+    if wrong := [text for text in (*texts, *attributes) if not isinstance(text, str)]:
+        raise TypeError(f"{wrong[0]!r} where text is expected")
     return Product(
         asin=record["asin"],
         title=record["name"],
@@ -125,6 +131,8 @@ def draw_limit(price: float, rng: random.Random) -> tuple[float, str]:
 
 
 def make_goal(product: Product, text: str, attributes: list[str], options: dict | list, limit: float) -> dict:
+    if wrong := [word for word in (text, *attributes, *options) if not isinstance(word, str)]:
+        raise TypeError(f"{wrong[0]!r} where text is expected")
     return {
         "asin": product.asin,
         "category": product.category,

@@ -195,7 +195,10 @@ class Shop:
             self.prices |= recorded
         else:
             build, instructions = (human_goals, human) if use_human_goals else (synthetic_goals, synthetic)
-            self.goals = build(self.products, instructions, self.prices, rng)
+            try:
+                self.goals = build(self.products, instructions, self.prices, rng)
+            except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+                raise UserError(f"{folder}: an instruction is not in WebShop's schema ({error!r})") from None
             random.Random(233).shuffle(self.goals)  # the original's order: fixed whatever the prices
         if not self.goals:
             raise UserError(f"{goals or folder}: no goals; the catalogue has no instructions of the kind asked for")

@@ -89,6 +89,11 @@ class WebShopEnv(TextEnv):
             raise UserError(f"webshop: unknown split {split!r}: choose one of {', '.join(self.splits)}")
         return [str(i) for i in self.splits[split]]
 
+    def subject(self, task_id: str) -> str:
+        """The product that is right."""
+        known = task_id.isdecimal() and int(task_id) < len(self.shop.goals)
+        return self.shop.goals[int(task_id)]["asin"] if known else task_id
+
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
         task = (options or {}).get("task_id")

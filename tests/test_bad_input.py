@@ -1,0 +1,530 @@
+"""Bad input: one line that says where, what and how to fix it; no traceback, no hang, nothing overwritten.
+
+First by hand, mistake by mistake; then by a mutator of bytes and values over every reader.
+"""
+
+import copy
+import gc
+import gzip
+import json
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fakes import dump
+from test_train_qnet import labelled_tree
+
+import bellman
+import build_trees
+import q_search
+import report
+import train_qnet
+from data import make_alfworld
+from environments import UserError
+from environments.alfworld.env import ALFWorldEnv
+from environments.webshop import engine
+from environments.webshop.env import WebShopEnv
+from qlass import stage
+from qlass.chat import Rendering
+from qlass.demonstrations import actions_by_task, cloned_from, read_trajectories
+from qlass.jsonl import DEEPEST, Resumable, read_trees
+from reporting import page
+from reporting.results import read_results
+
+HERE = Path(__file__).parent
+
+
+def mistake(main: Callable, capsys) -> str:
+    """The one line that a stage ends with."""
+    with pytest.raises(SystemExit) as stop:
+        stage.run_stage(main)
+    gc.collect()  # the lock of an output is free when its file is closed
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+def node(i: int, parent: int | None, **more) -> dict:
+    told = {"role": "user", "content": "go"}
+    first = {"messages": [told], "task": "", "env": "fake", "action": None} if parent is None else {"action": f"go {i}"}
+    about = {"task_id": "a", "node_id": i, "parent_id": parent, "observation": "here", "reward": 0.0, "done": False}
+    return about | {"source": "policy", "branch": 0, "depth": 0, "q": 0.5, "q_raw": 0.5} | first | more
+
+
+def tree(*nodes: dict) -> str:
+    return dump([nodes[0] | {"nodes": len(nodes)}, *nodes[1:]])
+
+
+ROOT, LEAF = node(0, None), node(1, 0, reward=1.0, done=True)
+
+# -------------------------------------------------------------------------------------------------------------- trees
+
+TREES = [
+    ("", "holds no trees"),
+    (tree(ROOT, LEAF)[:-20], ":2: not valid JSON"),
+    (tree(ROOT, LEAF).splitlines()[0] + "\n", "1 of 2 nodes; run build_trees.py again"),
+    (gzip.compress(tree(ROOT, LEAF).encode())[:40], ":1: not UTF-8 text"),
+    (tree(ROOT, LEAF).encode("utf-16"), ":1: not UTF-8 text"),
+    ("[" * 100_000, ":1: not valid JSON (nested too deeply)"),
+    ("1" * 5000 + "\n", ":1: "),
+    (tree(ROOT, LEAF | {"reward": float("nan")}), ":2: not valid JSON (NaN is no number)"),
+    (tree(ROOT, LEAF | {"reward": float("-inf")}), ":2: not valid JSON (-Infinity is no number)"),
+    (tree(ROOT, LEAF).replace('"reward": 1.0', '"reward": 1e999'), ":2: reward can't be inf"),
+    (tree(ROOT, LEAF).replace('"reward": 1.0', f'"reward": 1{"0" * 400}'), ":2: reward can't be 1000"),
+    (tree(ROOT, LEAF | {"reward": "1"}), ":2: reward can't be '1'"),
+    (tree(ROOT, LEAF | {"observation": None}), ":2: observation can't be None"),
+    (tree(ROOT, LEAF | {"node_id": [1]}), ":2: node_id can't be [1]"),
+    (tree(ROOT, LEAF | {"action": None}), ":2: node 1 of task a has no action"),
+    (tree(ROOT, LEAF).replace("go 1", "\\ud800"), ":2: half a character"),
+    ("\n" + tree(ROOT, LEAF, LEAF), ":4: node 1 of task a is there twice"),
+    (tree(ROOT, node(2, 1), LEAF), ":2: node 2 of task a stands before its parent 1"),
+    (tree(ROOT, node(1, 2), node(2, 1)), ":2: node 1 of task a stands before its parent 2"),
+    (tree(ROOT, node(1, 1)), ":2: node 1 of task a stands before its parent 1"),
+    (tree(LEAF | {"messages": ROOT["messages"]}, node(2, 1)), ":1: node 1 of task a stands before its parent 0"),
+    (tree(ROOT, LEAF | {"task_id": "b"}), ":2: node 1 of task b stands in the tree of task a"),
+    (tree(ROOT, *(node(i, i - 1) for i in range(1, 10_000))), f"deeper than {DEEPEST:,} levels"),
+    (dump([{"task_id": "a", "method": "greedy", "reward": 1.0}]), ":1: no node_id; is this a trees.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("content", "says"), TREES)
+def test_a_bad_tree_is_named_and_the_labels_stay_as_they_were(content, says, tmp_path, capsys):
+    trees, out = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl"
+    trees.write_bytes(content if isinstance(content, bytes) else content.encode())
+    out.write_text("mine")
+    for more in ([], ["--target", "reward", "--chat", str(tmp_path / "chats.jsonl")]):
+        error = mistake(lambda more=more: bellman.main(["--trees", str(trees), "--out", str(out), *more]), capsys)
+        assert f"{trees}" in error and says in error
+    assert out.read_text() == "mine" and not (tmp_path / "chats.jsonl").exists()
+
+
+def test_as_deep_as_allowed_is_no_matter_of_recursion(tmp_path):
+    (tmp_path / "trees.jsonl").write_text(tree(ROOT, *(node(i, i - 1) for i in range(1, DEEPEST + 1))))
+    bellman.main(["--trees", str(tmp_path / "trees.jsonl"), "--out", str(tmp_path / "q.jsonl")])
+    (labels,) = read_trees(tmp_path / "q.jsonl", ["q"])
+    train_qnet.pairs_of(labels)
+    assert len(labels) == DEEPEST + 1
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q; run bellman.py on it"),
+        (tree(ROOT, {k: v for k, v in LEAF.items() if k != "q"}), ":2: no q; run bellman.py on it"),
+        (tree(ROOT, LEAF | {"q": float("nan")}), ":2: not valid JSON (NaN is no number)"),
+        (tree(ROOT, LEAF | {"q": None}), ":2: q can't be None"),
+        (tree({k: v for k, v in ROOT.items() if k != "messages"}, LEAF), ":1: no messages"),
+        (tree(ROOT | {"messages": [{"role": "user"}]}, LEAF), ":1: messages can't be"),
+        ("", "no trees"),
+    ],
+)
+def test_bad_labels_are_named(content, says, tmp_path, capsys):
+    labels = tmp_path / "labels.jsonl"
+    labels.write_text(content)
+    error = mistake(lambda: train_qnet.main(["--labels", str(labels), "--run", str(tmp_path)]), capsys)
+    assert f"{labels}" in error and says in error and not (tmp_path / "qnet").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- demonstrations
+
+CHAT = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Action: left"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('[{"conversations": ', "not valid JSON"),
+        ("[1]", "record 1: a JSON object is expected"),
+        ('[{"conversations": [{"from": "human"}]}]', "record 1: no chat"),
+        ('{"conversations": 5}\n', ":1: no chat"),
+        (dump([{"messages": CHAT}, {"messages": CHAT[::-1]}]), ":2: no chat of user and assistant"),
+        (dump([{"messages": CHAT[:1]}]), ":1: no chat"),
+        (dump([{"messages": [{"role": "system", "content": "s"}, CHAT[0]]}]), ":1: no chat"),
+        (dump([{"messages": [CHAT[0], {"role": "system", "content": "s"}]}]), ":1: no chat"),
+        (dump([{"messages": [{"role": "user", "content": None}, CHAT[1]]}]), ":1: no chat"),
+        (dump([{"messages": CHAT, "reward": float("nan")}]), ":1: not valid JSON (NaN is no number)"),
+        (dump([{"messages": CHAT, "reward": "high"}]), ":1: reward can't be 'high'"),
+        (dump([{"messages": CHAT, "task_id": ["a"]}]), ":1: task_id can't be ['a']"),
+        (b"\xff\xfe[", ":1: not UTF-8"),
+    ],
+)
+def test_bad_demonstrations_are_named(content, says, tmp_path):
+    path = tmp_path / "expert.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=re.escape(str(path)) + ".*" + re.escape(says)):
+        list(read_trajectories(path))
+
+
+def test_a_system_message_may_come_first(tmp_path):
+    path = tmp_path / "expert.jsonl"
+    path.write_text(dump([{"messages": [{"role": "system", "content": "be brief"}, *CHAT], "task_id": "a"}]))
+    ((state, _),) = read_trajectories(path)
+    assert [role for role, _ in state.messages] == ["system", "user", "assistant"]
+    theirs = [{"from": r, "value": c} for r, c in (("system", "be brief"), ("human", "go"), ("gpt", "Action: left"))]
+    path.write_text(json.dumps([{"conversations": theirs}]))
+    ((again, _),) = read_trajectories(path)
+    assert again.messages == state.messages and actions_by_task(path) == {"go": ["Action: left"]}
+
+
+def test_demonstrations_of_another_kind_are_not_replayed_over(tmp_path, capsys):
+    import sft
+
+    mine = dump([{"messages": CHAT, "task_id": "mine"}])
+    (tmp_path / "expert.jsonl").write_text(mine)
+    error = mistake(lambda: sft.main(["--env", "frozenlake", "--run", str(tmp_path)]), capsys)
+    assert "other demonstrations" in error and "--expert" in error
+    assert (tmp_path / "expert.jsonl").read_text() == mine
+
+
+# -------------------------------------------------------------------------------------------- checkpoints and metadata
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "not valid JSON"),
+        ("[]", "a JSON object is expected, not list"),
+        ('{"temprature": 1}', "unknown setting 'temprature'"),
+        ('{"temperature": NaN}', "NaN is no number"),
+        ('{"temperature": -1}', "temperature can't be -1"),
+        ('{"temperature": "hot"}', "temperature can't be 'hot'"),
+        ('{"max_new_tokens": 1.5}', "max_new_tokens can't be 1.5"),
+        ('{"max_new_tokens": 0}', "max_new_tokens can't be 0"),
+        ('{"candidates": "all"}', "candidates can't be 'all'"),
+        ('{"candidates": []}', "candidates can't be []"),
+        ('{"compact": 1}', "compact can't be 1"),
+        ('{"stop": "\\n"}', "stop can't be"),
+        ('{"stop": [""]}', "stop can't be"),
+        ('{"top_p": 0}', "top_p can't be 0"),
+        ('{"date": "today"}', "date can't be 'today'"),
+        ('{"truncate": true}', "truncate can't be True"),
+    ],
+)
+def test_a_bad_rendering_is_named(content, says, tmp_path):
+    (tmp_path / "policy.json").write_text(content)
+    with pytest.raises(UserError, match="policy.json: .*" + re.escape(says)):
+        Rendering.load(tmp_path)
+
+
+def test_a_rendering_comes_back_as_it_was(tmp_path):
+    for made in (
+        Rendering(),
+        Rendering(0, 1, "valid", True, True, True, 0.5, 3, ("\n",), True, "oldest", "2024-07-26"),
+    ):
+        made.save(tmp_path)
+        assert Rendering.load(tmp_path) == made
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"arguments": 3}', '{"argv": "sft"}', '{"argv": [1]}', "\x00"])
+def test_bad_metadata_are_named(content, tmp_path):
+    (tmp_path / "sft.meta.json").write_text(content)
+    with pytest.raises(UserError, match=r"sft\.meta\.json: .*not the metadata of"):
+        cloned_from(tmp_path / "sft")
+
+
+@pytest.mark.parametrize("command", [build_trees.main, q_search.main])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"task_id": "a", "nodes": 0, "method": []}, "Name another --out"),
+        ({"task_id": "a", "nodes": -3, "method": "greedy", "reward": None}, "Name another --out"),
+        ({"nodes": 1}, "Name another --out"),
+    ],
+)
+def test_an_output_of_another_stage_is_not_written_to(command, line, says, tmp_path, agent, capsys):
+    (tmp_path / "mine.jsonl").write_text(dump([line]))
+    argv = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--out", str(tmp_path / "mine.jsonl")]
+    argv += ["--method", "greedy"] if command is q_search.main else []
+    assert says in mistake(lambda: command(argv), capsys)
+    assert (tmp_path / "mine.jsonl").read_text() == dump([line])
+
+
+# ---------------------------------------------------------------------------------------------------- tasks and results
+
+
+def test_an_unknown_task_is_named():
+    import envs
+
+    for name, task in (("webshop", "999999"), ("webshop", "x"), ("frozenlake", "9x9/0"), ("frozenlake", "x")):
+        env = envs.make(name)
+        with pytest.raises(UserError, match=f"{name}: .*{task}"):
+            env.reset(options={"task_id": task})
+
+
+RESULT = {"task_id": "a", "env": "fake", "method": "greedy", "reward": 1.0, "tokens": {"prompt": 1}}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"reward": float("nan")}, "NaN is no number"),
+        ({"tokens": {"prompt": "1"}}, "tokens can't be"),
+        ({"steps": [{"candidates": []}]}, "steps can't be"),
+        ({"steps": [{"action": "a", "candidates": [{"action": "a", "q": "high"}]}]}, "steps can't be"),
+        ({"M": "4"}, "M can't be '4'"),
+        ({"method": ["greedy"]}, "method can't be"),
+        ({"seed": {}}, "seed can't be"),
+    ],
+)
+def test_a_bad_result_is_named(change, says, tmp_path, capsys):
+    path = tmp_path / "results.jsonl"
+    path.write_text(dump([RESULT, RESULT | {"task_id": "b"} | change]))
+    error = mistake(lambda: report.main([str(path), "--out", str(tmp_path / "report.html")]), capsys)
+    assert f"{path}:2: " in error and says in error and not (tmp_path / "report.html").exists()
+
+
+# -------------------------------------------------------------------------------------------------------------- fuzzing
+
+INTERESTING = [
+    None,
+    True,
+    -1,
+    0,
+    2**70,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "\ud800",
+    "x" * 9,
+    [],
+    [[]],
+    {},
+    {"a": 1},
+]
+
+
+def places(value, path=()) -> Iterator[tuple]:
+    yield path
+    for key, below in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(below, (*path, key))
+
+
+def changed_value(content: bytes, rng: random.Random) -> bytes:
+    """One value of one line (or of a JSON file) replaced, dropped or doubled."""
+    lines = content.splitlines(keepends=True)
+    at = rng.randrange(len(lines))
+    try:
+        value = json.loads(lines[at])
+    except ValueError:
+        lines, at, value = [content], 0, json.loads(content)
+    *above, last = rng.choice([path for path in places(value) if path] or [(0,)])
+    parent = value
+    for key in above:
+        parent = parent[key]
+    if not isinstance(parent, dict | list):
+        return content[: len(content) // 2]
+    if (kind := rng.random()) < 0.2:
+        del parent[last]
+    elif kind < 0.3 and isinstance(parent, list):
+        parent.append(copy.deepcopy(parent[last]))
+    else:
+        parent[last] = rng.choice(INTERESTING)
+    lines[at] = json.dumps(value).encode() + b"\n"
+    return b"".join(lines)
+
+
+def changed_bytes(content: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(len(content))
+    some = bytes(rng.randrange(256) for _ in range(rng.randrange(1, 5)))
+    return rng.choice(
+        [
+            lambda: content[:at],
+            lambda: content[:at] + some + content[at + len(some) :],
+            lambda: content[:at] + content[at + len(some) :],
+            lambda: content[:at] + content[at // 2 : at] + content[at:],
+            lambda: (
+                content[:at] + rng.choice([b"[" * 5000, b"\x00", b"NaN", b"-", b"1e999", b"\n", b'"']) + content[at:]
+            ),
+            lambda: gzip.compress(content)[: rng.randrange(1, 60)],
+        ]
+    )()
+
+
+def changed_lines(content: bytes, rng: random.Random) -> bytes:
+    lines = content.splitlines(keepends=True)
+    a, b = rng.randrange(len(lines)), rng.randrange(len(lines))
+    lines[a], lines[b] = lines[b], rng.choice([lines[a], lines[b], b""])
+    return b"".join(lines)
+
+
+def small_shop(folder: Path) -> None:
+    """The first products of the bundled catalogue, with what is said of them."""
+    from data import make_webshop
+
+    whole = make_webshop.ensure(0)
+    folder.mkdir()
+    items = engine.read_json(whole / "items_shuffle.json")[:6]
+    own = {item["asin"] for item in items}
+    (folder / "items_shuffle.json").write_text(json.dumps(items))
+    for stem in ("items_ins_v2", "items_human_ins"):
+        said = {asin: record for asin, record in engine.read_json(engine_file(whole, stem)).items() if asin in own}
+        (folder / f"{stem}.json").write_text(json.dumps(said))
+
+
+def engine_file(folder: Path, stem: str) -> Path:
+    return next(folder.glob(f"{stem}.json*"))
+
+
+def play_shop(path: Path) -> None:
+    for human in (False, True):
+        try:
+            env = WebShopEnv(path.parent, human_goals=human)
+        except UserError as error:
+            if "no goals" not in str(error):
+                raise
+            continue
+        env.reset(options={"task_id": "0"})
+        env.step("search[a]")
+        for product in env.shop.products:
+            for action in (f"click[{product.asin.lower()}]", "click[description]", "click[< prev]", "click[features]"):
+                env.step(action)
+            env.restore((0, engine.Session(page="results", query="a", number=1), 0))
+        env.score(env.shop.products[0].asin, {})
+
+
+def play_household(path: Path) -> None:
+    env = ALFWorldEnv(path.parents[4])
+    for task in env.task_ids("all"):
+        env.reset(options={"task_id": task})
+        for action in env.valid_actions()[:3]:
+            env.step(action)
+
+
+def household(folder: Path) -> Path:
+    source = make_alfworld.ensure(0)
+    game = next(iter(sorted(source.rglob("game.tw-pddl"))))
+    copied = folder / "games" / "json_2.1.1" / Path(*game.parts[-4:])
+    copied.parent.mkdir(parents=True)
+    shutil.copy(game, copied)
+    return copied
+
+
+def read_labels(path: Path) -> None:
+    for labels in read_trees(path, ["q", "messages"]):
+        train_qnet.pairs_of(labels)
+
+
+def read_any_trees(path: Path) -> None:
+    out = path.with_name("made.jsonl")
+    for target in bellman.TARGETS:
+        bellman.main(["--trees", str(path), "--target", target, "--out", str(out), "--chat", str(out) + ".chat"])
+    page.tree_data(path, 60)
+
+
+def resume(complete: Callable) -> Callable[[Path], None]:
+    return lambda path: Resumable(path, complete).close()
+
+
+def read_demonstrations(path: Path) -> None:
+    list(read_trajectories(path))
+    actions_by_task(path)
+
+
+def read_pages(path: Path) -> None:
+    groups = read_results([("", path)])
+    report.results_table(groups), report.differences_table(groups), report.calibration_table(groups)
+    report.types_table(groups), report.cases(groups)
+
+
+def read_metadata(path: Path) -> None:
+    cloned_from(path.with_name("sft"))
+    page.provenance(path.with_name("sft"))
+    (path.with_name("sft")).touch()
+    stage.same_arguments(path.with_name("sft"), stage.parse(stage.parser("A stage."), []))
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory) -> list[tuple[Path, Callable[[Path], None]]]:
+    """A sound file for every reader, and what reads it."""
+    folder = tmp_path_factory.mktemp("sound")
+    trees = [labelled_tree(f"train{i}") for i in range(2)]
+    flat = [n for nodes in trees for n in nodes]
+    chats = [{"task_id": f"t{i}", "task": "x", "messages": CHAT, "reward": 1.0} for i in range(3)]
+    theirs = [{"conversations": [{"from": "human", "value": "go"}, {"from": "gpt", "value": "Action: left"}]}] * 2
+    files = {
+        "expert.jsonl": (dump(chats), read_demonstrations),
+        "theirs.json": (json.dumps(theirs), read_demonstrations),
+        "trees.jsonl": (dump([{k: v for k, v in n.items() if k[0] != "q"} for n in flat]), read_any_trees),
+        "q_labels.jsonl": (dump(flat), read_labels),
+        "begun-trees.jsonl": (dump(flat), resume(build_trees.complete_trees)),
+        "results.jsonl": ((HERE / "recordings/report_results.jsonl").read_text(), read_pages),
+        "begun-results.jsonl": (
+            (HERE / "recordings/report_results.jsonl").read_text(), resume(q_search.complete_results),
+        ),
+        "policy.json": (json.dumps(vars(Rendering(stop=["a"], date="2024-07-26"))), lambda p: Rendering.load(p.parent)),
+        "sft.meta.json": (json.dumps({"arguments": {"expert": "x"}, "inputs": {}, "argv": ["a"]}), read_metadata),
+    }  # fmt: skip
+    found = []
+    for name, (content, reads) in files.items():
+        (folder / name).write_text(content)
+        found.append((folder / name, reads))
+    small_shop(folder / "shop")
+    found += [(file, play_shop) for file in sorted((folder / "shop").iterdir())]
+    return [*found, (household(folder), play_household)]
+
+
+def fuzz(readers: list, inputs: int, seed: int, silently: Callable) -> dict[str, int]:
+    """Mutated inputs, evenly over the readers; returns how many each reader refused."""
+    refused = {}
+    for n, (path, reads) in enumerate(readers):
+        sound = path.read_bytes()
+        reads(path)  # as it is, it is read
+        path.write_bytes(sound)
+        engine.load.cache_clear()
+        for i in range(inputs // len(readers)):
+            rng = random.Random(f"{seed}/{n}/{i}")  # any one can be made again
+            mutant = rng.choice([changed_value, changed_value, changed_bytes, changed_lines])(sound, rng)
+            path.write_bytes(mutant)
+            began = time.monotonic()
+            try:
+                reads(path)
+            except UserError as error:
+                refused[path.name] = refused.get(path.name, 0) + 1
+                assert "\n" not in str(error), (path.name, i, str(error))
+                assert path.read_bytes() == mutant, (path.name, i, "changed")
+            except Exception as error:
+                pytest.fail(f"seed {seed}, {path.name}, input {i}: {type(error).__name__}: {error}")
+            assert time.monotonic() - began < 10, (path.name, i, "slow")
+            engine.load.cache_clear()
+            silently()
+        path.write_bytes(sound)
+    return refused
+
+
+def test_mutated_inputs_are_refused_in_one_line(readers, capsys):
+    refused = fuzz(readers, 130, 0, capsys.readouterr)
+    assert sum(refused.values()) > 40 and len(refused) == len(readers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_many_mutated_inputs_are_refused_in_one_line(readers, seed, capsys):
+    assert sum(fuzz(readers, 1300, seed, capsys.readouterr).values()) > 400
+
+
+# ----------------------------------------------------------------------------------------- learned from and played
+
+
+def test_tasks_that_were_learned_from_are_counted_and_told(tmp_path, agent, fake_world, capsys):
+    from qlass.leaks import leaked
+
+    sft = tmp_path / "sft"
+    shutil.copytree(agent, sft)
+    (tmp_path / "expert.jsonl").write_text(dump([{"task_id": t, "messages": CHAT} for t in ("test0", "test3", "a")]))
+    asked = {"env": "frozenlake", "map": None, "env_option": [], "expert": str(tmp_path / "expert.jsonl")}
+    (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": asked, "inputs": {}}))
+    q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "greedy"])
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    assert told == ["warning: 2 of 6 tasks played are also in the demonstrations"]
+    assert json.loads((tmp_path / "results.meta.json").read_text())["leaks"] == {"demonstrations": 2, "trees": 0}
+
+    class Shop:
+        subject = staticmethod({"1": "mug", "2": "mug", "3": "shirt"}.get)
+
+    assert leaked(Shop(), ["1", "3"], {"2"}, "trees") == 1  # another task of the same product
+    assert leaked(Shop(), ["3"], {"2"}, "trees") == 0
