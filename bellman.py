@@ -21,7 +21,8 @@ from pathlib import Path
 
 from environments import UserError
 from qlass.jsonl import dumps, read_trees, replacing
-from qlass.stage import at_least, locked, needed, parse, parser, run_stage, write_meta
+from qlass.metadata import write_meta
+from qlass.stage import at_least, locked, needed, parse, parser, run_stage
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 TAKES = "seconds"

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 
 import envs
 from environments import UserError
-from qlass import models, processes, stage
+from qlass import metadata, models, processes, stage
 from qlass.chat import MARK, Chat, Rendering, State, mark, react
 from qlass.demonstrations import read_trajectories
 from qlass.jsonl import checkpoint_folder, replacing_folder
@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> None:
     chat.rendering.candidates = args.candidates
     if processes.first():
         # Before training, so that a stopped one resumes with the arguments that it was begun with.
-        stage.write_meta(args.out, args, [args.expert])
+        metadata.write_meta(args.out, args, [args.expert])
     figures = train(model, chat, states, args)
     if not processes.first():
         return
@@ -296,7 +296,9 @@ def main(argv: list[str] | None = None) -> None:
     stage.release(lock)
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
-    stage.write_meta(args.out, args, [args.expert], trajectories=len(states), seconds=time.time() - started, **figures)
+    metadata.write_meta(
+        args.out, args, [args.expert], trajectories=len(states), seconds=time.time() - started, **figures
+    )
     finish(args.out)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"{args.out}: {parameters:.2f} M parameters, {len(states)} trajectories, loss {figures['loss']:.3f}")

@@ -30,7 +30,7 @@ from torch import nn
 
 import envs
 from environments import UserError
-from qlass import models, processes, stage
+from qlass import metadata, models, processes, stage
 from qlass.chat import Chat, State
 from qlass.driver import Score
 from qlass.jsonl import checkpoint_folder, read_trees, replacing_folder
@@ -302,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
         qnet.save_pretrained(folder)
     stage.release(lock)
     about = {"trees": len(trees), **figures}
-    stage.write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
+    metadata.write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
     finish(args.out)
 
     policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
@@ -310,7 +310,7 @@ def main(argv: list[str] | None = None) -> None:
         about[name] = ranking(qnet, some, packed_trees(qnet, some, args), args)
         of_policy = sibling_accuracy(some, policy_scores(policy, some))
         about[name]["policy_sibling_accuracy"] = of_policy["sibling_accuracy"]
-    stage.write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
+    metadata.write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
     print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
           f"{figures['tokens']:,} of {figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
     for name in ("held_out", "training"):

@@ -22,9 +22,10 @@ from qlass import processes
 from qlass.chat import Chat, Rendering, uniforms
 from qlass.driver import Sample, drive
 from qlass.jsonl import checkpoint_folder
+from qlass.metadata import write_meta
 from qlass.models import adamw, add_lora, load_checkpoint, save_checkpoint
 from qlass.policy import Policy
-from qlass.stage import Output, at_least, needed, parser, progress, write_meta
+from qlass.stage import Output, at_least, needed, parser, progress
 
 WARMUP = 4  # updates
 SMALL = 50e6  # parameters

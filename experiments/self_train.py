@@ -36,8 +36,9 @@ from qlass.chat import Chat
 from qlass.demonstrations import read_trajectories
 from qlass.driver import Sample, Score, drive
 from qlass.jsonl import read_trees, write_jsonl
+from qlass.metadata import meta_path, write_meta
 from qlass.policy import Policy
-from qlass.stage import Output, at_least, handed_on, meta_path, needed, parse, parser, run_stage, write_meta
+from qlass.stage import Output, at_least, handed_on, needed, parse, parser, run_stage
 from train_qnet import QNet
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again

@@ -8,7 +8,7 @@ from pathlib import Path
 from environments import UserError
 from qlass.chat import State
 from qlass.jsonl import is_chat, is_name, is_number, is_text, maybe, numbered, parse_json, wrong
-from qlass.stage import read_meta
+from qlass.metadata import read_meta
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[State, dict]]:

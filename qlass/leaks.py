@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from qlass.demonstrations import cloned_from
 from qlass.jsonl import is_text
-from qlass.stage import read_meta
+from qlass.metadata import read_meta
 
 if TYPE_CHECKING:
     import envs

@@ -8,29 +8,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import hashlib
 import importlib
-import json
 import os
-import platform
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from environments import UserError
-from qlass.jsonl import Resumable, complete_records, dumps, is_text, read_object, replacing, wrong
+from qlass.jsonl import Resumable, complete_records, dumps, replacing
+from qlass.metadata import meta_path, read_meta, same_arguments, write_meta
 
 T = TypeVar("T")
 
 # ----------------------------------------------------------------------------------------------------------- arguments
-
-FREE = ("run", "out", "limit", "shard", "device", "overwrite", "debug")  # may differ between a run and its resumption
-HIDDEN = ("argv", "env_flags")  # of `parse` itself, no arguments
 
 
 def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -279,105 +272,6 @@ def progress(items: Iterable[T], what: str, total: int | None = None, done: int 
             said, rate = now, n / (now - started)
             left = f", {(total - done - n) / rate / 60:.0f} min left" if total else ""
             print(f"{what}: {done + n}/{total or '?'}, {rate:.2g}/s{left}", file=sys.stderr, flush=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ metadata
-
-
-def meta_path(output: str | Path) -> Path:
-    """trees.jsonl -> trees.meta.json; a checkpoint folder sft -> sft.meta.json."""
-    output = Path(output)
-    return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
-
-
-def read_meta(output: str | Path) -> dict[str, Any]:
-    """The metadata of an output, {} where there is none."""
-    path = meta_path(output)
-    if not path.exists():
-        return {}
-    way_out = f"not the metadata of {output}; delete it, or name another --out"
-    try:
-        meta = read_object(path)
-    except UserError as error:
-        raise UserError(f"{error}: {way_out}") from None
-    if mistake := wrong(meta, {"arguments": is_object, "inputs": is_object, "argv": is_words}):
-        raise UserError(f"{path}: {mistake}: {way_out}")
-    return meta
-
-
-def is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def is_words(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_text, value))
-
-
-def plain(args: argparse.Namespace) -> dict[str, Any]:
-    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in HIDDEN}
-
-
-def write_meta(
-    output: str | Path, args: argparse.Namespace, inputs: Iterable[Path | None] = (), **figures: Any
-) -> None:
-    """How `output` came about: arguments, versions, commit, hashes of the inputs, and the figures of the run."""
-    versions = {}
-    for package in ("torch", "transformers", "numpy", "gymnasium"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    commit, clone = "", Path(__file__).parents[1]
-    with contextlib.suppress(OSError):  # a machine without git
-        if (clone / ".git").exists():  # else it is installed, perhaps below another project's repository
-            command = ["git", "-C", clone, "rev-parse", "HEAD"]
-            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    record = {
-        "arguments": plain(args),
-        "argv": getattr(args, "argv", []),
-        "inputs": {str(p): sha256(Path(p)) for p in inputs if p and Path(p).exists()},
-        "commit": commit or None,
-        "python": platform.python_version(),
-        "versions": versions,
-        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **figures,
-    }
-    with replacing(meta_path(output)) as out:
-        json.dump(record, out, indent=1, ensure_ascii=False)
-
-
-DIGESTS: dict[tuple, str] = {}  # of the files of this process, by (path, size, time)
-
-
-def sha256(path: Path) -> str:
-    """Of a file, or of a folder's files one after the other in order of their names."""
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    key = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    if key not in DIGESTS:
-        digest = hashlib.sha256()
-        for file in files:
-            with open(file, "rb") as content:
-                while chunk := content.read(1 << 20):
-                    digest.update(chunk)
-        DIGESTS[key] = digest.hexdigest()
-    return DIGESTS[key]
-
-
-def same_arguments(output: str | Path, args: argparse.Namespace, free: Iterable[str] = ()) -> None:
-    """Resuming is only sound with the arguments and the inputs that the output was begun with."""
-    if not Path(output).exists() or not meta_path(output).exists():
-        return
-    old = read_meta(output)
-    if not {"arguments", "inputs"} <= old.keys():
-        raise UserError(f"{meta_path(output)}: not the metadata of {output}; delete it, or name another --out")
-    begun, inputs = old["arguments"], old["inputs"]
-    way_out = "--overwrite starts again, another --out or --run keeps both"
-    now = {name: value for name, value in plain(args).items() if name not in (*FREE, *free)}
-    changed = {name: value for name, value in now.items() if begun.get(name, value) != value}
-    if changed:
-        flags = ", ".join(f"--{n.replace('_', '-')} {begun[n]}, not {value}" for n, value in changed.items())
-        raise UserError(f"{output} was begun with {flags}: {way_out}")
-    for source, digest in inputs.items():
-        if Path(source).exists() and sha256(Path(source)) != digest:
-            raise UserError(f"{output} was begun with another {source}, which has changed since: {way_out}")
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

@@ -35,8 +35,8 @@ from tqdm import tqdm
 
 from environments import UserError
 from qlass import processes
+from qlass.metadata import FREE, plain
 from qlass.models import cosine
-from qlass.stage import FREE, plain
 from qlass.tracking import open_log
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from qlass.stage import read_meta
+from qlass.metadata import read_meta
 from reporting.figures import MARKERS, SERIES, STYLE
 
 if TYPE_CHECKING:

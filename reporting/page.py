@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from qlass import jsonl, stage
+from qlass import jsonl, metadata
 from reporting.results import scored_candidates, split_react
 
 TITLES = {
@@ -51,7 +51,7 @@ def render(content: dict) -> str:
 
 def provenance(path: Path) -> str:
     """Commit and time from the metadata beside a file, where there is some."""
-    record = stage.read_meta(path)
+    record = metadata.read_meta(path)
     return escape(f", commit {str(record.get('commit'))[:12]}, written {record.get('written')}") if record else ""
 
 

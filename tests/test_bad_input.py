@@ -28,7 +28,7 @@ from environments import UserError
 from environments.alfworld.env import ALFWorldEnv
 from environments.webshop import engine
 from environments.webshop.env import WebShopEnv
-from qlass import stage
+from qlass import metadata, stage
 from qlass.chat import Rendering
 from qlass.demonstrations import actions_by_task, cloned_from, read_trajectories
 from qlass.jsonl import DEEPEST, Resumable, read_trees
@@ -435,7 +435,7 @@ def read_metadata(path: Path) -> None:
     cloned_from(path.with_name("sft"))
     page.provenance(path.with_name("sft"))
     (path.with_name("sft")).touch()
-    stage.same_arguments(path.with_name("sft"), stage.parse(stage.parser("A stage."), []))
+    metadata.same_arguments(path.with_name("sft"), stage.parse(stage.parser("A stage."), []))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import envs
 from environments import UserError
-from qlass import jsonl, stage
+from qlass import jsonl, metadata, stage
 from qlass.jsonl import Resumable
 
 GROUPS = [[{"task": f"t{g}", "n": n, "text": "✓é" * n} for n in range(g + 1)] for g in range(3)]
@@ -130,7 +130,7 @@ def test_resuming_does_not_empty_a_file_of_another_kind(tmp_path):
 def test_metadata_says_how_a_file_came_about(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("{}\n")
-    stage.write_meta(out, argparse.Namespace(out=out, seed=3), [source, None, tmp_path / "gone"], nodes=7)
+    metadata.write_meta(out, argparse.Namespace(out=out, seed=3), [source, None, tmp_path / "gone"], nodes=7)
     meta = json.loads((tmp_path / "out.meta.json").read_text())
     assert meta["arguments"] == {"out": str(out), "seed": 3} and meta["nodes"] == 7
     assert list(meta["inputs"]) == [str(source)] and meta["versions"]["torch"]
@@ -140,9 +140,9 @@ def test_metadata_says_how_a_file_came_about(tmp_path):
 
 def test_a_folders_hash_depends_on_its_files(tmp_path):
     (tmp_path / "a").write_text("1")
-    first = stage.sha256(tmp_path)
+    first = metadata.sha256(tmp_path)
     (tmp_path / "a").write_text("2")
-    assert stage.sha256(tmp_path) != first
+    assert metadata.sha256(tmp_path) != first
 
 
 def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
@@ -150,20 +150,20 @@ def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
     model.mkdir()
     (model / "weights").write_text("1")
     args = argparse.Namespace(env="frozenlake", seed=0, depth=3, sft=model, limit=5, M=[2], env_option=[])
-    stage.same_arguments(out, args)  # nothing there yet
+    metadata.same_arguments(out, args)  # nothing there yet
     out.write_text("")
-    stage.write_meta(out, args, [model])
+    metadata.write_meta(out, args, [model])
     changed = argparse.Namespace(**vars(args) | {"limit": 9, "M": [4]})
-    stage.same_arguments(out, changed, free=["M"])
+    metadata.same_arguments(out, changed, free=["M"])
     for change, says in (({"depth": 4}, "--depth 3, not 4"), ({"env_option": ["map=4x4"]}, "--env-option")):
         with pytest.raises(UserError, match=says):
-            stage.same_arguments(out, argparse.Namespace(**vars(args) | change))
+            metadata.same_arguments(out, argparse.Namespace(**vars(args) | change))
     (model / "weights").write_text("22")
     with pytest.raises(UserError, match=r"another .*sft"):
-        stage.same_arguments(out, args)
+        metadata.same_arguments(out, args)
     (tmp_path / "trees.meta.json").write_text("[]")
     with pytest.raises(UserError, match="not the metadata of"):
-        stage.same_arguments(out, args)
+        metadata.same_arguments(out, args)
 
 
 def flags(*words: str) -> argparse.Namespace:
@@ -198,7 +198,7 @@ def test_the_arguments_that_stages_share_are_handed_on():
     for words in (lake, shop):
         first = flags(*words)
         again = flags(*stage.handed_on(first))
-        assert stage.plain(again) == stage.plain(first)
+        assert metadata.plain(again) == metadata.plain(first)
     assert flags("--env", "frozenlake").run == Path("runs/frozenlake")
     with pytest.raises(UserError, match="--engine"):  # ALFWorld's
         flags("--engine", "textworld")

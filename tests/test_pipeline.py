@@ -18,7 +18,8 @@ import sft
 from environments.webshop import engine as webshop
 from qlass.chat import Chat, State
 from qlass.jsonl import read_jsonl, read_trees
-from qlass.stage import meta_path, run_stage
+from qlass.metadata import meta_path
+from qlass.stage import run_stage
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("sft", "build_trees", "bellman", "train_qnet", "q_search")

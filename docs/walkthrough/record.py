@@ -26,9 +26,9 @@ from environments import UserError
 from qlass.chat import Chat
 from qlass.driver import Candidate, Sample, Score, drive
 from qlass.jsonl import read_jsonl, read_trees
+from qlass.metadata import meta_path
 from qlass.packing import pairs_of
 from qlass.policy import Policy
-from qlass.stage import meta_path
 from train_qnet import HELD_OUT, QNet
 
 RUN = "runs/walkthrough"

@@ -27,7 +27,8 @@ from experiments.qval.scorers import Call, Context, Scorer, answer, available, f
 from qlass.chat import Rendering, State, action_key, parse_action, react, uniforms
 from qlass.driver import Sample, ask, drive
 from qlass.jsonl import read_jsonl, write_jsonl
-from qlass.stage import at_least, needed, parse, parser, progress, run_stage, same_arguments, sha256, write_meta
+from qlass.metadata import same_arguments, sha256, write_meta
+from qlass.stage import at_least, needed, parse, parser, progress, run_stage
 
 
 def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, Any, list[float | None]]:

@@ -16,7 +16,8 @@ from pathlib import Path
 import envs
 from bellman import branch_rewards, children_of, min_max
 from qlass.jsonl import dumps, read_trees, replacing
-from qlass.stage import needed, parse, parser, run_stage, write_meta
+from qlass.metadata import write_meta
+from qlass.stage import needed, parse, parser, run_stage
 
 
 def td(tree: list[dict], gamma: float) -> list[float]:
