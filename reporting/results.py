@@ -212,9 +212,9 @@ STEP = {
     "candidates": maybe(lambda value: isinstance(value, list) and all(map(is_candidate, value))),
 }  # fmt: skip
 KINDS = {
-    "task_id": is_name, "env": is_text, "method": is_text, "reward": is_number, "tokens": is_tokens,
-    "steps": maybe(is_steps), "success": maybe(is_number), "env_steps": is_number, "n_steps": is_number,
-    "seconds": is_number, "task": maybe(is_text),
+    "task_id": is_name, "env": lambda v: is_text(v) and bool(v.split()), "method": is_text, "reward": is_number,
+    "tokens": is_tokens, "steps": maybe(is_steps), "success": maybe(is_number), "env_steps": is_number,
+    "n_steps": is_number, "seconds": is_number, "task": maybe(is_text),
     **dict.fromkeys(("split", "label", "player", "select", "type"), maybe(is_text)),
     **dict.fromkeys(("M", "N", "seed"), maybe(lambda value: type(value) is int)),
 }  # fmt: skip

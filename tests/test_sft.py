@@ -230,15 +230,15 @@ def test_expert_files_in_all_layouts_are_the_same(tmp_path):
     [
         ('[{"conversations": [\n', r"file: not valid JSON .*line 2"),
         ('{"messages"', "file:1: not valid JSON"),
-        (json.dumps([{"id": 1}]), "record 1"),
+        (json.dumps([{"id": 1}]), "no chat"),
         (json.dumps([ETO, {"conversations": ETO["conversations"][1:]}]), "record 2"),
-        (json.dumps([{"conversations": [{"from": "human"}, {"from": "gpt"}]}]), "record 1"),
+        (json.dumps([{"conversations": [{"from": "human"}, {"from": "gpt"}]}]), "no chat"),
         (json.dumps([ETO, ["human", "gpt"]]), "record 2"),
         (
             json.dumps([{"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]}]),
             "record 1",
         ),
-        (dump([{"messages": State((*MESSAGES, ("assistant", "Action: more"))).dump()}]), "record 1"),
+        (dump([{"messages": State((*MESSAGES, ("assistant", "Action: more"))).dump()}]), "no chat"),
     ],
 )
 def test_a_malformed_expert_file_is_named_in_one_line(tmp_path, text, says):

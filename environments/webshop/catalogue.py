@@ -99,7 +99,7 @@ def clean(record: dict, attributes: list[str]) -> Product:
         if values is not None
     }
     texts = (record["name"], record["full_description"], record["category"], record["product_category"])
-    if wrong := [text for text in (*texts, *attributes) if not isinstance(text, str)]:
+    if wrong := [text for text in (*texts, *bullets[:1], *attributes) if not isinstance(text, str)]:
         raise TypeError(f"{wrong[0]!r} where text is expected")
     return Product(
         asin=record["asin"],
