@@ -129,7 +129,8 @@ def must_exist(*named: Path | None) -> None:
 def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
     """The input of a stage: what was named, or else the earlier stage's output, made now if it is missing.
 
-    An output that was begun and not finished is resumed with the arguments that it was begun with.
+    An output that was begun with other arguments and not finished is for its owner to resume, so that a failed large
+    model never becomes a tiny one.
     """
     must_exist(named)
     if named is not None:
@@ -138,7 +139,10 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
         made_by = importlib.import_module(stage)
         argv = handed_on(args)
         if meta_path(default).exists():
-            argv = read_meta(default).get("argv", argv)
+            begun = read_meta(default).get("argv", argv)
+            if begun != argv:  # not run from here: a folder may come from a stranger
+                command = f"{command_line(stage)} {' '.join(begun)}"
+                raise UserError(f"{default} was begun and is not complete: resume it with {command}")
         said = f"{default} is missing: making it with {command_line(stage)} {' '.join(argv)} ({made_by.TAKES})"
         print(said, flush=True)
         made_by.main(argv)

@@ -201,6 +201,7 @@ def test_the_experts_way_is_known_where_the_agent_went_it_before():
 
 def test_whole_trees_are_counted():
     node = {"task_id": "a", "node_id": 0, "reward": 0.0, "done": False, "source": "root"}
+    node |= {"parent_id": None, "action": None, "observation": "here"}
     tree = [node | {"nodes": 3}, node, node]
     for n, whole in enumerate([0, 0, 0, 3, 3, 3, 6]):
         assert build_trees.complete_trees((tree * 2)[:n]) == whole

@@ -186,10 +186,12 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
     assert made == [["--env", "webshop", "--run", str(tmp_path), "--seed", "1"]]
     assert len(capsys.readouterr().out.splitlines()) == 1
     assert stage.needed(None, tmp_path / "here", "bellman", args) == tmp_path / "here" and len(made) == 1
-    # What was begun with other arguments is completed with them: a failed large model never becomes a tiny one.
+    # What was begun with other arguments is not begun again with these: a failed large model never becomes a tiny one.
     (tmp_path / "default.meta.json").write_text(json.dumps({"argv": ["--model", "some/llama"]}))
-    stage.needed(None, tmp_path / "default", "bellman", args)
-    assert made[-1] == ["--model", "some/llama"]
+    with pytest.raises(UserError, match=r"resume it with python bellman\.py --model some/llama"):
+        stage.needed(None, tmp_path / "default", "bellman", args)
+    (tmp_path / "default.meta.json").write_text(json.dumps({"argv": made[0]}))
+    assert stage.needed(None, tmp_path / "default", "bellman", args) and made[1:] == made[:1]
 
 
 def test_the_arguments_that_stages_share_are_handed_on():

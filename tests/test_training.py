@@ -164,7 +164,7 @@ def test_a_checkpoint_takes_its_name_when_it_is_complete(tmp_path, monkeypatch):
         fit(args, [1.0] * 6, 5)
     before = (partial_folder(args.out) / "last.pt").read_bytes()
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError):
+    with pytest.raises(UserError, match="No space left on device: make room"):
         fit(args, [1.0] * 6)
     assert (partial_folder(args.out) / "last.pt").read_bytes() == before
 

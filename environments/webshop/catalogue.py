@@ -99,13 +99,14 @@ def clean(record: dict, attributes: list[str]) -> Product:
         if values is not None
     }
     texts = (record["name"], record["full_description"], record["category"], record["product_category"])
-    if wrong := [text for text in (*texts, *bullets[:1], *attributes) if not isinstance(text, str)]:
+    bullets = tuple(bullets) if isinstance(bullets, list) else (bullets,)
+    if wrong := [text for text in (*texts, *bullets, *attributes) if not isinstance(text, str)]:
         raise TypeError(f"{wrong[0]!r} where text is expected")
     return Product(
         asin=record["asin"],
         title=record["name"],
         description=record["full_description"],
-        bullets=tuple(bullets) if isinstance(bullets, list) else (bullets,),
+        bullets=bullets,
         prices=tuple(float(d) for d in digits if d)[:2] or (100.0,),
         options=options,
         attributes=tuple(attributes),
