@@ -33,9 +33,9 @@ from reporting.results import Group, load_row, read_curves, read_results, result
 
 PAPER_NOTE = (
     "Paper: Table 2 divided by 100 (Llama-2-7B-Chat; other model, other data; SciWorld and ALFWorld seen / unseen; its "
-    "best-of-N picks by the true reward, and on WebShop both it and QLASS sample under paraphrases by a language model: "
-    "without, the earlier version has .649 and .653). Tokens per task: generated = completion tokens of the policy, the paper's "
-    "count; total = prompt computed + generated + scored by QNet."
+    "best-of-N picks by the true reward; on WebShop QLASS and best-of-N sample under a language model's paraphrases, "
+    "without which the earlier version has .653 and .649). Tokens per task: generated = completion tokens of the policy, "
+    "the paper's count; total = prompt computed + generated + scored by QNet."
 )
 ALIGNMENT_NOTE = (
     "Alignment of step scores with Q on tasks that nothing was trained on (experiments/qval): rho, Spearman per state; "

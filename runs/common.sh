@@ -6,4 +6,4 @@ PYTHON=${PYTHON:-python}
 SEED=${SEED:-0}
 RUN=${RUN:-runs/$ENV}
 common=(--env "$ENV" --run "$RUN" --seed "$SEED")
-stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] ${*:1:2}"; "$PYTHON" "$@"; }
+stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $([ "$1" = -m ] && echo "$2" || echo "$1")"; "$PYTHON" "$@"; }
