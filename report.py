@@ -34,8 +34,8 @@ from reporting.results import Group, load_row, read_curves, read_results, result
 PAPER_NOTE = (
     "Paper: Table 2 divided by 100 (Llama-2-7B-Chat; other model, other data; SciWorld and ALFWorld seen / unseen; its "
     "best-of-N picks by the true reward; on WebShop QLASS and best-of-N sample under a language model's paraphrases, "
-    "without which the earlier version has .653 and .649). Tokens per task: generated = completion tokens of the policy, "
-    "the paper's count; total = prompt computed + generated + scored by QNet."
+    "without which the earlier version has .653 and .649). Tokens per task: generated = completion tokens of the "
+    "policy, the paper's count; total = prompt computed + generated + scored by QNet."
 )
 ALIGNMENT_NOTE = (
     "Alignment of step scores with Q on tasks that nothing was trained on (experiments/qval): rho, Spearman per state; "
