@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Which scores of a step are aligned with Q, and does alignment predict what search gains? Small agents on FrozenLake's
 # random maps (dry and slippery), ALFWorld and WebShop, each with the QNets of its trees; then every score against
-# reference labels, and every score steering search. About 45 minutes on two cores; JUDGE=URL#MODEL adds the language
+# reference labels, and every score steering search. It was not timed whole; JUDGE=URL#MODEL adds the language
 # models' judgements: bash runs/qval.sh
 set -euo pipefail
 ENV=frozenlake

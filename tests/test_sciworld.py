@@ -233,7 +233,7 @@ def test_going_back_and_forth_costs_no_replay(env):
     try:
         env.restore(snapshot)
         env.step("teleport to greenhouse")  # seen before
-        env.step("look around")  # goes on from where the simulator is
+        env.step("look around")  # continues from where the simulator is
     finally:
         del simulator.load
     assert not loads

@@ -46,7 +46,7 @@ def test_best_branch_by_hand():
 
 def test_a_tree_of_the_expert_alone_has_no_branch_of_the_agent():
     assert best_branch(tree(node(1, 0, "a", 1.0, True, source="expert"))) is None
-    # The agent goes on from the expert's node: its own branch all the same.
+    # The agent continues from the expert's node: its own branch all the same.
     assert best_branch(tree(node(1, 0, "a", source="expert"), node(2, 1, "b", 0.3, True, depth=2)))["reward"] == 0.3
 
 
