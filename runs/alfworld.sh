@@ -8,15 +8,11 @@ ENV=alfworld
 . "$(dirname "$0")/common.sh"
 common+=("$@")
 
-[ -d "$RUN/sft" ] || stage sft.py "${common[@]}"
-stage build_trees.py "${common[@]}" --limit 300 --rollouts 10
-[ -f "$RUN/q_labels.jsonl" ] || stage bellman.py "${common[@]}"
-[ -d "$RUN/qnet" ] || stage train_qnet.py "${common[@]}" --epochs 4
-for split in valid_unseen valid_seen; do
-    stage q_search.py "${common[@]}" --split $split --method expert greedy sample qlass -M 4
-done
-for split in valid_unseen valid_seen; do
-    stage q_search.py "${common[@]}" --split $split --method random best_of_n oracle_step -M 4
-    stage q_search.py "${common[@]}" --split $split --method best_of_n --select oracle
-done
-stage report.py --run "$RUN" --out "$RUN/report.html"
+clone
+learn_q "$RUN" "$RUN/sft"
+search --limit 0 --method all
+
+# Control: the same agent cloned from the demonstrations and the trees' best branches (rejection sampling).
+[ -d "$RUN/sft-tree" ] || stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
+variant tree "SFT on trees' best" --limit 0 --method greedy --sft "$RUN/sft-tree"
+report

@@ -1,9 +1,49 @@
-# Sourced by the scripts beside it, which name the environment ENV: where a run's files lie, and how a stage is called.
+# Sourced by the scripts beside it, which name the environment ENV: an environment's settings for the tiny model, where a
+# run's files lie, and how stages are called. The settings were chosen on validation tasks
+# (reference_output/validation.md), before the test tasks were played.
 # Run a stopped script again: finished stages are kept, the others resume.
 # SEED=1 RUN=runs/webshop-seed1 bash runs/quickstart.sh for another seed; PYTHON=... for another Python.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python}
 SEED=${SEED:-0}
 RUN=${RUN:-runs/$ENV}
-common=(--env "$ENV" --run "$RUN" --seed "$SEED")
+common=(--env "$ENV" --seed "$SEED")
+
+splits=(test) sft=() trees=() labels=() qnet=()
+case $ENV in
+    webshop)  # trees at temperature 2, since the cloned agent is nearly deterministic; gamma .98, since with the paper's
+              # .9 the ten steps of a careful purchase are worth less than buying the first product at once; many small
+              # trees teach QNet more than few large ones of as many trajectories
+        trees=(--limit 600 --rollouts 6 --temperature 2) labels=(--gamma 0.98) qnet=(--epochs 3) ;;
+    alfworld)
+        splits=(valid_unseen valid_seen)
+        trees=(--limit 400 --rollouts 6 --temperature 2) labels=(--gamma 0.98) qnet=(--epochs 3) ;;
+    sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches
+        common+=(--tasks eto) splits=(test_unseen test_seen)
+        sft=(--n-expert 300 --epochs 5 --batch 4) trees=(--limit 60 --rollouts 6) qnet=(--epochs 4) ;;
+    frozenlake)  # trees wide and warm enough to meet every move from every cell
+        common+=(--env-option "map=${MAP:-lakes}") sft=(--epochs 12)
+        trees=(--depth 6 --width 4 --rollouts 600 --steps 20 --prune tail --temperature 1.5)
+        qnet=(--batch 16 --epochs 200) ;;
+esac
+
 stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $([ "$1" = -m ] && echo "$2" || echo "$1")"; "$PYTHON" "$@"; }
+
+clone() {  # stage 1, behaviour cloning
+    [ -d "$RUN/sft" ] || stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}"
+}
+learn_q() {  # FOLDER SFT FLAG...: stages 2 to 4, exploration trees of an agent, their Bellman backup and a QNet, in FOLDER
+    local here=("${common[@]}" --run "$1") agent=(--sft "$2")
+    stage build_trees.py "${here[@]}" "${agent[@]}" "${trees[@]}" "${@:3}"
+    [ -f "$1/q_labels.jsonl" ] || stage bellman.py "${here[@]}" "${labels[@]}"
+    [ -d "$1/qnet" ] || stage train_qnet.py "${here[@]}" "${agent[@]}" "${qnet[@]}"
+}
+search() {  # FLAG...: stage 5, Q-guided generation and its baselines, on test tasks
+    for split in "${splits[@]}"; do
+        stage q_search.py "${common[@]}" --run "$RUN" --split "$split" "$@"
+    done
+}
+variant() {  # NAME LABEL FLAG...: test tasks with another agent or QNet, told apart by the label
+    search --out "$RUN/results-$1.jsonl" --label "$2" "${@:3}"
+}
+report() { stage report.py --run "$RUN" --out "$RUN/report.html"; }
