@@ -10,7 +10,9 @@ common+=("$@")
 
 clone
 learn_q "$RUN" "$RUN/sft"
-search --limit 0 --method all
+search --limit 0 --method rule greedy sample random qlass oracle_step -M 4
+search --limit 0 --method best_of_n -N 2 4
+search --limit 0 --method best_of_n -N 4 --select oracle
 
 # Control: the same agent cloned from the demonstrations and the trees' best branches (rejection sampling).
 [ -d "$RUN/sft-tree" ] || stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree

@@ -16,8 +16,7 @@ case $ENV in
               # trees teach QNet more than few large ones of as many trajectories
         trees=(--limit 600 --rollouts 6 --temperature 2) labels=(--gamma 0.98) qnet=(--epochs 3) ;;
     alfworld)
-        splits=(valid_unseen valid_seen)
-        trees=(--limit 400 --rollouts 6 --temperature 2) labels=(--gamma 0.98) qnet=(--epochs 3) ;;
+        splits=(valid_unseen valid_seen) trees=(--limit 200 --rollouts 16) labels=(--gamma 0.98) qnet=(--epochs 6) ;;
     sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches
         common+=(--tasks eto) splits=(test_unseen test_seen)
         sft=(--n-expert 300 --epochs 5 --batch 4) trees=(--limit 60 --rollouts 6) qnet=(--epochs 4) ;;
