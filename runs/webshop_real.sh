@@ -2,15 +2,17 @@
 # WebShop's real 1,000 products with the tiny model, its goals the synthetic ones (only 13 of the instructions that people
 # wrote belong to these products):
 #
-#   bash runs/webshop_real.sh DIR [--seeds N]     DIR: items_shuffle_1000.json, items_ins_v2_1000.json, items_human_ins.json
+#   WEBSHOP=DIR bash runs/webshop_real.sh [--seeds N]
 #
-# Seed 0 has the run folder runs/webshop_real, the others runs/webshop_real-seed1, ...
+# DIR (data/webshop) holds items_shuffle_1000.json, items_ins_v2_1000.json and items_human_ins.json. Seed 0 has the run folder
+# runs/webshop_real, the others runs/webshop_real-seed1, ...
 set -euo pipefail
-DATA=${1:?the folder of WebShop\'s data files} SEEDS=1
-[ "${2:-}" != --seeds ] || SEEDS=${3:?--seeds N}
+SEEDS=3
+[ "${1:-}" != --seeds ] || SEEDS=${2:?--seeds N}
 ENV=webshop
 . "$(dirname "$0")/common.sh"
-plain=("${common[@]}" --webshop-data "$DATA") runs=()
+plain=("${common[@]}" --webshop-data "${WEBSHOP:-data/webshop}") runs=()
+sft=(--n-expert 2000 --epochs 6) trees=(--limit 500 --rollouts 5 --temperature 2)  # chosen on validation tasks
 
 for ((seed = 0; seed < SEEDS; seed++)); do
     SEED=$seed RUN=runs/webshop_real common=("${plain[@]}" --seed "$seed")
