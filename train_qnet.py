@@ -156,7 +156,6 @@ def packed_trees(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) 
 
 def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
     packs, validation = packed_trees(qnet, trees, args), packed_trees(qnet, held_out, args)
-    models.save_memory(qnet.backbone, args)
     longest = max(len(p.tree) for p in packs)
     memory = estimate(qnet, qnet.backbone, lambda ids: qnet(input_ids=ids, use_cache=False), args, longest)
     check_memory(memory, qnet.backbone.device)
@@ -263,10 +262,27 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def to_train(args: argparse.Namespace) -> QNet:
+    """QNet before its first update. What no flag has set is as suits its size."""
+    torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
+    float32 = not (args.lora or args.freeze or args.weights == "bf16")  # all weights are trained
+    backbone, chat = models.load_checkpoint(
+        args.sft, transformers.AutoModel, args.device, args.load_in, train=float32, divide=args.fsdp
+    )
+    qnet = QNet(backbone, chat, readout=args.readout)
+    small = sum(p.numel() for p in backbone.parameters()) < SMALL
+    settle(args, TINY if small else PAPER | ({"lr": models.LR} if args.lora else {}))
+    backbone.requires_grad_(not args.freeze)
+    if args.lora:
+        models.add_lora(backbone, args.lora)
+    models.save_memory(backbone, args)
+    return qnet
+
+
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
-    processes.start()
+    args.fsdp = processes.start(args.fsdp)
     stage.must_exist(args.labels, args.sft)
     if processes.count() > 1:  # one process makes what is missing
         stage.must_exist(args.labels or args.run / "q_labels.jsonl", args.sft or args.run / "sft")
@@ -283,21 +299,17 @@ def main(argv: list[str] | None = None) -> None:
         print(f"warning: {both} of {len(held_out)} held-out trees are of tasks that are trained on", file=sys.stderr)
 
     args.sft = stage.needed(args.sft, args.run / "sft", "sft", args)
-    torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
-    float32 = not (args.lora or args.freeze or args.weights == "bf16")  # all weights are trained
-    backbone, chat = models.load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, train=float32)
-    qnet = QNet(backbone, chat, readout=args.readout)
-    small = sum(p.numel() for p in backbone.parameters()) < SMALL
-    settle(args, TINY if small else PAPER | ({"lr": models.LR} if args.lora else {}))
-    backbone.requires_grad_(not args.freeze)
-    if args.lora:
-        models.add_lora(backbone, args.lora)
+    with processes.in_turn(args.fsdp):
+        qnet = to_train(args)
+        models.divide(qnet, qnet.backbone, args, qnet.head)
     figures = train(qnet, training, held_out, args)
+    qnet = processes.undivided(qnet, lambda: to_train(args))
     if not processes.first():
         return
     if args.lora:
-        models.merge(backbone)
-    backbone.to(models.device_and_dtype(args.device)[1])  # as q_search.py loads it
+        models.merge(qnet.backbone)
+    where, dtype = models.device_and_dtype(args.device)
+    qnet.to(where).backbone.to(dtype)  # as q_search.py loads it
     with replacing_folder(args.out) as folder:
         qnet.save_pretrained(folder)
     stage.release(lock)

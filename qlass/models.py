@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from environments import UserError
-from qlass import parity
+from qlass import parity, processes
 from qlass.chat import Chat, Rendering
 from qlass.jsonl import replacing_folder
 from qlass.tracking import LOGS
@@ -41,10 +41,14 @@ def device_and_dtype(device: str | None) -> tuple[torch.device, torch.dtype]:
     return chosen, torch.bfloat16 if chosen.type == "cuda" else torch.float32
 
 
+def has_bf16(device: torch.device) -> bool:
+    """A GPU has its arithmetic, and some CPUs (1.4 to 1.6 times as fast)."""
+    return device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+
+
 def mixed_precision(model: Any) -> torch.autocast:
-    """bf16 arithmetic on float32 weights: on a GPU, and on a CPU that has it (1.4 to 1.6 times as fast)."""
-    has_it = model.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=has_it)
+    """bf16 arithmetic on float32 weights."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=has_bf16(model.device))
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -56,16 +60,16 @@ def load_tokenizer(path: str | Path) -> Any:
 
 def load_checkpoint(
     path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False,
-    plain: bool = False, rendering: Rendering | None = None,
+    plain: bool = False, rendering: Rendering | None = None, divide: bool = False,
 ) -> tuple[Any, Chat]:  # fmt: skip
     """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name.
 
     plain: it is to read one sequence at a time; else it must give the outputs of plain sequences for a token tree.
-    rendering: instead of the folder's.
+    rendering: instead of the folder's. divide: it stays on the CPU, from where several GPUs take their parts.
     To be trained, it is float32: an AdamW step of 1e-5 is less than half a bf16 step of a weight above 0.005.
     """
     where, dtype = device_and_dtype(device)
-    dtype = torch.float32 if train else dtype
+    where, dtype = torch.device("cpu") if divide else where, torch.float32 if train else dtype
     options = quantised(load_in, where)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
@@ -198,7 +202,7 @@ class RoundedAdamW(torch.optim.Optimizer):
                     state |= {"step": 0, "m": torch.zeros_like(p, dtype=torch.float32)}
                     state["v"] = torch.zeros_like(state["m"])
                 state["step"] += 1
-                m, v, g = state["m"], state["v"], p.grad.float()
+                m, v, g, p = map(processes.local, (state["m"], state["v"], p.grad.float(), p))
                 m.lerp_(g, 1 - beta1)
                 v.lerp_(g.square_(), 1 - beta2)
                 size = (v / (1 - beta2 ** state["step"])).sqrt_().add_(eps)
@@ -230,6 +234,17 @@ def save_memory(model: Any, args: argparse.Namespace) -> None:
         model.activation_checkpointing_enable({"use_reentrant": False})
 
 
+def layers_of(backbone: Any) -> nn.ModuleList:
+    n = backbone.config.get_text_config().num_hidden_layers
+    return next(m for m in backbone.modules() if isinstance(m, nn.ModuleList) and len(m) == n)
+
+
+def divide(model: Any, backbone: Any, args: argparse.Namespace, *heads: nn.Module) -> None:
+    """--fsdp: leave each process its part of the model."""
+    if args.fsdp:
+        processes.divide(model, (*layers_of(backbone), *heads), has_bf16(device_and_dtype(args.device)[0]))
+
+
 def needs_bitsandbytes(flag: str, where: torch.device) -> None:
     missing = [name for name in ("bitsandbytes", "accelerate") if find_spec(name) is None]
     if missing:
@@ -255,6 +270,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep one layer's activations at a time, compute a third more",
     )
+    add("--fsdp", action="store_true", help="several processes (torchrun) divide weights, gradients and moments")
     add("--patience", type=int, default=2, help="epochs without a better validation before it stops (default: 2)")
     add("--log", choices=LOGS, default="jsonl", metavar="NAME", help="jsonl (OUT.log.jsonl), tensorboard or wandb")
     add("--save-every", type=int, default=50, metavar="N", help="updates between checkpoints (default: %(default)s)")
@@ -265,5 +281,7 @@ def check_training(args: argparse.Namespace) -> None:
         raise UserError(f"--lora {args.lora}: a rank is 1 or more")
     if args.weights == "bf16" and args.optim != "adamw":
         raise UserError(f"--weights bf16: --optim {args.optim} would round its updates away; leave one of them out")
+    if args.fsdp and (args.load_in or args.optim != "adamw"):
+        raise UserError("--fsdp: bitsandbytes' weights and moments can't be divided; leave --load-in and --optim out")
     if args.load_in and not args.lora:
         raise UserError(f"--load-in {args.load_in}: weights of so few bits can't be trained; give --lora RANK too")

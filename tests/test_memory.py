@@ -22,7 +22,7 @@ def model(vocabulary: int = 500, **more) -> LlamaForCausalLM:
 
 def flags(**more) -> argparse.Namespace:
     some = {"optim": "adamw", "weights": "float32", "gradient_checkpointing": False, "lora": None, "micro_tokens": 1024}
-    return argparse.Namespace(**some | more)
+    return argparse.Namespace(**some | {"fsdp": False} | more)
 
 
 def loss_of(lm: LlamaForCausalLM):
@@ -75,8 +75,8 @@ def test_weights_gradients_and_moments_by_hand():
 
 
 def test_what_does_not_fit_is_told_with_the_flags_that_make_it_fit(monkeypatch, capsys):
-    def seven_billion(gradient_checkpointing=False, weights="float32", lora=False):
-        n = 7e9
+    def seven_billion(gradient_checkpointing=False, weights="float32", lora=False, parts=1):
+        n = 7e9 / parts
         return memory.Memory(
             weights=n * (4 if weights == "float32" else 2),
             gradients=0 if lora else n * 2, optimiser=0 if lora else n * 8,
@@ -93,6 +93,7 @@ def test_what_does_not_fit_is_told_with_the_flags_that_make_it_fit(monkeypatch, 
     assert "158.00 GB, of 200" in told(200)
     for room, says in (
         (141, "give --gradient-checkpointing ("),
+        (141, "; or have 2 GPUs share it: torchrun --nproc-per-node 2 ... --fsdp"),
         (96, "give --gradient-checkpointing --weights bf16 ("),
         (80, "give --gradient-checkpointing --weights bf16 --lora 16 ("),
         (10, "fewer --micro-tokens"),
@@ -164,8 +165,9 @@ def test_small_steps_add_up_in_bf16():
 def test_a_model_in_bf16_is_trained(tmp_path):
     from test_sft import CHAT, arguments, others, tiny_lm
 
-    lm = tiny_lm(CHAT)
-    figures = sft.train(lm, CHAT, others(4), arguments(epochs=40, weights="bf16", out=tmp_path / "out"))
+    lm, args = tiny_lm(CHAT), arguments(epochs=40, weights="bf16", out=tmp_path / "out")
+    models.save_memory(lm, args)
+    figures = sft.train(lm, CHAT, others(4), args)
     assert next(lm.parameters()).dtype == torch.bfloat16
     assert figures["curve"][-1]["loss"] < figures["curve"][0]["loss"] / 2
 
