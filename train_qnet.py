@@ -31,7 +31,7 @@ from torch import nn
 import envs
 from environments import UserError
 from qlass import metadata, models, processes, stage
-from qlass.chat import Chat, State
+from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
 from qlass.jsonl import checkpoint_folder, read_trees, replacing_folder
 from qlass.memory import check_memory, estimate
@@ -113,12 +113,13 @@ class QNet(nn.Module):
     @classmethod
     def from_pretrained(
         cls, folder: str | Path, device: str | None = None, readout: str | None = None, load_in: str | None = None,
-        plain: bool = False,
+        plain: bool = False, rendering: Rendering | None = None,
     ) -> QNet:  # fmt: skip
         folder = Path(folder)
         if not (folder / "qnet.json").exists():
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
-        backbone, chat = models.load_checkpoint(folder, transformers.AutoModel, device, load_in, plain=plain)
+        kind = transformers.AutoModel
+        backbone, chat = models.load_checkpoint(folder, kind, device, load_in, plain=plain, rendering=rendering)
         try:
             about = json.loads((folder / "qnet.json").read_text(encoding="utf-8"))
             qnet = cls(backbone, chat, about["hidden"], readout or about["readout"])
@@ -254,6 +255,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--max-tokens", type=at_least(1), help=f"of a packed tree ({said('max_tokens')})")
     add("--micro-tokens", type=at_least(1), default=8192, help="padded tokens in memory at once (default: %(default)s)")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
+    more(made, lambda made: made.add_argument("--truncate", choices=["oldest"], help="as the trees were grown"))
     add("--device")
     args = parse(made, argv)
     if args.lora and args.freeze:
@@ -269,6 +271,7 @@ def to_train(args: argparse.Namespace) -> QNet:
     backbone, chat = models.load_checkpoint(
         args.sft, transformers.AutoModel, args.device, args.load_in, train=float32, divide=args.fsdp
     )
+    chat.rendering.truncate = args.truncate or chat.rendering.truncate
     qnet = QNet(backbone, chat, readout=args.readout)
     small = sum(p.numel() for p in backbone.parameters()) < SMALL
     settle(args, TINY if small else PAPER | ({"lr": models.LR} if args.lora else {}))

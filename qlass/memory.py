@@ -1,8 +1,9 @@
 """How much memory a training takes, estimated before its first step.
 
-Weights, gradients and moments are counted, with --fsdp a process's part of them and what it gathers. What autograd keeps for backward is measured on three short inputs, whatever
-the architecture, and extrapolated: a constant (weights cast to bf16), a share that grows with the tokens, and one that
-grows with tokens x length. With gradient checkpointing each layer keeps its input, and one layer at a time everything.
+Weights, gradients and moments are counted; with --fsdp a process's part of them, and the layers that it gathers. What
+autograd keeps for backward is measured on three short inputs, whatever the architecture, and extrapolated: a constant
+(weights cast to bf16), a share that grows with the tokens, and one that grows with tokens x length. With gradient
+checkpointing each layer keeps its input, and one layer at a time everything. docs/models.md has it against peaks.
 """
 
 from __future__ import annotations
@@ -61,13 +62,15 @@ def kept_for_backward(forward: Callable[[], Any], backbone: Any) -> tuple[int, i
             kept[storage._cdata] = storage.nbytes()
         return x
 
-    watched = backbone.register_forward_hook(lambda *_: within.append(sum(kept.values())))
+    ends = (layers_of(backbone)[-1], backbone)  # some models call what is in the backbone, not itself
+    watched = [end.register_forward_hook(lambda *_: within.append(sum(kept.values()))) for end in ends]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), mixed_precision(backbone):
         result = forward()  # held until the sum is taken, so that no storage is another's anew
-    watched.remove()
+    for hook in watched:
+        hook.remove()
     total = sum(kept.values())
     del result
-    return total, within[0]
+    return total, within[-1]
 
 
 def curves(forward: Callable[[torch.Tensor], Any], backbone: Any) -> np.ndarray:
@@ -134,11 +137,13 @@ def check_memory(memory: Callable[..., Memory], device: torch.device) -> None:
     if memory().total <= ROOM * room:
         return processes.say(f"{said}, of {room / 1e9:.0f}")
     enough = (n for n in (2, 4, 8, 16, 32) if n > processes.count() and memory(parts=n).total <= ROOM * room)
-    several = f"; or have {n} GPUs share it: torchrun --nproc-per-node {n} ... --fsdp" if (n := next(enough, 0)) else ""
+    n = next(enough, 0)
+    several = f"; or {n} GPUs divide it: torchrun --nproc-per-node {n} -- SCRIPT.py ... --fsdp" if n else ""
     wider: dict[str, Any] = {}
     for name, value, _ in WAYS_OUT:
         wider[name] = value
         if memory(**wider).total <= ROOM * room:
             flags = " ".join(flag for name, _, flag in WAYS_OUT if name in wider)
             raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: give {flags} ({memory(**wider)}){several}")
-    raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: give fewer --micro-tokens or a smaller --model{several}")
+    fewer = "give fewer --micro-tokens or a smaller --model"
+    raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: {fewer}{several}")

@@ -270,7 +270,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep one layer's activations at a time, compute a third more",
     )
-    add("--fsdp", action="store_true", help="several processes (torchrun) divide weights, gradients and moments")
+    add("--fsdp", action="store_true", help="processes (torchrun, accelerate launch) divide the weights and moments")
     add("--patience", type=int, default=2, help="epochs without a better validation before it stops (default: 2)")
     add("--log", choices=LOGS, default="jsonl", metavar="NAME", help="jsonl (OUT.log.jsonl), tensorboard or wandb")
     add("--save-every", type=int, default=50, metavar="N", help="updates between checkpoints (default: %(default)s)")

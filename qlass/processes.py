@@ -1,6 +1,7 @@
 """Training by several processes, a GPU each, or by one.
 
-    torchrun --nproc-per-node 8 train_qnet.py ... [--fsdp]        (or accelerate launch [--use_fsdp])
+    torchrun --nproc-per-node 8 -- train_qnet.py ... [--fsdp]       (-- keeps torchrun from reading --run as its own)
+    accelerate launch --multi_gpu|--use_fsdp train_qnet.py ...
 
 Every process takes its share of each update's sequences, and the gradients are summed. Each holds the whole model, or
 with --fsdp its part of the weights, gradients and moments (torch's FSDP2: a layer's weights are gathered while they are
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -107,6 +109,7 @@ def divide(model: nn.Module, layers: Iterable[nn.Module], bf16: bool) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = distributed.init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (count(),))
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # returned a view: none is written to in place
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for module in (*layers, model):
         # By default what is outside of the layers would stay gathered, and parameters() name the wrong tensors.

@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_told_with_the_flags_that_make_it_fit(monkeypatch, 
     assert "158.00 GB, of 200" in told(200)
     for room, says in (
         (141, "give --gradient-checkpointing ("),
-        (141, "; or have 2 GPUs share it: torchrun --nproc-per-node 2 ... --fsdp"),
+        (141, "; or 2 GPUs divide it: torchrun --nproc-per-node 2 --"),
         (96, "give --gradient-checkpointing --weights bf16 ("),
         (80, "give --gradient-checkpointing --weights bf16 --lora 16 ("),
         (10, "fewer --micro-tokens"),
