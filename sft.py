@@ -260,7 +260,7 @@ def to_train(args: argparse.Namespace, states: list[State], markov: bool) -> tup
             divide=args.fsdp,
         )  # fmt: skip
     if args.lora:
-        models.add_lora(model, args.lora)
+        models.add_lora(model, args.lora, args.lora_alpha)
     models.save_memory(model, args)
     return model, chat
 
@@ -294,8 +294,7 @@ def main(argv: list[str] | None = None) -> None:
     model = processes.undivided(model, lambda: to_train(args, states, env.markov)[0])
     if not processes.first():
         return
-    if args.lora:
-        models.merge(model)
+    updates = models.merge(model) if args.lora else {}
     model.to(models.device_and_dtype(args.device)[1])  # as later stages load it
 
     transformers.utils.logging.disable_progress_bar()
@@ -303,6 +302,8 @@ def main(argv: list[str] | None = None) -> None:
         model.save_pretrained(folder)
         chat.tokenizer.save_pretrained(folder)
         chat.rendering.save(folder)
+        if updates:
+            models.save_adapter(model, updates, args.model, folder / "adapter")
     stage.release(lock)
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None

@@ -277,7 +277,7 @@ def to_train(args: argparse.Namespace) -> QNet:
     settle(args, TINY if small else PAPER | ({"lr": models.LR} if args.lora else {}))
     backbone.requires_grad_(not args.freeze)
     if args.lora:
-        models.add_lora(backbone, args.lora)
+        models.add_lora(backbone, args.lora, args.lora_alpha)
     models.save_memory(backbone, args)
     return qnet
 
@@ -309,12 +309,13 @@ def main(argv: list[str] | None = None) -> None:
     qnet = processes.undivided(qnet, lambda: to_train(args))
     if not processes.first():
         return
-    if args.lora:
-        models.merge(qnet.backbone)
+    updates = models.merge(qnet.backbone) if args.lora else {}
     where, dtype = models.device_and_dtype(args.device)
     qnet.to(where).backbone.to(dtype)  # as q_search.py loads it
     with replacing_folder(args.out) as folder:
         qnet.save_pretrained(folder)
+        if updates:
+            models.save_adapter(qnet.backbone, updates, args.sft, folder / "adapter")
     stage.release(lock)
     about = {"trees": len(trees), **figures}
     metadata.write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)

@@ -94,9 +94,15 @@ def estimate(
     """
     tokens = max(longest, args.micro_tokens)
     at, training = np.array([1, tokens, tokens * longest]), model.training
-    model.eval()  # neither dropout nor checkpointing
-    everything, layers = curves(forward, backbone) * at
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in checkpointed:
+        module.gradient_checkpointing = False
+    model.train()  # with its dropout
+    with torch.random.fork_rng():
+        everything, layers = curves(forward, backbone) * at
     model.train(training)
+    for module in checkpointed:
+        module.gradient_checkpointing = True
     trained = [p for p in model.parameters() if p.requires_grad]
     numbers, config = sum(p.numel() for p in trained), backbone.config.get_text_config()
     inputs = config.num_hidden_layers * tokens * config.hidden_size * next(backbone.parameters()).element_size()

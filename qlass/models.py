@@ -1,8 +1,9 @@
 """Models and their optimisers: loading, precision, schedules, and what makes large ones fit in little memory.
 
-LoRA (Hu et al. 2022) leaves a weight W as it is and learns a low-rank update: W x + 2 B A x, with B = 0 at first; the
-layers are PEFT's. It is merged into W before a checkpoint is saved, so that later stages see an ordinary one. With W in
-4 bits this is QLoRA (Dettmers et al. 2023); such a W is written back in full before the merge.
+LoRA (Hu et al. 2022) leaves a weight W as it is and learns a low-rank update: W x + alpha/rank B A x, with B = 0 at
+first; the layers are PEFT's. It is merged into W before a checkpoint is saved, so that later stages see an ordinary
+one, and kept in its folder adapter/ in PEFT's format. With W in 4 bits this is QLoRA (Dettmers et al. 2023); such a W
+is written back in full before the merge.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 
 from environments import UserError
@@ -26,7 +28,6 @@ from qlass.chat import Chat, Rendering
 from qlass.jsonl import replacing_folder
 from qlass.tracking import LOGS
 
-ALPHA = 2  # times the rank, LoRA's alpha
 MORE_TOKENS = 64  # that a tokenizer may have and its model not: some are published so (gemma-3-1b-it has one)
 LR = 2e-4  # if none is given: updates that start from 0 take larger steps than weights
 
@@ -125,7 +126,7 @@ def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
     return (step + 1) / rise if step < rise else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-def add_lora(model: Any, rank: int) -> None:
+def add_lora(model: Any, rank: int, alpha: int | None = None) -> None:
     """Freeze the model and give its linear layers low-rank updates by PEFT, in float32, which alone are trained."""
     if find_spec("peft") is None:
         raise UserError(f"--lora {rank}: peft is missing: pip install -r requirements-gpu.txt")
@@ -135,7 +136,8 @@ def add_lora(model: Any, rank: int) -> None:
     layers = model.base_model if model.base_model_prefix in model._modules else model
     model.requires_grad_(False)
     try:
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=ALPHA * rank, target_modules="all-linear"), layers)
+        config = LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules="all-linear")
+        inject_adapter_in_model(config, layers)
     except (TypeError, ValueError) as error:
         raise UserError(f"--lora {rank}: not for this model ({str(error).splitlines()[0]}); leave --lora out") from None
     for p in model.parameters():
@@ -143,10 +145,11 @@ def add_lora(model: Any, rank: int) -> None:
 
 
 @torch.no_grad()
-def merge(model: Any) -> None:
-    """Write the updates into the weights, which get all their bits back: an ordinary model again."""
+def merge(model: Any) -> dict[str, torch.Tensor]:
+    """Write the updates into the weights, which get all their bits back: an ordinary model again. Returns them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    updates = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if ".lora_" in name}
     if getattr(model, "is_quantized", False):
         model.dequantize()
     for name, module in list(model.named_modules()):
@@ -154,6 +157,17 @@ def merge(model: Any) -> None:
             linear = module.get_base_layer()
             linear.weight.copy_(linear.weight.float() + module.get_delta_weight("default").float())
             model.set_submodule(name, linear)
+    return updates
+
+
+def save_adapter(model: Any, updates: dict[str, torch.Tensor], base: str | Path, folder: Path) -> None:
+    """The updates as `PeftModel.from_pretrained` loads them onto `base`."""
+    config = next(m.peft_config["default"] for m in model.modules() if hasattr(m, "peft_config"))
+    config.base_model_name_or_path = str(base)
+    config.target_modules = {name.split(".")[-4] for name in updates}
+    config.save_pretrained(folder)
+    weights = {f"base_model.model.{name.replace('.default', '')}": update for name, update in updates.items()}
+    save_file(weights, folder / "adapter_model.safetensors")
 
 
 def quantised(load_in: str | None, where: torch.device) -> dict:
@@ -262,6 +276,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     """The flags of a stage that trains a model."""
     add, names = parser.add_argument, ["adamw", "adamw8bit"]
     add("--lora", type=int, metavar="RANK", help="train updates of this rank instead of the weights")
+    add("--lora-alpha", type=int, metavar="A", help="the updates' factor is A / RANK (default: twice the rank)")
     add_loading(parser)
     add("--optim", choices=names, default="adamw", metavar="NAME", help="adamw or adamw8bit (default: %(default)s)")
     add("--weights", choices=["float32", "bf16"], default="float32", help="while they are trained (default: float32)")
@@ -279,6 +294,8 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 def check_training(args: argparse.Namespace) -> None:
     if args.lora is not None and args.lora < 1:
         raise UserError(f"--lora {args.lora}: a rank is 1 or more")
+    if args.lora_alpha is not None and (args.lora_alpha < 1 or not args.lora):
+        raise UserError(f"--lora-alpha {args.lora_alpha}: a number of 1 or more, beside --lora RANK")
     if args.weights == "bf16" and args.optim != "adamw":
         raise UserError(f"--weights bf16: --optim {args.optim} would round its updates away; leave one of them out")
     if args.fsdp and (args.load_in or args.optim != "adamw"):
