@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_train_qnet import labelled_tree
 from torch import nn
-from torch.distributed import fsdp, tensor  # noqa: F401  (once, not in each process)
+from torch.distributed.run import parse_args as torchrun
 
 from environments import UserError
 from qlass import processes
@@ -303,6 +303,20 @@ def small_run(tmp_path, agent, fake_world, monkeypatch):
         return json.loads((tmp_path / f"{name}.meta.json").read_text()), weights
 
     return argv, made
+
+
+def test_what_launchers_ask_for(monkeypatch):
+    given = torchrun(["--nproc-per-node", "8", "--", "train_qnet.py", "--run", "x"])  # without -- an ambiguous --run
+    assert (given.training_script, given.training_script_args) == ("train_qnet.py", ["--run", "x"])
+    assert processes.start(True) is False  # one process holds all
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert processes.start() is False and processes.start(True) is True
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert processes.start() is True
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match="DeepSpeed is not supported"):
+        processes.start()
 
 
 def assert_equal_runs(one: tuple[dict, dict], two: tuple[dict, dict]) -> None:
