@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -203,10 +204,11 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
                         x, y = scores[a.state, a.action], scores[b.state, b.action]
                         right += 0.5 if x == y else float((x > y) == (a.q > b.q))
                         total += 1
+    rank = float(spearman(*zip(*flat, strict=True))) if len(flat) > 2 else math.nan  # also where all are equal
     return {
         "sibling_accuracy": right / total if total else None,
         "sibling_pairs": total,
-        "spearman": float(spearman(*zip(*flat, strict=True))) if len(flat) > 2 else None,
+        "spearman": rank if math.isfinite(rank) else None,
     }
 
 
@@ -334,7 +336,7 @@ def main(argv: list[str] | None = None) -> None:
         if f["sibling_pairs"]:
             print(f"  {name} trees: sibling pairs ranked right {f['sibling_accuracy']:.3f} of {f['sibling_pairs']} "
                   f"(chance .5, policy's log-probability {f['policy_sibling_accuracy']:.3f}), "
-                  f"Spearman {f['spearman']:.3f}")  # fmt: skip
+                  f"Spearman {f['spearman'] or 0:.3f}")  # fmt: skip
 
 
 if __name__ == "__main__":
