@@ -148,7 +148,8 @@ def training(run: Path, flags: list[str], checkpointing: bool) -> tuple[str, str
     known = [tera for name, tera in PEAK.items() if GPU and name in torch.cuda.get_device_name()]
     used = f"{flops / known[0] / 1e12:.0%}" if known and not args.load_in else ""
     about = of().total
-    return f"{peak / 1e9:.1f} GB", f"{about / 1e9:.1f} GB", f"{about / peak:.2f}", f"{tokens / spent:,.0f}", used
+    measured = (f"{peak / 1e9:.1f} GB", f"{about / 1e9:.1f} GB", f"{about / peak:.2f}") if GPU else ("", "", "")
+    return *measured, f"{tokens / spent:,.0f}", used
 
 
 def full_packs(packs: list[PackedPairs]) -> list[PackedPairs]:
