@@ -218,13 +218,19 @@ def main(argv: list[str] | None = None) -> None:
                 env.fork(), task_id, rendering, args.depth, args.width, args.rollouts, not args.no_expert, args.prune,
                 demonstrations,
             )  # fmt: skip
-            return tree_records(env, task_id, root)
+            records = tree_records(env, task_id, root)
+            if rendering.truncate:
+                records[0]["cut_prompts"] = sum(policy.chat.is_cut(n.state) for n in root.walk() if n.children)
+            return records
 
         grown = drive(map(explore, todo), {Sample: policy.sample}, args.in_flight or env.side_by_side)
         trees.grow(grown, "trees", len(mine), len(mine) - len(todo))
     leaves = [r["reward"] for r in trees.records if r["done"] and r["source"] == "policy"]
     figures = {"trees": len(mine), "nodes": len(trees.records), "leaves": len(leaves)}
     figures["mean_leaf_reward"] = sum(leaves) / max(1, len(leaves))
+    if cut := sum(r.get("cut_prompts", 0) for r in trees.records):
+        figures["cut_prompts"] = cut
+        print(f"{cut} prompts lost their oldest turns")
     rank = {task: n for n, task in enumerate(tasks)}
     trees.finish(lambda r: rank.get(r["task_id"], len(rank)), **figures, tokens=policy.computed if todo else 0)
     print(

@@ -41,7 +41,7 @@ from qlass.jsonl import is_number
 from qlass.leaks import leaked, learned_from
 from qlass.models import add_loading
 from qlass.paraphrasing import Paraphrased, Reword, Server
-from qlass.policy import SAMPLING_FREE, add_sampling, load_agent
+from qlass.policy import PROMPTED, SAMPLING_FREE, add_sampling, load_agent, rendering_of
 from qlass.stage import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from train_qnet import QNet
 
@@ -191,7 +191,10 @@ def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Gene
         for s in best.steps
     ]  # fmt: skip
     tokens = {kind: sum(cost[kind] for cost in spent) for kind in spent[0]}
-    return result(best.reward, steps, tokens, sum(stepped) + len(stepped), method.N, time.time() - started)
+    row = result(best.reward, steps, tokens, sum(stepped) + len(stepped), method.N, time.time() - started)
+    if chat.rendering.truncate:
+        row["cut_prompts"] = sum(chat.is_cut(step.state) for trial in trials for step in trial.steps)
+    return row
 
 
 def played(env: envs.TextEnv, task_id: str, player: Iterator[tuple[str, str]]) -> dict:
@@ -287,7 +290,8 @@ def main(argv: list[str] | None = None) -> None:
     chat = policy = qnet = None
     if any(method.scorer in USE_Q or method.select == "q" for method in plan):
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args)
-        qnet = QNet.from_pretrained(args.qnet, args.device, args.readout, args.load_in, plain=args.plain)
+        rendering = rendering_of(args.qnet, args, PROMPTED)
+        qnet = QNet.from_pretrained(args.qnet, args.device, args.readout, args.load_in, args.plain, rendering)
         answers[Score] = qnet.score
     if any(method.name not in PLAYERS for method in plan):
         args.sft = needed(args.sft, args.run / "sft", "sft", args)
@@ -329,9 +333,10 @@ def main(argv: list[str] | None = None) -> None:
         rows = drive(map(play, todo), answers, args.in_flight or env.side_by_side)
         out.grow(rows, str(method), len(lines), len(lines) - len(todo))
         finished |= {identity(record): record for record in out.records}
-        rewards = [finished[identity(line)]["reward"] for line in lines.values()]
-        print(f"{method}: mean reward {sum(rewards) / len(rewards):.3f} over {len(rewards)} {args.split} tasks",
-              flush=True)  # fmt: skip
+        rows = [finished[identity(line)] for line in lines.values()]
+        reward, cut = sum(r["reward"] for r in rows) / len(rows), sum(r.get("cut_prompts", 0) for r in rows)
+        said = f"; {cut} prompts lost their oldest turns" if cut else ""
+        print(f"{method}: mean reward {reward:.3f} over {len(rows)} {args.split} tasks{said}", flush=True)
     place = {identity(record)[1:]: n for n, record in reversed(list(enumerate(out.records)))}
     rank = {task: n for n, task in enumerate(env.task_ids(args.split))}
     computed = {"policy": policy and policy.computed, "qnet": qnet and qnet.computed}

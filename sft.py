@@ -175,7 +175,6 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
         args.batch = min(args.batch, math.ceil(len(examples) / 4))
     if args.epochs is None:  # the tiny model, if nothing else was asked for
         args.epochs = max(TINY["epochs"], math.ceil(TINY_STEPS / math.ceil(len(examples) / args.batch)))
-    models.save_memory(model, args)
     longest = max(len(ids) for ids, _ in examples)
 
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
@@ -247,6 +246,25 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def to_train(args: argparse.Namespace, states: list[State], markov: bool) -> tuple[Any, Chat]:
+    """The model before its first update."""
+    if args.model == "tiny":
+        model, tokenizer, rendering = tiny_model(states)
+        rendering.markov = markov
+        chat = Chat(tokenizer, rendering)
+        model.to("cpu" if args.fsdp else models.device_and_dtype(args.device)[0])
+    else:
+        float32 = not args.lora and args.weights != "bf16"  # all weights are trained
+        model, chat = models.load_checkpoint(
+            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=float32, plain=True,
+            divide=args.fsdp,
+        )  # fmt: skip
+    if args.lora:
+        models.add_lora(model, args.lora, args.lora_alpha)
+    models.save_memory(model, args)
+    return model, chat
+
+
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
@@ -254,7 +272,7 @@ def main(argv: list[str] | None = None) -> None:
     tiny = TINY | {"epochs": None, "n_expert": env.demonstrations}  # `train` counts the epochs
     settle(args, tiny if args.model == "tiny" else PAPER | ({"lr": models.LR} if args.lora else {}))
     args.out = checkpoint_folder(args.out or args.run / "sft")
-    processes.start()
+    args.fsdp = processes.start(args.fsdp)
     lock = stage.only_writer(args.out) if processes.first() else None
     torch.manual_seed(args.seed)
 
@@ -265,27 +283,18 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.expert}: no trajectories")
     states = [state for state, _ in trajectories]
 
-    if args.model == "tiny":
-        model, tokenizer, rendering = tiny_model(states)
-        rendering.markov = env.markov
-        chat = Chat(tokenizer, rendering)
-        model.to(models.device_and_dtype(args.device)[0])
-    else:
-        float32 = not args.lora and args.weights != "bf16"  # all weights are trained
-        model, chat = models.load_checkpoint(
-            args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=float32, plain=True
-        )
-    if args.lora:
-        models.add_lora(model, args.lora)
+    with processes.in_turn(args.fsdp):
+        model, chat = to_train(args, states, env.markov)
+        models.divide(model, model.base_model, args)
     chat.rendering.candidates = args.candidates
     if processes.first():
         # Before training, so that a stopped one resumes with the arguments that it was begun with.
         metadata.write_meta(args.out, args, [args.expert])
     figures = train(model, chat, states, args)
+    model = processes.undivided(model, lambda: to_train(args, states, env.markov)[0])
     if not processes.first():
         return
-    if args.lora:
-        models.merge(model)
+    updates = models.merge(model) if args.lora else {}
     model.to(models.device_and_dtype(args.device)[1])  # as later stages load it
 
     transformers.utils.logging.disable_progress_bar()
@@ -293,6 +302,8 @@ def main(argv: list[str] | None = None) -> None:
         model.save_pretrained(folder)
         chat.tokenizer.save_pretrained(folder)
         chat.rendering.save(folder)
+        if updates:
+            models.save_adapter(model, updates, args.model, folder / "adapter")
     stage.release(lock)
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch import nn
 import envs
 from environments import UserError
 from qlass import metadata, models, processes, stage
-from qlass.chat import Chat, State
+from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
 from qlass.jsonl import checkpoint_folder, read_trees, replacing_folder
 from qlass.memory import check_memory, estimate
@@ -113,12 +114,13 @@ class QNet(nn.Module):
     @classmethod
     def from_pretrained(
         cls, folder: str | Path, device: str | None = None, readout: str | None = None, load_in: str | None = None,
-        plain: bool = False,
+        plain: bool = False, rendering: Rendering | None = None,
     ) -> QNet:  # fmt: skip
         folder = Path(folder)
         if not (folder / "qnet.json").exists():
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
-        backbone, chat = models.load_checkpoint(folder, transformers.AutoModel, device, load_in, plain=plain)
+        kind = transformers.AutoModel
+        backbone, chat = models.load_checkpoint(folder, kind, device, load_in, plain=plain, rendering=rendering)
         try:
             about = json.loads((folder / "qnet.json").read_text(encoding="utf-8"))
             qnet = cls(backbone, chat, about["hidden"], readout or about["readout"])
@@ -156,7 +158,6 @@ def packed_trees(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) 
 
 def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
     packs, validation = packed_trees(qnet, trees, args), packed_trees(qnet, held_out, args)
-    models.save_memory(qnet.backbone, args)
     longest = max(len(p.tree) for p in packs)
     memory = estimate(qnet, qnet.backbone, lambda ids: qnet(input_ids=ids, use_cache=False), args, longest)
     check_memory(memory, qnet.backbone.device)
@@ -203,10 +204,11 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
                         x, y = scores[a.state, a.action], scores[b.state, b.action]
                         right += 0.5 if x == y else float((x > y) == (a.q > b.q))
                         total += 1
+    rank = float(spearman(*zip(*flat, strict=True))) if len(flat) > 2 else math.nan  # also where all are equal
     return {
         "sibling_accuracy": right / total if total else None,
         "sibling_pairs": total,
-        "spearman": float(spearman(*zip(*flat, strict=True))) if len(flat) > 2 else None,
+        "spearman": rank if math.isfinite(rank) else None,
     }
 
 
@@ -255,6 +257,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--max-tokens", type=at_least(1), help=f"of a packed tree ({said('max_tokens')})")
     add("--micro-tokens", type=at_least(1), default=8192, help="padded tokens in memory at once (default: %(default)s)")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
+    more(made, lambda made: made.add_argument("--truncate", choices=["oldest"], help="as the trees were grown"))
     add("--device")
     args = parse(made, argv)
     if args.lora and args.freeze:
@@ -263,10 +266,28 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def to_train(args: argparse.Namespace) -> QNet:
+    """QNet before its first update. What no flag has set is as suits its size."""
+    torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
+    float32 = not (args.lora or args.freeze or args.weights == "bf16")  # all weights are trained
+    backbone, chat = models.load_checkpoint(
+        args.sft, transformers.AutoModel, args.device, args.load_in, train=float32, divide=args.fsdp
+    )
+    chat.rendering.truncate = args.truncate or chat.rendering.truncate
+    qnet = QNet(backbone, chat, readout=args.readout)
+    small = sum(p.numel() for p in backbone.parameters()) < SMALL
+    settle(args, TINY if small else PAPER | ({"lr": models.LR} if args.lora else {}))
+    backbone.requires_grad_(not args.freeze)
+    if args.lora:
+        models.add_lora(backbone, args.lora, args.lora_alpha)
+    models.save_memory(backbone, args)
+    return qnet
+
+
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
-    processes.start()
+    args.fsdp = processes.start(args.fsdp)
     stage.must_exist(args.labels, args.sft)
     if processes.count() > 1:  # one process makes what is missing
         stage.must_exist(args.labels or args.run / "q_labels.jsonl", args.sft or args.run / "sft")
@@ -283,23 +304,20 @@ def main(argv: list[str] | None = None) -> None:
         print(f"warning: {both} of {len(held_out)} held-out trees are of tasks that are trained on", file=sys.stderr)
 
     args.sft = stage.needed(args.sft, args.run / "sft", "sft", args)
-    torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
-    float32 = not (args.lora or args.freeze or args.weights == "bf16")  # all weights are trained
-    backbone, chat = models.load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, train=float32)
-    qnet = QNet(backbone, chat, readout=args.readout)
-    small = sum(p.numel() for p in backbone.parameters()) < SMALL
-    settle(args, TINY if small else PAPER | ({"lr": models.LR} if args.lora else {}))
-    backbone.requires_grad_(not args.freeze)
-    if args.lora:
-        models.add_lora(backbone, args.lora)
+    with processes.in_turn(args.fsdp):
+        qnet = to_train(args)
+        models.divide(qnet, qnet.backbone, args, qnet.head)
     figures = train(qnet, training, held_out, args)
+    qnet = processes.undivided(qnet, lambda: to_train(args))
     if not processes.first():
         return
-    if args.lora:
-        models.merge(backbone)
-    backbone.to(models.device_and_dtype(args.device)[1])  # as q_search.py loads it
+    updates = models.merge(qnet.backbone) if args.lora else {}
+    where, dtype = models.device_and_dtype(args.device)
+    qnet.to(where).backbone.to(dtype)  # as q_search.py loads it
     with replacing_folder(args.out) as folder:
         qnet.save_pretrained(folder)
+        if updates:
+            models.save_adapter(qnet.backbone, updates, args.sft, folder / "adapter")
     stage.release(lock)
     about = {"trees": len(trees), **figures}
     metadata.write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
@@ -318,7 +336,7 @@ def main(argv: list[str] | None = None) -> None:
         if f["sibling_pairs"]:
             print(f"  {name} trees: sibling pairs ranked right {f['sibling_accuracy']:.3f} of {f['sibling_pairs']} "
                   f"(chance .5, policy's log-probability {f['policy_sibling_accuracy']:.3f}), "
-                  f"Spearman {f['spearman']:.3f}")  # fmt: skip
+                  f"Spearman {f['spearman'] or 0:.3f}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python -m experiments.bench                     # a table; --json: a list of {name, plain, ours, ratio, goal, unit}
     python -m experiments.bench --only trees qnet   # some of: trees, tokens, qnet, webshop, alfworld, sciworld
 
-Each plain version is written here for its simplicity and does the same work: the same tree nodes, the same loss, the
-same pages. `ratio` says how many times more a second, or how much less of it, and `goal` what it should be at least.
-Seconds are CPU time of one thread, which other work on the machine leaves alone (sciworld: of the clock, as it is
-another process that works).
+Each plain version (experiments/plain.py) is written for its simplicity and does the same work: the same tree nodes, the
+same loss, the same pages. `ratio` says how many times more a second, or how much less of it, and `goal` what it should
+be at least. Seconds are CPU time of one thread, which other work on the machine leaves alone (sciworld: of the clock,
+as it is another process that works).
 
     tokens    what goes through the models for such trees among the valid actions, and for the values of their nodes.
     trees     exploration trees on the bundled WebShop with a tiny Llama of random weights, which cost what trained ones
@@ -34,7 +34,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 
 import envs
@@ -43,14 +42,15 @@ from bellman import label
 from build_trees import exploration_tree, tree_records
 from environments import UserError
 from environments.alfworld.textworld import TextWorldGame
-from qlass.chat import Chat, State, uniforms
-from qlass.driver import Candidate, Sample, drive
+from experiments.plain import OneByOne, Replayed, WholeTrie, one_pair_at_a_time
+from qlass.chat import Chat, State
+from qlass.driver import Sample, drive
 from qlass.packing import Pair, pack_pairs, packed_loss, pairs_of
-from qlass.policy import Policy, Trie
+from qlass.policy import Policy
 from qlass.stage import run_stage
 from qlass.token_tree import TokenTree, batches
 from sft import demonstrate, tiny_model
-from train_qnet import QNet, pair_loss
+from train_qnet import QNet
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 
@@ -77,77 +77,6 @@ def timed(work: Callable[[], Any], clock: Callable[[], float] = time.process_tim
 
 
 # ------------------------------------------------------------------------------------------------- exploration trees
-
-
-class Replayed:
-    """An environment without snapshots: a state is its task and the actions so far, reached by playing them."""
-
-    def __init__(self, env: envs.TextEnv) -> None:
-        self.env, self.here = env, ()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.env, name)
-
-    def reset(self, options: dict) -> tuple[str, dict]:
-        self.here = (options["task_id"],)
-        return self.env.reset(options=options)
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        self.here += (action,)
-        return self.env.step(action)
-
-    def snapshot(self) -> tuple[str, ...]:
-        return self.here
-
-    def restore(self, snapshot: tuple[str, ...]) -> None:
-        if snapshot != self.here:
-            self.reset({"task_id": snapshot[0]})
-            for action in snapshot[1:]:
-                self.step(action)
-
-
-class OneByOne:
-    """`policy.Policy` in its simplest form: every sequence by itself, prompt and all."""
-
-    def __init__(self, model: Any, chat: Chat, seed: int = 0) -> None:
-        self.model, self.chat, self.seed = model.eval(), chat, seed
-
-    @torch.inference_mode()
-    def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
-        choose = self.choose if requests[0].valid else self.write
-        return [[choose(r, prompt, (*r.key, k)) for k in range(r.n)] for r in requests
-                for prompt in [self.chat.prompt(r.state)]]  # fmt: skip
-
-    def write(self, r: Sample, prompt: list[int], key: tuple) -> Candidate:
-        """Token by token, as `generate` does."""
-        noise = uniforms(self.chat.rendering.max_new_tokens, self.seed, *key)
-        fresh, past, written, total = prompt, None, [], 0.0
-        for u in noise:
-            out = self.model(input_ids=torch.tensor([fresh]), past_key_values=past, use_cache=True, logits_to_keep=1)
-            logp = torch.log_softmax(out.logits[0, -1] / r.temperature, -1)
-            cumulative = logp.double().exp().cumsum(-1)
-            token = min(int(torch.searchsorted(cumulative, u * cumulative[-1])), len(logp) - 1)
-            written.append(token)
-            total += float(logp[token])
-            if token == self.chat.stop_id:
-                break
-            fresh, past = [token], out.past_key_values
-        return Candidate(self.chat.text(written), len(written), total)
-
-    def choose(self, r: Sample, prompt: list[int], key: tuple) -> Candidate:
-        """Each valid action gets its probability: of its tokens, among those that continue a valid action."""
-        texts = [self.chat.action(a, r.state.task) for a in r.valid]
-        logp = []
-        for text in texts:
-            logits = self.model(input_ids=torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
-            logp.append(0.0)
-            for i, token in enumerate(text):
-                allowed = sorted({t[i] for t in texts if t[:i] == text[:i]})
-                logp[-1] += float(torch.log_softmax(logits[i, allowed] / r.temperature, -1)[allowed.index(token)])
-        cumulative = np.cumsum(np.exp(logp))
-        u = uniforms(1, self.seed, *key)[0] * cumulative[-1]
-        pick = min(int(np.searchsorted(cumulative, u)), len(logp) - 1)
-        return Candidate(r.valid[pick], len(texts[pick]), logp[pick])
 
 
 def grow(env: Any, tasks: list[str], policy: Any, width: int) -> list[list[dict]]:
@@ -182,14 +111,6 @@ def trees(candidates: str, n: int = 64, plain: int = 4) -> Iterator[Figure]:
     yield Figure(f"exploration trees, actions {wording}", *rates, "nodes/s", goal=8)
 
 
-class WholeTrie(Trie):
-    """Valid actions to their ends, also where only one way is left."""
-
-    def __init__(self, texts: list[list[int]]) -> None:
-        super().__init__(texts)
-        self.tails = texts
-
-
 def tokens(n: int = 16) -> Iterator[Figure]:
     """What goes through the models, padding included, for trees among valid actions and for the values of their nodes.
 
@@ -218,17 +139,6 @@ def tokens(n: int = 16) -> Iterator[Figure]:
 
 
 # --------------------------------------------------------------------------------------------------------------- QNet
-
-
-def one_pair_at_a_time(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
-    """The loss of these pairs, with its gradient left in the parameters, and the tokens that went through the net."""
-    total, tokens = 0.0, 0
-    for pair in pairs:
-        loss = pair_loss(net, pair)
-        loss.backward()
-        total += loss.item()
-        tokens += len(net.chat.prompt(pair.state)) + len(net.chat.action(pair.action, pair.state.task))
-    return total, tokens
 
 
 def packed_trees(net: QNet, pairs: list[Pair]) -> tuple[float, int]:

@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     )
 
     # The tiny model chooses epochs and batch again, for this number of trajectories.
-    again = ["lr", "max_tokens", "micro_tokens", "candidates", "lora", "load_in", "optim"]
+    again = ["lr", "max_tokens", "micro_tokens", "candidates", "lora", "lora_alpha", "load_in", "optim"]
     again += ["epochs", "batch"] * (record["model"] != "tiny")
     flags = [f"--{name.replace('_', '-')}={record[name]}" for name in again if record.get(name) is not None]
     flags += ["--device", args.device] if args.device else []

@@ -183,7 +183,6 @@ class Chat:
     ) -> None:
         """vocabulary, context: of the model; None: as large as they need be."""
         self.tokenizer, self.rendering, self.vocabulary, self.context = tokenizer, rendering, vocabulary, context
-        self.truncated = 0  # prompts that have lost their oldest turns
         specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         self._specials = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
         template = self._dated(tokenizer.chat_template or self.PLAIN)
@@ -275,7 +274,6 @@ class Chat:
             return lists
         length, room = sum(map(len, lists)), self.context - self.rendering.max_new_tokens
         if length > room and self.rendering.truncate == "oldest":
-            self.truncated += 1
             while length > room and len(lists) > 3:  # the instruction stays, and the last observation
                 length -= sum(map(len, lists[1:3]))
                 del lists[1:3]
@@ -288,7 +286,11 @@ class Chat:
         return lists
 
     def prompt(self, state: State) -> list[int]:
-        return [token for tokens in self.message_tokens(state) for token in tokens]
+        return [token for tokens in self.prompt_tokens(state) for token in tokens]
+
+    def is_cut(self, state: State) -> bool:
+        """Does its prompt lack the oldest turns?"""
+        return bool(self.rendering.truncate) and len(self.prompt_tokens(state)) < len(self.message_tokens(state))
 
     def action(self, text: str, task: str) -> list[int]:
         """Tokens of an action as the assistant writes it, the token that ends its turn included."""

@@ -15,9 +15,13 @@ from qlass.paraphrasing import reword
 
 
 def read(chat: Chat, states: Sequence[State]) -> int:
-    """Tokens of the environment's words along a trajectory: all of the first state, then each last message."""
-    told = [chat.message_tokens(state)[::2] for state in states]
-    return sum(map(len, told[0])) + sum(len(messages[-1]) for messages in told[1:])
+    """Tokens of the environment's words along a trajectory: all of the first state, then each last message.
+
+    Where the oldest turns are left out, what stands behind them is read again, the agent's words too.
+    """
+    told = [chat.prompt_tokens(state) for state in states]
+    rest = (sum(map(len, p[1:])) if chat.is_cut(s) else len(p[-1]) for s, p in zip(states[1:], told[1:], strict=True))
+    return sum(map(len, told[0][::2])) + sum(rest)
 
 
 def scoring(chat: Chat, state: State, actions: Sequence[str]) -> int:

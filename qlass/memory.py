@@ -1,8 +1,9 @@
 """How much memory a training takes, estimated before its first step.
 
-Weights, gradients and moments are counted. What autograd keeps for backward is measured on three short inputs, whatever
-the architecture, and extrapolated: a constant (weights cast to bf16), a share that grows with the tokens, and one that
-grows with tokens x length. With gradient checkpointing each layer keeps its input, and one layer at a time everything.
+Weights, gradients and moments are counted; with --fsdp a process's part of them, and the layers that it gathers. What
+autograd keeps for backward is measured on three short inputs, whatever the architecture, and extrapolated: a constant
+(weights cast to bf16), a share that grows with the tokens, and one that grows with tokens x length. With gradient
+checkpointing each layer keeps its input, and one layer at a time everything. docs/models.md has it against peaks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 
 from environments import UserError
 from qlass import processes
-from qlass.models import mixed_precision
+from qlass.models import layers_of, mixed_precision
 
 LENGTHS = (32, 64, 128)
 ROOM = 0.92  # of a GPU; the rest is for what the estimate does not know: fragments, temporary results
@@ -49,33 +50,38 @@ class Memory:
         return f"{' + '.join(parts)} = {self.total / 1e9:.2f} GB"
 
 
-def kept_for_backward(forward: Callable[[], Any], model: nn.Module, backbone: Any) -> int:
-    """Bytes that autograd keeps of one forward pass beside the model's own."""
-    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+def kept_for_backward(forward: Callable[[], Any], backbone: Any) -> tuple[int, int]:
+    """Bytes that autograd keeps of one forward pass beside weights and buffers: in all, and within the backbone."""
+    own = {buffer.untyped_storage()._cdata for buffer in backbone.buffers()}
     kept: dict[int, int] = {}
+    within: list[int] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in own and not isinstance(x if x._base is None else x._base, nn.Parameter):
+            kept[storage._cdata] = storage.nbytes()
         return x
 
+    ends = (layers_of(backbone)[-1], backbone)  # some models call what is in the backbone, not itself
+    watched = [end.register_forward_hook(lambda *_: within.append(sum(kept.values()))) for end in ends]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), mixed_precision(backbone):
-        result = forward()  # held until the sum is taken, so that no address is used twice
+        result = forward()  # held until the sum is taken, so that no storage is another's anew
+    for hook in watched:
+        hook.remove()
     total = sum(kept.values())
     del result
-    return total
+    return total, within[-1]
 
 
-def curve(forward: Callable[[torch.Tensor], Any], model: nn.Module, backbone: Any) -> np.ndarray:
-    """Coefficients (c, a, b) of what is kept: c + a tokens + b tokens x length."""
+def curves(forward: Callable[[torch.Tensor], Any], backbone: Any) -> np.ndarray:
+    """Coefficients (c, a, b) of what is kept, c + a tokens + b tokens x length: (2, 3), in all and in the backbone."""
     vocabulary = backbone.get_input_embeddings().num_embeddings
     rows = []
     for n in LENGTHS:
         ids = torch.randint(vocabulary, (1, n), generator=torch.Generator().manual_seed(n)).to(backbone.device)
-        rows.append(kept_for_backward(lambda ids=ids: forward(ids), model, backbone))
+        rows.append(kept_for_backward(lambda ids=ids: forward(ids), backbone))
     powers = np.vander(np.array(LENGTHS, float), 3, increasing=True)
-    return np.linalg.solve(powers, np.array(rows, float)).clip(min=0)
+    return np.linalg.solve(powers, np.array(rows, float)).clip(min=0).T
 
 
 def estimate(
@@ -88,17 +94,25 @@ def estimate(
     """
     tokens = max(longest, args.micro_tokens)
     at, training = np.array([1, tokens, tokens * longest]), model.training
-    model.eval()  # neither dropout nor checkpointing
-    everything = curve(forward, model, backbone) * at
-    layers = curve(lambda ids: backbone(input_ids=ids, use_cache=False).last_hidden_state, model, backbone) * at
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in checkpointed:
+        module.gradient_checkpointing = False
+    model.train()  # with its dropout
+    with torch.random.fork_rng():
+        everything, layers = curves(forward, backbone) * at
     model.train(training)
+    for module in checkpointed:
+        module.gradient_checkpointing = True
     trained = [p for p in model.parameters() if p.requires_grad]
     numbers, config = sum(p.numel() for p in trained), backbone.config.get_text_config()
     inputs = config.num_hidden_layers * tokens * config.hidden_size * next(backbone.parameters()).element_size()
+    held = sum(p.nbytes for p in model.parameters())
+    in_layers = sum(p.nbytes for p in layers_of(backbone).parameters())
+    gathered = held - in_layers + 2 * in_layers / config.num_hidden_layers  # weights: the layer at work, and the next
 
     def memory(
         gradient_checkpointing: bool = args.gradient_checkpointing, weights: str = args.weights,
-        optim: str = args.optim, lora: bool = bool(args.lora),
+        optim: str = args.optim, lora: bool = bool(args.lora), parts: int = processes.count() if args.fsdp else 1,
     ) -> Memory:  # fmt: skip
         halved = (weights == "bf16" or lora) and any(p.dtype == torch.float32 for p in trained) and not args.lora
         share = LORA if lora and not args.lora else 1.0
@@ -107,12 +121,13 @@ def estimate(
         activations = everything[0] + output + kept
         if gradient_checkpointing:
             activations = everything[0] + (inputs + max(output, kept / config.num_hidden_layers))
-        if halved:  # autocast has nothing left to cast
+        if halved or parts > 1:  # autocast has nothing left to cast
             activations -= everything[0]
+        width, divided = 0.5 if halved else 1.0, gathered * (parts > 1)
         return Memory(
-            weights=sum(p.nbytes for p in model.parameters()) * (0.5 if halved else 1.0),
-            gradients=sum(p.nbytes for p in trained) * share * (0.5 if halved else 1.0),
-            optimiser=MOMENTS[optim] * numbers * share,
+            weights=width * (held / parts + divided),
+            gradients=width * share * (sum(p.nbytes for p in trained) / parts + divided),
+            optimiser=MOMENTS[optim] * numbers * share / parts,
             activations=activations,
         )
 
@@ -127,10 +142,14 @@ def check_memory(memory: Callable[..., Memory], device: torch.device) -> None:
     room = torch.cuda.get_device_properties(device).total_memory
     if memory().total <= ROOM * room:
         return processes.say(f"{said}, of {room / 1e9:.0f}")
+    enough = (n for n in (2, 4, 8, 16, 32) if n > processes.count() and memory(parts=n).total <= ROOM * room)
+    n = next(enough, 0)
+    several = f"; or {n} GPUs divide it: torchrun --nproc-per-node {n} -- SCRIPT.py ... --fsdp" if n else ""
     wider: dict[str, Any] = {}
     for name, value, _ in WAYS_OUT:
         wider[name] = value
         if memory(**wider).total <= ROOM * room:
             flags = " ".join(flag for name, _, flag in WAYS_OUT if name in wider)
-            raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: give {flags} ({memory(**wider)})")
-    raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: give fewer --micro-tokens or a smaller --model")
+            raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: give {flags} ({memory(**wider)}){several}")
+    fewer = "give fewer --micro-tokens or a smaller --model"
+    raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: {fewer}{several}")

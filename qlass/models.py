@@ -1,8 +1,9 @@
 """Models and their optimisers: loading, precision, schedules, and what makes large ones fit in little memory.
 
-LoRA (Hu et al. 2022) leaves a weight W as it is and learns a low-rank update: W x + 2 B A x, with B = 0 at first; the
-layers are PEFT's. It is merged into W before a checkpoint is saved, so that later stages see an ordinary one. With W in
-4 bits this is QLoRA (Dettmers et al. 2023); such a W is written back in full before the merge.
+LoRA (Hu et al. 2022) leaves a weight W as it is and learns a low-rank update: W x + alpha/rank B A x, with B = 0 at
+first; the layers are PEFT's. It is merged into W before a checkpoint is saved, so that later stages see an ordinary
+one, and kept in its folder adapter/ in PEFT's format. With W in 4 bits this is QLoRA (Dettmers et al. 2023); such a W
+is written back in full before the merge.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 
 from environments import UserError
-from qlass import parity
+from qlass import parity, processes
 from qlass.chat import Chat, Rendering
 from qlass.jsonl import replacing_folder
 from qlass.tracking import LOGS
 
-ALPHA = 2  # times the rank, LoRA's alpha
 MORE_TOKENS = 64  # that a tokenizer may have and its model not: some are published so (gemma-3-1b-it has one)
 LR = 2e-4  # if none is given: updates that start from 0 take larger steps than weights
 
@@ -41,10 +42,14 @@ def device_and_dtype(device: str | None) -> tuple[torch.device, torch.dtype]:
     return chosen, torch.bfloat16 if chosen.type == "cuda" else torch.float32
 
 
+def has_bf16(device: torch.device) -> bool:
+    """A GPU has its arithmetic, and some CPUs (1.4 to 1.6 times as fast)."""
+    return device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+
+
 def mixed_precision(model: Any) -> torch.autocast:
-    """bf16 arithmetic on float32 weights: on a GPU, and on a CPU that has it (1.4 to 1.6 times as fast)."""
-    has_it = model.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=has_it)
+    """bf16 arithmetic on float32 weights."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=has_bf16(model.device))
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -56,16 +61,16 @@ def load_tokenizer(path: str | Path) -> Any:
 
 def load_checkpoint(
     path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False,
-    plain: bool = False, rendering: Rendering | None = None,
+    plain: bool = False, rendering: Rendering | None = None, divide: bool = False,
 ) -> tuple[Any, Chat]:  # fmt: skip
     """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name.
 
     plain: it is to read one sequence at a time; else it must give the outputs of plain sequences for a token tree.
-    rendering: instead of the folder's.
+    rendering: instead of the folder's. divide: it stays on the CPU, from where several GPUs take their parts.
     To be trained, it is float32: an AdamW step of 1e-5 is less than half a bf16 step of a weight above 0.005.
     """
     where, dtype = device_and_dtype(device)
-    dtype = torch.float32 if train else dtype
+    where, dtype = torch.device("cpu") if divide else where, torch.float32 if train else dtype
     options = quantised(load_in, where)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
@@ -121,7 +126,7 @@ def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
     return (step + 1) / rise if step < rise else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-def add_lora(model: Any, rank: int) -> None:
+def add_lora(model: Any, rank: int, alpha: int | None = None) -> None:
     """Freeze the model and give its linear layers low-rank updates by PEFT, in float32, which alone are trained."""
     if find_spec("peft") is None:
         raise UserError(f"--lora {rank}: peft is missing: pip install -r requirements-gpu.txt")
@@ -131,7 +136,8 @@ def add_lora(model: Any, rank: int) -> None:
     layers = model.base_model if model.base_model_prefix in model._modules else model
     model.requires_grad_(False)
     try:
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=ALPHA * rank, target_modules="all-linear"), layers)
+        config = LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules="all-linear")
+        inject_adapter_in_model(config, layers)
     except (TypeError, ValueError) as error:
         raise UserError(f"--lora {rank}: not for this model ({str(error).splitlines()[0]}); leave --lora out") from None
     for p in model.parameters():
@@ -139,10 +145,11 @@ def add_lora(model: Any, rank: int) -> None:
 
 
 @torch.no_grad()
-def merge(model: Any) -> None:
-    """Write the updates into the weights, which get all their bits back: an ordinary model again."""
+def merge(model: Any) -> dict[str, torch.Tensor]:
+    """Write the updates into the weights, which get all their bits back: an ordinary model again. Returns them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    updates = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if ".lora_" in name}
     if getattr(model, "is_quantized", False):
         model.dequantize()
     for name, module in list(model.named_modules()):
@@ -150,6 +157,17 @@ def merge(model: Any) -> None:
             linear = module.get_base_layer()
             linear.weight.copy_(linear.weight.float() + module.get_delta_weight("default").float())
             model.set_submodule(name, linear)
+    return updates
+
+
+def save_adapter(model: Any, updates: dict[str, torch.Tensor], base: str | Path, folder: Path) -> None:
+    """The updates as `PeftModel.from_pretrained` loads them onto `base`."""
+    config = next(m.peft_config["default"] for m in model.modules() if hasattr(m, "peft_config"))
+    config.base_model_name_or_path = str(base)
+    config.target_modules = {name.split(".")[-4] for name in updates}
+    config.save_pretrained(folder)
+    weights = {f"base_model.model.{name.replace('.default', '')}": update for name, update in updates.items()}
+    save_file(weights, folder / "adapter_model.safetensors")
 
 
 def quantised(load_in: str | None, where: torch.device) -> dict:
@@ -198,7 +216,7 @@ class RoundedAdamW(torch.optim.Optimizer):
                     state |= {"step": 0, "m": torch.zeros_like(p, dtype=torch.float32)}
                     state["v"] = torch.zeros_like(state["m"])
                 state["step"] += 1
-                m, v, g = state["m"], state["v"], p.grad.float()
+                m, v, g, p = map(processes.local, (state["m"], state["v"], p.grad.float(), p))
                 m.lerp_(g, 1 - beta1)
                 v.lerp_(g.square_(), 1 - beta2)
                 size = (v / (1 - beta2 ** state["step"])).sqrt_().add_(eps)
@@ -230,6 +248,17 @@ def save_memory(model: Any, args: argparse.Namespace) -> None:
         model.activation_checkpointing_enable({"use_reentrant": False})
 
 
+def layers_of(backbone: Any) -> nn.ModuleList:
+    n = backbone.config.get_text_config().num_hidden_layers
+    return next(m for m in backbone.modules() if isinstance(m, nn.ModuleList) and len(m) == n)
+
+
+def divide(model: Any, backbone: Any, args: argparse.Namespace, *heads: nn.Module) -> None:
+    """--fsdp: leave each process its part of the model."""
+    if args.fsdp:
+        processes.divide(model, (*layers_of(backbone), *heads), has_bf16(device_and_dtype(args.device)[0]))
+
+
 def needs_bitsandbytes(flag: str, where: torch.device) -> None:
     missing = [name for name in ("bitsandbytes", "accelerate") if find_spec(name) is None]
     if missing:
@@ -247,6 +276,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     """The flags of a stage that trains a model."""
     add, names = parser.add_argument, ["adamw", "adamw8bit"]
     add("--lora", type=int, metavar="RANK", help="train updates of this rank instead of the weights")
+    add("--lora-alpha", type=int, metavar="A", help="the updates' factor is A / RANK (default: twice the rank)")
     add_loading(parser)
     add("--optim", choices=names, default="adamw", metavar="NAME", help="adamw or adamw8bit (default: %(default)s)")
     add("--weights", choices=["float32", "bf16"], default="float32", help="while they are trained (default: float32)")
@@ -255,6 +285,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep one layer's activations at a time, compute a third more",
     )
+    add("--fsdp", action="store_true", help="processes (torchrun, accelerate launch) divide the weights and moments")
     add("--patience", type=int, default=2, help="epochs without a better validation before it stops (default: 2)")
     add("--log", choices=LOGS, default="jsonl", metavar="NAME", help="jsonl (OUT.log.jsonl), tensorboard or wandb")
     add("--save-every", type=int, default=50, metavar="N", help="updates between checkpoints (default: %(default)s)")
@@ -263,7 +294,11 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 def check_training(args: argparse.Namespace) -> None:
     if args.lora is not None and args.lora < 1:
         raise UserError(f"--lora {args.lora}: a rank is 1 or more")
+    if args.lora_alpha is not None and (args.lora_alpha < 1 or not args.lora):
+        raise UserError(f"--lora-alpha {args.lora_alpha}: a number of 1 or more, beside --lora RANK")
     if args.weights == "bf16" and args.optim != "adamw":
         raise UserError(f"--weights bf16: --optim {args.optim} would round its updates away; leave one of them out")
+    if args.fsdp and (args.load_in or args.optim != "adamw"):
+        raise UserError("--fsdp: bitsandbytes' weights and moments can't be divided; leave --load-in and --optim out")
     if args.load_in and not args.lora:
         raise UserError(f"--load-in {args.load_in}: weights of so few bits can't be trained; give --lora RANK too")

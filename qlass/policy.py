@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,8 @@ class Trie:
 
 # ------------------------------------------------------------------------------------------- the flags of who samples
 
-RENDERED = ("temperature", "max_new_tokens", "top_p", "top_k", "stop", "think", "truncate")  # where given, as given
+PROMPTED = ("max_new_tokens", "truncate")  # what a prompt depends on, for the agent and QNet alike
+RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # where given, as given
 SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight", "server")  # a run may resume with others
 
 
@@ -297,11 +299,17 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--server", metavar="URL[,URL]", help="sample on OpenAI-compatible servers (URL[#MODEL]) of this checkpoint")
 
 
+def rendering_of(folder: Path, args: argparse.Namespace, names: Sequence[str] = RENDERED) -> Rendering:
+    """A checkpoint's, but for what the flags of these names say."""
+    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    rendering = dataclasses.replace(Rendering.load(folder), **given)
+    rendering.stop = tuple(rendering.stop)
+    return rendering
+
+
 def load_agent(args: argparse.Namespace) -> Policy | ServerPolicy:
     """The agent that the flags describe: --sft here, or its tokenizer with --server."""
-    given = {name: getattr(args, name) for name in RENDERED if getattr(args, name, None) is not None}
-    rendering = dataclasses.replace(Rendering.load(args.sft), **given)
-    rendering.stop = tuple(rendering.stop)
+    rendering = rendering_of(args.sft, args)
     if args.server:
         return ServerPolicy(args.server.split(","), load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
     return Policy.load(

@@ -1,9 +1,11 @@
 """Training by several processes, a GPU each, or by one.
 
-    torchrun --nproc-per-node 8 train_qnet.py ...        (or accelerate launch --multi_gpu)
+    torchrun --nproc-per-node 8 -- train_qnet.py ... [--fsdp]       (-- keeps torchrun from reading --run as its own)
+    accelerate launch --multi_gpu|--use_fsdp train_qnet.py ...
 
-Every process holds the model and takes its share of each update's sequences; the gradients are summed. What there is to
-do only once (demonstrations, checkpoints, metadata) is done by the first.
+Every process takes its share of each update's sequences, and the gradients are summed. Each holds the whole model, or
+with --fsdp its part of the weights, gradients and moments (torch's FSDP2: a layer's weights are gathered while they are
+used). What there is to do only once (demonstrations, checkpoints, metadata) is done by the first.
 """
 
 from __future__ import annotations
@@ -11,24 +13,31 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
+from environments import UserError
+
 PATIENCE = datetime.timedelta(days=2)  # the others may wait as long as the first plays demonstrations
 
 
-def start() -> None:
-    """Join the other processes, if a launcher has started several."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or distributed.is_initialized():
-        return
-    backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        backend = "cpu:gloo,cuda:nccl"
-    distributed.init_process_group(backend, timeout=PATIENCE)
+def start(fsdp: bool = False) -> bool:
+    """Join the other processes, if a launcher has started several. Are they to divide the weights among them?"""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        raise UserError("accelerate launch: DeepSpeed is not supported; FSDP shares the same: give --use_fsdp instead")
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return False
+    if not distributed.is_initialized():
+        backend = "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            backend = "cpu:gloo,cuda:nccl"
+        distributed.init_process_group(backend, timeout=PATIENCE)
+    return fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"
 
 
 def count() -> int:
@@ -50,9 +59,11 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def in_turn() -> Iterator[None]:
+def in_turn(really: bool = True) -> Iterator[None]:
     """One process after the other: what the first makes is there for the others."""
-    for turn in range(count()):
+    if not really:
+        yield
+    for turn in range(count() if really else 0):
         if turn == rank():
             yield
         meet()
@@ -85,3 +96,62 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             distributed.all_reduce(p.grad)
+
+
+# ------------------------------------------------------------------------------------------------ weights in parts
+
+
+def divide(model: nn.Module, layers: Iterable[nn.Module], bf16: bool) -> None:
+    """Leave each process its part of the weights, on its GPU where it has one. Gradients will be sums.
+
+    bf16: in this width layers are gathered and computed; gradients are summed in float32.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = distributed.init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (count(),))
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # returned a view: none is written to in place
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    for module in (*layers, model):
+        # By default what is outside of the layers would stay gathered, and parameters() name the wrong tensors.
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # the one reduction that gloo knows too
+
+
+def divided(model: nn.Module) -> bool:
+    return hasattr(next(model.parameters()), "full_tensor")
+
+
+def part(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What of a tensor is this process's, where `like` is divided."""
+    if not hasattr(like, "full_tensor"):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """This process's part of a divided tensor."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def whole(values: Any) -> Any:
+    """A nested dict with the parts of its tensors put together, in the first process's memory; all have to ask."""
+    if isinstance(values, dict):
+        return {key: whole(value) for key, value in values.items()}
+    if not hasattr(values, "full_tensor"):
+        return values
+    full = values.full_tensor()
+    return full.cpu() if first() else None
+
+
+def undivided(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
+    """An ordinary model with the trained weights, in the first process: `make()` makes it as it was before them."""
+    if not divided(model):
+        return model
+    trained = whole({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
+    if first():
+        model = make()
+        model.load_state_dict(trained, strict=False)
+    return model

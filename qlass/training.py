@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 EXPLODED = 10  # times the highest loss of the first updates, over as many updates
 FIRST = 20
-MAY_DIFFER = ("save_every", "log", *FREE)  # between the start of a training and its continuation
+MAY_DIFFER = ("save_every", "log", "fsdp", *FREE)  # between the start of a training and its continuation
 
 
 def partial_folder(out: Path) -> Path:
@@ -93,7 +93,8 @@ class Training:
         """`sizes[i]` is what example i counts in a batch; by `data` a checkpoint knows its examples again."""
         self.name, self.model, self.optimizer, self.args = name, model, optimizer, args
         self.sizes, self.at = sizes, Progress()
-        self.loss, self.tokens = 0.0, 0  # of the update at hand
+        self.loss, self.tokens, self.counts = 0.0, 0, True  # of the update at hand
+        self.divided = processes.divided(model)
         self.steps = sum(len(updates_of(sizes, args.batch, args.seed, e)) for e in range(args.epochs))
         digest = hashlib.blake2b(digest_size=16)
         for values in data:
@@ -127,21 +128,30 @@ class Training:
     def updates(self) -> Iterator[list[int]]:
         yield from updates_of(self.sizes, self.args.batch, self.args.seed, self.at.epoch)[self.at.update :]
 
-    def share(self, groups: Iterable[T]) -> list[T]:
-        return list(groups)[processes.rank() :: processes.count()]
+    def share(self, groups: Iterable[T]) -> Iterator[T]:
+        """This process's. Where weights are divided, all go through them in step: the last one again, for nothing."""
+        groups, count = list(groups), processes.count()
+        for i in range(processes.rank(), math.ceil(len(groups) / count) * count, count):
+            self.counts = i < len(groups)
+            if self.counts or self.divided:
+                yield groups[i if self.counts else -1]
+        self.counts = True
 
     def backward(self, loss: torch.Tensor, tokens: int) -> None:
         """Gradients of a part of the update's loss, added to those at hand."""
+        loss, tokens = (loss, tokens) if self.counts else (0 * loss, 0)
         loss.backward()
         self.loss, self.tokens = self.loss + loss.item(), self.tokens + tokens
 
     def step(self) -> None:
         """One update from the gradients at hand: clipped, at the schedule's rate."""
         at, trained = self.at, [p for p in self.model.parameters() if p.requires_grad]
-        processes.sum_gradients(trained)
+        if not self.divided:  # else backward has done it
+            processes.sum_gradients(trained)
         loss, tokens = processes.total(self.loss, self.tokens)
         self.loss, self.tokens = 0.0, 0
         norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        norm = norm.full_tensor() if self.divided else norm
         self._check(loss, float(norm))
         for group in self.optimizer.param_groups:
             group["lr"] = self.args.lr * cosine(at.step, self.steps)
@@ -208,10 +218,11 @@ class Training:
     @torch.no_grad()
     def _load_weights(self, saved: dict[str, torch.Tensor]) -> None:
         for name, p in self._weights().items():
-            p.copy_(saved[name])
+            p.copy_(processes.part(saved[name], p))
 
     def _write(self, name: str, content: dict) -> None:
         """Under its name only when it is complete; once for all processes."""
+        content = processes.whole(content)
         if not processes.first():
             return
         draft = self.folder / f"{name}.draft"
@@ -235,7 +246,7 @@ class Training:
     def _resume(self) -> None:
         if not (self.folder / "last.pt").exists():
             return
-        saved = torch.load(self.folder / "last.pt", map_location="cpu", weights_only=True)
+        saved = torch.load(self.folder / "last.pt", map_location="cpu", weights_only=True, mmap=self.divided)
         for name, value in self.about.items():
             before = saved["about"].get(name)
             if before != value:
@@ -243,6 +254,10 @@ class Training:
                 raise UserError(f"{self.folder} was begun with {what}: --overwrite starts again")
         self.at = Progress(**saved["progress"])
         self._load_weights(saved["weights"])
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for i, moments in saved["optimizer"]["state"].items():
+            same = {k: m for k, m in moments.items() if getattr(m, "shape", None) == parameters[i].shape}
+            moments |= {k: processes.part(m, parameters[i]) for k, m in same.items()}
         self.optimizer.load_state_dict(saved["optimizer"])
         torch.set_rng_state(saved["random"]["cpu"])
         if "cuda" in saved["random"] and torch.cuda.is_available():

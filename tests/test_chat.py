@@ -310,15 +310,15 @@ def test_prompts_beyond_the_context(agent_context=40):
     chat = word_chat(max_new_tokens=5)
     chat.context = agent_context
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")), "")
-    assert chat.prompt_tokens(state) == chat.message_tokens(state) and not chat.truncated
+    assert chat.prompt_tokens(state) == chat.message_tokens(state) and not chat.is_cut(state)
     for _ in range(6):
         state = state.then("Action: left", "Observation: nothing happens")
-    length = len(chat.prompt(state))
+    length = sum(map(len, chat.message_tokens(state)))
     with pytest.raises(UserError, match=rf"{length} tokens.*5 are more than.*40.*--truncate oldest"):
         chat.prompt_tokens(state)
     chat.rendering.truncate = "oldest"
     lists, whole = chat.prompt_tokens(state), chat.message_tokens(state)
-    assert chat.truncated == 1 and sum(map(len, lists)) <= 35
+    assert chat.is_cut(state) and sum(map(len, lists)) <= 35 and len(chat.prompt(state)) <= 35
     assert lists[0] == whole[0] and lists[1:] == whole[-len(lists) + 1 :]  # the instruction and the newest turns
     assert sum(map(len, lists)) + sum(map(len, whole[1:3])) > 35  # no more than had to go
     chat.context = 8

@@ -1,13 +1,13 @@
 """LoRA beside the plain model, what is trained and what a checkpoint holds; flags that need a GPU say so."""
 
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
 from fakes import dump, tiny_backbone, tiny_lm, word_chat
+from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import q_search
 import sft
@@ -20,7 +20,6 @@ from train_qnet import QNet
 CHAT = word_chat()
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed (requirements-gpu.txt)")
 
 
 def adapted(rank: int = 2, learnt: bool = True) -> nn.Module:
@@ -32,13 +31,11 @@ def adapted(rank: int = 2, learnt: bool = True) -> nn.Module:
     return model
 
 
-@needs_peft
 @pytest.mark.parametrize("rank", [1, 4])
 def test_at_first_it_is_the_plain_model(rank):
     assert torch.equal(adapted(rank, learnt=False)(IDS).logits, tiny_lm(CHAT)(IDS).logits)
 
 
-@needs_peft
 def test_an_update_by_hand():
     model, plain = adapted(rank=3), tiny_lm(CHAT)
     parts = dict(model.named_parameters())
@@ -49,7 +46,6 @@ def test_an_update_by_hand():
     torch.testing.assert_close(dict(model.named_parameters())[at], dict(plain.named_parameters())[at] + 2.0 * b @ a)
 
 
-@needs_peft
 def test_a_merged_model_is_an_ordinary_one_that_says_the_same():
     model, plain = adapted(), tiny_lm(CHAT)
     before = model(IDS).logits
@@ -59,7 +55,6 @@ def test_a_merged_model_is_an_ordinary_one_that_says_the_same():
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
-@needs_peft
 def test_a_checkpoint_holds_the_merged_model_and_training_continues(tmp_path):
     model = adapted()
     before = model(IDS).logits
@@ -68,13 +63,11 @@ def test_a_checkpoint_holds_the_merged_model_and_training_continues(tmp_path):
     assert any(p.requires_grad for p in model.parameters()) and torch.equal(model(IDS).logits, before)
 
 
-@needs_peft
 def test_only_the_updates_are_trained():
     trained = {name for name, p in adapted().named_parameters() if p.requires_grad}
     assert {name.split(".")[-4] for name in trained} == LINEAR and all(".lora_" in name for name in trained)
 
 
-@needs_peft
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "gpt_neox", "qwen3"])
 def test_any_architecture_has_its_linear_layers_updated_and_merged(kind):
     torch.manual_seed(0)
@@ -100,24 +93,46 @@ def labels(tmp_path):
     return tmp_path / "labels.jsonl"
 
 
+def assert_same(x: torch.Tensor, y: torch.Tensor) -> None:
+    torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
+
+
 def moved(net: nn.Module, start: nn.Module) -> set[str]:
     before = dict(start.named_parameters())
     return {name.split(".")[-2] for name, p in net.named_parameters() if not torch.equal(p, before[name])}
 
 
-@needs_peft
 def test_the_stages_train_save_and_load_it(tmp_path, agent, labels):
     start = Policy.load(agent).model
-    common = ["--env", "frozenlake", "--run", str(tmp_path), "--lora", "2", "--epochs", "2", "--lr", "0.01"]
+    common = [
+        "--env",
+        "frozenlake",
+        "--run",
+        str(tmp_path),
+        "--lora",
+        "2",
+        "--lora-alpha",
+        "3",
+        "--epochs",
+        "2",
+        "--lr",
+        "0.01",
+    ]
     train_qnet.main([*common, "--sft", str(agent), "--labels", str(labels)])
     net = QNet.from_pretrained(tmp_path / "qnet")
+    adapted = PeftModel.from_pretrained(AutoModel.from_pretrained(agent), tmp_path / "qnet" / "adapter")
+    assert_same(adapted(IDS).last_hidden_state, net.backbone(IDS).last_hidden_state)
     assert moved(net.backbone, start.model) == LINEAR
     torch.manual_seed(0)
     assert not torch.equal(net.head[-1].weight, QNet(tiny_backbone(CHAT), CHAT).head[-1].weight)
     chats = [{"messages": [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "Action: left"}]}] * 3
     (tmp_path / "expert.jsonl").write_text(dump(chats))
     sft.main([*common, "--model", str(agent), "--expert", str(tmp_path / "expert.jsonl")])
-    assert moved(Policy.load(tmp_path / "sft").model, start) == LINEAR
+    merged = Policy.load(tmp_path / "sft").model
+    assert moved(merged, start) == LINEAR
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(agent), tmp_path / "sft" / "adapter")
+    assert_same(adapted(IDS).logits, merged(IDS).logits)
+    assert adapted.peft_config["default"].lora_alpha == 3
 
 
 @pytest.mark.parametrize(
@@ -126,6 +141,8 @@ def test_the_stages_train_save_and_load_it(tmp_path, agent, labels):
         (sft, ["--lora", "8"], "tiny model is trained from scratch"),
         (sft, ["--load-in", "4bit", "--model", "x"], "give --lora RANK too"),
         (train_qnet, ["--lora", "0"], "a rank is 1 or more"),
+        (train_qnet, ["--lora-alpha", "8"], "beside --lora RANK"),
+        (train_qnet, ["--fsdp", "--lora", "8", "--load-in", "4bit"], "can't be divided"),
         (train_qnet, ["--lora", "8", "--freeze"], "one of them"),
         (train_qnet, ["--load-in", "8bit"], "give --lora RANK too"),
     ],

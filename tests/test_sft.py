@@ -104,7 +104,7 @@ def arguments(**more) -> argparse.Namespace:
                 "optim": "adamw",
                 "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50, "overwrite": False,
                 "log": "jsonl", "lora": None,
-                "weights": "float32", "gradient_checkpointing": False}  # fmt: skip
+                "weights": "float32", "gradient_checkpointing": False, "fsdp": False}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
 

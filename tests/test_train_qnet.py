@@ -233,7 +233,7 @@ def arguments(**more) -> argparse.Namespace:
                 "micro_tokens": 10_000, "optim": "adamw",
                 "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50,
                 "overwrite": False, "log": "jsonl", "lora": None,
-                "weights": "float32", "gradient_checkpointing": False, "plain": False}  # fmt: skip
+                "weights": "float32", "gradient_checkpointing": False, "plain": False, "fsdp": False}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
 
@@ -330,6 +330,8 @@ def test_sibling_accuracy_by_hand():
     perfect = sibling_accuracy([tree], {(p.state, p.action): p.q for p in tree})
     assert (perfect["sibling_accuracy"], perfect["spearman"]) == (1.0, pytest.approx(1.0))
     assert sibling_accuracy([tree[:1]], scores)["sibling_accuracy"] is None
+    alike = sibling_accuracy([tree], dict.fromkeys(scores, 0.5))  # no ranks, and no NaN, which is no JSON
+    assert (alike["sibling_accuracy"], alike["spearman"]) == (0.5, None)
 
 
 # ------------------------------------------------------------------------------------------------------ the command

@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_train_qnet import labelled_tree
 from torch import nn
+from torch.distributed.run import parse_args as torchrun
 
 from environments import UserError
+from qlass import processes
 from qlass.jsonl import read_jsonl
 from qlass.models import cosine
 from qlass.tracking import log_path
@@ -264,7 +266,7 @@ def test_a_stopped_stage_ends_with_the_files_of_one_that_was_not(tmp_path, agent
 # ----------------------------------------------------------------------------------------------- several processes
 
 
-def launch(module, argv: list[str], count: int) -> None:
+def launch(module, argv: list[str], count: int, code: int = 0) -> None:
     """As `accelerate launch` and `torchrun` do: the same command in each process, its rank in the environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -280,30 +282,75 @@ def launch(module, argv: list[str], count: int) -> None:
         one.start()
     for one in started:
         one.join(120)
-    assert [one.exitcode for one in started] == [0] * count
+    assert [one.exitcode for one in started] == [code] * count
 
 
-@pytest.mark.parametrize("stage", ["sft", "train_qnet"])
-def test_two_processes_train_what_one_does(tmp_path, agent, fake_world, monkeypatch, stage):
+@pytest.fixture
+def small_run(tmp_path, agent, fake_world, monkeypatch):
+    """The arguments of a stage's small run, and what it made."""
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
-    module = importlib.import_module(stage)
     (tmp_path / "labels.jsonl").write_text(dump([node for i in range(5) for node in labelled_tree(f"train{i}")]))
-    argv = ["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "2", "--micro-tokens", "40"]
-    inputs = (
-        ["--n-expert", "5"] if stage == "sft" else ["--sft", str(agent), "--labels", str(tmp_path / "labels.jsonl")]
-    )
-    made = []
-    for count in (1, 2):
-        out = tmp_path / f"by-{count}"
-        if count == 1:
-            module.main([*argv, *inputs, "--out", str(out)])
-        else:
-            launch(module, [*argv, *inputs, "--out", str(out)], count)
-        weights = {k: v for file in sorted(out.glob("*.safetensors")) for k, v in load_file(file).items()}
-        made.append((json.loads((tmp_path / f"by-{count}.meta.json").read_text()), weights))
-        assert not partial_folder(out).exists()
-    (one, weights), (two, again) = made
-    assert [e["loss"] for e in one["curve"]] == pytest.approx([e["loss"] for e in two["curve"]], rel=1e-4)
-    assert one["tokens"] == two["tokens"] and weights.keys() == again.keys()
+
+    def argv(stage: str, name: str) -> list[str]:
+        inputs = {"sft": ["--n-expert", "5"],
+                  "train_qnet": ["--sft", str(agent), "--labels", str(tmp_path / "labels.jsonl")]}  # fmt: skip
+        return ["--env", "frozenlake", "--run", str(tmp_path), "--out", str(tmp_path / name), "--epochs", "2",
+                "--micro-tokens", "40", "--batch", "4", "--save-every", "1", *inputs[stage]]  # fmt: skip
+
+    def made(name: str) -> tuple[dict, dict]:
+        weights = {k: v for file in sorted((tmp_path / name).glob("*.safetensors")) for k, v in load_file(file).items()}
+        assert not partial_folder(tmp_path / name).exists()
+        return json.loads((tmp_path / f"{name}.meta.json").read_text()), weights
+
+    return argv, made
+
+
+def test_what_launchers_ask_for(monkeypatch):
+    given = torchrun(["--nproc-per-node", "8", "--", "train_qnet.py", "--run", "x"])  # without -- an ambiguous --run
+    assert (given.training_script, given.training_script_args) == ("train_qnet.py", ["--run", "x"])
+    assert processes.start(True) is False  # one process holds all
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert processes.start() is False and processes.start(True) is True
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert processes.start() is True
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match="DeepSpeed is not supported"):
+        processes.start()
+
+
+def assert_equal_runs(one: tuple[dict, dict], two: tuple[dict, dict]) -> None:
+    (about, weights), (again, others) = one, two
+    assert [e["loss"] for e in about["curve"]] == pytest.approx([e["loss"] for e in again["curve"]], rel=1e-4)
+    assert about["tokens"] == again["tokens"] and weights.keys() == others.keys()
     for name, w in weights.items():
-        torch.testing.assert_close(again[name], w, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(others[name], w, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("stage", ["sft", "train_qnet"])
+def test_two_processes_train_what_one_does(small_run, stage, divided):
+    """Each with the whole model, or with half of the weights, gradients and moments."""
+    module, (argv, made) = importlib.import_module(stage), small_run
+    module.main(argv(stage, "by-1"))
+    launch(module, [*argv(stage, "by-2"), *["--fsdp"] * divided], 2)
+    assert_equal_runs(made("by-1"), made("by-2"))
+
+
+@pytest.mark.parametrize(("stage", "begun"), [("sft", 1), ("train_qnet", 2)])
+def test_a_divided_training_resumes_what_one_process_began_and_the_reverse(small_run, monkeypatch, stage, begun):
+    module, (argv, made), step = importlib.import_module(stage), small_run, Training.step
+
+    def stopping(run: Training) -> None:
+        if run.at.step == 2:
+            parts = sum(processes.local(p).numel() for p in run.model.parameters())
+            assert begun * parts == pytest.approx(sum(p.numel() for p in run.model.parameters()), rel=0.05)
+            raise SystemExit(7)
+        step(run)
+
+    module.main(argv(stage, "whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "step", stopping)
+        launch(module, [*argv(stage, "parts"), "--fsdp"], begun, code=7)
+    launch(module, [*argv(stage, "parts"), "--fsdp"], 3 - begun)
+    assert_equal_runs(made("whole"), made("parts"))

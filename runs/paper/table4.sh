@@ -3,8 +3,8 @@
 #
 #   ETO=DIR bash runs/paper/table4.sh
 #
-# All weights in bf16 with their moments would take some 165 GB: by default LoRA, where the paper trains them all. On a GPU
-# that has as much: FITS="--gradient-checkpointing --weights bf16".
+# All weights in bf16 with their moments would take some 165 GB: by default LoRA, where the paper trains them all. Over
+# four GPUs of 80 GB: TRAIN="torchrun --nproc-per-node 4 --" FITS="--gradient-checkpointing --fsdp".
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export FITS=${FITS:---gradient-checkpointing --lora 16 --lr 2e-4}

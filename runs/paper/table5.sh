@@ -1,9 +1,10 @@
 # Sourced by the other scripts: the paper's hyper-parameters (Table 5, App. A.2) in our flags, and where its data is.
 #
 # One process on one GPU. By the estimate that sft.py and train_qnet.py print first, Llama-2-7B with all weights trained
-# takes 184 GB as the stages' defaults would have it, 129 GB with FITS=--gradient-checkpointing (an H200), 86 GB as below;
-# for 80 GB or less give FITS="--gradient-checkpointing --lora 16 --lr 2e-4". Several GPUs share the sequences, not the
-# weights: TRAIN="torchrun --nproc-per-node 8".
+# takes 129 GB with FITS=--gradient-checkpointing (an H200), 86 GB as below; for 80 GB or less give
+# FITS="--gradient-checkpointing --lora 16 --lr 2e-4". Several GPUs share the sequences with
+# TRAIN="torchrun --nproc-per-node 8 --", and divide the weights if FITS has --fsdp: 26 GB on each of eight with
+# FITS="--gradient-checkpointing --fsdp". docs/scale.md has the table, and the hours to expect.
 # A stopped script resumes when it is run again. SEED=1 makes a run folder of its own.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python}
