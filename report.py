@@ -246,8 +246,8 @@ def main(argv: list[str] | None = None) -> None:
                 figures.append((name, env, plots.save(figure, picture)))
     if figure := plots.learning(read_curves({path.parent for _, path in sources})):
         figures.append(("learning", str(run), plots.save(figure, out.with_name(f"{out.stem}_learning.png"))))
-    for forest in sorted({f for _, path in sources for f in path.parent.glob("qval*/forest-*.png")}):
-        figures.append(("calibration", f"{forest.parent.name}, {forest.stem}", page.picture(forest)))
+    for forest in sorted({f for _, path in sources for f in path.parent.glob("qval*/*.png")}):
+        figures.append(("calibration", " ".join(forest.parts[-3:-1]) + f", {forest.stem}", page.picture(forest)))
     content = {
         "results": page.table(*results) + page.paragraph(PAPER_NOTE),
         "claims": page.bullets(verdicts) + page.paragraph(claims.NOTE) if verdicts else "",

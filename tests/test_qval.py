@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envs
+import q_search
 import report as report_page
 from environments import UserError
 from experiments.qval import __main__ as qval
-from experiments.qval import code, judges, labels, metrics, published, report, targets
+from experiments.qval import code, downstream, judges, labels, metrics, published, report, targets
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import SCORERS, Call, Context, answer, available, embeddings, scorer
 from qlass.chat import Rendering, State, parse_action, react
@@ -590,9 +591,14 @@ def test_the_whole_on_a_small_lake(tmp_path, agent, monkeypatch, capsys):
     torch.manual_seed(0)
     flags = ["--env", "frozenlake", "--env-option", "map=random4", "--run", str(tmp_path), "--sft", str(agent),
              "--actor", "random", "--trajectories", "3", "--points", "30", "--references", "exact", "expert", "policy",
-             "-K", "2", "--play", "6",
+             "-K", "2",
              "--scorers", "random", "step_index", "oracle", "code", "logprob", "logprob_token"]  # fmt: skip
     monkeypatch.setattr(Policy, "sample", lambda self, requests: [say("right") * r.n for r in requests])
+    searched = ["--method", "scorer", "--scorer", "random", "step_index", "code", "logprob", "task_cosine"]
+    q_search.main([*flags[:8], *searched, "-M", "3", "--limit", "5"])
+    results = tmp_path / "results.jsonl"
+    assert list(downstream.rewards(results)) == searched[3:]
+    flags += ["task_cosine", "--results", str(results)]
     qval.main(flags)
     shown = capsys.readouterr().out
     folder = tmp_path / "qval"
@@ -614,7 +620,7 @@ def test_the_whole_on_a_small_lake(tmp_path, agent, monkeypatch, capsys):
     qval.main(flags)  # what was made from something else is made anew
     assert json.loads(path.read_text())["method_name"] == "logprob"
     _, rows = report_page.alignment_table([tmp_path])
-    assert len(rows) == 24 and all(row[0].startswith("frozenlake map=random4") for row in rows)
+    assert len(rows) == 4 * 7 and all(row[0].startswith("frozenlake map=random4") for row in rows)
     with pytest.raises(UserError, match="--points 30, not 31"):
         qval.main([*flags, "--points", "31"])
 
