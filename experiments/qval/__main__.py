@@ -88,7 +88,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, metavar="DIR", help="default: RUN/qval")
     add("--device")
     args = parse(made, argv)
-    args.references = args.references or [r for r in labels.REFERENCES[args.env] if r != "policy"] or ["policy"]
+    args.references = args.references or [r for r in labels.references(args.env) if r != "policy"] or ["policy"]
     for reference in args.references:
         labels.known(args.env, reference)
     return args

@@ -21,7 +21,7 @@ import bellman
 import envs
 from environments import UserError
 from experiments.qval import code
-from experiments.qval.labels import exact
+from experiments.qval.labels import exact, references
 from qlass.chat import State, action_key, parse_action, react, uniforms
 from qlass.driver import Score, ask
 from qlass.jsonl import read_trees
@@ -345,5 +345,6 @@ def available(context: Context) -> list[str]:
         lacking |= {name for name, (kind, _) in SCORERS.items() if kind in ("policy", "hindsight", "embedding")}
     lacking |= set() if context.base else {"log_ratio"}
     lacking |= set() if "qnet" in nets else {"value_gain"}
-    lacking |= {"state_value", "oracle"} if context.env == "sciworld" else set()
+    lacking |= {"state_value", "oracle"} if references(context.env) == ("policy",) else set()
+    lacking |= set() if context.env in code.WRITTEN else {"code"}
     return [name for name in SCORERS if name not in lacking] + nets + [path.stem for path in context.code]

@@ -15,13 +15,14 @@ from experiments.qval.scorers import Call, Context, Scorer, Scores, answer, avai
 from qlass.chat import State, uniforms
 
 KNOWING = {"oracle", "state_value"}  # they know the true values: --method oracle_step is their search
+BLIND = {"step_index", "confidence", "self_certainty"}  # of the state alone: they choose at random, as `random` does
 
 
 def steering(args: argparse.Namespace, answers: dict, policy: Callable[[], Any]) -> dict[str, Scorer]:
-    """{name: scorer of q_search.py} for --scorer; `answers` learns to serve them. `policy` is asked for at the first
-    score: the agent is loaded later than this is called."""
+    """{name: scorer of q_search.py} for --scorer; `answers` gets what serves them. `policy` gives the agent, which is
+    loaded after this call and before the first score."""
     context = Context(args.env, args.run, args.sft, seed=args.seed, device=args.device)
-    names = args.scorer or [name for name in available(context) if name not in KNOWING]
+    names = args.scorer or [name for name in available(context) if name not in KNOWING | BLIND]
     if known := KNOWING.intersection(names):
         raise UserError(f"--scorer {known.pop()}: it knows the true values; --method oracle_step searches with those")
     answers[Call] = answer
