@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Which scores of a step are aligned with Q, and does alignment predict what search gains? Small agents on FrozenLake's
-# random maps (dry and slippery), ALFWorld, WebShop and ScienceWorld (reduced, and noisy), each with the QNets of its
-# trees; then every score against reference labels, and every score steering search.
+# random maps (dry and slippery), ALFWorld, WebShop and ScienceWorld (reduced, and noisy), all but the last with the
+# QNets of their trees; then every score against reference labels, and every score steering search. About an hour on
+# one core.
 #
 #   bash runs/qval.sh [frozenlake|alfworld|webshop|sciworld]...        (default: all)
 #
@@ -64,7 +65,7 @@ alfworld() {
     agents --n-expert "$(n 300 10)"
     stage build_trees.py "${env[@]}" --limit "$(n 60 2)" --rollouts 8
     nets 0.9 --loss-on last --epochs "$(n 3 1)"
-    play 60 -M 4
+    play 50 -M 4
     qval 200 --trajectories 2 --references planner expert policy -K "$(n 4 1)" --results "$folder/results.jsonl"
 }
 webshop() {  # trees and discount as in quickstart.sh
@@ -77,10 +78,10 @@ webshop() {  # trees and discount as in quickstart.sh
 }
 sciworld() {  # no reference but the agent's own few rollouts from few states: a look, not a measurement
     begin sciworld --tasks eto
-    agents --n-expert "$(n 100 6)" --batch 4
+    [ -d "$folder/sft" ] || stage sft.py "${env[@]}" --n-expert "$(n 100 6)" --epochs "$(n 4 1)" --batch 4
     # Controls alone, so that the report has its page: a restore replays the episode.
     stage q_search.py "${env[@]}" --split test_unseen --limit "$(n 24 2)" --method greedy random -M 4
-    qval 40 --split test_unseen --references policy -K "$(n 4 1)" --candidates 3
+    qval 30 --split test_unseen --references policy -K "$(n 4 1)" --candidates 3
 }
 
 for environment in "${environments[@]}"; do "$environment"; done

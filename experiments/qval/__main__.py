@@ -27,7 +27,7 @@ from experiments.qval.scorers import Call, Context, Scorer, answer, available, f
 from qlass.chat import Rendering
 from qlass.driver import Sample, drive
 from qlass.jsonl import read_jsonl, write_jsonl
-from qlass.metadata import same_arguments, sha256, write_meta
+from qlass.metadata import read_meta, same_arguments, sha256, write_meta
 from qlass.stage import at_least, must_exist, needed, parse, parser, progress, run_stage
 
 
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     if not points:
         raise UserError(f"{args.env}: no trajectory of --split {args.split} is longer than three turns")
 
-    returns = {}
+    returns, spent = {}, {}
     for reference in args.references:
 
         def lines(reference: str = reference) -> Any:
@@ -144,6 +144,7 @@ def main(argv: list[str] | None = None) -> None:
         if [r["hash"] for r in found] != [p.hash for p in points]:
             raise UserError(f"{path}: labels of other points; delete it")
         returns[reference] = [r["returns"] for r in found]
+        spent[reference] = read_meta(path).get("cpu_seconds", float("nan"))
         for name, how in labels.variants(reference, returns[reference]).items():
             config = {"reference": reference, "rollouts": len(returns[reference][0][0]), "discount_factor": args.gamma}
             values = labels.values(found, how)
@@ -164,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
             report.write_prediction(folder, name, points, values, config)
     predictions, families = report.read_predictions(folder, points)
 
-    study = report.Study(points, returns, predictions, families, args.against)
+    study = report.Study(points, returns, predictions, families, args.against, spent)
     title = " ".join([args.env, *args.env_option, f"({args.split}, {args.actor}, epsilon {args.epsilon})"])
     print(report.write(study, args.out, title, downstream.rewards(args.results) if args.results else {}))
     write_meta(args.out / "report.md", args, [args.sft])

@@ -148,6 +148,7 @@ def figure(studies: Sequence[Played]) -> Figure:
             row[0].set_ylabel("mean reward of the search")
             row[0].set_title(study.title, loc="left", fontsize=10)
             row[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+            row[0].margins(y=0.08)
     return made
 
 

@@ -108,6 +108,7 @@ class Study:
     predictions: dict[str, list[list[float | None]]]
     families: dict[str, str]
     against: str = "random"
+    spent: dict[str, float] = dataclasses.field(default_factory=dict)  # reference: CPU seconds of its labels
 
     @property
     def tasks(self) -> list[str]:
@@ -164,7 +165,7 @@ def table(study: Study, name: str, labels: list[list[float]], found: dict[str, A
     for scorer, a in found.items():
         difference, p = beyond.get(scorer, (None, math.nan))
         more = f"{difference:+}" if difference else "–"
-        row = [study.families[scorer], scorer, f"{a.rho}", more, cell(p), str(a.states)]
+        row = [study.families[scorer], scorer, f"{a.rho}" if a.states else "–", more, cell(p), str(a.states)]
         figures = (a.failed_last, a.coverage, a.top_1, a.gain, a.centred, a.overall, a.tau, a.actor, a.actor_tau)
         rows.append(row + [cell(value) for value in figures])
     reference = name.split()[0]
@@ -238,6 +239,8 @@ def forest(study: Study, found: dict[str, Alignment]) -> Figure:
             if not math.isnan(a.rho.mean):
                 spread = [[a.rho.mean - a.rho.low], [a.rho.high - a.rho.mean]]
                 left.errorbar(a.rho.mean, y, xerr=np.nan_to_num(spread), fmt="o", color=colour)
+            else:
+                left.text(0.02, y, "no state with two scores", va="center", fontsize=8, color="#8c8c8c")
             right.plot(a.overall, a.rho.mean, "o", color=colour)
         left.set_yticks(range(len(found)), [f"{name} ({study.families[name]})" for name in reversed(found)])
         left.axvline(0, color="#8c8c8c", linewidth=0.8)
@@ -273,6 +276,8 @@ def by_rollouts(truth: str, found: list[tuple[str, int, str, Alignment]]) -> Fig
 def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, float]]) -> str:
     """report.md, the figures and alignment.json in `folder`; returns the report."""
     parts, record = [f"## {title}", NOTE.format(against=study.against)], {}
+    if study.spent:
+        parts.append("CPU seconds of the labels: " + ", ".join(f"{n} {s:.2f}" for n, s in study.spent.items()) + ".")
     all_labels = study.labels()
     every = {name: study.alignments(labels) for name, labels in all_labels.items()}
     for name, found in every.items():
