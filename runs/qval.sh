@@ -39,6 +39,8 @@ nets() {  # GAMMA FLAG...: QNets of the same trees on five targets
 }
 play() {  # TASKS FLAG...: search with every score that can steer it, at one budget
     stage q_search.py "${env[@]}" --limit "$(n "$1" 3)" --method greedy random qlass scorer "${@:2}"
+    [ -z "${JUDGE:-}" ] || stage q_search.py "${env[@]}" --limit "$(n "$1" 3)" --method scorer \
+        --scorer "${judges[@]/%/=$JUDGE}" "${@:2}"
 }
 qval() {  # POINTS FLAG...
     stage -m experiments.qval "${env[@]}" --points "$(n "$1" 12)" "${@:2}"

@@ -14,6 +14,7 @@ None. What codegen and eureka get is run in this process: use them with a model 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -96,6 +97,7 @@ class Checkpoint:
         return [[next(logp) for _ in options] for _, options in items]
 
 
+@functools.lru_cache(1)  # all judges share the model
 def load(name: str, device: str | None, seed: int) -> ChatServer | Checkpoint:
     return ChatServer(name) if "://" in name else Checkpoint(Policy.load(name, device, seed))
 
