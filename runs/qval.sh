@@ -56,7 +56,7 @@ frozenlake() {
     play 100 -M 6 --temperature 1.5
     qval 200 --references exact expert policy -K "$(n 32 2)" --results "$folder/results.jsonl"
     slippery=(--env-option slippery=true --env-option stray=0)
-    play 100 -M 6 --temperature 1.5 "${slippery[@]}" --out "$folder/results-slippery.jsonl" --label slippery
+    play 60 -M 6 --temperature 1.5 "${slippery[@]}" --out "$folder/results-slippery.jsonl" --label slippery
     qval 200 "${slippery[@]}" --references exact expert -K "$(n 32 2)" \
         --results "$folder/results-slippery.jsonl" --out "$folder/qval-slippery"
     # QVAL's own design: the shortest way but for one move in ten. The step index alone has a global rho there.
@@ -65,22 +65,22 @@ frozenlake() {
 alfworld() {
     begin alfworld
     agents --n-expert "$(n 300 10)"
-    stage build_trees.py "${env[@]}" --limit "$(n 60 2)" --rollouts 8
-    nets 0.9 --loss-on last --epochs "$(n 3 1)"
-    play 50 -M 4
-    qval 200 --trajectories 2 --references planner expert policy -K "$(n 4 1)" --results "$folder/results.jsonl"
+    stage build_trees.py "${env[@]}" --limit "$(n 40 2)" --rollouts 8
+    nets 0.9 --loss-on last --epochs "$(n 2 1)"
+    play 30 -M 4
+    qval 200 --trajectories 2 --references planner expert policy -K "$(n 2 1)" --results "$folder/results.jsonl"
 }
 webshop() {  # trees and discount as in quickstart.sh
     begin webshop
     agents --n-expert "$(n 200 10)"
-    stage build_trees.py "${env[@]}" --limit "$(n 100 2)" --rollouts 12 --temperature 2
+    stage build_trees.py "${env[@]}" --limit "$(n 80 2)" --rollouts 12 --temperature 2
     nets 0.98 --epochs "$(n 3 1)"
-    play 100 -M 4
+    play 60 -M 4
     qval 300 --trajectories 3 --references exact policy -K "$(n 4 1)" --results "$folder/results.jsonl"
 }
 sciworld() {  # no reference but the agent's own few rollouts from few states: a look, not a measurement
     begin sciworld --tasks eto
-    [ -d "$folder/sft" ] || stage sft.py "${env[@]}" --n-expert "$(n 100 6)" --epochs "$(n 4 1)" --batch 4
+    [ -d "$folder/sft" ] || stage sft.py "${env[@]}" --n-expert "$(n 60 6)" --epochs "$(n 4 1)" --batch 4
     # Controls alone, so that the report has its page: a restore replays the episode.
     stage q_search.py "${env[@]}" --split test_unseen --limit "$(n 24 2)" --method greedy random -M 4
     qval 30 --split test_unseen --references policy -K "$(n 4 1)" --candidates 3
