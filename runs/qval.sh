@@ -83,7 +83,7 @@ sciworld() {  # no reference but the agent's own few rollouts from few states: a
     [ -d "$folder/sft" ] || stage sft.py "${env[@]}" --n-expert "$(n 60 6)" --epochs "$(n 4 1)" --batch 4
     # Controls alone, so that the report has its page: a restore replays the episode.
     stage q_search.py "${env[@]}" --split test_unseen --limit "$(n 24 2)" --method greedy random -M 4
-    qval 30 --split test_unseen --references policy -K "$(n 4 1)" --candidates 3
+    qval 20 --split test_unseen --references policy -K "$(n 2 1)" --candidates 3
 }
 
 for environment in "${environments[@]}"; do "$environment"; done
