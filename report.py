@@ -148,7 +148,8 @@ def alignment_table(folders: Iterable[Path]) -> Table:
                 for name, f in found.items():
                     figures = [number(f[key], 3) for key in ("top_1", "gain", "overall")]
                     about = [str(record["title"]), labels, str(f["family"]), name]
-                    rows.append([*about, f"{Estimate(**f['rho'])}", str(f["states"]), *figures])
+                    rho = f"{Estimate(**f['rho'])}" if f["states"] else "–"
+                    rows.append([*about, rho, str(f["states"]), *figures])
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}: not what experiments.qval writes ({error}); run it again, or delete this"
