@@ -22,19 +22,19 @@ begin() {  # ENV FLAG...: the folder and the flags of an environment
     env=(--env "$1" --run "$folder" --seed "$SEED" "${@:2}")
 }
 agents() {  # FLAG...: the agent, and one of few epochs that log_ratio holds it against
-    [ -z "${SMOKE:-}" ] || set -- "$@" --epochs 1
+    [ -z "${SMOKE:-}" ] || set -- "$@" --n-expert 10 --epochs 1
     [ -d "$folder/sft" ] || stage sft.py "${env[@]}" "$@"
     [ -d "$folder/base" ] || stage sft.py "${env[@]}" "$@" --epochs 2 --out "$folder/base"
 }
 nets() {  # GAMMA FLAG...: QNets of the same trees on five targets
     for target in q avg reward td mc; do
-        labels=$folder/q_labels-$target.jsonl net=$folder/qnet-$target
-        [ $target = q ] && labels=$folder/q_labels.jsonl net=$folder/qnet
+        values=$folder/q_labels-$target.jsonl net=$folder/qnet-$target
+        [ $target = q ] && values=$folder/q_labels.jsonl net=$folder/qnet
         maker=bellman.py
         case $target in td | mc) maker="-m experiments.qval.targets" ;; esac
         # shellcheck disable=SC2086
-        [ -f "$labels" ] || stage $maker "${env[@]}" --gamma "$1" --target $target --out "$labels"
-        [ -d "$net" ] || stage train_qnet.py "${env[@]}" --labels "$labels" --out "$net" "${@:2}"
+        [ -f "$values" ] || stage $maker "${env[@]}" --gamma "$1" --target $target --out "$values"
+        [ -d "$net" ] || stage train_qnet.py "${env[@]}" --labels "$values" --out "$net" "${@:2}"
     done
 }
 play() {  # TASKS FLAG...: search with every score that can steer it, at one budget
@@ -50,7 +50,7 @@ qval() {  # POINTS FLAG...
 
 frozenlake() {
     begin frozenlake --env-option map=random8
-    agents --n-expert "$(n 200 20)" --epochs 6
+    agents --n-expert 200 --epochs 6
     stage build_trees.py "${env[@]}" --limit "$(n 120 4)" --rollouts 16 --depth 10 --width 4 --steps 30 --prune tail
     nets 0.95 --loss-on last --epochs "$(n 4 1)"
     play 100 -M 6 --temperature 1.5
@@ -64,16 +64,16 @@ frozenlake() {
 }
 alfworld() {
     begin alfworld
-    agents --n-expert "$(n 300 10)"
+    agents
     stage build_trees.py "${env[@]}" --limit "$(n 40 2)" --rollouts 8
-    nets 0.9 --loss-on last --epochs "$(n 2 1)"
+    nets 0.98 --loss-on last --epochs "$(n 2 1)"
     play 30 -M 4
     qval 200 --trajectories 2 --references planner expert policy -K "$(n 2 1)" --results "$folder/results.jsonl"
 }
-webshop() {  # trees and discount as in quickstart.sh
+webshop() {  # trees, discount and epochs as in common.sh, on fewer tasks
     begin webshop
-    agents --n-expert "$(n 200 10)"
-    stage build_trees.py "${env[@]}" --limit "$(n 80 2)" --rollouts 12 --temperature 2
+    agents
+    stage build_trees.py "${env[@]}" --limit "$(n 160 2)" --rollouts 6 --temperature 2
     nets 0.98 --epochs "$(n 3 1)"
     play 60 -M 4
     qval 300 --trajectories 3 --references exact policy -K "$(n 4 1)" --results "$folder/results.jsonl"
