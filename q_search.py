@@ -17,6 +17,7 @@ One loop plays all agents: sample M actions, score them, take the best, step; N 
     oracle_step      -M    the true value of the next state             an oracle: see TextEnv.optimal_value
     oracle_lookahead -M    Q, but the true reward where the candidate   an oracle: what the authors' released code does
                            ends the episode
+    scorer           -M    --scorer, of experiments/qval; equal ones at random. Its own tokens are not counted
     rule, expert, oracle   the environment's own players: without learning; the demonstrator; all-knowing
 
 Only methods named oracle, and --select oracle (the paper's "best of N by final reward"), see the environment's reward.
@@ -106,11 +107,12 @@ class Method:
     M: int = 1
     N: int = 1
     select: str | None = None
-    player: str | None = None  # of the environment, by its name
+    player: str | None = None  # of the environment, or --scorer, by its name
+    by: Callable[..., Scorer] | None = None  # what --scorer names
 
     @property
     def scorer(self) -> Callable[..., Scorer] | None:
-        return SCORERS.get(self.name)
+        return self.by or SCORERS.get(self.name)
 
     def __str__(self) -> str:
         parts = {"M": self.M, "N": self.N, "select": self.select}
@@ -181,13 +183,12 @@ def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Gene
             alone = len(chat.prompt(step.state)) + costs.scoring(chat, step.state, [step.action])
             cost["scored"] = cost["scored"] or alone
         best = trials[values.index(max(values))]
-    stepped = [len(s.candidates) if method.scorer in STEP_ALL else 0 for trial in trials for s in trial.steps]
+    step_all = method.scorer in STEP_ALL or hasattr(method.by, "steps_all")
+    stepped = [len(s.candidates) if step_all else 0 for trial in trials for s in trial.steps]
     steps = [
-        {
-            "action": s.action, "observation": s.observation,
-            "candidates": [{"action": a, "q": None if q is None else round(float(q), 4)}
-                           for a, q in zip(s.candidates, s.scores, strict=True)],
-        }
+        {"action": s.action, "observation": s.observation,
+         "candidates": [{"action": a, "q": round(float(q), 4) if is_number(q) else None}
+                        for a, q in zip(s.candidates, s.scores, strict=True)]}
         for s in best.steps
     ]  # fmt: skip
     tokens = {kind: sum(cost[kind] for cost in spent) for kind in spent[0]}
@@ -238,7 +239,7 @@ def methods(args: argparse.Namespace, env: envs.TextEnv) -> list[Method]:
             chosen += [Method(name, N=n, select=args.select) for n in args.N or [4]]
         elif name in SCORERS:
             chosen += [Method(name, m, n, args.select if n > 1 else None) for m in args.M for n in args.N or [1]]
-        else:
+        elif name != "scorer":  # which `main` adds
             chosen.append(Method(name))
     return chosen
 
@@ -250,7 +251,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     made = parser(__doc__, epilog="App. A.2: M = 2 and N = 1 on WebShop.")
     envs.add_arguments(made, argv)
     add = made.add_argument
-    names = ["all", "greedy", "sample", "best_of_n", *SCORERS, *PLAYERS]
+    names = ["all", "greedy", "sample", "best_of_n", *SCORERS, "scorer", *PLAYERS]
     add("--method", nargs="+", default=["qlass"], choices=names, metavar="NAME", help=", ".join(names))
     add("-M", nargs="+", type=at_least(1), help=f"candidates a step (default: {PAPER['M']}; with all: 2 4 6)")
     add("-N", nargs="+", type=at_least(1), help=f"trajectories a task (default: {PAPER['N']}; best_of_n: 4)")
@@ -270,6 +271,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=at_least(0, float), metavar="T", help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--max-steps", type=at_least(1), metavar="N", help="step limit (default: the environment's)")
     add("--device")
+    said = "of --method scorer: a score of experiments/qval, or JUDGE=URL#MODEL (default: all but judges)"
+    more(made, lambda made: made.add_argument("--scorer", nargs="+", metavar="NAME", help=said))
     more(made, add_loading, add_sampling)
     args = parse(made, argv)
     args.M = args.M or (COMPARED if "all" in args.method else [PAPER["M"]])
@@ -288,6 +291,11 @@ def main(argv: list[str] | None = None) -> None:
     must_exist(args.sft, args.qnet)
     answers: dict = {}
     chat = policy = qnet = None
+    if "scorer" in args.method:
+        from experiments.qval.steering import steering
+
+        scorers = steering(args, answers, lambda: policy)
+        plan += [Method("scorer", m, player=name, by=by) for name, by in scorers.items() for m in args.M]
     if any(method.scorer in USE_Q or method.select == "q" for method in plan):
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args)
         rendering = rendering_of(args.qnet, args, PROMPTED)
@@ -303,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
     tasks = env.task_ids(args.split)[: args.limit or None]
     if not tasks:
         raise UserError(f"{args.env}: no tasks in --split {args.split}")
-    free = ("method", "M", "N", "select", "split", *SAMPLING_FREE)  # each line says its own
+    free = ("method", "M", "N", "select", "split", "scorer", *SAMPLING_FREE)  # each line says its own
     out = Output(args, complete_results, [args.sft, args.qnet], free)
     finished = {identity(record): record for record in out.records}
     sources = {"demonstrations": policy and args.sft, "trees": qnet and args.qnet}

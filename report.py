@@ -148,7 +148,8 @@ def alignment_table(folders: Iterable[Path]) -> Table:
                 for name, f in found.items():
                     figures = [number(f[key], 3) for key in ("top_1", "gain", "overall")]
                     about = [str(record["title"]), labels, str(f["family"]), name]
-                    rows.append([*about, f"{Estimate(**f['rho'])}", str(f["states"]), *figures])
+                    rho = f"{Estimate(**f['rho'])}" if f["states"] else "–"
+                    rows.append([*about, rho, str(f["states"]), *figures])
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}: not what experiments.qval writes ({error}); run it again, or delete this"
@@ -246,8 +247,8 @@ def main(argv: list[str] | None = None) -> None:
                 figures.append((name, env, plots.save(figure, picture)))
     if figure := plots.learning(read_curves({path.parent for _, path in sources})):
         figures.append(("learning", str(run), plots.save(figure, out.with_name(f"{out.stem}_learning.png"))))
-    for forest in sorted({f for _, path in sources for f in path.parent.glob("qval*/forest-*.png")}):
-        figures.append(("calibration", f"{forest.parent.name}, {forest.stem}", page.picture(forest)))
+    for forest in sorted({f for _, path in sources for f in path.parent.glob("qval*/*.png")}):
+        figures.append(("calibration", " ".join(forest.parts[-3:-1]) + f", {forest.stem}", page.picture(forest)))
     content = {
         "results": page.table(*results) + page.paragraph(PAPER_NOTE),
         "claims": page.bullets(verdicts) + page.paragraph(claims.NOTE) if verdicts else "",

@@ -1,10 +1,15 @@
 """QVAL: points that replay, labels by brute force, statistics by hand, scorers and judges by script."""
 
+import argparse
 import itertools
 import json
 import math
+import os
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envs
+import q_search
 import report as report_page
 from environments import UserError
 from experiments.qval import __main__ as qval
-from experiments.qval import code, judges, labels, metrics, published, report, targets
+from experiments.qval import code, downstream, judges, labels, metrics, published, report, steering, targets
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import SCORERS, Call, Context, answer, available, embeddings, scorer
 from qlass.chat import Rendering, State, parse_action, react
@@ -375,6 +381,37 @@ def test_handwritten_code_for_the_household():
     assert np.mean(right) > 0.7
 
 
+def test_a_score_steers_the_search(context, monkeypatch):
+    flags = argparse.Namespace(env="frozenlake", run=context.run, sft=context.sft, seed=0, device=None, scorer=None)
+    answers = {}
+    found = steering.steering(flags, answers, lambda: context.policy)
+    assert {"random", "code", "logprob", "tree_bellman", "neighbours"} <= set(found)
+    assert not {"oracle", "state_value", "step_index"} & set(found)
+    assert hasattr(found["self_distillation"], "steps_all") and not hasattr(found["logprob"], "steps_all")
+    env = FakeEnv()
+    state, actions = root(env), [react("hm", a) for a in ("left", "right")]
+    scores, _ = run(found["logprob"](env, state, actions, ("t", 0)), lambda calls: answers[Call](calls))
+    assert scores == pytest.approx(context.policy.logprobs([(state, a) for a in actions]))
+    flags.scorer = ["oracle"]
+    with pytest.raises(UserError, match="oracle_step"):
+        steering.steering(flags, answers, None)
+    monkeypatch.setattr(judges, "load", lambda name, *_: Fake(says=lambda q: "1: 4\n2: 9") if name == "a#b" else None)
+    flags.scorer = ["batched=a#b"]
+    judge = steering.steering(flags, answers, lambda: context.policy)["batched"]
+    assert run(judge(env, state, actions, ("t", 0)), lambda call: answers[Call]([call])[0])[0] == pytest.approx([4, 9])
+
+
+def test_equal_scores_are_taken_at_random_and_missing_ones_last():
+    assert steering.decided([1.0, None, 2.0], ("t", 0)) == pytest.approx([1.0, -math.inf, 2.0])
+    for scores in ([3.0, 3.0, 1.0], [None, None], [0.0, 0.0]):
+        taken = set()
+        for step in range(40):
+            known = steering.decided(scores, ("t", step))
+            assert sum(v == max(known) for v in known) == 1
+            taken.add(known.index(max(known)))
+        assert taken == {0, 1}
+
+
 def test_anyones_signal_function(tmp_path):
     file = tmp_path / "mine.py"
     env, context = FakeEnv(), Context("fake", tmp_path, code=(file,))
@@ -583,6 +620,34 @@ def test_a_chat_server_and_a_checkpoint_answer_alike(tmp_path):
     assert len(logp) == 2 and all(v < 0 for v in logp)
 
 
+def test_a_server_with_a_real_model_judges_as_the_checkpoint_does(tmp_path):
+    chat = word_chat(max_new_tokens=6, temperature=1.0)
+    tiny_lm(chat).save_pretrained(tmp_path / "model")
+    chat.tokenizer.save_pretrained(tmp_path / "model")
+    chat.rendering.save(tmp_path / "model")
+    here = judges.load(str(tmp_path / "model"), None, 0)
+    command = [sys.executable, str(Path(__file__).with_name("chat_server.py")), str(tmp_path / "model")]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths}) as served:
+        try:
+            there = judges.load(f"http://127.0.0.1:{int(served.stdout.readline())}/v1", None, 0)
+            questions = [judges.user(f"walk {word}", key=(word,)) for word in ("left", "right", "this way")]
+            assert there.write(questions) == here.write(questions)
+            options = ("left", "right", "purse", "Yes")
+            (logp,) = there.choose([(questions[0], options)])
+            prompt = torch.tensor([here.policy.chat.prompt(State(questions[0].messages))])
+            with torch.inference_mode():
+                first = here.policy.model(input_ids=prompt).logits[0, -1].log_softmax(-1)
+            known = [float(first[chat.tokenizer.convert_tokens_to_ids(word)]) for word in options[:3]]
+            top = first.topk(20).values[-1]  # servers name the 20 likeliest
+            assert logp == pytest.approx([v if v >= top else -math.inf for v in known] + [-math.inf], abs=1e-4)
+            env, context = FakeEnv(), Context("fake", tmp_path, judge=there)
+            actions = [react("hm", a) for a in ("left", "right")]
+            assert played("direct", context, env, root(env), actions) == [None, None]  # it knows no numbers
+        finally:
+            served.terminate()
+
+
 # ---------------------------------------------------------------------------------------------------------------- whole
 
 
@@ -590,9 +655,14 @@ def test_the_whole_on_a_small_lake(tmp_path, agent, monkeypatch, capsys):
     torch.manual_seed(0)
     flags = ["--env", "frozenlake", "--env-option", "map=random4", "--run", str(tmp_path), "--sft", str(agent),
              "--actor", "random", "--trajectories", "3", "--points", "30", "--references", "exact", "expert", "policy",
-             "-K", "2", "--play", "6",
+             "-K", "2",
              "--scorers", "random", "step_index", "oracle", "code", "logprob", "logprob_token"]  # fmt: skip
     monkeypatch.setattr(Policy, "sample", lambda self, requests: [say("right") * r.n for r in requests])
+    searched = ["--method", "scorer", "--scorer", "random", "step_index", "code", "logprob", "task_cosine"]
+    q_search.main([*flags[:8], *searched, "-M", "3", "--limit", "5"])
+    results = tmp_path / "results.jsonl"
+    assert list(downstream.rewards(results)) == searched[3:]
+    flags += ["task_cosine", "--results", str(results)]
     qval.main(flags)
     shown = capsys.readouterr().out
     folder = tmp_path / "qval"
@@ -614,9 +684,44 @@ def test_the_whole_on_a_small_lake(tmp_path, agent, monkeypatch, capsys):
     qval.main(flags)  # what was made from something else is made anew
     assert json.loads(path.read_text())["method_name"] == "logprob"
     _, rows = report_page.alignment_table([tmp_path])
-    assert len(rows) == 24 and all(row[0].startswith("frozenlake map=random4") for row in rows)
+    assert len(rows) == 4 * 7 and all(row[0].startswith("frozenlake map=random4") for row in rows)
     with pytest.raises(UserError, match="--points 30, not 31"):
         qval.main([*flags, "--points", "31"])
+
+
+def summary(title, order):
+    """Five scores, the per-state figure of which is their reward's rank; the global one is the reverse."""
+    rows = {}
+    for i, name in enumerate("abcde"):
+        figures = dict.fromkeys(("failed_last", "top_1", "gain", "centred", "actor"), float(i))
+        rho = {"mean": float(i), "low": 0.0, "high": 0.0, "n": 9}
+        rows[name] = {"family": "code", "orders": True, "rho": rho, "overall": -float(i), **figures}
+    rewards = {name: {f"t{t}": order.index(name) + t / 100 for t in range(6)} for name in order}
+    return {"title": title, "labels": {"exact": rows}, "rewards": rewards}
+
+
+def test_which_metric_predicts_the_reward(tmp_path, capsys):
+    good, bad = (downstream.played(summary(order, order)) for order in ("abcde", "edcba"))
+    one, other = downstream.correlations([good]), downstream.correlations([good, bad])
+    assert (one["rho per state"].mean, one["global"].mean) == pytest.approx((1, -1))
+    assert one["rho per state - global"].mean == pytest.approx(2) and one["rho per state"].low == pytest.approx(1)
+    assert other["rho per state"].mean == pytest.approx(0) and other["top-1"].n == 5
+    blind = summary("x", "abcde")
+    blind["labels"]["exact"]["a"]["orders"] = False  # a score of the state alone chooses at random
+    assert downstream.played(blind).names == list("bcde")
+    blind["labels"]["exact"]["b"]["rho"]["mean"] = math.nan
+    assert downstream.played(blind) is None
+    folders = []
+    for order in ("abcde", "bacde"):
+        folders.append(str(tmp_path / order))
+        (tmp_path / order).mkdir()
+        (tmp_path / order / "alignment.json").write_text(json.dumps(summary(order, order)))
+    downstream.main([*folders, "--out", str(tmp_path / "all.md")])
+    assert "| rho per state | 1.000 [1.000, 1.000] | 0.900" in capsys.readouterr().out
+    assert (tmp_path / "all.png").exists() and "5 scorers" in (tmp_path / "all.md").read_text()
+    (tmp_path / "abcde" / "alignment.json").write_text(json.dumps(blind))
+    with pytest.raises(UserError, match="--results"):
+        downstream.main(folders)
 
 
 def test_td_and_mc_targets_by_hand():

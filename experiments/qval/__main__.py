@@ -6,14 +6,14 @@
     python -m experiments.qval --env frozenlake --env-option map=random8
 
 The test of QVAL (Hernandez-Gutierrez et al.), which asks whether a score orders the actions of a state as their true
-value does. What is there already is kept; --play N also lets every scorer steer search on N further tasks, to see which
-alignment predicts the reward. Its image methods (VIP, LIV, VLM-RM, ...) are out of scope: these environments are text.
+value does. What is there already is kept. With --results of `q_search.py --method scorer`, where every score steers the
+search, it also says which alignment predicts the reward; experiments.qval.downstream says it over environments. QVAL's
+image methods (VIP, LIV, VLM-RM, ...) are out of scope: these environments are text.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -21,14 +21,14 @@ from typing import Any
 
 import envs
 from environments import UserError
-from experiments.qval import judges, labels, report
+from experiments.qval import downstream, judges, labels, report
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import Call, Context, Scorer, answer, available, family, scorer
-from qlass.chat import Rendering, State, action_key, parse_action, react, uniforms
-from qlass.driver import Sample, ask, drive
+from qlass.chat import Rendering
+from qlass.driver import Sample, drive
 from qlass.jsonl import read_jsonl, write_jsonl
-from qlass.metadata import same_arguments, sha256, write_meta
-from qlass.stage import at_least, needed, parse, parser, progress, run_stage
+from qlass.metadata import read_meta, same_arguments, sha256, write_meta
+from qlass.stage import at_least, must_exist, needed, parse, parser, progress, run_stage
 
 
 def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, Any, list[float | None]]:
@@ -48,27 +48,6 @@ def sources(name: str, context: Context) -> dict[str, str]:
     paths = {"learned": [context.run / name], "tree": [trees], "policy": [sft, context.base], "hindsight": [sft, net],
              "embedding": [sft, trees], "code": codes}.get(family(name, context), [])  # fmt: skip
     return {path.name: sha256(path) for path in paths if path and path.exists()}
-
-
-def steered(env: envs.TextEnv, task_id: str, score: Scorer, rendering: Any, M: int) -> Generator[Any, Any, float]:
-    """The reward of an episode that takes the highest score among M draws of the agent (0: among all valid actions)."""
-    observation, info = env.reset(options={"task_id": task_id})
-    state, reward, done, step = State.first(env, observation, info), 0.0, False, 0
-    while not done:
-        key = (task_id, 0, step)
-        drawn = [c.text for c in (yield ask(env, state, M, key, rendering))] if M else []
-        first: dict[str, str] = {}
-        for text in drawn or [react(*candidate) for candidate in env.candidates()]:
-            first.setdefault(action_key(text), text)
-        candidates = list(first.values())
-        scores = yield from score(env, state, candidates, key)
-        known = [float("-inf") if s is None else s for s in scores]
-        luck = uniforms(len(known), *key, "tie")  # a score that ties must not follow the order of the draws
-        action = candidates[max(range(len(known)), key=lambda i: (known[i], luck[i]))]
-        observation, reward, terminated, truncated, _ = env.step(parse_action(action))
-        state, done, step = state.then(action, env.message(observation)), terminated or truncated, step + 1
-    env.close()
-    return float(reward)
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -103,14 +82,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--against", default="random", metavar="NAME", help="the scorer that others are compared with (%(default)s)")
     add("--code", nargs="+", type=Path, default=[], metavar="FILE.py", help="files with a signal_function")
     add("--judge", metavar="URL#MODEL|DIR", help="language model of the judges: a chat server, or a HuggingFace model")
-    add("--play", type=at_least(0), default=0, metavar="N", help="tasks on which scorers steer search (default: none)")
-    add("-M", type=at_least(0), default=0, help="candidates a step there (default: all valid actions)")
+    add("--results", type=Path, metavar="FILE", help="of q_search.py --method scorer: rewards to predict")
     add("--sft", type=Path, help="the agent (default: RUN/sft, made if missing)")
-    add("--base", type=Path, help="another checkpoint, for log_ratio")
+    add("--base", type=Path, help="another checkpoint, for log_ratio (default: RUN/base, if there)")
     add("--out", type=Path, metavar="DIR", help="default: RUN/qval")
     add("--device")
     args = parse(made, argv)
-    args.references = args.references or [r for r in labels.REFERENCES[args.env] if r != "policy"] or ["policy"]
+    args.references = args.references or [r for r in labels.references(args.env) if r != "policy"] or ["policy"]
     for reference in args.references:
         labels.known(args.env, reference)
     return args
@@ -120,7 +98,8 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     args.out = args.out or args.run / "qval"
-    if args.actor == "agent" or "policy" in args.references or args.play:
+    must_exist(args.results)
+    if args.actor == "agent" or "policy" in args.references:
         args.sft = needed(args.sft, args.run / "sft", "sft", args)
     judge = judges.load(args.judge, args.device, args.seed) if args.judge else None
     context = Context(
@@ -153,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     if not points:
         raise UserError(f"{args.env}: no trajectory of --split {args.split} is longer than three turns")
 
-    returns = {}
+    returns, spent = {}, {}
     for reference in args.references:
 
         def lines(reference: str = reference) -> Any:
@@ -165,6 +144,7 @@ def main(argv: list[str] | None = None) -> None:
         if [r["hash"] for r in found] != [p.hash for p in points]:
             raise UserError(f"{path}: labels of other points; delete it")
         returns[reference] = [r["returns"] for r in found]
+        spent[reference] = read_meta(path).get("cpu_seconds", float("nan"))
         for name, how in labels.variants(reference, returns[reference]).items():
             config = {"reference": reference, "rollouts": len(returns[reference][0][0]), "discount_factor": args.gamma}
             values = labels.values(found, how)
@@ -185,27 +165,10 @@ def main(argv: list[str] | None = None) -> None:
             report.write_prediction(folder, name, points, values, config)
     predictions, families = report.read_predictions(folder, points)
 
-    rewards = play(env, args, context, wanted, answers) if args.play else {}
-    study = report.Study(points, returns, predictions, families, args.against)
+    study = report.Study(points, returns, predictions, families, args.against, spent)
     title = " ".join([args.env, *args.env_option, f"({args.split}, {args.actor}, epsilon {args.epsilon})"])
-    print(report.write(study, args.out, title, rewards))
+    print(report.write(study, args.out, title, downstream.rewards(args.results) if args.results else {}))
     write_meta(args.out / "report.md", args, [args.sft])
-
-
-def play(env: envs.TextEnv, args: argparse.Namespace, context: Context, names: list[str], answers: dict) -> dict:
-    """{scorer: {task: reward}}, kept in played.json. The tasks are from the far end of the split, the points' from its
-    beginning."""
-    path = args.out / "played.json"
-    rewards = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    tasks = env.task_ids(args.split)[::-1][: args.play]
-    for name in names:
-        if set(rewards.get(name, ())) != set(tasks):
-            score = scorer(name, context)
-            episodes = (steered(env.fork(), t, score, context.policy.chat.rendering, args.M) for t in tasks)
-            played = progress(drive(episodes, answers, env.side_by_side, in_order=True), f"play {name}", len(tasks))
-            rewards[name] = dict(zip(tasks, played, strict=True))
-            path.write_text(json.dumps(rewards), encoding="utf-8")
-    return {name: rewards[name] for name in names}
 
 
 if __name__ == "__main__":

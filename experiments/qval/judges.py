@@ -6,13 +6,15 @@
     sequential    one after the other in one conversation    gvl           progress of shuffled observations
     codegen       a signal_function that the model writes    codegen_16    the mean of 16, eureka: the best of 16 rounds
 
-A model is any OpenAI-compatible chat server or HuggingFace checkpoint. An answer that can't be read is a None. What
-codegen and eureka get is run in this process: use them with a model that you would let write your scripts.
+A model is any OpenAI-compatible chat server or HuggingFace checkpoint. verifier and delta_belief need a server that
+gives top_logprobs (vLLM, SGLang, llama.cpp do; `transformers serve` 5.23 refuses). An answer that can't be read is a
+None. What codegen and eureka get is run in this process: use them with a model that you would let write your scripts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -95,6 +97,7 @@ class Checkpoint:
         return [[next(logp) for _ in options] for _, options in items]
 
 
+@functools.lru_cache(1)  # all judges share the model
 def load(name: str, device: str | None, seed: int) -> ChatServer | Checkpoint:
     return ChatServer(name) if "://" in name else Checkpoint(Policy.load(name, device, seed))
 

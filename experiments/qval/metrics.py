@@ -66,6 +66,7 @@ class Alignment:
     overall: float  # global Spearman over all (s, a)
     tau: float
     actor: float  # global Spearman over the actions taken: QVAL's published figure
+    actor_tau: float
 
     def row(self) -> dict:
         return {**dataclasses.asdict(self), "rho": dataclasses.asdict(self.rho)}
@@ -97,6 +98,7 @@ def alignment(tasks: Sequence[Hashable], taken: Sequence[int], scores: Values, l
         overall=correlation(spearman, flat),
         tau=correlation(kendall, flat[:: 1 + len(flat) // 5000]),
         actor=correlation(spearman, actor),
+        actor_tau=correlation(kendall, actor),
     )
 
 

@@ -4,9 +4,7 @@
 
 Files with one value a point give a global Spearman, rankings one per point. QVAL drops what could not be parsed; beside
 its figure stand the share that could, and the figure with failures ranked last. So the environments that no pip install
-brings are read without being run: OpenApps needs BrowserGym, Playwright and a repository, TerminalBench Docker. To play
-them here, an adapter is one `envs.TextEnv` whose snapshot is its actions so far and whose restore replays them;
-`expert` labels need a player from any state, `policy` labels nothing more.
+brings (OpenApps, TerminalBench) are read without being run; docs/environment.md says what playing them takes.
 """
 
 from __future__ import annotations

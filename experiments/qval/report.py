@@ -18,22 +18,21 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from environments import UserError
+from experiments.qval import downstream, metrics
 from experiments.qval import labels as reference_labels
-from experiments.qval import metrics
 from experiments.qval.metrics import Alignment, alignment, as_ranks
 from experiments.qval.points import Point
 from qlass.jsonl import replacing
-from qlass.stats import by_task, spearman
-from reporting.figures import STYLE, save
+from qlass.stats import Estimate, bootstrap, by_task, spearman
+from reporting.figures import SERIES, STYLE, save
 
-FAMILIES = {"control": "#8c8c8c", "code": "#009e73", "learned": "#0072b2", "tree": "#56b4e9", "policy": "#e69f00",
-            "hindsight": "#cc79a7", "embedding": "#d55e00", "judge": "#000000"}  # fmt: skip
+FAMILIES = downstream.FAMILIES
 NOTE = (
     "rho: Spearman per state, mean of the tasks' means, 95 % over tasks. tied: states whose labels are all equal, or "
-    "with one candidate; no rho there. failures last: the same with candidates without a score ranked last. centred: "
-    "global Spearman of scores and labels without their state's mean. global, tau: over all (s, a). actor: over the "
-    "actions taken, QVAL's published figure. top-1, gain: of the highest score, ties in expectation. p: of the "
-    "difference in rho to {against}, sign flips over tasks, Holm."
+    "with one candidate; no rho there. minus {against}: the difference in rho on the states that both have, p by sign "
+    "flips over tasks, Holm. failures last: rho with candidates without a score ranked last. centred: global Spearman "
+    "of scores and labels without their state's mean. global, tau: Spearman and Kendall over all (s, a); actor, actor "
+    "tau: over the actions taken, QVAL's published figure. top-1, gain: of the highest score, ties in expectation."
 )
 
 # -------------------------------------------------------------------------------------------------- QVAL's file layout
@@ -109,10 +108,20 @@ class Study:
     predictions: dict[str, list[list[float | None]]]
     families: dict[str, str]
     against: str = "random"
+    spent: dict[str, float] = dataclasses.field(default_factory=dict)  # reference: CPU seconds of its labels
 
     @property
     def tasks(self) -> list[str]:
         return [point.task_id for point in self.points]
+
+    def orders(self, name: str) -> bool:
+        """Whether a score differs within any state; one that does not chooses at random."""
+        return any(len(set(scores)) > 1 for scores in self.predictions[name])
+
+    def actor(self, name: str, values: list[float]) -> float:
+        """Global Spearman of the scores of the actions taken with one value a state."""
+        taken = [some[point.taken] for some, point in zip(self.predictions[name], self.points, strict=True)]
+        return metrics.correlation(spearman, [(s, v) for s, v in zip(taken, values, strict=True) if s is not None])
 
     def labels(self) -> dict[str, list[list[float]]]:
         return {
@@ -128,15 +137,16 @@ class Study:
         place = list(FAMILIES)
         return dict(sorted(found.items(), key=lambda f: (place.index(self.families[f[0]]), -nan_last(f[1].rho.mean))))
 
-    def p_values(self, labels: list[list[float]]) -> dict[str, float]:
-        """Of the difference in per-state rho to `against` on the states that both have, Holm over all."""
+    def differences(self, labels: list[list[float]]) -> dict[str, tuple[Estimate, float]]:
+        """In per-state rho to `against` on the states that both have, with its p, Holm over all."""
         per_state = {n: metrics.per_state(self.tasks, some, labels) for n, some in self.predictions.items()}
-        base, p = per_state.get(self.against, {}), {}
-        for name, found in per_state.items():
-            if name != self.against:
-                both = found.keys() & base.keys()
-                p[name] = metrics.sign_flip(list(by_task({k: found[k] - base[k] for k in both}).values()))
-        return dict(zip(p, metrics.holm(list(p.values())), strict=True))
+        base, found = per_state.get(self.against, {}), {}
+        for name, some in per_state.items():
+            both = some.keys() & base.keys()
+            if name != self.against and both:
+                found[name] = list(by_task({k: some[k] - base[k] for k in both}).values())
+        p = metrics.holm([metrics.sign_flip(values) for values in found.values()])
+        return {name: (bootstrap(values), q) for (name, values), q in zip(found.items(), p, strict=True)}
 
 
 def nan_last(value: float) -> float:
@@ -148,21 +158,24 @@ def cell(value: float) -> str:
 
 
 def table(study: Study, name: str, labels: list[list[float]], found: dict[str, Alignment]) -> str:
-    p = study.p_values(labels)
-    head = "family|scorer|rho per state [95 %]|p|states|failures last|coverage|top-1|gain|centred|global|tau|actor"
+    beyond = study.differences(labels)
+    head = f"family|scorer|rho per state [95 %]|minus {study.against} [95 %]|p|states|failures last|coverage|top-1|gain"
+    head += "|centred|global|tau|actor|actor tau"
     rows = []
     for scorer, a in found.items():
-        row = [study.families[scorer], scorer, f"{a.rho}", cell(p.get(scorer, math.nan)), str(a.states)]
-        figures = (a.failed_last, a.coverage, a.top_1, a.gain, a.centred, a.overall, a.tau, a.actor)
+        difference, p = beyond.get(scorer, (None, math.nan))
+        more = f"{difference:+}" if difference else "–"
+        row = [study.families[scorer], scorer, f"{a.rho}" if a.states else "–", more, cell(p), str(a.states)]
+        figures = (a.failed_last, a.coverage, a.top_1, a.gain, a.centred, a.overall, a.tau, a.actor, a.actor_tau)
         rows.append(row + [cell(value) for value in figures])
     reference = name.split()[0]
     how = reference_labels.variants(reference, study.returns[reference])[name]
-    tied = sum(not metrics.ordered(of) for of in labels)
+    tied, alone = sum(not metrics.ordered(of) for of in labels), sum(len(of) < 2 for of in labels)
     noise = metrics.label_ceiling(study.tasks, study.returns[reference], how)
     ties = metrics.permutation_ceiling(study.tasks, labels)
     told = (
-        f"### Labels: {name}\n\n{len(labels)} states of {len(set(study.tasks))} tasks, {tied} tied. Ceilings per "
-        f"state: {noise:.3f} for the labels' noise, {ties:.3f} for a ranking without ties."
+        f"### Labels: {name}\n\n{len(labels)} states of {len(set(study.tasks))} tasks, {tied} tied ({alone} with one "
+        f"candidate). Ceilings per state: {noise:.3f} for the labels' noise, {ties:.3f} for a ranking without ties."
     )
     lines = [head.split("|"), ["---"] * (head.count("|") + 1), *rows]
     return told + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -180,27 +193,37 @@ def references_table(study: Study, found: dict[str, dict[str, Alignment]]) -> st
             per = metrics.mean_of(metrics.per_state(study.tasks, labels[a], labels[b]))
             cells = (spearman(*flat), per, spearman(order[a], order[b]))
             lines.append(f"| {a} | {b} | " + " | ".join(map(cell, cells)) + " |")
-    return "\n".join(lines) if len(names) > 1 else ""
+    for name in names:  # QVAL's V targets: what the state is worth, whatever was done there
+        v = list(map(max, labels[name]))
+        of_v = [nan_last(study.actor(scorer, v)) for scorer in sorted(found[name])]
+        of_q = [nan_last(found[name][scorer].actor) for scorer in sorted(found[name])]
+        lines.append(f"| {name} | its V(s), over the actions taken | – | – | {cell(spearman(of_q, of_v))} |")
+    return "\n".join(lines)
 
 
-def rollouts_table(study: Study) -> str:
+def rollouts(study: Study) -> tuple[str, list[tuple[str, int, str, Alignment]]]:
     """Labels from the first K rollouts against the exact ones: what K buys, for the maximum and for the mean."""
-    truth = next((r for r in ("exact", "planner") if r in study.returns), None)
+    truth = next((r for r in ("exact", "planner") if r in study.returns), "")
     drawn = {r: returns for r, returns in study.returns.items() if len(reference_labels.variants(r, returns)) > 1}
-    if truth is None or not drawn:
-        return ""
-    exact = study.labels()[truth]
+    found = []
+    exact = study.labels().get(truth)
     taken = [point.taken for point in study.points]
-    head = f"| reference | K | of the returns | rho per state with {truth} [95 %] | global | top-1 |"
-    lines = [head, "|---" * 6 + "|"]
-    for reference, returns in drawn.items():
+    for reference, returns in drawn.items() if exact else ():
         most = min(len(some) for state in returns for some in state)
         for k in [2**i for i in range(most.bit_length()) if 2**i <= most]:
             first = [{"returns": [some[:k] for some in state]} for state in returns]
             for how in ("max", "mean"):
-                a = alignment(study.tasks, taken, reference_labels.values(first, how), exact)
-                lines.append(f"| {reference} | {k} | {how} | {a.rho} | {cell(a.overall)} | {cell(a.top_1)} |")
-    return "\n".join(lines)
+                found.append(
+                    (reference, k, how, alignment(study.tasks, taken, reference_labels.values(first, how), exact))
+                )
+    return truth, found
+
+
+def rollouts_table(truth: str, found: list[tuple[str, int, str, Alignment]]) -> str:
+    head = f"| reference | K | of the returns | rho per state with {truth} [95 %] | global | top-1 |"
+    lines = [f"| {reference} | {k} | {how} | {a.rho} | {cell(a.overall)} | {cell(a.top_1)} |"
+             for reference, k, how, a in found]  # fmt: skip
+    return "\n".join([head, "|---" * 6 + "|", *lines]) if lines else ""
 
 
 # -------------------------------------------------------------------------------------------------------------- figures
@@ -216,6 +239,8 @@ def forest(study: Study, found: dict[str, Alignment]) -> Figure:
             if not math.isnan(a.rho.mean):
                 spread = [[a.rho.mean - a.rho.low], [a.rho.high - a.rho.mean]]
                 left.errorbar(a.rho.mean, y, xerr=np.nan_to_num(spread), fmt="o", color=colour)
+            else:
+                left.text(0.02, y, "no state with two scores", va="center", fontsize=8, color="#8c8c8c")
             right.plot(a.overall, a.rho.mean, "o", color=colour)
         left.set_yticks(range(len(found)), [f"{name} ({study.families[name]})" for name in reversed(found)])
         left.axvline(0, color="#8c8c8c", linewidth=0.8)
@@ -226,60 +251,59 @@ def forest(study: Study, found: dict[str, Alignment]) -> Figure:
     return figure
 
 
-# ----------------------------------------------------------------------------------------------------------- downstream
-
-
-def downstream(
-    study: Study, found: dict[str, Alignment], rewards: dict[str, dict[str, float]], draws: int = 2000
-) -> str:
-    """Which metric predicts what search gains: rank correlation over scorers, bootstrapped over scorers and tasks.
-
-    The oracle is left out, and so are scores of the state alone, which all choose at random.
-    """
-    differ = {name for name, some in study.predictions.items() if any(len(set(scores)) > 1 for scores in some)}
-    names = [name for name in rewards if name in differ - {"oracle"} and not math.isnan(found[name].rho.mean)]
-    if len(names) < 4:
-        return ""
-    tasks = sorted(set.intersection(*(set(rewards[name]) for name in names)))
-    table = np.array([[rewards[name][task] for task in tasks] for name in names])
-    rng = np.random.default_rng(0)
-    lots = [
-        (rng.integers(len(names), size=len(names)), rng.integers(len(tasks), size=len(tasks))) for _ in range(draws)
-    ]
-    lines = ["| metric | rank correlation with reward [95 % over scorers and tasks] |", "|---|---|"]
-    for metric, of in (("rho per state", lambda a: a.rho.mean), ("top-1", lambda a: a.top_1),
-                       ("gain", lambda a: a.gain), ("centred", lambda a: a.centred),
-                       ("global", lambda a: a.overall), ("actor", lambda a: a.actor)):  # fmt: skip
-        x = np.nan_to_num([of(found[name]) for name in names])
-        drawn = [spearman(x[some], table[some][:, lot].mean(1)) for some, lot in lots]
-        low, high = np.nanquantile(drawn, [0.025, 0.975])
-        lines.append(f"| {metric} | {spearman(x, table.mean(1)):.3f} [{low:.3f}, {high:.3f}] |")
-    lines += ["", f"{len(names)} scorers, {len(tasks)} tasks.", "", "| scorer | reward |", "|---|---|"]
-    ranked = sorted(zip(names, table.mean(1), strict=True), key=lambda pair: -pair[1])
-    return "\n".join(lines + [f"| {name} | {reward:.3f} |" for name, reward in ranked])
+def by_rollouts(truth: str, found: list[tuple[str, int, str, Alignment]]) -> Figure:
+    """rho of labels against K: their maximum in full lines, their mean in broken ones."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(5.5, 3.6), layout="constrained")
+        axes = figure.subplots()
+        for n, reference in enumerate(dict.fromkeys(r for r, *_ in found)):
+            for how, line in (("max", "-"), ("mean", "--")):
+                here = [(k, a.rho) for r, k, h, a in found if (r, h) == (reference, how)]
+                ks = [k for k, _ in here]
+                axes.fill_between(ks, [e.low for _, e in here], [e.high for _, e in here], color=SERIES[n], alpha=0.15)
+                axes.plot(ks, [e.mean for _, e in here], line, marker="o", color=SERIES[n], label=f"{reference}, {how}")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ks, ks)
+        axes.set_xlabel("K rollouts")
+        axes.set_ylabel(f"Spearman per state with {truth}")
+        axes.legend()
+    return figure
 
 
 # ---------------------------------------------------------------------------------------------------------------- whole
 
 
 def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, float]]) -> str:
-    """report.md, forest-*.png and alignment.json in `folder`; returns the report."""
+    """report.md, the figures and alignment.json in `folder`; returns the report."""
     parts, record = [f"## {title}", NOTE.format(against=study.against)], {}
+    if study.spent:
+        parts.append("CPU seconds of the labels: " + ", ".join(f"{n} {s:.2f}" for n, s in study.spent.items()) + ".")
     all_labels = study.labels()
     every = {name: study.alignments(labels) for name, labels in all_labels.items()}
     for name, found in every.items():
         parts.append(table(study, name, all_labels[name], found))
-        record[name] = {scorer: {"family": study.families[scorer], **a.row()} for scorer, a in found.items()}
-        path = folder / f"forest-{name.replace(' ', '-')}.png"
-        path.with_suffix(".svg").write_text(save(forest(study, found), path), encoding="utf-8")
+        record[name] = {scorer: {"family": study.families[scorer], "orders": study.orders(scorer), **a.row()}
+                        for scorer, a in found.items()}  # fmt: skip
+        draw(forest(study, found), folder / f"forest-{name.replace(' ', '-')}.png")
+    summary = {"title": title, "labels": record, "rewards": rewards}
+    with replacing(folder / "alignment.json") as out:
+        json.dump(summary, out, indent=1)
+    truth, by_k = rollouts(study)
+    if by_k:
+        draw(by_rollouts(truth, by_k), folder / "rollouts.png")
+    played = downstream.played(summary)
+    if played:
+        draw(downstream.figure([played]), folder / "downstream.png")
     for heading, text in (
         ("References", references_table(study, every)),
-        ("What rollouts buy", rollouts_table(study)),
-        ("Alignment against downstream reward", downstream(study, next(iter(every.values())), rewards)),
+        ("What rollouts buy", rollouts_table(truth, by_k)),
+        ("Alignment against downstream reward", downstream.table([played]) if played else ""),
     ):
         parts += [f"### {heading}\n\n{text}"] if text else []
     text = "\n\n".join(parts) + "\n"
     (folder / "report.md").write_text(text, encoding="utf-8")
-    with replacing(folder / "alignment.json") as out:
-        json.dump({"title": title, "labels": record}, out, indent=1)
     return text
+
+
+def draw(figure: Figure, path: Path) -> None:
+    path.with_suffix(".svg").write_text(save(figure, path), encoding="utf-8")

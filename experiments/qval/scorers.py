@@ -21,7 +21,7 @@ import bellman
 import envs
 from environments import UserError
 from experiments.qval import code
-from experiments.qval.labels import exact
+from experiments.qval.labels import exact, references
 from qlass.chat import State, action_key, parse_action, react, uniforms
 from qlass.driver import Score, ask
 from qlass.jsonl import read_trees
@@ -58,13 +58,17 @@ class Context:
     env: str
     run: Path  # with sft/, qnet/, qnet-NAME/, trees.jsonl
     sft: Path | None = None
-    base: Path | None = None  # the agent that log_ratio holds the policy against
+    base: Path | None = None  # the agent that log_ratio holds the policy against, RUN/base if that is there
     judge: Any = None  # experiments.qval.judges
     code: tuple[Path, ...] = ()
     gamma: float = 0.95
     seed: int = 0
     device: str | None = None
     nets: dict[str, QNet] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.base is None and (self.run / "base").exists():
+            self.base = self.run / "base"
 
     @functools.cached_property
     def policy(self) -> Policy:
@@ -335,14 +339,12 @@ def family(name: str, context: Context) -> str:
 def available(context: Context) -> list[str]:
     """The scorers whose inputs are there; those of a judge have to be asked for by name."""
     nets = sorted(path.name for path in context.run.glob("qnet*") if (path / "qnet.json").exists())
-    lacking = (
-        set()
-        if (context.run / "trees.jsonl").exists()
-        else {"tree_bellman", "tree_average", "tree_plain", "neighbours"}
-    )
+    of_trees = {"tree_bellman", "tree_average", "tree_plain", "neighbours"}
+    lacking = set() if (context.run / "trees.jsonl").exists() else of_trees
     if not (context.sft or context.run / "sft").exists():
         lacking |= {name for name, (kind, _) in SCORERS.items() if kind in ("policy", "hindsight", "embedding")}
     lacking |= set() if context.base else {"log_ratio"}
     lacking |= set() if "qnet" in nets else {"value_gain"}
-    lacking |= {"state_value", "oracle"} if context.env == "sciworld" else set()
+    lacking |= {"state_value", "oracle"} if references(context.env) == ("policy",) else set()
+    lacking |= set() if context.env in code.WRITTEN else {"code"}
     return [name for name in SCORERS if name not in lacking] + nets + [path.stem for path in context.code]

@@ -1,0 +1,57 @@
+"""`q_search.py --method scorer`: every score of experiments/qval as the one that search follows."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import envs
+from environments import UserError
+from experiments.qval import judges
+from experiments.qval.scorers import Call, Context, Scorer, Scores, answer, available, family, scorer
+from qlass.chat import State, uniforms
+
+KNOWING = {"oracle", "state_value"}  # they know the true values: --method oracle_step is their search
+BLIND = {"step_index", "confidence", "self_certainty"}  # of the state alone: they choose at random, as `random` does
+
+
+def steering(args: argparse.Namespace, answers: dict, policy: Callable[[], Any]) -> dict[str, Scorer]:
+    """{name: scorer of q_search.py} for --scorer; `answers` gets what serves them. `policy` gives the agent, which is
+    loaded after this call and before the first score."""
+    context = Context(args.env, args.run, args.sft, seed=args.seed, device=args.device)
+    names = args.scorer or [name for name in available(context) if name not in KNOWING | BLIND]
+    if known := KNOWING.intersection(names):
+        raise UserError(f"--scorer {known.pop()}: it knows the true values; --method oracle_step searches with those")
+    answers[Call] = answer
+    found = {}
+    for name, _, model in (given.partition("=") for given in names):
+        judge = judges.load(model, args.device, args.seed) if model else None
+        found[name] = following(name, dataclasses.replace(context, judge=judge) if judge else context, policy)
+    return found
+
+
+def following(name: str, context: Context, policy: Callable[[], Any]) -> Scorer:
+    made: list[Scorer] = []
+
+    def by_score(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+        if not made:
+            context.policy = policy()
+            made.append(scorer(name, context))
+        return decided((yield from made[0](env, state, candidates, key)), key)
+
+    if family(name, context) in ("hindsight", "judge"):  # they see the next states
+        by_score.steps_all = True
+    return by_score
+
+
+def decided(scores: list[float | None], key: tuple) -> list[float]:
+    """The scores, -inf where there is none, with one of the highest, at random, a hair above the others: search takes
+    the first of equal ones, which is the agent's own preference."""
+    known = [-math.inf if s is None or math.isnan(s) else float(s) for s in scores]
+    luck = uniforms(len(known), *key, "tie")
+    top = max(range(len(known)), key=lambda i: (known[i], luck[i]))
+    known[top] = math.nextafter(known[top], math.inf) if math.isfinite(known[top]) else 0.0  # 0: nothing has a score
+    return known
