@@ -8,7 +8,7 @@ from pathlib import Path
 from environments import UserError
 from qlass.chat import State
 from qlass.jsonl import is_chat, is_name, is_number, is_text, maybe, numbered, parse_json, wrong
-from qlass.metadata import read_meta
+from qlass.metadata import located, read_meta
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[State, dict]]:
@@ -68,5 +68,7 @@ def actions_by_task(path: Path) -> dict[str, list[str]]:
 
 def cloned_from(checkpoint: Path) -> Path | None:
     """The demonstrations that a checkpoint was trained on, if its metadata name a file that is there."""
-    named = read_meta(checkpoint.absolute()).get("arguments", {}).get("expert")
-    return Path(named) if is_text(named) and Path(named).is_file() else None
+    checkpoint = checkpoint.absolute()
+    named = read_meta(checkpoint).get("arguments", {}).get("expert")
+    found = located(named, checkpoint) if is_text(named) else None
+    return found if found and found.is_file() else None

@@ -35,7 +35,8 @@ from tqdm import tqdm
 
 from environments import UserError
 from qlass import processes
-from qlass.metadata import FREE, plain
+from qlass.jsonl import discard
+from qlass.metadata import FREE, meta_path, plain, read_meta, same_arguments, write_meta
 from qlass.models import cosine
 from qlass.tracking import open_log
 
@@ -100,7 +101,10 @@ class Training:
         for values in data:
             digest.update(np.asarray(values).tobytes())
         self.about = {"examples": digest.hexdigest()}
-        self.about |= {name: value for name, value in plain(args).items() if name not in MAY_DIFFER}
+        self.about |= {  # where inputs lie is no matter: they are among the examples, and in the metadata by their hash
+            name: value for name, value in plain(args).items()
+            if name not in MAY_DIFFER and not isinstance(getattr(args, name), Path)
+        }  # fmt: skip
         self.folder = partial_folder(args.out)
         with processes.in_turn():
             if args.overwrite and processes.first():
@@ -262,6 +266,31 @@ class Training:
         torch.set_rng_state(saved["random"]["cpu"])
         if "cuda" in saved["random"] and torch.cuda.is_available():
             torch.cuda.set_rng_state(saved["random"]["cuda"])
+
+
+def is_trained(args: argparse.Namespace, inputs: Iterable[Path]) -> bool:
+    """Whether the checkpoint args.out is complete, made with these arguments; if it is not, its metadata are written.
+
+    They come before the training, so that a stopped one resumes with the arguments and inputs that it was begun with;
+    others are a UserError. --overwrite deletes what is there.
+    """
+    out, partial = args.out, partial_folder(args.out)
+    if args.overwrite:
+        if processes.first():
+            finish(out)
+            meta_path(out).unlink(missing_ok=True)
+            discard(out)
+    elif (out / "config.json").exists() or partial.exists():
+        same_arguments(out, args, MAY_DIFFER)
+        if not partial.exists():
+            if "steps" not in read_meta(out):
+                raise UserError(f"{out}: not made by this command: --overwrite replaces it, another --out keeps both")
+            processes.say(f"{out}: is complete; --overwrite trains it again")
+            return True
+    if processes.first():
+        partial.mkdir(parents=True, exist_ok=True)  # the mark of what is not complete
+        write_meta(out, args, inputs)
+    return False
 
 
 def finish(out: Path) -> None:

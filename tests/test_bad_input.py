@@ -412,7 +412,8 @@ def read_labels(path: Path) -> None:
 def read_any_trees(path: Path) -> None:
     out = path.with_name("made.jsonl")
     for target in bellman.TARGETS:
-        bellman.main(["--trees", str(path), "--target", target, "--out", str(out), "--chat", str(out) + ".chat"])
+        more = ["--overwrite", "--target", target, "--chat", str(out) + ".chat"]
+        bellman.main(["--trees", str(path), "--out", str(out), *more])
     page.tree_data(path, 60)
 
 

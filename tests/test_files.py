@@ -154,7 +154,7 @@ def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
     out.write_text("")
     metadata.write_meta(out, args, [model])
     changed = argparse.Namespace(**vars(args) | {"limit": 9, "M": [4]})
-    metadata.same_arguments(out, changed, free=["M"])
+    metadata.same_arguments(out, changed, free=["M", "limit"])
     for change, says in (({"depth": 4}, "--depth 3, not 4"), ({"env_option": ["map=4x4"]}, "--env-option")):
         with pytest.raises(UserError, match=says):
             metadata.same_arguments(out, argparse.Namespace(**vars(args) | change))
@@ -224,7 +224,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
 import os, signal, sys
 sys.path.insert(0, {str(Path(stage.__file__).parents[1])!r})
 from pathlib import Path
-from qlass.stage import only_writer
+from qlass.locks import only_writer
 lock = only_writer(Path({str(tmp_path / "x.jsonl")!r}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
