@@ -62,7 +62,9 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     """expert.jsonl: the first `--n-expert` training tasks, those that an earlier call played before included."""
     tasks = env.task_ids("train")
     about = {name: getattr(args, name) for name in ("env", "run", "seed", *args.env_flags)}  # all that they depend on
-    asked = argparse.Namespace(**about, out=args.run / "expert.jsonl", overwrite=False)
+    path = args.run / "expert.jsonl"
+    again = args.overwrite and processes.first() and metadata.meta_path(path).exists()  # a file of another's is kept
+    asked = argparse.Namespace(**about, out=path, overwrite=again)
 
     def in_order(lines: list[dict]) -> int:
         if [line["task_id"] for line in lines] != tasks[: len(lines)]:

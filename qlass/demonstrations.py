@@ -68,7 +68,7 @@ def actions_by_task(path: Path) -> dict[str, list[str]]:
 
 def cloned_from(checkpoint: Path) -> Path | None:
     """The demonstrations that a checkpoint was trained on, if its metadata name a file that is there."""
-    checkpoint = checkpoint.absolute()
+    checkpoint = checkpoint if checkpoint.name else checkpoint.absolute()
     named = read_meta(checkpoint).get("arguments", {}).get("expert")
     found = located(named, checkpoint) if is_text(named) else None
     return found if found and found.is_file() else None

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -243,8 +245,18 @@ def progress(items: Iterable[T], what: str, total: int | None = None, done: int 
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
+class Terminated(KeyboardInterrupt):
+    """By SIGTERM, as a cluster sends it before it kills."""
+
+
 def run_stage(main: Callable[[], Any]) -> None:
-    """A script's last line: mistakes in one line with exit code 2, Ctrl-C without a traceback."""
+    """A script's last line: mistakes in one line with exit code 2, Ctrl-C and SIGTERM without a traceback."""
+
+    def terminated(number: int, _: Any) -> NoReturn:
+        raise Terminated
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, terminated)  # whose default leaves temporary files
     try:
         main()
     except (UserError, OSError) as error:
@@ -253,9 +265,9 @@ def run_stage(main: Callable[[], Any]) -> None:
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
         print(f"error: {said}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("\nstopped; the same command resumes from what is written", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(143 if isinstance(stop, Terminated) else 130)
 
 
 def command() -> None:

@@ -1,12 +1,13 @@
-"""Stages as processes of their own, forked from one that has done their imports: to be killed, stopped, run side by side.
+"""Stages as processes of their own, forked from one that has done their imports: to be killed or run side by side.
 
-    with Forks() as forks:
-        one = forks.start("bellman", folder, ["--run", "run"])
-        one.send_signal(signal.SIGKILL); code, output, error = one.wait()
+with Forks() as forks:
+    one = forks.start("bellman", folder, ["--run", "run"])
+    one.send_signal(signal.SIGKILL); code, output, error = one.wait()
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -36,7 +37,10 @@ class Fork(NamedTuple):
 
 
 class Forks:
-    """start() forks a stage off; limit: bytes that a file of it may have, as on a full disk; plain_user: no root."""
+    """start() forks a stage off.
+
+    limit: bytes that a file of it may have, as on a full disk; permissions: they hold for root too.
+    """
 
     def __enter__(self) -> Forks:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -56,27 +60,37 @@ class Forks:
         return int(self.server.stdout.readline())
 
     def start(
-        self, stage: str, folder: Path, argv: list[str], limit: int = 0, plain_user: bool = False, env: dict | None = None
-    ) -> Fork:
-        asked = {"stage": stage, "folder": str(folder), "argv": argv, "limit": limit, "plain_user": plain_user}
+        self, stage: str, folder: Path, argv: list[str],
+        limit: int = 0, permissions: bool = False, env: dict[str, str] | None = None,
+    ) -> Fork:  # fmt: skip
+        asked = {"stage": stage, "folder": str(folder), "argv": argv, "limit": limit, "permissions": permissions}
         return Fork(self, self.ask(asked | {"env": env or {}}), folder)
 
     def run(self, stage: str, folder: Path, argv: list[str], **more) -> tuple[int, str, str]:
         return self.start(stage, folder, argv, **more).wait()
 
 
+def obey_permissions() -> None:
+    """Put away root's capabilities to read and write whatever its permissions are (Linux)."""
+    libc = ctypes.CDLL(None)
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    libc.capget(header, sets)
+    sets[0] &= ~0b110  # effective: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    libc.capset(header, sets)
+
+
 def serve() -> None:
     import importlib
     import resource
+    import traceback
 
     sys.path.insert(0, str(ROOT))
     from transformers.models.llama import modeling_llama  # noqa: F401
 
     from qlass.stage import run_stage
 
-    modules = {name: importlib.import_module(name) for name in ("sft", "build_trees", "train_qnet", "q_search", "report")}
-    modules["bellman"] = importlib.import_module("bellman")
-    importlib.import_module("environments.frozenlake.env")
+    stages = ("bellman", "build_trees", "q_search", "report", "sft", "train_qnet")
+    modules = {name: importlib.import_module(name) for name in (*stages, "environments.frozenlake.env")}
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -96,10 +110,19 @@ def serve() -> None:
         sys.argv = [f"{asked['stage']}.py", *asked["argv"]]
         if asked["limit"]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (asked["limit"],) * 2)
-        if asked["plain_user"] and os.geteuid() == 0:
-            os.seteuid(65534)
-        run_stage(modules[asked["stage"]].main)
-        return
+        if asked["permissions"]:
+            obey_permissions()
+        code = 0
+        try:
+            run_stage(modules[asked["stage"]].main)
+        except SystemExit as stop:
+            code = stop.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # to take down an interpreter with all these modules takes seconds
 
 
 if __name__ == "__main__":
