@@ -29,6 +29,7 @@ from environments import UserError
 from qlass import metadata, models, processes, stage
 from qlass.chat import MARK, Chat, Rendering, State, mark, react
 from qlass.demonstrations import read_trajectories
+from qlass.driver import in_time
 from qlass.jsonl import checkpoint_folder, replacing_folder
 from qlass.locks import only_writer, release
 from qlass.memory import check_memory, estimate
@@ -44,6 +45,7 @@ TAKES = "about two minutes with the tiny model on two cores"
 # ------------------------------------------------------------------------------------------------- expert trajectories
 
 
+@in_time()
 def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     """Play the environment's expert through one task: a line of expert.jsonl."""
     observation, info = env.reset(options={"task_id": task_id})

@@ -101,10 +101,13 @@ def sha256(path: Path) -> str:
     return DIGESTS[key]
 
 
-def located(named: Any, beside: Path) -> Path | None:
-    """The file or folder that metadata name: where they say or, of a moved run folder, beside them."""
-    found = (path for path in (Path(named), beside.with_name(Path(named).name)) if path.exists()) if named else ()
-    return next(iter(found), None)
+def located(arguments: dict[str, Any], name: str, output: Path) -> Path | None:
+    """The file or folder that an argument of `output` names: where it says or, of a moved run folder, beside it."""
+    named = Path(arguments[name])
+    places = [named, output.with_name(named.name)]
+    if named.parent == Path(str(arguments.get("out"))).parent:  # of one folder, then as now
+        places.reverse()
+    return next((path for path in places if path.exists()), None)
 
 
 def same_arguments(

@@ -235,6 +235,73 @@ def test_two_results_of_the_same_task_must_agree(tmp_path):
         groups_of(tmp_path)
 
 
+# ----------------------------------------------------------------------------------------------- what one row may hold
+
+
+def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tasks: str = "xy", **asked) -> str:
+    """Results of greedy and qlass with metadata as the stages write them; asked: {stage_flag: value}."""
+
+    def meta(name: str, inputs: dict[str, str], **arguments) -> None:
+        mine = {k.removeprefix(f"{name}_"): v for k, v in asked.items() if k.startswith(f"{name}_")}
+        arguments |= {"seed": seed, "run": str(folder), "out": f"{folder}/{name}"} | mine
+        record = {"arguments": arguments, "inputs": {f"{folder}/{k}": v for k, v in inputs.items()}}
+        (folder / f"{name}.meta.json").write_text(json.dumps(record))
+
+    folder.mkdir()
+    for name in ("sft", "qnet"):
+        (folder / name).mkdir()
+    meta("sft", {}, epochs=12)
+    meta("qnet", {"sft": sft}, epochs=8, sft=f"{folder}/sft", limit=None)
+    meta("results", {"sft": sft, "qnet": qnet}, sft=f"{folder}/sft", qnet=f"{folder}/qnet", map=None, method=["all"])
+    rows = [
+        {"task_id": t, "env": "lake", "method": m, "M": n, "N": 1, "seed": seed, "reward": 1, "tokens": {"prompt": 1}}
+        for t in tasks for m, n in (("greedy", 1), ("qlass", 2), ("rule", 1))
+    ]  # fmt: skip
+    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def pooled(*folders: str) -> dict[str, int]:
+    groups = results.read_results(results.result_files(folders))
+    return {group.condition.name: len(group.results) for group in groups}
+
+
+def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie(tmp_path):
+    folders = [run_folder(tmp_path / f"seed{n}", n, sft=f"a{n}", qnet=f"b{n}") for n in range(3)]
+    assert set(pooled(*folders).values()) == {6}
+    (tmp_path / "seed1").rename(tmp_path / "moved")
+    folders[1] = str(tmp_path / "moved")
+    assert set(pooled(*folders).values()) == {6}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        ({}, {"sft": "other", "tasks": "z"}, "SFT greedy with different --sft .* of one seed"),
+        ({}, {"qnet": "other", "tasks": "z"}, "QLASS with different --qnet .* of one seed"),
+        ({}, {"seed": 1, "sft_epochs": 3}, "SFT greedy with different --epochs of sft .12, 3"),
+        ({}, {"seed": 1, "qnet_limit": 5}, "QLASS with different --limit of qnet .None, 5"),
+        ({}, {"seed": 1, "results_map": "8x8"}, "rule with different --map .None, 8x8"),
+        ({"results_temperature": 1.0}, {"seed": 1, "results_temperature": 0.5}, "greedy with different --temperature"),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_same_is_not_pooled(tmp_path, one, other, says):
+    first, second = run_folder(tmp_path / "one", **one), run_folder(tmp_path / "two", **other)
+    with pytest.raises(UserError) as error:
+        pooled(first, second)
+    said = str(error.value)
+    assert re.search(says, said) and "\n" not in said, said
+    assert said.startswith(f"{first}/results.jsonl and {second}/results.jsonl: ")
+    assert len(pooled(first, f"other={second}")) == 6  # labels tell them apart
+
+
+def test_without_metadata_it_is_told_that_nothing_is_known(tmp_path, capsys):
+    folders = [run_folder(tmp_path / f"seed{n}", n) for n in range(2)]
+    (tmp_path / "seed1" / "results.meta.json").unlink()
+    assert set(pooled(*folders).values()) == {4}
+    assert re.fullmatch(r"warning: .*seed1/results.jsonl: no metadata beside it.*\n", capsys.readouterr().err)
+
+
 def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path):
     command = [sys.executable, str(HERE.parent / "report.py"), str(tmp_path / "results.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
