@@ -215,12 +215,12 @@ class Output(Resumable):
     def finish(self, order: Callable[[dict], Any] | None = None, **figures: Any) -> None:
         """Close the file, its groups in order, and complete its metadata."""
         self.close()
-        if self.grown:
-            in_order = sorted(self.records, key=order) if order else self.records
-            if in_order != self.records:
-                with replacing(self.path) as out:
-                    out.writelines(map(dumps, in_order))
-                self.records = in_order
+        in_order = sorted(self.records, key=order) if order else self.records
+        if in_order != self.records:
+            with replacing(self.path) as out:
+                out.writelines(map(dumps, in_order))
+            self.records = in_order
+        if self.grown or "seconds" not in read_meta(self.path):  # a stop may have come behind the last line
             write_meta(self.path, self.args, self.inputs, **figures, seconds=time.time() - self.started)
         release(self.lock)
 

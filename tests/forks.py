@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,6 +26,15 @@ class Fork(NamedTuple):
 
     def send_signal(self, signal: int) -> None:
         os.kill(self.pid, signal)
+
+    def computed(self) -> float:
+        """Seconds on a processor so far: what a run has done, however busy the machine is; infinite when it is over."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:
+            return math.inf
+        ticks = int(state[11]) + int(state[12])
+        return math.inf if state[0] == "Z" else ticks / os.sysconf("SC_CLK_TCK")
 
     def wait(self) -> tuple[int, str, str]:
         """Exit code (of a signal its negative), standard output and error."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -387,6 +388,42 @@ def test_text_of_an_environment_stays_text(made):
     assert len(scripts) == 2 and "alert(1)" not in "".join(page.texts)
     assert "Page 1 [SEP] B01 [SEP] Red Mug </script><b>&" in page.texts  # an observation in Fig. 5
     assert not any(tag == "b" for tag, _ in page.tags)
+
+
+EVIL = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"><b>{{trees}}"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_in_a_browser_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
+    """Every text of a result and of a tree is a script; the viewer, itself a script, has run and shows them."""
+    step = {"action": EVIL, "observation": EVIL, "thought": EVIL, "candidates": [{"action": EVIL, "q": 0.5}]}
+    row = {"task_id": EVIL, "env": f"lake {EVIL}", "task": EVIL, "type": EVIL, "label": EVIL, "steps": [step],
+           "method": "greedy", "reward": 1.0, "tokens": {"prompt": 1}}  # fmt: skip
+    others = [{"method": "qlass", "M": 2}, {"player": EVIL, "method": "rule"}]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row | more) + "\n" for more in ({}, *others)))
+    node = {"task_id": EVIL, "node_id": 0, "parent_id": None, "action": None, "observation": EVIL, "reward": 0.0}
+    node |= {"task": EVIL, "messages": [{"role": "user", "content": EVIL}], "nodes": 2, "source": EVIL, "q": 0.1}
+    child = {"node_id": 1, "parent_id": 0, "action": EVIL, "nodes": 2, "done": True}
+    (tmp_path / "q_labels.jsonl").write_text(json.dumps(node) + "\n" + json.dumps(node | child) + "\n")
+    (tmp_path / "results.meta.json").write_text(json.dumps({"commit": EVIL, "written": EVIL}))
+    report.main(["--run", str(tmp_path)])
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=5000",
+        f"--user-data-dir={tmp_path}/c",
+    ]
+    page = (tmp_path / "report.html").as_uri()
+    done = subprocess.run([BROWSER, *flags, "--dump-dom", page], capture_output=True, text=True, timeout=120)
+    title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)[1]
+    written, shown = Page((tmp_path / "report.html").read_text(encoding="utf-8")), Page(done.stdout)
+    assert title != "taken"
+    for tag, attributes in shown.tags:
+        assert tag != "b" and "onerror" not in attributes
+    assert sum(tag == "script" for tag, _ in shown.tags) == sum(tag == "script" for tag, _ in written.tags)
+    assert " ".join(shown.texts).count(EVIL) > " ".join(written.texts).count(EVIL) > 0  # the viewer shows the tree
 
 
 def test_the_viewer_gets_the_trees_as_they_are(made):

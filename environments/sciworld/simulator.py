@@ -20,6 +20,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -247,7 +248,7 @@ class Simulator:
     def valid_actions(self) -> list[str]:
         """All that the simulator would act on now: hundreds to thousands; numbers, where it has asked a question."""
         listed = json.loads(self.engine.getValidActionObjectCombinationsJSON())["validActions"]
-        return sorted({action["action"] for action in listed})
+        return sorted({sys.intern(action["action"]) for action in listed})  # many a list holds the same texts
 
 
 class Lazy(dict):
