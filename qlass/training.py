@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 EXPLODED = 10  # times the highest loss of the first updates, over as many updates
 FIRST = 20
+SAVED = {"about", "progress", "random", "weights", "optimizer"}
 MAY_DIFFER = ("save_every", "log", "fsdp", *FREE)  # between the start of a training and its continuation
 
 
@@ -126,7 +127,7 @@ class Training:
             yield at.epoch
         processes.meet()  # the best weights are written
         if at.best not in (None, at.epoch):
-            self._load_weights(torch.load(self.folder / "best.pt", map_location="cpu", weights_only=True))
+            self._load_weights(self._read("best.pt"))
         self.bar.close()
 
     def updates(self) -> Iterator[list[int]]:
@@ -238,6 +239,17 @@ class Training:
             raise UserError(f"{draft}: {wrong}: make room, and the same command resumes from the last one") from None
         os.replace(draft, self.folder / name)
 
+    def _read(self, name: str) -> dict:
+        path = self.folder / name
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=self.divided)  # runs no code
+        except Exception as error:  # of many kinds: cut short, zeros, another's
+            wrong = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
+            raise UserError(f"{path}: can't be read ({wrong}): --overwrite starts again") from None
+        if name == "last.pt" and (not isinstance(content, dict) or not content.keys() >= SAVED):
+            raise UserError(f"{path}: no checkpoint of a training: --overwrite starts again")
+        return content
+
     def _save(self) -> None:
         random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
@@ -250,7 +262,7 @@ class Training:
     def _resume(self) -> None:
         if not (self.folder / "last.pt").exists():
             return
-        saved = torch.load(self.folder / "last.pt", map_location="cpu", weights_only=True, mmap=self.divided)
+        saved = self._read("last.pt")
         for name, value in self.about.items():
             before = saved["about"].get(name)
             if before != value:

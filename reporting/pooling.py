@@ -22,7 +22,7 @@ INPUTS = ("sft", "qnet", "labels", "trees", "expert")  # arguments that name wha
 # Arguments that may differ between the seeds of a pipeline: names, places, speed.
 ANY = (
     *FREE, "seed", "help_more", "log", "save_every", "chat", "micro_tokens",
-    "plain", "cache_gb", "decode_tokens", "in_flight", "server",
+    "plain", "cache_gb", "decode_tokens", "in_flight", "server", "fsdp",
 )  # fmt: skip
 OF_A_LINE = ("method", "M", "N", "select", "split", "limit", "label")  # of results: each line says its own
 OF_AN_AGENT = (
