@@ -45,12 +45,14 @@ def leaked(env: envs.TextEnv, played: Iterable[str], learned: Path | str, source
     """
     played, n = list(played), None
     if isinstance(learned, Path):
+        player = env.fork()
         ids = [record.get("task_id") for _, record in records_of(learned)]
         texts = [words(text) for text in openings(learned)] if None in ids else []
         subjects = {env.subject(str(task)) for task in set(ids) - {None}}
-        n = sum(env.subject(task) in subjects or told(env, task, texts) for task in played)
-        if texts and not n and not any(told(env, task, texts) for task in env.task_ids("train")[:TRIED]):
+        n = sum(env.subject(task) in subjects or told(player, task, texts) for task in played)
+        if texts and not n and not any(told(player, task, texts) for task in env.task_ids("train")[:TRIED]):
             n, learned = None, f"{learned.name} has no task ids, and none of its texts is of a task known here"
+        player.close()
     if n is None:
         print(f"warning: whether tasks played are also in the {source} can't be told: {learned}", file=sys.stderr)
     elif n:

@@ -104,7 +104,7 @@ def sha256(path: Path) -> str:
 def located(arguments: dict[str, Any], name: str, output: Path) -> Path | None:
     """The file or folder that an argument of `output` names: where it says or, of a moved run folder, beside it."""
     named = Path(arguments[name])
-    places = [named, output.with_name(named.name)]
+    places = [named, output.parent / named.name]
     if named.parent == Path(str(arguments.get("out"))).parent:  # of one folder, then as now
         places.reverse()
     return next((path for path in places if path.exists()), None)

@@ -292,7 +292,7 @@ def is_trained(args: argparse.Namespace, inputs: Iterable[Path]) -> bool:
             finish(out)
             meta_path(out).unlink(missing_ok=True)
             discard(out)
-    elif (out / "config.json").exists() or partial.exists():
+    elif (out / "config.json").exists() or (partial / "last.pt").exists():
         same_arguments(out, args, MAY_DIFFER)
         if not partial.exists():
             if "steps" not in read_meta(out):

@@ -64,20 +64,20 @@ def differences(a: Path, b: Path, used: tuple[str, ...], same_seed: bool) -> Ite
     """In what two result files differ that one row must not."""
     ours, theirs = read_meta(a), read_meta(b)
     for name in used if same_seed else ():
-        hashes = [meta.get("inputs", {}).get(meta["arguments"].get(name)) for meta in (ours, theirs)]
+        hashes = [meta.get("inputs", {}).get(str(meta["arguments"].get(name))) for meta in (ours, theirs)]
         if None not in hashes and hashes[0] != hashes[1]:
             yield f"different --{name} ({ours['arguments'][name]}, {theirs['arguments'][name]}) of one seed"
     without = (*OF_A_LINE, *(name for name in INPUTS if name not in used), *(() if used else OF_AN_AGENT))
     yield from differing(recipe(a, without), recipe(b, without))
 
 
-def recipe(output: Path, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def recipe(output: Path, without: tuple[str, ...] = (), stages: int = 5) -> dict[str, Any]:
     """The arguments that an output was made with, those of its inputs within them."""
     arguments, made = read_meta(output).get("arguments", {}), {}
     for name, value in arguments.items():
         if name in INPUTS and name not in without and is_text(value):
             path = located(arguments, name, output)
-            made[name] = recipe(path) if path else {}
+            made[name] = recipe(path, stages=stages - 1) if path and stages else {}
         elif name not in (*ANY, *INPUTS, *without):
             made[name] = value
     if "sft" in made.get("expert", {}):  # an agent's own trajectories: their number is a result

@@ -432,6 +432,11 @@ def read_pages(path: Path) -> None:
     report.types_table(groups), report.cases(groups)
 
 
+def read_pool(path: Path) -> None:
+    """Two result files in a row, one of them with metadata that lead to others."""
+    read_results([("", path.with_name("lake.jsonl")), ("", path.with_name("other.jsonl"))])
+
+
 def read_metadata(path: Path) -> None:
     cloned_from(path.with_name("sft"))
     page.provenance(path.with_name("sft"))
@@ -460,6 +465,13 @@ def readers(tmp_path_factory) -> list[tuple[Path, Callable[[Path], None]]]:
         "policy.json": (json.dumps(vars(Rendering(stop=["a"], date="2024-07-26"))), lambda p: Rendering.load(p.parent)),
         "sft.meta.json": (json.dumps({"arguments": {"expert": "x"}, "inputs": {}, "argv": ["a"]}), read_metadata),
     }  # fmt: skip
+    for i, name in enumerate(("other", "lake")):
+        more = {"method": "qlass", "seed": i, "M": 2, "N": 1}
+        (folder / f"{name}.jsonl").write_text(dump([RESULT | more]))
+        about = {"seed": i, "sft": "sft", "qnet": "sft", "temperature": None, "out": f"{name}.jsonl"}
+        sound = json.dumps({"arguments": about, "inputs": {"sft": "1"}, "argv": []})
+        (folder / f"{name}.meta.json").write_text(sound)
+    files["lake.meta.json"] = sound, read_pool
     found = []
     for name, (content, reads) in files.items():
         (folder / name).write_text(content)
@@ -535,6 +547,12 @@ class Shop:
 
     def task_ids(self, split: str) -> list[str]:
         return ["1", "2"]
+
+    def fork(self) -> "Shop":
+        return self
+
+    def close(self) -> None:
+        pass
 
 
 def leaks_of(tmp_path, capsys, records: list[dict], played: list[str]) -> tuple[int | None, str]:

@@ -170,6 +170,20 @@ def test_a_second_process_is_refused_at_once(forks, stage, undisturbed, tmp_path
     assert content(tmp_path / "run" / name) == content(run / name)
 
 
+@pytest.mark.parametrize("stage", ["build_trees", "q_search"])
+def test_shards_at_once_of_any_width_make_the_same_file(forks, stage, undisturbed, tmp_path):
+    run, _ = undisturbed
+    argv, name = STAGES[stage]
+    inputs(stage, run, tmp_path)
+    shards = [[*argv, "--shard", f"{i}/2", "--in-flight", str(i), "--decode-tokens", str(i)] for i in (1, 2)]
+    for one in [forks.start(stage, tmp_path, shard) for shard in shards]:
+        code, _, error = one.wait()
+        assert code == 0, error
+    code, _, error = forks.run(stage, tmp_path, argv)
+    assert code == 0, error
+    assert content(tmp_path / "run" / name) == content(run / name)
+
+
 def test_a_run_folder_may_be_moved(forks, undisturbed, tmp_path):
     """Between two stops, too: what counts is what the inputs hold."""
     run, _ = undisturbed
