@@ -1,5 +1,5 @@
 # make demo   virtual environment, packages, all five stages on WebShop with the tiny model, table and plots
-# make test   the same set-up, then the test suite
+# make test   the same set-up, then the test suite; with COVER=--cov it reports the lines that it covers
 # make test-slow   what takes minutes: kills, mutated inputs, long runs
 VENV ?= .venv
 PYTHON ?= python3
@@ -13,7 +13,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed $(VENV)/.textworld
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(COVER)
 
 test-slow: $(VENV)/.installed $(VENV)/.textworld
 	$(BIN)/python -m pytest -q -m slow

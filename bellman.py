@@ -21,8 +21,9 @@ from pathlib import Path
 
 from environments import UserError
 from qlass.jsonl import dumps, read_trees, replacing
-from qlass.metadata import write_meta
-from qlass.stage import at_least, locked, needed, parse, parser, run_stage
+from qlass.locks import locked
+from qlass.metadata import same_arguments, write_meta
+from qlass.stage import at_least, needed, parse, parser, run_stage
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 TAKES = "seconds"
@@ -113,6 +114,8 @@ def main(argv: list[str] | None = None) -> None:
     also = ["branch", "done"] * (args.target == "reward") + ["messages"] * bool(args.chat)
     trees = nodes = flat = 0
     with locked(args.out):
+        if args.out.exists() and not args.overwrite:
+            same_arguments(args.out, args, ["chat"], inputs_too=False)  # of more trees there are more labels
         with replacing(args.out) as out, replacing(args.chat) if args.chat else nullcontext() as chat:
             for tree in read_trees(args.trees, also):  # one tree in memory at a time
                 labels = label(tree, args.target, args.gamma)

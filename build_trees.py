@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # From the far end of the training list: where there are more tasks than demonstrations, the agent gets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
-    trees = Output(args, complete_trees, [args.sft], SAMPLING_FREE)
+    trees = Output(args, complete_trees, [args.sft, args.expert], SAMPLING_FREE)
     finished = {record["task_id"] for record in trees.records}
     demonstrations = actions_by_task(args.expert) if args.expert else {}
     mine = my_share(tasks, args.shard)

@@ -85,6 +85,7 @@ class TextEnv(gymnasium.Env):
     # The options of the class that have a flag of their own: {flag: (option, "METAVAR what --help says")}; a metavar in
     # brackets makes a switch.
     flags: ClassVar[dict[str, tuple[str, str]]] = {}
+    unique_tasks = False  # the instruction alone says which task it is
     markov = False  # instruction and last observation say all that there is to know
 
     def __init__(self, max_steps: int | None = UNSET, instruction: str | Path | None = None) -> None:

@@ -314,8 +314,8 @@ def main(argv: list[str] | None = None) -> None:
     free = ("method", "M", "N", "select", "split", "scorer", *SAMPLING_FREE)  # each line says its own
     out = Output(args, complete_results, [args.sft, args.qnet], free)
     finished = {identity(record): record for record in out.records}
-    sources = {"demonstrations": policy and args.sft, "trees": qnet and args.qnet}
-    leaks = {name: leaked(env, tasks, learned_from(folder, args), name) for name, folder in sources.items()}
+    sources = {"demonstrations": args.sft if policy else None, "trees": args.qnet if qnet else None}
+    leaks = {name: leaked(env, tasks, learned_from(path, args), name) if path else 0 for name, path in sources.items()}
     for method in plan:
         about = {"env": env.name, "split": args.split, "label": args.label, "method": method.name, "M": method.M}
         about |= {"N": method.N, "select": method.select, "player": method.player, "seed": args.seed}

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -199,6 +200,11 @@ def cases(groups: Sequence[Group]) -> str:
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
+def file_name(text: str) -> str:
+    """Part of a file's name, whatever a result file calls its environment."""
+    return re.sub(r"[^\w-]+", "_", text)
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tables, figures and an HTML page from result files.")
     parser.add_argument("results", nargs="*", help="results*.jsonl or run folders; LABEL=PATH names one (RUN)")
@@ -243,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
         }
         for name, draw in kinds.items():
             if figure := draw(here):
-                picture = out.with_name(f"{out.stem}_{name}_{env.replace(' ', '_')}.png")
+                picture = out.with_name(f"{out.stem}_{name}_{file_name(env)}.png")
                 figures.append((name, env, plots.save(figure, picture)))
     if figure := plots.learning(read_curves({path.parent for _, path in sources})):
         figures.append(("learning", str(run), plots.save(figure, out.with_name(f"{out.stem}_learning.png"))))

@@ -14,6 +14,7 @@ the aids of `chat.Rendering`. Any other model keeps its tokenizer, its chat temp
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import time
 from pathlib import Path
@@ -28,11 +29,13 @@ from environments import UserError
 from qlass import metadata, models, processes, stage
 from qlass.chat import MARK, Chat, Rendering, State, mark, react
 from qlass.demonstrations import read_trajectories
+from qlass.driver import in_time
 from qlass.jsonl import checkpoint_folder, replacing_folder
+from qlass.locks import only_writer, release
 from qlass.memory import check_memory, estimate
 from qlass.stage import at_least, choices, more, parse, parser, settle
 from qlass.token_tree import batches
-from qlass.training import Training, finish
+from qlass.training import Training, finish, is_trained
 
 PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free"}  # Table 5
 TINY = {"epochs": 12, "lr": 3e-3, "batch": 16, "candidates": "valid"}
@@ -42,6 +45,7 @@ TAKES = "about two minutes with the tiny model on two cores"
 # ------------------------------------------------------------------------------------------------- expert trajectories
 
 
+@in_time()
 def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     """Play the environment's expert through one task: a line of expert.jsonl."""
     observation, info = env.reset(options={"task_id": task_id})
@@ -60,7 +64,9 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     """expert.jsonl: the first `--n-expert` training tasks, those that an earlier call played before included."""
     tasks = env.task_ids("train")
     about = {name: getattr(args, name) for name in ("env", "run", "seed", *args.env_flags)}  # all that they depend on
-    asked = argparse.Namespace(**about, out=args.run / "expert.jsonl", overwrite=False)
+    path = args.run / "expert.jsonl"
+    again = args.overwrite and processes.first() and metadata.meta_path(path).exists()  # a file of another's is kept
+    asked = argparse.Namespace(**about, out=path, overwrite=again)
 
     def in_order(lines: list[dict]) -> int:
         if [line["task_id"] for line in lines] != tasks[: len(lines)]:
@@ -273,7 +279,7 @@ def main(argv: list[str] | None = None) -> None:
     settle(args, tiny if args.model == "tiny" else PAPER | ({"lr": models.LR} if args.lora else {}))
     args.out = checkpoint_folder(args.out or args.run / "sft")
     args.fsdp = processes.start(args.fsdp)
-    lock = stage.only_writer(args.out) if processes.first() else None
+    lock = only_writer(args.out) if processes.first() else None
     torch.manual_seed(args.seed)
 
     with processes.in_turn():
@@ -283,13 +289,13 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.expert}: no trajectories")
     states = [state for state, _ in trajectories]
 
+    if is_trained(args, [args.expert]):
+        return release(lock)
+    asked = copy.copy(args)  # `train` settles the rest
     with processes.in_turn(args.fsdp):
         model, chat = to_train(args, states, env.markov)
         models.divide(model, model.base_model, args)
     chat.rendering.candidates = args.candidates
-    if processes.first():
-        # Before training, so that a stopped one resumes with the arguments that it was begun with.
-        metadata.write_meta(args.out, args, [args.expert])
     figures = train(model, chat, states, args)
     model = processes.undivided(model, lambda: to_train(args, states, env.markov)[0])
     if not processes.first():
@@ -304,13 +310,12 @@ def main(argv: list[str] | None = None) -> None:
         chat.rendering.save(folder)
         if updates:
             models.save_adapter(model, updates, args.model, folder / "adapter")
-    stage.release(lock)
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
-    metadata.write_meta(
-        args.out, args, [args.expert], trajectories=len(states), seconds=time.time() - started, **figures
-    )
+    figures |= {"trajectories": len(states), "epochs": args.epochs, "batch": args.batch}
+    metadata.write_meta(args.out, asked, [args.expert], **figures, seconds=time.time() - started)
     finish(args.out)
+    release(lock)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"{args.out}: {parameters:.2f} M parameters, {len(states)} trajectories, loss {figures['loss']:.3f}")
 

@@ -35,6 +35,7 @@ from qlass import metadata, models, processes, stage
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
 from qlass.jsonl import checkpoint_folder, read_trees, replacing_folder
+from qlass.locks import only_writer, release
 from qlass.memory import check_memory, estimate
 from qlass.packing import PackedPairs, Pair, loss_tokens, pack_pairs, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy
@@ -42,7 +43,7 @@ from qlass.prompt_cache import reader
 from qlass.stage import at_least, choices, more, parse, parser, settle
 from qlass.stats import spearman
 from qlass.token_tree import batches
-from qlass.training import Training, finish
+from qlass.training import Training, finish, is_trained
 
 PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096}  # Table 5, Eq. (11)
 TINY = {"epochs": 8, "lr": 1e-3, "batch": 64, "loss_on": "last", "max_tokens": 1024}  # docs/last_token.md
@@ -293,7 +294,7 @@ def main(argv: list[str] | None = None) -> None:
         stage.must_exist(args.labels or args.run / "q_labels.jsonl", args.sft or args.run / "sft")
     args.labels = stage.needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
     args.out = checkpoint_folder(args.out or args.run / "qnet")
-    lock = stage.only_writer(args.out) if processes.first() else None
+    lock = only_writer(args.out) if processes.first() else None
 
     trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
     if not trees:
@@ -307,6 +308,8 @@ def main(argv: list[str] | None = None) -> None:
     with processes.in_turn(args.fsdp):
         qnet = to_train(args)
         models.divide(qnet, qnet.backbone, args, qnet.head)
+    if is_trained(args, [args.labels, args.sft]):
+        return release(lock)
     figures = train(qnet, training, held_out, args)
     qnet = processes.undivided(qnet, lambda: to_train(args))
     if not processes.first():
@@ -318,10 +321,8 @@ def main(argv: list[str] | None = None) -> None:
         qnet.save_pretrained(folder)
         if updates:
             models.save_adapter(qnet.backbone, updates, args.sft, folder / "adapter")
-    stage.release(lock)
     about = {"trees": len(trees), **figures}
     metadata.write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
-    finish(args.out)
 
     policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
     for name, some in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
@@ -329,6 +330,8 @@ def main(argv: list[str] | None = None) -> None:
         of_policy = sibling_accuracy(some, policy_scores(policy, some))
         about[name]["policy_sibling_accuracy"] = of_policy["sibling_accuracy"]
     metadata.write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
+    finish(args.out)
+    release(lock)
     print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
           f"{figures['tokens']:,} of {figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
     for name in ("held_out", "training"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from environments import UserError
 from qlass.chat import State
 from qlass.jsonl import is_chat, is_name, is_number, is_text, maybe, numbered, parse_json, wrong
-from qlass.metadata import read_meta
+from qlass.metadata import located, read_meta
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[State, dict]]:
@@ -54,19 +54,32 @@ def records_of(path: Path) -> Iterator[tuple[str, dict]]:
         yield f"{path}: record {number}", record
 
 
+def first_observation(state: State) -> tuple[int, str]:
+    """Which user message of a trajectory holds the first observation, and its text."""
+    told = [content for role, content in state.messages if role == "user"]
+    agreement = next(content for role, content in state.messages if role == "assistant")
+    at = int(len(told) > 1 and len(agreement) < 10)  # instruction, "OK", first observation
+    return at, told[at].strip()
+
+
 def actions_by_task(path: Path) -> dict[str, list[str]]:
     """The actions of each demonstration, by its task id or, where a file has none (ETO's), by its first observation."""
     found = {}
     for state, record in read_trajectories(path):
-        told = [content for role, content in state.messages if role == "user"]
+        agreed, observation = first_observation(state)
         actions = [content for role, content in state.messages if role == "assistant"]
-        agreed = len(told) > 1 and len(actions[0]) < 10  # instruction, "OK", first observation
-        key = record.get("task_id") or told[agreed].strip()
-        found[str(key)] = actions[agreed:]
+        found[str(record.get("task_id") or observation)] = actions[agreed:]
     return found
+
+
+def openings(path: Path) -> list[str]:
+    """The first observation of each demonstration without a task id."""
+    return [first_observation(state)[1] for state, record in read_trajectories(path) if record.get("task_id") is None]
 
 
 def cloned_from(checkpoint: Path) -> Path | None:
     """The demonstrations that a checkpoint was trained on, if its metadata name a file that is there."""
-    named = read_meta(checkpoint.absolute()).get("arguments", {}).get("expert")
-    return Path(named) if is_text(named) and Path(named).is_file() else None
+    checkpoint = checkpoint if checkpoint.name else checkpoint.absolute()
+    made = read_meta(checkpoint).get("arguments", {})
+    found = located(made, "expert", checkpoint) if is_text(made.get("expert")) else None
+    return found if found and found.is_file() else None

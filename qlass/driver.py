@@ -5,11 +5,15 @@ A generator yields `Sample` and `Score` requests; `drive` advances many generato
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
+import signal
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
+from environments import UserError
 from envs import TextEnv
 from qlass.chat import Rendering, State, react
 
@@ -49,6 +53,35 @@ class Candidate:
     task: str = ""  # the wording that it was sampled under, where the task was put in other words
 
 
+PATIENCE = 600  # seconds that an environment may take for a turn
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    """UserError if the block takes longer than PATIENCE, as where an engine hangs.
+
+    Counted in ten parts: a process that was halted for long hears of one of them.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    parts = 0
+
+    def count(*_: Any) -> None:
+        nonlocal parts
+        parts += 1
+        if parts == 10:
+            raise UserError(f"the environment hangs: no answer for {PATIENCE:g} s; what is written so far is kept")
+
+    before = signal.signal(signal.SIGALRM, count)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE / 10, PATIENCE / 10)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 Answers = dict[type, Callable[[list], list]]
 
 
@@ -65,7 +98,8 @@ def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64, in_o
 
     def advance(index: int, generator: Generator, answer: Any) -> None:
         try:
-            waiting.append((index, generator, generator.send(answer)))
+            with in_time():
+                waiting.append((index, generator, generator.send(answer)))
         except StopIteration as stop:
             heapq.heappush(finished, (index, stop.value))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from environments import UserError
+from qlass.locks import locked
 
 LARGEST = 1e30  # of a number: sums, squares and differences of such are finite
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a character, which no UTF-8 file can hold
@@ -137,18 +138,21 @@ def dumps(record: dict) -> str:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Any]:
-    """A file opened for writing that takes the place of `path` when the block ends without an error."""
+    """A file opened for writing that takes the place of `path` when the block ends without an error.
+
+    One process at a time writes it. A draft that a killed one left is written over.
+    """
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: a folder, where a file is to be written: name another")
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
-    try:
-        with naming(path), open(draft, "w", encoding="utf-8") as out:
-            yield out
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with locked(path):
+        try:
+            with naming(path), open(draft, "w", encoding="utf-8") as out:
+                yield out
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")  # what every line of a tree has
@@ -164,18 +168,28 @@ DEEPEST = 1000  # levels of a tree; each state holds all messages above it
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """An empty folder that takes the place of the checkpoint `folder` when the block ends without an error."""
     draft = folder.with_name(folder.name + ".draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
-        with naming(folder):
-            yield draft
-    except BaseException as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        if "os error" in str(error):  # safetensors' own
-            raise UserError(f"{folder}: {error}: make room, and the same command resumes") from None
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
+    with locked(folder):
+        shutil.rmtree(draft, ignore_errors=True)  # of a killed process
+        draft.mkdir(parents=True)
+        try:
+            with naming(folder):
+                yield draft
+        except BaseException as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            if "os error" in str(error):  # safetensors' own
+                raise UserError(f"{folder}: {error}: make room, and the same command resumes") from None
+            raise
+        discard(folder)
+        draft.rename(folder)
+
+
+def discard(folder: Path) -> None:
+    """Delete a checkpoint, under another name: half of one must not be taken for one, nor for something else."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def checkpoint_folder(folder: Path) -> Path:

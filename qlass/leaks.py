@@ -1,48 +1,74 @@
 """Were the tasks that are played also learned from?
 
-A published split may overlap (WebShop's do, in 21 tasks), so what is found is a warning and a figure, no refusal.
+A published split may overlap (WebShop's do, in 21 tasks), so what is found is a warning and a figure, no refusal. What
+can't be told is said too: None is not 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qlass.demonstrations import cloned_from
+from qlass.demonstrations import cloned_from, openings, records_of
 from qlass.jsonl import is_text
-from qlass.metadata import read_meta
+from qlass.metadata import located, read_meta
 
 if TYPE_CHECKING:
     import envs
 
-
-def tasks_of(path: Path) -> set[str]:
-    """The task ids in demonstrations, trees or labels; of files without ids (ETO's) none."""
-    from qlass.demonstrations import records_of
-
-    return {str(record["task_id"]) for _, record in records_of(path) if record.get("task_id") is not None}
+TRIED = 100  # training tasks, by whose words it is seen whether demonstrations without ids are of this environment
 
 
-def learned_from(checkpoint: Path | None, args: argparse.Namespace) -> set[str]:
-    """The tasks of the file that an agent or a QNet was trained on, if it is there and of the environment at hand."""
+def learned_from(checkpoint: Path | None, args: argparse.Namespace) -> Path | str:
+    """The file that an agent or a QNet was trained on; text says why it is not known."""
     if checkpoint is None:
-        return set()
-    made = read_meta(checkpoint.absolute()).get("arguments", {})
+        return "it was not trained here"
+    checkpoint = checkpoint.absolute()
+    made = read_meta(checkpoint).get("arguments", {})
+    if not made:
+        return f"{checkpoint.name} has no metadata"
     if any(made.get(name) != getattr(args, name) for name in ("env", *args.env_flags)):
-        return set()  # its ids mean other tasks
-    labels = made.get("labels")
-    path = Path(labels) if is_text(labels) and Path(labels).is_file() else cloned_from(checkpoint)
-    return tasks_of(path) if path else set()
+        return f"{checkpoint.name} is of another environment, whose ids mean other tasks"
+    path = located(made, "labels", checkpoint) if is_text(made.get("labels")) else cloned_from(checkpoint)
+    return path if path and path.is_file() else "the file is gone"
 
 
-def leaked(env: envs.TextEnv, played: Iterable[str], learned: Iterable[str], source: str) -> int:
-    """How many of the played tasks are about what was learned from, the same task or product; a line where any are."""
-    subjects = set(map(env.subject, learned))
-    played = list(played)
-    n = sum(env.subject(task) in subjects for task in played)
-    if n:
+def leaked(env: envs.TextEnv, played: Iterable[str], learned: Path | str, source: str) -> int | None:
+    """How many of the played tasks are about what was learned from, the same task or product; a line where any are.
+
+    Demonstrations without ids (ETO's) are known by their words: a task's first observation or, where that has other
+    words too, its instruction. None, with a line, where nothing can be told.
+    """
+    played, n = list(played), None
+    if isinstance(learned, Path):
+        player = env.fork()
+        ids = [record.get("task_id") for _, record in records_of(learned)]
+        texts = [words(text) for text in openings(learned)] if None in ids else []
+        subjects = {env.subject(str(task)) for task in set(ids) - {None}}
+        n = sum(env.subject(task) in subjects or told(player, task, texts) for task in played)
+        if texts and not n and not any(told(player, task, texts) for task in env.task_ids("train")[:TRIED]):
+            n, learned = None, f"{learned.name} has no task ids, and none of its texts is of a task known here"
+        player.close()
+    if n is None:
+        print(f"warning: whether tasks played are also in the {source} can't be told: {learned}", file=sys.stderr)
+    elif n:
         print(f"warning: {n} of {len(played)} tasks played are also in the {source}", file=sys.stderr)
     return n
+
+
+def words(text: str) -> str:
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
+def told(env: envs.TextEnv, task: str, texts: list[str]) -> bool:
+    """Whether one of these texts tells a player the task."""
+    if not texts:
+        return False
+    observation, info = env.reset(options={"task_id": task})
+    if any(words(observation) in text for text in texts):
+        return True
+    return env.unique_tasks and any(words(info["task"]) in text for text in texts)

@@ -20,7 +20,7 @@ from typing import Any
 from environments import UserError
 from qlass.jsonl import is_text, read_object, replacing, wrong
 
-FREE = ("run", "out", "limit", "shard", "device", "overwrite", "debug")  # may differ between a run and its resumption
+FREE = ("run", "out", "shard", "device", "overwrite", "debug")  # may differ between a run and its resumption
 HIDDEN = ("argv", "env_flags")  # of `parse` itself, no arguments
 
 
@@ -101,20 +101,38 @@ def sha256(path: Path) -> str:
     return DIGESTS[key]
 
 
-def same_arguments(output: str | Path, args: argparse.Namespace, free: Iterable[str] = ()) -> None:
-    """Resuming is only sound with the arguments and the inputs that the output was begun with."""
-    if not Path(output).exists() or not meta_path(output).exists():
-        return
+def located(arguments: dict[str, Any], name: str, output: Path) -> Path | None:
+    """The file or folder that an argument of `output` names: where it says or, of a moved run folder, beside it."""
+    named = Path(arguments[name])
+    places = [named, output.parent / named.name]
+    if named.parent == Path(str(arguments.get("out"))).parent:  # of one folder, then as now
+        places.reverse()
+    return next((path for path in places if path.exists()), None)
+
+
+def same_arguments(
+    output: str | Path, args: argparse.Namespace, free: Iterable[str] = (), inputs_too: bool = True
+) -> None:
+    """Resuming is only sound with the arguments and the inputs that the output was begun with.
+
+    An input that lies elsewhere now, as in a run folder that was moved, is the same if its content is.
+    """
     old = read_meta(output)
+    if not old:
+        return
     if not {"arguments", "inputs"} <= old.keys():
         raise UserError(f"{meta_path(output)}: not the metadata of {output}; delete it, or name another --out")
-    begun, inputs = old["arguments"], old["inputs"]
+    begun, inputs = old["arguments"], dict(old["inputs"])
     way_out = "--overwrite starts again, another --out or --run keeps both"
     now = {name: value for name, value in plain(args).items() if name not in (*FREE, *free)}
     changed = {name: value for name, value in now.items() if begun.get(name, value) != value}
+    for name, value in list(changed.items()):
+        digest = inputs.get(begun[name]) if is_text(begun[name]) else None
+        if value and digest and Path(value).exists() and sha256(Path(value)) == digest:
+            del changed[name], inputs[begun[name]]
     if changed:
         flags = ", ".join(f"--{n.replace('_', '-')} {begun[n]}, not {value}" for n, value in changed.items())
         raise UserError(f"{output} was begun with {flags}: {way_out}")
-    for source, digest in inputs.items():
+    for source, digest in inputs.items() if inputs_too else ():
         if Path(source).exists() and sha256(Path(source)) != digest:
             raise UserError(f"{output} was begun with another {source}, which has changed since: {way_out}")

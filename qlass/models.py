@@ -29,6 +29,7 @@ from qlass.jsonl import replacing_folder
 from qlass.tracking import LOGS
 
 MORE_TOKENS = 64  # that a tokenizer may have and its model not: some are published so (gemma-3-1b-it has one)
+NO_CODE = {"use_safetensors": True, "trust_remote_code": False}  # a checkpoint may come from a stranger
 LR = 2e-4  # if none is given: updates that start from 0 take larger steps than weights
 
 
@@ -53,7 +54,7 @@ def mixed_precision(model: Any) -> torch.autocast:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -75,7 +76,7 @@ def load_checkpoint(
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
     try:
-        model, about = kind.from_pretrained(path, dtype=dtype, output_loading_info=True, **options)
+        model, about = kind.from_pretrained(path, dtype=dtype, output_loading_info=True, **options, **NO_CODE)
         tokenizer, rendering = load_tokenizer(path), rendering or Rendering.load(path)
     except (OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not a checkpoint that transformers can load ({str(error).splitlines()[0]})") from None
@@ -95,7 +96,7 @@ def load_checkpoint(
 def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     """A checkpoint's Chat without its weights, which a server holds."""
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         return Chat(load_tokenizer(path), rendering, context=context_of(config))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: no tokenizer and config ({str(error).splitlines()[0]})") from None

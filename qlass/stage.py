@@ -6,11 +6,10 @@ Standard library only, so that `bellman.py` and a reader without torch can use i
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import importlib
-import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from environments import UserError
 from qlass.jsonl import Resumable, complete_records, dumps, replacing
+from qlass.locks import only_writer, release
 from qlass.metadata import meta_path, read_meta, same_arguments, write_meta
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
         if meta_path(default).exists():
             begun = read_meta(default).get("argv", argv)
             if begun != argv:  # not run from here: a folder may come from a stranger
-                command = f"{command_line(stage)} {' '.join(begun)}"
+                command = f"{command_line(stage)} {' '.join(word for word in begun if word != '--overwrite')}"
                 raise UserError(f"{default} was begun and is not complete: resume it with {command}")
         said = f"{default} is missing: making it with {command_line(stage)} {' '.join(argv)} ({made_by.TAKES})"
         print(said, flush=True)
@@ -193,7 +193,9 @@ class Output(Resumable):
         if args.overwrite:
             for old in (path, meta_path(path)):
                 old.unlink(missing_ok=True)
-        same_arguments(path, args, free)
+        free = ("limit", *free)
+        if path.exists():
+            same_arguments(path, args, free)
         super().__init__(path, complete)
         for part in [] if shard else sorted(output.parent.glob(f"{output.stem}.*-of-*{output.suffix}")):
             same_arguments(part, args, free)
@@ -213,52 +215,14 @@ class Output(Resumable):
     def finish(self, order: Callable[[dict], Any] | None = None, **figures: Any) -> None:
         """Close the file, its groups in order, and complete its metadata."""
         self.close()
-        if self.grown:
-            in_order = sorted(self.records, key=order) if order else self.records
-            if in_order != self.records:
-                with replacing(self.path) as out:
-                    out.writelines(map(dumps, in_order))
-                self.records = in_order
+        in_order = sorted(self.records, key=order) if order else self.records
+        if in_order != self.records:
+            with replacing(self.path) as out:
+                out.writelines(map(dumps, in_order))
+            self.records = in_order
+        if self.grown or "seconds" not in read_meta(self.path):  # a stop may have come behind the last line
             write_meta(self.path, self.args, self.inputs, **figures, seconds=time.time() - self.started)
         release(self.lock)
-
-
-def only_writer(output: Path) -> Any:
-    """Hold the lock of an output for as long as the file returned is open; it ends with the process, however that ends.
-
-    UserError if another process holds it, with its id.
-    """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    path = output.with_name(f".{output.name}.lock")
-    lock = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.seek(0)
-        holder = lock.read().strip() or "unknown"
-        lock.close()
-        raise UserError(f"{output}: process {holder} is writing it; wait for it, or name another --out") from None
-    if not path.exists() or path.stat().st_ino != os.fstat(lock.fileno()).st_ino:  # released in the meantime
-        lock.close()
-        return only_writer(output)
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    return lock
-
-
-@contextlib.contextmanager
-def locked(output: Path) -> Iterator[None]:
-    lock = only_writer(output)
-    try:
-        yield
-    finally:
-        release(lock)
-
-
-def release(lock: Any) -> None:
-    Path(lock.name).unlink(missing_ok=True)
-    lock.close()
 
 
 def progress(items: Iterable[T], what: str, total: int | None = None, done: int = 0) -> Iterator[T]:
@@ -281,8 +245,18 @@ def progress(items: Iterable[T], what: str, total: int | None = None, done: int 
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
+class Terminated(KeyboardInterrupt):
+    """By SIGTERM, as a cluster sends it before it kills."""
+
+
 def run_stage(main: Callable[[], Any]) -> None:
-    """A script's last line: mistakes in one line with exit code 2, Ctrl-C without a traceback."""
+    """A script's last line: mistakes in one line with exit code 2, Ctrl-C and SIGTERM without a traceback."""
+
+    def terminated(number: int, _: Any) -> NoReturn:
+        raise Terminated
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, terminated)  # whose default leaves temporary files
     try:
         main()
     except (UserError, OSError) as error:
@@ -291,9 +265,9 @@ def run_stage(main: Callable[[], Any]) -> None:
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
         print(f"error: {said}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("\nstopped; the same command resumes from what is written", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(143 if isinstance(stop, Terminated) else 130)
 
 
 def command() -> None:

@@ -35,7 +35,8 @@ from tqdm import tqdm
 
 from environments import UserError
 from qlass import processes
-from qlass.metadata import FREE, plain
+from qlass.jsonl import discard
+from qlass.metadata import FREE, meta_path, plain, read_meta, same_arguments, write_meta
 from qlass.models import cosine
 from qlass.tracking import open_log
 
@@ -43,6 +44,7 @@ T = TypeVar("T")
 
 EXPLODED = 10  # times the highest loss of the first updates, over as many updates
 FIRST = 20
+SAVED = {"about", "progress", "random", "weights", "optimizer"}
 MAY_DIFFER = ("save_every", "log", "fsdp", *FREE)  # between the start of a training and its continuation
 
 
@@ -100,7 +102,10 @@ class Training:
         for values in data:
             digest.update(np.asarray(values).tobytes())
         self.about = {"examples": digest.hexdigest()}
-        self.about |= {name: value for name, value in plain(args).items() if name not in MAY_DIFFER}
+        self.about |= {  # where inputs lie is no matter: they are among the examples, and in the metadata by their hash
+            name: value for name, value in plain(args).items()
+            if name not in MAY_DIFFER and not isinstance(getattr(args, name), Path)
+        }  # fmt: skip
         self.folder = partial_folder(args.out)
         with processes.in_turn():
             if args.overwrite and processes.first():
@@ -122,7 +127,7 @@ class Training:
             yield at.epoch
         processes.meet()  # the best weights are written
         if at.best not in (None, at.epoch):
-            self._load_weights(torch.load(self.folder / "best.pt", map_location="cpu", weights_only=True))
+            self._load_weights(self._read("best.pt"))
         self.bar.close()
 
     def updates(self) -> Iterator[list[int]]:
@@ -234,6 +239,17 @@ class Training:
             raise UserError(f"{draft}: {wrong}: make room, and the same command resumes from the last one") from None
         os.replace(draft, self.folder / name)
 
+    def _read(self, name: str) -> dict:
+        path = self.folder / name
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=self.divided)  # runs no code
+        except Exception as error:  # of many kinds: cut short, zeros, another's
+            wrong = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
+            raise UserError(f"{path}: can't be read ({wrong}): --overwrite starts again") from None
+        if name == "last.pt" and (not isinstance(content, dict) or not content.keys() >= SAVED):
+            raise UserError(f"{path}: no checkpoint of a training: --overwrite starts again")
+        return content
+
     def _save(self) -> None:
         random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
@@ -246,7 +262,7 @@ class Training:
     def _resume(self) -> None:
         if not (self.folder / "last.pt").exists():
             return
-        saved = torch.load(self.folder / "last.pt", map_location="cpu", weights_only=True, mmap=self.divided)
+        saved = self._read("last.pt")
         for name, value in self.about.items():
             before = saved["about"].get(name)
             if before != value:
@@ -262,6 +278,31 @@ class Training:
         torch.set_rng_state(saved["random"]["cpu"])
         if "cuda" in saved["random"] and torch.cuda.is_available():
             torch.cuda.set_rng_state(saved["random"]["cuda"])
+
+
+def is_trained(args: argparse.Namespace, inputs: Iterable[Path]) -> bool:
+    """Whether the checkpoint args.out is complete, made with these arguments; if it is not, its metadata are written.
+
+    They come before the training, so that a stopped one resumes with the arguments and inputs that it was begun with;
+    others are a UserError. --overwrite deletes what is there.
+    """
+    out, partial = args.out, partial_folder(args.out)
+    if args.overwrite:
+        if processes.first():
+            finish(out)
+            meta_path(out).unlink(missing_ok=True)
+            discard(out)
+    elif (out / "config.json").exists() or (partial / "last.pt").exists():
+        same_arguments(out, args, MAY_DIFFER)
+        if not partial.exists():
+            if "steps" not in read_meta(out):
+                raise UserError(f"{out}: not made by this command: --overwrite replaces it, another --out keeps both")
+            processes.say(f"{out}: is complete; --overwrite trains it again")
+            return True
+    if processes.first():
+        partial.mkdir(parents=True, exist_ok=True)  # the mark of what is not complete
+        write_meta(out, args, inputs)
+    return False
 
 
 def finish(out: Path) -> None:

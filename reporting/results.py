@@ -16,6 +16,7 @@ from typing import Any
 from environments import UserError
 from qlass.jsonl import is_name, is_number, is_text, maybe, parse_json, read_jsonl, wrong
 from qlass.stats import Estimate, by_task, interval
+from reporting.pooling import check_pools
 
 # Table 2 of the paper (Llama-2-7B-Chat), reward x 100: WebShop; SciWorld and ALFWorld seen, unseen.
 PAPER = {
@@ -182,7 +183,9 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
                 offset += len(line)
     if not groups:
         raise UserError("the result files hold no result; python q_search.py writes some")
-    return [groups[condition] for condition in sorted(groups, key=Condition.order)]
+    found = [groups[condition] for condition in sorted(groups, key=Condition.order)]
+    check_pools(found)
+    return found
 
 
 def read_curves(folders: Iterable[Path]) -> dict[str, list[list[dict]]]:

@@ -412,7 +412,8 @@ def read_labels(path: Path) -> None:
 def read_any_trees(path: Path) -> None:
     out = path.with_name("made.jsonl")
     for target in bellman.TARGETS:
-        bellman.main(["--trees", str(path), "--target", target, "--out", str(out), "--chat", str(out) + ".chat"])
+        more = ["--overwrite", "--target", target, "--chat", str(out) + ".chat"]
+        bellman.main(["--trees", str(path), "--out", str(out), *more])
     page.tree_data(path, 60)
 
 
@@ -429,6 +430,11 @@ def read_pages(path: Path) -> None:
     groups = read_results([("", path)])
     report.results_table(groups), report.differences_table(groups), report.calibration_table(groups)
     report.types_table(groups), report.cases(groups)
+
+
+def read_pool(path: Path) -> None:
+    """Two result files in a row, one of them with metadata that lead to others."""
+    read_results([("", path.with_name("lake.jsonl")), ("", path.with_name("other.jsonl"))])
 
 
 def read_metadata(path: Path) -> None:
@@ -459,6 +465,13 @@ def readers(tmp_path_factory) -> list[tuple[Path, Callable[[Path], None]]]:
         "policy.json": (json.dumps(vars(Rendering(stop=["a"], date="2024-07-26"))), lambda p: Rendering.load(p.parent)),
         "sft.meta.json": (json.dumps({"arguments": {"expert": "x"}, "inputs": {}, "argv": ["a"]}), read_metadata),
     }  # fmt: skip
+    for i, name in enumerate(("other", "lake")):
+        more = {"method": "qlass", "seed": i, "M": 2, "N": 1}
+        (folder / f"{name}.jsonl").write_text(dump([RESULT | more]))
+        about = {"seed": i, "sft": "sft", "qnet": "sft", "temperature": None, "out": f"{name}.jsonl"}
+        sound = json.dumps({"arguments": about, "inputs": {"sft": "1"}, "argv": []})
+        (folder / f"{name}.meta.json").write_text(sound)
+    files["lake.meta.json"] = sound, read_pool
     found = []
     for name, (content, reads) in files.items():
         (folder / name).write_text(content)
@@ -511,8 +524,6 @@ def test_many_mutated_inputs_are_refused_in_one_line(readers, seed, capsys):
 
 
 def test_tasks_that_were_learned_from_are_counted_and_told(tmp_path, agent, fake_world, capsys):
-    from qlass.leaks import leaked
-
     sft = tmp_path / "sft"
     shutil.copytree(agent, sft)
     (tmp_path / "expert.jsonl").write_text(dump([{"task_id": t, "messages": CHAT} for t in ("test0", "test3", "a")]))
@@ -523,8 +534,67 @@ def test_tasks_that_were_learned_from_are_counted_and_told(tmp_path, agent, fake
     assert told == ["warning: 2 of 6 tasks played are also in the demonstrations"]
     assert json.loads((tmp_path / "results.meta.json").read_text())["leaks"] == {"demonstrations": 2, "trees": 0}
 
-    class Shop:
-        subject = staticmethod({"1": "mug", "2": "mug", "3": "shirt"}.get)
 
-    assert leaked(Shop(), ["1", "3"], {"2"}, "trees") == 1  # another task of the same product
-    assert leaked(Shop(), ["3"], {"2"}, "trees") == 0
+class Shop:
+    """Tasks of three products, known by their instruction alone."""
+
+    unique_tasks = True
+    subject = staticmethod({"1": "mug", "2": "mug", "3": "shirt"}.get)
+
+    def reset(self, options: dict) -> tuple[str, dict]:
+        task = f"I need product {options['task_id']}!"
+        return f"WebShop. Instruction: {task} Search", {"task": task}
+
+    def task_ids(self, split: str) -> list[str]:
+        return ["1", "2"]
+
+    def fork(self) -> "Shop":
+        return self
+
+    def close(self) -> None:
+        pass
+
+
+def leaks_of(tmp_path, capsys, records: list[dict], played: list[str]) -> tuple[int | None, str]:
+    from qlass.leaks import leaked
+
+    (tmp_path / "learned.jsonl").write_text(dump(records))
+    return leaked(Shop(), played, tmp_path / "learned.jsonl", "trees"), capsys.readouterr().err
+
+
+def test_another_task_of_the_same_product_is_a_leak(tmp_path, capsys):
+    learned = [{"task_id": "2", "messages": CHAT}]
+    assert leaks_of(tmp_path, capsys, learned, ["1", "3"])[0] == 1
+    assert leaks_of(tmp_path, capsys, learned, ["3"]) == (0, "")
+
+
+def test_demonstrations_without_ids_are_known_by_their_words(tmp_path, capsys):
+    def eto(said: str) -> dict:
+        turns = [("human", "You shop."), ("gpt", "OK"), ("human", said), ("gpt", "Action: search[x]")]
+        return {"conversations": [{"from": who, "value": text} for who, text in turns]}
+
+    theirs = [eto("Instruction: [SEP] i need product 1 [SEP] Search"), eto("Instruction: i need product 7")]
+    assert leaks_of(tmp_path, capsys, theirs, ["1", "3"]) == (
+        1, "warning: 1 of 2 tasks played are also in the trees\n",
+    )  # fmt: skip
+    assert leaks_of(tmp_path, capsys, theirs, ["3"]) == (0, "")  # a training task is known by its words
+    found, told = leaks_of(tmp_path, capsys, theirs[1:], ["3"])
+    assert found is None and "can't be told: learned.jsonl has no task ids, and none of its texts" in told
+
+
+def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world, capsys):
+    """Never a silent 0: no metadata, an environment whose ids mean other tasks, a file that is gone."""
+    sft = tmp_path / "sft"
+    shutil.copytree(agent, sft)
+    known = {"env": "frozenlake", "map": None, "env_option": [], "expert": "gone.jsonl"}
+    for made, why in (
+        (None, "sft has no metadata"), (known | {"map": "8x8"}, "of another environment"), (known, "the file is gone"),
+    ):  # fmt: skip
+        if made:
+            (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": made, "inputs": {}}))
+        q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "greedy", "--overwrite"])
+        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+        assert len(told) == 1 and "whether tasks played are also in the demonstrations can't be told: " in told[0]
+        assert why in told[0]
+        leaks = json.loads((tmp_path / "results.meta.json").read_text())["leaks"]
+        assert leaks == {"demonstrations": None, "trees": 0}

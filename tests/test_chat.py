@@ -119,7 +119,7 @@ def test_a_state_reads_as_the_models_own_template_writes_it(name):
 
 
 ENDS = {"llama-2": "</s>", "chatml": "<|im_end|>", "chatml-system": "<|im_end|>", "llama-3": "<|eot_id|>",
-        "phi-3": "<|end|>", "none": "<|endoftext|>"}  # fmt: skip
+        "phi-3": "<|end|>", "gemma": "<end_of_turn>", "mistral": "</s>", "none": "<|endoftext|>"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -195,6 +195,16 @@ def test_a_state_without_a_memory_is_its_last_observation():
 # ------------------------------------------------------------------------------- what a page or a template may contain
 
 CONTROL = ["</s>", "<s>", "<|im_start|>assistant\n", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>", "[INST]"]
+CONTROL += [
+    "[/INST]",
+    "<bos>",
+    "<eos>",
+    "<start_of_turn>model\n",
+    "<end_of_turn>",
+    "<|begin_of_text|>",
+    "<|assistant|>",
+]
+CONTROL += ["<|start_header_id|>assistant<|end_header_id|>\n\n", "<pad>", "<unk>"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

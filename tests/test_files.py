@@ -18,6 +18,7 @@ import envs
 from environments import UserError
 from qlass import jsonl, metadata, stage
 from qlass.jsonl import Resumable
+from qlass.locks import release
 
 GROUPS = [[{"task": f"t{g}", "n": n, "text": "✓é" * n} for n in range(g + 1)] for g in range(3)]
 
@@ -154,7 +155,7 @@ def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
     out.write_text("")
     metadata.write_meta(out, args, [model])
     changed = argparse.Namespace(**vars(args) | {"limit": 9, "M": [4]})
-    metadata.same_arguments(out, changed, free=["M"])
+    metadata.same_arguments(out, changed, free=["M", "limit"])
     for change, says in (({"depth": 4}, "--depth 3, not 4"), ({"env_option": ["map=4x4"]}, "--env-option")):
         with pytest.raises(UserError, match=says):
             metadata.same_arguments(out, argparse.Namespace(**vars(args) | change))
@@ -224,7 +225,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
 import os, signal, sys
 sys.path.insert(0, {str(Path(stage.__file__).parents[1])!r})
 from pathlib import Path
-from qlass.stage import only_writer
+from qlass.locks import only_writer
 lock = only_writer(Path({str(tmp_path / "x.jsonl")!r}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -246,6 +247,30 @@ def test_an_output_is_put_in_order_and_overwritten_on_request(tmp_path):
     anew = output(tmp_path, "--overwrite", "--seed", "1")
     assert not anew.records
     anew.finish()
+
+
+def test_a_stop_behind_the_last_line_leaves_order_and_figures_to_the_next_call(tmp_path):
+    out = output(tmp_path)
+    out.grow([[{"n": 2}], [{"n": 1}]], "lines", 2)
+    out.close()
+    release(out.lock)
+    output(tmp_path).finish(lambda r: r["n"], total=2)
+    assert [r["n"] for r in jsonl.read_jsonl(tmp_path / "x.jsonl")] == [1, 2]
+    meta = (tmp_path / "x.meta.json").read_text()
+    assert json.loads(meta)["total"] == 2
+    output(tmp_path).finish(lambda r: r["n"], total=3)
+    assert (tmp_path / "x.meta.json").read_text() == meta  # of the call that made it
+
+
+def test_two_writers_of_one_file_do_not_share_a_draft(tmp_path):
+    path = tmp_path / "labels.jsonl"
+    with jsonl.replacing(path) as out:
+        out.write("mine\n")
+        code = f"from pathlib import Path; from qlass.jsonl import write_jsonl; write_jsonl(Path({str(path)!r}), [])"
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=Path(stage.__file__).parents[1], capture_output=True, text=True)
+        assert f"labels.jsonl: process {os.getpid()} is writing it" in done.stderr
+    assert path.read_text() == "mine\n" and [p.name for p in tmp_path.iterdir()] == ["labels.jsonl"]
 
 
 def test_shards_join_into_the_file_that_one_process_would_have_written(tmp_path):

@@ -1,52 +1,35 @@
-"""Stages killed at any moment, and disks that are full: the same command completes the same files.
+"""Stages killed at any moment, two at once, disks that are full: the same command completes the same files.
 
 Each stage runs as a process of its own on a lake of sixteen cells; one that is killed is given the same command again.
 """
 
-import json
+import math
 import os
 import random
-import resource
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from forks import Forks
 
 from qlass.jsonl import read_jsonl
 
-ROOT = Path(__file__).parents[1]
-LAKE = ["--env", "frozenlake", "--map", "4x4"]
-STAGES = {  # flags that make a run last seconds, and what it writes
-    "sft": (["--epochs", "3", "--save-every", "1", "--n-expert", "6"], "sft"),
-    "build_trees": (["--rollouts", "4", "--limit", "4"], "trees.jsonl"),
-    "bellman": ([], "q_labels.jsonl"),
-    "train_qnet": (["--epochs", "2", "--batch", "8", "--save-every", "1"], "qnet"),
-    "q_search": (["--method", "qlass", "sample", "--limit", "4"], "results.jsonl"),
+LAKE = ["--env", "frozenlake", "--map", "4x4", "--run", "run"]
+STAGES = {  # a command whose run lasts seconds, and what it writes
+    "sft": ([*LAKE, "--epochs", "3", "--save-every", "1", "--n-expert", "6"], "sft"),
+    "build_trees": ([*LAKE, "--rollouts", "4", "--limit", "4"], "trees.jsonl"),
+    "bellman": (["--run", "run"], "q_labels.jsonl"),
+    "train_qnet": ([*LAKE, "--epochs", "2", "--batch", "8", "--save-every", "1"], "qnet"),
+    "q_search": ([*LAKE, "--method", "qlass", "sample", "--limit", "4"], "results.jsonl"),
 }
-RUN = """
-import importlib, sys
-sys.path.insert(0, {root!r})
-from qlass.stage import run_stage
-module = importlib.import_module({stage!r})
-print("begun", flush=True)
-run_stage(lambda: module.main(sys.argv[1:]))
-"""
 
 
-def start(stage: str, folder: Path, *more: str, limit: int | None = None) -> subprocess.Popen:
-    """The stage in `folder`, once its imports are done; limit: bytes that a file of it may have, as on a full disk."""
-    flags = [] if stage == "bellman" else LAKE
-    command = [sys.executable, "-c", RUN.format(root=str(ROOT), stage=stage), *flags, "--run", "run", *STAGES[stage][0]]
-    process = subprocess.Popen(
-        [*command, *more], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=limit and (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))),
-    )  # fmt: skip
-    assert process.stdout.readline() == "begun\n"
-    return process
+@pytest.fixture(scope="module")
+def forks():
+    with Forks() as forks:
+        yield forks
 
 
 def content(path: Path):
@@ -57,14 +40,16 @@ def content(path: Path):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> tuple[Path, dict[str, float]]:
-    """A run of all stages, and how many seconds each took behind its imports."""
+def undisturbed(forks, tmp_path_factory) -> tuple[Path, dict[str, float]]:
+    """A run of all stages, and how many seconds each computed."""
     folder, seconds = tmp_path_factory.mktemp("undisturbed"), {}
-    for stage in STAGES:
-        process, began = start(stage, folder), time.monotonic()
-        _, error = process.communicate(timeout=300)
-        assert process.returncode == 0, error
-        seconds[stage] = time.monotonic() - began
+    for stage, (argv, _) in STAGES.items():
+        process = forks.start(stage, folder, argv)
+        while (computed := process.computed()) < math.inf:
+            seconds[stage] = computed
+            time.sleep(0.002)
+        code, _, error = process.wait()
+        assert code == 0, error
     return folder / "run", seconds
 
 
@@ -73,92 +58,216 @@ def inputs(stage: str, run: Path, folder: Path) -> Path:
     (folder / "run").mkdir(parents=True)
     for earlier in list(STAGES)[: list(STAGES).index(stage)]:
         name = STAGES[earlier][1]
-        (folder / "run" / name).symlink_to(run / name)
+        (shutil.copytree if (run / name).is_dir() else shutil.copy)(run / name, folder / "run" / name)
     return folder
 
 
-def survives(stage: str, undisturbed: tuple, folder: Path, kills: int, seed: int) -> int:
-    """Kill the stage up to `kills` times at random moments, let it finish, compare; returns how often it was killed."""
-    run, seconds = undisturbed
-    inputs(stage, run, folder)
-    rng, hit = random.Random(f"{seed}/{stage}"), 0
-    for _ in range(kills):
-        process = start(stage, folder)
-        time.sleep(rng.random() * seconds[stage])
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        hit += process.returncode == -signal.SIGKILL
-    process = start(stage, folder)
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
+def made_by(stage: str) -> set[str]:
+    """All that a stage leaves behind."""
     name = STAGES[stage][1]
+    meta = name.removesuffix(".jsonl") + ".meta.json"
+    more = {"sft": {"sft.log.jsonl", "expert.jsonl", "expert.meta.json"}, "train_qnet": {"qnet.log.jsonl"}}
+    return {name, meta, *more.get(stage, ())}
+
+
+def killed(forks, stage: str, argv: list[str], folder: Path, after: float) -> bool:
+    """Kill the stage when it has computed for so many seconds; whether it was still running."""
+    process = forks.start(stage, folder, argv)
+    while process.computed() < after:
+        time.sleep(0.002)
+    time.sleep(random.random() / 100)  # processor time is counted in hundredths of a second
+    process.send_signal(signal.SIGKILL)
+    code, _, error = process.wait()
+    assert code in (0, -signal.SIGKILL), error  # and not refused
+    return code != 0
+
+
+def survives(
+    forks, stage: str, undisturbed: tuple, folder: Path, kills: int, seed: int, overwrite: bool = False
+) -> int:
+    """Kill the stage up to `kills` times at random moments, let it finish, compare; returns how often it was killed.
+
+    overwrite: what is killed overwrites the output of another command, and so does what finishes.
+    """
+    run, seconds = undisturbed
+    argv, name = STAGES[stage]
+    before = {path.name for path in (inputs(stage, run, folder) / "run").iterdir()}
+    if overwrite:
+        other = ["--gamma", "0.5"] if stage == "bellman" else ["--seed", "7"]
+        code, _, error = forks.run(stage, folder, [*argv, *other])
+        assert code == 0, error
+        argv = [*argv, "--overwrite"]
+    rng = random.Random(f"{seed}/{stage}")
+    hit = sum(killed(forks, stage, argv, folder, rng.random() * seconds[stage]) for _ in range(kills))
+    code, _, error = forks.run(stage, folder, argv)
+    assert code == 0, error
     assert content(folder / "run" / name) == content(run / name)
-    made = {path.name for path in (folder / "run").iterdir() if not path.name.startswith(".")}
-    assert not any(name.endswith((".draft", ".partial")) for name in made)
+    assert {path.name for path in (folder / "run").iterdir()} == before | made_by(stage)  # no draft, no lock
     return hit
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_killed_stage_completes_the_same_files(stage, undisturbed, tmp_path):
-    assert survives(stage, undisturbed, tmp_path / stage, 3, 0) >= 1
+def test_a_killed_stage_completes_the_same_files(forks, stage, undisturbed, tmp_path):
+    assert survives(forks, stage, undisturbed, tmp_path / stage, 3, 0) >= 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_however_often_it_is_killed(stage, undisturbed, tmp_path):
-    """Thirty kills: ten runs that are killed three times each."""
-    hit = sum(survives(stage, undisturbed, tmp_path / f"{stage}-{seed}", 3, seed) for seed in range(1, 11))
-    print(f"{stage}: {hit} of 30 kills struck")
-    assert hit >= 10
+def test_however_often_it_is_killed(forks, stage, undisturbed, tmp_path):
+    """Until thirty kills have struck: runs that are killed up to six times each, every third an overwriting one."""
+    hit = tries = 0
+    while hit < 30:
+        assert tries < 20, f"only {hit} kills struck"
+        hit += survives(forks, stage, undisturbed, tmp_path / f"{stage}-{tries}", 6, 1 + tries, tries % 3 == 2)
+        tries += 1
+    print(f"{stage}: {hit} kills struck in {tries} runs, all complete")
 
 
-@pytest.mark.parametrize(("stage", "room"), [("build_trees", 3000), ("bellman", 3000), ("sft", 100_000)])
-def test_a_full_disk_is_one_line_and_the_run_resumes(stage, room, undisturbed, tmp_path):
+@pytest.mark.parametrize("stage", ["sft", "bellman"])
+def test_an_interrupted_overwrite_leaves_nothing_old_under_new_metadata(forks, stage, undisturbed, tmp_path):
+    survives(forks, stage, undisturbed, tmp_path / stage, 2, 0, overwrite=True)
+
+
+# ------------------------------------------------------------------------------------------------------- signals, twice
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stop_leaves_no_temporary_file(forks, undisturbed, tmp_path, sent, code):
+    """A draft of labels, half written: the trees come through a pipe that stays open."""
     run, _ = undisturbed
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "trees.jsonl")
+    process = forks.start("bellman", tmp_path, ["--run", "run"])
+    with open(tmp_path / "run" / "trees.jsonl", "w") as pipe:
+        pipe.write((run / "trees.jsonl").read_text())
+        pipe.flush()
+        until = time.monotonic() + 20
+        while not (tmp_path / "run" / ".q_labels.jsonl.draft").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        process.send_signal(sent)
+        found = process.wait()
+    assert found[0] == code and found[2] == "\nstopped; the same command resumes from what is written\n"
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"trees.jsonl"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_process_is_refused_at_once(forks, stage, undisturbed, tmp_path):
+    """While the first one is halted with the lock in its hands; then it finishes as if nothing had been."""
+    run, _ = undisturbed
+    argv, name = STAGES[stage]
     inputs(stage, run, tmp_path)
-    name = STAGES[stage][1]
-    process = start(stage, tmp_path, limit=room)
-    _, error = process.communicate(timeout=300)
-    said = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert process.returncode == 2 and len(said) == 1 and "Traceback" not in error, error
-    assert "make room" in said[0], said
-    if stage != "build_trees":  # that one grows under its name, line by line
-        assert not (tmp_path / "run" / name).exists()
-    process = start(stage, tmp_path)
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
+    first = forks.start(stage, tmp_path, argv)
+    lock, until = tmp_path / "run" / f".{name}.lock", time.monotonic() + 30
+    while not (lock.exists() and lock.read_text()) and time.monotonic() < until:
+        time.sleep(0.001)
+    first.send_signal(signal.SIGSTOP)
+    assert lock.read_text() == str(first.pid)
+    code, _, error = forks.run(stage, tmp_path, argv)
+    first.send_signal(signal.SIGCONT)
+    assert (code, error) == (2, f"error: run/{name}: process {first.pid} is writing it; wait for it, or name another "
+                                "--out\n")  # fmt: skip
+    assert first.wait()[0] == 0
     assert content(tmp_path / "run" / name) == content(run / name)
 
 
-@pytest.mark.parametrize("stage", ["build_trees", "bellman"])
-def test_a_path_that_is_a_folder_or_below_a_file_is_one_line(stage, undisturbed, tmp_path):
+@pytest.mark.parametrize("stage", ["build_trees", "q_search"])
+def test_shards_at_once_of_any_width_make_the_same_file(forks, stage, undisturbed, tmp_path):
+    run, _ = undisturbed
+    argv, name = STAGES[stage]
+    inputs(stage, run, tmp_path)
+    shards = [[*argv, "--shard", f"{i}/2", "--in-flight", str(i), "--decode-tokens", str(i)] for i in (1, 2)]
+    for one in [forks.start(stage, tmp_path, shard) for shard in shards]:
+        code, _, error = one.wait()
+        assert code == 0, error
+    code, _, error = forks.run(stage, tmp_path, argv)
+    assert code == 0, error
+    assert content(tmp_path / "run" / name) == content(run / name)
+
+
+def test_a_run_folder_may_be_moved(forks, undisturbed, tmp_path):
+    """Between two stops, too: what counts is what the inputs hold."""
+    run, _ = undisturbed
+    shutil.copytree(run, tmp_path / "moved")
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "moved").glob("*/*.safetensors")}
+    lines = (tmp_path / "moved" / "results.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "moved" / "results.jsonl").write_text("".join(lines[:3]))
+    for stage, (argv, name) in STAGES.items():
+        code, _, error = forks.run(stage, tmp_path, ["moved" if word == "run" else word for word in argv])
+        assert code == 0, error
+        assert content(tmp_path / "moved" / name) == content(run / name)
+    assert kept == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "moved").glob("*/*.safetensors")}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_another_command_does_not_replace_what_is_there(forks, stage, undisturbed, tmp_path):
+    run, _ = undisturbed
+    shutil.copytree(run, tmp_path / "run")
+    argv, name = STAGES[stage]
+    other = {"bellman": ["--gamma", "0.5"], "sft": ["--n-expert", "5"]}.get(stage, ["--seed", "7"])
+    says = {"bellman": "--gamma 0.9, not 0.5", "sft": "--n-expert 6, not 5"}.get(stage, "--seed 0, not 7")
+    code, _, error = forks.run(stage, tmp_path, [*argv, *other])
+    assert code == 2 and error.startswith(f"error: run/{name} was begun with {says}") and error.count("\n") == 1, error
+    assert content(tmp_path / "run" / name) == content(run / name)
+
+
+# ----------------------------------------------------------------------------------------------- no room, no permission
+
+
+def said_in_one_line(found: tuple[int, str, str], *words: str) -> None:
+    code, _, error = found
+    said = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(said) == 1 and "Traceback" not in error, error
+    assert all(word in said[0] for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("stage", "room"),
+    [("sft", 3000), ("sft", 100_000), ("build_trees", 3000), ("bellman", 3000), ("train_qnet", 100_000),
+     ("q_search", 3000)],
+)  # fmt: skip
+def test_a_full_disk_is_one_line_and_the_run_resumes(forks, stage, room, undisturbed, tmp_path):
     run, _ = undisturbed
     inputs(stage, run, tmp_path)
-    (tmp_path / "out.jsonl").mkdir()
-    (tmp_path / "file").touch()
-    for out in ("out.jsonl", "file/trees.jsonl", "/proc/nowhere/trees.jsonl"):
-        process = start(stage, tmp_path, "--out", out)
-        _, error = process.communicate(timeout=300)
-        assert process.returncode == 2 and error.startswith("error: ") and error.count("\n") == 1, error
-    assert not list((tmp_path / "out.jsonl").iterdir())
+    argv, name = STAGES[stage]
+    said_in_one_line(forks.run(stage, tmp_path, argv, limit=room), "make room")
+    if stage not in ("build_trees", "q_search"):  # they grow under their name, line by line
+        assert not (tmp_path / "run" / name).exists()
+    code, _, error = forks.run(stage, tmp_path, argv)
+    assert code == 0, error
+    assert content(tmp_path / "run" / name) == content(run / name)
 
 
-def test_a_read_only_folder_is_one_line(undisturbed, tmp_path):
-    if os.geteuid() == 0:
-        pytest.skip("root writes everywhere")
-    inputs("bellman", undisturbed[0], tmp_path)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_path_that_cannot_be_written_is_one_line(forks, stage, undisturbed, tmp_path):
+    run, _ = undisturbed
+    inputs(stage, run, tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    argv, _ = STAGES[stage]
+    for out in ("full", "file/below", "/proc/nowhere/below"):
+        said_in_one_line(forks.run(stage, tmp_path, [*argv, "--out", out]), out.removesuffix("/below"))
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_read_only_folder_is_one_line(forks, stage, undisturbed, tmp_path):
+    inputs(stage, undisturbed[0], tmp_path)
     (tmp_path / "closed").mkdir(mode=0o555)
-    process = start("bellman", tmp_path, "--out", "closed/q.jsonl")
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 2 and error.startswith("error: ") and "Permission denied" in error, error
+    argv, name = STAGES[stage]
+    found = forks.run(stage, tmp_path, [*argv, "--out", f"closed/{name}"], permissions=True)
+    said_in_one_line(found, "closed", "Permission denied")
 
 
-def test_no_key_reaches_a_file(tmp_path, monkeypatch, undisturbed):
-    monkeypatch.setenv("OPENAI_API_KEY", "sesame-1234")
-    inputs("bellman", undisturbed[0], tmp_path)
-    process = start("bellman", tmp_path)
-    printed = "".join(process.communicate(timeout=300))
-    assert process.returncode == 0 and "sesame" not in printed
-    assert json.loads((tmp_path / "run" / "q_labels.meta.json").read_text())["trees"]
-    for folder in (tmp_path / "run", undisturbed[0]):
-        assert not any(b"sesame" in file.read_bytes() for file in folder.rglob("*.meta.json"))
+def test_a_key_reaches_no_file_and_no_output(forks, tmp_path):
+    key, said = {"OPENAI_API_KEY": "sesame-1234"}, ""
+    for stage, (argv, _) in STAGES.items():
+        code, *printed = forks.run(stage, tmp_path, argv, env=key)
+        assert code == 0, printed
+        said += "".join(printed)
+    server = ["--server", "http://127.0.0.1:9/v1", "--overwrite"]
+    code, *printed = forks.run("q_search", tmp_path, [*STAGES["q_search"][0], *server, "--debug"], env=key)
+    assert code == 2 and "--server" in printed[1]
+    assert "sesame" not in said + "".join(printed)
+    assert not any(b"sesame" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())

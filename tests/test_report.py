@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -235,6 +236,73 @@ def test_two_results_of_the_same_task_must_agree(tmp_path):
         groups_of(tmp_path)
 
 
+# ----------------------------------------------------------------------------------------------- what one row may hold
+
+
+def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tasks: str = "xy", **asked) -> str:
+    """Results of greedy and qlass with metadata as the stages write them; asked: {stage_flag: value}."""
+
+    def meta(name: str, inputs: dict[str, str], **arguments) -> None:
+        mine = {k.removeprefix(f"{name}_"): v for k, v in asked.items() if k.startswith(f"{name}_")}
+        arguments |= {"seed": seed, "run": str(folder), "out": f"{folder}/{name}"} | mine
+        record = {"arguments": arguments, "inputs": {f"{folder}/{k}": v for k, v in inputs.items()}}
+        (folder / f"{name}.meta.json").write_text(json.dumps(record))
+
+    folder.mkdir()
+    for name in ("sft", "qnet"):
+        (folder / name).mkdir()
+    meta("sft", {}, epochs=12)
+    meta("qnet", {"sft": sft}, epochs=8, sft=f"{folder}/sft", limit=None)
+    meta("results", {"sft": sft, "qnet": qnet}, sft=f"{folder}/sft", qnet=f"{folder}/qnet", map=None, method=["all"])
+    rows = [
+        {"task_id": t, "env": "lake", "method": m, "M": n, "N": 1, "seed": seed, "reward": 1, "tokens": {"prompt": 1}}
+        for t in tasks for m, n in (("greedy", 1), ("qlass", 2), ("rule", 1))
+    ]  # fmt: skip
+    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def pooled(*folders: str) -> dict[str, int]:
+    groups = results.read_results(results.result_files(folders))
+    return {group.condition.name: len(group.results) for group in groups}
+
+
+def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie(tmp_path):
+    folders = [run_folder(tmp_path / f"seed{n}", n, sft=f"a{n}", qnet=f"b{n}") for n in range(3)]
+    assert set(pooled(*folders).values()) == {6}
+    (tmp_path / "seed1").rename(tmp_path / "moved")
+    folders[1] = str(tmp_path / "moved")
+    assert set(pooled(*folders).values()) == {6}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        ({}, {"sft": "other", "tasks": "z"}, "SFT greedy with different --sft .* of one seed"),
+        ({}, {"qnet": "other", "tasks": "z"}, "QLASS with different --qnet .* of one seed"),
+        ({}, {"seed": 1, "sft_epochs": 3}, "SFT greedy with different --epochs of sft .12, 3"),
+        ({}, {"seed": 1, "qnet_limit": 5}, "QLASS with different --limit of qnet .None, 5"),
+        ({}, {"seed": 1, "results_map": "8x8"}, "rule with different --map .None, 8x8"),
+        ({"results_temperature": 1.0}, {"seed": 1, "results_temperature": 0.5}, "greedy with different --temperature"),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_same_is_not_pooled(tmp_path, one, other, says):
+    first, second = run_folder(tmp_path / "one", **one), run_folder(tmp_path / "two", **other)
+    with pytest.raises(UserError) as error:
+        pooled(first, second)
+    said = str(error.value)
+    assert re.search(says, said) and "\n" not in said, said
+    assert said.startswith(f"{first}/results.jsonl and {second}/results.jsonl: ")
+    assert len(pooled(first, f"other={second}")) == 6  # labels tell them apart
+
+
+def test_without_metadata_it_is_told_that_nothing_is_known(tmp_path, capsys):
+    folders = [run_folder(tmp_path / f"seed{n}", n) for n in range(2)]
+    (tmp_path / "seed1" / "results.meta.json").unlink()
+    assert set(pooled(*folders).values()) == {4}
+    assert re.fullmatch(r"warning: .*seed1/results.jsonl: no metadata beside it.*\n", capsys.readouterr().err)
+
+
 def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path):
     command = [sys.executable, str(HERE.parent / "report.py"), str(tmp_path / "results.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -320,6 +388,42 @@ def test_text_of_an_environment_stays_text(made):
     assert len(scripts) == 2 and "alert(1)" not in "".join(page.texts)
     assert "Page 1 [SEP] B01 [SEP] Red Mug </script><b>&" in page.texts  # an observation in Fig. 5
     assert not any(tag == "b" for tag, _ in page.tags)
+
+
+EVIL = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"><b>{{trees}}"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_in_a_browser_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
+    """Every text of a result and of a tree is a script; the viewer, itself a script, has run and shows them."""
+    step = {"action": EVIL, "observation": EVIL, "thought": EVIL, "candidates": [{"action": EVIL, "q": 0.5}]}
+    row = {"task_id": EVIL, "env": f"lake {EVIL}", "task": EVIL, "type": EVIL, "label": EVIL, "steps": [step],
+           "method": "greedy", "reward": 1.0, "tokens": {"prompt": 1}}  # fmt: skip
+    others = [{"method": "qlass", "M": 2}, {"player": EVIL, "method": "rule"}]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row | more) + "\n" for more in ({}, *others)))
+    node = {"task_id": EVIL, "node_id": 0, "parent_id": None, "action": None, "observation": EVIL, "reward": 0.0}
+    node |= {"task": EVIL, "messages": [{"role": "user", "content": EVIL}], "nodes": 2, "source": EVIL, "q": 0.1}
+    child = {"node_id": 1, "parent_id": 0, "action": EVIL, "nodes": 2, "done": True}
+    (tmp_path / "q_labels.jsonl").write_text(json.dumps(node) + "\n" + json.dumps(node | child) + "\n")
+    (tmp_path / "results.meta.json").write_text(json.dumps({"commit": EVIL, "written": EVIL}))
+    report.main(["--run", str(tmp_path)])
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=5000",
+        f"--user-data-dir={tmp_path}/c",
+    ]
+    page = (tmp_path / "report.html").as_uri()
+    done = subprocess.run([BROWSER, *flags, "--dump-dom", page], capture_output=True, text=True, timeout=120)
+    title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)[1]
+    written, shown = Page((tmp_path / "report.html").read_text(encoding="utf-8")), Page(done.stdout)
+    assert title != "taken"
+    for tag, attributes in shown.tags:
+        assert tag != "b" and "onerror" not in attributes
+    assert sum(tag == "script" for tag, _ in shown.tags) == sum(tag == "script" for tag, _ in written.tags)
+    assert " ".join(shown.texts).count(EVIL) > " ".join(written.texts).count(EVIL) > 0  # the viewer shows the tree
 
 
 def test_the_viewer_gets_the_trees_as_they_are(made):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ from gymnasium.utils.env_checker import check_env
 
 pytest.importorskip("scienceworld")
 
+import build_trees
 import envs
 from environments.sciworld import expert as sciworld_expert
 from environments.sciworld import simulator as sciworld
+from qlass.chat import Rendering
+from qlass.driver import Candidate
 
 # A test run in the background ignores Ctrl-C, and its children would too.
 IMPORT = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -382,3 +386,58 @@ def test_ctrl_c_in_a_call_is_a_keyboard_interrupt_and_nothing_else():
     script += "except KeyboardInterrupt:\n    print('interrupted')\n"
     done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="halts a process")
+def test_a_simulator_that_hangs_is_replaced(monkeypatch):
+    monkeypatch.setattr(sciworld.Simulator, "PATIENCE", 2)
+    sciworld.simulators().close()
+    env = envs.make("sciworld", simulators=1)
+    try:
+        expected = play(env, "train/find-plant/1", ["teleport to kitchen", "look around"])[1]
+        env.reset(options={"task_id": "train/find-plant/1"})
+        env.step("teleport to kitchen")
+        sciworld.simulators().answers.clear()
+        monkeypatch.setattr(sciworld.Simulator, "PATIENCE", 60)  # of the one that takes over, on a busy machine
+        halted = sciworld.simulators().running[-1].process
+        halted.send_signal(signal.SIGSTOP)
+        assert env.step("look around")[:4] == expected
+        assert halted.poll() is not None
+    finally:
+        sciworld.simulators().close()
+
+
+def test_trees_are_the_same_though_simulators_die_in_the_middle(tmp_path, monkeypatch, agent):
+    """The agent is a rule over the valid actions; every few answers a simulator is killed."""
+    task, killed = "train/find-plant/1", []
+
+    def choose(requests):
+        answers = []
+        for r in requests:
+            luck = random.Random(str((r.key, len(r.state.messages))))
+            answers.append([Candidate(luck.choice(r.valid), 3, -1.0) for _ in range(r.n)])
+        return answers
+
+    class Rule:
+        chat, computed, sample = Namespace(rendering=Rendering(candidates="valid")), 0, staticmethod(choose)
+
+    def ask(pool, *question):
+        found = plain_ask(pool, *question)
+        if len(killed) < kills and next(count) % 7 == 6:
+            killed.append(pool.running[-1].process.pid)
+            pool.running[-1].process.kill()
+        return found
+
+    monkeypatch.setattr("build_trees.load_agent", lambda args: Rule)
+    monkeypatch.setattr(sciworld, "task_ids", lambda *_: {"train": [task]})
+    plain_ask, made = sciworld.Simulators.ask, []
+    monkeypatch.setattr(sciworld.Simulators, "ask", ask)
+    for kills in (0, 3):
+        count, out = itertools.count(), tmp_path / f"trees-{kills}.jsonl"
+        sciworld.simulators().answers.clear()
+        argv = ["--env", "sciworld", "--run", str(tmp_path), "--sft", str(agent), "--out", str(out)]
+        build_trees.main([*argv, "--rollouts", "2", "--steps", "4", "--limit", "1", "--env-option", "simulators=1"])
+        made.append(out.read_bytes())
+    sciworld.simulators().close()
+    assert len(set(killed)) == 3 and made[0] == made[1] and made[0].count(b"\n") > 6
+    assert not any(map(alive, killed))

@@ -373,7 +373,13 @@ def test_a_qnet_is_saved_before_it_is_measured(train, tmp_path, monkeypatch):
         train()
     QNet.from_pretrained(tmp_path / "qnet")
     meta = json.loads((tmp_path / "qnet.meta.json").read_text())
-    assert meta["curve"][0]["epoch"] == 1 and "held_out" not in meta and not (tmp_path / "qnet.partial").exists()
+    assert meta["curve"][0]["epoch"] == 1 and "held_out" not in meta
+    before = (tmp_path / "qnet" / "model.safetensors").read_bytes()
+    monkeypatch.undo()
+    train()  # the same command measures it
+    meta = json.loads((tmp_path / "qnet.meta.json").read_text())
+    assert meta["curve"][0]["epoch"] == 1 and "held_out" in meta and not (tmp_path / "qnet.partial").exists()
+    assert (tmp_path / "qnet" / "model.safetensors").read_bytes() == before
 
 
 def test_what_is_measured_is_what_was_saved(train, tmp_path):

