@@ -10,7 +10,6 @@ import torch
 from fakes import WORLD, FakeEnv, Script, path_of, run, say, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
-from test_lora import needs_peft
 from test_training import launch
 from torch.testing import assert_close
 
