@@ -375,7 +375,7 @@ def test_when_to_stop():
     assert "nothing is left to learn" in why_stop([start, *(line(flat=1.0, reward=0.95) for _ in range(8))])
 
 
-@pytest.mark.parametrize("flags", [[], pytest.param(["--lora", "2"], marks=needs_peft)])
+@pytest.mark.parametrize("flags", [[], ["--lora", "2"]])
 def test_free_text_and_lora_updates_train_too(fake_world, tmp_path, flags):
     chat = word_chat(max_new_tokens=6)
     tiny_lm(chat).save_pretrained(tmp_path / "free")
