@@ -11,6 +11,7 @@ import ctypes
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +25,8 @@ class Fork(NamedTuple):
     pid: int
     folder: Path
 
-    def send_signal(self, signal: int) -> None:
-        os.kill(self.pid, signal)
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
     def computed(self) -> float:
         """Seconds on a processor so far: what a run has done, however busy the machine is; infinite when it is over."""
@@ -112,6 +113,9 @@ def serve() -> None:
             print(pid, flush=True)
             continue
         os.setsid()
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # which a shell ignores in what it runs in the background
         os.chdir(asked["folder"])
         os.environ |= asked["env"]
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
