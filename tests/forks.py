@@ -41,9 +41,9 @@ class Fork(NamedTuple):
         """Exit code (of a signal its negative), standard output and error."""
         code = self.forks.ask({"wait": self.pid})
         said = [(self.folder / f".{name}.{self.pid}") for name in ("output", "error")]
-        texts = [path.read_text() for path in said]
+        texts = [path.read_text() if path.exists() else "" for path in said]  # it may have been killed before
         for path in said:
-            path.unlink()
+            path.unlink(missing_ok=True)
         return (code, *texts)
 
 
