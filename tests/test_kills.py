@@ -108,7 +108,8 @@ def survives(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_killed_stage_completes_the_same_files(forks, stage, undisturbed, tmp_path):
-    assert survives(forks, stage, undisturbed, tmp_path / stage, 3, 0) >= 1
+    # Until a kill has struck: on an idle machine a stage may be over before.
+    assert any(survives(forks, stage, undisturbed, tmp_path / f"{stage}-{n}", 3, n) for n in range(50))
 
 
 @pytest.mark.slow
@@ -117,7 +118,7 @@ def test_however_often_it_is_killed(forks, stage, undisturbed, tmp_path):
     """Until thirty kills have struck: runs that are killed up to six times each, every third an overwriting one."""
     hit = tries = 0
     while hit < 30:
-        assert tries < 20, f"only {hit} kills struck"
+        assert tries < 150, f"only {hit} kills struck"
         hit += survives(forks, stage, undisturbed, tmp_path / f"{stage}-{tries}", 6, 1 + tries, tries % 3 == 2)
         tries += 1
     print(f"{stage}: {hit} kills struck in {tries} runs, all complete")
