@@ -1,3 +1,4 @@
+import gc
 import itertools
 import os
 import random
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from gymnasium.utils.env_checker import check_env
+from py4j.protocol import Py4JError
 
 pytest.importorskip("scienceworld")
 
@@ -270,6 +272,21 @@ def test_a_simulator_that_dies_is_replaced(env):
     sciworld.simulators().answers.clear()
     sciworld.simulators().running[-1].process.kill()
     assert env.step("look around")[:4] == expected
+
+
+def test_what_is_left_of_a_dead_simulator_is_freed_in_silence(caplog):
+    """Freeing a Java object calls its simulator, in the middle of whatever Python does then."""
+    simulator = sciworld.Simulator()
+    client = simulator.gateway._gateway_client
+    simulator.process.kill()
+    simulator.process.wait()
+    with pytest.raises(Py4JError):
+        simulator.engine.getScore()
+    simulator.close()
+    sent, client.send_command = [], lambda *command: sent.append(command)
+    del simulator
+    gc.collect()
+    assert not sent and not caplog.records
 
 
 # --------------------------------------------------------------------------------------------- questions, valid actions

