@@ -485,7 +485,8 @@ def test_a_learned_value_before_and_after(context, monkeypatch):
     env = FakeEnv({"left": 0.7, "right": {"left": {"left": 0.0}, "right": 1.0}})
     state, actions = root(env), [react("hm", a) for a in ("left", "right")]
     assert played("qnet", context, env, state, actions) == pytest.approx([0.3, 1.3])
-    assert played("value_gain", context, env, state, actions) == pytest.approx([0.7 - 1.3, 1.5 - 1.3])
+    # "left" ends the episode: its own Q, not its reward of .7.
+    assert played("value_gain", context, env, state, actions) == pytest.approx([0.3 - 1.3, 1.5 - 1.3])
     assert "value_gain" not in available(context) and "oracle" in available(context)
 
 

@@ -291,6 +291,9 @@ def test_rewards_by_hand(shop, name):
     observation, reward, done, truncated, info = env.step("click[buy now]")
     assert (reward, done, truncated) == (pytest.approx(expected), True, False)
     assert observation.endswith(f"[SEP] {reward} [SEP] Reward Details [SEP] None")
+    assert observation.startswith(env.message(observation).removeprefix(env.prefix)) and "Your score" in observation
+    assert "score" not in env.message(observation) and env.message(observation).endswith("[SEP] Goal [SEP] None")
+    assert env.message("Reward [SEP] Reward [SEP] 1") == env.prefix + "Reward [SEP] Reward [SEP] 1"  # a page's text
     assert info["valid_actions"] == []
     assert env.score(actions[1][6:-1].upper(), dict(enumerate(a[6:-1] for a in actions[2:])))[0] == reward
 

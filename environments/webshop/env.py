@@ -120,6 +120,11 @@ class WebShopEnv(TextEnv):
         about = {"task_id": str(self.index), "task": self.task}
         return about | {"valid_actions": self.valid_actions(), "clickables": clickables}
 
+    def message(self, observation: str) -> str:
+        """Without the reward, which the receipt states: no score of a step may read it there."""
+        bought = observation.startswith(engine.THANKS[0])
+        return super().message(observation.partition(" [SEP] Reward [SEP] ")[0] if bought else observation)
+
     def valid_actions(self) -> list[str]:
         return [action for _, action in self.candidates()]
 

@@ -100,15 +100,14 @@ def each(function: Callable[[envs.TextEnv, State, str, tuple], float | None]) ->
     return scores
 
 
-def peek(env: envs.TextEnv, state: State, action: str) -> tuple[State, list[str], float | None]:
-    """The next state, the actions to choose among there, the reward if the episode has ended. `env` stays as it was."""
+def peek(env: envs.TextEnv, state: State, action: str) -> tuple[State, list[str]]:
+    """The next state and the actions to choose among there, none if the episode has ended. `env` stays as it was."""
     here = env.snapshot()
-    observation, reward, terminated, truncated, _ = env.step(parse_action(action))
+    observation, _, terminated, truncated, _ = env.step(parse_action(action))
     after = state.then(action, env.message(observation))
-    ended = terminated or truncated
-    valid = [] if ended else [react(*candidate) for candidate in env.candidates()]
+    valid = [] if terminated or truncated else [react(*candidate) for candidate in env.candidates()]
     env.restore(here)
-    return after, valid, float(reward) if ended else None
+    return after, valid
 
 
 # --------------------------------------------------------------------------------------------------- hand-written code
@@ -118,7 +117,7 @@ def judged_by_code(signal: code.Signal) -> Scorer:
     """A signal_function, which sees the next state too; None where it fails."""
 
     def value(env: envs.TextEnv, state: State, action: str, key: tuple) -> float | None:
-        after, _, _ = peek(env, state, action)
+        after, _ = peek(env, state, action)
         try:
             return signal(code.text_of(state), parse_action(action), code.text_of(after))
         except Exception:
@@ -207,18 +206,15 @@ def vote_share(context: Context, n: int = 16) -> Scorer:
 
 
 def value_gain(context: Context, name: str = "qnet") -> Scorer:
-    """V(s') - V(s), V = max_a QNet over the valid actions, or the reward at the end. It sees the next state."""
+    """V(s') - V(s), V = max_a Q(s, a) over the valid actions by QNet; where s' has none, as at the end of an episode,
+    Q(s, a) - V(s). It sees the next state, and no reward."""
 
     def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
         here = [react(*candidate) for candidate in env.candidates()] or candidates
-        peeks = [peek(env, state, action) for action in candidates]
-        asked = [(state, here), *((after, valid) for after, valid, reward in peeks if reward is None and valid)]
-        values = yield [Call(context.qnet(name).score, Score(s, tuple(actions))) for s, actions in asked]
-        now, *later = map(max, values)
-        following = iter(later)
-        return [
-            (reward if reward is not None else next(following) if valid else now) - now for _, valid, reward in peeks
-        ]
+        ahead = [peek(env, state, action) for action in candidates]
+        asked = [(state, here), *((a, v) if v else (state, [c]) for (a, v), c in zip(ahead, candidates, strict=True))]
+        now, *later = yield [Call(context.qnet(name).score, Score(s, tuple(actions))) for s, actions in asked]
+        return [max(values) - max(now) for values in later]
 
     return scores
 
