@@ -15,7 +15,7 @@ test: $(VENV)/.installed $(VENV)/.textworld
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q $(COVER)
 
-test-slow: $(VENV)/.installed $(VENV)/.textworld
+test-slow: $(VENV)/.installed $(VENV)/.textworld $(VENV)/.serve
 	$(BIN)/python -m pytest -q -m slow
 
 # torch first and alone: its CPU build where one is at hand, and nothing later may replace it.
@@ -28,6 +28,11 @@ $(VENV)/.installed: requirements.txt
 # The original ALFWorld engine compiles C++; without a compiler its parity tests are skipped.
 $(VENV)/.textworld: requirements-alfworld.txt $(VENV)/.installed
 	$(BIN)/pip install -q -r requirements-alfworld.txt || echo "TextWorld did not install: its parity tests are skipped"
+	touch $@
+
+# `transformers serve`, a real server to sample on.
+$(VENV)/.serve: requirements-serve.txt $(VENV)/.installed
+	$(BIN)/pip install -q -r requirements-serve.txt
 	touch $@
 
 lint: $(VENV)/.installed

@@ -4,12 +4,12 @@ It prints its port. It answers /chat/completions with what `Policy` samples, and
 token where they are asked for, as vLLM and llama.cpp do.
 """
 
-import json
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import threading
 from pathlib import Path
 
 import torch
+from json_server import json_server
 
 from qlass.chat import State
 from qlass.driver import Sample
@@ -29,31 +29,17 @@ def likeliest(policy: Policy, state: State, n: int) -> list[dict]:
 def main(folder: str) -> None:
     policy = Policy.load(Path(folder))
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
+    def answer(body: dict) -> tuple[int, dict]:
+        state = State(tuple((m["role"], m["content"]) for m in body["messages"]))
+        with one_at_a_time:
+            ((said,),) = policy.sample([Sample(state, 1, ("chat", body.get("seed", 0)), body["temperature"])])
+        choice = {"message": {"role": "assistant", "content": said.text}}
+        if body.get("logprobs"):
+            top = likeliest(policy, state, min(body["top_logprobs"], len(policy.chat.tokenizer)))
+            choice["logprobs"] = {"content": [{"top_logprobs": top}]}
+        return 200, {"choices": [choice]}
 
-        def reply(self, record):
-            data = json.dumps(record).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def do_GET(self):
-            self.reply({"data": [{"id": folder}]})
-
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            state = State(tuple((m["role"], m["content"]) for m in body["messages"]))
-            ((answer,),) = policy.sample([Sample(state, 1, ("chat", body.get("seed", 0)), body["temperature"])])
-            choice = {"message": {"role": "assistant", "content": answer.text}}
-            if body.get("logprobs"):
-                top = likeliest(policy, state, min(body["top_logprobs"], len(policy.chat.tokenizer)))
-                choice["logprobs"] = {"content": [{"top_logprobs": top}]}
-            self.reply({"choices": [choice]})
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server, one_at_a_time = json_server(answer, (folder,)), threading.Lock()
     print(server.server_port, flush=True)
     server.serve_forever()
 

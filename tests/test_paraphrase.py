@@ -4,15 +4,14 @@ import gzip
 import json
 import os
 import re
-import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from fakes import run, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from json_server import json_server, started, stopped
 
 import envs
 import q_search
@@ -289,35 +288,19 @@ def test_only_webshop_has_rules_for_it():
 def server():
     """Serves what its list `script` says, in turn: a status, or an answer's content; `seen` are the bodies."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.reply(200, {"data": [{"id": "first"}, {"id": "second"}]})
-
-        def do_POST(self):
-            seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            turn = script.pop(0) if script else "in other words"
-            if isinstance(turn, int):
-                self.reply(turn, {"error": "no such model"})
-            else:
-                content = turn if isinstance(turn, str) else turn(seen[-1])
-                self.reply(200, {"choices": [{"message": {"content": content}}], "usage": {"total_tokens": 7}})
-
-        def reply(self, status, body):
-            data = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-
     script, seen = [], []
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{http.server_port}/v1", script, seen
-    http.shutdown()
-    http.server_close()
+
+    def answer(body):
+        seen.append(body)
+        turn = script.pop(0) if script else "in other words"
+        if isinstance(turn, int):
+            return turn, {"error": "no such model"}
+        content = turn if isinstance(turn, str) else turn(body)
+        return 200, {"choices": [{"message": {"content": content}}], "usage": {"total_tokens": 7}}
+
+    http = started(json_server(answer, ("first", "second")))
+    yield http.url, script, seen
+    stopped(http)
 
 
 def test_server_is_asked_once_for_each_wording(server):

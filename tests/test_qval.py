@@ -7,8 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ import torch
 from fakes import FakeEnv, Script, run, say, tiny_lm, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from json_server import json_server, started, stopped
 
 import envs
 import q_search
@@ -578,33 +577,15 @@ def test_generated_code(tmp_path):
 def test_a_chat_server_and_a_checkpoint_answer_alike(tmp_path):
     bodies = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
+    top = [{"token": word, "logprob": logp} for word, logp in ((" Yes", -0.1), ("Yes", -3.0), ("No", -2.4))]
+    choice = {"message": {"content": "Score: 7"}, "logprobs": {"content": [{"top_logprobs": top}]}}
 
-        def reply(self, record):
-            data = json.dumps(record).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(data)
+    def reply(body):
+        bodies.append(body)
+        return 200, {"choices": [choice]}
 
-        def do_GET(self):
-            self.reply({"data": [{"id": "small"}]})
-
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            bodies.append(body)
-            top = [
-                {"token": " Yes", "logprob": -0.1},
-                {"token": "Yes", "logprob": -3.0},
-                {"token": "No", "logprob": -2.4},
-            ]
-            choice = {"message": {"content": "Score: 7"}, "logprobs": {"content": [{"top_logprobs": top}]}}
-            self.reply({"choices": [choice]})
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    judge = judges.load(f"http://127.0.0.1:{server.server_port}/v1", None, 0)
+    server = started(json_server(reply, ("small",)))
+    judge = judges.load(server.url, None, 0)
     question = judges.user("how good?", key=("a",))
     assert judge.write([question, question]) == ["Score: 7"] * 2
     assert judge.choose([(question, ("Yes", "No", "Maybe"))]) == [[-0.1, -2.4, -math.inf]]
@@ -612,7 +593,7 @@ def test_a_chat_server_and_a_checkpoint_answer_alike(tmp_path):
     env = FakeEnv()
     context = Context("fake", tmp_path, judge=judge)
     assert played("direct", context, env, root(env), ["Action: left"]) == [7]
-    server.shutdown()
+    stopped(server)
 
     chat = word_chat(max_new_tokens=3)
     local = judges.Checkpoint(Policy(tiny_lm(chat), chat))

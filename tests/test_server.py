@@ -10,14 +10,18 @@ import sys
 import threading
 import time
 from argparse import ArgumentParser
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from fakes import FakeEnv, chat_tokenizer, tiny_lm, word_chat
+from json_server import json_server, started, stopped
 
+import build_trees
+import q_search
 from environments import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Sample
+from qlass.jsonl import read_trees
 from qlass.policy import Policy, add_sampling, load_agent
 from qlass.server import Endpoint, ServerPolicy
 
@@ -34,42 +38,24 @@ class Fake:
 
     def __init__(self, ids: bool = True, most: int = 100) -> None:
         self.ids, self.most, self.script, self.seen, self.busy, self.peak = ids, most, [], [], 0, 0
-        self.lock, fake = threading.Lock(), self
+        self.lock = threading.Lock()
+        self.http = started(json_server(self.answer))
+        self.url = self.http.url
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.reply(200, {"data": [{"id": "first"}]})
-
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with fake.lock:
-                    fake.seen.append(body)
-                    turn = fake.script.pop(0) if fake.script and body["max_tokens"] > 1 else None
-                    fake.busy += 1
-                    fake.peak = max(fake.peak, fake.busy)
-                time.sleep(turn if isinstance(turn, float) else 0.02)
-                with fake.lock:
-                    fake.busy -= 1
-                if not fake.ids and isinstance(body["prompt"], list):
-                    self.reply(400, {"error": "prompt must be a string"})
-                elif isinstance(turn, int):
-                    self.reply(turn, {"error": "no"})
-                else:
-                    self.reply(200, turn if isinstance(turn, (dict, list)) else fake.complete(body))
-
-            def reply(self, status, body):
-                data = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_):
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+    def answer(self, body: dict) -> tuple[int, dict | list]:
+        with self.lock:
+            self.seen.append(body)
+            turn = self.script.pop(0) if self.script and body["max_tokens"] > 1 else None
+            self.busy += 1
+            self.peak = max(self.peak, self.busy)
+        time.sleep(turn if isinstance(turn, float) else 0.02)
+        with self.lock:
+            self.busy -= 1
+        if not self.ids and isinstance(body["prompt"], list):
+            return 400, {"error": "prompt must be a string"}
+        if isinstance(turn, int):
+            return turn, {"error": "no"}
+        return 200, turn if isinstance(turn, (dict, list)) else self.complete(body)
 
     def complete(self, body: dict) -> dict:
         n = min(body.get("n", 1), self.most)
@@ -94,8 +80,7 @@ def fakes():
 
     yield make
     for fake in made:
-        fake.http.shutdown()
-        fake.http.server_close()
+        stopped(fake.http)
 
 
 def served(*some: Fake, chat: Chat = CHAT, **options) -> ServerPolicy:
@@ -270,6 +255,21 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     assert there.chat.context == 4096 and len(there.sample([asked()])[0]) == 1
 
 
+def stages_on(url: str, run: Path, folder: Path) -> None:
+    """Trees and search by the commands of a user, sampled on a server."""
+    common = ["--env", "frozenlake", "--run", str(run), "--sft", str(folder), "--limit", "2"]
+    played = {}
+    for where in ([], ["--server", url]):
+        out = run / f"results-{len(where)}.jsonl"
+        q_search.main([*common, "--method", "greedy", "--max-steps", "3", "--out", str(out), *where])
+        played[len(where)] = [[step["action"] for step in json.loads(line)["steps"]] for line in out.open()]
+    assert played[0] == played[2] and len(played[0]) == 2 and all(map(any, played[0]))
+    build_trees.main([*common, "--rollouts", "2", "--steps", "3", "--server", url])
+    trees = list(read_trees(run / "trees.jsonl"))
+    assert len(trees) == 2 and all(len(tree) > 3 for tree in trees)
+    assert json.loads((run / "trees.meta.json").read_text())["arguments"]["server"] == url
+
+
 HAS_SERVE = all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn", "openai", "accelerate"))
 
 
@@ -303,5 +303,6 @@ def test_transformers_serve_writes_what_the_model_here_writes(tmp_path):
                 greedy = Sample(state, 2, ("t",), 0.0)
                 assert [c.text for c in there.sample([greedy])[0]] == [c.text for c in here.sample([greedy])[0]]
             assert len(there.sample([Sample(first, 3, ("t",), 0.8)])[0]) == 3
+            stages_on(f"http://127.0.0.1:{port}/v1#{folder}", tmp_path, folder)
         finally:
             served.terminate()
