@@ -28,51 +28,67 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import envs
 from environments import UserError
 from qlass import costs
-from qlass.chat import Chat, Rendering, State, action_key, parse_action, react, uniforms
+from qlass.chat import Chat, Rendering, State, distinct, parse_action, react, uniforms
 from qlass.driver import Candidate, Sample, Score, ask, drive
-from qlass.jsonl import is_number
+from qlass.jsonl import complete_results, identity, is_number
 from qlass.leaks import leaked, learned_from
 from qlass.models import add_loading
-from qlass.paraphrasing import Paraphrased, Reword, Server
+from qlass.paraphrasing import Paraphrased, Server, by_rules
 from qlass.policy import PROMPTED, SAMPLING_FREE, add_sampling, load_agent, rendering_of
 from qlass.stage import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from train_qnet import QNet
 
 PAPER = {"M": 2, "N": 1, "limit": 400}  # App. A.2; the paper plays full test sets
 COMPARED = [2, 4, 6]  # M and N of `--method all`
+PLAYERS = ("rule", "expert", "oracle")  # the environment's own
 TAKES = "seconds a task"
 
 # ------------------------------------------------------------------------------------------------ scoring M candidates
-# A scorer gets the environment in state s and the distinct candidates, and returns a number for each.
 
-Scorer = Generator[Any, Any, list[float]]
+Scores = Generator[Any, Any, list[float]]  # yields requests, returns a number for each candidate
 
 
-def by_q(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scorer:
+@dataclasses.dataclass(frozen=True)
+class Scorer:
+    """What orders the distinct candidates of a state, in which `env` stands."""
+
+    scores: Callable[[envs.TextEnv, State, list[str], tuple], Scores]
+    uses_q: bool = False
+    steps_all: bool = False  # it looks at the next state of each
+
+
+def by_q(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
     """Q(s, a)."""
     return (yield Score(state, tuple(candidates)))
 
 
-def at_random(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scorer:
+def at_random(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
     yield from ()
     return list(uniforms(len(candidates), "random", *key))
 
 
-def by_true_value(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scorer:
+def alike(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+    """No opinion: the first candidate is taken."""
+    yield from ()
+    return [math.nan] * len(candidates)
+
+
+def by_true_value(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
     """The best that can still be reached after each candidate, by an environment that knows."""
     yield from ()
     return look_ahead(env, candidates, [None] * len(candidates))
 
 
-def by_q_or_reward(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scorer:
+def by_q_or_reward(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
     """Q, but the true reward where a candidate's step ends the episode."""
     return look_ahead(env, candidates, (yield Score(state, tuple(candidates))))
 
@@ -88,13 +104,12 @@ def look_ahead(env: envs.TextEnv, candidates: list[str], otherwise: list[float |
     return scores
 
 
-SCORERS: dict[str, Callable[..., Scorer]] = {
-    "random": at_random,
-    "qlass": by_q,
-    "oracle_step": by_true_value,
-    "oracle_lookahead": by_q_or_reward,
+SCORERS = {
+    "random": Scorer(at_random),
+    "qlass": Scorer(by_q, uses_q=True),
+    "oracle_step": Scorer(by_true_value, steps_all=True),
+    "oracle_lookahead": Scorer(by_q_or_reward, uses_q=True, steps_all=True),
 }
-USE_Q, STEP_ALL = (by_q, by_q_or_reward), (by_true_value, by_q_or_reward)
 
 # ------------------------------------------------------------------------------------------------------- Algorithm 4
 
@@ -108,11 +123,11 @@ class Method:
     N: int = 1
     select: str | None = None
     player: str | None = None  # of the environment, or --scorer, by its name
-    by: Callable[..., Scorer] | None = None  # what --scorer names
+    by: Scorer | None = None  # what --scorer names
 
     @property
-    def scorer(self) -> Callable[..., Scorer] | None:
-        return self.by or SCORERS.get(self.name)
+    def scorer(self) -> Scorer:
+        return self.by or SCORERS.get(self.name) or Scorer(alike)
 
     def __str__(self) -> str:
         parts = {"M": self.M, "N": self.N, "select": self.select}
@@ -127,7 +142,7 @@ class Step:
     state: State
     drawn: list[Candidate]
     candidates: list[str]
-    scores: list[float | None]
+    scores: list[float]
     action: str
     observation: str
 
@@ -147,22 +162,12 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, renderi
         key = (task_id, trial, len(steps))  # not the method: all have the same luck
         drawn = yield ask(env, state, method.M, key, rendering, temperature)  # Alg. 4, lines 5-6: a ~ pi(a | s)
         candidates = distinct([candidate.text for candidate in drawn])
-        scores = [None] * len(candidates)
-        if method.scorer:
-            scores = yield from method.scorer(env, state, candidates, key)  # Alg. 4, line 7: Q(s, a)
-        action = candidates[scores.index(max(scores))] if method.scorer else candidates[0]  # Alg. 4, line 8: argmax_a
+        scores = yield from method.scorer.scores(env, state, candidates, key)  # Alg. 4, line 7: Q(s, a)
+        action = candidates[scores.index(max(scores))]  # Alg. 4, line 8: argmax_a
         observation, reward, terminated, truncated, _ = env.step(parse_action(action))  # Alg. 4, line 9
         steps.append(Step(state, drawn, candidates, scores, action, env.message(observation)))
         state, done = state.then(action, env.message(observation)), terminated or truncated  # Alg. 4, line 10
     return Trajectory(steps, float(reward))
-
-
-def distinct(actions: list[str]) -> list[str]:
-    """The first of each group of actions that are the same to the environment."""
-    first: dict[str, str] = {}
-    for action in actions:
-        first.setdefault(action_key(action), action)
-    return list(first.values())
 
 
 def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
@@ -171,7 +176,7 @@ def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Gene
     for trial in range(method.N):  # Alg. 4, lines 1-2
         trials.append((yield from episode(env, task_id, method, trial, chat.rendering)))
     env.close()
-    spent = [costs.tokens(chat, trial.steps, method.scorer in USE_Q) for trial in trials]
+    spent = [costs.tokens(chat, trial.steps, method.scorer.uses_q) for trial in trials]
     best = trials[0]  # Alg. 4, line 11
     if method.select == "oracle":
         best = max(trials, key=lambda trial: trial.reward)
@@ -183,8 +188,7 @@ def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Gene
             alone = len(chat.prompt(step.state)) + costs.scoring(chat, step.state, [step.action])
             cost["scored"] = cost["scored"] or alone
         best = trials[values.index(max(values))]
-    step_all = method.scorer in STEP_ALL or hasattr(method.by, "steps_all")
-    stepped = [len(s.candidates) if step_all else 0 for trial in trials for s in trial.steps]
+    stepped = [len(s.candidates) if method.scorer.steps_all else 0 for trial in trials for s in trial.steps]
     steps = [
         {"action": s.action, "observation": s.observation,
          "candidates": [{"action": a, "q": round(float(q), 4) if is_number(q) else None}
@@ -198,10 +202,11 @@ def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Gene
     return row
 
 
-def played(env: envs.TextEnv, task_id: str, player: Iterator[tuple[str, str]]) -> dict:
+def played(env: envs.TextEnv, task_id: str, method: Method) -> dict:
     """An episode of one of the environment's own players, as a line of results.jsonl."""
     started, steps, reward = time.time(), [], 0.0
-    for thought, action in player:
+    env.reset(options={"task_id": task_id})
+    for thought, action in env.rules()[method.player]() if method.player else getattr(env, method.name)(task_id):
         observation, reward, terminated, truncated, _ = env.step(action)
         steps.append({"action": react(thought, action), "observation": env.message(observation), "candidates": []})
         if terminated or truncated:
@@ -221,7 +226,7 @@ def result(reward: float, steps: list[dict], tokens: dict, env_steps: int, reset
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def methods(args: argparse.Namespace, env: envs.TextEnv) -> list[Method]:
+def methods(args: argparse.Namespace, env: envs.TextEnv, scorers: dict[str, Scorer]) -> list[Method]:
     """What the flags ask for. `all` is the comparison at M = N, so that equal numbers of actions are sampled."""
     chosen = []
     rules = [Method("rule", player=name) for name in env.rules()]
@@ -239,12 +244,11 @@ def methods(args: argparse.Namespace, env: envs.TextEnv) -> list[Method]:
             chosen += [Method(name, N=n, select=args.select) for n in args.N or [4]]
         elif name in SCORERS:
             chosen += [Method(name, m, n, args.select if n > 1 else None) for m in args.M for n in args.N or [1]]
-        elif name != "scorer":  # which `main` adds
+        elif name == "scorer":
+            chosen += [Method(name, m, player=player, by=by) for player, by in scorers.items() for m in args.M]
+        else:
             chosen.append(Method(name))
     return chosen
-
-
-PLAYERS = ("rule", "expert", "oracle")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -257,8 +261,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("-N", nargs="+", type=at_least(1), help=f"trajectories a task (default: {PAPER['N']}; best_of_n: 4)")
     add("--select", choices=["q", "oracle"], default="q", help="which of N trajectories counts (default: %(default)s)")
     add("--split", default="test", help="tasks to play (default: %(default)s)")
-    said = "number of tasks (default: %(default)s; 0: all)"
-    add("--limit", type=at_least(0), default=PAPER["limit"], metavar="N", help=said)
+    add("--limit", type=at_least(0), default=PAPER["limit"], metavar="N", help="tasks (default: %(default)s; 0: all)")
     add("--shard", metavar="I/N", help="play every N-th task from the I-th on; without it, shards are joined")
     add("--sft", type=Path, help="the agent's checkpoint (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
@@ -287,16 +290,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args, **({"max_steps": args.max_steps} if args.max_steps else {}))
-    plan = methods(args, env)
     must_exist(args.sft, args.qnet)
-    answers: dict = {}
+    answers, scorers = {}, {}
     chat = policy = qnet = None
     if "scorer" in args.method:
         from experiments.qval.steering import steering
 
         scorers = steering(args, answers, lambda: policy)
-        plan += [Method("scorer", m, player=name, by=by) for name, by in scorers.items() for m in args.M]
-    if any(method.scorer in USE_Q or method.select == "q" for method in plan):
+    plan = methods(args, env, scorers)
+    if any(method.scorer.uses_q or method.select == "q" for method in plan):
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args)
         rendering = rendering_of(args.qnet, args, PROMPTED)
         qnet = QNet.from_pretrained(args.qnet, args.device, args.readout, args.load_in, args.plain, rendering)
@@ -323,20 +325,12 @@ def main(argv: list[str] | None = None) -> None:
         todo = [t for t in lines if identity(lines[t]) not in finished]
         if args.paraphrase is not None and policy:
             paraphraser = Server(args.paraphrase_server) if args.paraphrase_server else by_rules(env)
-            n = args.paraphrase or method.M * method.N
-            answers[Sample] = Paraphrased(policy.sample, paraphraser, n)
+            answers[Sample] = Paraphrased(policy.sample, paraphraser, args.paraphrase or method.M * method.N)
 
         def play(task_id: str, method: Method = method, lines: dict = lines) -> Generator:
             fork = env.fork()
-            if method.name in PLAYERS:
-                fork.reset(options={"task_id": task_id})
-                players = {"expert": fork.expert, "oracle": fork.oracle}
-                start = fork.rules()[method.player] if method.player else lambda: players[method.name](task_id)
-                line = played(fork, task_id, start())
-                yield from ()
-            else:
-                line = yield from best_of(fork, task_id, method, chat)
-            return [lines[task_id] | line]
+            line = played(fork, task_id, method) if method.name in PLAYERS else None
+            return [lines[task_id] | (line or (yield from best_of(fork, task_id, method, chat)))]
 
         rows = drive(map(play, todo), answers, args.in_flight or env.side_by_side)
         out.grow(rows, str(method), len(lines), len(lines) - len(todo))
@@ -349,24 +343,6 @@ def main(argv: list[str] | None = None) -> None:
     rank = {task: n for n, task in enumerate(env.task_ids(args.split))}
     computed = {"policy": policy and policy.computed, "qnet": qnet and qnet.computed}
     out.finish(lambda r: (place[identity(r)[1:]], rank.get(r["task_id"], 0)), computed_tokens=computed, leaks=leaks)
-
-
-def identity(record: dict) -> tuple:
-    """What a line of results.jsonl is about; no two lines are about the same."""
-    return (record["task_id"], record["method"], *(record.get(k) for k in ("split", "M", "N", "select", "player")))
-
-
-def complete_results(records: list[dict]) -> int:
-    """All of them, if each is a result."""
-    for record in records:
-        hash(identity(record))
-        if not is_number(record["reward"]):
-            raise ValueError(f"reward can't be {record['reward']!r}")
-    return len(records)
-
-
-def by_rules(env: envs.TextEnv) -> Callable[[list[Reword]], list[str]]:
-    return lambda requests: [env.paraphrase(r.task, r.index) for r in requests]
 
 
 if __name__ == "__main__":

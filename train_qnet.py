@@ -339,7 +339,7 @@ def main(argv: list[str] | None = None) -> None:
         if f["sibling_pairs"]:
             print(f"  {name} trees: sibling pairs ranked right {f['sibling_accuracy']:.3f} of {f['sibling_pairs']} "
                   f"(chance .5, policy's log-probability {f['policy_sibling_accuracy']:.3f}), "
-                  f"Spearman {f['spearman'] or 0:.3f}")  # fmt: skip
+                  f"Spearman {'undefined' if f['spearman'] is None else round(f['spearman'], 3)}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -248,6 +248,20 @@ def complete_tree(tree: list[dict], path: str | Path) -> list[dict]:
     return tree
 
 
+def identity(record: dict) -> tuple:
+    """What a line of results.jsonl is about; no two lines are about the same."""
+    return (record["task_id"], record["method"], *(record.get(k) for k in ("split", "M", "N", "select", "player")))
+
+
+def complete_results(records: list[dict]) -> int:
+    """All of them, if each is a result."""
+    for record in records:
+        hash(identity(record))
+        if not is_number(record["reward"]):
+            raise ValueError(f"reward can't be {record['reward']!r}")
+    return len(records)
+
+
 def complete_records(path: Path, complete: Callable[[list[dict]], int]) -> tuple[list[dict], int]:
     """The records of a file that whole groups of lines are made of (a tree, an episode's result), and their bytes.
 

@@ -130,7 +130,7 @@ def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
 def add_lora(model: Any, rank: int, alpha: int | None = None) -> None:
     """Freeze the model and give its linear layers low-rank updates by PEFT, in float32, which alone are trained."""
     if find_spec("peft") is None:
-        raise UserError(f"--lora {rank}: peft is missing: pip install -r requirements-gpu.txt")
+        raise UserError(f"--lora {rank}: peft is missing: pip install -r requirements.txt")
     from peft import LoraConfig, inject_adapter_in_model
 
     # The base model, so that the output layer stays as it is: an agent's and a QNet's updates are of the same layers.

@@ -13,11 +13,16 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from environments import UserError
+from envs import TextEnv
 from qlass.chat import State
 from qlass.driver import Candidate, Sample
 from qlass.server import Endpoint
+
+if TYPE_CHECKING:
+    from envs import TextEnv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,11 @@ class Paraphrased:
         for i, request, drawn in zip(owner, split, self.sample(split), strict=True):
             answers[i] += [dataclasses.replace(c, task=request.state.task) for c in drawn]
         return answers
+
+
+def by_rules(env: TextEnv) -> Callable[[list[Reword]], list[str]]:
+    """Answers `Reword` requests by the rules of the environment."""
+    return lambda requests: [env.paraphrase(r.task, r.index) for r in requests]
 
 
 # -------------------------------------------------------------------------------------------------------------- server

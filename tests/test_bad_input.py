@@ -31,7 +31,7 @@ from environments.webshop.env import WebShopEnv
 from qlass import metadata, stage
 from qlass.chat import Rendering
 from qlass.demonstrations import actions_by_task, cloned_from, read_trajectories
-from qlass.jsonl import DEEPEST, Resumable, read_trees
+from qlass.jsonl import DEEPEST, Resumable, complete_results, read_trees
 from reporting import page
 from reporting.results import read_results
 
@@ -460,7 +460,7 @@ def readers(tmp_path_factory) -> list[tuple[Path, Callable[[Path], None]]]:
         "begun-trees.jsonl": (dump(flat), resume(build_trees.complete_trees)),
         "results.jsonl": ((HERE / "recordings/report_results.jsonl").read_text(), read_pages),
         "begun-results.jsonl": (
-            (HERE / "recordings/report_results.jsonl").read_text(), resume(q_search.complete_results),
+            (HERE / "recordings/report_results.jsonl").read_text(), resume(complete_results),
         ),
         "policy.json": (json.dumps(vars(Rendering(stop=["a"], date="2024-07-26"))), lambda p: Rendering.load(p.parent)),
         "sft.meta.json": (json.dumps({"arguments": {"expert": "x"}, "inputs": {}, "argv": ["a"]}), read_metadata),

@@ -170,5 +170,5 @@ def test_what_needs_a_gpu_says_so(tmp_path, agent, labels, monkeypatch):
 
 def test_without_peft_lora_says_so(monkeypatch):
     monkeypatch.setattr(models, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"peft is missing: pip install -r requirements-gpu\.txt"):
+    with pytest.raises(UserError, match=r"peft is missing: pip install -r requirements\.txt"):
         models.add_lora(tiny_lm(CHAT), 2)

@@ -21,7 +21,7 @@ from q_search import Method
 from qlass import costs
 from qlass.chat import State
 from qlass.driver import Candidate, Score, drive
-from qlass.paraphrasing import Paraphrased, Reword, Server, reword
+from qlass.paraphrasing import Paraphrased, Reword, Server, by_rules, reword
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 TASK = "i need a red cotton shirt with color: navy, and size: x-large, and price lower than 60.00 dollars"
@@ -111,8 +111,8 @@ def test_an_unknown_opening_stays_whole():
 
 def test_the_same_index_is_the_same_wording_and_zero_the_task():
     assert paraphrase(TASK, 0) == TASK
-    by_rules = q_search.by_rules(envs.make("webshop"))
-    assert by_rules([Reword(TASK, 3), Reword(TASK, 0), Reword(TASK, 3)]) == [
+    answer = by_rules(envs.make("webshop"))
+    assert answer([Reword(TASK, 3), Reword(TASK, 0), Reword(TASK, 3)]) == [
         paraphrase(TASK, 3),
         TASK,
         paraphrase(TASK, 3),

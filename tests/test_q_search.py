@@ -149,8 +149,7 @@ def test_n_guided_trajectories():
 
 def test_the_expert():
     env = FakeEnv()
-    env.reset(options={"task_id": "test0"})
-    record = q_search.played(env, "test0", env.expert("test0"))
+    record = q_search.played(env, "test0", Method("expert"))
     assert (record["reward"], record["n_steps"], record["env_steps"]) == (1.0, 3, 3)
     assert record["tokens"] == {"prompt": 0, "generated": 0, "scored": 0}
 
@@ -226,7 +225,7 @@ def test_an_agent_without_a_memory_reads_each_observation_once(monkeypatch):
 
 
 def methods(*argv: str) -> list[Method]:
-    return q_search.methods(q_search.arguments(["--env", "frozenlake", *argv]), FakeEnv())
+    return q_search.methods(q_search.arguments(["--env", "frozenlake", *argv]), FakeEnv(), {})
 
 
 def test_flags_name_methods():

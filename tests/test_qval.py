@@ -386,10 +386,10 @@ def test_a_score_steers_the_search(context, monkeypatch):
     found = steering.steering(flags, answers, lambda: context.policy)
     assert {"random", "code", "logprob", "tree_bellman", "neighbours"} <= set(found)
     assert not {"oracle", "state_value", "step_index"} & set(found)
-    assert hasattr(found["self_distillation"], "steps_all") and not hasattr(found["logprob"], "steps_all")
+    assert found["self_distillation"].steps_all and not found["logprob"].steps_all
     env = FakeEnv()
     state, actions = root(env), [react("hm", a) for a in ("left", "right")]
-    scores, _ = run(found["logprob"](env, state, actions, ("t", 0)), lambda calls: answers[Call](calls))
+    scores, _ = run(found["logprob"].scores(env, state, actions, ("t", 0)), lambda calls: answers[Call](calls))
     assert scores == pytest.approx(context.policy.logprobs([(state, a) for a in actions]))
     flags.scorer = ["oracle"]
     with pytest.raises(UserError, match="oracle_step"):
@@ -397,7 +397,9 @@ def test_a_score_steers_the_search(context, monkeypatch):
     monkeypatch.setattr(judges, "load", lambda name, *_: Fake(says=lambda q: "1: 4\n2: 9") if name == "a#b" else None)
     flags.scorer = ["batched=a#b"]
     judge = steering.steering(flags, answers, lambda: context.policy)["batched"]
-    assert run(judge(env, state, actions, ("t", 0)), lambda call: answers[Call]([call])[0])[0] == pytest.approx([4, 9])
+    assert run(judge.scores(env, state, actions, ("t", 0)), lambda call: answers[Call]([call])[0])[0] == pytest.approx(
+        [4, 9]
+    )
 
 
 def test_equal_scores_are_taken_at_random_and_missing_ones_last():

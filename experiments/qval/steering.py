@@ -11,7 +11,8 @@ from typing import Any
 import envs
 from environments import UserError
 from experiments.qval import judges
-from experiments.qval.scorers import Call, Context, Scorer, Scores, answer, available, family, scorer
+from experiments.qval.scorers import Call, Context, Scores, answer, available, family, scorer
+from q_search import Scorer
 from qlass.chat import State, uniforms
 
 KNOWING = {"oracle", "state_value"}  # they know the true values: --method oracle_step is their search
@@ -42,9 +43,7 @@ def following(name: str, context: Context, policy: Callable[[], Any]) -> Scorer:
             made.append(scorer(name, context))
         return decided((yield from made[0](env, state, candidates, key)), key)
 
-    if family(name, context) in ("hindsight", "judge"):  # they see the next states
-        by_score.steps_all = True
-    return by_score
+    return Scorer(by_score, steps_all=family(name, context) in ("hindsight", "judge"))
 
 
 def decided(scores: list[float | None], key: tuple) -> list[float]:
