@@ -6,7 +6,7 @@ ENV=webshop
 . "$(dirname "$0")/common.sh"
 
 qnet() {  # NAME LABEL FLAG...: another QNet of the same trees
-    [ -d "$RUN/qnet-$1" ] || stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" --out "$RUN/qnet-$1" "${@:3}"
+    stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" --out "$RUN/qnet-$1" "${@:3}"
     variant "$1" "$2" --method qlass -M 4 --qnet "$RUN/qnet-$1"
 }
 other_trees() {  # NAME LABEL FLAG...: trees of the same agent, grown otherwise, and their QNet
@@ -14,7 +14,7 @@ other_trees() {  # NAME LABEL FLAG...: trees of the same agent, grown otherwise,
     variant "$1" "$2" --method qlass -M 4 --qnet "$RUN/$1/qnet"
 }
 retrained() {  # NAME LABEL FLAG...: the agent cloned anew with its own trajectories, played greedily
-    [ -d "$RUN/sft-$1" ] || stage -m experiments.self_train "${common[@]}" --run "$RUN" --name "$1" "${@:3}"
+    stage -m experiments.self_train "${common[@]}" --run "$RUN" --name "$1" "${@:3}"
     variant "$1" "$2" --method greedy --sft "$RUN/sft-$1"
 }
 
@@ -22,7 +22,7 @@ retrained() {  # NAME LABEL FLAG...: the agent cloned anew with its own trajecto
 # and as in Eq. (11) on all tokens. Q on the last token is quickstart.sh's own QNet.
 for target in avg reward; do
     q=$RUN/q_labels-$target.jsonl
-    [ -f "$q" ] || stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}" --target $target --out "$q"
+    stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}" --target $target --out "$q"
     qnet $target "target=$target" --labels "$q"
     qnet $target-all "target=$target, loss on all tokens" --labels "$q" --loss-on all
     retrained self-$target "self-trained, target=$target" --method qlass --qnet "$RUN/qnet-$target"
@@ -32,13 +32,13 @@ retrained self-q "self-trained, target=q" --method qlass
 retrained self-rft "self-trained, RFT" --method rft
 
 # Table 3: half of the demonstrations, trees as before.
-[ -d "$RUN/half/sft" ] || stage sft.py "${common[@]}" --run "$RUN/half" --n-expert 125
+stage sft.py "${common[@]}" --run "$RUN/half" --n-expert 125
 learn_q "$RUN/half" "$RUN/half/sft"
 variant half "half of the demonstrations" --method greedy qlass -M 4 --sft "$RUN/half/sft" --qnet "$RUN/half/qnet"
 
 # The paper's discount: each further step costs a tenth, a click on an option that the goal asks for too.
 q=$RUN/q_labels-gamma.jsonl
-[ -f "$q" ] || stage bellman.py "${common[@]}" --run "$RUN" --gamma 0.9 --out "$q"
+stage bellman.py "${common[@]}" --run "$RUN" --gamma 0.9 --out "$q"
 qnet gamma "gamma=0.9" --labels "$q"
 
 # Ablations: how QNet is trained and read, what its trees hold, and how candidates are drawn.

@@ -15,6 +15,6 @@ search --limit 0 --method best_of_n -N 2 4
 search --limit 0 --method best_of_n -N 4 --select oracle
 
 # Control: the same agent cloned from the demonstrations and the trees' best branches (rejection sampling).
-[ -d "$RUN/sft-tree" ] || stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
+stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
 variant tree "SFT on trees' best" --limit 0 --method greedy --sft "$RUN/sft-tree"
 report

@@ -29,13 +29,13 @@ esac
 stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $([ "$1" = -m ] && echo "$2" || echo "$1")"; "$PYTHON" "$@"; }
 
 clone() {  # stage 1, behaviour cloning
-    [ -d "$RUN/sft" ] || stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}"
+    stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}"
 }
 learn_q() {  # FOLDER SFT FLAG...: stages 2 to 4, exploration trees of an agent, their Bellman backup and a QNet, in FOLDER
     local here=("${common[@]}" --run "$1") agent=(--sft "$2")
     stage build_trees.py "${here[@]}" "${agent[@]}" "${trees[@]}" "${@:3}"
-    [ -f "$1/q_labels.jsonl" ] || stage bellman.py "${here[@]}" "${labels[@]}"
-    [ -d "$1/qnet" ] || stage train_qnet.py "${here[@]}" "${agent[@]}" "${qnet[@]}"
+    stage bellman.py "${here[@]}" "${labels[@]}"
+    stage train_qnet.py "${here[@]}" "${agent[@]}" "${qnet[@]}"
 }
 search() {  # FLAG...: stage 5, Q-guided generation and its baselines, on test tasks
     for split in "${splits[@]}"; do

@@ -9,6 +9,6 @@ learn_q "$RUN" "$RUN/sft"  # stages 2 to 4: exploration trees, Bellman backup, Q
 search --method all        # stage 5: Q-guided generation and its baselines (q_search.py)
 
 # Control: the same agent cloned from the demonstrations and the trees' best branches (rejection sampling).
-[ -d "$RUN/sft-tree" ] || stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
+stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
 variant tree "SFT on trees' best" --method greedy --sft "$RUN/sft-tree"
 report

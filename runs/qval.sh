@@ -23,8 +23,8 @@ begin() {  # ENV FLAG...: the folder and the flags of an environment
 }
 agents() {  # FLAG...: the agent, and one of few epochs that log_ratio holds it against
     [ -z "${SMOKE:-}" ] || set -- "$@" --n-expert 10 --epochs 1
-    [ -d "$folder/sft" ] || stage sft.py "${env[@]}" "$@"
-    [ -d "$folder/base" ] || stage sft.py "${env[@]}" "$@" --epochs 2 --out "$folder/base"
+    stage sft.py "${env[@]}" "$@"
+    stage sft.py "${env[@]}" "$@" --epochs 2 --out "$folder/base"
 }
 nets() {  # GAMMA FLAG...: QNets of the same trees on five targets
     for target in q avg reward td mc; do
@@ -33,8 +33,8 @@ nets() {  # GAMMA FLAG...: QNets of the same trees on five targets
         maker=bellman.py
         case $target in td | mc) maker="-m experiments.qval.targets" ;; esac
         # shellcheck disable=SC2086
-        [ -f "$values" ] || stage $maker "${env[@]}" --gamma "$1" --target $target --out "$values"
-        [ -d "$net" ] || stage train_qnet.py "${env[@]}" --labels "$values" --out "$net" "${@:2}"
+        stage $maker "${env[@]}" --gamma "$1" --target $target --out "$values"
+        stage train_qnet.py "${env[@]}" --labels "$values" --out "$net" "${@:2}"
     done
 }
 play() {  # TASKS FLAG...: search with every score that can steer it, at one budget
@@ -80,7 +80,7 @@ webshop() {  # trees, discount and epochs as in common.sh, on fewer tasks
 }
 sciworld() {  # no reference but the agent's own few rollouts from few states: a look, not a measurement
     begin sciworld --tasks eto
-    [ -d "$folder/sft" ] || stage sft.py "${env[@]}" --n-expert "$(n 60 6)" --epochs "$(n 4 1)" --batch 4
+    stage sft.py "${env[@]}" --n-expert "$(n 60 6)" --epochs "$(n 4 1)" --batch 4
     # Controls alone, so that the report has its page: a restore replays the episode.
     stage q_search.py "${env[@]}" --split test_unseen --limit "$(n 24 2)" --method greedy random -M 4
     qval 20 --split test_unseen --references policy -K "$(n 2 1)" --candidates 3

@@ -53,7 +53,7 @@ for ((seed = 0; seed < SEEDS; seed++)); do  # the main comparison of all seeds c
     learn tree_grpo grpo --rounds 0 -M 4 "${rl[@]}"                     # chains at the same nominal budget
     learn eto eto
     learn eto eto-siblings --pairs siblings
-    [ -d "$RUN/sft-rft" ] || stage -m experiments.self_train "${common[@]}" --run "$RUN" --method rft
+    stage -m experiments.self_train "${common[@]}" --run "$RUN" --method rft
     agent rft
     own_qnet tree_grpo
     own_qnet grpo

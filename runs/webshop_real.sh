@@ -21,7 +21,7 @@ for ((seed = 0; seed < SEEDS; seed++)); do
     clone
     learn_q "$RUN" "$RUN/sft"
     search --method all
-    [ -d "$RUN/sft-tree" ] || stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
+    stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
     variant tree "SFT on trees' best" --method greedy --sft "$RUN/sft-tree"
 done
 stage report.py "${runs[@]}" --out runs/webshop_real/report.html

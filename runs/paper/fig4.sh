@@ -17,8 +17,8 @@ evaluate() {  # NAME LABEL: the checkpoint RUN/sft-NAME, greedily
 
 for target in q avg reward; do
   labels=$RUN/q_labels-$target.jsonl net=$RUN/qnet-$target
-  [ -f "$labels" ] || $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target $target --out "$labels"
-  [ -d "$net" ] || $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}" --labels "$labels" --out "$net"
+  $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target $target --out "$labels"
+  $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}" --labels "$labels" --out "$net"
   # Each action the best of three, one trajectory a task (Q*Agent's setting).
   $PYTHON -m experiments.self_train "${env[@]}" "${again[@]}" --method qlass -M 3 -N 1 --qnet "$net" --name target-$target
   evaluate target-$target target=$target

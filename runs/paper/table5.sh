@@ -30,8 +30,8 @@ webshop+=(--split-file "$ETO" --instruction "$ETO/webshop_inst.txt")
 
 # Stages 1 to 4 for the environment in `env`; what is there stays.
 pipeline() {
-  [ -d "$RUN/sft" ] || $TRAIN sft.py "${env[@]}" "${sft[@]}"
+  $TRAIN sft.py "${env[@]}" "${sft[@]}"
   $PYTHON build_trees.py "${env[@]}" "${trees[@]}"
-  [ -f "$RUN/q_labels.jsonl" ] || $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target q
-  [ -d "$RUN/qnet" ] || $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}"
+  $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target q
+  $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}"
 }
