@@ -35,103 +35,13 @@ UNSEEN = range(25, 31)  # those that training never sees
 EVALUATION = 1000
 TRAIN, VALID_SEEN, VALID_UNSEEN = 2000, 140, 134  # of the last two as many as ALFWorld has
 
-# kind of room -> first number - 1, its receptacles with the fewest and the most of each
-ROOMS = {
-    "kitchen": (0, "Cabinet 3-9 Drawer 2-5 CounterTop 1-3 StoveBurner 2-4 Fridge 1-1 Microwave 1-1 SinkBasin 1-1 "
-                   "CoffeeMachine 1-1 Toaster 1-1 GarbageCan 1-1 DiningTable 0-1 Shelf 0-2"),
-    "living": (200, "Drawer 0-4 Shelf 0-4 SideTable 1-2 ArmChair 1-2 Sofa 1-1 CoffeeTable 1-1 GarbageCan 1-1 "
-                    "Cabinet 0-3 DiningTable 0-1 Dresser 0-1 TVStand 0-1"),
-    "bedroom": (300, "Bed 1-2 Drawer 2-6 Shelf 0-4 Desk 1-1 SideTable 0-2 Dresser 0-1 GarbageCan 1-1 ArmChair 0-1 "
-                     "LaundryHamper 0-1 Safe 0-1"),
-    "bathroom": (400, "Cabinet 1-4 Drawer 0-4 CounterTop 1-1 SinkBasin 1-2 Toilet 1-1 GarbageCan 1-1 TowelHolder 1-1 "
-                      "HandTowelHolder 1-2 ToiletPaperHanger 1-1 BathtubBasin 0-1 Shelf 0-2"),
-}  # fmt: skip
-# kind of room -> object: where it may lie, the likeliest place first
-PLACES = {
-    "kitchen": {
-        "Apple": "Fridge CounterTop DiningTable GarbageCan Microwave SinkBasin",
-        "Bowl": "Cabinet CounterTop Fridge DiningTable Shelf SinkBasin Microwave",
-        "Bread": "CounterTop DiningTable Fridge",
-        "ButterKnife": "CounterTop DiningTable Drawer SinkBasin",
-        "Cup": "Cabinet CounterTop Fridge DiningTable SinkBasin Microwave Shelf",
-        "DishSponge": "CounterTop Drawer Cabinet SinkBasin DiningTable GarbageCan",
-        "Egg": "Fridge CounterTop SinkBasin DiningTable Microwave GarbageCan",
-        "Fork": "Drawer CounterTop DiningTable SinkBasin",
-        "Kettle": "StoveBurner CounterTop Cabinet DiningTable",
-        "Knife": "CounterTop Drawer DiningTable SinkBasin",
-        "Ladle": "CounterTop Drawer Cabinet DiningTable",
-        "Lettuce": "Fridge CounterTop DiningTable SinkBasin",
-        "Mug": "CoffeeMachine CounterTop Cabinet Fridge Microwave DiningTable SinkBasin Shelf",
-        "Pan": "StoveBurner CounterTop Cabinet DiningTable Fridge",
-        "PepperShaker": "CounterTop Cabinet Drawer DiningTable Shelf",
-        "Plate": "Cabinet CounterTop DiningTable Fridge SinkBasin Shelf Microwave",
-        "Pot": "StoveBurner CounterTop Cabinet Fridge DiningTable",
-        "Potato": "CounterTop Fridge DiningTable SinkBasin Microwave GarbageCan",
-        "SaltShaker": "CounterTop Cabinet Drawer DiningTable Shelf",
-        "SoapBottle": "CounterTop Cabinet GarbageCan DiningTable Drawer",
-        "Spatula": "CounterTop Drawer DiningTable SinkBasin",
-        "Spoon": "Drawer CounterTop DiningTable SinkBasin",
-        "Tomato": "Fridge CounterTop DiningTable SinkBasin GarbageCan Microwave",
-        "WineBottle": "CounterTop Cabinet DiningTable Fridge GarbageCan",
-    },
-    "living": {
-        "Book": "CoffeeTable SideTable Sofa ArmChair Dresser DiningTable Drawer",
-        "Box": "CoffeeTable Sofa DiningTable SideTable Cabinet Dresser",
-        "CellPhone": "SideTable CoffeeTable Sofa Dresser Drawer ArmChair DiningTable",
-        "CreditCard": "CoffeeTable Sofa Drawer ArmChair SideTable TVStand Dresser Shelf",
-        "KeyChain": "CoffeeTable SideTable Drawer Sofa ArmChair TVStand Dresser Shelf",
-        "Laptop": "Sofa CoffeeTable DiningTable SideTable Dresser ArmChair",
-        "Newspaper": "Sofa CoffeeTable DiningTable SideTable ArmChair Shelf GarbageCan",
-        "Pillow": "Sofa ArmChair",
-        "RemoteControl": "CoffeeTable Sofa SideTable TVStand Dresser ArmChair DiningTable Drawer",
-        "Statue": "Shelf CoffeeTable SideTable DiningTable Dresser TVStand Cabinet",
-        "TissueBox": "CoffeeTable SideTable DiningTable Shelf Dresser Cabinet",
-        "Vase": "Shelf CoffeeTable DiningTable SideTable Dresser TVStand Cabinet",
-        "Watch": "CoffeeTable Drawer SideTable Dresser DiningTable TVStand Shelf",
-        "FloorLamp": "SideTable Sofa",
-    },
-    "bedroom": {
-        "AlarmClock": "Desk SideTable Shelf Dresser",
-        "Book": "Bed Desk Drawer SideTable Dresser Shelf ArmChair",
-        "CD": "Drawer Desk SideTable Dresser Shelf GarbageCan Safe",
-        "CellPhone": "Bed Desk Drawer SideTable Dresser Shelf Safe ArmChair",
-        "Cloth": "LaundryHamper Bed Drawer Dresser ArmChair",
-        "CreditCard": "Drawer Desk SideTable Shelf Dresser Safe ArmChair",
-        "KeyChain": "Drawer Desk SideTable Safe Shelf Dresser ArmChair",
-        "Laptop": "Bed Desk Dresser ArmChair",
-        "Mug": "Desk SideTable Shelf Dresser",
-        "Pen": "Desk Drawer SideTable Shelf Dresser GarbageCan",
-        "Pencil": "Desk Drawer SideTable Shelf Dresser GarbageCan",
-        "Pillow": "Bed ArmChair",
-        "TeddyBear": "Bed ArmChair",
-        "Watch": "Drawer SideTable Desk Shelf Dresser Safe",
-        "DeskLamp": "Desk SideTable Dresser",
-    },
-    "bathroom": {
-        "Candle": "CounterTop Toilet Cabinet Drawer Shelf",
-        "Cloth": "BathtubBasin CounterTop Cabinet Drawer SinkBasin Shelf",
-        "HandTowel": "HandTowelHolder CounterTop",
-        "SoapBar": "CounterTop SinkBasin Toilet BathtubBasin Cabinet Drawer GarbageCan",
-        "SoapBottle": "CounterTop Toilet Cabinet Shelf GarbageCan Drawer",
-        "SprayBottle": "CounterTop Toilet Cabinet GarbageCan Shelf",
-        "TissueBox": "CounterTop Shelf Drawer Cabinet Toilet",
-        "ToiletPaper": "ToiletPaperHanger Toilet CounterTop Cabinet Drawer GarbageCan Shelf",
-        "Towel": "TowelHolder CounterTop",
-    },
-}
-_FOOD, _DISHES = "Apple Egg Potato Tomato", "Bowl Cup Mug Pan Plate Pot"
-_CUTLERY = "ButterKnife Fork Knife Ladle Spatula Spoon"
-TRAITS = {
-    "cleanable": f"{_FOOD} {_DISHES} {_CUTLERY} Cloth DishSponge Kettle Lettuce SoapBar",
-    "heatable": f"{_FOOD} Bread Cup Mug Plate",
-    "coolable": f"{_FOOD} {_DISHES} Bread Lettuce WineBottle",
-    "sliceable": f"{_FOOD} Bread Lettuce",
-    "toggleable": "DeskLamp FloorLamp",
-    "isReceptacleObject": f"{_DISHES} Box",
-}
-TRAITS = {trait: set(kinds.split()) for trait, kinds in TRAITS.items()}
+TABLES = Path(__file__).with_name("alfworld_rooms.json")
+HOUSE = json.loads(TABLES.read_text(encoding="utf-8"))
+ROOMS = HOUSE["rooms"]  # kind -> first number - 1, its receptacles with the fewest and the most of each
+PLACES = HOUSE["places"]  # kind of room -> object: where it may lie, the likeliest place first
+TRAITS = {trait: set(kinds.split()) for trait, kinds in HOUSE["traits"].items()}
+OPENABLE = HOUSE["openable"]  # receptacle -> the share that can be opened
 FIXED = TRAITS["toggleable"]
-OPENABLE = {"Cabinet": 0.85, "Drawer": 0.85, "Fridge": 1, "Microwave": 1, "Safe": 1}  # the share that can be opened
 
 
 class Task(NamedTuple):
@@ -169,7 +79,7 @@ class Layout(NamedTuple):
 
 def layout(seed: int, room: str, index: int) -> Layout:
     """The receptacles of one kind of room's layout 1 to 30."""
-    first, receptacles = ROOMS[room]
+    first, receptacles = ROOMS[room].values()
     rng = random.Random(f"alfworld-{seed}-{room}-{index}")
     made = Layout(first + index, {}, {}, set())
     words = receptacles.split()
@@ -342,11 +252,11 @@ def write(folder: Path, seed: int, train: int, full: bool = False) -> Path:
 
 
 def stamp() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    return hashlib.sha256(Path(__file__).read_bytes() + TABLES.read_bytes()).hexdigest()
 
 
 def ensure(seed: int = 0, where: Path | None = None) -> Path:
-    """The folder of the default games, made on first use and again when this file has changed."""
+    """The folder of the default games, made on first use and again when this file or its tables have changed."""
     folder = (where or GENERATED) / f"alfworld-{seed}"
     made_by = folder / "made_by"
     if not made_by.exists() or made_by.read_text().strip() != stamp():

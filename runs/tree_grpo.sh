@@ -14,8 +14,8 @@ case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac
 . "$(dirname "$0")/common.sh"
 plain=("${common[@]}") runs=()
 case $ENV in
-    webshop) tokens=1000000 env_steps=40000 rl=() ;;
-    alfworld) tokens=1000000 env_steps=60000 rl=() ;;
+    webshop) tokens=400000 env_steps=6000 rl=() ;;
+    alfworld) tokens=1000000 env_steps=20000 rl=() ;;
     frozenlake) tokens=100000 env_steps=20000 rl=(--entropy 0.02 --every 2) ;;
 esac
 
@@ -51,12 +51,16 @@ for ((seed = 0; seed < SEEDS; seed++)); do  # the main comparison of all seeds c
     search --method greedy sample qlass -M 2 4 6
     learn tree_grpo tree_grpo "${rl[@]}"                                # (2, 2, 1)
     learn tree_grpo grpo --rounds 0 -M 4 "${rl[@]}"                     # chains at the same nominal budget
-    learn eto eto
-    learn eto eto-siblings --pairs siblings
+    learn eto eto --tasks 30
+    learn eto eto-siblings --pairs siblings --tasks 30
     stage -m experiments.self_train "${common[@]}" --run "$RUN" --method rft
     agent rft
+done
+for ((seed = 0; seed < SEEDS; seed++)); do  # does a QNet of the new agent's own trees serve it better?
+    begin $seed
     own_qnet tree_grpo
     own_qnet grpo
+    own_qnet eto-siblings
 done
 for ((seed = 0; seed < SEEDS; seed++)); do  # which advantage, and does a tree gain more where the budget a task is small?
     begin $seed

@@ -19,6 +19,7 @@ import build_trees
 import envs
 from environments.sciworld import expert as sciworld_expert
 from environments.sciworld import simulator as sciworld
+from environments.sciworld import tasks
 from qlass.chat import Rendering
 from qlass.driver import Candidate
 
@@ -53,15 +54,15 @@ def play(env, task_id, actions):
     ],
 )
 def test_names_of_older_versions(old, new):
-    assert sciworld.task_name(old) == new
+    assert tasks.task_name(old) == new
 
 
 def test_splits_are_the_packages_and_disjoint():
     env = envs.make("sciworld", balanced=False, simulators=1)
     ids = {split: env.split_ids(split) for split in ("train", "val", "test_seen", "test_unseen", "all")}
     assert len(set(ids["all"])) == len(ids["all"]) == sum(len(ids[split]) for split in ids if split != "all")
-    assert len({task.split("/")[1] for task in sciworld.task_ids("eto")["all"]}) == 24
-    assert {task.split("/")[1] for task in sciworld.task_ids("task-1-boil,melt")["all"]} == {"boil", "melt"}
+    assert len({task.split("/")[1] for task in tasks.task_ids("eto")["all"]}) == 24
+    assert {task.split("/")[1] for task in tasks.task_ids("task-1-boil,melt")["all"]} == {"boil", "melt"}
     assert 0.05 < len(ids["val"]) / (len(ids["val"]) + len(ids["train"])) < 0.15
     simulator = sciworld.simulators().nearest(sciworld.Task("boil", 0), ())
     for name in ("identify-life-stages-2", "power-component", "chemistry-mix", "lifespan-longest-lived"):
@@ -74,7 +75,7 @@ def test_splits_are_the_packages_and_disjoint():
 
 
 def test_balanced_splits_hold_some_variations_of_every_task(env):
-    whole, balanced = sciworld.task_ids("eto", balanced=False), sciworld.task_ids("eto")
+    whole, balanced = tasks.task_ids("eto", balanced=False), tasks.task_ids("eto")
     for split, most in {"train": 60, "val": 10, "test_seen": 10, "test_unseen": 10}.items():
         assert set(balanced[split]) <= set(whole[split])
         counts = {kind: [0, 0] for kind in map(env.task_type, whole[split])}
@@ -190,7 +191,7 @@ def test_the_step_limit_pays_the_best_score_and_eto_has_its_own_limits():
     env = envs.make("sciworld", max_steps="eto", simulators=1)
     turns = play(env, "train/lifespan-longest-lived/0", ["look around"] * 10)
     assert [turn[3] for turn in turns] == [False] * 9 + [True]
-    assert sciworld.eto_steps(sciworld.Task("boil", 0)) == 100
+    assert tasks.eto_steps(sciworld.Task("boil", 0)) == 100
 
 
 def test_a_finished_episode_can_be_followed_by_another(env):
@@ -448,7 +449,7 @@ def test_trees_are_the_same_though_simulators_die_in_the_middle(tmp_path, monkey
         return found
 
     monkeypatch.setattr("build_trees.load_agent", lambda args: Rule)
-    monkeypatch.setattr(sciworld, "task_ids", lambda *_: {"train": [task]})
+    monkeypatch.setattr(tasks, "task_ids", lambda *_: {"train": [task]})
     plain_ask, made = sciworld.Simulators.ask, []
     monkeypatch.setattr(sciworld.Simulators, "ask", ask)
     for kills in (0, 3):

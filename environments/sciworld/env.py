@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from environments import UserError
 from envs import UNSET, TextEnv
 
-from . import expert, simulator
+from . import expert, simulator, tasks
 
 
 class SciWorldEnv(TextEnv):
@@ -65,7 +65,7 @@ class SciWorldEnv(TextEnv):
         self.pool.size = simulators
 
     def split_ids(self, split: str) -> list[str]:
-        if split not in (ids := simulator.task_ids(self.tasks, self.balanced)):
+        if split not in (ids := tasks.task_ids(self.tasks, self.balanced)):
             raise UserError(f"sciworld: unknown split {split!r}: choose one of {', '.join(ids)}")
         return ids[split]
 
@@ -75,7 +75,7 @@ class SciWorldEnv(TextEnv):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
         task_id = (options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("train")))
-        self.task = simulator.find_task(task_id, self.simplifications)
+        self.task = tasks.find_task(task_id, self.simplifications)
         self.task_id, self.played, self.recent, self.best, self.steps = task_id, (), (), 0.0, 0
         self.pool.players.add(self)
         description = self.pool.description(self.task)
@@ -85,7 +85,7 @@ class SciWorldEnv(TextEnv):
         turn, self.played = self.pool.step(self.task, self.played, action)
         self.recent = (*self.recent, (action, turn.observation))[-3:]
         self.best, self.steps = max(self.best, turn.score), self.steps + 1
-        limit = simulator.eto_steps(self.task) if self.max_steps == "eto" else self.max_steps
+        limit = tasks.eto_steps(self.task) if self.max_steps == "eto" else self.max_steps
         truncated = not turn.over and limit is not None and self.steps >= limit
         reward = self.best if turn.over or truncated else 0.0
         return turn.observation, reward, turn.over, truncated, self._info(turn.observation, turn.score)
@@ -111,7 +111,7 @@ class SciWorldEnv(TextEnv):
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         """The simulator's own solution, shortened: omniscient. It goes where things are and focuses on what is right
         without having seen either, so a clone can imitate its ways, not its choices."""
-        for action in expert.expert_plan(simulator.find_task(task_id, self.simplifications)):
+        for action in expert.expert_plan(tasks.find_task(task_id, self.simplifications)):
             yield expert.thought(action), action
 
     def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:

@@ -1,7 +1,7 @@
-"""ScienceWorld: the simulator of the `scienceworld` package behind `sciworld_env.py`.
+"""ScienceWorld: the simulator of the `scienceworld` package, and a pool of them.
 
-    Task, task_ids, find_task     30 tasks x variations in splits
-    Simulator, Simulators         JVMs that are brought to any point of an episode by replay, and end with this process
+    Simulator      a JVM that is brought to any point of an episode by replay, and ends with this process
+    Simulators     several, as a cache of states
 
 The simulator can't save its state, but it is deterministic, so a state is (task, actions so far): it is reached again
 by loading the task and replaying the actions.
@@ -12,11 +12,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import hashlib
 import json
 import logging
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -27,88 +25,11 @@ from typing import Any, NamedTuple
 
 from environments import UserError
 
-# Steps that ETO grants (its data/sciworld/max_steps.json). It leaves six tasks out: those get the largest.
-ETO_STEPS = {
-    "boil": 100, "change-the-state-of-matter-of": 80, "freeze": 80, "melt": 80,
-    "measure-melting-point-known-substance": 120, "use-thermometer": 30,
-    "power-component": 20, "power-component-renewable-vs-nonrenewable-energy": 30,
-    "test-conductivity": 30, "test-conductivity-of-unknown-substances": 30,
-    "find-animal": 15, "find-living-thing": 15, "find-non-living-thing": 15, "find-plant": 15,
-    "grow-fruit": 60, "grow-plant": 30, "chemistry-mix": 60,
-    "chemistry-mix-paint-secondary-color": 15, "chemistry-mix-paint-tertiary-color": 30,
-    "lifespan-longest-lived": 10, "lifespan-longest-lived-then-shortest-lived": 12, "lifespan-shortest-lived": 10,
-    "identify-life-stages-1": 30, "identify-life-stages-2": 30,
-}  # fmt: skip
 
-
-# Variations of a task in each split, at most; ten to test with is ETO's number.
-MOST = {"train": 60, "val": 10, "test_seen": 10, "test_unseen": 10}
-USED = (0, 2, 4)  # the places of those in each test split that were played while settings were chosen
-
-
-# --------------------------------------------------------------------------------------------------------------- tasks
 class Task(NamedTuple):
     name: str
     variation: int
     simplifications: str = "easy"
-
-
-def eto_steps(task: Task) -> int:
-    return ETO_STEPS.get(task.name, max(ETO_STEPS.values()))
-
-
-def task_name(name: str) -> str:
-    """The name since version 1.1 of the package: "task-2a-test-conductivity" is "test-conductivity" now, as in ETO's
-    files, "task-9-mendellian-genetics-(known-plant)" is "mendelian-genetics-known-plant"."""
-    return re.sub(r"^task-\w+?-|[()]", "", name.strip().lower()).replace("mendellian", "mendelian")
-
-
-def split_of(name: str, variation: int, variations: int) -> str:
-    """The package's splits, by quarters of a task's variations: two for training, the third ("dev"; ETO: test seen),
-    the rest ("test"; ETO: test unseen). A tenth of the training variations is held out by hash, as "val"."""
-    quarter = max(1, variations // 4)
-    if variation >= 3 * quarter:
-        return "test_unseen"
-    if variation >= 2 * quarter:
-        return "test_seen"
-    return "val" if hashlib.blake2b(f"{name}/{variation}".encode()).digest()[0] < 26 else "train"
-
-
-@functools.cache
-def task_ids(which: str = "all", balanced: bool = True) -> dict[str, list[str]]:
-    """Split -> task ids `split/name/variation` of "all" tasks, of ETO's ("eto"), or of the named.
-
-    balanced: at most MOST variations of a task in a split, so that no task outweighs the others: unbalanced, a third
-    of ETO's are about conductivity. USED variations are in neither test split.
-    """
-    counts = simulators().variations
-    names = {"all": list(counts), "eto": list(ETO_STEPS)}.get(which) or [task_name(n) for n in which.split(",")]
-    if unknown := [name for name in names if name not in counts]:
-        raise UserError(f"sciworld: unknown task {unknown[0]!r}: choose of {', '.join(counts)}")
-    ids: dict[str, list[str]] = {split: [] for split in MOST}
-    for name in names:
-        for split, most in MOST.items():
-            members = [v for v in range(counts[name]) if split_of(name, v, counts[name]) == split]
-            if split.startswith("test"):
-                members = [v for i, v in enumerate(members) if i not in USED]
-            if balanced and len(members) > most:
-                members = random.Random(f"{split}/{name}").sample(members, most)
-            ids[split] += [f"{split}/{name}/{v}" for v in members]
-    return ids | {"test": ids["test_unseen"], "all": [task_id for split in MOST for task_id in ids[split]]}
-
-
-def find_task(task_id: str, simplifications: str) -> Task:
-    """Task of an id; its name may be the one that older versions of the package used."""
-    match = re.fullmatch(r"(\w+)/(.+)/(\d+)", task_id)
-    counts = simulators().variations
-    if not match or task_name(match[2]) not in counts:
-        raise UserError(f"sciworld: unknown task {task_id!r}: write SPLIT/NAME/VARIATION, e.g. test_unseen/boil/21")
-    split, name, variation = match[1], task_name(match[2]), int(match[3])
-    if variation >= counts[name]:
-        raise UserError(f"sciworld: {name} has variations 0 to {counts[name] - 1}, not {variation}")
-    if split != (right := split_of(name, variation, counts[name])):
-        raise UserError(f"sciworld: {name} {variation} is in {right}, not in {split}: write {right}/{name}/{variation}")
-    return Task(name, variation, simplifications)
 
 
 # ---------------------------------------------------------------------------------------------------------- simulators
