@@ -78,8 +78,15 @@ def openings(path: Path) -> list[str]:
 
 
 def cloned_from(checkpoint: Path) -> Path | None:
-    """The demonstrations that a checkpoint was trained on, if its metadata name a file that is there."""
-    checkpoint = checkpoint if checkpoint.name else checkpoint.absolute()
-    made = read_meta(checkpoint).get("arguments", {})
-    found = located(made, "expert", checkpoint) if is_text(made.get("expert")) else None
-    return found if found and found.is_file() else None
+    """The demonstrations that a checkpoint, or the one that it was trained from, was cloned from; None: no such file."""
+    for _ in range(10):  # of a chain of checkpoints, each trained from the next
+        checkpoint = checkpoint if checkpoint.name else checkpoint.absolute()
+        made = read_meta(checkpoint).get("arguments", {})
+        if is_text(made.get("expert")):
+            found = located(made, "expert", checkpoint)
+            return found if found and found.is_file() else None
+        before = located(made, "sft", checkpoint) if is_text(made.get("sft")) else None
+        if before is None:
+            return None
+        checkpoint = before
+    return None

@@ -9,7 +9,7 @@ give the same interval, whatever the order of their lines.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,12 +20,22 @@ BLOCK = 2_000_000  # indices sampled at a time: bounds the memory, and with it t
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `n` tasks with its 95 % interval; the interval is NaN where there are fewer than two tasks."""
+    """A mean over `n` tasks with its 95 % interval; the interval is NaN where there are fewer than two tasks.
+
+    p: two-sided, of a mean of 0: twice the share of the resampled means on its other side.
+    """
 
     mean: float
     low: float
     high: float
     n: int
+    p: float = float("nan")
+
+    @classmethod
+    def of(cls, mean: float, resampled: np.ndarray, n: int, level: float = 0.95) -> Estimate:
+        low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
+        tail = min(np.sum(resampled <= 0), np.sum(resampled >= 0))
+        return cls(float(mean), float(low), float(high), n, float(min(1, 2 * (tail + 1) / (len(resampled) + 1))))
 
     @property
     def covers_zero(self) -> bool:
@@ -48,8 +58,7 @@ def bootstrap(values: Iterable[float], resamples: int = 10_000, level: float = 0
     for start in range(0, resamples, step):
         stop = min(start + step, resamples)
         means[start:stop] = sample[rng.integers(n, size=(stop - start, n))].mean(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Estimate(float(sample.mean()), float(low), float(high), n)
+    return Estimate.of(sample.mean(), means, n, level)
 
 
 def interval(values: Mapping[tuple[Hashable, Hashable], float], resamples: int = 10_000, seed: int = 0) -> Estimate:
@@ -68,9 +77,7 @@ def interval(values: Mapping[tuple[Hashable, Hashable], float], resamples: int =
     rng = np.random.default_rng(seed)
     w_seed = rng.multinomial(n_seeds, np.full(n_seeds, 1 / n_seeds), resamples)
     w_task = rng.multinomial(n_tasks, np.full(n_tasks, 1 / n_tasks), resamples)
-    means = ((w_seed @ matrix) * w_task).sum(1) / matrix.size
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Estimate(float(matrix.mean()), float(low), float(high), n_tasks)
+    return Estimate.of(matrix.mean(), ((w_seed @ matrix) * w_task).sum(1) / matrix.size, n_tasks)
 
 
 def by_task(values: Mapping[tuple[Hashable, Hashable], float]) -> dict[Hashable, float]:
@@ -94,6 +101,16 @@ def paired_difference(
         return interval({pair: a[pair] - b[pair] for pair in pairs}, **options)
     left, right = by_task(a), by_task(b)
     return bootstrap([left[task] - right[task] for task in left.keys() & right.keys()], **options)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p values adjusted for as many tests as there are (Holm 1979)."""
+    order = np.argsort(p, kind="stable")
+    adjusted, worst = np.empty(len(p)), 0.0
+    for place, i in enumerate(order):
+        worst = max(worst, min(1.0, (len(p) - place) * p[i]))
+        adjusted[i] = worst
+    return adjusted.tolist()
 
 
 def ranks(values: ArrayLike) -> np.ndarray:

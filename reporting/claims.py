@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from qlass.stats import Estimate, paired_difference
+from qlass.stats import Estimate, holm, paired_difference
 from reporting.results import Condition, Group
 
 NOTE = (
-    "By the paired difference over the tasks and seeds that both have: reproduced where its 95 % interval lies above 0 "
-    "(“level with” allows 0.02 less), not reproduced where it lies below, else undecided. Equal tokens: the best-of-N "
-    "nearest in total tokens, which are named. The interval is over seeds (trainings) and tasks; with fewer than three "
-    "seeds it is over tasks, and the verdict holds for these models: another training may give another."
+    "By the paired difference over the tasks and seeds that both have, with its 95 % interval: reproduced where it is"
+    " above 0 (“level with” allows 0.02 less), not reproduced where it is below, either with p below .05 after "
+    "correction for all comparisons here (Holm); else undecided. Equal tokens: the best-of-N nearest in total tokens,"
+    " which are named. The interval is over seeds (trainings) and tasks; with fewer than three seeds it is over "
+    "tasks, and the verdict holds for these models: another training may give another."
 )
 LEVEL = 0.02  # of the reward: who is less than this below is level
 TARGETS = {"avg": "averaged rewards", "reward": "plain final rewards"}
@@ -27,24 +28,22 @@ class Claim:
     comparisons: list[tuple[str, Group, Group]]
     margin: float = 0.0
 
-    def sentence(self) -> str:
-        """ "QLASS above ...: reproduced (M=2: +0.085 [+0.068, +0.101]; ...), undecided (...)"; "" if not tested."""
-        found: dict[str, list[str]] = {"reproduced": [], "undecided": [], "not reproduced": []}
+    def tests(self) -> Iterator[tuple[str, Estimate, float]]:
+        """What can be tested: in words, the difference, and p of its being -margin."""
         for setting, a, b in self.comparisons:
-            difference = paired_difference(a.values("reward"), b.values("reward"))
+            first, second = a.values("reward"), b.values("reward")
+            difference = paired_difference(first, second)
             if difference.n:
                 seeds = {seed for _, seed in a.results.keys() & b.results.keys()}
                 alone = "" if len(seeds) >= 3 else ", for these models"
-                found[verdict(difference, self.margin)].append(f"{setting}: {difference:+}{alone}")
-        told = [f"{name} ({'; '.join(some)})" for name, some in found.items() if some]
-        return f"{self.text}: {', '.join(told)}" if told else ""
+                lifted = {key: value + self.margin for key, value in first.items()}
+                p = paired_difference(lifted, second).p
+                yield f"{setting}: {difference:+}{alone}", difference, 1.0 if math.isnan(p) else p
 
 
-def verdict(difference: Estimate, margin: float) -> str:
-    """Of the claim that the difference is above -margin."""
-    if difference.low > -margin:
-        return "reproduced"
-    return "not reproduced" if difference.high < -margin else "undecided"  # NaN: nothing is known
+def verdict(mean: float, p: float) -> str:
+    """Of the claim that a difference, margin added, is above 0."""
+    return "undecided" if p >= 0.05 else "reproduced" if mean > 0 else "not reproduced"
 
 
 def nearest(a: Group, others: Sequence[Group]) -> Group:
@@ -93,9 +92,21 @@ def where(condition: Condition) -> str:
 
 
 def sentences(groups: Sequence[Group]) -> list[str]:
-    """One for each environment and claim that the results can tell about."""
-    found = []
-    for env in dict.fromkeys(g.condition.env for g in groups):
-        told = [claim.sentence() for claim in claims([g for g in groups if g.condition.env == env])]
-        found += [f"{env}: {sentence}." for sentence in told if sentence]
-    return found
+    """ "webshop: QLASS above ...: reproduced (M=2: +0.085 [+0.068, +0.101]; ...), undecided (...)."
+
+    One for each environment and claim that the results can tell about.
+    """
+    tests = [
+        (f"{env}: {claim.text}", claim.margin, *test)
+        for env in dict.fromkeys(g.condition.env for g in groups)
+        for claim in claims([g for g in groups if g.condition.env == env])
+        for test in claim.tests()
+    ]
+    found: dict[str, dict[str, list[str]]] = {}
+    for (text, margin, said, difference, _), p in zip(tests, holm([test[-1] for test in tests]), strict=True):
+        sorted_by = found.setdefault(text, {"reproduced": [], "undecided": [], "not reproduced": []})
+        sorted_by[verdict(difference.mean + margin, p)].append(said)
+    return [
+        f"{text}: " + ", ".join(f"{name} ({'; '.join(some)})" for name, some in verdicts.items() if some) + "."
+        for text, verdicts in found.items()
+    ]

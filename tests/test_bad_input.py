@@ -582,6 +582,21 @@ def test_demonstrations_without_ids_are_known_by_their_words(tmp_path, capsys):
     assert found is None and "can't be told: learned.jsonl has no task ids, and none of its texts" in told
 
 
+def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
+    def made(name: str, **arguments) -> Path:
+        (tmp_path / f"{name}.meta.json").write_text(json.dumps({"arguments": arguments}))
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    expert = tmp_path / "expert.jsonl"
+    expert.write_text("")
+    cloned = made("sft", expert=str(expert))
+    better = made("sft-eto", sft=str(cloned))
+    assert cloned_from(made("sft-grpo", sft=str(better))) == expert
+    assert cloned_from(made("circle", sft=str(tmp_path / "circle"))) is None
+    assert cloned_from(made("alone", sft=None)) is None
+
+
 def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world, capsys):
     """Never a silent 0: no metadata, an environment whose ids mean other tasks, a file that is gone."""
     sft = tmp_path / "sft"

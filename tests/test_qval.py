@@ -28,7 +28,7 @@ from experiments.qval.scorers import SCORERS, Call, Context, answer, available, 
 from qlass.chat import Rendering, State, parse_action, react
 from qlass.driver import Score
 from qlass.policy import Policy
-from qlass.stats import bootstrap, by_task
+from qlass.stats import bootstrap, by_task, holm
 
 RENDERING = Rendering()
 
@@ -273,7 +273,7 @@ def test_ceilings():
 
 
 def test_holm_and_sign_flips():
-    assert metrics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert metrics.sign_flip([1.0] * 3) == pytest.approx(2 / 8, abs=0.02)  # all signs alike: two of eight
     assert metrics.sign_flip([0.0, 0.0]) == 1 and metrics.sign_flip([0.1] * 20) < 0.001
 

@@ -150,16 +150,6 @@ def sign_flip(differences: Sequence[float], draws: int = 10_000, seed: int = 0) 
     return float((1 + np.sum(np.abs(signs @ d) >= abs(d.sum()) - 1e-12)) / (1 + draws))
 
 
-def holm(p: Sequence[float]) -> list[float]:
-    """p values adjusted for as many tests as there are (Holm 1979)."""
-    order = np.argsort(p, kind="stable")
-    adjusted, worst = np.empty(len(p)), 0.0
-    for place, i in enumerate(order):
-        worst = max(worst, min(1.0, (len(p) - place) * p[i]))
-        adjusted[i] = worst
-    return adjusted.tolist()
-
-
 def as_ranks(scores: Sequence[float | None]) -> list[float | None]:
     """1 for the highest; equal scores share their mean rank, as far as there is a score."""
     known = [s for s in scores if s is not None]

@@ -23,7 +23,7 @@ from experiments.qval import labels as reference_labels
 from experiments.qval.metrics import Alignment, alignment, as_ranks
 from experiments.qval.points import Point
 from qlass.jsonl import replacing
-from qlass.stats import Estimate, bootstrap, by_task, spearman
+from qlass.stats import Estimate, bootstrap, by_task, holm, spearman
 from reporting.figures import SERIES, STYLE, save
 
 FAMILIES = downstream.FAMILIES
@@ -145,7 +145,7 @@ class Study:
             both = some.keys() & base.keys()
             if name != self.against and both:
                 found[name] = list(by_task({k: some[k] - base[k] for k in both}).values())
-        p = metrics.holm([metrics.sign_flip(values) for values in found.values()])
+        p = holm([metrics.sign_flip(values) for values in found.values()])
         return {name: (bootstrap(values), q) for (name, values), q in zip(found.items(), p, strict=True)}
 
 
