@@ -78,7 +78,7 @@ def openings(path: Path) -> list[str]:
 
 
 def cloned_from(checkpoint: Path) -> Path | None:
-    """The demonstrations that a checkpoint, or the one that it was trained from, was cloned from; None: no such file."""
+    """The demonstrations that a checkpoint, or the one it was trained from, was cloned from; None: no such file."""
     for _ in range(10):  # of a chain of checkpoints, each trained from the next
         checkpoint = checkpoint if checkpoint.name else checkpoint.absolute()
         made = read_meta(checkpoint).get("arguments", {})

@@ -26,7 +26,7 @@ import train_qnet
 from data import make_alfworld
 from environments import UserError
 from environments.alfworld.env import ALFWorldEnv
-from environments.webshop import engine
+from environments.webshop import catalogue, engine
 from environments.webshop.env import WebShopEnv
 from qlass import metadata, stage
 from qlass.chat import Rendering
@@ -358,11 +358,11 @@ def small_shop(folder: Path) -> None:
 
     whole = make_webshop.ensure(0)
     folder.mkdir()
-    items = engine.read_json(whole / "items_shuffle.json")[:6]
+    items = catalogue.read_json(whole / "items_shuffle.json")[:6]
     own = {item["asin"] for item in items}
     (folder / "items_shuffle.json").write_text(json.dumps(items))
     for stem in ("items_ins_v2", "items_human_ins"):
-        said = {asin: record for asin, record in engine.read_json(engine_file(whole, stem)).items() if asin in own}
+        said = {asin: record for asin, record in catalogue.read_json(engine_file(whole, stem)).items() if asin in own}
         (folder / f"{stem}.json").write_text(json.dumps(said))
 
 
