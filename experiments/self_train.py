@@ -173,6 +173,7 @@ def main(argv: list[str] | None = None) -> None:
     merged, out = args.run / f"self_train-{args.name}.jsonl", args.run / f"sft-{args.name}"
     write_jsonl(merged, expert + new)
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new)}
+    figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
     figures["mean_reward"] = sum(line["reward"] for line in lines) / max(1, len(lines))
     write_meta(merged, args, [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
     print(

@@ -29,45 +29,62 @@ def record(path: str | Path | None) -> dict:
     return read_meta(path) if path else {}
 
 
+def argument(made: dict, name: str) -> str | None:
+    return made.get("arguments", {}).get(name)
+
+
 def training_tokens(group: Group) -> float:
     """What was spent on the agent after cloning, and on QNet and its trees where the method asks for Q."""
     total, files = 0.0, {result.where[0] for result in group.results.values()}  # a file a seed
     for results in files:
-        asked = record(results).get("arguments", {})
-        agent = record(asked.get("sft"))
+        made = record(results)
+        agent = record(argument(made, "sft"))
+        played = record(argument(agent, "expert"))  # by self_train: cloned anew, from what it kept
+        trees = {argument(played, "trees"), argument(record(argument(agent, "labels")), "trees")}
         total += LEARNED * agent.get("last", {}).get("tokens", 0)
+        if "kept" in played:
+            total += TRAINED * agent.get("tokens", 0) + played.get("tokens", 0)
         if group.condition.method == "qlass" or group.condition.select == "q":
-            qnet = record(asked.get("qnet"))
-            labels = record(qnet.get("arguments", {}).get("labels"))
-            trees = record(labels.get("arguments", {}).get("trees"))
-            total += TRAINED * qnet.get("tokens", 0) + (trees.get("tokens") or 0)
+            qnet = record(argument(made, "qnet"))
+            trees.add(argument(record(argument(qnet, "labels")), "trees"))
+            total += TRAINED * qnet.get("tokens", 0)
+        total += sum(record(path).get("tokens") or 0 for path in trees)
     return total / max(1, len(files))
 
 
-def frontier(groups: Sequence[Group]) -> Figure | None:
-    """Mean reward against the tokens of training and of playing 100, 1,000 and 10,000 tasks; the best joined.
+def agent_of(label: str) -> tuple[str, bool]:
+    """The agent that a label names, and whether QNet is of another one's trees."""
+    agent, _, net = (label or "cloned").partition(", ")
+    return (agent, net == "old QNet") if net in ("old QNet", "own QNet") else (label or "cloned", False)
 
-    None where no agent was trained after cloning.
+
+def frontier(groups: Sequence[Group]) -> Figure | None:
+    """Mean reward against the tokens of training and of playing 100, 1,000 and 10,000 tasks, the best joined by steps.
+
+    A line an agent, from greedy over QLASS with more and more candidates; hollow where QNet is of the cloned agent's
+    trees, not of its own. None where no agent was trained after cloning.
     """
-    plain = [g for g in groups if g.condition.method in ("greedy", "sample", "qlass") and not g.condition.oracle]
-    cost = {id(g): training_tokens(g) for g in plain}
-    learned = [g for g in plain if cost[id(g)] and g.condition.method != "qlass"]
-    if not learned:
+    lines: dict[tuple[str, bool], list[Group]] = {}
+    for group in groups:
+        if group.condition.method == "qlass" and (group.condition.N or 1) == 1 and not group.condition.oracle:
+            lines.setdefault(agent_of(group.condition.label), []).append(group)
+    starts = {agent_of(g.condition.label)[0]: g for g in groups if g.condition.method == "greedy"}
+    lines = {key: [starts[key[0]], *some] for key, some in lines.items() if key[0] in starts}
+    cost = {id(g): training_tokens(g) for some in lines.values() for g in some}
+    if not any(cost[id(g)] for g in starts.values() if id(g) in cost):
         return None
-    labels = list(dict.fromkeys(g.condition.label for g in plain))
+    agents = list(dict.fromkeys(agent for agent, _ in lines))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.4), layout="constrained")
         for axes, tasks in zip(figure.subplots(1, len(TASKS), sharey=True), TASKS, strict=True):
-            points = [(cost[id(g)] + tasks * g.mean("total"), g.reward.mean, g) for g in plain]
-            for x, y, g in points:
-                i = labels.index(g.condition.label)
-                look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)]}
-                name = g.condition.label or "cloned"
-                axes.plot([x], [y], label=name if g.condition.method == "greedy" else None, linestyle="", **look)
-                said = g.condition.budget or g.condition.method
-                axes.annotate(said, (x, y), (4, 4), textcoords="offset points", fontsize=7, color=look["color"])
-            best = pareto([(x, y) for x, y, _ in points])
-            axes.step(*zip(*best, strict=True), where="post", color=SERIES[0], alpha=0.3)
+            points = []
+            for (agent, old), some in lines.items():
+                i = agents.index(agent)
+                look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "linewidth": 0.8}
+                xy = [(cost[id(g)] + tasks * g.mean("total"), g.reward.mean) for g in some]
+                axes.plot(*zip(*xy, strict=True), label=agent, markerfacecolor="white" if old else None, **look)
+                points += xy
+            axes.step(*zip(*pareto(points), strict=True), where="post", color="black", alpha=0.15, linewidth=4)
             axes.set_xscale("log")
             axes.set_title(f"{tasks:,} tasks", loc="left", fontsize=10)
             axes.set_xlabel("tokens in all")

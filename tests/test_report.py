@@ -479,21 +479,31 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
     greedy, searched = (next(r for r in rows if r["method"] == m) for m in ("greedy", "qlass"))
     files = {
         "results": [greedy, searched],
-        "results-rl": [greedy | {"label": "rl", "reward": 0.9}, searched | {"label": "rl"}],
+        "results-rl": [greedy | {"label": "rl", "reward": 0.9}],
+        "results-rl-old": [searched | {"label": "rl, old QNet"}],
+        "results-again": [greedy | {"label": "again"}],
     }
     for name, lines in files.items():
         Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     metas = {
         "results": {"arguments": {"sft": "sft", "qnet": "qnet"}}, "sft": {},
-        "results-rl": {"arguments": {"sft": "sft-rl", "qnet": "qnet"}}, "sft-rl": {"last": {"tokens": 1000}},
+        "results-rl": {"arguments": {"sft": "sft-rl"}}, "sft-rl": {"last": {"tokens": 1000}},
+        "results-rl-old": {"arguments": {"sft": "sft-rl", "qnet": "qnet"}},
+        "results-again": {"arguments": {"sft": "sft-again"}},
+        "sft-again": {"tokens": 50, "arguments": {"expert": "kept.jsonl"}},
+        "kept": {"kept": 3, "tokens": 5, "arguments": {"trees": "trees.jsonl"}},
         "qnet": {"tokens": 100, "arguments": {"labels": "q.jsonl"}}, "q": {"arguments": {"trees": "trees.jsonl"}},
         "trees": {"tokens": 7},
     }  # fmt: skip
     for name, meta in metas.items():
         Path(f"{name}.meta.json").write_text(json.dumps(meta))
-    groups = results.read_results([("", Path("results.jsonl")), ("", Path("results-rl.jsonl"))])
+    groups = results.read_results([("", Path(f"{name}.jsonl")) for name in files])
     cost = {(g.condition.method, g.condition.label): training_tokens(g) for g in groups}
-    assert cost == {("greedy", ""): 0, ("qlass", ""): 307, ("greedy", "rl"): 6000, ("qlass", "rl"): 6307}
-    assert frontier(groups).axes[2].get_title(loc="left") == "10,000 tasks"
+    assert cost == {("greedy", ""): 0, ("qlass", ""): 307, ("greedy", "rl"): 6000, ("qlass", "rl, old QNet"): 6307,
+                    ("greedy", "again"): 162}  # fmt: skip
+    (first, *_) = frontier(groups).axes
+    assert first.get_title(loc="left") == "100 tasks"
+    drawn = {line.get_label(): (len(line.get_xdata()), line.get_markerfacecolor()) for line in first.lines[:-1]}
+    assert set(drawn) == {"cloned", "rl"} and drawn["rl"] == (2, "white") and drawn["cloned"][1] != "white"
     assert frontier([g for g in groups if not g.condition.label]) is None
     assert pareto([(3, 0.5), (1, 0.2), (2, 0.1), (1, 0.3), (4, 0.5)]) == [(1, 0.3), (3, 0.5)]
