@@ -22,7 +22,8 @@ TITLES = {
     "targets": "Process rewards compared (the paper's Fig. 4)",
     "calibration": "Calibration of QNet",
     "learning": "Learning by reward and by preference",
-    "frontier": "Train or search: reward against all tokens, of training and of playing so many tasks",
+    "frontier": "Train or search: reward against all tokens, of training and of playing so many tasks; a line from "
+    "greedy over QLASS with more and more candidates, hollow with the QNet of the cloned agent's trees",
 }
 
 
