@@ -12,6 +12,7 @@ One loop plays all agents: sample M actions, score them, take the best, step; N 
     greedy           1     (temperature 0)
     sample           1
     random           -M    a random number
+    likeliest        -M    the agent's own log pi(a | s): search without a QNet
     qlass            -M    Q (Alg. 4)                                   --select q | oracle
     best_of_n        1                                                  --select q | oracle
     oracle_step      -M    the true value of the next state             an oracle: see TextEnv.optimal_value
@@ -37,11 +38,12 @@ from typing import Any
 import envs
 from environments import UserError
 from qlass import costs
-from qlass.chat import Chat, Rendering, State, distinct, parse_action, react, uniforms
+from qlass.chat import Chat, Rendering, State, action_key, parse_action, react, uniforms
 from qlass.driver import Candidate, Sample, Score, ask, drive
 from qlass.jsonl import complete_results, identity, is_number
 from qlass.leaks import leaked, learned_from
 from qlass.models import add_loading
+from qlass.oracles import by_q_or_reward, by_true_value
 from qlass.paraphrasing import Paraphrased, Server, by_rules
 from qlass.policy import PROMPTED, SAMPLING_FREE, add_sampling, load_agent, rendering_of
 from qlass.stage import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
@@ -61,51 +63,36 @@ Scores = Generator[Any, Any, list[float]]  # yields requests, returns a number f
 class Scorer:
     """What orders the distinct candidates of a state, in which `env` stands."""
 
-    scores: Callable[[envs.TextEnv, State, list[str], tuple], Scores]
+    scores: Callable[[envs.TextEnv, State, list[Candidate], tuple], Scores]
     uses_q: bool = False
     steps_all: bool = False  # it looks at the next state of each
 
 
-def by_q(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+def by_q(env: envs.TextEnv, state: State, candidates: list[Candidate], key: tuple) -> Scores:
     """Q(s, a)."""
-    return (yield Score(state, tuple(candidates)))
+    return (yield Score(state, tuple(candidate.text for candidate in candidates)))
 
 
-def at_random(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+def at_random(env: envs.TextEnv, state: State, candidates: list[Candidate], key: tuple) -> Scores:
     yield from ()
     return list(uniforms(len(candidates), "random", *key))
 
 
-def alike(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+def by_likelihood(env: envs.TextEnv, state: State, candidates: list[Candidate], key: tuple) -> Scores:
+    """log pi(a | s), as it was when a was drawn; of a server that does not tell, the first."""
+    yield from ()
+    return [c.logprob if math.isfinite(c.logprob) else -math.inf for c in candidates]
+
+
+def alike(env: envs.TextEnv, state: State, candidates: list[Candidate], key: tuple) -> Scores:
     """No opinion: the first candidate is taken."""
     yield from ()
     return [math.nan] * len(candidates)
 
 
-def by_true_value(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
-    """The best that can still be reached after each candidate, by an environment that knows."""
-    yield from ()
-    return look_ahead(env, candidates, [None] * len(candidates))
-
-
-def by_q_or_reward(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
-    """Q, but the true reward where a candidate's step ends the episode."""
-    return look_ahead(env, candidates, (yield Score(state, tuple(candidates))))
-
-
-def look_ahead(env: envs.TextEnv, candidates: list[str], otherwise: list[float | None]) -> list[float]:
-    """Step each candidate in the real environment: its reward if that ends the episode, else what is given."""
-    scores, here = [], env.snapshot()
-    for action, score in zip(candidates, otherwise, strict=True):
-        _, reward, terminated, truncated, _ = env.step(parse_action(action))
-        ended = terminated or truncated
-        scores.append(reward if ended else env.optimal_value() if score is None else score)
-        env.restore(here)
-    return scores
-
-
 SCORERS = {
     "random": Scorer(at_random),
+    "likeliest": Scorer(by_likelihood),
     "qlass": Scorer(by_q, uses_q=True),
     "oracle_step": Scorer(by_true_value, steps_all=True),
     "oracle_lookahead": Scorer(by_q_or_reward, uses_q=True, steps_all=True),
@@ -161,13 +148,22 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, renderi
     while not done:  # Alg. 4, line 4
         key = (task_id, trial, len(steps))  # not the method: all have the same luck
         drawn = yield ask(env, state, method.M, key, rendering, temperature)  # Alg. 4, lines 5-6: a ~ pi(a | s)
-        candidates = distinct([candidate.text for candidate in drawn])
+        candidates = distinct(drawn)
         scores = yield from method.scorer.scores(env, state, candidates, key)  # Alg. 4, line 7: Q(s, a)
-        action = candidates[scores.index(max(scores))]  # Alg. 4, line 8: argmax_a
+        action = candidates[scores.index(max(scores))].text  # Alg. 4, line 8: argmax_a
         observation, reward, terminated, truncated, _ = env.step(parse_action(action))  # Alg. 4, line 9
-        steps.append(Step(state, drawn, candidates, scores, action, env.message(observation)))
+        texts = [candidate.text for candidate in candidates]
+        steps.append(Step(state, drawn, texts, scores, action, env.message(observation)))
         state, done = state.then(action, env.message(observation)), terminated or truncated  # Alg. 4, line 10
     return Trajectory(steps, float(reward))
+
+
+def distinct(drawn: list[Candidate]) -> list[Candidate]:
+    """The first of each group whose actions are the same to the environment."""
+    first: dict[str, Candidate] = {}
+    for candidate in drawn:
+        first.setdefault(action_key(candidate.text), candidate)
+    return list(first.values())
 
 
 def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
@@ -235,7 +231,7 @@ def methods(args: argparse.Namespace, env: envs.TextEnv, scorers: dict[str, Scor
             chosen += [Method("oracle"), Method("expert"), *rules, Method("greedy"), Method("sample")]
             chosen += [Method("random", M=max(args.M))]
             chosen += [Method("best_of_n", N=n, select=select) for select in ("q", "oracle") for n in args.M]
-            chosen += [Method("qlass", M=m) for m in args.M]
+            chosen += [Method(search, M=m) for search in ("likeliest", "qlass") for m in args.M]
             if type(env).optimal_value is not envs.TextEnv.optimal_value:
                 chosen.append(Method("oracle_step", M=max(args.M)))
         elif name == "rule":

@@ -65,14 +65,6 @@ def action_key(text: str) -> str:
     return " ".join(parse_action(text).split()).lower()
 
 
-def distinct(actions: list[str]) -> list[str]:
-    """The first of each group of actions that are the same to the environment."""
-    first: dict[str, str] = {}
-    for action in actions:
-        first.setdefault(action_key(action), action)
-    return list(first.values())
-
-
 def uniforms(n: int, *key: Hashable) -> np.ndarray:
     """n numbers in [0, 1) that depend on the key alone: (seed, task, node, candidate), not on what else is running."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()

@@ -12,7 +12,7 @@ from reporting.results import Condition, Group
 NOTE = (
     "By the paired difference over the tasks and seeds that both have, with its 95 % interval: reproduced where it is"
     " above 0 (“level with” allows 0.02 less), not reproduced where it is below, either with p below .05 after "
-    "correction for all comparisons here (Holm); else undecided. Equal tokens: the best-of-N nearest in total tokens,"
+    "correction for all comparisons here (Holm); else undecided. Equal tokens: the rival nearest in total tokens,"
     " which are named. The interval is over seeds (trainings) and tasks; with fewer than three seeds it is over "
     "tasks, and the verdict holds for these models: another training may give another."
 )
@@ -66,6 +66,16 @@ def claims(groups: Sequence[Group]) -> Iterator[Claim]:
             f"QLASS above best-of-N, picked {how}, at equal tokens (Fig. 3)",
             [(f"{cost(a)} against {cost(b)}", a, b) for a, b in pairs],
         )
+    alone = [g for g in plain if g.condition.method == "likeliest"]
+    yield Claim(
+        "QLASS above search by the agent's own log-probability, with as many candidates",
+        [(a.condition.budget, a, b) for a in qlass for b in alone if a.condition.M == b.condition.M],
+    )
+    pairs = [(a, nearest(a, alone)) for a in qlass if alone and a.mean("total") > 0]
+    yield Claim(
+        "QLASS above search by the agent's own log-probability, at equal tokens",
+        [(f"{cost(a)} against {cost(b)}", a, b) for a, b in pairs],
+    )
     for target, name in TARGETS.items():
         pairs = [(a, b) for b in groups if b.condition.target == target for a in groups
                  if a.condition.target == "q" and role(a.condition) == role(b.condition)]  # fmt: skip

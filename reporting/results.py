@@ -34,6 +34,7 @@ METHODS = {  # in the order of the table
     "sample": "SFT sampled",
     "rft": "SFT on best tree paths (RFT)",
     "best_of_n": "best-of-N",
+    "likeliest": "search by the agent's log-probability",
     "qlass": "QLASS",
     "oracle_step": "step scorer by true reward (oracle)",
     "oracle_lookahead": "look-ahead of the released code (oracle)",

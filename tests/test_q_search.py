@@ -1,6 +1,8 @@
 """Algorithm 4 and its baselines on a written world: who takes which path with which Q, and what it costs."""
 
+import dataclasses
 import json
+import math
 
 import pytest
 from fakes import WORLD, FakeEnv, Script, best, dump, path_of, run, say, tiny_backbone, word_chat
@@ -89,6 +91,19 @@ def test_the_agent_alone(name):
     record, path, _ = episode(Method(name), script)
     assert path == ("right", "right", "left") and record["reward"] == 0
     assert record["steps"][0]["candidates"] == [{"action": "Thought: hm\nAction: right", "q": None}]
+
+
+def test_the_likeliest_of_the_drawn_needs_no_qnet():
+    drawn = {"left": -2.0, "right": -0.5}
+
+    def draw(request):
+        return [dataclasses.replace(c, logprob=drawn[parse_action(c.text)]) for c in say("left", "right", "left")]
+
+    record, path, _ = episode(Method("likeliest", M=3), draw)
+    assert path == ("right", "right", "right") and record["tokens"]["scored"] == 0
+    assert [c["q"] for c in record["steps"][0]["candidates"]] == [-2.0, -0.5]
+    drawn = dict.fromkeys(drawn, math.nan)  # a server that does not tell
+    assert episode(Method("likeliest", M=3), draw)[1][0] == "left"
 
 
 def test_random_choice_is_of_the_drawn_and_depends_on_the_task_alone():
@@ -237,7 +252,8 @@ def test_flags_name_methods():
         Method("qlass", 2, 1), Method("qlass", 2, 3, "oracle"), Method("qlass", 4, 1), Method("qlass", 4, 3, "oracle")
     ]  # fmt: skip
     everything = methods("--method", "all")
-    assert [m.M for m in everything if m.name == "qlass"] == [2, 4, 6]
+    for name in ("likeliest", "qlass"):
+        assert [m.M for m in everything if m.name == name] == [2, 4, 6]
     assert [(m.N, m.select) for m in everything if m.name == "best_of_n"] == [
         (2, "q"), (4, "q"), (6, "q"), (2, "oracle"), (4, "oracle"), (6, "oracle")
     ]  # fmt: skip
@@ -268,7 +284,7 @@ ALL = ("--method", "all", "oracle_lookahead", "-M", "2", "3")
 
 def test_every_method_leaves_a_line_for_each_task(search, capsys):
     records = search(*ALL, "--split", "val", "--label", "x")
-    assert len(records) == 15 * 3 and {r["task_id"] for r in records} == {"val0", "val1", "val2"}
+    assert len(records) == 17 * 3 and {r["task_id"] for r in records} == {"val0", "val1", "val2"}
     assert {(r["env"], r["split"], r["label"], r["seed"]) for r in records} == {("fake", "val", "x", 0)}
     rewards = {(r["player"] or r["method"], r["M"], r["N"], r["select"], r["task_id"]): r["reward"] for r in records}
     assert len(rewards) == len(records)
@@ -277,7 +293,7 @@ def test_every_method_leaves_a_line_for_each_task(search, capsys):
         assert rewards["always left", 1, 1, None, task] == 0
         for n in (2, 3):  # of the same trajectories
             assert rewards["best_of_n", 1, n, "oracle", task] >= rewards["best_of_n", 1, n, "q", task]
-    assert capsys.readouterr().out.count("mean reward") == 15
+    assert capsys.readouterr().out.count("mean reward") == 17
 
 
 def test_results_do_not_depend_on_the_batch_or_on_where_a_run_stopped(search, tmp_path, monkeypatch):

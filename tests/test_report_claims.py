@@ -94,6 +94,20 @@ def test_best_of_n_is_the_one_of_nearest_cost(groups):
     assert "not reproduced (M=2 (900 tokens) against N=2 (1,000 tokens): -0.100" in told(some, by_reward)
 
 
+def test_search_by_the_agents_own_log_probability_is_a_rival(groups):
+    some = groups(
+        ("qlass", 0.6, {"M": 4, "tokens": 900}), ("likeliest", 0.5, {"M": 4, "tokens": 500}),
+        ("likeliest", 0.7, {"M": 6, "tokens": 800}),
+    )  # fmt: skip
+    as_many, as_dear = "own log-probability, with as many candidates", "own log-probability, at equal tokens"
+    assert told(some, f"QLASS above search by the agent's {as_many}").endswith(
+        "reproduced (M=4: +0.100 [+0.100, +0.100])."
+    )
+    assert "not reproduced (M=4 (900 tokens) against M=6 (800 tokens)" in told(
+        some, f"QLASS above search by the agent's {as_dear}"
+    )
+
+
 def test_process_rewards_are_compared_within_their_role(groups):
     some = groups(
         ("greedy", 0.3, {}), ("greedy", 0.2, {"label": "self-trained, RFT"}),
