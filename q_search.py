@@ -12,7 +12,7 @@ One loop plays all agents: sample M actions, score them, take the best, step; N 
     greedy           1     (temperature 0)
     sample           1
     random           -M    a random number
-    likeliest        -M    the agent's own log pi(a | s): search without a QNet
+    likeliest        -M    the agent's own log pi(a | s), of the whole text: search without a QNet
     qlass            -M    Q (Alg. 4)                                   --select q | oracle
     best_of_n        1                                                  --select q | oracle
     oracle_step      -M    the true value of the next state             an oracle: see TextEnv.optimal_value
@@ -39,7 +39,7 @@ import envs
 from environments import UserError
 from qlass import costs
 from qlass.chat import Chat, Rendering, State, action_key, parse_action, react, uniforms
-from qlass.driver import Candidate, Sample, Score, ask, drive
+from qlass.driver import Candidate, Likelihood, Sample, Score, ask, drive
 from qlass.jsonl import complete_results, identity, is_number
 from qlass.leaks import leaked, learned_from
 from qlass.models import add_loading
@@ -79,9 +79,8 @@ def at_random(env: envs.TextEnv, state: State, candidates: list[Candidate], key:
 
 
 def by_likelihood(env: envs.TextEnv, state: State, candidates: list[Candidate], key: tuple) -> Scores:
-    """log pi(a | s), as it was when a was drawn; of a server that does not tell, the first."""
-    yield from ()
-    return [c.logprob if math.isfinite(c.logprob) else -math.inf for c in candidates]
+    """log pi(a | s) as if written freely, also where it was drawn among the valid actions."""
+    return (yield Likelihood(state, tuple(candidate.text for candidate in candidates)))
 
 
 def alike(env: envs.TextEnv, state: State, candidates: list[Candidate], key: tuple) -> Scores:
@@ -231,7 +230,8 @@ def methods(args: argparse.Namespace, env: envs.TextEnv, scorers: dict[str, Scor
             chosen += [Method("oracle"), Method("expert"), *rules, Method("greedy"), Method("sample")]
             chosen += [Method("random", M=max(args.M))]
             chosen += [Method("best_of_n", N=n, select=select) for select in ("q", "oracle") for n in args.M]
-            chosen += [Method(search, M=m) for search in ("likeliest", "qlass") for m in args.M]
+            chosen += [Method("likeliest", M=m) for m in args.M if not args.server]
+            chosen += [Method("qlass", M=m) for m in args.M]
             if type(env).optimal_value is not envs.TextEnv.optimal_value:
                 chosen.append(Method("oracle_step", M=max(args.M)))
         elif name == "rule":
@@ -303,6 +303,10 @@ def main(argv: list[str] | None = None) -> None:
         args.sft = needed(args.sft, args.run / "sft", "sft", args)
         policy = load_agent(args)
         chat, answers[Sample] = policy.chat, policy.sample
+        if args.server and any(method.name == "likeliest" for method in plan):
+            raise UserError("--method likeliest: a server does not tell the log-probability of a text: leave one out")
+        if not args.server:
+            answers[Likelihood] = policy.likelihoods
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
 

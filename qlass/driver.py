@@ -46,6 +46,14 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True)
+class Likelihood:
+    """log pi(a | s) of each action, written freely."""
+
+    state: State
+    actions: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Candidate:
     text: str
     tokens: int  # generated, the end of the turn included

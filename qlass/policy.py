@@ -18,7 +18,7 @@ import transformers
 
 from environments import UserError
 from qlass.chat import Chat, Rendering, State, uniforms
-from qlass.driver import Candidate, Sample
+from qlass.driver import Candidate, Likelihood, Sample
 from qlass.models import load_chat, load_checkpoint
 from qlass.prompt_cache import PlainReader, Prompt, Row, reader
 from qlass.server import ServerPolicy
@@ -119,6 +119,10 @@ class Policy:
                 logp = out[[last, *path[:-1]]].log_softmax(-1)
                 answers[i] = float(logp.gather(-1, torch.tensor(ids, device=out.device)[:, None]).double().sum())
         return answers
+
+    def likelihoods(self, requests: list[Likelihood]) -> list[list[float]]:
+        logp = iter(self.logprobs([(r.state, action) for r in requests for action in r.actions]))
+        return [[next(logp) for _ in r.actions] for r in requests]
 
     # Free: one prefill a prompt, whose keys and values its n candidates share; finished sequences leave the batch.
 

@@ -1,8 +1,6 @@
 """Algorithm 4 and its baselines on a written world: who takes which path with which Q, and what it costs."""
 
-import dataclasses
 import json
-import math
 
 import pytest
 from fakes import WORLD, FakeEnv, Script, best, dump, path_of, run, say, tiny_backbone, word_chat
@@ -13,7 +11,7 @@ import q_search
 from environments import UserError
 from q_search import Method, best_of
 from qlass.chat import parse_action
-from qlass.driver import Sample, Score
+from qlass.driver import Likelihood, Sample, Score
 from qlass.jsonl import read_jsonl
 from train_qnet import QNet
 
@@ -94,16 +92,14 @@ def test_the_agent_alone(name):
 
 
 def test_the_likeliest_of_the_drawn_needs_no_qnet():
-    drawn = {"left": -2.0, "right": -0.5}
+    def answer(request):
+        if isinstance(request, Likelihood):
+            return [-0.5 if "right" in text else -2.0 for text in request.actions]
+        return say("left", "right", "left")
 
-    def draw(request):
-        return [dataclasses.replace(c, logprob=drawn[parse_action(c.text)]) for c in say("left", "right", "left")]
-
-    record, path, _ = episode(Method("likeliest", M=3), draw)
+    record, path, _ = episode(Method("likeliest", M=3), answer, answer)
     assert path == ("right", "right", "right") and record["tokens"]["scored"] == 0
     assert [c["q"] for c in record["steps"][0]["candidates"]] == [-2.0, -0.5]
-    drawn = dict.fromkeys(drawn, math.nan)  # a server that does not tell
-    assert episode(Method("likeliest", M=3), draw)[1][0] == "left"
 
 
 def test_random_choice_is_of_the_drawn_and_depends_on_the_task_alone():
