@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 INK = "#2b2d31"  # stands for the page's text colour
 GREY = "#8c8c8c"
-COLOURS = {"qlass": "#0072b2", "best_of_n": "#d55e00", "rft": "#009e73", "greedy": GREY, "sample": GREY}
+COLOURS = {"qlass": "#0072b2", "best_of_n": "#d55e00", "rft": "#009e73", "likeliest": "#e69f00"}
+COLOURS |= {"greedy": GREY, "sample": GREY}
 ORACLE = "#cc79a7"  # step scorers that look at the true reward
 TARGETS = {"q": "#0072b2", "avg": "#e69f00", "reward": "#cc79a7", None: GREY}
 SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
