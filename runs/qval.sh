@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Which scores of a step are aligned with Q, and does alignment predict what search gains? Small agents on FrozenLake's
 # random maps (dry and slippery), ALFWorld, WebShop and ScienceWorld (reduced, and noisy), all but the last with the
-# QNets of their trees; then every score against reference labels, and every score steering search. About an hour on
-# one core.
+# QNets of their trees; then every score against reference labels, and every score steering search. 82 minutes on one
+# core, with the other one busy.
 #
 #   bash runs/qval.sh [frozenlake|alfworld|webshop|sciworld]...        (default: all)
 #
