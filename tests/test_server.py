@@ -255,6 +255,15 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     assert there.chat.context == 4096 and len(there.sample([asked()])[0]) == 1
 
 
+def test_a_server_does_not_tell_how_likely_a_text_is(tmp_path, fakes):
+    common = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(saved(tmp_path / "sft", word_chat()))]
+    with pytest.raises(UserError, match="likeliest: a server does not tell"):
+        q_search.main([*common, "--method", "greedy", "likeliest", "--server", fakes().url])
+    env = FakeEnv()
+    asked = q_search.methods(q_search.arguments([*common, "--method", "all", "--server", "http://x/v1"]), env, {})
+    assert "likeliest" not in {method.name for method in asked}
+
+
 def stages_on(url: str, run: Path, folder: Path) -> None:
     """Trees and search by the commands of a user, sampled on a server."""
     common = ["--env", "frozenlake", "--run", str(run), "--sft", str(folder), "--limit", "2"]
