@@ -191,13 +191,17 @@ def learning(curves: dict[str, list[list[dict]]]) -> Figure | None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.5, 4.2), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
+        # A run at equal steps (runs/tree_grpo.sh) is the one at equal tokens, stopped earlier or later.
+        learners = list(dict.fromkeys(name.removesuffix("-steps") for name in curves))
         for axes, cost in zip(panels, ("tokens", "env_steps"), strict=True):
-            for i, (name, runs) in enumerate(curves.items()):
-                for k, run in enumerate(runs):
-                    tested = [line for line in run if line["val"] is not None]
-                    look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
-                    label = name if k == 0 else None
-                    axes.plot([x[cost] for x in tested], [x["val"] for x in tested], label=label, **look)
+            drawn = set()
+            for name, run in ((name.removesuffix("-steps"), run) for name, runs in curves.items() for run in runs):
+                i = learners.index(name)
+                tested = [line for line in run if line["val"] is not None]
+                look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
+                label = None if name in drawn else name
+                axes.plot([x[cost] for x in tested], [x["val"] for x in tested], label=label, linewidth=1, **look)
+                drawn.add(name)
             axes.set_xlabel({"tokens": "training tokens, each unique one once", "env_steps": "environment steps"}[cost])
             axes.xaxis.set_major_formatter("{x:,.0f}")
             axes.grid(alpha=0.25)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from qlass.metadata import read_meta
 from reporting.figures import MARKERS, SERIES, STYLE
@@ -86,8 +87,11 @@ def frontier(groups: Sequence[Group]) -> Figure | None:
                 points += xy
             axes.step(*zip(*pareto(points), strict=True), where="post", color="black", alpha=0.15, linewidth=4)
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}")
+            axes.xaxis.set_minor_formatter(NullFormatter())
             axes.set_title(f"{tasks:,} tasks", loc="left", fontsize=10)
-            axes.set_xlabel("tokens in all")
+            axes.set_xlabel("million tokens in all")
             axes.grid(alpha=0.25)
         figure.axes[0].set_ylabel("mean reward")
         handles = dict(zip(*figure.axes[0].get_legend_handles_labels()[::-1], strict=True))
