@@ -33,7 +33,6 @@ import math
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 import envs
 from environments import UserError
@@ -43,7 +42,7 @@ from qlass.driver import Candidate, Likelihood, Sample, Score, ask, drive
 from qlass.jsonl import complete_results, identity, is_number
 from qlass.leaks import leaked, learned_from
 from qlass.models import add_loading
-from qlass.oracles import by_q_or_reward, by_true_value
+from qlass.oracles import Scores, by_q_or_reward, by_true_value
 from qlass.paraphrasing import Paraphrased, Server, by_rules
 from qlass.policy import PROMPTED, SAMPLING_FREE, add_sampling, load_agent, rendering_of
 from qlass.stage import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
@@ -56,34 +55,32 @@ TAKES = "seconds a task"
 
 # ------------------------------------------------------------------------------------------------ scoring M candidates
 
-Scores = Generator[Any, Any, list[float]]  # yields requests, returns a number for each candidate
-
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
     """What orders the distinct candidates of a state, in which `env` stands."""
 
-    scores: Callable[[envs.TextEnv, State, list[Candidate], tuple], Scores]
+    scores: Callable[[envs.TextEnv, State, list[str], tuple], Scores]
     uses_q: bool = False
     steps_all: bool = False  # it looks at the next state of each
 
 
-def by_q(env: envs.TextEnv, state: State, candidates: list[Candidate], key: tuple) -> Scores:
+def by_q(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
     """Q(s, a)."""
-    return (yield Score(state, tuple(candidate.text for candidate in candidates)))
+    return (yield Score(state, tuple(candidates)))
 
 
-def at_random(env: envs.TextEnv, state: State, candidates: list[Candidate], key: tuple) -> Scores:
+def at_random(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
     yield from ()
     return list(uniforms(len(candidates), "random", *key))
 
 
-def by_likelihood(env: envs.TextEnv, state: State, candidates: list[Candidate], key: tuple) -> Scores:
+def by_likelihood(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
     """log pi(a | s) as if written freely, also where it was drawn among the valid actions."""
-    return (yield Likelihood(state, tuple(candidate.text for candidate in candidates)))
+    return (yield Likelihood(state, tuple(candidates)))
 
 
-def alike(env: envs.TextEnv, state: State, candidates: list[Candidate], key: tuple) -> Scores:
+def alike(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
     """No opinion: the first candidate is taken."""
     yield from ()
     return [math.nan] * len(candidates)
@@ -147,21 +144,20 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, renderi
     while not done:  # Alg. 4, line 4
         key = (task_id, trial, len(steps))  # not the method: all have the same luck
         drawn = yield ask(env, state, method.M, key, rendering, temperature)  # Alg. 4, lines 5-6: a ~ pi(a | s)
-        candidates = distinct(drawn)
+        candidates = distinct([candidate.text for candidate in drawn])
         scores = yield from method.scorer.scores(env, state, candidates, key)  # Alg. 4, line 7: Q(s, a)
-        action = candidates[scores.index(max(scores))].text  # Alg. 4, line 8: argmax_a
+        action = candidates[scores.index(max(scores))]  # Alg. 4, line 8: argmax_a
         observation, reward, terminated, truncated, _ = env.step(parse_action(action))  # Alg. 4, line 9
-        texts = [candidate.text for candidate in candidates]
-        steps.append(Step(state, drawn, texts, scores, action, env.message(observation)))
+        steps.append(Step(state, drawn, candidates, scores, action, env.message(observation)))
         state, done = state.then(action, env.message(observation)), terminated or truncated  # Alg. 4, line 10
     return Trajectory(steps, float(reward))
 
 
-def distinct(drawn: list[Candidate]) -> list[Candidate]:
-    """The first of each group whose actions are the same to the environment."""
-    first: dict[str, Candidate] = {}
-    for candidate in drawn:
-        first.setdefault(action_key(candidate.text), candidate)
+def distinct(actions: list[str]) -> list[str]:
+    """The first of each group of actions that are the same to the environment."""
+    first: dict[str, str] = {}
+    for action in actions:
+        first.setdefault(action_key(action), action)
     return list(first.values())
 
 

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from environments import UserError
-from envs import TextEnv
 from qlass.chat import State
 from qlass.driver import Candidate, Sample
 from qlass.server import Endpoint

@@ -37,7 +37,7 @@ class Claim:
                 seeds = {seed for _, seed in a.results.keys() & b.results.keys()}
                 alone = "" if len(seeds) >= 3 else ", for these models"
                 lifted = {key: value + self.margin for key, value in first.items()}
-                p = paired_difference(lifted, second).p
+                p = paired_difference(lifted, second).p if self.margin else difference.p
                 yield f"{setting}: {difference:+}{alone}", difference, 1.0 if math.isnan(p) else p
 
 

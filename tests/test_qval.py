@@ -26,7 +26,7 @@ from experiments.qval import code, downstream, judges, labels, metrics, publishe
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import SCORERS, Call, Context, answer, available, embeddings, scorer
 from qlass.chat import Rendering, State, parse_action, react
-from qlass.driver import Candidate, Score
+from qlass.driver import Score
 from qlass.policy import Policy
 from qlass.stats import bootstrap, by_task, holm
 
@@ -389,8 +389,7 @@ def test_a_score_steers_the_search(context, monkeypatch):
     assert found["self_distillation"].steps_all and not found["logprob"].steps_all
     env = FakeEnv()
     state, actions = root(env), [react("hm", a) for a in ("left", "right")]
-    drawn = [Candidate(action, 3, -1.0) for action in actions]
-    scores, _ = run(found["logprob"].scores(env, state, drawn, ("t", 0)), lambda calls: answers[Call](calls))
+    scores, _ = run(found["logprob"].scores(env, state, actions, ("t", 0)), lambda calls: answers[Call](calls))
     assert scores == pytest.approx(context.policy.logprobs([(state, a) for a in actions]))
     flags.scorer = ["oracle"]
     with pytest.raises(UserError, match="oracle_step"):
@@ -398,7 +397,7 @@ def test_a_score_steers_the_search(context, monkeypatch):
     monkeypatch.setattr(judges, "load", lambda name, *_: Fake(says=lambda q: "1: 4\n2: 9") if name == "a#b" else None)
     flags.scorer = ["batched=a#b"]
     judge = steering.steering(flags, answers, lambda: context.policy)["batched"]
-    assert run(judge.scores(env, state, drawn, ("t", 0)), lambda call: answers[Call]([call])[0])[0] == pytest.approx(
+    assert run(judge.scores(env, state, actions, ("t", 0)), lambda call: answers[Call]([call])[0])[0] == pytest.approx(
         [4, 9]
     )
 

@@ -14,7 +14,6 @@ from experiments.qval import judges
 from experiments.qval.scorers import Call, Context, Scores, answer, available, family, scorer
 from q_search import Scorer
 from qlass.chat import State, uniforms
-from qlass.driver import Candidate
 
 KNOWING = {"oracle", "state_value"}  # they know the true values: --method oracle_step is their search
 BLIND = {"step_index", "confidence", "self_certainty"}  # of the state alone: they choose at random, as `random` does
@@ -38,11 +37,11 @@ def steering(args: argparse.Namespace, answers: dict, policy: Callable[[], Any])
 def following(name: str, context: Context, policy: Callable[[], Any]) -> Scorer:
     made: list[Scorer] = []
 
-    def by_score(env: envs.TextEnv, state: State, candidates: list[Candidate], key: tuple) -> Scores:
+    def by_score(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
         if not made:
             context.policy = policy()
             made.append(scorer(name, context))
-        return decided((yield from made[0](env, state, [candidate.text for candidate in candidates], key)), key)
+        return decided((yield from made[0](env, state, candidates, key)), key)
 
     return Scorer(by_score, steps_all=family(name, context) in ("hindsight", "judge"))
 
