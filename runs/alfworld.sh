@@ -10,7 +10,7 @@ common+=("$@")
 
 clone
 learn_q "$RUN" "$RUN/sft"
-search --limit 0 --method rule greedy sample random qlass oracle_step -M 4
+search --limit 0 --method rule greedy sample random likeliest qlass oracle_step -M 4
 search --limit 0 --method best_of_n -N 2 4
 search --limit 0 --method best_of_n -N 4 --select oracle
 
