@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 import envs
 from environments import UserError
 from qlass import metadata, models, processes, stage
-from qlass.chat import MARK, Chat, Rendering, State, mark, react
+from qlass.chat import MARK, Chat, Rendering, State, react
 from qlass.demonstrations import read_trajectories
 from qlass.driver import in_time
 from qlass.jsonl import checkpoint_folder, replacing_folder
@@ -92,16 +92,15 @@ def tiny_model(states: list[State], vocabulary: int = 4096) -> tuple[Any, Any, R
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    texts = (mark(content, s.task) for s in states for _, content in s.messages)
     special = ["<pad>", "<end>", "<user>"]
     bpe.train_from_iterator(
-        texts,
+        (content for state in states for _, content in state.messages),
         trainers.BpeTrainer(
             vocab_size=vocabulary, min_frequency=2, special_tokens=special, show_progress=False,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         ),
     )  # fmt: skip
-    bpe.add_tokens([AddedToken(t, lstrip=True) for t in (MARK, "[SEP]")])
+    bpe.add_tokens([MARK, AddedToken("[SEP]", lstrip=True)])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<end>")
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ '<user>' + m.content + '\n' }}"

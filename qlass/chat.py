@@ -84,7 +84,7 @@ class Rendering:
     temperature: float = 0.7  # App. A.2
     max_new_tokens: int = 256
     candidates: str = "free"  # "valid": only what the environment would act on, by trie-constrained decoding
-    mark_matches: bool = False  # a mark behind each word of the task, in observations, thoughts and actions
+    mark_matches: bool = False  # a mark before each word of the task, in observations, thoughts and actions
     compact: bool = False  # no instruction turn; in a page neither the task again nor a page shown before
     markov: bool = False  # the last observation alone, for an environment where it says all
     top_p: float = 1.0  # of free text, as top_k and stop are; 1: all
@@ -131,7 +131,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
 
 
 MARK = "✓"
-_WORD = re.compile(r"\$?[^\W_]+(?:[.'-][^\W_]+)*")
+_WORD = re.compile(r" ?(\$?[^\W_]+(?:[.'-][^\W_]+)*)")
 _LIMIT = re.compile(r"price lower than (\d+\.\d+) dollars")
 _STOP_WORDS = frozenset("a an and are as at be by for from i in is it me my of on or than that the to with you".split())  # noqa: SIM905
 
@@ -143,18 +143,21 @@ def task_words(task: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=100_000)
 def mark(text: str, task: str) -> str:
-    """ "red cotton shirt" for the task "a red shirt" -> "red ✓ cotton shirt ✓"; so a price within its limit too."""
+    """ "red cotton shirt" for the task "a red shirt" -> "✓red cotton✓ shirt"; so a price within its limit too.
+
+    The mark stands in front: an agent that chooses token by token sees it before it has chosen the word.
+    """
     words, limit = task_words(task), _LIMIT.search(task)
 
-    def marked(word: str) -> str:
-        within = limit and re.fullmatch(r"\$\d+\.\d+", word) and float(word[1:]) <= float(limit[1])
-        return f"{word} {MARK}" if within or word.lower() in words else word
+    def marked(match: re.Match) -> str:
+        within = limit and re.fullmatch(r"\$\d+\.\d+", match[1]) and float(match[1][1:]) <= float(limit[1])
+        return MARK * bool(within or match[1].lower() in words) + match[0]
 
-    return _WORD.sub(lambda m: marked(m[0]), text)
+    return _WORD.sub(marked, text)
 
 
 def unmark(text: str) -> str:
-    return text.replace(f" {MARK}", "").replace(MARK, "")
+    return text.replace(MARK, "")
 
 
 SAME_PAGE = "(same page)"

@@ -32,7 +32,7 @@ retrained self-q "self-trained, target=q" --method qlass
 retrained self-rft "self-trained, RFT" --method rft
 
 # Table 3: half of the demonstrations, trees as before.
-stage sft.py "${common[@]}" --run "$RUN/half" --n-expert 125
+stage sft.py "${common[@]}" --run "$RUN/half" --n-expert 50
 learn_q "$RUN/half" "$RUN/half/sft"
 variant half "half of the demonstrations" --method greedy qlass -M 4 --sft "$RUN/half/sft" --qnet "$RUN/half/qnet"
 

@@ -12,7 +12,7 @@ SEEDS=3
 ENV=webshop
 . "$(dirname "$0")/common.sh"
 plain=("${common[@]}" --webshop-data "${WEBSHOP:-data/webshop}") runs=()
-sft=(--n-expert 2000 --epochs 6) trees=(--limit 500 --rollouts 5 --temperature 2)  # chosen on validation tasks
+sft=(--n-expert 1200 --epochs 8) trees=(--limit 500 --rollouts 5 --temperature 2)  # chosen on validation tasks
 
 for ((seed = 0; seed < SEEDS; seed++)); do
     SEED=$seed RUN=runs/webshop_real common=("${plain[@]}" --seed "$seed")

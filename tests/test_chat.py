@@ -74,16 +74,16 @@ def test_noise_depends_on_its_key_alone():
 
 
 def test_words_of_the_task_are_marked():
-    assert mark("red cotton shirt", "a red shirt") == f"red {MARK} cotton shirt {MARK}"
-    assert mark("Red, shirts and a T-shirt.", "a red t-shirt and") == f"Red {MARK}, shirts and a T-shirt {MARK}."
-    assert mark("size 8.5 or 8", "size 8.5") == f"size {MARK} 8.5 {MARK} or 8"
+    assert mark("red cotton shirt", "a red shirt") == f"{MARK}red cotton{MARK} shirt"
+    assert mark("Red, shirts and a T-shirt.", "a red t-shirt and") == f"{MARK}Red, shirts and a{MARK} T-shirt."
+    assert mark("size 8.5 or 8", "size 8.5") == f"{MARK}size{MARK} 8.5 or 8"
     assert mark("is it for me", "is it for me") == "is it for me"  # words that every task has say nothing
 
 
 def test_prices_within_the_tasks_limit_are_marked():
     task = "a red hat, and price lower than 60.00 dollars"
     assert mark("1 $60.0 red hat [SEP] $60.5 [SEP] $5.0 to $95.5", task) == (
-        f"1 $60.0 {MARK} red {MARK} hat {MARK} [SEP] $60.5 [SEP] $5.0 {MARK} to $95.5"
+        f"1{MARK} $60.0{MARK} red{MARK} hat [SEP] $60.5 [SEP]{MARK} $5.0 to $95.5"
     )
     assert mark("$5.0 for 5.0", "a red hat") == "$5.0 for 5.0"
 

@@ -294,7 +294,7 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world, 
     )
     text = chat.tokenizer.decode(chat.prompt(state))
     # The mark and what the byte pairs have joined; no instruction.
-    assert text == f"<user>you stand\nThought: the purse{MARK}\nAction: left<end><user>Observation: the purse{MARK}\n"
+    assert text == f"<user>you stand\nThought: the{MARK} purse\nAction: left<end><user>Observation: the{MARK} purse\n"
     for action in ("Thought: a , b .\nAction: click[x [SEP] y]", "Action: ünïcode ½", "Action: 12.5  two spaces"):
         assert chat.text(chat.action(action, "x y")) == action.replace(" [SEP]", "[SEP]")
     meta = json.loads((tmp_path / "sft.meta.json").read_text())

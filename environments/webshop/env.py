@@ -58,7 +58,7 @@ class WebShopEnv(TextEnv):
     ) -> None:
         if data is None:
             self.max_steps = self.tree_steps = engine.BUNDLED_MAX_STEPS
-            self.demonstrations = 250
+            self.demonstrations = 100
             page_size = page_size or engine.BUNDLED_PAGE_SIZE
             data = make_webshop.ensure(seed, writable(make_webshop.GENERATED))
         super().__init__(max_steps, instruction)
