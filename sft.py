@@ -135,9 +135,9 @@ def sft_loss(logits: torch.Tensor, ids: torch.Tensor, wrote: torch.Tensor) -> to
 
 
 def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
-    """Demonstrations to train on, and those of every twentieth task to validate (at least 16; of under 160, none)."""
+    """Demonstrations to train on, and those of every twentieth task to validate (at least 16; of under 64, none)."""
     tasks = list(dict.fromkeys(map(opening, states)))
-    n = max(16, len(tasks) // 20) if len(tasks) >= 160 else 0
+    n = max(16, len(tasks) // 20) if len(tasks) >= 64 else 0
     held = {tasks[i * len(tasks) // n] for i in range(n)}
     return [s for s in states if opening(s) not in held], [s for s in states if opening(s) in held]
 

@@ -11,8 +11,9 @@ SEEDS=3
 [ "${1:-}" != --seeds ] || SEEDS=${2:?--seeds N}
 ENV=webshop
 . "$(dirname "$0")/common.sh"
-plain=("${common[@]}" --webshop-data "${WEBSHOP:-data/webshop}") runs=()
-sft=(--n-expert 1200 --epochs 8) trees=(--limit 500 --rollouts 5 --temperature 2)  # chosen on validation tasks
+# A product has a goal for each of its combinations of options: without a limit two products are a third of the tasks.
+plain=("${common[@]}" --webshop-data "${WEBSHOP:-data/webshop}" --env-option per_product=16) runs=()
+sft=(--n-expert 1200 --epochs 8 --micro-tokens 2048) trees=(--limit 500 --rollouts 5 --temperature 2)  # chosen on validation tasks
 
 for ((seed = 0; seed < SEEDS; seed++)); do
     SEED=$seed RUN=runs/webshop_real common=("${plain[@]}" --seed "$seed")

@@ -231,18 +231,29 @@ def queries(instruction: str) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------- splits
-def splits(goals: list[dict], published: str | Path | dict[str, str] | None = None) -> dict[str, list[int]]:
+def splits(
+    goals: list[dict], published: str | Path | dict[str, str] | None = None, per_product: int | None = None
+) -> dict[str, list[int]]:
     """Split name -> indices of goals; "all" is always there.
 
     By default train, val and test: 70, 10 and 20 % of the *products*, by a hash of the asin, so that a product stays in
     its split whatever the seed. Published ones: {name: file}, a file, or a folder with NAME_indices*.json (as ETO's);
     a file is a JSON list of goal indices, and one that comes twice counts once.
+
+    per_product: at most so many goals of a product, the first ones. A product has a synthetic goal for each of its
+    combinations of options, so that without a limit a few products are most of the tasks.
     """
     everything = range(len(goals))
     if published is None:
         share = [zlib.crc32(goal["asin"].encode()) % 100 for goal in goals]
         bounds = {"train": range(70), "val": range(70, 80), "test": range(80, 100), "all": range(100)}
-        return {name: [i for i in everything if share[i] in bound] for name, bound in bounds.items()}
+        met: Counter[str] = Counter()
+        few = []
+        for i in everything:
+            met[goals[i]["asin"]] += 1
+            if per_product is None or met[goals[i]["asin"]] <= per_product:
+                few.append(i)
+        return {name: [i for i in few if share[i] in bound] for name, bound in bounds.items()}
     if not isinstance(published, dict):
         path = Path(published)
         files = sorted(path.glob("*_indices*.json")) if path.is_dir() else [path]

@@ -20,7 +20,8 @@ class WebShopEnv(TextEnv):
 
     data: folder with items_shuffle*, items_ins_v2*, items_human_ins (.json or .json.gz); None: the bundled catalogue,
     with its own page length and step limit. goals, title_nouns: recorded files instead of sampled goals and a tagger.
-    human_goals: the instructions that people wrote. split_file: published splits by goal index (catalogue.splits).
+    human_goals: the instructions that people wrote. split_file: published splits by goal index; per_product: at most so
+    many tasks of a product (both: catalogue.splits).
     Task i is goal i. Other splits are by product, so that none is in two of them.
     """
 
@@ -52,6 +53,7 @@ class WebShopEnv(TextEnv):
         human_goals: bool = False,
         split_file: str | Path | dict[str, str] | None = None,
         instruction: str | Path | None = None,
+        per_product: int | None = None,
         page_size: int | None = None,
         seed: int = 0,
         max_steps: int | None = UNSET,
@@ -64,7 +66,7 @@ class WebShopEnv(TextEnv):
         super().__init__(max_steps, instruction)
         files = [path and Path(path) for path in (goals, title_nouns)]
         self.shop = engine.load(Path(data), *files, human_goals, seed, page_size or engine.PAGE_SIZE)
-        self.splits = catalogue.splits(self.shop.goals, split_file)
+        self.splits = catalogue.splits(self.shop.goals, split_file, per_product)
         self.index, self.session = 0, engine.Session()
 
     @property
