@@ -2,7 +2,7 @@
 # ALFWorld through all five stages with the tiny model: games that are made here, or the real ones with
 #   RUN=runs/alfworld-real bash runs/alfworld.sh --alfworld-data DIR        (DIR holds json_2.1.1/, or is it)
 # From 1,350 demonstrations the cloned agent is all but perfect (.96 on validation games) and leaves nothing to search
-# for, so it gets 100, as in the paper's Table 3.
+# for, so it gets 200, as in the paper's Table 3.
 set -euo pipefail
 ENV=alfworld
 . "$(dirname "$0")/common.sh"

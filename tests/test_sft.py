@@ -152,8 +152,8 @@ def test_every_twentieth_task_is_held_out():
     training, held_out = sft.hold_out(states)
     assert held_out == [played(task, trial) for task in range(0, 400, 20) for trial in range(2)]
     assert training == [s for s in states if s not in held_out]
-    assert [len(part) for part in sft.hold_out(states[:320])] == [2 * (160 - 16), 2 * 16]
-    assert sft.hold_out(states[:318]) == (states[:318], [])  # too few to spare any
+    assert [len(part) for part in sft.hold_out(states[:128])] == [2 * (64 - 16), 2 * 16]
+    assert sft.hold_out(states[:126]) == (states[:126], [])  # too few to spare any
 
 
 def test_validation_by_hand():

@@ -95,6 +95,14 @@ def test_published_splits():
         real_shop(split_file=SHARED)
 
 
+def test_a_limit_of_tasks_per_product_keeps_the_first():
+    goals = [{"asin": asin} for asin in "abaacab"]
+    for limit, kept in ((None, {*range(7)}), (1, {0, 1, 4}), (2, {0, 1, 2, 4, 6}), (9, {*range(7)})):
+        splits = webshop_data.splits(goals, None, limit)
+        assert {*splits["all"]} == kept
+        assert sorted(splits["train"] + splits["val"] + splits["test"]) == splits["all"]
+
+
 # ------------------------------------------------------------------------------------------------- a shop made by hand
 SHIRT = {
     "asin": "B000000001",

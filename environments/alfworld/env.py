@@ -24,7 +24,7 @@ class ALFWorldEnv(TextEnv):
     """
 
     name = "alfworld"
-    demonstrations = 100
+    demonstrations = 200
     flags: ClassVar = {
         "alfworld_data": ("data", "DIR ALFWorld's games (default: $ALFWORLD_DATA, or the bundled ones)"),
         "engine": ("engine", "NAME python (ours, the default) or textworld (the original)"),
