@@ -13,10 +13,9 @@ export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_
 
 splits=(test) sft=() trees=() labels=() qnet=()
 case $ENV in
-    webshop)  # trees at temperature 2, since the cloned agent is nearly deterministic; gamma .98, since with the paper's
-              # .9 the ten steps of a careful purchase are worth less than buying the first product at once; many small
-              # trees teach QNet more than few large ones of as many trajectories
-        trees=(--limit 600 --rollouts 6 --temperature 2) labels=(--gamma 0.98) qnet=(--epochs 3) ;;
+    webshop)  # gamma .98, since with the paper's .9 the ten steps of a careful purchase are worth less than buying the
+              # first product at once; many small trees teach QNet more than few large ones of as many trajectories
+        trees=(--limit 1000 --rollouts 6 --temperature 1.5) labels=(--gamma 0.98) qnet=(--epochs 3) ;;
     alfworld)
         splits=(valid_unseen valid_seen) trees=(--limit 200 --rollouts 16) labels=(--gamma 0.98) qnet=(--epochs 6) ;;
     sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches
