@@ -151,7 +151,7 @@ def mark(text: str, task: str) -> str:
 
     def marked(match: re.Match) -> str:
         within = limit and re.fullmatch(r"\$\d+\.\d+", match[1]) and float(match[1][1:]) <= float(limit[1])
-        return MARK * bool(within or match[1].lower() in words) + match[0]
+        return MARK + match[0] if within or match[1].lower() in words else match[0]
 
     return _WORD.sub(marked, text)
 

@@ -8,7 +8,7 @@ PYTHON=${PYTHON:-python}
 SEED=${SEED:-0}
 RUN=${RUN:-runs/$ENV}
 common=(--env "$ENV" --seed "$SEED")
-# glibc hands large blocks back to the kernel at once, whose pages then cost a small model a fifth of its time.
+# glibc hands large blocks back to the kernel at once, and asks for them again at the next update (docs/speed.md).
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=67108864
 
 splits=(test) sft=() trees=() labels=() qnet=()

@@ -8,6 +8,7 @@ import dataclasses
 import gzip
 import itertools
 import json
+import math
 import os
 import random
 import sys
@@ -95,12 +96,15 @@ def test_published_splits():
         real_shop(split_file=SHARED)
 
 
-def test_a_limit_of_tasks_per_product_keeps_the_first():
+def test_a_limit_of_tasks_per_product_keeps_the_first(tmp_path):
     goals = [{"asin": asin} for asin in "abaacab"]
-    for limit, kept in ((None, {*range(7)}), (1, {0, 1, 4}), (2, {0, 1, 2, 4, 6}), (9, {*range(7)})):
+    for limit, kept in ((math.inf, [*range(7)]), (1, [0, 1, 4]), (2, [0, 1, 2, 4, 6]), (9, [*range(7)])):
         splits = webshop_data.splits(goals, None, limit)
-        assert {*splits["all"]} == kept
-        assert sorted(splits["train"] + splits["val"] + splits["test"]) == splits["all"]
+        assert splits["all"] == kept
+        assert sorted(splits["train"] + splits["val"] + splits["test"]) == kept
+    file = tmp_path / "test_indices.json"
+    file.write_text("[6, 5, 3, 2, 1]")
+    assert webshop_data.splits(goals, file, 1) == {"test": [6, 5], "all": [0, 1, 4]}
 
 
 # ------------------------------------------------------------------------------------------------- a shop made by hand

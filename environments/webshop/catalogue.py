@@ -13,8 +13,8 @@ import math
 import random
 import re
 import zlib
-from collections import Counter
-from collections.abc import Container
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,7 +232,7 @@ def queries(instruction: str) -> list[str]:
 
 # ----------------------------------------------------------------------------------------------------------- splits
 def splits(
-    goals: list[dict], published: str | Path | dict[str, str] | None = None, per_product: int | None = None
+    goals: list[dict], published: str | Path | dict[str, str] | None = None, per_product: float = math.inf
 ) -> dict[str, list[int]]:
     """Split name -> indices of goals; "all" is always there.
 
@@ -240,20 +240,19 @@ def splits(
     its split whatever the seed. Published ones: {name: file}, a file, or a folder with NAME_indices*.json (as ETO's);
     a file is a JSON list of goal indices, and one that comes twice counts once.
 
-    per_product: at most so many goals of a product, the first ones. A product has a synthetic goal for each of its
-    combinations of options, so that without a limit a few products are most of the tasks.
+    per_product: of each product a split keeps so many goals, the first ones. A product has a synthetic goal for each of
+    its combinations of options, so that without a limit a few products are most of the tasks.
     """
+
+    def few(indices: Iterable[int]) -> list[int]:
+        nth = defaultdict(itertools.count)
+        return [i for i in indices if next(nth[goals[i]["asin"]]) < per_product]
+
     everything = range(len(goals))
     if published is None:
         share = [zlib.crc32(goal["asin"].encode()) % 100 for goal in goals]
         bounds = {"train": range(70), "val": range(70, 80), "test": range(80, 100), "all": range(100)}
-        met: Counter[str] = Counter()
-        few = []
-        for i in everything:
-            met[goals[i]["asin"]] += 1
-            if per_product is None or met[goals[i]["asin"]] <= per_product:
-                few.append(i)
-        return {name: [i for i in few if share[i] in bound] for name, bound in bounds.items()}
+        return {name: few(i for i in everything if share[i] in bound) for name, bound in bounds.items()}
     if not isinstance(published, dict):
         path = Path(published)
         files = sorted(path.glob("*_indices*.json")) if path.is_dir() else [path]
@@ -269,5 +268,5 @@ def splits(
             raise UserError(
                 f"{file}: index {beyond[0]}, but there are only {len(goals)} goals; take the catalogue it is for"
             )
-        found[name] = list(dict.fromkeys(indices))
-    return found | {"all": [*everything]}
+        found[name] = few(dict.fromkeys(indices))
+    return found | {"all": few(everything)}

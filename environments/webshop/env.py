@@ -53,7 +53,7 @@ class WebShopEnv(TextEnv):
         human_goals: bool = False,
         split_file: str | Path | dict[str, str] | None = None,
         instruction: str | Path | None = None,
-        per_product: int | None = None,
+        per_product: float = math.inf,
         page_size: int | None = None,
         seed: int = 0,
         max_steps: int | None = UNSET,
