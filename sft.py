@@ -37,8 +37,8 @@ from qlass.stage import at_least, choices, more, parse, parser, settle
 from qlass.token_tree import batches
 from qlass.training import Training, finish, is_trained
 
-PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free"}  # Table 5
-TINY = {"epochs": 12, "lr": 3e-3, "batch": 16, "candidates": "valid"}
+PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free", "micro_tokens": 8192}  # Table 5
+TINY = {"epochs": 12, "lr": 3e-3, "batch": 16, "candidates": "valid", "micro_tokens": 2048}
 TINY_STEPS = 200  # few demonstrations are repeated until so many updates are made
 TAKES = "about two minutes with the tiny model on two cores"
 
@@ -128,10 +128,19 @@ def tokens_and_mask(chat: Chat, state: State, limit: int) -> tuple[list[int], li
     return ids[:limit], wrote[:limit]
 
 
-def sft_loss(logits: torch.Tensor, ids: torch.Tensor, wrote: torch.Tensor) -> torch.Tensor:
-    """Eq. (5): -sum_t log pi(a_t | s_t), summed over the agent's tokens. (B, T, V), (B, T), (B, T) -> ()."""
+def predictions(model: Any, ids: torch.Tensor, wrote: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (B, K, V) and their targets (B, K), -100 where the agent did not write; tokens and `wrote` are (B, T).
+
+    Of the K columns where it wrote in some row: the output layer is half of the tiny model's work.
+    """
     targets = ids[:, 1:].masked_fill(~wrote[:, 1:], -100)
-    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
+    columns = wrote[:, 1:].any(0).nonzero()[:, 0]
+    return model(input_ids=ids, use_cache=False, logits_to_keep=columns).logits, targets[:, columns]
+
+
+def sft_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Eq. (5): -sum_t log pi(a_t | s_t), summed over the agent's tokens. (B, K, V), (B, K) -> ()."""
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
 
 
 def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
@@ -183,7 +192,7 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
     longest = max(len(ids) for ids, _ in examples)
 
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
-        return sft_loss(model(input_ids=ids, use_cache=False).logits, ids, torch.ones_like(ids, dtype=torch.bool))
+        return sft_loss(*predictions(model, ids, torch.ones_like(ids, dtype=torch.bool)))
 
     check_memory(estimate(model, model.base_model, loss_of, args, longest), model.device)
     optimizer = models.adamw((p for p in model.parameters() if p.requires_grad), args.lr, args.optim)
@@ -196,8 +205,8 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
             for group in fit.share(batches(batch, lambda e: len(e[0]), args.micro_tokens)):  # gradient accumulation
                 ids, wrote = collate([batch[i] for i in group], pad_id, model.device)
                 with models.mixed_precision(model):
-                    logits = model(input_ids=ids, use_cache=False).logits
-                fit.backward(sft_loss(logits, ids, wrote) / n_wrote, ids.numel())
+                    loss = sft_loss(*predictions(model, ids, wrote))
+                fit.backward(loss / n_wrote, ids.numel())
             fit.step()
         figures = validate(model, chat, validation, args)
         fit.validated(-figures["held_out_loss"] if figures else None, figures)
@@ -214,11 +223,12 @@ def validate(model: Any, chat: Chat, examples: list[Example], args: argparse.Nam
     for group in batches(examples, lambda e: len(e[0]), args.micro_tokens):
         ids, wrote = collate([examples[i] for i in group], chat.tokenizer.pad_token_id, model.device)
         with models.mixed_precision(model):
-            logits = model(input_ids=ids, use_cache=False).logits
-        loss += sft_loss(logits, ids, wrote).item()
-        wrong = (logits[:, :-1].argmax(-1) != ids[:, 1:]) & wrote[:, 1:]
+            logits, targets = predictions(model, ids, wrote)
+        loss += sft_loss(logits, targets).item()
+        wrong = (logits.argmax(-1) != targets) & (targets != -100)
         tokens += int(wrote[:, 1:].sum())
         turn = (wrote[:, 1:] & ~wrote[:, :-1]).cumsum(-1)  # (B, T - 1): which of its row's actions a token belongs to
+        turn = turn[:, wrote[:, 1:].any(0)]  # (B, K)
         actions += int(turn[:, -1].sum())
         exact += sum(n - len(set(t[w].tolist())) for n, t, w in zip(turn[:, -1].tolist(), turn, wrong, strict=True))
     return {"held_out_loss": loss / tokens, "held_out_exact": exact / actions}
@@ -239,7 +249,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--lr", type=at_least(0, float), help=f"{said('lr')}; with --lora {models.LR}")
     add("--batch", type=at_least(1), help=f"trajectories an update ({said('batch')})")
     add("--max-tokens", type=at_least(2), default=4096, help="longer trajectories are cut (default: %(default)s)")
-    add("--micro-tokens", type=at_least(1), default=8192, help="padded tokens in memory at once (default: %(default)s)")
+    add("--micro-tokens", type=at_least(1), help=f"padded tokens in memory at once ({said('micro_tokens')})")
     may = "which actions the policy may write"
     add("--candidates", choices=["free", "valid"], help=f"{may} ({said('candidates')})")
     more(made, models.add_training)

@@ -45,8 +45,8 @@ from qlass.stats import spearman
 from qlass.token_tree import batches
 from qlass.training import Training, finish, is_trained
 
-PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096}  # Table 5, Eq. (11)
-TINY = {"epochs": 8, "lr": 1e-3, "batch": 64, "loss_on": "last", "max_tokens": 1024}  # docs/last_token.md
+PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096, "micro_tokens": 8192}
+TINY = {"epochs": 8, "lr": 1e-3, "batch": 64, "loss_on": "last", "max_tokens": 1024, "micro_tokens": 2048}
 SMALL = 50_000_000  # parameters, below which the settings are TINY's
 HELD_OUT = slice(None, None, 10)  # every tenth tree is not trained on
 TAKES = "about three minutes with the tiny model on two cores"
@@ -256,7 +256,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
     more(made, models.add_training)
     add("--max-tokens", type=at_least(1), help=f"of a packed tree ({said('max_tokens')})")
-    add("--micro-tokens", type=at_least(1), default=8192, help="padded tokens in memory at once (default: %(default)s)")
+    add("--micro-tokens", type=at_least(1), help=f"padded tokens in memory at once ({said('micro_tokens')})")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
     more(made, lambda made: made.add_argument("--truncate", choices=["oldest"], help="as the trees were grown"))
     add("--device")

@@ -14,7 +14,7 @@ ENV=webshop
 # A product has a goal for each of its combinations of options: without a limit two products are a third of the test tasks.
 plain=("${common[@]}" --webshop-data "${WEBSHOP:-data/webshop}" --env-option per_product=16) runs=()
 # Tried on validation tasks, where QLASS is not above the cloned agent (reference_output/validation.md).
-sft=(--n-expert 1200 --epochs 8 --micro-tokens 2048) trees=(--limit 500 --rollouts 5 --temperature 2)
+sft=(--n-expert 1200 --epochs 8) trees=(--limit 500 --rollouts 5 --temperature 2)
 
 for ((seed = 0; seed < SEEDS; seed++)); do
     SEED=$seed RUN=runs/webshop_real common=("${plain[@]}" --seed "$seed")

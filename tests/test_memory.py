@@ -26,7 +26,7 @@ def flags(**more) -> argparse.Namespace:
 
 
 def loss_of(lm: LlamaForCausalLM):
-    return lambda ids: sft.sft_loss(lm(input_ids=ids, use_cache=False).logits, ids, ids >= 0)
+    return lambda ids: sft.sft_loss(*sft.predictions(lm, ids, ids >= 0))
 
 
 def measured_peak(run) -> int:

@@ -6,6 +6,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,22 +60,34 @@ def test_the_mask_follows_the_compact_rendering():
     assert sft.tokens_and_mask(chat, only_ok, 100) == ([], [])
 
 
+def loss_of(model, ids, wrote):
+    return sft.sft_loss(*sft.predictions(model, ids, wrote))
+
+
 def test_the_loss_by_hand():
     logits = torch.tensor([[[0.0, 0.0], [math.log(3), 0.0], [0.0, 5.0], [9.0, 9.0]]])
     ids = torch.tensor([[0, 1, 0, 1]])
+
+    def model(logits_to_keep, **_):
+        return SimpleNamespace(logits=logits[:, logits_to_keep])
+
     # Tokens 1 and 2 were written: -log(1/2) of the first position, -log(3/4) of the second.
-    loss = sft.sft_loss(logits, ids, torch.tensor([[False, True, True, False]]))
+    loss = loss_of(model, ids, torch.tensor([[False, True, True, False]]))
     assert loss.item() == pytest.approx(math.log(2) - math.log(3 / 4))
-    assert sft.sft_loss(logits, ids, torch.tensor([[True, False, False, False]])).item() == 0  # nothing predicts it
+    assert loss_of(model, ids, torch.tensor([[True, False, False, False]])).item() == 0  # nothing predicts it
+    # In a second row other tokens were written: each row has the columns of both, and counts its own.
+    ids, wrote = ids.repeat(2, 1), torch.tensor([[False, True, True, False], [False, False, False, True]])
+    logits = logits.repeat(2, 1, 1)
+    assert loss_of(model, ids, wrote).item() == pytest.approx(loss.item() + math.log(1 + math.exp(-5)))
 
 
 def test_what_the_loss_does_not_see_does_not_move_it():
     """Padding on the right, and the words of the user where nothing that was written follows."""
     model = tiny_lm(CHAT)
     ids, wrote = (torch.tensor([x]) for x in sft.tokens_and_mask(CHAT, STATE, 100))
-    loss = sft.sft_loss(model(input_ids=ids).logits, ids, wrote)
+    loss = loss_of(model, ids, wrote)
     padded = torch.cat([ids, torch.full((1, 5), 7)], 1), torch.cat([wrote, torch.zeros(1, 5, dtype=torch.bool)], 1)
-    assert sft.sft_loss(model(input_ids=padded[0]).logits, *padded).item() == pytest.approx(loss.item(), abs=1e-4)
+    assert loss_of(model, *padded).item() == pytest.approx(loss.item(), abs=1e-4)
     logp = model(input_ids=ids).logits[0].log_softmax(-1)
     by_hand = -sum(logp[t - 1, ids[0, t]].item() for t in range(ids.shape[1]) if wrote[0, t])
     assert loss.item() == pytest.approx(by_hand, abs=1e-4)
@@ -161,8 +174,7 @@ def test_validation_by_hand():
     states = [STATE, others(1)[0]]
     examples = [sft.tokens_and_mask(CHAT, s, 100) for s in states]
     model = tiny_lm(CHAT)
-    loss = sum(sft.sft_loss(model(input_ids=torch.tensor([i])).logits, torch.tensor([i]), torch.tensor([w])).item()
-               for i, w in examples)  # fmt: skip
+    loss = sum(loss_of(model, torch.tensor([i]), torch.tensor([w])).item() for i, w in examples)
     figures = sft.validate(model, CHAT, examples, arguments())
     assert figures["held_out_loss"] == pytest.approx(loss / sum(sum(w) for _, w in examples), rel=1e-2)
 
@@ -171,11 +183,11 @@ def test_validation_by_hand():
 
         device = torch.device("cpu")
 
-        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> argparse.Namespace:
+        def forward(self, input_ids: torch.Tensor, logits_to_keep: torch.Tensor, **_) -> SimpleNamespace:
             logits = torch.nn.functional.one_hot(input_ids.roll(-1, 1), len(CHAT.tokenizer)).float()
             action, left = CHAT.tokenizer.convert_tokens_to_ids(["Action:", "left"])
             logits[input_ids == action] = torch.nn.functional.one_hot(torch.tensor(left), len(CHAT.tokenizer)).float()
-            return argparse.Namespace(logits=logits)
+            return SimpleNamespace(logits=logits[:, logits_to_keep])
 
     # STATE's actions are OK, left and right; the other's OK and left.
     assert sft.validate(Knows(), CHAT, examples, arguments())["held_out_exact"] == pytest.approx(4 / 5)
