@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What quickstart.sh leaves open, in the same run folder: process rewards (Fig. 4), half of the demonstrations (Table 3)
-# and what single choices are worth. QLASS with M = 4 on the same test tasks each time, told apart by --label.
+# What quickstart.sh leaves open, in the same run folder: what the trees are worth without a QNet, process rewards (Fig. 4),
+# half of the demonstrations (Table 3) and what single choices are worth. QLASS with M = 4 on the same test tasks each time,
+# told apart by --label.
 set -euo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
@@ -17,6 +18,8 @@ retrained() {  # NAME LABEL FLAG...: the agent cloned anew with its own trajecto
     stage -m experiments.self_train "${common[@]}" --run "$RUN" --name "$1" "${@:3}"
     variant "$1" "$2" --method greedy --sft "$RUN/sft-$1"
 }
+
+trees_best
 
 # Fig. 4: three process rewards of the same trees, to search with and to self-train with, with the loss on the last token
 # and as in Eq. (11) on all tokens. Q on the last token is quickstart.sh's own QNet.

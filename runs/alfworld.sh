@@ -13,8 +13,5 @@ learn_q "$RUN" "$RUN/sft"
 search --limit 0 --method rule greedy sample random likeliest qlass oracle_step -M 4
 search --limit 0 --method best_of_n -N 2 4
 search --limit 0 --method best_of_n -N 4 --select oracle
-
-# Control: the same agent cloned from the demonstrations and the trees' best branches (rejection sampling).
-stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
-variant tree "SFT on trees' best" --limit 0 --method greedy --sft "$RUN/sft-tree"
+trees_best --limit 0
 report

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# FrozenLake through all five stages with the tiny model: 24 lakes of 8x8, random starts, the exact Q* known.
+# FrozenLake through all five stages with the tiny model: 24 lakes of 4x4, every start, the exact Q* known.
 # MAP=4x4 or MAP=8x8 for one fixed lake.
 set -euo pipefail
 ENV=frozenlake

@@ -7,8 +7,4 @@ ENV=webshop
 clone                      # stage 1: behaviour cloning (sft.py)
 learn_q "$RUN" "$RUN/sft"  # stages 2 to 4: exploration trees, Bellman backup, QNet (build_trees, bellman, train_qnet)
 search --method all        # stage 5: Q-guided generation and its baselines (q_search.py)
-
-# Control: the same agent cloned from the demonstrations and the trees' best branches (rejection sampling).
-stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
-variant tree "SFT on trees' best" --method greedy --sft "$RUN/sft-tree"
 report

@@ -23,7 +23,6 @@ for ((seed = 0; seed < SEEDS; seed++)); do
     clone
     learn_q "$RUN" "$RUN/sft"
     search --method all
-    stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
-    variant tree "SFT on trees' best" --method greedy --sft "$RUN/sft-tree"
+    trees_best
 done
 stage report.py "${runs[@]}" --out runs/webshop_real/report.html

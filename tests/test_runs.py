@@ -145,4 +145,4 @@ def test_ablations_play_the_same_tasks_and_are_told_apart(stage):
         s.qnet for s in [*played, *asked["experiments.self_train"]] if s.qnet
     } <= made  # every QNet is trained before
     retrained = {s.run / f"sft-{s.name}" for s in asked["experiments.self_train"]}
-    assert {s.sft for s in played if s.label and s.label.startswith("self-trained")} == retrained
+    assert {s.sft for s in played if s.sft and s.sft.name.startswith("sft-")} == retrained
