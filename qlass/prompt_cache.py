@@ -47,9 +47,9 @@ class Prompt:
         return self.ids[self.known :]
 
     @property
-    def family(self) -> bytes:
+    def family(self) -> tuple[int, bytes]:
         """Prompts of one family have the same known tokens, and can stand in one token tree."""
-        return self.turns[len(self.past)].parent or self.turns[0].name
+        return len(self.past), self.turns[len(self.past)].parent or self.turns[0].name
 
 
 @dataclasses.dataclass
@@ -127,7 +127,7 @@ class PromptCache:
 
     def rows(self, prompts: Sequence[Prompt], tails: Sequence[Sequence[Sequence[int]]]) -> tuple[list[Row], list[int]]:
         """Prompts in as few rows as their families allow, a row each; the indices of those that found no room."""
-        families: dict[bytes, list[int]] = {}
+        families: dict[tuple[int, bytes], list[int]] = {}
         for i, prompt in enumerate(prompts):
             families.setdefault(prompt.family, []).append(i)
         rows, later = [], []

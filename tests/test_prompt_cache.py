@@ -92,6 +92,22 @@ def test_what_a_kept_turn_continues_is_kept(seed):
     assert evicted > 10
 
 
+@pytest.mark.parametrize("length", [3, 12, 30])  # of the second turn, shorter and longer than the first
+def test_a_first_state_beside_one_that_continues_it(length):
+    """Two games that begin alike, one of them a step ahead: only that one has its first turn in the cache."""
+    first = State((("user", " ".join(WORDS[:12])),))
+    second = first.then("Action: left", " ".join((WORDS * 3)[:length]))
+    third = second.then("Action: right", "nothing happens")
+    cache = PromptCache()
+    read(cache, [first])
+    for states in ([first, second], [third]):
+        prompts = [CHAT.message_tokens(s) for s in states]
+        for i, outputs, last, _ in cache.read(forward, MODEL, 0, 1 << 14, prompts, [[]] * len(states)):
+            ids = torch.tensor([[token for tokens in prompts[i] for token in tokens]])
+            alone = forward({"input_ids": ids}, torch.tensor([ids.shape[1] - 1]))[0, 0]
+            torch.testing.assert_close(outputs[last], alone, atol=1e-5, rtol=1e-4)
+
+
 def family(depth: int, width: int) -> list[State]:
     """All states of a tree of this depth, in no order."""
     states = [episodes(1, 1)[0][0]]
