@@ -131,7 +131,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
 
 
 MARK = "✓"
-_WORD = re.compile(r" ?(\$?[^\W_]+(?:[.'-][^\W_]+)*)")
+_WORD = re.compile(r" ?(?:\d+ (?=\$))?(\$?[^\W_]+(?:[.'-][^\W_]+)*)")  # a price with its place on the page: "3 $9.50"
 _LIMIT = re.compile(r"price lower than (\d+\.\d+) dollars")
 _STOP_WORDS = frozenset("a an and are as at be by for from i in is it me my of on or than that the to with you".split())  # noqa: SIM905
 
@@ -145,7 +145,8 @@ def task_words(task: str) -> frozenset[str]:
 def mark(text: str, task: str) -> str:
     """ "red cotton shirt" for the task "a red shirt" -> "✓red cotton✓ shirt"; so a price within its limit too.
 
-    The mark stands in front: an agent that chooses token by token sees it before it has chosen the word.
+    The mark stands in front, of a price with its place before the place: an agent that chooses token by token sees it
+    before it has chosen.
     """
     words, limit = task_words(task), _LIMIT.search(task)
 

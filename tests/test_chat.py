@@ -82,9 +82,12 @@ def test_words_of_the_task_are_marked():
 
 def test_prices_within_the_tasks_limit_are_marked():
     task = "a red hat, and price lower than 60.00 dollars"
-    assert mark("1 $60.0 red hat [SEP] $60.5 [SEP] $5.0 to $95.5", task) == (
-        f"1{MARK} $60.0{MARK} red{MARK} hat [SEP] $60.5 [SEP]{MARK} $5.0 to $95.5"
+    assert mark("red hat [SEP] $60.5 [SEP] $5.0 to $95.5", task) == (
+        f"{MARK}red{MARK} hat [SEP] $60.5 [SEP]{MARK} $5.0 to $95.5"
     )
+    # With its place on the page, before the place, which is what the agent has to choose first.
+    assert mark("Thought: 3 $60.0 red hat", task) == f"Thought:{MARK} 3 $60.0{MARK} red{MARK} hat"
+    assert mark("Thought: 1 $60.5 to $70.0 hat", task) == f"Thought: 1 $60.5 to $70.0{MARK} hat"
     assert mark("$5.0 for 5.0", "a red hat") == "$5.0 for 5.0"
 
 
