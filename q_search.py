@@ -134,11 +134,12 @@ class Step:
 class Trajectory:
     steps: list[Step]
     reward: float
+    seconds: float
 
 
 def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, rendering: Rendering) -> Generator:
     """One trajectory (Alg. 4, lines 3-10). Yields requests, returns a Trajectory."""
-    observation, info = env.reset(options={"task_id": task_id})
+    started, (observation, info) = time.time(), env.reset(options={"task_id": task_id})
     state, steps, reward, done = State.first(env, observation, info), [], 0.0, False  # Alg. 4, line 3
     temperature = 0.0 if method.name == "greedy" else None  # None: the checkpoint's own
     while not done:  # Alg. 4, line 4
@@ -150,7 +151,7 @@ def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, renderi
         observation, reward, terminated, truncated, _ = env.step(parse_action(action))  # Alg. 4, line 9
         steps.append(Step(state, drawn, candidates, scores, action, env.message(observation)))
         state, done = state.then(action, env.message(observation)), terminated or truncated  # Alg. 4, line 10
-    return Trajectory(steps, float(reward))
+    return Trajectory(steps, float(reward), time.time() - started)
 
 
 def distinct(actions: list[str]) -> list[str]:
@@ -161,19 +162,21 @@ def distinct(actions: list[str]) -> list[str]:
     return list(first.values())
 
 
-def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
+def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat, sampled: dict | None = None) -> Generator:
     """N trajectories, of which one counts (Alg. 4, lines 1-2 and 11). Returns most of a line of results.jsonl."""
-    started, trials = time.time(), []
+    known: dict = sampled if sampled is not None and method.name in ("sample", "best_of_n") else {}
     for trial in range(method.N):  # Alg. 4, lines 1-2
-        trials.append((yield from episode(env, task_id, method, trial, chat.rendering)))
+        if (task_id, trial) not in known:
+            known[task_id, trial] = yield from episode(env, task_id, method, trial, chat.rendering)
     env.close()
+    trials = [known[task_id, trial] for trial in range(method.N)]
+    started = time.time() - sum(trial.seconds for trial in trials)
     spent = [costs.tokens(chat, trial.steps, method.scorer.uses_q) for trial in trials]
     best = trials[0]  # Alg. 4, line 11
     if method.select == "oracle":
         best = max(trials, key=lambda trial: trial.reward)
     elif method.select == "q":  # the last action's value speaks for the trajectory
-        last = [trial.steps[-1] for trial in trials]
-        values = []
+        last, values = [trial.steps[-1] for trial in trials], []
         for step, cost in zip(last, spent, strict=True):
             values += yield Score(step.state, (step.action,))
             alone = len(chat.prompt(step.state)) + costs.scoring(chat, step.state, [step.action])
@@ -314,6 +317,7 @@ def main(argv: list[str] | None = None) -> None:
     finished = {identity(record): record for record in out.records}
     sources = {"demonstrations": args.sft if policy else None, "trees": args.qnet if qnet else None}
     leaks = {name: leaked(env, tasks, learned_from(path, args), name) if path else 0 for name, path in sources.items()}
+    sampled: dict[tuple[str, int], Trajectory] = {}  # by the agent alone, of a task and trial
     for method in plan:
         about = {"env": env.name, "split": args.split, "label": args.label, "method": method.name, "M": method.M}
         about |= {"N": method.N, "select": method.select, "player": method.player, "seed": args.seed}
@@ -322,11 +326,12 @@ def main(argv: list[str] | None = None) -> None:
         if args.paraphrase is not None and policy:
             paraphraser = Server(args.paraphrase_server) if args.paraphrase_server else by_rules(env)
             answers[Sample] = Paraphrased(policy.sample, paraphraser, args.paraphrase or method.M * method.N)
+            sampled.clear()  # the wordings are the method's own
 
         def play(task_id: str, method: Method = method, lines: dict = lines) -> Generator:
             fork = env.fork()
             line = played(fork, task_id, method) if method.name in PLAYERS else None
-            return [lines[task_id] | (line or (yield from best_of(fork, task_id, method, chat)))]
+            return [lines[task_id] | (line or (yield from best_of(fork, task_id, method, chat, sampled)))]
 
         rows = drive(map(play, todo), answers, args.in_flight or env.side_by_side)
         out.grow(rows, str(method), len(lines), len(lines) - len(todo))

@@ -10,8 +10,6 @@ common+=("$@")
 
 clone
 learn_q "$RUN" "$RUN/sft"
-search --limit 0 --method rule greedy sample random likeliest qlass oracle_step -M 4
-search --limit 0 --method best_of_n -N 2 4
-search --limit 0 --method best_of_n -N 4 --select oracle
+search --limit 0 --method all -M 2 4
 trees_best --limit 0
 report

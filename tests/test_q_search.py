@@ -137,6 +137,31 @@ def by_trial(*scripts):
 THREE = by_trial({}, {(): "right"}, {(): "right", ("right",): "right"})  # left left, right left, right right left
 
 
+def test_what_was_sampled_for_one_method_serves_the_next():
+    """The first trajectories of best-of-3 are best-of-2's; nothing is shared with a search."""
+    sampled, drawn = {}, []
+
+    def draw(request):
+        drawn.append(request.key)
+        return THREE(request)
+
+    def play(method, sampled):
+        return run(
+            best_of(FakeEnv(), "test0", method, CHAT, sampled),
+            lambda r: draw(r) if isinstance(r, Sample) else true_q(r),
+        )[0]
+
+    for method in (Method("sample"), Method("best_of_n", N=3, select="q"), Method("best_of_n", N=2, select="oracle")):
+        shared, alone = play(method, sampled), play(method, None)
+        assert shared | {"seconds": 0} == alone | {"seconds": 0}
+    assert list(sampled) == [("test0", 0), ("test0", 1), ("test0", 2)]
+    drawn.clear()
+    play(Method("best_of_n", N=3, select="oracle"), sampled)
+    assert not drawn
+    play(Method("random", N=3), sampled)
+    assert {key[1] for key in drawn} == {0, 1, 2}
+
+
 def test_the_best_of_n_by_reward_and_by_q():
     record, path, _ = episode(Method("best_of_n", N=3, select="oracle"), THREE)
     assert path == ("right", "left") and record["reward"] == 0.4
