@@ -131,7 +131,7 @@ def tokens_and_mask(chat: Chat, state: State, limit: int) -> tuple[list[int], li
 def predictions(model: Any, ids: torch.Tensor, wrote: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (B, K, V) and their targets (B, K), -100 where the agent did not write; tokens and `wrote` are (B, T).
 
-    Of the K columns where it wrote in some row: the output layer is half of the tiny model's work.
+    Of the K columns where it wrote in some row: the others predict the user's tokens, and the output layer is wide.
     """
     targets = ids[:, 1:].masked_fill(~wrote[:, 1:], -100)
     columns = wrote[:, 1:].any(0).nonzero()[:, 0]
