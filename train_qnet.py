@@ -97,8 +97,8 @@ class QNet(nn.Module):
             self.computed += inputs["input_ids"].numel()
             return self(**inputs)[:, columns].float()
 
-        prompts, pad_id = [self.chat.prompt_tokens(s) for s in states], self.chat.tokenizer.pad_token_id
-        for n, out, _, paths in self.reader.read(values, self.backbone, pad_id, self.budget, prompts, tails):
+        prompts = [self.chat.prompt_tokens(s) for s in states]
+        for n, out, _, paths in self.reader.read(values, self.backbone, self.budget, prompts, tails):
             v = out.cpu().numpy()
             for action, at in zip(fresh[states[n]], paths, strict=True):
                 self._known[states[n], action] = float(v[at[-1]] if self.readout == "last" else v[at].mean())

@@ -73,7 +73,7 @@ class PackedDecisions:
         device = model.device
         at = sorted({token for _, token, _ in (*self.free, *self.edges)})
         row = {token: i for i, token in enumerate(at)}
-        inputs = tree_inputs([self.tree], 0, device, model.dtype)
+        inputs = tree_inputs(model, [self.tree])
         where = torch.tensor(at, dtype=torch.long, device=device)
         logits = model(**inputs, use_cache=False, logits_to_keep=where).logits[0].float()  # (P, V)
 

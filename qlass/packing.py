@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from qlass.chat import Chat, State
-from qlass.token_tree import TokenTree, batches, tree_inputs, windows_of
+from qlass.token_tree import TokenTree, batches, tree_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ def pack_pairs(chat: Chat, pairs: Sequence[Pair], loss_on: str, max_tokens: int)
 
 def packed_loss(qnet: Any, packs: Sequence[PackedPairs]) -> torch.Tensor:
     """The sum of `pair_loss` over all pairs of the packs, each unique token computed once."""
-    inputs = inputs_of(qnet, packs)
+    inputs = tree_inputs(qnet.backbone, [p.tree for p in packs])
     weight, weighted_q = torch.zeros(2, *inputs["input_ids"].shape)
     for row, p in enumerate(packs):  # padded on the left, as the ids are
         weight[row, -len(p.tree) :] = torch.from_numpy(p.weight)
@@ -111,16 +111,10 @@ def packed_scores(qnet: Any, packs: Sequence[PackedPairs], budget: int) -> list[
     """Q(s, a) of the packs' pairs in turn, as `QNet.score` reads it, each unique token computed once."""
     scores: list[list[float]] = [[] for _ in packs]
     for group in batches(packs, lambda p: len(p.tree), budget):
-        v = qnet(**inputs_of(qnet, [packs[i] for i in group]), use_cache=False).float().cpu().numpy()
+        inputs = tree_inputs(qnet.backbone, [packs[i].tree for i in group])
+        v = qnet(**inputs, use_cache=False).float().cpu().numpy()
         for row, i in enumerate(group):
             own = v[row, -len(packs[i].tree) :]
             for end, n in packs[i].ends.tolist():
                 scores[i].append(float(own[packs[i].tree.above(end)[:n] if qnet.readout == "mean" else end].mean()))
     return [score for some in scores for score in some]
-
-
-def inputs_of(qnet: Any, packs: Sequence[PackedPairs]) -> dict[str, torch.Tensor]:
-    backbone = qnet.backbone
-    windows = windows_of(backbone.config)
-    pad_id = qnet.chat.tokenizer.pad_token_id
-    return tree_inputs([p.tree for p in packs], pad_id, backbone.device, backbone.dtype, windows=windows)

@@ -15,7 +15,7 @@ import torch
 
 from environments import UserError
 from qlass.prompt_cache import PromptCache
-from qlass.token_tree import TokenTree, tree_inputs, windows_of
+from qlass.token_tree import TokenTree, tree_inputs
 
 WINDOW = 4  # tokens; as small as the families below, so that these test the windows too
 EXACT = 1e-3  # of the outputs' mean size, for every sequence
@@ -119,7 +119,7 @@ def tree_difference(model: Any, families: Families, alone: Alone) -> torch.Tenso
     for family in families:
         trees.append(TokenTree())
         paths.append([trees[-1].add(ids) for ids in family])
-    inputs = tree_inputs(trees, 0, model.device, model.dtype, windows=windows_of(model.config))
+    inputs = tree_inputs(model, trees)
     out, pairs = outputs(model, {**inputs, "use_cache": False}), []
     for row, tree, some, expected in zip(out, trees, paths, alone, strict=True):
         row = row[len(row) - len(tree) :]
@@ -140,7 +140,7 @@ def cache_difference(model: Any, families: Families, alone: Alone) -> torch.Tens
         ends = [sum(map(len, state)) for state in states]
         tails = [[ids[end : end + 3], ids[end : end + 1]] for ids, end in zip(sequences, ends, strict=True)]
         for i, out, last, paths in cache.read(
-            lambda inputs, columns: outputs(model, inputs, columns), model, 0, 1 << 14, states, tails
+            lambda inputs, columns: outputs(model, inputs, columns), model, 1 << 14, states, tails
         ):
             pairs += [(out[[last, *path]], expected[i][ends[i] - 1 : ends[i] + len(path)]) for path in paths]
     return relative(pairs)

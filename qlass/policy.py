@@ -96,8 +96,7 @@ class Policy:
             else:  # a single valid action
                 self._known[key] = np.zeros(len(texts[i]))
         states, tails = [self.chat.prompt_tokens(requests[i].state) for i in which], [trie.tails for trie in tries]
-        pad_id = self.chat.tokenizer.pad_token_id
-        for n, out, last, paths in self.reader.read(self._logits, self.model, pad_id, self.budget, states, tails):
+        for n, out, last, paths in self.reader.read(self._logits, self.model, self.budget, states, tails):
             rows = [paths[a][t - 1] if t else last for a, t, _ in tries[n].branches]
             tokens = [token for *_, token in tries[n].branches]
             scores = out[torch.tensor(rows, device=out.device), torch.tensor(tokens, device=out.device)].cpu().numpy()
@@ -113,8 +112,7 @@ class Policy:
         states = [self.chat.prompt_tokens(s) for s in which]
         tails = [[self.chat.action(pairs[i][1], s.task) for i in some] for s, some in which.items()]
         answers, members = [0.0] * len(pairs), list(which.values())
-        pad_id = self.chat.tokenizer.pad_token_id
-        for n, out, last, paths in self.reader.read(self._logits, self.model, pad_id, self.budget, states, tails):
+        for n, out, last, paths in self.reader.read(self._logits, self.model, self.budget, states, tails):
             for i, ids, path in zip(members[n], tails[n], paths, strict=True):
                 logp = out[[last, *path[:-1]]].log_softmax(-1)
                 answers[i] = float(logp.gather(-1, torch.tensor(ids, device=out.device)[:, None]).double().sum())
@@ -153,8 +151,7 @@ class Policy:
             row.add(prompt)
         windows, cache = windows_of(self.model.config), self.reader.cache(rows)
         before, width = max(r.known for r in rows), max(len(r.tree) for r in rows)
-        inputs = tree_inputs([r.tree for r in rows], chat.tokenizer.pad_token_id, device, self.model.dtype,
-                        [r.known for r in rows], windows)  # fmt: skip
+        inputs = tree_inputs(self.model, [r.tree for r in rows], [r.known for r in rows])
         out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         self.computed += inputs["input_ids"].numel()
         for at, row in enumerate(rows):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from qlass.token_tree import TokenTree, batches, tree_inputs, windows_of
+from qlass.token_tree import TokenTree, batches, tree_inputs
 
 
 @dataclasses.dataclass
@@ -181,7 +181,7 @@ class PromptCache:
         return True
 
     def read(
-        self, forward: Callable[..., torch.Tensor], model: Any, pad_id: int, budget: int,
+        self, forward: Callable[..., torch.Tensor], model: Any, budget: int,
         states: Sequence[Sequence[Sequence[int]]], tails: Sequence[Sequence[Sequence[int]]],
     ) -> Iterator[tuple[int, torch.Tensor, int, list[list[int]]]]:  # fmt: skip
         """Put each state's tails (candidate actions) through the model behind the state's prompt, every token once.
@@ -189,9 +189,8 @@ class PromptCache:
         forward(inputs, columns) gives the outputs (B, len(columns), ...) of these tokens. Yields, in any order,
         (index of the state, its row's outputs, where among them the prompt's last token is, and where each tail's are).
         """
-        windows, waiting = windows_of(model.config), list(range(len(states)))
+        waiting, counted = list(range(len(states))), False
         self.round += 1
-        counted = False
         while waiting:  # what a large family did not fit in is read behind what the first rows left in the cache
             prompts = [self.prompt(states[i]) for i in waiting]
             if not counted:
@@ -205,8 +204,7 @@ class PromptCache:
                 asked = {p + t for r, p in zip(some, pads, strict=True) for _, last, paths in r.read
                          for path in ([last], *paths) for t in path}  # fmt: skip
                 column = {c: i for i, c in enumerate(sorted(asked))}
-                inputs = tree_inputs([r.tree for r in some], pad_id, model.device, model.dtype, [r.known for r in some],
-                                windows)  # fmt: skip
+                inputs = tree_inputs(model, [r.tree for r in some], [r.known for r in some])
                 columns = torch.tensor(list(column), device=model.device)
                 outputs = forward({**inputs, "past_key_values": cache, "use_cache": True}, columns)
                 for at, (row, pad) in enumerate(zip(some, pads, strict=True)):
@@ -242,7 +240,7 @@ class PlainReader:
     """`PromptCache.read` for any causal LM: each tail behind its prompt, one sequence at a time, nothing kept."""
 
     def read(
-        self, forward: Callable[..., torch.Tensor], model: Any, pad_id: int, budget: int,
+        self, forward: Callable[..., torch.Tensor], model: Any, budget: int,
         states: Sequence[Sequence[Sequence[int]]], tails: Sequence[Sequence[Sequence[int]]],
     ) -> Iterator[tuple[int, torch.Tensor, int, list[list[int]]]]:  # fmt: skip
         for i, (messages, ends) in enumerate(zip(states, tails, strict=True)):

@@ -103,18 +103,16 @@ def additive_masks(
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def tree_inputs(
-    trees: Sequence[TokenTree], pad_id: int, device: Any, dtype: torch.dtype, past: Sequence[int] | None = None,
-    windows: dict[str, int] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Model inputs of B token trees, padded on the left to L: ids and positions (B, L), masks (B, 1, L, P + L).
+def tree_inputs(model: Any, trees: Sequence[TokenTree], past: Sequence[int] | None = None) -> dict[str, Any]:
+    """What the model reads of B token trees, padded on the left to L: ids and positions (B, L), masks (B, 1, L, P + L).
 
-    `past[i]` tokens stand before tree i in a cache of width P = max(past), padded on the left too. A sequence by itself
-    needs no mask, so that models take it which take no other.
+    `past[i]` tokens stand before tree i in a cache of width P = max(past), padded on the left too. Nothing sees the
+    padding, so any id will do. A sequence by itself needs no mask, so that models take it which take no other.
     """
+    device, windows = model.device, windows_of(model.config)
     past = past or [0] * len(trees)
     width, before = max(map(len, trees)), max(past)
-    ids = torch.full((len(trees), width), pad_id)
+    ids = torch.zeros((len(trees), width), dtype=torch.long)
     if len(trees) == 1 and not before and list(trees[0].parent) == list(range(-1, width - 1)):
         return {"input_ids": torch.tensor(trees[0].ids, device=device)[None]}
     at = torch.zeros((len(trees), before + width), dtype=torch.long)  # positions, of the cache's columns too
@@ -128,7 +126,7 @@ def tree_inputs(
         sees[row, start:, before - known : before] = True
         sees[row, start:, before + start :] = torch.from_numpy(tree.attention())
     at, sees = at.to(device), sees.to(device)
-    masks = additive_masks(sees, at[:, before:], at, windows or {"full_attention": 0}, dtype)
+    masks = additive_masks(sees, at[:, before:], at, windows, model.dtype)
     return {"input_ids": ids.to(device), "position_ids": at[:, before:], "attention_mask": masks}
 
 

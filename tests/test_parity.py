@@ -15,6 +15,7 @@ import make_models
 from environments import UserError
 from qlass import parity
 from qlass.chat import State
+from qlass.decisions import Decision, pack_decisions
 from qlass.driver import Sample
 from qlass.models import context_of, load_checkpoint
 from qlass.packing import Pair, pack_pairs, packed_loss
@@ -52,8 +53,7 @@ def test_a_model_that_reads_token_trees(name):
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mask_without_its_windows_is_found(name, dtype, monkeypatch):
-    for module in ("qlass.parity", "qlass.prompt_cache"):
-        monkeypatch.setattr(f"{module}.windows_of", lambda config: dict.fromkeys(windows_of(config), 0))
+    monkeypatch.setattr("qlass.token_tree.windows_of", lambda config: dict.fromkeys(windows_of(config), 0))
     assert "differ from plain ones" in parity.fault(make_models.tiny(name).to(dtype))
 
 
@@ -152,6 +152,17 @@ def test_training_packed_with_windows_equals_pair_by_pair(name):
     pairs = [Pair(s, a, 0.1 * i) for i, (s, a) in enumerate((s, a) for s in states() for a in ACTIONS)]
     plain = sum(float(pair_loss(qnet, p)) for p in pairs)
     assert float(packed_loss(qnet, list(pack_pairs(CHAT, pairs, "all", 10_000)))) == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+def test_decisions_packed_with_windows_have_the_plain_probabilities(name):
+    _, plain = both(name)
+    pairs = [(s, a) for s in states() for a in ACTIONS]
+    (p,) = pack_decisions(CHAT, [Decision(s, a) for s, a in pairs], 10_000)
+    with torch.inference_mode():
+        each, _ = p.logprobs(plain.model)
+    logp = torch.zeros(len(pairs)).index_add(0, torch.tensor(p.owner), each)
+    assert logp.tolist() == pytest.approx(plain.logprobs(pairs), abs=1e-3)
 
 
 def test_one_pair_a_pack_trains_what_reads_no_trees():

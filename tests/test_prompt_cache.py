@@ -43,7 +43,7 @@ def read(cache: PromptCache, states: list[State]) -> int:
     """Tokens that went through the model for these states."""
     forward.cost = 0
     prompts = [CHAT.message_tokens(s) for s in states]
-    assert len(list(cache.read(forward, MODEL, 0, 1 << 14, prompts, [[]] * len(states)))) == len(states)
+    assert len(list(cache.read(forward, MODEL, 1 << 14, prompts, [[]] * len(states)))) == len(states)
     return forward.cost
 
 
@@ -102,7 +102,7 @@ def test_a_first_state_beside_one_that_continues_it(length):
     read(cache, [first])
     for states in ([first, second], [third]):
         prompts = [CHAT.message_tokens(s) for s in states]
-        for i, outputs, last, _ in cache.read(forward, MODEL, 0, 1 << 14, prompts, [[]] * len(states)):
+        for i, outputs, last, _ in cache.read(forward, MODEL, 1 << 14, prompts, [[]] * len(states)):
             ids = torch.tensor([[token for tokens in prompts[i] for token in tokens]])
             alone = forward({"input_ids": ids}, torch.tensor([ids.shape[1] - 1]))[0, 0]
             torch.testing.assert_close(outputs[last], alone, atol=1e-5, rtol=1e-4)

@@ -20,7 +20,6 @@ from qlass.token_tree import TokenTree, batches, tree_inputs
 
 CHAT = word_chat(temperature=0.8)
 MODEL = tiny_lm(CHAT)
-PAD = CHAT.tokenizer.pad_token_id
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -85,7 +84,7 @@ def test_a_packed_tree_gives_the_outputs_of_its_sequences(forest):
     for some in forest:
         trees.append(TokenTree())
         paths.append([trees[-1].add(ids) for ids in some])
-    inputs = tree_inputs(trees, PAD, "cpu", torch.float32)
+    inputs = tree_inputs(MODEL, trees)
     assert inputs["input_ids"].shape == (len(trees), max(map(len, trees)))
     with torch.inference_mode():
         logits = MODEL(**inputs, use_cache=False).logits.double().numpy()
@@ -119,7 +118,7 @@ def read(prompts: PromptCache, some: list[State], budget: int = 10_000) -> tuple
     found: list = [None] * len(some)
     with torch.inference_mode():
         runs = [CHAT.message_tokens(s) for s in some]
-        for i, out, last, paths in prompts.read(forward, MODEL, PAD, budget, runs, tails):
+        for i, out, last, paths in prompts.read(forward, MODEL, budget, runs, tails):
             found[i] = [out[last].double().numpy(), *(out[p].double().numpy() for p in paths)]
     return found, cost
 
