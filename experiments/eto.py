@@ -97,7 +97,7 @@ def pack_preferences(
     """Some pairs as one token tree, and (pair, side, decision) of each step: side 0 is preferred to side 1."""
     tree, steps, known, pairs = PackedDecisions(), [], {}, 0
     for preference in preferences:
-        if pairs and len(tree.tree) > most / 2:
+        if pairs and len(tree.tree) > most:
             yield tree, steps
             tree, steps, known, pairs = PackedDecisions(), [], {}, 0
         for side, trajectory in enumerate(preference):

@@ -65,7 +65,7 @@ def load(args: argparse.Namespace, lr: float) -> tuple[Any, Chat, torch.optim.Op
 
 def room(model: Any) -> int:
     """Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed again."""
-    return 1024 if model.num_parameters() < SMALL else 4096
+    return 512 if model.num_parameters() < SMALL else 4096
 
 
 def step(optimizer: torch.optim.Optimizer, lr: float, number: int) -> None:

@@ -13,28 +13,37 @@ case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac
 [ "${1:-}" != --seeds ] || { SEEDS=${2:?--seeds N} && shift 2; }
 . "$(dirname "$0")/common.sh"
 plain=("${common[@]}") runs=()
-case $ENV in
-    webshop) tokens=400000 env_steps=6000 rl=() ;;
-    alfworld) tokens=1000000 env_steps=20000 rl=() ;;
-    frozenlake) tokens=100000 env_steps=20000 rl=(--entropy 0.02 --every 2) ;;
+case $ENV in  # the best checkpoint is chosen by val validation tasks
+    webshop) tokens=400000 env_steps=4000 val=200 rl=() ;;
+    alfworld) tokens=1000000 env_steps=20000 val=100 rl=() ;;
+    frozenlake) tokens=100000 env_steps=20000 val=0 rl=(--entropy 0.02 --every 2) ;;
 esac
 
-agent() {  # NAME: a trained agent, alone and searched with the cloned agent's QNet
-    variant "$1" "$1" --method greedy sample --sft "$RUN/sft-$1"
-    variant "$1-old" "$1, old QNet" --method qlass -M 2 4 6 --sft "$RUN/sft-$1"
+agent() {  # NAME SFT: a trained agent, alone and searched with the cloned agent's QNet
+    variant "$1" "$1" --method greedy sample --sft "$2"
+    variant "$1-old" "$1, old QNet" --method qlass -M 2 4 6 --sft "$2"
 }
 own_qnet() {  # NAME: ... and with a QNet of its own trees
-    learn_q "$RUN/$1" "$RUN/sft-$1"
-    variant "$1-own" "$1, own QNet" --method qlass -M 2 4 6 --sft "$RUN/sft-$1" --qnet "$RUN/$1/qnet"
+    learn_q "$RUN/$1" "$RUN/sft-$1-tokens"
+    variant "$1-own" "$1, own QNet" --method qlass -M 2 4 6 --sft "$RUN/sft-$1-tokens" --qnet "$RUN/$1/qnet"
 }
-train() {  # MODULE NAME FLAG...: a learner at equal tokens
-    stage -m "experiments.$1" "${common[@]}" --run "$RUN" --budget $tokens --name "$2" "${@:3}"
+train() {  # MODULE NAME BUDGET FLAG...: a learner until `tokens` or `env_steps` are spent, or on until then
+    stage -m "experiments.$1" "${common[@]}" --run "$RUN" --val $val --budget "${!3}" --budget-in "$3" --name "$2" "${@:4}"
 }
-learn() {  # MODULE NAME FLAG...: at equal tokens as NAME, at equal environment steps as NAME-steps
-    train "$@"
-    agent "$2"
-    stage -m "experiments.$1" "${common[@]}" --run "$RUN" --budget $env_steps --budget-in env_steps --name "$2-steps" "${@:3}"
-    variant "$2-steps" "$2, equal steps" --method greedy sample --sft "$RUN/sft-$2-steps"
+keep() {  # NAME COPY: the agent as it is now
+    rm -rf "$RUN/draft" && cp -r "$RUN/sft-$1" "$RUN/draft"
+    cp "$RUN/sft-$1.meta.json" "$RUN/sft-$2.meta.json" && mv "$RUN/draft" "$RUN/sft-$2"
+}
+learn() {  # MODULE NAME FLAG...: one training, as NAME-tokens and NAME-env_steps what it is at either budget
+    local budget budgets=(tokens env_steps)
+    [ "$1" != tree_grpo ] || budgets=(env_steps tokens)  # the budget that is spent first
+    for budget in "${budgets[@]}"; do
+        [ ! -d "$RUN/sft-$2-$budget" ] || continue
+        train "$1" "$2" "$budget" "${@:3}"
+        keep "$2" "$2-$budget"
+    done
+    agent "$2" "$RUN/sft-$2-tokens"
+    variant "$2-steps" "$2, equal steps" --method greedy sample --sft "$RUN/sft-$2-env_steps"
 }
 begin() {  # SEED
     SEED=$1 RUN=runs/$ENV
@@ -54,7 +63,7 @@ for ((seed = 0; seed < SEEDS; seed++)); do  # the main comparison of all seeds c
     learn eto eto --tasks 30
     learn eto eto-siblings --pairs siblings --tasks 30
     stage -m experiments.self_train "${common[@]}" --run "$RUN" --method rft
-    agent rft
+    agent rft "$RUN/sft-rft"
 done
 for ((seed = 0; seed < SEEDS; seed++)); do  # does a QNet of the new agent's own trees serve it better?
     begin $seed
@@ -65,14 +74,14 @@ done
 for ((seed = 0; seed < SEEDS; seed++)); do  # which advantage, and does a tree gain more where the budget a task is small?
     begin $seed
     for kind in inter intra states; do
-        train tree_grpo tree-$kind --advantage $kind "${rl[@]}"
+        train tree_grpo tree-$kind tokens --advantage $kind "${rl[@]}"
         variant tree-$kind "tree_grpo, $kind" --method greedy --sft "$RUN/sft-tree-$kind"
     done
     for shape in "1 2 1" "4 5 1"; do
         read -r M N L <<< "$shape"
         chains=$((M + M * N * L / 2))  # of the same nominal budget
-        train tree_grpo tree-$M$N$L -M $M --draws $N --rounds $L "${rl[@]}"
-        train tree_grpo grpo-$chains -M $chains --rounds 0 "${rl[@]}"
+        train tree_grpo tree-$M$N$L tokens -M $M --draws $N --rounds $L "${rl[@]}"
+        train tree_grpo grpo-$chains tokens -M $chains --rounds 0 "${rl[@]}"
         variant tree-$M$N$L "tree_grpo ($M, $N, $L)" --method greedy --sft "$RUN/sft-tree-$M$N$L"
         variant grpo-$chains "grpo, $chains chains" --method greedy --sft "$RUN/sft-grpo-$chains"
     done
