@@ -81,7 +81,7 @@ class TextEnv(gymnasium.Env):
     tree_depth = 8  # D of Algorithm 2
     demonstrations = 1350  # for the tiny model; few enough that it errs
     side_by_side = 64  # how many forks may be open at once
-    omniscient = False  # the demonstrator knows what no page has shown
+    omniscient = False  # the demonstrator knows what no page has shown, so tables call it an oracle
     # The options of the class that have a flag of their own: {flag: (option, "METAVAR what --help says")}; a metavar in
     # brackets makes a switch.
     flags: ClassVar[dict[str, tuple[str, str]]] = {}

@@ -222,19 +222,19 @@ def result(reward: float, steps: list[dict], tokens: dict, env_steps: int, reset
 
 def methods(args: argparse.Namespace, env: envs.TextEnv, scorers: dict[str, Scorer]) -> list[Method]:
     """What the flags ask for. `all` is the comparison at M = N, so that equal numbers of actions are sampled."""
-    chosen = []
-    rules = [Method("rule", player=name) for name in env.rules()]
+    chosen, rules = [], [Method("rule", player=name) for name in env.rules()]
+    demonstrator = Method("oracle" if env.omniscient else "expert")  # one who knows more than the pages is an oracle
     for name in args.method:
         if name == "all":
-            chosen += [Method("oracle"), Method("expert"), *rules, Method("greedy"), Method("sample")]
+            chosen += [Method("oracle"), demonstrator, *rules, Method("greedy"), Method("sample")]
             chosen += [Method("random", M=max(args.M))]
             chosen += [Method("best_of_n", N=n, select=select) for select in ("q", "oracle") for n in args.M]
             chosen += [Method("likeliest", M=m) for m in args.M if not args.server]
             chosen += [Method("qlass", M=m) for m in args.M]
             if type(env).optimal_value is not envs.TextEnv.optimal_value:
                 chosen.append(Method("oracle_step", M=max(args.M)))
-        elif name == "rule":
-            chosen += rules
+        elif name in ("expert", "rule"):
+            chosen += rules if name == "rule" else [demonstrator]
         elif name == "best_of_n":
             chosen += [Method(name, N=n, select=args.select) for n in args.N or [4]]
         elif name in SCORERS:
@@ -243,7 +243,7 @@ def methods(args: argparse.Namespace, env: envs.TextEnv, scorers: dict[str, Scor
             chosen += [Method(name, m, player=player, by=by) for player, by in scorers.items() for m in args.M]
         else:
             chosen.append(Method(name))
-    return chosen
+    return list(dict.fromkeys(chosen))
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -281,6 +281,12 @@ def test_flags_name_methods():
     assert {"expert", "greedy", "sample", "random", "oracle_step"} < {m.name for m in everything}
 
 
+def test_a_demonstrator_who_knows_more_than_the_pages_is_an_oracle(monkeypatch):
+    monkeypatch.setattr(FakeEnv, "omniscient", True)
+    assert methods("--method", "expert", "oracle") == [Method("oracle")]
+    assert "expert" not in {m.name for m in methods("--method", "all")}
+
+
 @pytest.fixture(scope="module")
 def value_net(tmp_path_factory):
     folder = tmp_path_factory.mktemp("value") / "qnet"
