@@ -193,7 +193,7 @@ Minibatch = list[tuple[PackedDecisions, torch.Tensor]]  # trees packed; (5, C): 
 def prepared(model: Any, reference: Any, chat: Chat, forests: Iterable[list[Tree]], kind: str) -> Minibatch:
     """What is known of some tasks before a batch's first update."""
     found = shares(forests, kind)
-    weights = torch.tensor(list(found.values()), device=model.device).T
+    weights = torch.tensor(list(found.values()), device=model.device).reshape(-1, 3).T
     packs = pack_decisions(chat, list(found), room(model))
     return [(p, torch.stack([*weights[:, p.owner], p.logprobs(model)[0], p.logprobs(reference)[0]])) for p in packs]
 

@@ -94,11 +94,13 @@ def cost(group: Group) -> str:
 
 def role(condition: Condition) -> tuple:
     """What a QNet is used for: two that differ in their process reward alone can be compared."""
-    return condition.method, condition.M, condition.N, condition.select, condition.self_trained
+    c = condition
+    return c.method, c.M, c.N, c.select, c.self_trained, c.otherwise
 
 
 def where(condition: Condition) -> str:
-    return "self-training" if condition.self_trained else f"search, {condition.budget or 'M=1'}"
+    used = "self-training" if condition.self_trained else f"search, {condition.budget or 'M=1'}"
+    return ", ".join(filter(None, (used, condition.otherwise)))
 
 
 def sentences(groups: Sequence[Group]) -> list[str]:

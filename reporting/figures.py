@@ -122,7 +122,12 @@ def targets(groups: Sequence[Group]) -> Figure | None:
     }
     greedy = [g for g in greedy if not g.condition.label]
     order = [None, *TARGETS].index
-    halves = {t: greedy + sorted(half, key=lambda g: order(g.condition.target)) for t, half in halves.items() if half}
+
+    def place(group: Group) -> tuple:
+        target = group.condition.target
+        return group.condition.otherwise if target else "", order(target)
+
+    halves = {title: greedy + sorted(half, key=place) for title, half in halves.items() if half}
     if not halves:
         return None
     heights = [len(half) + 1 for half in halves.values()]
@@ -145,8 +150,8 @@ def targets(groups: Sequence[Group]) -> Figure | None:
 def bar_name(condition: Condition) -> str:
     """What was learnt, at which M and N; the title of the bars says the rest."""
     names = {"q": "Q-value", "avg": "averaged reward", "reward": "plain reward"}
-    name = names.get(condition.target or "") or condition.label.removeprefix("self-trained, ") or condition.name
-    return ", ".join(filter(None, (name, condition.budget)))
+    name = names.get(condition.target or "") or condition.otherwise or condition.name
+    return ", ".join(filter(None, (name, condition.otherwise if condition.target else "", condition.budget)))
 
 
 def budget(condition: Condition) -> tuple:

@@ -39,6 +39,7 @@ METHODS = {  # in the order of the table
     "oracle_step": "step scorer by true reward (oracle)",
     "oracle_lookahead": "look-ahead of the released code (oracle)",
 }
+TARGET = re.compile(r"(?:^|target[ =:_-]*)(q|avg|reward)\b")  # a process reward, in a label
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,13 @@ class Condition:
     @property
     def target(self) -> str | None:
         """The process reward that QNet learnt, where the label names one (Fig. 4)."""
-        found = re.search(r"(?:^|target[ =:_-]*)(q|avg|reward)\b", self.label)
+        found = TARGET.search(self.label)
         return found[1] if found else "q" if self.method == "qlass" and not self.label else None
+
+    @property
+    def otherwise(self) -> str:
+        """What the label says besides the process reward."""
+        return TARGET.sub("", self.label).removeprefix("self-trained").strip(", ")
 
     @property
     def self_trained(self) -> bool:

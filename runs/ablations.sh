@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What quickstart.sh leaves open, in the same run folder: what the trees are worth without a QNet, process rewards (Fig. 4),
-# half of the demonstrations (Table 3) and what single choices are worth. QLASS with M = 4 on the same test tasks each time,
-# told apart by --label.
+# What quickstart.sh leaves open: what its trees are worth without a QNet, and in RUN/ablations, a run of 300 trees, so that a
+# QNet takes three minutes: process rewards (Fig. 4), half of the demonstrations (Table 3) and what single choices are worth.
+# QLASS with M = 4 on the same test tasks each time, told apart by --label.
 set -euo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
@@ -21,8 +21,13 @@ retrained() {  # NAME LABEL FLAG...: the agent cloned anew with its own trajecto
 
 trees_best
 
+RUN+=/ablations trees+=(--limit 300)
+clone
+learn_q "$RUN" "$RUN/sft"
+search --method greedy qlass -M 4
+
 # Fig. 4: three process rewards of the same trees, to search with and to self-train with, with the loss on the last token
-# and as in Eq. (11) on all tokens. Q on the last token is quickstart.sh's own QNet.
+# and as in Eq. (11) on all tokens. Q on the last token is the QNet above.
 for target in avg reward; do
     q=$RUN/q_labels-$target.jsonl
     stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}" --target $target --out "$q"

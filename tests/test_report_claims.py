@@ -127,6 +127,22 @@ def test_process_rewards_are_compared_within_their_role(groups):
     assert widths == [[0.3, 0.8, 0.7], [0.3, 0.2, 0.5, 0.6]]
 
 
+def test_process_rewards_are_compared_with_the_same_loss(groups):
+    on = ", loss on all tokens"
+    some = groups(
+        ("greedy", 0.3, {}), ("qlass", 0.7, {"M": 4}), ("qlass", 0.6, {"M": 4, "label": "target=avg"}),
+        ("qlass", 0.4, {"M": 4, "label": f"target=q{on}"}), ("qlass", 0.5, {"M": 4, "label": f"target=avg{on}"}),
+    )  # fmt: skip
+    assert told(some, "Q-values above averaged rewards") == (
+        "webshop: Q-values above averaged rewards (Fig. 4): reproduced (search, M=4: +0.100 [+0.100, +0.100]), "
+        "not reproduced (search, M=4, loss on all tokens: -0.100 [-0.100, -0.100])."
+    )
+    (search,) = figures.targets(some).axes
+    assert [t.get_text() for t in search.get_yticklabels()] == [
+        "SFT greedy", "Q-value, M=4", "averaged reward, M=4", f"Q-value{on}, M=4", f"averaged reward{on}, M=4"
+    ]  # fmt: skip
+
+
 def test_fewer_demonstrations_meet_greedy_with_all(groups):
     label = {"label": "half of the demonstrations"}
     some = groups(("greedy", 0.5, {}), ("greedy", 0.2, label), ("qlass", 0.49, {"M": 4} | label))
