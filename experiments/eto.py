@@ -41,7 +41,8 @@ from qlass.packing import pairs_of
 from qlass.policy import Policy
 from qlass.stage import at_least, must_exist, needed, parse, run_stage
 
-LR = {"webshop": 1e-4, "alfworld": 3e-5, "frozenlake": 1e-4}  # of the tiny model
+LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY
+LR_TINY = 1e-4
 GAP = 0.05  # siblings whose q differ by less are level
 
 Preference = tuple[list[Decision], list[Decision]]  # what is preferred, to what
@@ -181,7 +182,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--epochs", type=at_least(1), default=3, metavar="N", help="passes over its pairs (default: %(default)s)")
     add("--batch", type=at_least(1), default=16, metavar="N", help="pairs an update (default: %(default)s)")
-    add("--lr", type=at_least(0, float), help="default: 1e-6; tiny: webshop 1e-4, alfworld 3e-5, others 1e-4")
+    add("--lr", type=at_least(0, float), help="default: 1e-6; tiny: webshop 2e-5, alfworld 3e-5, others 1e-4")
     add("--expert", type=Path, help="default: RUN/expert.jsonl")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: eto, or eto-siblings)")
@@ -194,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     must_exist(args.labels)
-    model, chat, optimizer, lr = load(args, LR.get(args.env, 1e-4))
+    model, chat, optimizer, lr = load(args, LR.get(args.env, LR_TINY))
     cloned = copy.deepcopy(model)
     if args.pairs == "expert":
         args.expert = args.expert or args.run / "expert.jsonl"
