@@ -35,9 +35,8 @@ keep() {  # NAME COPY: the agent as it is now
     cp "$RUN/sft-$1.meta.json" "$RUN/sft-$2.meta.json" && mv "$RUN/draft" "$RUN/sft-$2"
 }
 learn() {  # MODULE NAME FLAG...: one training, as NAME-tokens and NAME-env_steps what it is at either budget
-    local budget budgets=(tokens env_steps)
-    [ "$1" != tree_grpo ] || budgets=(env_steps tokens)  # the budget that is spent first
-    for budget in "${budgets[@]}"; do
+    local budget
+    for budget in env_steps tokens; do  # in this order all learners spend them
         [ ! -d "$RUN/sft-$2-$budget" ] || continue
         train "$1" "$2" "$budget" "${@:3}"
         keep "$2" "$2-$budget"
