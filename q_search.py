@@ -233,8 +233,8 @@ def methods(args: argparse.Namespace, env: envs.TextEnv, scorers: dict[str, Scor
             chosen += [Method("qlass", M=m) for m in args.M]
             if type(env).optimal_value is not envs.TextEnv.optimal_value:
                 chosen.append(Method("oracle_step", M=max(args.M)))
-        elif name in ("expert", "rule"):
-            chosen += rules if name == "rule" else [demonstrator]
+        elif name == "rule":
+            chosen += rules
         elif name == "best_of_n":
             chosen += [Method(name, N=n, select=args.select) for n in args.N or [4]]
         elif name in SCORERS:
@@ -242,7 +242,7 @@ def methods(args: argparse.Namespace, env: envs.TextEnv, scorers: dict[str, Scor
         elif name == "scorer":
             chosen += [Method(name, m, player=player, by=by) for player, by in scorers.items() for m in args.M]
         else:
-            chosen.append(Method(name))
+            chosen.append(demonstrator if name == "expert" else Method(name))
     return list(dict.fromkeys(chosen))
 
 

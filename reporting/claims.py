@@ -94,8 +94,7 @@ def cost(group: Group) -> str:
 
 def role(condition: Condition) -> tuple:
     """What a QNet is used for: two that differ in their process reward alone can be compared."""
-    c = condition
-    return c.method, c.M, c.N, c.select, c.self_trained, c.otherwise
+    return condition.method, condition.M, condition.N, condition.select, condition.self_trained, condition.otherwise
 
 
 def where(condition: Condition) -> str:
