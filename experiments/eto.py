@@ -51,9 +51,9 @@ Preference = tuple[list[Decision], list[Decision]]  # what is preferred, to what
 # --------------------------------------------------------------------------------------------------------- preferences
 
 
-def decisions(messages: Sequence[dict]) -> list[Decision]:
-    """What the agent wrote in a trajectory, after the layout's "OK"."""
-    state = State.load(list(messages))
+def decisions(line: dict) -> list[Decision]:
+    """What the agent wrote in a trajectory, a line as of expert.jsonl, after the layout's "OK"."""
+    state = State.load(line["messages"], line.get("task", ""))
     return [
         Decision(State(state.messages[:i], state.task), content)
         for i, (role, content) in enumerate(state.messages)
@@ -67,7 +67,7 @@ def failures(played: Sequence[dict], expert: dict[str, dict]) -> Iterator[Prefer
         shown = expert[own["task_id"]]
         if own["reward"] != shown["reward"]:
             better, worse = sorted((own, shown), key=lambda line: -line["reward"])
-            yield decisions(better["messages"]), decisions(worse["messages"])
+            yield decisions(better), decisions(worse)
 
 
 def siblings(tree: list[dict]) -> Iterator[Preference]:
@@ -123,7 +123,7 @@ def trajectory_logprobs(model: Any, tree: PackedDecisions, steps: list[tuple[int
 
 def train(
     model: Any, reference: Any, optimizer: torch.optim.Optimizer, chat: Chat, preferences: Sequence[Preference],
-    lr: float, updates: int, args: argparse.Namespace,
+    updates: int, args: argparse.Namespace,
 ) -> dict:  # fmt: skip
     """Passes over the pairs. Returns updates, tokens, and of the last pass the mean loss and the share ranked right."""
     tokens = loss_sum = right = 0
@@ -141,7 +141,7 @@ def train(
                 right += int(((logp - anchor)[0] > (logp - anchor)[1]).sum())
                 tokens += len(tree.tree)
             updates += 1
-            step(optimizer, lr, updates)
+            step(optimizer, args.lr, updates)
     n = max(1, len(preferences))
     tokens, loss_sum, right = processes.total(tokens, loss_sum, right)
     return {"updates": updates, "tokens": int(tokens), "loss": round(loss_sum / n, 6), "right": round(right / n, 6)}
@@ -159,7 +159,7 @@ def explored(
     episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task in tasks)
     played = [line for (line,) in drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)]
     found = list(failures(played, expert))
-    env_steps = sum(len(decisions(line["messages"])) for line in played)
+    env_steps = sum(len(decisions(line)) for line in played)
     figures = {"reward": round(float(np.mean([line["reward"] for line in played])), 6), "pairs": len(found)}
     return found, figures | {"flat": round(1 - len(found) / len(played), 6), "env_steps": last["env_steps"] + env_steps}
 
@@ -195,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     must_exist(args.labels)
-    model, chat, optimizer, lr = load(args, LR.get(args.env, LR_TINY))
+    model, chat, optimizer = load(args, LR.get(args.env, LR_TINY))
     cloned = copy.deepcopy(model)
     if args.pairs == "expert":
         args.expert = args.expert or args.run / "expert.jsonl"
@@ -216,11 +216,12 @@ def main(argv: list[str] | None = None) -> None:
         else:
             found, figures = compared(trees, last, args)
             reference = cloned
-        trained = train(model, reference, optimizer, chat, found, lr, last["updates"], args)
+        trained = train(model, reference, optimizer, chat, found, last["updates"], args)
         trained["tokens"] += last["tokens"]
         return {"batch": last["batch"] + 1, **trained, **figures}
 
-    learn(args, env, model, chat, optimizer, batch)
+    passes = 4 + (1 / args.epochs if args.pairs == "expert" else 0)  # the reference, an update, and the rollout once
+    learn(args, env, model, chat, optimizer, batch, [args.labels, args.expert], passes)
 
 
 if __name__ == "__main__":

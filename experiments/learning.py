@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import envs
+from environments import UserError
 from q_search import Method, episode
 from qlass import processes
 from qlass.chat import Chat, Rendering, uniforms
@@ -25,7 +26,7 @@ from qlass.jsonl import checkpoint_folder
 from qlass.metadata import write_meta
 from qlass.models import adamw, add_lora, load_checkpoint, save_checkpoint
 from qlass.policy import Policy
-from qlass.stage import Output, at_least, needed, parser, progress
+from qlass.stage import Output, at_least, needed, parser, progress, settle
 
 WARMUP = 4  # updates
 SMALL = 50e6  # parameters
@@ -49,8 +50,8 @@ def learner(doc: str, epilog: str, argv: list[str] | None, every: int) -> argpar
     return made
 
 
-def load(args: argparse.Namespace, lr: float) -> tuple[Any, Chat, torch.optim.Optimizer, float]:
-    """The agent, its optimiser and its learning rate: --lr, else `lr` for the tiny model."""
+def load(args: argparse.Namespace, lr: float) -> tuple[Any, Chat, torch.optim.Optimizer]:
+    """The agent and its optimiser. Without --lr, `lr` is the tiny model's."""
     processes.start()
     with processes.in_turn():
         args.sft = needed(args.sft, args.run / "sft", "sft", args)
@@ -59,8 +60,8 @@ def load(args: argparse.Namespace, lr: float) -> tuple[Any, Chat, torch.optim.Op
     torch.manual_seed(args.seed)
     if args.lora:
         add_lora(model, args.lora)
-    lr = args.lr or (lr if small else LR_LORA if args.lora else LR_PRETRAINED)
-    return model.eval(), chat, adamw((p for p in model.parameters() if p.requires_grad), lr), lr
+    settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
+    return model.eval(), chat, adamw((p for p in model.parameters() if p.requires_grad), args.lr)
 
 
 def room(model: Any) -> int:
@@ -104,8 +105,10 @@ def validation(model: Any, chat: Chat, env: envs.TextEnv, tasks: Sequence[str]) 
     return processes.total(sum(rewards))[0] / len(tasks)
 
 
-def why_stop(lines: Sequence[dict], patience: int = 8) -> str:
+def why_stop(lines: Sequence[dict], budget_in: str = "tokens", patience: int = 8) -> str:
     """Why no more should be spent, "" if it should."""
+    if budget_in == "env_steps" and len(lines) > 1 and lines[-1]["env_steps"] == lines[-2]["env_steps"]:
+        return "all trees have been read, so no more environment steps can be spent"
     tested = [line["val"] for line in lines if line["val"] is not None]
     if len(tested) > 2 and max(tested[-2:]) < 0.75 * max(tested):
         return f"validation fell from {max(tested):.3f} to {tested[-1]:.3f}: lower --lr"
@@ -119,11 +122,13 @@ def why_stop(lines: Sequence[dict], patience: int = 8) -> str:
 
 def learn(
     args: argparse.Namespace, env: envs.TextEnv, model: Any, chat: Chat, optimizer: torch.optim.Optimizer,
-    one_batch: Callable[[dict], dict],
+    one_batch: Callable[[dict], dict], inputs: Sequence[Path | None], passes: float,
 ) -> None:  # fmt: skip
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
-
     larger --budget continues.
+
+    inputs: what it reads besides the agent. passes: how often a token that was spent went forward, for the report; a
+    backward pass counts as two.
     """
     folder = checkpoint_folder(args.run / f"sft-{args.name}")
     args.out, resume = folder.with_name(folder.name + ".updates.jsonl"), folder.with_name(folder.name + ".resume.pt")
@@ -132,9 +137,12 @@ def learn(
         saved = torch.load(resume, map_location=model.device, weights_only=True)
     out, why = None, ""
     if processes.first():
-        out = Output(args, lambda lines: saved["lines"] if len(lines) >= saved["lines"] else 0, [args.sft],
-                     free=["budget", "budget_in"])  # fmt: skip
+        out = Output(args, lambda lines: saved["lines"] if len(lines) >= saved["lines"] else 0,
+                     [args.sft, *inputs], free=["budget", "budget_in"])  # fmt: skip
     lines = list(processes.same(out and out.records))
+    if len(lines) > 1 and lines[-2][args.budget_in] >= args.budget:
+        spent = f"{lines[-1][args.budget_in]:,} {args.budget_in} are spent already"
+        raise UserError(f"{args.out}: {spent}: raise --budget, or give another --name")
     if lines:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -142,7 +150,7 @@ def learn(
 
     def batches() -> Iterator[dict]:
         nonlocal why
-        while not lines or (lines[-1][args.budget_in] < args.budget and not (why := why_stop(lines))):
+        while not lines or (lines[-1][args.budget_in] < args.budget and not (why := why_stop(lines, args.budget_in))):
             yield one_batch(lines[-1]) if lines else SPENT | {"batch": 0}  # the first line: the agent as it comes
 
     for line in progress(batches(), f"{args.name}, batches"):
@@ -158,10 +166,10 @@ def learn(
             torch.save({"lines": len(lines), "model": model.state_dict(), "optimizer": optimizer.state_dict()}, draft)
             draft.replace(resume)
     best, last = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"]), lines[-1]
-    figures = {"best": best, "last": last, "lr": optimizer.param_groups[0]["lr"], "stopped": why or None}
+    figures = {"best": best, "last": last, "passes": passes, "stopped": why or None}
     if out:
         out.finish(**figures)
-        write_meta(folder, args, [args.sft], **figures)
+        write_meta(folder, args, [args.sft, *inputs], **figures)
     processes.say(f"stopped after batch {last['batch']}: {why}" if why else "the budget is spent")
     processes.say(f"{folder}: validation {lines[0]['val']:.3f} -> {best['val']:.3f} at batch {best['batch']} "
           f"({best['tokens']:,} tokens, {best['env_steps']:,} environment steps)")  # fmt: skip

@@ -46,6 +46,7 @@ LR = {"alfworld": 1e-4}  # of the tiny model, others LR_TINY; the learning rate 
 LR_TINY = 3e-4
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
 CLIP, DUAL_CLIP = 0.2, 3.0
+PASSES = 6  # a token: the rollout, the old agent, the reference, and an update
 FIGURES = ("reward", "flat", "kl", "entropy", "clipped")  # means of a batch; flat: tasks whose leaves earn the same
 
 # ----------------------------------------------------------------------------------------------------------- rollouts
@@ -211,7 +212,7 @@ def gradients(model: Any, batch: Minibatch, kl: float, bonus: float) -> list[flo
 
 
 def one_batch(
-    model: Any, reference: Any, optimizer: torch.optim.Optimizer, chat: Chat, env: envs.TextEnv, last: dict, lr: float,
+    model: Any, reference: Any, optimizer: torch.optim.Optimizer, chat: Chat, env: envs.TextEnv, last: dict,
     args: argparse.Namespace,
 ) -> dict:  # fmt: skip
     """Trees of some tasks and the updates on them: the next line of updates.jsonl."""
@@ -228,7 +229,7 @@ def one_batch(
     figures = []
     for number, minibatch in enumerate(batches, last["updates"] + 1):
         figures.append(gradients(model, minibatch, args.kl, args.entropy))
-        step(optimizer, lr, number)
+        step(optimizer, args.lr, number)
     rewards = [np.concatenate([tree.rewards for tree in trees]) for trees in forests.values()]
     reward, flat, tokens, env_steps = processes.total(
         sum(r.mean() for r in rewards) / len(tasks),
@@ -275,13 +276,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
-    model, chat, optimizer, lr = load(args, LR.get(args.env, LR_TINY))
+    model, chat, optimizer = load(args, LR.get(args.env, LR_TINY))
     reference = copy.deepcopy(model)  # LoRA's updates are still 0
 
     def batch(last: dict) -> dict:
-        return one_batch(model, reference, optimizer, chat, env, last, lr, args)
+        return one_batch(model, reference, optimizer, chat, env, last, args)
 
-    learn(args, env, model, chat, optimizer, batch)
+    learn(args, env, model, chat, optimizer, batch, [], PASSES)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class State:
         return State((("user", env.instruction), ("assistant", "OK"), ("user", observation)), info["task"])
 
     @staticmethod
-    def load(messages: list[dict], task: str = "") -> State:
+    def load(messages: list[dict], task: str) -> State:
         return State(tuple((m["role"], m["content"]) for m in messages), task)
 
     def dump(self) -> list[dict]:

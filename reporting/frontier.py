@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from reporting.results import Group
 
 TASKS = (100, 1_000, 10_000)
-LEARNED = 6  # a rollout, the old agent, the reference, and an update
-TRAINED = 3  # an update alone
+TRAINED = 3  # passes of an update
 
 
 def record(path: str | Path | None) -> dict:
@@ -42,7 +41,7 @@ def training_tokens(group: Group) -> float:
         agent = record(argument(made, "sft"))
         played = record(argument(agent, "expert"))  # by self_train: cloned anew, from what it kept
         trees = {argument(played, "trees"), argument(record(argument(agent, "labels")), "trees")}
-        total += LEARNED * agent.get("last", {}).get("tokens", 0)
+        total += agent.get("passes", 0) * agent.get("last", {}).get("tokens", 0)
         if "kept" in played:
             total += TRAINED * agent.get("tokens", 0) + played.get("tokens", 0)
         if group.condition.method == "qlass" or group.condition.select == "q":

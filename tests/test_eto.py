@@ -30,11 +30,12 @@ def trajectory(*actions, reward=0.0, task="train0"):
 
 
 def test_decisions_are_what_the_agent_wrote_each_in_its_state():
-    found = decisions(trajectory("left", "right", "left")["messages"])
+    found = decisions(trajectory("left", "right", "left"))
     assert [parse_action(d.action) for d in found] == ["left", "right", "left"]
     assert [d.state.messages[-1][1] for d in found] == [
         "you stand at start", "you stand at start left", "you stand at start left right"]  # fmt: skip
     assert not any(d.valid for d in found)  # "OK" is the layout's
+    assert {d.state.task for d in found} == {"find the purse"}  # else its words have no marks
 
 
 def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
@@ -43,7 +44,7 @@ def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
     pairs = [tuple(parse_action(side[0].action) for side in pair) for pair in failures(played, expert)]
     assert pairs == [("right", "left"), ("left", "left")]
     (_, (win, lose)) = failures([played[2], played[2]], expert)
-    assert win == decisions(played[2]["messages"]) and lose == decisions(expert["b"]["messages"])
+    assert win == decisions(played[2]) and lose == decisions(expert["b"])
 
 
 def tree(*nodes, task="t"):
@@ -76,7 +77,7 @@ def test_dpo_loss_by_hand():
 @pytest.fixture
 def pairs():
     walks = [("left", "left"), ("left", "right", "left"), ("right", "right", "right"), ("right", "left")]
-    whole = [decisions(trajectory(*walk)["messages"]) for walk in walks]
+    whole = [decisions(trajectory(*walk)) for walk in walks]
     return [(whole[2], whole[0]), (whole[1], whole[0]), (whole[2], whole[3])]
 
 
@@ -115,7 +116,7 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_trajectories_one_by_one(
 
 def test_what_a_pair_shares_is_computed_once_and_cancels():
     chat = word_chat()
-    (win, lose) = (decisions(trajectory("left", "left", *rest)["messages"]) for rest in (["left"], ["right"]))
+    (win, lose) = (decisions(trajectory("left", "left", *rest)) for rest in (["left"], ["right"]))
     ((some, steps),) = pack_preferences(chat, [(win, lose)], 2048)
     assert len(steps) == 6 and len(set(some.owner)) == 4  # two shared steps, two of their own
     model = tiny_lm(chat)
@@ -157,6 +158,11 @@ def test_it_learns_from_siblings(fake_world, agent, tmp_path):
     lines = lines_of(tmp_path / "sft-eto-siblings.updates.jsonl")
     assert lines[-1]["loss"] < lines[1]["loss"] and lines[-1]["right"] == 1
     assert {line["env_steps"] for line in lines[1:]} == {2}  # those of the tree, once
+    with pytest.raises(UserError, match="spent already: raise --budget"):  # its best agent may have cost more
+        eto.main([*flags, "--labels", f"{tmp_path}/labels.jsonl", "--budget", "100", "--every", "100", "--tasks", "1"])
+    more = ["--budget", "9", "--budget-in", "env_steps", "--name", "short", "--tasks", "1"]
+    eto.main([*flags, "--labels", f"{tmp_path}/labels.jsonl", *more])
+    assert len(lines_of(tmp_path / "sft-short.updates.jsonl")) == 3  # the second batch found no fresh step
 
     policy, margins = Policy.load(agent), []
     for weights in (

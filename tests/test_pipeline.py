@@ -62,8 +62,9 @@ def test_what_one_stage_writes_the_next_one_means(lake):
     assert {t[0]["task_id"] for t in trees} == set(demonstrations) and len(trees) == len(labels) == len(demonstrations)
     for tree, labelled in zip(trees, labels, strict=True):
         assert [{k: v for k, v in n.items() if k not in ("q", "q_raw")} for n in labelled] == tree
-        root = State.load(tree[0]["messages"])
-        assert root == State.load(demonstrations[tree[0]["task_id"]]["messages"][:3])
+        root = State.load(tree[0]["messages"], tree[0]["task"])
+        shown = demonstrations[tree[0]["task_id"]]
+        assert root == State.load(shown["messages"][:3], shown["task"])
         assert {0.0, 1.0} <= {n["q"] for n in labelled} or len({n["q_raw"] for n in labelled}) == 1
     results = lines(lake / "results.jsonl")
     assert {(r["method"], r["M"], r["N"]) for r in results} == {("qlass", 2, 1)}

@@ -487,7 +487,7 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
         Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     metas = {
         "results": {"arguments": {"sft": "sft", "qnet": "qnet"}}, "sft": {},
-        "results-rl": {"arguments": {"sft": "sft-rl"}}, "sft-rl": {"last": {"tokens": 1000}},
+        "results-rl": {"arguments": {"sft": "sft-rl"}}, "sft-rl": {"last": {"tokens": 1000}, "passes": 6},
         "results-rl-old": {"arguments": {"sft": "sft-rl", "qnet": "qnet"}},
         "results-again": {"arguments": {"sft": "sft-again"}},
         "sft-again": {"tokens": 50, "arguments": {"expert": "kept.jsonl"}},

@@ -373,6 +373,9 @@ def test_when_to_stop():
     flat = [line(flat=0.97) for _ in range(8)]
     assert "--entropy" in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
     assert "nothing is left to learn" in why_stop([start, *(line(flat=1.0, reward=0.95) for _ in range(8))])
+    read = [start | {"env_steps": n} for n in (0, 60, 100, 100)]
+    assert "no more environment steps" in why_stop(read, "env_steps")
+    assert why_stop(read[:3], "env_steps") == "" and why_stop(read, "tokens") == ""
 
 
 @pytest.mark.parametrize("flags", [[], ["--lora", "2"]])
