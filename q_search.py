@@ -112,6 +112,10 @@ class Method:
     def scorer(self) -> Scorer:
         return self.by or SCORERS.get(self.name) or Scorer(alike)
 
+    def scored(self, step: Step) -> list[str]:
+        """The actions of a step that QNet reads: the candidates, or of a trajectory that it judges the one taken."""
+        return step.candidates if self.scorer.uses_q else [step.action] if self.select == "q" else []
+
     def __str__(self) -> str:
         parts = {"M": self.M, "N": self.N, "select": self.select}
         said = (f"{k}={v}" for k, v in parts.items() if v not in (1, None))
@@ -171,16 +175,13 @@ def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat, sampled
     env.close()
     trials = [known[task_id, trial] for trial in range(method.N)]
     started = time.time() - sum(trial.seconds for trial in trials)
-    spent = [costs.tokens(chat, trial.steps, method.scorer.uses_q) for trial in trials]
     best = trials[0]  # Alg. 4, line 11
     if method.select == "oracle":
         best = max(trials, key=lambda trial: trial.reward)
     elif method.select == "q":  # the last action's value speaks for the trajectory
-        last, values = [trial.steps[-1] for trial in trials], []
-        for step, cost in zip(last, spent, strict=True):
-            values += yield Score(step.state, (step.action,))
-            alone = len(chat.prompt(step.state)) + costs.scoring(chat, step.state, [step.action])
-            cost["scored"] = cost["scored"] or alone
+        values = []
+        for trial in trials:
+            values += yield Score(trial.steps[-1].state, (trial.steps[-1].action,))
         best = trials[values.index(max(values))]
     stepped = [len(s.candidates) if method.scorer.steps_all else 0 for trial in trials for s in trial.steps]
     steps = [
@@ -189,7 +190,7 @@ def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat, sampled
                         for a, q in zip(s.candidates, s.scores, strict=True)]}
         for s in best.steps
     ]  # fmt: skip
-    tokens = {kind: sum(cost[kind] for cost in spent) for kind in spent[0]}
+    tokens = costs.tokens(chat, [trial.steps for trial in trials], method.scored)
     row = result(best.reward, steps, tokens, sum(stepped) + len(stepped), method.N, time.time() - started)
     if chat.rendering.truncate:
         row["cut_prompts"] = sum(chat.is_cut(step.state) for trial in trials for step in trial.steps)
@@ -286,8 +287,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args, **({"max_steps": args.max_steps} if args.max_steps else {}))
     must_exist(args.sft, args.qnet)
-    answers, scorers = {}, {}
-    chat = policy = qnet = None
+    answers, scorers, chat, policy, qnet = {}, {}, None, None, None
     if "scorer" in args.method:
         from experiments.qval.steering import steering
 

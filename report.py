@@ -8,7 +8,7 @@ Reads  results*.jsonl (files, or run folders that hold them), beside them qval*/
 Writes report.html (self-contained: opens from the disk, without a network), report.md (the tables, printed too) and
        the figures as PNG beside them
 
-Every number is a mean over tasks with its 95 % bootstrap interval (stats.py). Methods are compared on the same tasks,
+Every number is a mean over tasks with its 95 % interval (qlass/stats.py). Methods are compared on the same tasks,
 and a difference whose interval covers 0 is called "no difference". A method that looks at the environment's true
 reward before it answers is marked "oracle": it shows a ceiling, not what an agent could do.
 """

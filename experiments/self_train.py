@@ -52,7 +52,7 @@ def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) ->
         last = played.steps[-1]
         messages = [*last.state.dump(), {"role": "assistant", "content": last.action}]
         line = {"task_id": task_id, "env": env.name, "task": last.state.task, "messages": messages}
-        lines.append(line | {"reward": played.reward, "tokens": costs.tokens(chat, played.steps, method.scorer.uses_q)})
+        lines.append(line | {"reward": played.reward, "tokens": costs.tokens(chat, [played.steps], method.scored)})
     env.close()
     return lines
 

@@ -1,42 +1,48 @@
-"""What a trajectory costs in tokens: each model reads and writes every token once, as with a prompt cache.
+"""What a task's trajectories cost in tokens: each model reads and writes every token once, as with a prompt cache.
 
 `prompt` counts what the policy reads of the environment's words (its own are in the cache since it wrote them),
-`generated` all that it writes, and `scored` what QNet reads. An agent that chooses among valid actions is charged the
-tokens of its choice.
+`generated` all that it writes, and `scored` what QNet reads. What trajectories share is read once. An agent that
+chooses among valid actions is charged the tokens of its choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from qlass.chat import Chat, State
 from qlass.paraphrasing import reword
 
 
-def read(chat: Chat, states: Sequence[State]) -> int:
-    """Tokens of the environment's words along a trajectory: all of the first state, then each last message.
+def read(chat: Chat, trials: Iterable[Iterable[State]]) -> int:
+    """Tokens of the environment's words along trajectories: all of a first state, then each last message.
 
-    Where the oldest turns are left out, what stands behind them is read again, the agent's words too.
+    Where the oldest turns are left out, what follows them is read again, the agent's words too.
     """
-    told = [chat.prompt_tokens(state) for state in states]
-    rest = (sum(map(len, p[1:])) if chat.is_cut(s) else len(p[-1]) for s, p in zip(states[1:], told[1:], strict=True))
-    return sum(map(len, told[0][::2])) + sum(rest)
+    found: dict[State, int] = {}
+    for states in trials:
+        for t, state in enumerate(states):
+            if state not in found:
+                turns = chat.prompt_tokens(state)
+                new = turns[-1:] if t else turns[::2]
+                found[state] = sum(map(len, turns[1:] if t and chat.is_cut(state) else new))
+    return sum(found.values())
 
 
-def scoring(chat: Chat, state: State, actions: Sequence[str]) -> int:
-    return sum(len(chat.action(action, state.task)) for action in actions)
+def tokens(chat: Chat, trials: Sequence[Sequence[Any]], scored: Callable[[Any], list[str]]) -> dict[str, int]:
+    """The costs of some trajectories of a task, from their steps' states and draws (`q_search.Step`).
 
-
-def tokens(chat: Chat, steps: Sequence[Any], by_qnet: bool) -> dict[str, int]:
-    """The costs of a trajectory, from its steps' states, draws and candidates (`q_search.Step`)."""
-    environment = read(chat, [step.state for step in steps])
-    last = steps[-1].state
-    # Under each further wording of the task the policy reads the full conversation once more.
-    others = {candidate.task for step in steps for candidate in step.drawn} - {"", last.task}
-    again = sum(len(chat.prompt(reword(last, wording))) for wording in others)
+    scored: the actions of a step that QNet reads.
+    """
+    environment = read(chat, ([step.state for step in steps] for steps in trials))
+    again = 0
+    for steps in trials:  # under each further wording of the task the policy reads the full conversation once more
+        last = steps[-1].state
+        others = {candidate.task for step in steps for candidate in step.drawn} - {"", last.task}
+        again += sum(len(chat.prompt(reword(last, wording))) for wording in others)
+    by_qnet = {(step.state, action) for steps in trials for step in steps for action in scored(step)}
     return {
         "prompt": environment + again,
-        "generated": sum(candidate.tokens for step in steps for candidate in step.drawn),
-        "scored": environment + sum(scoring(chat, s.state, s.candidates) for s in steps) if by_qnet else 0,
+        "generated": sum(candidate.tokens for steps in trials for step in steps for candidate in step.drawn),
+        "scored": sum(len(chat.action(action, state.task)) for state, action in by_qnet) + environment * bool(by_qnet),
     }

@@ -1,13 +1,13 @@
-"""Statistics of the report: bootstrap over tasks, paired differences, rank correlations. Plain functions on numpy.
+"""Statistics of the report: intervals over seeds and tasks, paired differences, rank correlations, on numpy.
 
-Tasks are resampled, and where a method ran all of them with several seeds, seeds too: a seed is a training. So with
-several seeds an interval says how much a number would move with other trainings and other tasks of the same kind, and
-with one seed it is about this model alone. Every draw is seeded and the values are sorted before it: the same results
-give the same interval, whatever the order of their lines.
+A seed is a training. With several seeds an interval says how much a number would move with other trainings and other
+tasks of the same kind (`crossed`); with one it is about this model alone, and tasks are resampled. Every draw is seeded
+and the values are sorted before it: the same results give the same interval, whatever the order of their lines.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ BLOCK = 2_000_000  # indices sampled at a time: bounds the memory, and with it t
 class Estimate:
     """A mean over `n` tasks with its 95 % interval; the interval is NaN where there are fewer than two tasks.
 
-    p: two-sided, of a mean of 0: twice the share of the resampled means on its other side.
+    p: two-sided, of a mean of 0.
     """
 
     mean: float
@@ -62,22 +62,49 @@ def bootstrap(values: Iterable[float], resamples: int = 10_000, level: float = 0
 
 
 def interval(values: Mapping[tuple[Hashable, Hashable], float], resamples: int = 10_000, seed: int = 0) -> Estimate:
-    """The mean of {(task, seed): value}, averaged over seeds within a task, with a two-level interval.
+    """The mean of {(task, seed): value} with its interval: of several seeds over the tasks that all of them have.
 
-    Seeds and tasks are resampled independently of each other, for all seeds play the same tasks: with counts w_s and
-    w_t of a resample, the mean is sum_st w_s w_t value_st / (S T). One seed, or tasks that not all seeds have: tasks
-    alone are resampled.
+    One seed, or no two such tasks: tasks alone are resampled, each with the mean of its seeds.
     """
-    tasks, seeds = ({key[i]: None for key in sorted(values, key=repr)} for i in (0, 1))
-    if len(seeds) < 2 or len(tasks) < 2 or len(values) != len(tasks) * len(seeds):
+    tasks, seeds = (sorted({key[i] for key in values}, key=repr) for i in (0, 1))
+    shared = [task for task in tasks if all((task, s) in values for s in seeds)]
+    if len(seeds) < 2 or len(shared) < 2:
         return bootstrap(by_task(values).values(), resamples, seed=seed)
-    matrix = np.array([[values[task, s] for task in tasks] for s in seeds])
-    matrix = matrix[:, np.lexsort(matrix)]  # whatever the names of the tasks
-    n_seeds, n_tasks = matrix.shape
-    rng = np.random.default_rng(seed)
-    w_seed = rng.multinomial(n_seeds, np.full(n_seeds, 1 / n_seeds), resamples)
-    w_task = rng.multinomial(n_tasks, np.full(n_tasks, 1 / n_tasks), resamples)
-    return Estimate.of(matrix.mean(), ((w_seed @ matrix) * w_task).sum(1) / matrix.size, n_tasks)
+    return crossed(np.array([[values[task, s] for task in shared] for s in seeds]))
+
+
+def crossed(values: np.ndarray, level: float = 0.95) -> Estimate:
+    """The mean of (seeds, tasks) values with a t interval, where both are samples: value = mean + seed + task + rest.
+
+    Of an analysis of variance's mean squares, (seeds + tasks - rest) / (S T) estimates the mean's variance; a part of
+    seeds or tasks below 0 is left out. Degrees of freedom by Satterthwaite (1946). Resampling a few seeds would not do:
+    of three, with a standard deviation of .05 between them, its 95 % held the truth in .81 of simulated cases, these in
+    .92.
+    """
+    n_seeds, n_tasks = values.shape
+    mean, of_seeds, of_tasks = values.mean(), values.mean(1), values.mean(0)
+    rest = values - of_seeds[:, None] - of_tasks + mean
+    freedom = np.array([n_seeds - 1, n_tasks - 1, (n_seeds - 1) * (n_tasks - 1)])
+    deviations = n_tasks * (of_seeds - mean) ** 2, n_seeds * (of_tasks - mean) ** 2, rest**2
+    squares = np.array([d.sum() for d in deviations]) / freedom
+    of_seed, of_task = squares[:2] > squares[2]
+    parts = squares * [of_seed, of_task, 1.0 - of_seed - of_task]
+    variance = max(parts.sum(), 0.0)
+    if variance < 1e-20:  # but for rounding all are equal
+        return Estimate(float(mean), float(mean), float(mean), n_tasks, float(abs(mean) < 1e-9))
+    angle, within = t_distribution(max(1.0, variance**2 / (parts**2 / freedom).sum()))
+    error = math.sqrt(variance / values.size)
+    half = error * np.interp(level, within, angle)
+    p = 1 - float(np.interp(abs(mean) / error, angle, within))
+    return Estimate(float(mean), float(mean - half), float(mean + half), n_tasks, p)
+
+
+def t_distribution(freedom: float) -> tuple[np.ndarray, np.ndarray]:
+    """Values t and P(|T| < t) of Student's T: where t = sqrt(freedom) tan(a), a has density cos(a)^(freedom - 1)."""
+    a = np.linspace(0, math.pi / 2, 20_001)
+    density = np.cos(a) ** (freedom - 1)
+    within = np.concatenate([[0], np.cumsum(density[1:] + density[:-1])])
+    return math.sqrt(freedom) * np.tan(a), within / within[-1]
 
 
 def by_task(values: Mapping[tuple[Hashable, Hashable], float]) -> dict[Hashable, float]:

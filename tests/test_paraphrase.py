@@ -230,7 +230,7 @@ def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_orig
     last = drawn[-1]
     whole = [len(chat.prompt(r.state)) for r in last]
     own, ok = (len(chat.action(text, "")) for text in ("Action: c1", "OK"))
-    tokens = costs.tokens(chat, trajectory.steps, by_qnet=True)
+    tokens = costs.tokens(chat, [trajectory.steps], lambda step: step.candidates)
     assert tokens["generated"] == 2 * 3 * 2
     assert tokens["prompt"] == whole[0] - own - ok + whole[1] + whole[2]
     assert tokens["scored"] == whole[0] - own - ok + 2 * 3 * own

@@ -234,14 +234,14 @@ def test_no_reward_is_looked_at_before_the_end(rewards, method):
         (Method("qlass", M=4), BOTH, {"prompt": 26, "generated": 3 * 4 * 3, "scored": 26 + 3 * 2 * 5}, 3),
         (Method("oracle_lookahead", M=2), BOTH, {"prompt": 26, "generated": 18, "scored": 56}, 9),
         (Method("oracle_step", M=2), BOTH, {"prompt": 26, "generated": 18, "scored": 0}, 9),
-        # left left, right left, right right left; the last action of each is scored, behind all that came before it
+        # left left, right left, right right left: four states, six actions, each read once whatever trajectories share
         (
             Method("best_of_n", N=3, select="q"),
             THREE,
-            {"prompt": 17 + 17 + 26, "generated": (2 + 2 + 3) * 3, "scored": (24 + 5) * 2 + (38 + 5)},
+            {"prompt": 3 + 6 + 8 + 8 + 9, "generated": (2 + 2 + 3) * 3, "scored": 34 + 6 * 5},
             7,
         ),
-        (Method("best_of_n", N=3, select="oracle"), THREE, {"prompt": 60, "generated": 21, "scored": 0}, 7),
+        (Method("best_of_n", N=3, select="oracle"), THREE, {"prompt": 34, "generated": 21, "scored": 0}, 7),
     ],
 )
 def test_tokens_and_steps_by_hand(method, script, tokens, env_steps):

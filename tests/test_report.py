@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import report
 from environments import UserError
-from qlass.stats import bootstrap, by_task, kendall, paired_difference, spearman
+from qlass.stats import bootstrap, by_task, crossed, interval, kendall, paired_difference, spearman, t_distribution
 from reporting import figures, results
 from reporting.frontier import frontier, pareto, training_tokens
 from reporting.results import read_curves
@@ -65,6 +65,37 @@ def test_one_task_has_no_interval_and_shows_no_difference():
     estimate = bootstrap([0.7])
     assert estimate.mean == 0.7 and math.isnan(estimate.low) and estimate.covers_zero
     assert bootstrap([]).n == 0
+
+
+def test_students_t_in_closed_form():
+    for freedom, below in ((1, lambda t: 2 / math.pi * math.atan(t)), (2, lambda t: t / math.sqrt(2 + t * t))):
+        t, within = t_distribution(freedom)
+        assert [np.interp(x, t, within) for x in (0.3, 1, 4.3)] == pytest.approx(
+            [below(x) for x in (0.3, 1, 4.3)], abs=1e-6
+        )
+
+
+def test_where_seeds_or_tasks_alone_differ_the_interval_is_students():
+    half = 4.302653 * 1 / math.sqrt(3)  # of three values with standard deviation 1
+    for values in ([[0, 0], [1, 1], [2, 2]], [[0, 1, 2], [0, 1, 2]]):
+        estimate = crossed(np.array(values, float))
+        assert (estimate.low, estimate.high) == pytest.approx((1 - half, 1 + half), abs=1e-4)
+        assert estimate.p == pytest.approx(1 - math.sqrt(3) / math.sqrt(2 + 3), abs=1e-4)  # t = sqrt(3)
+    assert crossed(np.full((3, 4), 0.5)).low == 0.5 == crossed(np.full((3, 4), 0.5)).high
+
+
+@pytest.mark.parametrize(("between", "at_least"), [(0.0, 0.93), (0.05, 0.88), (0.2, 0.92)])
+def test_the_interval_of_three_seeds_covers_the_truth(between, at_least):
+    rng, n = np.random.default_rng(4), 200
+    trials = (rng.normal(0, between, (3, 1)) + rng.normal(0, 0.1, 60) + rng.normal(0, 0.3, (3, 60)) for _ in range(n))
+    assert sum(e.low <= 0 <= e.high for e in map(crossed, trials)) / n >= at_least
+
+
+def test_a_seed_that_lacks_a_task_takes_the_task_out_of_the_interval_not_the_seeds():
+    values = {(task, seed): 0.1 * task + seed + 0.2 * (task == seed) for task in range(4) for seed in range(3)}
+    without = {key: value for key, value in values.items() if key != (3, 1)}
+    assert interval(without) == interval({key: value for key, value in values.items() if key[0] < 3})
+    assert interval(without).n == 3
 
 
 def test_paired_difference_by_hand():

@@ -185,4 +185,4 @@ def test_three_seeds_speak_of_other_trainings_too(groups):
              for method, reward in (("greedy", 0.5), ("qlass", (0.9, 0.6, 0.3)[seed]))]  # fmt: skip
     (sentence,) = claims.sentences(groups(*seeds))
     assert "for these models" not in sentence
-    assert "undecided (M=2: +0.100 [-0.200, +0.400])" in sentence  # as the worst and the best training
+    assert "undecided (M=2: +0.100 [-0.645, +0.845])" in sentence  # t = 4.303 of two degrees, .3 / sqrt(3)
