@@ -232,7 +232,10 @@ def main(argv: list[str] | None = None) -> None:
         figures["cut_prompts"] = cut
         print(f"{cut} prompts lost their oldest turns")
     rank = {task: n for n, task in enumerate(tasks)}
-    trees.finish(lambda r: rank.get(r["task_id"], len(rank)), **figures, tokens=policy.computed if todo else 0)
+    figures["tokens"] = (
+        policy.computed if len(todo) == len(mine) else None
+    )  # not known of what an earlier call computed
+    trees.finish(lambda r: rank.get(r["task_id"], len(rank)), **figures)
     print(
         f"{trees.path}: {len(mine)} trees, {len(trees.records)} nodes, "
         f"mean reward of the agent's branches {figures['mean_leaf_reward']:.3f}"

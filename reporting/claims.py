@@ -13,8 +13,8 @@ NOTE = (
     "By the paired difference over the tasks and seeds that both have, with its 95 % interval: reproduced where it is"
     " above 0 (“level with” allows 0.02 less), not reproduced where it is below, either with p below .05 after "
     "correction for all comparisons here (Holm); else undecided. Equal tokens: the rival nearest in total tokens,"
-    " which are named. The interval is over seeds (trainings) and tasks; with fewer than three seeds it is over "
-    "tasks, and the verdict holds for these models: another training may give another."
+    " which are named. The interval is over seeds (trainings) and tasks; with one seed it is over tasks, and the "
+    "verdict holds for this model: another training may give another."
 )
 LEVEL = 0.02  # of the reward: who is less than this below is level
 TARGETS = {"avg": "averaged rewards", "reward": "plain final rewards"}
@@ -35,7 +35,7 @@ class Claim:
             difference = paired_difference(first, second)
             if difference.n:
                 seeds = {seed for _, seed in a.results.keys() & b.results.keys()}
-                alone = "" if len(seeds) >= 3 else ", for these models"
+                alone = "" if len(seeds) > 1 else ", for this model"
                 lifted = {key: value + self.margin for key, value in first.items()}
                 p = paired_difference(lifted, second).p if self.margin else difference.p
                 yield f"{setting}: {difference:+}{alone}", difference, 1.0 if math.isnan(p) else p

@@ -6,6 +6,7 @@ agents begin with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ def argument(made: dict, name: str) -> str | None:
 
 
 def training_tokens(group: Group) -> float:
-    """What was spent on the agent after cloning, and on QNet and its trees where the method asks for Q."""
+    """What was spent on the agent after cloning, and on QNet and its trees where the method asks for Q, or NaN."""
     total, files = 0.0, {result.where[0] for result in group.results.values()}  # a file a seed
     for results in files:
         made = record(results)
@@ -48,7 +49,8 @@ def training_tokens(group: Group) -> float:
             qnet = record(argument(made, "qnet"))
             trees.add(argument(record(argument(qnet, "labels")), "trees"))
             total += TRAINED * qnet.get("tokens", 0)
-        total += sum(record(path).get("tokens") or 0 for path in trees)
+        tokens = [record(path).get("tokens", 0) for path in trees]
+        total += math.nan if None in tokens else sum(tokens)  # null: of trees that were resumed
     return total / max(1, len(files))
 
 
@@ -64,14 +66,15 @@ def frontier(groups: Sequence[Group]) -> Figure | None:
     A line an agent, from greedy over QLASS with more and more candidates; hollow where QNet is of the cloned agent's
     trees, not of its own. None where no agent was trained after cloning.
     """
+    cost = {id(group): training_tokens(group) for group in groups}
+    groups = [group for group in groups if not math.isnan(cost[id(group)])]
     lines: dict[tuple[str, bool], list[Group]] = {}
     for group in groups:
         if group.condition.method == "qlass" and (group.condition.N or 1) == 1 and not group.condition.oracle:
             lines.setdefault(agent_of(group.condition.label), []).append(group)
     starts = {agent_of(g.condition.label)[0]: g for g in groups if g.condition.method == "greedy"}
     lines = {key: [starts[key[0]], *some] for key, some in lines.items() if key[0] in starts}
-    cost = {id(g): training_tokens(g) for some in lines.values() for g in some}
-    if not any(cost[id(g)] for g in starts.values() if id(g) in cost):
+    if not lines or not any(cost[id(g)] for g in starts.values()):
         return None
     agents = list(dict.fromkeys(agent for agent, _ in lines))
     with mpl.rc_context(STYLE):

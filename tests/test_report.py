@@ -537,4 +537,7 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
     drawn = {line.get_label(): (len(line.get_xdata()), line.get_markerfacecolor()) for line in first.lines[:-1]}
     assert set(drawn) == {"cloned", "rl"} and drawn["rl"] == (2, "white") and drawn["cloned"][1] != "white"
     assert frontier([g for g in groups if not g.condition.label]) is None
+    Path("trees.meta.json").write_text('{"tokens": null}')  # resumed: what they cost in all is not known
+    assert math.isnan(training_tokens(next(g for g in groups if g.condition.method == "qlass")))
+    assert frontier([g for g in groups if g.condition.label != "again"]) is None
     assert pareto([(3, 0.5), (1, 0.2), (2, 0.1), (1, 0.3), (4, 0.5)]) == [(1, 0.3), (3, 0.5)]

@@ -35,8 +35,8 @@ def groups(tmp_path):
 
 def told(groups, start):
     (sentence,) = [s for s in claims.sentences(groups) if s.startswith(f"webshop: {start}")]
-    assert "], for these models" in sentence  # of one seed
-    return sentence.replace(", for these models", "")
+    assert "], for this model" in sentence  # of one seed
+    return sentence.replace(", for this model", "")
 
 
 def test_only_what_the_results_can_tell_is_said(groups):
@@ -184,5 +184,5 @@ def test_three_seeds_speak_of_other_trainings_too(groups):
     seeds = [(method, reward, {"M": 2, "seed": seed}) for seed in range(3)
              for method, reward in (("greedy", 0.5), ("qlass", (0.9, 0.6, 0.3)[seed]))]  # fmt: skip
     (sentence,) = claims.sentences(groups(*seeds))
-    assert "for these models" not in sentence
+    assert "for this model" not in sentence
     assert "undecided (M=2: +0.100 [-0.645, +0.845])" in sentence  # t = 4.303 of two degrees, .3 / sqrt(3)
