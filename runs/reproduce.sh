@@ -27,4 +27,3 @@ for script in "${scripts[@]}"; do  # the main comparison of all seeds comes firs
     done
 done
 "${PYTHON:-python}" report.py "${runs[@]}" --out "runs/$env/seeds.html"
-[ "$env" != webshop ] || "${PYTHON:-python}" report.py "${runs[@]/%//ablations}" --out "runs/$env/ablations.html"
