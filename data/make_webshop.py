@@ -6,8 +6,8 @@ Writes `items_shuffle.json`, `items_ins_v2.json`, `items_human_ins.json` (WebSho
 `title_nouns.json` (asin -> what the title names, for the type part of the reward). The same seed gives the same bytes.
 
 Here reading pays. Products come in families of four of one kind ("jacket") that share an attribute ("padded") and their
-options. What else a product has stands on its features page alone, which no search reads. Two members are sent for; the
-third is too dear; the fourth is no jacket at all, though its text praises one so often that search puts it first. Sent
+options. What else a product has is on its features page alone, which no search reads. Tasks ask for two members; the
+third costs too much; the fourth is no jacket, though its text names one so often that search puts it first. Asked
 for "a hooded padded lined jacket with color: red, and size: large, and price lower than 60.00 dollars":
 
     Velmo padded jacket cover    $34.0     pays nothing: another kind of thing

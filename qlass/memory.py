@@ -3,7 +3,7 @@
 Weights, gradients and moments are counted; with --fsdp a process's part of them, and the layers that it gathers. What
 autograd keeps for backward is measured on three short inputs, whatever the architecture, and extrapolated: a constant
 (weights cast to bf16), a share that grows with the tokens, and one that grows with tokens x length. With gradient
-checkpointing each layer keeps its input, and one layer at a time everything. docs/models.md has it against peaks.
+checkpointing each layer keeps its input, and one layer at a time everything. docs/scale.md has it against peaks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 # trees (Tree-GRPO, chain GRPO), from its failures (ETO, RFT) and from siblings by q, at equal training tokens and at equal
 # environment steps; then QLASS on top of each, with the old QNet and with one of the new agent's own trees.
 #
-#   bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [--environment FLAG...]     (webshop, 3 seeds)
+#   bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [an environment's FLAG...]  (webshop, 3 seeds)
 #
 # Seed 0 goes on in the run folder runs/ENV of reproduce.sh, the others in runs/ENV-seed1, ...; the report over all of them
 # is runs/ENV/tree_grpo.html. Settings were chosen on validation tasks; the test tasks are played once.

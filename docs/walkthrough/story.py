@@ -155,7 +155,7 @@ class Story:
         if not (pairs := found["sibling_pairs"]):
             return "In this tree no siblings differ in q by more than .05."
         text = (
-            f"Of the {times(pairs, 'pair')} of siblings whose q differ by more than .05, QNet has "
+            f"Siblings whose q differ by more than .05 make {times(pairs, 'pair')}; QNet has "
             f"{number(found['sibling_accuracy'] * pairs)} in the right order."
         )
         wrong = [

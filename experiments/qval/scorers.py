@@ -2,7 +2,7 @@
 
     scorer(name, context)(env, state, candidates, key) -> Generator[requests, answers, list[float | None]]
 
-`env` stands in the state and is left there. A score is comparable within a state; None: no score could be had. What a
+`env` is in that state and is left in it. A score is comparable within a state; None: no score could be had. What a
 scorer asks of a model is a `Call`: calls of one function, from all states that are scored side by side, share a batch.
 """
 
