@@ -186,9 +186,12 @@ def environment_class(name: str) -> type[TextEnv]:
     if name not in ENVIRONMENTS and "" not in sys.path:
         sys.path.insert(0, "")  # a module of the folder at hand, as with `python -m`
     try:
-        return getattr(importlib.import_module(module), kind)
-    except (ModuleNotFoundError, AttributeError) as error:
+        found = getattr(importlib.import_module(module), kind)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise UserError(f"--env {name}: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, TextEnv)):
+        raise UserError(f"--env {name}: not a class that is derived from envs.TextEnv")
+    return found
 
 
 def make(name: str, **options: Any) -> TextEnv:

@@ -287,6 +287,9 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args, **({"max_steps": args.max_steps} if args.max_steps else {}))
     must_exist(args.sft, args.qnet)
+    tasks = env.task_ids(args.split)[: args.limit or None]
+    if not tasks:
+        raise UserError(f"{args.env}: no tasks in --split {args.split}")
     answers, scorers, chat, policy, qnet = {}, {}, None, None, None
     if "scorer" in args.method:
         from experiments.qval.steering import steering
@@ -309,9 +312,6 @@ def main(argv: list[str] | None = None) -> None:
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
 
-    tasks = env.task_ids(args.split)[: args.limit or None]
-    if not tasks:
-        raise UserError(f"{args.env}: no tasks in --split {args.split}")
     free = ("method", "M", "N", "select", "split", "scorer", *SAMPLING_FREE)  # each line says its own
     out = Output(args, complete_results, [args.sft, args.qnet], free)
     finished = {identity(record): record for record in out.records}

@@ -8,6 +8,7 @@ the sequence at once.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import warnings
@@ -166,5 +167,6 @@ The table is made by `python docs/make_models.py` with transformers {version} an
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     PAGE.write_text(page(), encoding="utf-8")
     print(os.path.relpath(PAGE))

@@ -26,7 +26,7 @@ from qlass.jsonl import checkpoint_folder
 from qlass.metadata import write_meta
 from qlass.models import adamw, add_lora, load_checkpoint, save_checkpoint
 from qlass.policy import Policy
-from qlass.stage import Output, at_least, needed, parser, progress, settle
+from qlass.stage import Output, at_least, handed_on, needed, parser, progress, settle
 
 WARMUP = 4  # updates
 SMALL = 50e6  # parameters
@@ -173,5 +173,5 @@ def learn(
     processes.say(f"stopped after batch {last['batch']}: {why}" if why else "the budget is spent")
     processes.say(f"{folder}: validation {lines[0]['val']:.3f} -> {best['val']:.3f} at batch {best['batch']} "
           f"({best['tokens']:,} tokens, {best['env_steps']:,} environment steps)")  # fmt: skip
-    processes.say(f"next: python q_search.py --env {args.env} --run {args.run} --sft {folder} --label {args.name} "
+    processes.say(f"next: python q_search.py {' '.join(handed_on(args))} --sft {folder} --label {args.name} "
           f"--method greedy --out {args.run}/results-{args.name}.jsonl")  # fmt: skip

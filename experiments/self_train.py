@@ -14,9 +14,9 @@
     tree    the best branch of each exploration tree, no new rollouts: what the trees alone are worth
 
 rft and tree keep the trajectories whose true reward reaches --threshold: on training tasks the reward may be used.
-qlass keeps all of them, as the paper does: Q takes the place of the outcome. With --threshold it filters too; a table
-must then say so. The model starts from where RUN/sft started, not from RUN/sft, and is trained in the same way on more
-data.
+qlass keeps all that are new, as the paper does: Q takes the place of the outcome. With --threshold it filters too; a
+table must then say so. The model starts from where RUN/sft started, not from RUN/sft, and is trained in the same way on
+more data.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
     flags += ["--device", args.device] if args.device else []
     flags += ["--model", record["model"], "--expert", str(merged), "--n-expert", str(len(expert) + len(new))]
     sft.main([*handed_on(args), *flags, "--out", str(out)])
-    print(f"next: python q_search.py --env {args.env} --run {args.run} --sft {out} --label {args.name} --method greedy "
+    print(f"next: python q_search.py {' '.join(handed_on(args))} --sft {out} --label {args.name} --method greedy "
           f"--out {args.run}/results-{args.name}.jsonl")  # fmt: skip
 
 

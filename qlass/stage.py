@@ -32,7 +32,7 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     said = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
     made.add_argument("--env", default="webshop", metavar="NAME", help=said)
     made.add_argument("--run", type=Path, metavar="DIR", help="folder of this run's files (default: runs/ENV)")
-    made.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    made.add_argument("--seed", type=at_least(0, below=2**32), default=0, metavar="N", help="default: %(default)s")
     made.add_argument("--overwrite", action="store_true", help="start the output again from nothing")
     made.add_argument("--debug", action="store_true", help="show the traceback of a mistake")
     said = "with the flags of the environment, of sampling and of large models"
@@ -51,6 +51,9 @@ def command_line(stage: str | None = None) -> str:
     called = Path(sys.argv[0]).name
     if called.startswith("qlass-"):
         return f"qlass-{stage.replace('_', '-')}" if stage else called
+    module = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "").removesuffix(".__main__")
+    if stage is None and module.startswith("experiments."):
+        return f"python -m {module}"
     return f"python {stage}.py" if stage else f"python {called}"
 
 
@@ -80,6 +83,7 @@ def parse(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Nam
     args = made.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
     args.run = args.run or Path("runs") / args.env.rpartition(":")[2].lower()
+    my_share([], getattr(args, "shard", None))  # a mistake is said before anything is made
     return args
 
 
@@ -129,13 +133,13 @@ def must_exist(*named: Path | None) -> None:
 def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
     """The input of a stage: what was named, or else the earlier stage's output, made now if it is missing.
 
-    An output that was begun with other arguments and not finished is for its owner to resume, so that a failed large
-    model never becomes a tiny one.
+    What a stopped stage left resumes first, if it was begun with the arguments that would make it now. With others it
+    is for its owner to resume, so that a failed large model never becomes a tiny one, nor ten trees a run's.
     """
     must_exist(named)
     if named is not None:
         return named
-    if not default.exists():
+    if not is_complete(default):
         made_by = importlib.import_module(stage)
         argv = handed_on(args)
         if meta_path(default).exists():
@@ -143,10 +147,17 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
             if begun != argv:  # not run from here: a folder may come from a stranger
                 command = f"{command_line(stage)} {' '.join(word for word in begun if word != '--overwrite')}"
                 raise UserError(f"{default} was begun and is not complete: resume it with {command}")
-        said = f"{default} is missing: making it with {command_line(stage)} {' '.join(argv)} ({made_by.TAKES})"
+        state = "not complete" if default.exists() else "missing"
+        said = f"{default} is {state}: making it with {command_line(stage)} {' '.join(argv)} ({made_by.TAKES})"
         print(said, flush=True)
         made_by.main(argv)
     return default
+
+
+def is_complete(output: Path) -> bool:
+    """Whether a stage has finished it: its metadata say in how many seconds. A file from elsewhere has no metadata."""
+    made = read_meta(output)
+    return output.exists() and ("seconds" in made if made else output.is_dir() or output.stat().st_size > 0)
 
 
 def handed_on(args: argparse.Namespace) -> list[str]:

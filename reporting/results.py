@@ -200,7 +200,10 @@ def read_curves(folders: Iterable[Path]) -> dict[str, list[list[dict]]]:
     curves: dict[str, list[list[dict]]] = {}
     for path in sorted(path for folder in folders for path in folder.glob("sft-*.updates.jsonl")):
         name = path.name.removeprefix("sft-").removesuffix(".updates.jsonl")
-        curves.setdefault(name, []).append(list(read_jsonl(path)))
+        lines = list(read_jsonl(path))
+        if not all({"val", "tokens", "env_steps"} <= line.keys() for line in lines):
+            raise UserError(f"{path}: lines without val, tokens or env_steps; a learner writes them (experiments)")
+        curves.setdefault(name, []).append(lines)
     return curves
 
 

@@ -86,7 +86,12 @@ sciworld() {  # no reference but the agent's own few rollouts from few states: a
     qval 20 --split test_unseen --references policy -K "$(n 2 1)" --candidates 3
 }
 
-for environment in "${environments[@]}"; do "$environment"; done
+for environment in "${environments[@]}"; do
+    case $environment in
+        frozenlake | alfworld | webshop | sciworld) "$environment" ;;
+        *) echo "error: $environment: bash runs/qval.sh [frozenlake|alfworld|webshop|sciworld]..." >&2 && exit 2 ;;
+    esac
+done
 results=("$RUN"/*/results*.jsonl)
 [ ! -f "${results[0]}" ] || stage report.py "${results[@]}" --out "$RUN/report.html"
 folders=()

@@ -11,10 +11,13 @@ env=webshop seeds=3
 while [ $# -gt 0 ]; do
     case $1 in
         webshop | alfworld | sciworld | frozenlake) env=$1 && shift ;;
-        --seeds) seeds=${2:?--seeds N} && shift 2 ;;
-        *) echo "error: $1: bash runs/reproduce.sh [webshop|alfworld|sciworld|frozenlake] [--seeds N]" >&2 && exit 2 ;;
+        --seeds) seeds=${2:-} && shift $(($# > 1 ? 2 : 1)) ;;
+        *) seeds= && break ;;
     esac
 done
+[[ $seeds =~ ^[1-9][0-9]*$ ]] || {
+    echo "error: bash runs/reproduce.sh [webshop|alfworld|sciworld|frozenlake] [--seeds N]" >&2 && exit 2
+}
 scripts=("$env.sh")
 [ "$env" != webshop ] || scripts=(quickstart.sh ablations.sh)
 for script in "${scripts[@]}"; do  # the main comparison of all seeds comes first

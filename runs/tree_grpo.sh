@@ -10,7 +10,10 @@
 set -euo pipefail
 ENV=webshop SEEDS=3
 case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac
-[ "${1:-}" != --seeds ] || { SEEDS=${2:?--seeds N} && shift 2; }
+[ "${1:-}" != --seeds ] || { SEEDS=${2:-} && shift $(($# > 1 ? 2 : 1)); }
+[[ $SEEDS =~ ^[1-9][0-9]*$ && ${1:---} == --* && ${1:-} != --help ]] || {
+    echo "error: bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [an environment's FLAG...]" >&2 && exit 2
+}
 . "$(dirname "$0")/common.sh"
 plain=("${common[@]}") runs=()
 case $ENV in  # the best checkpoint is chosen by val validation tasks

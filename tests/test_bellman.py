@@ -21,6 +21,18 @@ def node(node_id, parent, reward=0.0, branch=0, done=False, **more) -> dict:
     return about | {"node_id": node_id, "parent_id": parent, "reward": reward, "branch": branch, "done": done} | more
 
 
+def test_it_replaces_labels_and_nothing_else(tmp_path):
+    trees, other = tmp_path / "trees.jsonl", tmp_path / "expert.jsonl"
+    trees.write_text(dump(tree_by_hand()))
+    other.write_text(dump([{"task_id": "t"}]))
+    for out in (trees, other):
+        with pytest.raises(UserError, match="not labels that bellman"):
+            bellman.main(["--trees", str(trees), "--out", str(out)])
+    for _ in range(2):
+        bellman.main(["--trees", str(trees), "--out", str(tmp_path / "q_labels.jsonl")])
+    assert trees.read_text() == dump(tree_by_hand()) and other.read_text() == dump([{"task_id": "t"}])
+
+
 def tree_by_hand() -> list[dict]:
     """0 has the children 1 and 2; 1 has 3 and 4. Three branches: 1 3, then 2, then 4."""
     messages = [{"role": "user", "content": "go"}]

@@ -179,7 +179,7 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
     args = flags("--seed", "1", "--run", str(tmp_path))
     with pytest.raises(UserError, match="no such file"):
         stage.needed(tmp_path / "named", tmp_path / "default", "bellman", args)
-    (tmp_path / "here").touch()
+    (tmp_path / "here").write_text("{}\n")
     assert stage.needed(tmp_path / "here", tmp_path / "default", "bellman", args) == tmp_path / "here"
     made = []
     monkeypatch.setattr("bellman.main", made.append)
@@ -193,6 +193,14 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
         stage.needed(None, tmp_path / "default", "bellman", args)
     (tmp_path / "default.meta.json").write_text(json.dumps({"argv": made[0]}))
     assert stage.needed(None, tmp_path / "default", "bellman", args) and made[1:] == made[:1]
+    # Nor is the part that a stopped stage left taken for the whole: it resumes.
+    (tmp_path / "default").write_text("{}\n")
+    assert stage.needed(None, tmp_path / "default", "bellman", args) and len(made) == 3
+    assert "is not complete: making it" in capsys.readouterr().out
+    (tmp_path / "default.meta.json").write_text(json.dumps({"argv": made[0], "seconds": 1.0}))
+    assert stage.needed(None, tmp_path / "default", "bellman", args) and len(made) == 3
+    (tmp_path / "empty").touch()  # by a stage that stopped before its first line
+    assert stage.needed(None, tmp_path / "empty", "bellman", args) and len(made) == 4
 
 
 def test_the_arguments_that_stages_share_are_handed_on():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from walkthrough.story import Story, boxed, number, table, wrapped
 
-from qlass.chat import State, action_key, parse_action
+from qlass.chat import MARK, State, action_key, parse_action
 
 PARTS_OF_REWARD = {"r_type": "kind of product", "r_att": "attributes", "r_option": "options", "r_price": "price"}
 
@@ -42,7 +42,7 @@ class Shop(Story):
         state = State.load(self.tree[0]["messages"], self.tree[0]["task"])
         for node in nodes:
             state = state.then(node["action"], node["observation"])
-        read = self.part.chat.tokenizer.decode(self.part.chat.message_tokens(state)[-1])
+        read = self.part.chat.tokenizer.decode(self.part.chat.message_tokens(state)[-1]).replace(MARK, f" {MARK}")
         return boxed(f"sent:\n{wrapped(nodes[-1]['observation'])}\n\nread:\n{wrapped(read)}")
 
     def counts(self) -> str:

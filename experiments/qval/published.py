@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,14 @@ import numpy as np
 from environments import UserError
 from experiments.qval import metrics
 from experiments.qval.report import cell
+from qlass.jsonl import read_object
 from qlass.stage import run_stage
 from qlass.stats import Estimate, bootstrap, spearman
 
 
 def states(path: Path) -> list[list[float | None]]:
     """A file's values by point, ranks with their sign turned; all as one state where there is one value a point."""
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = read_object(path)
     counts = (record.get("config") or {}).get("candidate_counts")
     if not counts:
         return [record["values"]]
