@@ -17,7 +17,7 @@ from transformers import LlamaModel
 import bellman
 import build_trees
 import train_qnet
-from docs.all_tokens import between_siblings, perfect_values
+from docs.all_tokens import between_siblings, needs_the_action, packed, perfect_values
 from environments import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
@@ -142,10 +142,11 @@ def test_what_the_loss_on_all_tokens_asks_of_an_actions_last_token():
     for path in paths:
         below = [(1 / len(other), p.q) for other, p in zip(paths, TREE, strict=True) if other[: len(path)] == path]
         expected.append(sum(w * q for w, q in below) / sum(w for w, _ in below))
-    assert perfect_values(chat, TREE) == pytest.approx(expected, abs=1e-5)
+    pack = packed(chat, TREE)
+    assert perfect_values(pack)[pack.ends[:, 0]] == pytest.approx(expected, abs=1e-5)
     assert max(abs(v - p.q) for v, p in zip(expected, TREE, strict=True)) > 0.05  # it is not Q(s, a)
-    two = [Pair(TREE[0].state, action, q) for action, q in (("a", 0.0), ("b", 1.0))]
-    assert between_siblings([two]) == pytest.approx(1.0)
+    two = [Pair(TREE[0].state, action, q) for action, q in (("Action: left", 0.0), ("Action: right", 1.0))]
+    assert between_siblings([two]) == needs_the_action([packed(chat, two)]) == pytest.approx(1.0)
     assert between_siblings([two, [Pair(TREE[-1].state, "c", 3.5)]]) == pytest.approx(0.5 / (0.5 + 6.0))
 
 
