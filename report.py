@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     with replacing(out) as file:
         file.write(page.render(content))
-    print(f"{out}, {out.with_suffix('.md')} and {len(figures)} figures beside them")
+    print(f"{out}, {out.with_suffix('.md')} and {len(figures)} figure{'s' * (len(figures) != 1)} beside them")
 
 
 if __name__ == "__main__":

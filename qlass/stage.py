@@ -155,9 +155,9 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
 
 
 def is_complete(output: Path) -> bool:
-    """Whether a stage has finished it: its metadata say in how many seconds. A file from elsewhere has no metadata."""
+    """Whether a stage has finished it: its metadata say in how many seconds. From elsewhere it has none, but content."""
     made = read_meta(output)
-    return output.exists() and ("seconds" in made if made else output.is_dir() or output.stat().st_size > 0)
+    return output.exists() and ("seconds" in made if made else not output.is_file() or output.stat().st_size > 0)
 
 
 def handed_on(args: argparse.Namespace) -> list[str]:
