@@ -155,7 +155,7 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
 
 
 def is_complete(output: Path) -> bool:
-    """Whether a stage has finished it: its metadata say in how many seconds. From elsewhere it has none, but content."""
+    """Whether a stage has finished it: its metadata say in how many seconds. From elsewhere, whether it has content."""
     made = read_meta(output)
     return output.exists() and ("seconds" in made if made else not output.is_file() or output.stat().st_size > 0)
 
