@@ -20,9 +20,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from environments import UserError
-from qlass.jsonl import dumps, read_jsonl, read_trees, replacing
+from qlass.jsonl import dumps, read_trees, replacing
 from qlass.locks import locked
-from qlass.metadata import same_arguments, write_meta
+from qlass.metadata import read_meta, same_arguments, write_meta
 from qlass.stage import at_least, needed, parse, parser, run_stage
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
     also = ["branch", "done"] * (args.target == "reward") + ["messages"] * bool(args.chat)
-    if args.out.exists() and not ("q_raw" in next(read_jsonl(args.out), {"q_raw": 0}) and args.out != args.trees):
+    if args.out == args.trees or "target" not in read_meta(args.out).get("arguments", {"target"}):
         raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
     trees = nodes = flat = 0
     with locked(args.out):

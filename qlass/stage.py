@@ -155,9 +155,14 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
 
 
 def is_complete(output: Path) -> bool:
-    """Whether a stage has finished it: its metadata say in how many seconds. From elsewhere, whether it has content."""
+    """A checkpoint's folder is, once it is there; a file when its metadata say in how many seconds it was made.
+
+    A file from elsewhere has no metadata, but content.
+    """
+    if not output.is_file():
+        return output.exists()
     made = read_meta(output)
-    return output.exists() and ("seconds" in made if made else not output.is_file() or output.stat().st_size > 0)
+    return "seconds" in made if made else output.stat().st_size > 0
 
 
 def handed_on(args: argparse.Namespace) -> list[str]:

@@ -25,6 +25,7 @@ def test_it_replaces_labels_and_nothing_else(tmp_path):
     trees, other = tmp_path / "trees.jsonl", tmp_path / "expert.jsonl"
     trees.write_text(dump(tree_by_hand()))
     other.write_text(dump([{"task_id": "t"}]))
+    (tmp_path / "expert.meta.json").write_text('{"arguments": {"n_expert": 1}, "inputs": {}}')
     for out in (trees, other):
         with pytest.raises(UserError, match="not labels that bellman"):
             bellman.main(["--trees", str(trees), "--out", str(out)])
