@@ -232,9 +232,8 @@ def main(argv: list[str] | None = None) -> None:
         figures["cut_prompts"] = cut
         print(f"{cut} prompts lost their oldest turns")
     rank = {task: n for n, task in enumerate(tasks)}
-    figures["tokens"] = (
-        policy.computed if len(todo) == len(mine) else None
-    )  # not known of what an earlier call computed
+    # What an earlier call computed, before a stop, is not known.
+    figures["tokens"] = policy.computed if len(todo) == len(mine) else None
     trees.finish(lambda r: rank.get(r["task_id"], len(rank)), **figures)
     print(
         f"{trees.path}: {len(mine)} trees, {len(trees.records)} nodes, "
