@@ -35,7 +35,7 @@ def argument(made: dict, name: str) -> str | None:
 
 
 def training_tokens(group: Group) -> float:
-    """What was spent on the agent after cloning, and on QNet and its trees where the method asks for Q, or NaN."""
+    """What was spent on the agent after cloning, and on QNet and its trees where Q is asked for (NaN: unknown)."""
     total, files = 0.0, {result.where[0] for result in group.results.values()}  # a file a seed
     for results in files:
         made = record(results)

@@ -10,6 +10,10 @@
 set -euo pipefail
 environments=("$@")
 [ $# -gt 0 ] || environments=(frozenlake alfworld webshop sciworld)
+for environment in "${environments[@]}"; do
+    case $environment in frozenlake | alfworld | webshop | sciworld) continue ;; esac
+    echo "error: $environment: bash runs/qval.sh [frozenlake|alfworld|webshop|sciworld]..." >&2 && exit 2
+done
 ENV=frozenlake
 . "$(dirname "$0")/common.sh"
 RUN=runs/qval-seed$SEED
@@ -86,12 +90,7 @@ sciworld() {  # no reference but the agent's own few rollouts from few states: a
     qval 20 --split test_unseen --references policy -K "$(n 2 1)" --candidates 3
 }
 
-for environment in "${environments[@]}"; do
-    case $environment in
-        frozenlake | alfworld | webshop | sciworld) "$environment" ;;
-        *) echo "error: $environment: bash runs/qval.sh [frozenlake|alfworld|webshop|sciworld]..." >&2 && exit 2 ;;
-    esac
-done
+for environment in "${environments[@]}"; do "$environment"; done
 results=("$RUN"/*/results*.jsonl)
 [ ! -f "${results[0]}" ] || stage report.py "${results[@]}" --out "$RUN/report.html"
 folders=()

@@ -16,9 +16,9 @@ case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac
 }
 . "$(dirname "$0")/common.sh"
 plain=("${common[@]}") runs=()
-case $ENV in  # the best checkpoint is chosen by val validation tasks
+case $ENV in  # env_steps: few enough to be spent before tokens; the best checkpoint is chosen by val validation tasks
     webshop) tokens=400000 env_steps=4000 val=200 rl=() ;;
-    alfworld) tokens=1000000 env_steps=20000 val=100 rl=() ;;
+    alfworld) tokens=1000000 env_steps=10000 val=100 rl=() ;;
     frozenlake) tokens=100000 env_steps=20000 val=0 rl=(--entropy 0.02 --every 2) ;;
 esac
 
@@ -39,7 +39,7 @@ keep() {  # NAME COPY: the agent as it is now
 }
 learn() {  # MODULE NAME FLAG...: one training, as NAME-tokens and NAME-env_steps what it is at either budget
     local budget
-    for budget in env_steps tokens; do  # in this order all learners spend them
+    for budget in env_steps tokens; do  # as they are spent
         [ ! -d "$RUN/sft-$2-$budget" ] || continue
         train "$1" "$2" "$budget" "${@:3}"
         keep "$2" "$2-$budget"
