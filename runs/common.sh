@@ -24,7 +24,7 @@ case $ENV in
     frozenlake)  # trees wide and warm enough to meet every move from every cell
         common+=(--env-option "map=${MAP:-lakes}") sft=(--epochs 12)
         trees=(--depth 6 --width 4 --rollouts 600 --steps 20 --prune tail --temperature 1.5)
-        qnet=(--batch 16 --epochs 200) ;;
+        qnet=(--batch 16 --epochs 30 --patience 30) ;;
 esac
 
 stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $([ "$1" = -m ] && echo "$2" || echo "$1")"; "$PYTHON" "$@"; }
