@@ -1,4 +1,4 @@
-# make demo   virtual environment, packages, all five stages on WebShop with the tiny model, table and plots
+# make demo   virtual environment, packages, all five stages on WebShop with the tiny model, table and plots, in runs/demo
 # make test   the same set-up, then the test suite; with COVER=--cov it reports the lines that it covers
 # make test-slow   what takes minutes: kills, mutated inputs, long runs
 VENV ?= .venv
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test test-slow lint clean
 
 demo: $(VENV)/.installed
-	PYTHON=$(BIN)/python bash runs/quickstart.sh
+	RUN=runs/demo EPOCHS=3 PYTHON=$(BIN)/python bash runs/quickstart.sh
 
 test: $(VENV)/.installed $(VENV)/.textworld
 	$(BIN)/ruff check .

@@ -2,7 +2,8 @@
 # run's files lie, and how stages are called. The settings were chosen on validation tasks
 # (reference_output/validation.md), before the test tasks were played.
 # Run a stopped script again: finished stages are kept, the others resume.
-# SEED=1 RUN=runs/webshop-seed1 bash runs/quickstart.sh for another seed; PYTHON=... for another Python.
+# SEED=1 RUN=runs/webshop-seed1 bash runs/quickstart.sh for another seed; PYTHON=... for another Python; EPOCHS=3 for a
+# QNet trained for three of WebShop's eight epochs, as in `make demo`.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python}
 SEED=${SEED:-0}
@@ -15,7 +16,8 @@ splits=(test) sft=() trees=() labels=() qnet=()
 case $ENV in
     webshop)  # gamma .98, since with the paper's .9 the ten steps of a careful purchase are worth less than buying the
               # first product at once; many small trees teach QNet more than few large ones of as many trajectories
-        trees=(--limit 1000 --rollouts 6 --temperature 1.5) labels=(--gamma 0.98) qnet=(--epochs 3) ;;
+        trees=(--limit 1000 --rollouts 6 --temperature 1.5) labels=(--gamma 0.98)
+        qnet=(--epochs "${EPOCHS:-8}" --patience 8) ;;  # to the end, where the learning rate is 0
     alfworld)
         splits=(valid_unseen valid_seen) trees=(--limit 200 --rollouts 16) labels=(--gamma 0.98) qnet=(--epochs 6) ;;
     sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches
