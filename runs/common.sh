@@ -24,7 +24,7 @@ case $ENV in
         common+=(--tasks eto) splits=(test_unseen test_seen)
         sft=(--n-expert 300 --epochs 5 --batch 4) trees=(--limit 60 --rollouts 6) qnet=(--epochs 4) ;;
     frozenlake)  # trees wide and warm enough to meet every move from every cell
-        common+=(--env-option "map=${MAP:-lakes}") sft=(--epochs 12)
+        common+=(--env-option "map=${MAP:-lakes}") sft=(--epochs 100 --patience 100)
         trees=(--depth 6 --width 4 --rollouts 600 --steps 20 --prune tail --temperature 1.5)
         qnet=(--batch 16 --epochs 30 --patience 30) ;;
 esac
