@@ -17,7 +17,7 @@ case $ENV in
     webshop)  # gamma .98, since with the paper's .9 the ten steps of a careful purchase are worth less than buying the
               # first product at once; many small trees teach QNet more than few large ones of as many trajectories
         trees=(--limit 1000 --rollouts 6 --temperature 1.5) labels=(--gamma 0.98)
-        qnet=(--epochs "${EPOCHS:-8}" --patience 8) ;;  # to the end, where the learning rate is 0
+        qnet=(--epochs "${EPOCHS:=8}" --patience "$EPOCHS") ;;  # to the end, where the learning rate is 0
     alfworld)
         splits=(valid_unseen valid_seen) trees=(--limit 200 --rollouts 16) labels=(--gamma 0.98) qnet=(--epochs 6) ;;
     sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches
