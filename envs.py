@@ -22,6 +22,7 @@ import argparse
 import copy
 import hashlib
 import importlib
+import inspect
 import json
 import string
 import sys
@@ -37,6 +38,7 @@ from qlass.jsonl import read_text
 from qlass.stage import more
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
+KINDS = {bool: "true or false", int: "a whole number", float: "a number"}  # of --env-option's values
 
 
 class AnyText(spaces.Text):
@@ -221,6 +223,7 @@ def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     """The environment that the flags name; `options` are the stage's own (`max_steps`)."""
     kind = environment_class(args.env)
     options |= {option: value for flag, (option, _) in kind.flags.items() if (value := getattr(args, flag))}
+    parameters = inspect.signature(kind).parameters
     for given in args.env_option:
         name, equals, value = given.partition("=")
         if not equals:
@@ -229,6 +232,9 @@ def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
             options[name] = json.loads(value)  # numbers, true, false, null
         except json.JSONDecodeError:
             options[name] = value
+        wanted, got = type(getattr(parameters.get(name), "default", None)), type(options[name])
+        if wanted in KINDS and got is not wanted and (wanted, got) != (float, int):
+            raise UserError(f"--env-option {given}: {name} must be {KINDS[wanted]}")
     try:
         return kind(**options)
     except TypeError as error:

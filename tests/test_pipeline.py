@@ -106,6 +106,8 @@ def test_help_fits_one_screen(stage, monkeypatch, capsys):
         ("sft", ["--env", "frozenlake", "--env-option", "map"], "NAME=VALUE"),
         ("sft", ["--env", "frozenlake", "--env-option", "map=9x9"], "9x9"),
         ("sft", ["--env", "frozenlake", "--env-option", "colour=red"], "colour"),
+        ("sft", ["--env", "frozenlake", "--env-option", "slippery=yes"], "true or false"),
+        ("sft", ["--env", "frozenlake", "--env-option", "stray=often"], "a number"),
         ("build_trees", ["--env", "frozenlake", "--sft", "nowhere"], "nowhere"),
         ("build_trees", ["--env", "frozenlake", "--sft", "."], "checkpoint"),
         ("build_trees", ["--env", "webshop", "--webshop-data", "nowhere"], "nowhere"),

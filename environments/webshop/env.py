@@ -54,7 +54,7 @@ class WebShopEnv(TextEnv):
         split_file: str | Path | dict[str, str] | None = None,
         instruction: str | Path | None = None,
         per_product: float = math.inf,
-        page_size: int | None = None,
+        page_size: int = 0,
         seed: int = 0,
         max_steps: int | None = UNSET,
     ) -> None:
