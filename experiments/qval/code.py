@@ -79,6 +79,13 @@ def overlap(state: State, action: str) -> float:
     return len(shared) + len(shared) / (1 + len(words))
 
 
+def untried(state: State, action: str) -> float:
+    """Minus how often the action was taken already where the same was seen."""
+    said = [content for _, content in state.messages]
+    before = zip(said[2:-1:2], said[3::2], strict=True)  # what was seen, what was done then
+    return -float(sum(seen == said[-1] and action_key(done) == action_key(action) for seen, done in before))
+
+
 WRITTEN: dict[str, Callable[[State, str], float]] = {
     "frozenlake": lake, "alfworld": household, "webshop": overlap, "sciworld": overlap,
 }  # fmt: skip

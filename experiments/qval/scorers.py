@@ -289,6 +289,7 @@ def neighbours(context: Context, k: int = 8, most: int = 2000) -> Scorer:
 SCORERS: dict[str, tuple[str, Callable[[Context], Scorer]]] = {
     "random": ("control", lambda c: each(lambda env, s, a, key: uniforms(1, c.seed, *key, action_key(a))[0])),
     "step_index": ("control", lambda c: each(lambda env, s, a, key: float(env.steps))),
+    "untried": ("control", lambda c: each(lambda env, s, a, key: code.untried(s, a))),
     "state_value": ("control", lambda c: each(lambda env, s, a, key: env.optimal_value(c.gamma))),
     "oracle": ("control", lambda c: each(lambda env, s, a, key: exact(env, parse_action(a), c.gamma))),
     "code": ("code", lambda c: each(lambda env, s, a, key: code.WRITTEN[c.env](s, a))),
