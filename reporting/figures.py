@@ -16,7 +16,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from qlass.stats import bootstrap
 
@@ -208,6 +208,7 @@ def learning(curves: dict[str, list[list[dict]]]) -> Figure | None:
                 axes.plot([x[cost] for x in tested], [x["val"] for x in tested], label=label, linewidth=1, **look)
                 drawn.add(name)
             axes.set_xlabel({"tokens": "training tokens, each unique one once", "env_steps": "environment steps"}[cost])
+            axes.xaxis.set_major_locator(MaxNLocator(5))  # more six-digit numbers overlap
             axes.xaxis.set_major_formatter("{x:,.0f}")
             axes.grid(alpha=0.25)
         panels[0].set_ylabel("validation reward, greedy")
