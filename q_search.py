@@ -43,7 +43,7 @@ from qlass.jsonl import complete_results, identity, is_number
 from qlass.leaks import leaked, learned_from
 from qlass.models import add_loading
 from qlass.oracles import Scores, by_q_or_reward, by_true_value
-from qlass.paraphrasing import Paraphrased, Server, by_rules
+from qlass.paraphrasing import Paraphrased, Server, add_paraphrases, by_rules
 from qlass.policy import PROMPTED, SAMPLING_FREE, add_sampling, load_agent, rendering_of
 from qlass.stage import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from train_qnet import QNet
@@ -264,15 +264,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--readout", choices=["last", "mean"], help="how QNet's values of an action become one (default: its own)")
     add("--out", type=Path, help="default: RUN/results.jsonl; lines that it has are not played again")
     add("--label", help="a variant's name, kept in each line")
-    said = "sample each candidate under its own wording of the task, of N (without N: all different)"
-    add("--paraphrase", nargs="?", type=at_least(0), const=0, metavar="N", help=said)
-    add("--paraphrase-server", metavar="URL[#MODEL]", help="wordings by an OpenAI-compatible server, not by rules")
     add("--temperature", type=at_least(0, float), metavar="T", help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--max-steps", type=at_least(1), metavar="N", help="step limit (default: the environment's)")
     add("--device")
     said = "of --method scorer: a score of experiments/qval, or JUDGE=URL#MODEL (default: all but judges)"
     more(made, lambda made: made.add_argument("--scorer", nargs="+", metavar="NAME", help=said))
-    more(made, add_loading, add_sampling)
+    more(made, add_paraphrases, add_loading, add_sampling)
     args = parse(made, argv)
     args.M = args.M or (COMPARED if "all" in args.method else [PAPER["M"]])
     args.out = args.out or args.run / "results.jsonl"

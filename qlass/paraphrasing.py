@@ -9,6 +9,7 @@ as nothing does in the paper.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
@@ -19,9 +20,17 @@ from environments import UserError
 from qlass.chat import State
 from qlass.driver import Candidate, Sample
 from qlass.server import Endpoint
+from qlass.stage import at_least
 
 if TYPE_CHECKING:
     from envs import TextEnv
+
+
+def add_paraphrases(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("perturbation").add_argument
+    said = "sample each candidate under its own wording of the task, of N (without N: all different)"
+    add("--paraphrase", nargs="?", type=at_least(0), const=0, metavar="N", help=said)
+    add("--paraphrase-server", metavar="URL[#MODEL]", help="wordings by an OpenAI-compatible server, not by rules")
 
 
 @dataclasses.dataclass(frozen=True)
