@@ -191,9 +191,10 @@ def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args:
 def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], float], gap: float = 0.05) -> dict:
     """Of the sibling pairs whose q differ by more than `gap`, the share whose scores stand in the same order.
 
-    Chance is .5. `spearman` is the global rank correlation, which a net that only knows V(s) can reach too.
+    Chance is .5. `sibling_gap`: how far apart the scores put such pairs, of what q does; near 0 a net has not looked at
+    the action yet. `spearman` is the global rank correlation, which a net that only knows V(s) can reach too.
     """
-    right, total = 0.0, 0
+    right, total, apart, labelled = 0.0, 0, 0.0, 0.0
     flat = [(p.q, scores[p.state, p.action]) for tree in trees for p in tree if (p.state, p.action) in scores]
     for tree in trees:
         siblings: dict[State, list[Pair]] = {}
@@ -205,11 +206,12 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
                     if abs(a.q - b.q) > gap:
                         x, y = scores[a.state, a.action], scores[b.state, b.action]
                         right += 0.5 if x == y else float((x > y) == (a.q > b.q))
-                        total += 1
+                        total, apart, labelled = total + 1, apart + abs(x - y), labelled + abs(a.q - b.q)
     rank = float(spearman(*zip(*flat, strict=True))) if len(flat) > 2 else math.nan  # also where all are equal
     return {
         "sibling_accuracy": right / total if total else None,
         "sibling_pairs": total,
+        "sibling_gap": apart / labelled if total else None,
         "spearman": rank if math.isfinite(rank) else None,
     }
 
@@ -340,6 +342,7 @@ def main(argv: list[str] | None = None) -> None:
         if f["sibling_pairs"]:
             print(f"  {name} trees: sibling pairs ranked right {f['sibling_accuracy']:.3f} of {f['sibling_pairs']} "
                   f"(chance .5, policy's log-probability {f['policy_sibling_accuracy']:.3f}), "
+                  f"{f['sibling_gap']:.2f} as far apart as their q, "
                   f"Spearman {'undefined' if f['spearman'] is None else round(f['spearman'], 3)}")  # fmt: skip
 
 

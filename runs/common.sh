@@ -26,7 +26,8 @@ case $ENV in
     frozenlake)  # trees wide and warm enough to meet every move from every cell
         common+=(--env-option "map=${MAP:-lakes}") sft=(--epochs 100 --patience 100)
         trees=(--depth 6 --width 4 --rollouts 600 --steps 20 --prune tail --temperature 1.5)
-        qnet=(--batch 16 --epochs 30 --patience 30) ;;
+        # moves of a cell have one value until QNet has been trained for long: at this rate, with all lakes in an update
+        qnet=(--batch 4000 --lr 3e-4 --epochs 80 --patience 80) ;;
 esac
 
 stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $([ "$1" = -m ] && echo "$2" || echo "$1")"; "$PYTHON" "$@"; }
