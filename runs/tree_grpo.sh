@@ -19,7 +19,7 @@ plain=("${common[@]}") runs=()
 case $ENV in  # env_steps: few enough to be spent before tokens; the best checkpoint is chosen by val validation tasks
     webshop) tokens=400000 env_steps=4000 val=200 rl=() ;;
     alfworld) tokens=1000000 env_steps=10000 val=100 rl=() ;;
-    frozenlake) tokens=100000 env_steps=20000 val=0 rl=(--entropy 0.02 --every 2) ;;
+    frozenlake) tokens=100000 env_steps=10000 val=0 rl=(--entropy 0.02 --every 2) ;;
 esac
 
 agent() {  # NAME SFT: a trained agent, alone and searched with the cloned agent's QNet
