@@ -26,7 +26,7 @@ case $ENV in
     frozenlake)  # trees wide and warm enough to meet every move from every cell
         common+=(--env-option "map=${MAP:-lakes}") sft=(--epochs 100 --patience 100)
         trees=(--depth 6 --width 4 --rollouts 600 --steps 20 --prune tail --temperature 1.5)
-        # moves of a cell have one value until QNet has been trained for long: at this rate, with all lakes in an update
+        # QNet takes moves for equal until it has been trained for long; 4,000 pairs are two or three trees
         qnet=(--batch 4000 --lr 3e-4 --epochs 80 --patience 80) ;;
 esac
 
