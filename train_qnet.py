@@ -342,7 +342,7 @@ def main(argv: list[str] | None = None) -> None:
         if f["sibling_pairs"]:
             print(f"  {name} trees: sibling pairs ranked right {f['sibling_accuracy']:.3f} of {f['sibling_pairs']} "
                   f"(chance .5, policy's log-probability {f['policy_sibling_accuracy']:.3f}), "
-                  f"{f['sibling_gap']:.2f} as far apart as their q, "
+                  f"{f['sibling_gap']:.2f} times as far apart as their q, "
                   f"Spearman {'undefined' if f['spearman'] is None else round(f['spearman'], 3)}")  # fmt: skip
 
 
