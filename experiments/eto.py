@@ -12,7 +12,8 @@
     siblings    in a state of the exploration trees, the action with the highest q is preferred to each that has less
 
 DPO (Rafailov et al. 2023) on the tokens that the agent writes. The reference is the agent that made the pairs: as it
-was at the start of the iteration, for siblings RUN/sft. A beginning that two trajectories share is computed once.
+was at the start of the iteration, for siblings RUN/sft. A beginning that two trajectories share is computed once, and
+counts for --budget once in each of the --epochs; what was only played does not count.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from q_search import Method
 from qlass import processes
 from qlass.chat import Chat, State
 from qlass.decisions import Decision, PackedDecisions
+from qlass.demonstrations import by_agent, cloned_from
 from qlass.driver import Sample, drive
 from qlass.jsonl import read_jsonl, read_trees
 from qlass.packing import pairs_of
@@ -154,13 +156,14 @@ def explored(
     model: Any, chat: Chat, env: envs.TextEnv, expert: dict[str, dict], last: dict, args: argparse.Namespace
 ) -> tuple[list[Preference], dict]:
     """The agent's sampled trajectories on demonstrated tasks against the expert's, and what they cost and earned."""
-    tasks = batch_of(list(expert), args.seed, last["batch"], args.tasks)
+    tasks = dict.fromkeys(batch_of(list(expert), args.seed, last["batch"], args.tasks))  # a pass may end in a batch
     policy = Policy(model, chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
     episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task in tasks)
     played = [line for (line,) in drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)]
     found = list(failures(played, expert))
     env_steps = sum(len(decisions(line)) for line in played)
     figures = {"reward": round(float(np.mean([line["reward"] for line in played])), 6), "pairs": len(found)}
+    figures["played"] = last.get("played", 0) + sum(sum(line["tokens"].values()) for line in played)
     return found, figures | {"flat": round(1 - len(found) / len(played), 6), "env_steps": last["env_steps"] + env_steps}
 
 
@@ -182,8 +185,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--epochs", type=at_least(1), default=3, metavar="N", help="passes over its pairs (default: %(default)s)")
     add("--batch", type=at_least(1), default=16, metavar="N", help="pairs an update (default: %(default)s)")
-    add("--lr", type=at_least(0, float), help="default: 1e-6; tiny: webshop 2e-5, alfworld 3e-5, others 1e-4")
-    add("--expert", type=Path, help="default: RUN/expert.jsonl")
+    add(
+        "--lr",
+        type=at_least(0, float),
+        help="1e-6 (--lora: 1e-5); tiny: webshop 2e-5, alfworld 3e-5, others 1e-4",
+    )
+    add("--expert", type=Path, help="demonstrations (default: those that the agent was cloned from)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: eto, or eto-siblings)")
     args = parse(made, argv)
@@ -198,8 +205,9 @@ def main(argv: list[str] | None = None) -> None:
     model, chat, optimizer = load(args, LR.get(args.env, LR_TINY))
     cloned = copy.deepcopy(model)
     if args.pairs == "expert":
+        args.expert, most = (args.expert, None) if args.expert else cloned_from(args.sft)
         args.expert = args.expert or args.run / "expert.jsonl"
-        expert = {line.get("task_id"): line for line in read_jsonl(args.expert)}
+        expert = {line.get("task_id"): line for line in list(read_jsonl(args.expert))[:most] if not by_agent(line)}
         if None in expert:
             raise UserError(f"{args.expert}: lines without task_id, so the agent can't play their tasks")
     else:
@@ -220,8 +228,8 @@ def main(argv: list[str] | None = None) -> None:
         trained["tokens"] += last["tokens"]
         return {"batch": last["batch"] + 1, **trained, **figures}
 
-    passes = 4 + (1 / args.epochs if args.pairs == "expert" else 0)  # the reference, an update, and the rollout once
-    learn(args, env, model, chat, optimizer, batch, [args.labels, args.expert], passes)
+    # A token goes through the reference, and counts three times in an update.
+    learn(args, env, model, chat, optimizer, batch, [args.labels, args.expert], passes=4)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from qlass.chat import Chat, Rendering, uniforms
 from qlass.driver import Sample, drive
 from qlass.jsonl import checkpoint_folder
 from qlass.metadata import write_meta
-from qlass.models import adamw, add_lora, load_checkpoint, save_checkpoint
+from qlass.models import adamw, add_lora, add_memory, check_training, load_checkpoint, save_checkpoint, save_memory
 from qlass.policy import Policy
-from qlass.stage import Output, at_least, handed_on, needed, parser, progress, settle
+from qlass.stage import Output, at_least, handed_on, more, needed, parser, progress, settle
 
 WARMUP = 4  # updates
 SMALL = 50e6  # parameters
@@ -39,29 +39,38 @@ def learner(doc: str, epilog: str, argv: list[str] | None, every: int) -> argpar
     made = parser(doc, epilog)
     envs.add_arguments(made, argv)
     add = made.add_argument
-    add("--budget", type=at_least(0, float), default=1e6, metavar="N", help="when to stop (default: %(default).0f)")
+    add("--budget", type=at_least(0, float), default=1e6, metavar="N", help="to spend (default: %(default).0f)")
     add("--budget-in", choices=["tokens", "env_steps"], default="tokens", help="default: tokens, each unique one once")
     add("--val", type=at_least(0), default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
     said = "batches between validations (default: %(default)s)"
     add("--every", type=at_least(1), default=every, metavar="N", help=said)
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
-    add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank instead of the weights")
+    more(made, add_memory)
     add("--device")
     return made
 
 
 def load(args: argparse.Namespace, lr: float) -> tuple[Any, Chat, torch.optim.Optimizer]:
     """The agent and its optimiser. Without --lr, `lr` is the tiny model's."""
+    check_training(args)
     processes.start()
     with processes.in_turn():
         args.sft = needed(args.sft, args.run / "sft", "sft", args)
-    model, chat = load_checkpoint(args.sft, transformers.AutoModelForCausalLM, args.device, train=not args.lora)
+    float32 = not args.lora and args.weights != "bf16"  # all weights are trained
+    model, chat = load_checkpoint(
+        args.sft, transformers.AutoModelForCausalLM, args.device, args.load_in, train=float32
+    )  # fmt: skip
     small = model.num_parameters() < SMALL
     torch.manual_seed(args.seed)
     if args.lora:
-        add_lora(model, args.lora)
+        add_lora(model, args.lora, args.lora_alpha)
+    save_memory(model, args)
     settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
-    return model.eval(), chat, adamw((p for p in model.parameters() if p.requires_grad), args.lr)
+    return model.eval(), chat, adamw(trained(model).values(), args.lr, args.optim)
+
+
+def trained(model: Any) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def room(model: Any) -> int:
@@ -116,7 +125,10 @@ def why_stop(lines: Sequence[dict], budget_in: str = "tokens", patience: int = 8
     if len(recent) == patience and np.mean([line.get("flat", 0) for line in recent]) > 0.95:
         if np.mean([line["reward"] for line in recent]) > 0.9:
             return "nearly all trajectories of a task earn the same, and much: nothing is left to learn"
-        return "nearly all trajectories of a task earn the same, so nothing is learned: lower --lr, or raise --entropy"
+        return (
+            "nearly all trajectories of a task earn the same, so nothing is learned: begin again with a lower --lr, "
+            "tree_grpo also with a higher --entropy"
+        )
     return ""
 
 
@@ -128,23 +140,28 @@ def learn(
     larger --budget continues.
 
     inputs: what it reads besides the agent. passes: how often a token that was spent went forward, for the report; a
-    backward pass counts as two.
+    backward pass counts as two. "played" of a line, if it has that: tokens of trajectories, which went forward once.
     """
     folder = checkpoint_folder(args.run / f"sft-{args.name}")
     args.out, resume = folder.with_name(folder.name + ".updates.jsonl"), folder.with_name(folder.name + ".resume.pt")
     saved = {"lines": 0}
     if resume.exists() and not args.overwrite:
         saved = torch.load(resume, map_location=model.device, weights_only=True)
+
+    def complete(lines: list[dict]) -> int:
+        if len(lines) > 1 and not saved["lines"]:
+            raise UserError(f"{resume}: missing, so {args.out} can't be continued: --overwrite starts it again")
+        return saved["lines"] if len(lines) >= saved["lines"] else 0
+
     out, why = None, ""
     if processes.first():
-        out = Output(args, lambda lines: saved["lines"] if len(lines) >= saved["lines"] else 0,
-                     [args.sft, *inputs], free=["budget", "budget_in"])  # fmt: skip
+        out = Output(args, complete, [args.sft, *inputs], free=["budget", "budget_in"])
     lines = list(processes.same(out and out.records))
     if len(lines) > 1 and lines[-2][args.budget_in] >= args.budget:
         spent = f"{lines[-1][args.budget_in]:,} {args.budget_in} are spent already"
         raise UserError(f"{args.out}: {spent}: raise --budget, or give another --name")
     if lines:
-        model.load_state_dict(saved["model"])
+        model.load_state_dict(saved["model"], strict=False)  # of LoRA's updates alone
         optimizer.load_state_dict(saved["optimizer"])
     tested = env.task_ids("val")[: args.val or None]
 
@@ -154,16 +171,17 @@ def learn(
             yield one_batch(lines[-1]) if lines else SPENT | {"batch": 0}  # the first line: the agent as it comes
 
     for line in progress(batches(), f"{args.name}, batches"):
-        due = line["batch"] % args.every == 0 or line[args.budget_in] >= args.budget
-        line["val"] = round(validation(model, chat, env, tested), 6) if due else None
-        lines.append(line)
+        lines.append(line | {"val": None})
+        last = line[args.budget_in] >= args.budget or why_stop(lines, args.budget_in)
+        due = line["batch"] % args.every == 0 or last
+        line = lines[-1] = lines[-1] | {"val": round(validation(model, chat, env, tested), 6) if due else None}
         if out:
             out.append([line])
         if out and due:
             if line["val"] > max((x["val"] for x in lines[:-1] if x["val"] is not None), default=-np.inf):
                 save_checkpoint(model, chat, folder)
             draft = resume.with_suffix(".draft")
-            torch.save({"lines": len(lines), "model": model.state_dict(), "optimizer": optimizer.state_dict()}, draft)
+            torch.save({"lines": len(lines), "model": trained(model), "optimizer": optimizer.state_dict()}, draft)
             draft.replace(resume)
     best, last = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"]), lines[-1]
     figures = {"best": best, "last": last, "passes": passes, "stopped": why or None}

@@ -68,7 +68,7 @@ class OneByOne:
             if token == self.chat.stop_id:
                 break
             fresh, past = [token], out.past_key_values
-        return Candidate(self.chat.text(written), len(written), total)
+        return Candidate(self.chat.text(written), len(written), total, tuple(written))
 
     def choose(self, r: Sample, prompt: list[int], key: tuple) -> Candidate:
         """Each valid action gets its probability: of its tokens, among those that continue a valid action."""

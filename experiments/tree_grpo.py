@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import zlib
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ FIGURES = ("reward", "flat", "kl", "entropy", "clipped")  # means of a batch; fl
 # ----------------------------------------------------------------------------------------------------------- rollouts
 
 
-@dataclass(eq=False)
+@dataclasses.dataclass(eq=False)
 class Node:
     """A state of a tree and the decisions that led to it; a leaf has the trajectory's reward."""
 
@@ -63,10 +63,10 @@ class Node:
     done: bool = False
 
 
-@dataclass(eq=False)
+@dataclasses.dataclass(eq=False)
 class Tree:
     nodes: list[Node]  # the root and all that are no leaves
-    leaves: list[Node] = field(default_factory=list)
+    leaves: list[Node] = dataclasses.field(default_factory=list)
 
     @property
     def rewards(self) -> list[float]:
@@ -96,7 +96,7 @@ def forest(
             request = ask(env, node.state, 1, (*here, len(node.path)), rendering, TEMPERATURE)
             (candidate,) = yield request
             observation, reward, terminated, truncated, _ = env.step(parse_action(candidate.text))
-            path = (*node.path, Decision(node.state, candidate.text, request.valid))
+            path = (*node.path, Decision(node.state, candidate.text, request.valid, candidate.ids))
             state = node.state.then(candidate.text, env.message(observation))
             node = Node(state, env.snapshot(), path, float(reward), terminated or truncated)
             (tree.leaves if node.done else tree.nodes).append(node)
@@ -220,7 +220,7 @@ def one_batch(
     batch, shape = last["batch"] + 1, (args.M, args.draws, args.rounds)
     policy = Policy(model, chat, args.seed)  # a new one: what the last one remembers is of the weights before
     mine = range(processes.rank(), len(tasks), processes.count())
-    growing = (forest(env.fork(), tasks[i], *shape, chat.rendering, ("grpo", batch, i)) for i in mine)
+    growing = (forest(env.fork(), tasks[i], *shape, chat.rendering, ("grpo", args.seed, batch, i)) for i in mine)
     grown = drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)
     forests = dict(zip(mine, grown, strict=True))
     parts = [range(i, i + args.minibatch) for i in range(0, len(tasks), args.minibatch)]
@@ -256,12 +256,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--draws", type=at_least(1), default=2, metavar="N", help="branches a tree and round (default: %(default)s)")
     add("--rounds", type=at_least(0), default=1, metavar="L", help="rounds (default: %(default)s; 0: chain GRPO)")
     kinds = ["both", "inter", "intra", "states"]
-    add("--advantage", choices=kinds, default="both", help="groups: inter and intra (default), or one of them; states")
+    add("--advantage", choices=kinds, default="both", help="inter, intra, both (default), or states: inter and GiGPO's")
     add("--tasks", type=at_least(1), default=32, metavar="N", help="a batch (default: %(default)s; released: 512)")
     said = "tasks an update (default: %(default)s; released: 64)"
     add("--minibatch", type=at_least(1), default=16, metavar="N", help=said)
-    add("--lr", type=at_least(0, float), help="default: 1e-6; tiny: alfworld 1e-4, others 3e-4")
-    add("--kl", type=at_least(0, float), default=1e-3, help="weight of the KL to RUN/sft (default: %(default)s)")
+    add("--lr", type=at_least(0, float), help="default: 1e-6 (--lora: 1e-5); tiny: alfworld 1e-4, others 3e-4")
+    add("--kl", type=at_least(0, float), default=1e-3, help="weight of the KL to --sft (default: %(default)s)")
     add("--entropy", type=at_least(0, float), default=1e-3, help="weight of the entropy bonus (default: %(default)s)")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: tree_grpo, or grpo with --rounds 0)")
     args = parse(made, argv)
@@ -269,6 +269,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         raise UserError(
             f"-M {args.M} --rounds {args.rounds}: one trajectory has nothing to be compared with; raise one"
         )
+    if args.advantage == "intra" and not args.rounds:
+        raise UserError("--advantage intra --rounds 0: trees of one trajectory compare nothing; leave one of them out")
     args.name = args.name or ("tree_grpo" if args.rounds else "grpo")
     return args
 
@@ -278,9 +280,11 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_arguments(args)
     model, chat, optimizer = load(args, LR.get(args.env, LR_TINY))
     reference = copy.deepcopy(model)  # LoRA's updates are still 0
+    whole = copy.copy(chat)  # trees are of the distribution that the log-probabilities are of
+    whole.rendering = dataclasses.replace(chat.rendering, top_p=1.0, top_k=0)
 
     def batch(last: dict) -> dict:
-        return one_batch(model, reference, optimizer, chat, env, last, args)
+        return one_batch(model, reference, optimizer, whole, env, last, args)
 
     learn(args, env, model, chat, optimizer, batch, [], PASSES)
 

@@ -20,11 +20,15 @@ from qlass.token_tree import TokenTree, tree_inputs
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """An action in a state, one of `valid`, or free text where that is empty."""
+    """An action in a state, one of `valid`, or free text where that is empty: of the tokens `ids` that were sampled."""
 
     state: State
     action: str
     valid: tuple[str, ...] = ()
+    ids: tuple[int, ...] = ()
+
+    def tokens(self, chat: Chat) -> list[int]:
+        return list(self.ids) or chat.action(self.action, self.state.task)
 
 
 @dataclasses.dataclass
@@ -45,7 +49,7 @@ class PackedDecisions:
             return
         last = self.tree.add(chat.prompt(state))[-1]
         if not decision.valid:
-            ids = chat.action(decision.action, state.task)
+            ids = decision.tokens(chat)
             before = [last, *self.tree.add(ids[:-1], last)]
             self.free += [(len(self.owner) + i, *where) for i, where in enumerate(zip(before, ids, strict=True))]
             self.owner += [number] * len(ids)
@@ -108,7 +112,7 @@ def pack_decisions(chat: Chat, decisions: Sequence[Decision], room: int) -> Iter
     """
     current, first = PackedDecisions(), 0
     for number, decision in enumerate(decisions):
-        ids = chat.prompt(decision.state) + chat.action(decision.action, decision.state.task)
+        ids = chat.prompt(decision.state) + decision.tokens(chat)
         growth = current.tree.growth(ids)
         most = room if 2 * growth > len(ids) else 4 * room
         if current.owner and len(current.tree) + growth - first > most:

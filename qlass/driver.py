@@ -58,6 +58,7 @@ class Candidate:
     text: str
     tokens: int  # generated, the end of the turn included
     logprob: float
+    ids: tuple[int, ...] = ()  # of free text, as sampled: its tokens read anew may be others
     task: str = ""  # the wording that it was sampled under, where the task was put in other words
 
 

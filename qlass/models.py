@@ -26,6 +26,7 @@ from environments import UserError
 from qlass import parity, processes
 from qlass.chat import Chat, Rendering
 from qlass.jsonl import replacing_folder
+from qlass.stage import at_least
 from qlass.tracking import LOGS
 
 MORE_TOKENS = 64  # that a tokenizer may have and its model not: some are published so (gemma-3-1b-it has one)
@@ -245,7 +246,7 @@ def save_memory(model: Any, args: argparse.Namespace) -> None:
     """--weights and --gradient-checkpointing."""
     if args.weights == "bf16":
         model.to(torch.bfloat16)
-    if args.gradient_checkpointing:
+    if getattr(args, "gradient_checkpointing", False):
         model.activation_checkpointing_enable({"use_reentrant": False})
 
 
@@ -273,23 +274,40 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     add("--load-in", choices=bits, metavar="BITS", help="4bit or 8bit: fewer bits a weight (bitsandbytes, GPU)")
 
 
-def add_training(parser: argparse.ArgumentParser) -> None:
-    """The flags of a stage that trains a model."""
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """The flags by which all who train a large model take less memory; for `check_training` and `save_memory`."""
     add, names = parser.add_argument, ["adamw", "adamw8bit"]
     add("--lora", type=int, metavar="RANK", help="train updates of this rank instead of the weights")
     add("--lora-alpha", type=int, metavar="A", help="the updates' factor is A / RANK (default: twice the rank)")
     add_loading(parser)
     add("--optim", choices=names, default="adamw", metavar="NAME", help="adamw or adamw8bit (default: %(default)s)")
     add("--weights", choices=["float32", "bf16"], default="float32", help="while they are trained (default: float32)")
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """The flags of a stage that trains a model."""
+    add_memory(parser)
+    add = parser.add_argument
     add(
         "--gradient-checkpointing",
         action="store_true",
         help="keep one layer's activations at a time, compute a third more",
     )
     add("--fsdp", action="store_true", help="processes (torchrun, accelerate launch) divide the weights and moments")
-    add("--patience", type=int, default=2, help="epochs without a better validation before it stops (default: 2)")
+    add(
+        "--patience",
+        type=at_least(1),
+        default=2,
+        help="epochs without a better validation before it stops (default: 2)",
+    )
     add("--log", choices=LOGS, default="jsonl", metavar="NAME", help="jsonl (OUT.log.jsonl), tensorboard or wandb")
-    add("--save-every", type=int, default=50, metavar="N", help="updates between checkpoints (default: %(default)s)")
+    add(
+        "--save-every",
+        type=at_least(1),
+        default=50,
+        metavar="N",
+        help="updates between checkpoints (default: %(default)s)",
+    )
 
 
 def check_training(args: argparse.Namespace) -> None:
@@ -299,7 +317,7 @@ def check_training(args: argparse.Namespace) -> None:
         raise UserError(f"--lora-alpha {args.lora_alpha}: a number of 1 or more, beside --lora RANK")
     if args.weights == "bf16" and args.optim != "adamw":
         raise UserError(f"--weights bf16: --optim {args.optim} would round its updates away; leave one of them out")
-    if args.fsdp and (args.load_in or args.optim != "adamw"):
+    if getattr(args, "fsdp", False) and (args.load_in or args.optim != "adamw"):
         raise UserError("--fsdp: bitsandbytes' weights and moments can't be divided; leave --load-in and --optim out")
     if args.load_in and not args.lora:
         raise UserError(f"--load-in {args.load_in}: weights of so few bits can't be trained; give --lora RANK too")

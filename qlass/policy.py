@@ -192,7 +192,7 @@ class Policy:
             logprob[some] += logp.cpu().numpy()
         answers: list[list[Candidate]] = [[] for _ in requests]
         for row, ids in enumerate(written):
-            answers[owner[row]].append(Candidate(chat.text(ids), len(ids), float(logprob[row])))
+            answers[owner[row]].append(Candidate(chat.text(ids), len(ids), float(logprob[row]), tuple(ids)))
         return answers
 
     @torch.inference_mode()
@@ -209,7 +209,7 @@ class Policy:
             fresh = written[-1:] if past is not None else ids + written
             if self._ended(written):
                 break
-        return Candidate(self.chat.text(written), len(written), total)
+        return Candidate(self.chat.text(written), len(written), total, tuple(written))
 
     def _ended(self, written: list[int]) -> bool:
         if written[-1] == self.chat.stop_id:

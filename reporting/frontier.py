@@ -42,7 +42,8 @@ def training_tokens(group: Group) -> float:
         agent = record(argument(made, "sft"))
         played = record(argument(agent, "expert"))  # by self_train: cloned anew, from what it kept
         trees = {argument(played, "trees"), argument(record(argument(agent, "labels")), "trees")}
-        total += agent.get("passes", 0) * agent.get("last", {}).get("tokens", 0)
+        last = agent.get("last", {})
+        total += agent.get("passes", 0) * last.get("tokens", 0) + last.get("played", 0)
         if "kept" in played:
             total += TRAINED * agent.get("tokens", 0) + played.get("tokens", 0)
         if group.condition.method == "qlass" or group.condition.select == "q":

@@ -1,11 +1,13 @@
 """Decisions packed into token trees: which tokens are computed, and that their probabilities are the policy's."""
 
 import numpy as np
+import pytest
 import torch
 from fakes import tiny_lm, word_chat
 
 from qlass.chat import State
 from qlass.decisions import Decision, pack_decisions
+from qlass.driver import Sample
 from qlass.policy import Policy
 
 
@@ -18,6 +20,19 @@ def test_free_text_has_the_policys_probability():
     logp = torch.zeros(2).index_add(0, torch.tensor(p.owner), p.logprobs(model)[0])
     np.testing.assert_allclose(logp.tolist(), Policy(model, chat).logprobs([(state, t) for t in texts]), rtol=1e-5)
     assert len(p.owner) == sum(len(chat.action(t, "find")) for t in texts)  # the token that ends the turn included
+
+
+@pytest.mark.parametrize("limit", [4, 200])
+def test_free_text_is_of_the_tokens_that_were_sampled(limit):
+    """Cut short it lacks the token that ends the turn, and special tokens are not in its text."""
+    chat = word_chat(max_new_tokens=limit)
+    model = tiny_lm(chat, initializer_range=0.05)
+    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")
+    (drawn,) = Policy(model, chat).sample([Sample(state, 20, ("k",), 1.0)])
+    (p,) = pack_decisions(chat, [Decision(state, c.text, ids=c.ids) for c in drawn], 10**6)
+    logp = torch.zeros(20).index_add(0, torch.tensor(p.owner), p.logprobs(model)[0])
+    np.testing.assert_allclose(logp.tolist(), [c.logprob for c in drawn], rtol=1e-4)
+    assert any(len(c.ids) != len(chat.action(c.text, "find")) for c in drawn)  # read anew they would be others
 
 
 def test_an_only_valid_action_is_no_choice():

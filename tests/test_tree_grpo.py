@@ -288,6 +288,24 @@ def test_the_first_minibatch_has_ratio_one(world):
     assert (kl, clipped) == (0.0, 0.0) and entropy > 0
 
 
+def test_trees_are_of_the_distribution_that_is_trained():
+    """Whatever the agent's own temperature: each action's probability when drawn is the one in the packed tree."""
+    chat, said = word_chat(candidates="valid", temperature=0.3), {}
+    model = tiny_lm(chat)
+    policy = Policy(model, chat, seed=1)
+
+    def answer(requests):
+        found = policy.sample(requests)
+        said.update({(r.state, c.text): c.logprob for r, (c,) in zip(requests, found, strict=True)})
+        return found
+
+    growing = [forest(FakeEnv(), f"train{i}", 2, 2, 1, chat.rendering, (i,)) for i in range(3)]
+    found = list(shares(drive(growing, {Sample: answer}), "both"))
+    for p in pack_decisions(chat, found, 2048):
+        for value, owner in zip(p.logprobs(model)[0].tolist(), p.owner, strict=True):
+            assert value == pytest.approx(said[found[owner].state, found[owner].action], abs=1e-5)
+
+
 def test_a_shared_step_has_the_advantages_of_all_trajectories_through_it():
     a, b, c = (Decision(State((("user", x),)), x) for x in "abc")
     leaves = [Node(a.state, None, path, reward) for path, reward in [((a, b), 1.0), ((a, c), 0.0), ((c, c), 0.0)]]
@@ -316,6 +334,67 @@ def test_it_learns_the_best_leaf_of_a_written_world(fake_world, agent, tmp_path,
     assert "validation" in capsys.readouterr().out
     policy = Policy.load(tmp_path / "sft-tree_grpo")  # the best one is kept
     assert learning.validation(policy.model, policy.chat, FakeEnv(), ["test0"]) == 1.0
+
+
+def batches(monkeypatch, agent, tmp_path, *flags):
+    """What each batch asked of the agent, and the lines of a training."""
+    asked, real = [], Policy.sample
+    monkeypatch.setattr(Policy, "sample", lambda self, requests: asked.extend(requests) or real(self, requests))
+    return asked, train(tmp_path, agent, *flags)
+
+
+def test_no_luck_is_used_twice_and_each_seed_has_its_own(fake_world, agent, tmp_path, monkeypatch):
+    def keys(name, *flags):
+        asked, _ = batches(monkeypatch, agent, tmp_path / name, "--budget", "300", "--budget-in", "env_steps", *flags)
+        return [(r.key, r.n) for r in asked if r.temperature]
+
+    first = keys("first")
+    assert len(set(first)) == len(first) > 50
+    monkeypatch.undo()
+    monkeypatch.setattr("envs.from_arguments", lambda args, **options: FakeEnv())
+    assert not set(first) & set(keys("second", "--seed", "1"))
+
+
+def test_later_minibatches_have_moved_away_from_the_agent_that_drew(fake_world, agent, tmp_path):
+    (_, still), (_, moved) = (
+        train(tmp_path / name, agent, "--lr", "0.1", "--budget", "1", "--minibatch", size)
+        for name, size in (("one", "8"), ("four", "2"))
+    )
+    assert still["clipped"] == 0 < moved["clipped"]
+
+
+def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(fake_world, agent, tmp_path, monkeypatch):
+    weights = []
+
+    def told(model, *_):  # best after the first batch
+        weights.append({name: w.clone() for name, w in model.state_dict().items()})
+        return {1: 0.1, 2: 0.6}.get(len(weights), 0.5)
+
+    monkeypatch.setattr(learning, "validation", told)
+    lines = train(tmp_path, agent, "--budget", "400", "--budget-in", "env_steps", "--every", "1")
+    assert [line["val"] for line in lines[:3]] == [0.1, 0.6, 0.5]
+    kept = Policy.load(tmp_path / "sft-tree_grpo").model.state_dict()
+    assert all(torch.equal(w, weights[1][name]) for name, w in kept.items())
+
+
+def test_an_early_stop_is_validated_and_final(fake_world, agent, tmp_path, monkeypatch, capsys):
+    real = tree_grpo.one_batch
+    monkeypatch.setattr(tree_grpo, "one_batch", lambda *args: real(*args) | {"flat": 1.0, "reward": 0.5})
+    flags = ["--budget", "1e9", "--every", "5"]
+    lines = train(tmp_path, agent, *flags)
+    assert len(lines) == 9 and lines[-1]["val"] is not None  # eight flat batches; 8 is no multiple of 5
+    assert "lower --lr" in capsys.readouterr().out
+    assert train(tmp_path, agent, *flags) == lines
+
+
+def test_without_its_weights_a_training_is_not_begun_anew(fake_world, agent, tmp_path):
+    budget = ["--budget", "300", "--budget-in", "env_steps"]
+    lines, made = train(tmp_path, agent, *budget), contents(tmp_path)
+    (tmp_path / "sft-tree_grpo.resume.pt").unlink()
+    with pytest.raises(UserError, match=r"resume\.pt: missing, .*--overwrite"):
+        train(tmp_path, agent, "--budget", "600", "--budget-in", "env_steps")
+    assert contents(tmp_path) == made
+    assert train(tmp_path, agent, *budget, "--overwrite") == lines
 
 
 def contents(run):
@@ -359,6 +438,8 @@ def test_chains_are_trees_without_rounds(fake_world, agent, tmp_path):
     assert (tmp_path / "sft-grpo" / "config.json").exists()
     with pytest.raises(UserError, match="nothing to be compared with"):
         tree_grpo.arguments(["--rounds", "0", "-M", "1"])
+    with pytest.raises(UserError, match="compare nothing"):
+        tree_grpo.arguments(["--rounds", "0", "-M", "4", "--advantage", "intra"])
 
 
 def line(val=None, flat=0.0, reward=0.5):
