@@ -112,8 +112,10 @@ def main(argv: list[str] | None = None) -> None:
     args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
     also = ["branch", "done"] * (args.target == "reward") + ["messages"] * bool(args.chat)
+    if args.chat and args.chat.resolve() in (args.trees.resolve(), args.out.resolve()):
+        raise UserError(f"--chat {args.chat}: is the file of --trees or --out; name another")
     made_by = read_meta(args.out).get("arguments", {"target": None})  # nothing is known of a file without metadata
-    if args.out == args.trees or "target" not in made_by:
+    if args.out.resolve() == args.trees.resolve() or "target" not in made_by:
         raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
     trees = nodes = flat = 0
     with locked(args.out):

@@ -201,13 +201,13 @@ def main(argv: list[str] | None = None) -> None:
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
     must_exist(args.expert)
-    args.expert = args.expert or cloned_from(args.sft)
+    args.expert, shown = (args.expert, None) if args.expert else cloned_from(args.sft)
 
     # From the far end of the training list: where there are more tasks than demonstrations, the agent gets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
     trees = Output(args, complete_trees, [args.sft, args.expert], SAMPLING_FREE)
     finished = {record["task_id"] for record in trees.records}
-    demonstrations = actions_by_task(args.expert) if args.expert else {}
+    demonstrations = actions_by_task(args.expert, env, shown) if args.expert else {}
     mine = my_share(tasks, args.shard)
     if todo := [t for t in mine if t not in finished]:
         policy = load_agent(args)

@@ -121,6 +121,10 @@ class TextEnv(gymnasium.Env):
         """The kind of task, where an environment has several: tables have a row for each."""
         return ""
 
+    def published_id(self, record: dict) -> str | None:
+        """Our id of the task of a record of ETO's and QLASS's files; None: only its words tell the task."""
+        return None
+
     def subject(self, task_id: str) -> str:
         """What a task is about: who has learned from one task of a subject has an advantage in the others."""
         return task_id

@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import operator
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -340,7 +341,9 @@ def main(argv: list[str] | None = None) -> None:
     place = {identity(record)[1:]: n for n, record in reversed(list(enumerate(out.records)))}
     rank = {task: n for n, task in enumerate(env.task_ids(args.split))}
     computed = {"policy": policy and policy.computed, "qnet": qnet and qnet.computed}
-    out.finish(lambda r: (place[identity(r)[1:]], rank.get(r["task_id"], 0)), computed_tokens=computed, leaks=leaks)
+    figures = {"computed_tokens": out.with_earlier("computed_tokens", computed, operator.add)}
+    figures["leaks"] = out.with_earlier("leaks", leaks, max)
+    out.finish(lambda r: (place[identity(r)[1:]], rank.get(r["task_id"], 0)), **figures)
 
 
 if __name__ == "__main__":

@@ -300,8 +300,8 @@ def main(argv: list[str] | None = None) -> None:
     lock = only_writer(args.out) if processes.first() else None
 
     trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
-    if not trees:
-        raise UserError(f"{args.labels}: no trees")
+    if not any(trees):
+        raise UserError(f"{args.labels}: no trees with actions")
     held_out, training = trees[HELD_OUT], [t for i, t in enumerate(trees) if i % 10] or trees
     trained_on = {t[0].state for t in training if t}
     if both := sum(t[0].state in trained_on for t in held_out if t) * (training is not trees):

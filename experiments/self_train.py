@@ -11,7 +11,8 @@
 
     rft     -N sampled trajectories a task, no QNet (rejection-sampling fine-tuning, Yuan et al. 2023)
     qlass   -N trajectories a task, each action the best of -M by QNet (Alg. 4); one QNet for each process reward
-    tree    the best branch of each exploration tree, no new rollouts: what the trees alone are worth
+    tree    the best branch of each exploration tree that the agent ended, no new rollouts: what the trees alone are
+            worth. It may begin with the demonstrator's steps, from which the second pass of Alg. 2 sets out
 
 rft and tree keep the trajectories whose true reward reaches --threshold: on training tasks the reward may be used.
 qlass keeps all that are new, as the paper does: Q takes the place of the outcome. With --threshold it filters too; a
@@ -79,7 +80,7 @@ def rollouts(args: argparse.Namespace, env: envs.TextEnv) -> list[dict]:
 
 
 def best_branch(tree: list[dict]) -> dict | None:
-    """The agent's branch with the highest final reward, of equals the shortest, as a line of expert.jsonl."""
+    """Of the branches that the agent ended that of the highest reward, of equals the shortest, as in expert.jsonl."""
     leaves = [node for node in tree if node["done"] and node["source"] == "policy"]
     if not leaves:
         return None
@@ -94,11 +95,11 @@ def best_branch(tree: list[dict]) -> dict | None:
 
 
 def kept(lines: Iterable[dict], threshold: float, known: Iterable[dict]) -> list[dict]:
-    """The distinct trajectories that earned enough and are not known yet."""
+    """The distinct trajectories that earned enough and are not known yet; "source" tells them from demonstrations."""
     seen = {json.dumps(line["messages"]) for line in known}
     good = {json.dumps(line["messages"]): line for line in lines if line["reward"] >= threshold - 1e-9}
     return [
-        {key: line[key] for key in ("task_id", "env", "task", "messages", "reward")}
+        {key: line[key] for key in ("task_id", "env", "task", "messages", "reward")} | {"source": "policy"}
         for text, line in good.items()
         if text not in seen
     ]
@@ -114,6 +115,7 @@ def demonstrations(record: dict, env: str) -> list[dict]:
             "task": state.task,
             "messages": state.dump(),
             "reward": record.get("reward"),
+            **({"source": record["source"]} if "source" in record else {}),
         }
         for i, (state, record) in enumerate(trajectories)
     ]
@@ -182,10 +184,11 @@ def main(argv: list[str] | None = None) -> None:
         flush=True,
     )
 
-    # The tiny model chooses epochs and batch again, for this number of trajectories.
-    again = ["lr", "max_tokens", "micro_tokens", "candidates", "lora", "lora_alpha", "load_in", "optim"]
-    again += ["epochs", "batch"] * (record["model"] != "tiny")
+    # What was not given to the first training the tiny model chooses again, for this number of trajectories.
+    again = ["epochs", "batch", "patience", "lr", "max_tokens", "micro_tokens", "candidates", "weights", "optim"]
+    again += ["lora", "lora_alpha", "load_in"]
     flags = [f"--{name.replace('_', '-')}={record[name]}" for name in again if record.get(name) is not None]
+    flags += ["--gradient-checkpointing"] * bool(record.get("gradient_checkpointing"))
     flags += ["--device", args.device] if args.device else []
     flags += ["--model", record["model"], "--expert", str(merged), "--n-expert", str(len(expert) + len(new))]
     sft.main([*handed_on(args), *flags, "--out", str(out)])

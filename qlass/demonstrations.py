@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from environments import UserError
 from qlass.chat import State
 from qlass.jsonl import is_chat, is_name, is_number, is_text, maybe, numbered, parse_json, wrong
 from qlass.metadata import located, read_meta
+
+if TYPE_CHECKING:
+    from envs import TextEnv
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[State, dict]]:
@@ -62,13 +67,24 @@ def first_observation(state: State) -> tuple[int, str]:
     return at, told[at].strip()
 
 
-def actions_by_task(path: Path) -> dict[str, list[str]]:
-    """The actions of each demonstration, by its task id or, where a file has none (ETO's), by its first observation."""
-    found = {}
-    for state, record in read_trajectories(path):
+def by_agent(record: dict) -> bool:
+    """Whether an agent did this itself: self-training keeps it in one file with the demonstrations."""
+    return record.get("source") == "policy"
+
+
+def actions_by_task(path: Path, env: TextEnv, most: int | None = None) -> dict[str, list[str]]:
+    """The actions of each of the first `most` demonstrations, by its task's id or, where a file does not tell it, by
+    its first observation; [] for one that several tasks begin with."""
+    found: dict[str, list[str]] = {}
+    for state, record in itertools.islice(read_trajectories(path), most):
         agreed, observation = first_observation(state)
-        actions = [content for role, content in state.messages if role == "assistant"]
-        found[str(record.get("task_id") or observation)] = actions[agreed:]
+        actions = [content for role, content in state.messages if role == "assistant"][agreed:]
+        task_id = record.get("task_id") or env.published_id(record)
+        if by_agent(record):
+            continue
+        if task_id is None and observation in found and not env.unique_tasks:
+            actions = []
+        found[str(task_id or observation)] = actions
     return found
 
 
@@ -77,16 +93,17 @@ def openings(path: Path) -> list[str]:
     return [first_observation(state)[1] for state, record in read_trajectories(path) if record.get("task_id") is None]
 
 
-def cloned_from(checkpoint: Path) -> Path | None:
-    """The demonstrations that a checkpoint, or the one it was trained from, was cloned from; None: no such file."""
+def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
+    """The file of demonstrations that a checkpoint, or the one it was trained from, was cloned from (None: there is no
+    such file), and how many of them it was given (None: all)."""
     for _ in range(10):  # of a chain of checkpoints, each trained from the next
         checkpoint = checkpoint if checkpoint.name else checkpoint.absolute()
         made = read_meta(checkpoint).get("arguments", {})
         if is_text(made.get("expert")):
             found = located(made, "expert", checkpoint)
-            return found if found and found.is_file() else None
+            return (found, made.get("n_expert")) if found and found.is_file() else (None, None)
         before = located(made, "sft", checkpoint) if is_text(made.get("sft")) else None
         if before is None:
-            return None
+            break
         checkpoint = before
-    return None
+    return None, None

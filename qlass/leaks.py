@@ -33,7 +33,7 @@ def learned_from(checkpoint: Path | None, args: argparse.Namespace) -> Path | st
         return f"{checkpoint.name} has no metadata"
     if any(made.get(name) != getattr(args, name) for name in ("env", *args.env_flags)):
         return f"{checkpoint.name} is of another environment, whose ids mean other tasks"
-    path = located(made, "labels", checkpoint) if is_text(made.get("labels")) else cloned_from(checkpoint)
+    path = located(made, "labels", checkpoint) if is_text(made.get("labels")) else cloned_from(checkpoint)[0]
     return path if path and path.is_file() else "the file is gone"
 
 

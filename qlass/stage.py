@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from environments import UserError
 from qlass.jsonl import Resumable, complete_records, dumps, replacing
 from qlass.locks import only_writer, release
-from qlass.metadata import meta_path, read_meta, same_arguments, write_meta
+from qlass.metadata import meta_path, read_meta, same_arguments, sha256, write_meta
 
 T = TypeVar("T")
 
@@ -151,6 +151,10 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
         said = f"{default} is {state}: making it with {command_line(stage)} {' '.join(argv)} ({made_by.TAKES})"
         print(said, flush=True)
         made_by.main(argv)
+    for source, digest in read_meta(default).get("inputs", {}).items():
+        if Path(source).exists() and sha256(Path(source)) != digest:
+            said = f"made from another {source} than there is now: {command_line(stage)} --overwrite makes it anew"
+            print(f"warning: {default} was {said}", file=sys.stderr)
     return default
 
 
@@ -185,6 +189,8 @@ def my_share(tasks: list[T], shard: str | None) -> list[T]:
         raise UserError(f"--shard {shard}: I/N is expected, e.g. 1/4") from None
     if not 1 <= i <= n:
         raise UserError(f"--shard {shard}: I is 1 to N")
+    if 0 < len(tasks) < n:
+        raise UserError(f"--shard {shard}: there are {len(tasks)} tasks, so at most as many shards")
     return tasks[i - 1 :: n]
 
 
@@ -213,16 +219,27 @@ class Output(Resumable):
         if path.exists():
             same_arguments(path, args, free)
         super().__init__(path, complete)
+        self.earlier = read_meta(path) if self.records else {}  # of the call before, which adds up those before it
         for part in [] if shard else sorted(output.parent.glob(f"{output.stem}.*-of-*{output.suffix}")):
             same_arguments(part, args, free)
             known = set(map(dumps, self.records))
             self.append([r for r in complete_records(part, complete)[0] if dumps(r) not in known])
+        self.told = not self.records or "seconds" in self.earlier  # else it was stopped, or made in shards
 
     def append(self, group: Iterable[dict]) -> None:
         if group and not self.grown:  # before the first line, so that no file is ever without its metadata
             write_meta(self.path, self.args, self.inputs)
             self.grown = True
         super().append(group)
+
+    def with_earlier(self, name: str, now: dict[str, Any], both: Callable[[Any, Any], Any]) -> dict[str, Any]:
+        """Figures of this call (None: not asked) and of those before it; None where an earlier one could not tell."""
+        before = self.earlier.get(name) or {}
+        found = {}
+        for key, value in now.items():
+            known = [v for v in (before.get(key), value) if v is not None]
+            found[key] = (both(*known) if len(known) == 2 else next(iter(known), None)) if self.told else None
+        return found
 
     def grow(self, groups: Iterable[list[dict]], what: str, total: int, done: int = 0) -> None:
         for group in progress(groups, what, total, done):

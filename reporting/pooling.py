@@ -34,6 +34,7 @@ OF_AN_AGENT = (
 def check_pools(groups: Iterable[Group]) -> None:
     """UserError names two files whose results stand in one row and are not of the same agent, QNet or environment."""
     unknown: set[Path] = set()
+    of_one: dict[tuple[Path, Path], str] = {}  # files of two seeds, but of one training
     for group in groups:
         seeds: dict[Path, set[int]] = {}
         for (_, seed), result in group.results.items():
@@ -41,12 +42,17 @@ def check_pools(groups: Iterable[Group]) -> None:
         if len(seeds) > 1:
             unknown |= {path for path in seeds if "arguments" not in read_meta(path)}
         for a, b in combinations((path for path in seeds if path not in unknown), 2):
-            used = inputs_of(group.condition)
-            if mistake := next(differences(a, b, used, bool(seeds[a] & seeds[b])), None):
+            used, same_seed = inputs_of(group.condition), bool(seeds[a] & seeds[b])
+            if used and not same_seed and all(equal_inputs(a, b, name) for name in used):
+                of_one.setdefault((a, b), group.condition.name)
+            if mistake := next(differences(a, b, used, same_seed), None):
                 raise UserError(
-                    f"{a} and {b}: {group.condition.name} with {mistake}; what is not the same is not one row: name "
-                    'the runs apart: python report.py "first=PATH" "second=PATH"'
+                    f"{a} and {b}: {group.condition.name} with {mistake}, which is not one row: name the runs apart: "
+                    'python report.py "first=PATH" "second=PATH"'
                 )
+    for (a, b), name in of_one.items():
+        said = "two --seed, so not two trainings, as the intervals take them for"
+        print(f"warning: {a} and {b}: {name} is of one model under {said}", file=sys.stderr)
     for path in sorted(unknown):
         said = "no metadata beside it, so nothing tells whether its agent and QNet are those of the other files"
         print(f"warning: {path}: {said}", file=sys.stderr)
@@ -64,11 +70,16 @@ def differences(a: Path, b: Path, used: tuple[str, ...], same_seed: bool) -> Ite
     """In what two result files differ that one row must not."""
     ours, theirs = read_meta(a), read_meta(b)
     for name in used if same_seed else ():
-        hashes = [meta.get("inputs", {}).get(str(meta["arguments"].get(name))) for meta in (ours, theirs)]
-        if None not in hashes and hashes[0] != hashes[1]:
+        if equal_inputs(a, b, name) is False:
             yield f"different --{name} ({ours['arguments'][name]}, {theirs['arguments'][name]}) of one seed"
     without = (*OF_A_LINE, *(name for name in INPUTS if name not in used), *(() if used else OF_AN_AGENT))
     yield from differing(recipe(a, without), recipe(b, without))
+
+
+def equal_inputs(a: Path, b: Path, name: str) -> bool | None:
+    """Whether two result files are of one agent (name "sft") or QNet ("qnet"); None: not known."""
+    one, other = (meta.get("inputs", {}).get(str(meta["arguments"].get(name))) for meta in map(read_meta, (a, b)))
+    return None if one is None or other is None else one == other
 
 
 def recipe(output: Path, without: tuple[str, ...] = (), stages: int = 5) -> dict[str, Any]:

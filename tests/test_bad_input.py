@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fakes import dump
+from fakes import FakeEnv, dump
 from test_train_qnet import labelled_tree
 
 import bellman
@@ -167,7 +167,7 @@ def test_a_system_message_may_come_first(tmp_path):
     theirs = [{"from": r, "value": c} for r, c in (("system", "be brief"), ("human", "go"), ("gpt", "Action: left"))]
     path.write_text(json.dumps([{"conversations": theirs}]))
     ((again, _),) = read_trajectories(path)
-    assert again.messages == state.messages and actions_by_task(path) == {"go": ["Action: left"]}
+    assert again.messages == state.messages and actions_by_task(path, FakeEnv()) == {"go": ["Action: left"]}
 
 
 def test_demonstrations_of_another_kind_are_not_replayed_over(tmp_path, capsys):
@@ -423,7 +423,7 @@ def resume(complete: Callable) -> Callable[[Path], None]:
 
 def read_demonstrations(path: Path) -> None:
     list(read_trajectories(path))
-    actions_by_task(path)
+    actions_by_task(path, FakeEnv())
 
 
 def read_pages(path: Path) -> None:
@@ -592,9 +592,10 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
     expert.write_text("")
     cloned = made("sft", expert=str(expert))
     better = made("sft-eto", sft=str(cloned))
-    assert cloned_from(made("sft-grpo", sft=str(better))) == expert
-    assert cloned_from(made("circle", sft=str(tmp_path / "circle"))) is None
-    assert cloned_from(made("alone", sft=None)) is None
+    assert cloned_from(made("sft-grpo", sft=str(better))) == (expert, None)
+    assert cloned_from(made("few", expert=str(expert), n_expert=3)) == (expert, 3)
+    assert cloned_from(made("circle", sft=str(tmp_path / "circle"))) == (None, None)
+    assert cloned_from(made("alone", sft=None)) == (None, None)
 
 
 def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world, capsys):

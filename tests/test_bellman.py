@@ -34,6 +34,15 @@ def test_it_replaces_labels_and_nothing_else(tmp_path):
     assert trees.read_text() == dump(tree_by_hand()) and other.read_text() == dump([{"task_id": "t"}])
 
 
+def test_chat_lines_go_to_a_file_of_their_own(tmp_path):
+    trees, out = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl"
+    trees.write_text(dump(tree_by_hand()))
+    for chat in (trees, out, tmp_path / "x" / ".." / "trees.jsonl"):
+        with pytest.raises(UserError, match="is the file of --trees or --out"):
+            bellman.main(["--trees", str(trees), "--out", str(out), "--chat", str(chat)])
+    assert trees.read_text() == dump(tree_by_hand()) and not out.exists()
+
+
 def tree_by_hand() -> list[dict]:
     """0 has the children 1 and 2; 1 has 3 and 4. Three branches: 1 3, then 2, then 4."""
     messages = [{"role": "user", "content": "go"}]

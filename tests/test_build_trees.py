@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import build_trees
+import envs
 from build_trees import RETRIES, exploration_tree
 from environments import UserError
 from qlass.chat import Rendering, action_key, parse_action
+from qlass.demonstrations import actions_by_task
 
 FREE = Rendering(temperature=0.9)
 
@@ -172,6 +174,33 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
             assert (env.message(observation), reward, done) == (node.observation, node.reward, node.done)
     for node in root.walk():
         assert len({action_key(child.action) for child in node.children.values()}) == len(node.children)
+
+
+def test_which_demonstrations_make_the_experts_branch(tmp_path, monkeypatch):
+    def line(action, told="start", **more):
+        turns = [("user", "walk"), ("assistant", "OK"), ("user", told), ("assistant", f"Action: {action}")]
+        return {"messages": [{"role": r, "content": c} for r, c in turns], **more}
+
+    path, env = tmp_path / "expert.jsonl", FakeEnv()
+    path.write_text(dump([
+        line("left", task_id="a"), line("right", task_id="a", source="policy"),  # what self-training added
+        line("left", "hall"), line("left", "attic"), line("right", "attic"),  # two tasks begin in the attic
+        line("left", "attic", id="7"), line("right", task_id="b"),
+    ]))  # fmt: skip
+    monkeypatch.setattr(FakeEnv, "published_id", lambda self, record: record.get("id"))
+    left, right = ["Action: left"], ["Action: right"]
+    assert actions_by_task(path, env) == {"a": left, "hall": left, "attic": [], "7": left, "b": right}
+    assert actions_by_task(path, env, 2) == {"a": left}  # the agent was given so many
+    env.unique_tasks = True
+    assert actions_by_task(path, env)["attic"] == right
+
+
+def test_alfworlds_published_demonstrations_name_their_games():
+    env = envs.make("alfworld")
+    game = "train/pick_and_place_simple-Mug-None-Desk-308/trial_T20190909_000000_000000"
+    for said in (f"json_2.1.1/{game}", f"/data/{game}/game.tw-pddl"):
+        assert env.published_id({"game_file": said}) == game
+    assert env.published_id({"id": "x"}) is None
 
 
 # ---------------------------------------------------------------------------------------------------------- the file

@@ -146,6 +146,36 @@ def test_it_learns_from_its_failures(fake_world, agent, tmp_path):
     assert (tmp_path / "sft-eto" / "config.json").exists()
 
 
+def test_a_batch_plays_no_task_twice_and_tells_what_it_cost(fake_world, agent, tmp_path):
+    env = FakeEnv(tasks=4)
+    (tmp_path / "expert.jsonl").write_text(dump([sft.demonstrate(env, task) for task in env.task_ids("train")]))
+    flags = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--tasks", "100", "--val", "1"]
+    eto.main([*flags, "--budget", "1", "--budget-in", "env_steps"])
+    _, line = lines_of(tmp_path / "sft-eto.updates.jsonl")
+    assert line["pairs"] <= 4 and line["env_steps"] <= 4 * 5  # four tasks of five steps at most
+    assert line["played"] > line["env_steps"] > 0
+
+
+def test_beta_and_the_reference_are_what_is_trained_with(fake_world, agent, tmp_path, monkeypatch):
+    """The reference is the agent as it was when an iteration began, and --beta reaches the loss."""
+    env, references, betas, real = FakeEnv(tasks=4), [], set(), eto.dpo_loss
+    (tmp_path / "expert.jsonl").write_text(dump([sft.demonstrate(env, task) for task in env.task_ids("train")]))
+    trained = eto.train
+
+    def train(model, reference, *rest):
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+            assert a is not b and torch.equal(a, b)
+        references.append([p.clone() for p in reference.parameters()])
+        return trained(model, reference, *rest)
+
+    monkeypatch.setattr(eto, "train", train)
+    monkeypatch.setattr(eto, "dpo_loss", lambda *args: betas.add(args[-1]) or real(*args))
+    flags = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--lr", "0.003", "--beta", "0.3"]
+    eto.main([*flags, "--budget", "30", "--budget-in", "env_steps", "--val", "1"])
+    assert betas == {0.3} and len(references) > 1
+    assert any(not torch.equal(a, b) for a, b in zip(references[0], references[1], strict=True))
+
+
 def test_it_learns_from_siblings(fake_world, agent, tmp_path):
     """The labels prefer "right" everywhere: so does the agent then."""
     start = trajectory("left")["messages"][:3]
@@ -169,7 +199,7 @@ def test_it_learns_from_siblings(fake_world, agent, tmp_path):
         policy.model.state_dict(),
         torch.load(tmp_path / "sft-eto-siblings.resume.pt", weights_only=True)["model"],
     ):
-        policy.model.load_state_dict(weights)
+        policy.model.load_state_dict(weights, strict=False)
         left, right = Policy(policy.model, policy.chat).logprobs([(state, "Action: left"), (state, "Action: right")])
         margins.append(right - left)
     assert margins[1] > margins[0] + 1

@@ -281,6 +281,20 @@ def test_two_writers_of_one_file_do_not_share_a_draft(tmp_path):
     assert path.read_text() == "mine\n" and [p.name for p in tmp_path.iterdir()] == ["labels.jsonl"]
 
 
+def test_an_input_made_from_what_has_changed_since_is_told(tmp_path, capsys):
+    trees, labels = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl"
+    for path in (trees, labels):
+        path.write_text("{}\n")
+    args = flags("--run", str(tmp_path))
+    metadata.write_meta(labels, args, [trees], seconds=1)
+    stage.needed(None, labels, "bellman", args)
+    assert capsys.readouterr().err == ""
+    trees.write_text("{}\n{}\n")
+    stage.needed(None, labels, "bellman", args)
+    told = capsys.readouterr().err
+    assert f"{labels} was made from another {trees} than there is now" in told and "--overwrite" in told
+
+
 def test_shards_join_into_the_file_that_one_process_would_have_written(tmp_path):
     tasks = list(range(7))
     for i in (2, 1):
@@ -292,7 +306,7 @@ def test_shards_join_into_the_file_that_one_process_would_have_written(tmp_path)
     assert [r["n"] for r in jsonl.read_jsonl(tmp_path / "x.jsonl")] == tasks
     with pytest.raises(UserError, match="begun with --seed 0, not 1"):
         output(tmp_path / "..", "--out", str(tmp_path / "x.jsonl"), "--seed", "1")
-    for wrong in ("0/2", "3/2", "two"):
+    for wrong in ("0/2", "3/2", "two", "1/8"):
         with pytest.raises(UserError, match="--shard"):
             stage.my_share(tasks, wrong)
 

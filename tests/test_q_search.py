@@ -408,3 +408,21 @@ def test_the_files_are_jsonl_with_the_documented_fields(search, tmp_path):
     meta = json.loads((tmp_path / "results.meta.json").read_text())
     assert meta["computed_tokens"]["policy"] > 0 and meta["computed_tokens"]["qnet"] > 0
     assert len(meta["inputs"]) == 2
+
+
+def test_what_was_computed_adds_up_over_the_calls_that_wrote_a_file(search, tmp_path):
+    def computed():
+        return json.loads((tmp_path / "results.meta.json").read_text())["computed_tokens"]
+
+    search("--method", "greedy")
+    alone = computed()
+    assert alone["policy"] > 0 and alone["qnet"] is None
+    search("--method", "qlass", "-M", "2")
+    both = computed()
+    assert both["policy"] > alone["policy"] and both["qnet"] > 0
+    search("--method", "rule")
+    assert computed() == both
+    meta = tmp_path / "results.meta.json"
+    meta.write_text(meta.read_text().replace('"seconds"', '"stopped"'))  # as a stop leaves it
+    search("--method", "sample")
+    assert computed() == {"policy": None, "qnet": None}

@@ -327,8 +327,17 @@ def test_what_is_not_the_same_is_not_pooled(tmp_path, one, other, says):
     assert len(pooled(first, f"other={second}")) == 6  # labels tell them apart
 
 
+def test_two_seeds_of_one_training_are_told(tmp_path, capsys):
+    first, second = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", seed=1, qnet="other")
+    assert pooled(first, second)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "SFT greedy is of one model under two --seed, so not two trainings" in told
+    pooled(*(run_folder(tmp_path / f"seed{n}", n, sft=f"a{n}", qnet=f"b{n}") for n in range(2)))
+    assert capsys.readouterr().err == ""
+
+
 def test_without_metadata_it_is_told_that_nothing_is_known(tmp_path, capsys):
-    folders = [run_folder(tmp_path / f"seed{n}", n) for n in range(2)]
+    folders = [run_folder(tmp_path / f"seed{n}", n, sft=f"a{n}", qnet=f"b{n}") for n in range(2)]
     (tmp_path / "seed1" / "results.meta.json").unlink()
     assert set(pooled(*folders).values()) == {4}
     assert re.fullmatch(r"warning: .*seed1/results.jsonl: no metadata beside it.*\n", capsys.readouterr().err)

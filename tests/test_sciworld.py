@@ -74,6 +74,16 @@ def test_splits_are_the_packages_and_disjoint():
             assert variations[split] == {v for i, v in enumerate(whole) if i not in (0, 2, 4)} and variations[split]
 
 
+def test_etos_ids_name_tasks(env):
+    for name, steps in tasks.ETO_STEPS.items():
+        number = tasks.ETO_NUMBERS.index(name)  # each of its tasks has one
+        task = env.published_id({"id": f"{number}_3"})
+        assert task.endswith(f"/{name}/3") and tasks.eto_steps(tasks.find_task(task, "easy")) == steps
+    numbers = {"boil": 0, "use-thermometer": 6, "find-plant": 14, "identify-life-stages-2": 24}
+    assert all(tasks.ETO_NUMBERS[number] == name for name, number in numbers.items())
+    assert env.published_id({"id": "5_3"}) is env.published_id({"id": "30_1"}) is env.published_id({}) is None
+
+
 def test_balanced_splits_hold_some_variations_of_every_task(env):
     whole, balanced = tasks.task_ids("eto", balanced=False), tasks.task_ids("eto")
     for split, most in {"train": 60, "val": 10, "test_seen": 10, "test_unseen": 10}.items():

@@ -12,6 +12,7 @@ from experiments import self_train
 from experiments.self_train import best_branch, kept
 from q_search import Method
 from qlass.chat import parse_action
+from qlass.demonstrations import by_agent
 from qlass.jsonl import read_jsonl
 
 # ------------------------------------------------------------------------------------------------------------- trees
@@ -62,7 +63,8 @@ def test_kept_are_new_distinct_and_good():
     lines = [line("a", 1.0), line("a", 1.0), line("b", 0.8), line("c", 0.79), line("known", 1.0)]
     chosen = kept(lines, 0.8, [line("known", 1.0)])
     assert [c["messages"][1]["content"] for c in chosen] == ["a", "b"]
-    assert set(chosen[0]) == {"task_id", "env", "task", "messages", "reward"}  # expert.jsonl's
+    assert set(chosen[0]) == {"task_id", "env", "task", "messages", "reward", "source"}
+    assert by_agent(chosen[0]) and not by_agent(line("known", 1.0))  # so that it never is a tree's demonstration
 
 
 # -------------------------------------------------------------------------------------------------------- trajectories
@@ -106,7 +108,7 @@ def stage(tmp_path, monkeypatch):
     for name in ("sft", "qnet"):
         (tmp_path / name).mkdir()
     record = {"model": "tiny", "expert": str(tmp_path / "expert.jsonl"), "n_expert": 2, "lr": 0.5, "epochs": 7,
-              "batch": 3, "max_tokens": 99, "micro_tokens": 11, "candidates": None}  # fmt: skip
+              "batch": 3, "patience": 5, "max_tokens": 99, "micro_tokens": 11, "candidates": None}  # fmt: skip
     (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": record}))
     monkeypatch.setattr(envs, "from_arguments", lambda args: env)
     monkeypatch.setattr(self_train, "Policy", Model)
@@ -131,7 +133,7 @@ def test_q_guided_trajectories_are_merged_and_trained_on(stage):
     assert {r.n for r in stage.sampled} == {3}  # M = 3
     assert (asked.expert, asked.out) == (stage.run / "self_train-target-q.jsonl", stage.run / "sft-target-q")
     assert (asked.model, asked.n_expert, asked.lr, asked.max_tokens, asked.micro_tokens) == ("tiny", 3, 0.5, 99, 11)
-    assert (asked.epochs, asked.batch) == (None, None)  # the tiny model's own for so many
+    assert (asked.epochs, asked.batch, asked.patience) == (7, 3, 5)  # a method may not win by longer training
     assert [len(arguments) for arguments in stage.loaded] == [3, 2]  # a policy with its seed, a QNet
 
 

@@ -28,7 +28,6 @@ class ALFWorldEnv(TextEnv):
     flags: ClassVar = {
         "alfworld_data": ("data", "DIR ALFWorld's games (default: $ALFWORLD_DATA, or the bundled ones)"),
         "engine": ("engine", "NAME python (ours, the default) or textworld (the original)"),
-        "hints": ("hints", "[] thoughts also say where such things often lie in the training games"),
         "instruction": ("instruction", "FILE another first user message"),
     }
     instruction = (
@@ -63,6 +62,10 @@ class ALFWorldEnv(TextEnv):
 
     def split_ids(self, split: str) -> list[str]:
         return self.games.ids(split)
+
+    def published_id(self, record: dict) -> str | None:
+        found = re.search(r"(train|valid_seen|valid_unseen)/[^/]+/trial_[^/]+", str(record.get("game_file")))
+        return found and found[0]
 
     def task_type(self, task_id: str) -> str:
         return task_id.split("/")[1].split("-")[0]

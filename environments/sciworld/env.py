@@ -69,6 +69,9 @@ class SciWorldEnv(TextEnv):
             raise UserError(f"sciworld: unknown split {split!r}: choose one of {', '.join(ids)}")
         return ids[split]
 
+    def published_id(self, record: dict) -> str | None:
+        return tasks.published_id(str(record.get("id")))
+
     def task_type(self, task_id: str) -> str:
         return task_id.split("/")[1]
 

@@ -29,6 +29,19 @@ ETO_STEPS = {
     "identify-life-stages-1": 30, "identify-life-stages-2": 30,
 }  # fmt: skip
 
+# The place of a task's name is its number in the ids of ETO's trajectories, NUMBER_VARIATION (its data/sciworld/
+# taskname2id.json, which has no 5).
+ETO_NUMBERS = (
+    "boil", "change-the-state-of-matter-of", "freeze", "melt", "measure-melting-point-known-substance", None,
+    "use-thermometer", "power-component", "power-component-renewable-vs-nonrenewable-energy", "test-conductivity",
+    "test-conductivity-of-unknown-substances", "find-animal", "find-living-thing", "find-non-living-thing",
+    "find-plant", "grow-fruit", "grow-plant", "chemistry-mix", "chemistry-mix-paint-secondary-color",
+    "chemistry-mix-paint-tertiary-color", "lifespan-longest-lived", "lifespan-longest-lived-then-shortest-lived",
+    "lifespan-shortest-lived", "identify-life-stages-1", "identify-life-stages-2", "inclined-plane-determine-angle",
+    "inclined-plane-friction-named-surfaces", "inclined-plane-friction-unnamed-surfaces",
+    "mendelian-genetics-known-plant", "mendelian-genetics-unknown-plant",
+)  # fmt: skip
+
 # Variations of a task in each split, at most; ten to test with is ETO's number.
 MOST = {"train": 60, "val": 10, "test_seen": 10, "test_unseen": 10}
 USED = (0, 2, 4)  # the places of those in each test split that were played while settings were chosen
@@ -42,6 +55,15 @@ def task_name(name: str) -> str:
     """The name since version 1.1 of the package: "task-2a-test-conductivity" is "test-conductivity" now, as in ETO's
     files, "task-9-mendellian-genetics-(known-plant)" is "mendelian-genetics-known-plant"."""
     return re.sub(r"^task-\w+?-|[()]", "", name.strip().lower()).replace("mendellian", "mendelian")
+
+
+def published_id(theirs: str) -> str | None:
+    """Our task id of ETO's "13_21", variation 21 of find-non-living-thing; None for what is no such id."""
+    match = re.fullmatch(r"(\d+)_(\d+)", theirs)
+    name = ETO_NUMBERS[int(match[1])] if match and int(match[1]) < len(ETO_NUMBERS) else None
+    if match is None or name is None:
+        return None
+    return f"{split_of(name, int(match[2]), simulators().variations[name])}/{name}/{match[2]}"
 
 
 def split_of(name: str, variation: int, variations: int) -> str:
