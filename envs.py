@@ -155,7 +155,7 @@ class TextEnv(gymnasium.Env):
     def candidates(self) -> list[tuple[str, str]]:
         """(thought, action) of every valid action in the state at hand, for `--candidates valid`.
 
-        A thought here says only what the page already shows of the action's object, never what is right.
+        A thought says only what follows from the task and from the pages shown so far.
         """
         return [("", action) for action in self.valid_actions()]
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Is a token better spent in training or in search, and do the two add up? The cloned agent against what learned from its
 # trees (Tree-GRPO, chain GRPO), from its failures (ETO, RFT) and from siblings by q, at equal training tokens and at equal
-# environment steps; then QLASS on top of each, with the old QNet and with one of the new agent's own trees.
+# environment steps; then QLASS on top of each, with the old QNet and with one trained on the new agent's own trees.
 #
 #   bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [an environment's FLAG...]  (webshop, 3 seeds)
 #
-# Seed 0 goes on in the run folder runs/ENV of reproduce.sh, the others in runs/ENV-seed1, ...; the report over all of them
-# is runs/ENV/tree_grpo.html. Settings were chosen on validation tasks; the test tasks are played once.
+# Seed 0 uses the run folder runs/ENV of reproduce.sh, the others in runs/ENV-seed1, ...; the report over all of them
+# is runs/ENV/tree_grpo.html. Which settings were chosen on validation tasks, and which test tasks had been played before, is
+# told in reference_output/tree_grpo.md.
 set -euo pipefail
 ENV=webshop SEEDS=3
 case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac
@@ -30,7 +31,7 @@ own_qnet() {  # NAME: ... and with a QNet of its own trees
     learn_q "$RUN/$1" "$RUN/sft-$1-tokens"
     variant "$1-own" "$1, own QNet" --method qlass -M 2 4 6 --sft "$RUN/sft-$1-tokens" --qnet "$RUN/$1/qnet"
 }
-train() {  # MODULE NAME BUDGET FLAG...: a learner until `tokens` or `env_steps` are spent, or on until then
+train() {  # MODULE NAME BUDGET FLAG...: a learner until `tokens` or `env_steps` are spent, continuing what is there
     stage -m "experiments.$1" "${common[@]}" --run "$RUN" --val $val --budget "${!3}" --budget-in "$3" --name "$2" "${@:4}"
 }
 keep() {  # NAME COPY: the agent as it is now
