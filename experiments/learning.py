@@ -39,7 +39,9 @@ def learner(doc: str, epilog: str, argv: list[str] | None, every: int) -> argpar
     made = parser(doc, epilog)
     envs.add_arguments(made, argv)
     add = made.add_argument
-    add("--budget", type=at_least(0, float), default=1e6, metavar="N", help="to spend (default: %(default).0f)")
+    add(
+        "--budget", type=at_least(0, float), default=1e6, metavar="N", help="how many to spend (default: %(default).0f)"
+    )
     add("--budget-in", choices=["tokens", "env_steps"], default="tokens", help="default: tokens, each unique one once")
     add("--val", type=at_least(0), default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
     said = "batches between validations (default: %(default)s)"
