@@ -35,6 +35,7 @@ for target in avg reward; do
 done
 qnet all "target=q, loss on all tokens" --loss-on all
 retrained self-q "self-trained, target=q" --method qlass
+retrained self-q-perfect "self-trained, target=q, the perfect ones" --method qlass --threshold 1  # as RFT filters
 retrained self-rft "self-trained, RFT" --method rft
 
 # Table 3: half of the demonstrations, and none in the trees, where each branch of the demonstrator is one more.
