@@ -340,8 +340,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{method}: mean reward {reward:.3f} over {len(rows)} {args.split} tasks{said}", flush=True)
     place = {identity(record)[1:]: n for n, record in reversed(list(enumerate(out.records)))}
     rank = {task: n for n, task in enumerate(env.task_ids(args.split))}
-    computed = {"policy": policy and policy.computed, "qnet": qnet and qnet.computed}
-    figures = {"computed_tokens": out.with_earlier("computed_tokens", computed, operator.add)}
+    computed = {"policy": policy.computed if policy else 0, "qnet": qnet.computed if qnet else 0}
+    figures = {"computed_tokens": out.with_earlier("computed_tokens", computed, operator.add, stopped=None)}
     figures["leaks"] = out.with_earlier("leaks", leaks, max)
     out.finish(lambda r: (place[identity(r)[1:]], rank.get(r["task_id"], 0)), **figures)
 

@@ -48,6 +48,7 @@ def learner(doc: str, epilog: str, argv: list[str] | None, every: int) -> argpar
     add("--every", type=at_least(1), default=every, metavar="N", help=said)
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     more(made, add_memory)
+    made.set_defaults(fsdp=False, gradient_checkpointing=False)  # the stages' alone
     add("--device")
     return made
 
@@ -174,9 +175,9 @@ def learn(
 
     for line in progress(batches(), f"{args.name}, batches"):
         lines.append(line | {"val": None})
-        last = line[args.budget_in] >= args.budget or why_stop(lines, args.budget_in)
-        due = line["batch"] % args.every == 0 or last
-        line = lines[-1] = lines[-1] | {"val": round(validation(model, chat, env, tested), 6) if due else None}
+        ends = line[args.budget_in] >= args.budget or why_stop(lines, args.budget_in)
+        due = line["batch"] % args.every == 0 or ends
+        line = lines[-1] = line | {"val": round(validation(model, chat, env, tested), 6) if due else None}
         if out:
             out.append([line])
         if out and due:

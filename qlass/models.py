@@ -246,7 +246,7 @@ def save_memory(model: Any, args: argparse.Namespace) -> None:
     """--weights and --gradient-checkpointing."""
     if args.weights == "bf16":
         model.to(torch.bfloat16)
-    if getattr(args, "gradient_checkpointing", False):
+    if args.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
 
 
@@ -317,7 +317,7 @@ def check_training(args: argparse.Namespace) -> None:
         raise UserError(f"--lora-alpha {args.lora_alpha}: a number of 1 or more, beside --lora RANK")
     if args.weights == "bf16" and args.optim != "adamw":
         raise UserError(f"--weights bf16: --optim {args.optim} would round its updates away; leave one of them out")
-    if getattr(args, "fsdp", False) and (args.load_in or args.optim != "adamw"):
+    if args.fsdp and (args.load_in or args.optim != "adamw"):
         raise UserError("--fsdp: bitsandbytes' weights and moments can't be divided; leave --load-in and --optim out")
     if args.load_in and not args.lora:
         raise UserError(f"--load-in {args.load_in}: weights of so few bits can't be trained; give --lora RANK too")

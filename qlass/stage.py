@@ -219,12 +219,12 @@ class Output(Resumable):
         if path.exists():
             same_arguments(path, args, free)
         super().__init__(path, complete)
-        self.earlier = read_meta(path) if self.records else {}  # of the call before, which adds up those before it
+        self.earlier = read_meta(path)  # of the last call, which has added up those before it
         for part in [] if shard else sorted(output.parent.glob(f"{output.stem}.*-of-*{output.suffix}")):
             same_arguments(part, args, free)
             known = set(map(dumps, self.records))
             self.append([r for r in complete_records(part, complete)[0] if dumps(r) not in known])
-        self.told = not self.records or "seconds" in self.earlier  # else it was stopped, or made in shards
+        self.begun = bool(self.records)
 
     def append(self, group: Iterable[dict]) -> None:
         if group and not self.grown:  # before the first line, so that no file is ever without its metadata
@@ -232,14 +232,12 @@ class Output(Resumable):
             self.grown = True
         super().append(group)
 
-    def with_earlier(self, name: str, now: dict[str, Any], both: Callable[[Any, Any], Any]) -> dict[str, Any]:
-        """Figures of this call (None: not asked) and of those before it; None where an earlier one could not tell."""
-        before = self.earlier.get(name) or {}
-        found = {}
-        for key, value in now.items():
-            known = [v for v in (before.get(key), value) if v is not None]
-            found[key] = (both(*known) if len(known) == 2 else next(iter(known), None)) if self.told else None
-        return found
+    def with_earlier(
+        self, name: str, now: dict[str, int | None], both: Callable[[int, int], int], stopped: int | None = 0
+    ) -> dict[str, int | None]:
+        """Figures of this call and of those that wrote before it; None: not known. stopped: of a call that was."""
+        before = self.earlier.get(name) or dict.fromkeys(now, stopped if self.begun else 0)
+        return {key: None if None in (before[key], n) else both(before[key], n) for key, n in now.items()}
 
     def grow(self, groups: Iterable[list[dict]], what: str, total: int, done: int = 0) -> None:
         for group in progress(groups, what, total, done):

@@ -336,23 +336,17 @@ def test_it_learns_the_best_leaf_of_a_written_world(fake_world, agent, tmp_path,
     assert learning.validation(policy.model, policy.chat, FakeEnv(), ["test0"]) == 1.0
 
 
-def batches(monkeypatch, agent, tmp_path, *flags):
-    """What each batch asked of the agent, and the lines of a training."""
-    asked, real = [], Policy.sample
-    monkeypatch.setattr(Policy, "sample", lambda self, requests: asked.extend(requests) or real(self, requests))
-    return asked, train(tmp_path, agent, *flags)
-
-
 def test_no_luck_is_used_twice_and_each_seed_has_its_own(fake_world, agent, tmp_path, monkeypatch):
-    def keys(name, *flags):
-        asked, _ = batches(monkeypatch, agent, tmp_path / name, "--budget", "300", "--budget-in", "env_steps", *flags)
-        return [(r.key, r.n) for r in asked if r.temperature]
+    asked, sample = [], Policy.sample
+    monkeypatch.setattr(Policy, "sample", lambda self, requests: asked.extend(requests) or sample(self, requests))
 
-    first = keys("first")
-    assert len(set(first)) == len(first) > 50
-    monkeypatch.undo()
-    monkeypatch.setattr("envs.from_arguments", lambda args, **options: FakeEnv())
-    assert not set(first) & set(keys("second", "--seed", "1"))
+    def keys(seed):
+        asked.clear()
+        train(tmp_path / seed, agent, "--budget", "300", "--budget-in", "env_steps", "--seed", seed)
+        return [request.key for request in asked if request.temperature]  # validation is greedy
+
+    first, second = keys("0"), keys("1")
+    assert len(set(first)) == len(first) > 50 and not set(first) & set(second)
 
 
 def test_later_minibatches_have_moved_away_from_the_agent_that_drew(fake_world, agent, tmp_path):
