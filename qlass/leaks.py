@@ -40,8 +40,8 @@ def learned_from(checkpoint: Path | None, args: argparse.Namespace) -> Path | st
 def leaked(env: envs.TextEnv, played: Iterable[str], learned: Path | str, source: str) -> int | None:
     """How many of the played tasks are about what was learned from, the same task or product; a line where any are.
 
-    Demonstrations without ids (ETO's of WebShop) are known by their words: a task's first observation or, where that has
-    other words too, its instruction. None, with a line, where nothing can be told.
+    Demonstrations without ids (ETO's of WebShop) are known by their words: a task's first observation or, where that
+    has other words too, its instruction. None, with a line, where nothing can be told.
     """
     played, n = list(played), None
     if isinstance(learned, Path):
