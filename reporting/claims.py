@@ -81,11 +81,14 @@ def claims(groups: Sequence[Group]) -> Iterator[Claim]:
                  if a.condition.target == "q" and role(a.condition) == role(b.condition)]  # fmt: skip
         yield Claim(f"Q-values above {name} (Fig. 4)", [(where(a.condition), a, b) for a, b in pairs])
     for label in dict.fromkeys(g.condition.label for g in guided if "demonstrations" in g.condition.label):
-        yield Claim(
-            f"QLASS with {label} level with SFT greedy on all of them or above (Table 3)",
-            [(a.condition.budget, a, b) for a in guided if a.condition.label == label for b in greedy],
-            LEVEL,
-        )
+        fewer = [g for g in guided if g.condition.label == label]
+        for name, all_of_them in (("SFT greedy", greedy), ("QLASS", qlass)):
+            yield Claim(
+                f"QLASS with {label} level with {name} on all of them or above (Table 3)",
+                [(a.condition.budget, a, b) for a in fewer for b in all_of_them
+                 if b in greedy or b.condition.M == a.condition.M],
+                LEVEL,
+            )  # fmt: skip
 
 
 def cost(group: Group) -> str:

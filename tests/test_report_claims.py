@@ -143,10 +143,16 @@ def test_process_rewards_are_compared_with_the_same_loss(groups):
     ]  # fmt: skip
 
 
-def test_fewer_demonstrations_meet_greedy_with_all(groups):
+def test_fewer_demonstrations_meet_greedy_and_qlass_with_all(groups):
     label = {"label": "half of the demonstrations"}
-    some = groups(("greedy", 0.5, {}), ("greedy", 0.2, label), ("qlass", 0.49, {"M": 4} | label))
-    assert "reproduced (M=4: -0.010 [-0.010, -0.010])" in told(some, "QLASS with half of the demonstrations level")
+    some = groups(
+        ("greedy", 0.5, {}), ("qlass", 0.6, {"M": 2}), ("qlass", 0.7, {"M": 4}), ("greedy", 0.2, label),
+        ("qlass", 0.49, {"M": 4} | label),
+    )  # fmt: skip
+    of_greedy = "QLASS with half of the demonstrations level with SFT greedy on all"
+    assert told(some, of_greedy).endswith(": reproduced (M=4: -0.010 [-0.010, -0.010]).")
+    of_qlass = "QLASS with half of the demonstrations level with QLASS on all"
+    assert told(some, of_qlass).endswith(": not reproduced (M=4: -0.210 [-0.210, -0.210]).")
 
 
 def test_ablations_meet_the_same_method_without_a_label_and_stay_out_of_the_lines(groups):
