@@ -559,6 +559,16 @@ def test_thoughts_say_what_was_shown(tmp_path):
     assert ("The knife 1 is not an apple.", "take knife 1 from countertop 1") in told[0][1]
 
 
+def test_without_thoughts_the_same_actions_are_offered_and_demonstrated(env, made):
+    silent = envs.make("alfworld", data=made, thoughts=False)
+    for task_id in env.task_ids("train")[:5]:
+        env.reset(options={"task_id": task_id}), silent.reset(options={"task_id": task_id})
+        for (_, action), said in zip(env.expert(task_id), silent.expert(task_id), strict=True):
+            assert said == ("", action)
+            assert silent.candidates() == [("", offered) for _, offered in env.candidates()]
+            env.step(action), silent.step(action)
+
+
 @settings(max_examples=20)
 @given(st.data())
 def test_thoughts_do_not_depend_on_what_other_games_hold(env, data):

@@ -21,6 +21,7 @@ class ALFWorldEnv(TextEnv):
     data: folder with json_2.1.1/ as ALFWorld ships it; None: $ALFWORLD_DATA, else the bundled generator's games.
     engine: "python", or "textworld" for the original (requirements-alfworld.txt).
     instruction: a file with the first user message; PUT in it stands for the wording of a game's own grammar.
+    thoughts: whether candidates and the expert have them; they restate the task and all texts so far.
     """
 
     name = "alfworld"
@@ -47,10 +48,12 @@ class ALFWorldEnv(TextEnv):
         data: str | Path | None = None,
         engine: str = "python",
         instruction: str | Path | None = None,
+        thoughts: bool = True,
         seed: int = 0,
         max_steps: int | None = UNSET,
     ) -> None:
         super().__init__(max_steps, instruction)
+        self.thoughts = thoughts
         if engine not in ("python", "textworld"):
             raise UserError(f"alfworld: unknown engine {engine!r}: choose python or textworld")
         self.engine = engine
@@ -109,13 +112,16 @@ class ALFWorldEnv(TextEnv):
 
     def candidates(self) -> list[tuple[str, str]]:
         """Each with a thought on what was seen so far of its object and what the task asks; nothing hidden enters."""
-        return [(self.memory.thought(action), action) for action in self.valid_actions()]
+        return [(self._thought(action), action) for action in self.valid_actions()]
+
+    def _thought(self, action: str) -> str:
+        return self.memory.thought(action) if self.thoughts else ""
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
         """Searches the likeliest places first, remembers what it saw, then does what the task asks. It knows the texts
         and commands so far, and from the training games how often such things lie in such places."""
         while not self.state.won and (action := self.memory.decide()):  # None: nothing is left to search
-            yield self.memory.thought(action), action
+            yield self._thought(action), action
 
     def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
         """The searching expert is itself a rule: nothing in it is learned but the rates."""
@@ -124,7 +130,7 @@ class ALFWorldEnv(TextEnv):
     def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
         """The shortest plan of a player who knows where everything is: the game file's own, else ours."""
         for action in self.game.walkthrough or expert.plan(self.game, self.game.start) or ():
-            yield self.memory.thought(action), action
+            yield self._thought(action), action
 
     def snapshot(self) -> tuple:
         return self.task_id, self.state, self.memory, self.steps, self.feedback
