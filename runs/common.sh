@@ -11,6 +11,7 @@ RUN=${RUN:-runs/$ENV}
 common=(--env "$ENV" --seed "$SEED")
 # glibc hands large blocks back to the kernel at once, and asks for them again at the next update (docs/speed.md).
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=67108864
+export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}  # threads wait asleep, not spinning, where others need the cores too
 
 splits=(test) sft=() trees=() labels=() qnet=()
 case $ENV in
