@@ -82,13 +82,13 @@ def claims(groups: Sequence[Group]) -> Iterator[Claim]:
         yield Claim(f"Q-values above {name} (Fig. 4)", [(where(a.condition), a, b) for a, b in pairs])
     for label in dict.fromkeys(g.condition.label for g in guided if "demonstrations" in g.condition.label):
         fewer = [g for g in guided if g.condition.label == label]
-        for name, all_of_them in (("SFT greedy", greedy), ("QLASS", qlass)):
-            yield Claim(
-                f"QLASS with {label} level with {name} on all of them or above (Table 3)",
-                [(a.condition.budget, a, b) for a in fewer for b in all_of_them
-                 if b in greedy or b.condition.M == a.condition.M],
-                LEVEL,
-            )  # fmt: skip
+        with_all = {
+            "SFT greedy": [(a, b) for a in fewer for b in greedy],
+            "QLASS": [(a, b) for a in fewer for b in qlass if a.condition.M == b.condition.M],
+        }
+        for name, pairs in with_all.items():
+            text = f"QLASS with {label} level with {name} on all of them or above (Table 3)"
+            yield Claim(text, [(a.condition.budget, a, b) for a, b in pairs], LEVEL)
 
 
 def cost(group: Group) -> str:

@@ -38,9 +38,9 @@ retrained self-q "self-trained, target=q" --method qlass
 retrained self-q-perfect "self-trained, target=q, the perfect ones" --method qlass --threshold 1  # as RFT filters
 retrained self-rft "self-trained, RFT" --method rft
 
-# Table 3: half of the demonstrations, and none in the trees, where each branch of the demonstrator is one more. 50 are too few
-# to hold some out, so the agent has as many updates as the one of all demonstrations; longer, its draws agree more, and
-# QLASS has less to choose from. Is it then the agent's training that QLASS makes up for? The agent trained to the end says.
+# Table 3: half of the demonstrations, and none in the trees, where each branch of the demonstrator is one more. 50 are too
+# few to hold some out, so the agent has about as many updates as the one of all demonstrations; longer, its draws agree more,
+# and QLASS has less to choose from. Is it then the agent's training that QLASS makes up for? The agent trained to the end tells.
 half=$RUN/half
 stage sft.py "${common[@]}" --run "$half" --n-expert 50 --epochs 25
 learn_q "$half" "$half/sft" --no-expert
