@@ -19,7 +19,7 @@ counts for --budget once in each of the --epochs; what was only played does not 
 from __future__ import annotations
 
 import argparse
-import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from torch.nn.functional import logsigmoid
 
 import envs
 from environments import UserError
-from experiments.learning import batch_of, learn, learner, load, room, step
+from experiments.learning import batch_of, learn, learner, load, recomputed, room, step
 from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
 from qlass import processes
@@ -129,19 +129,24 @@ def train(
 ) -> dict:  # fmt: skip
     """Passes over the pairs. Returns updates, tokens, and of the last pass the mean loss and the share ranked right."""
     tokens = loss_sum = right = 0
+    batches = []  # packed, with the reference's log-probabilities, which may be the model's own: it has made no update
+    with processes.gathered(model), torch.no_grad():
+        for start in range(0, len(preferences), args.batch):
+            packs = list(pack_preferences(chat, preferences[start : start + args.batch], room(model)))
+            mine = processes.share(packs, processes.divided(model))
+            batches.append([(*pack, trajectory_logprobs(reference, *pack), counts) for pack, counts in mine])
     for _ in range(args.epochs):
         loss_sum = right = 0
-        for start in range(0, len(preferences), args.batch):
-            batch = preferences[start : start + args.batch]
-            for tree, steps in list(pack_preferences(chat, batch, room(model)))[processes.rank() :: processes.count()]:
-                with torch.no_grad():
-                    anchor = trajectory_logprobs(reference, tree, steps)
-                logp = trajectory_logprobs(model, tree, steps)
-                losses = dpo_loss(*logp, *anchor, args.beta)
-                (losses.sum() / len(batch)).backward()
+        for i, batch in enumerate(batches):
+            pairs = min(args.batch, len(preferences) - i * args.batch)
+            for tree, steps, anchor, counts in batch:
+                with recomputed(model):
+                    logp = trajectory_logprobs(model, tree, steps)
+                    losses = counts * dpo_loss(*logp, *anchor, args.beta)
+                    (losses.sum() / pairs).backward()
                 loss_sum += losses.sum().item()
-                right += int(((logp - anchor)[0] > (logp - anchor)[1]).sum())
-                tokens += len(tree.tree)
+                right += counts * int(((logp - anchor)[0] > (logp - anchor)[1]).sum())
+                tokens += counts * len(tree.tree)
             updates += 1
             step(optimizer, args.lr, updates)
     n = max(1, len(preferences))
@@ -158,8 +163,11 @@ def explored(
     """The agent's sampled trajectories on demonstrated tasks against the expert's, and what they cost and earned."""
     tasks = dict.fromkeys(batch_of(list(expert), args.seed, last["batch"], args.tasks))  # a pass may end in a batch
     policy = Policy(model, chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
-    episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task in tasks)
-    played = [line for (line,) in drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)]
+    mine = processes.share(list(tasks), in_step=False)
+    episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task, _ in mine)
+    with processes.gathered(model):
+        played = [line for (line,) in drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)]
+    played = [line for some in itertools.zip_longest(*processes.every(played)) for line in some if line]  # tasks' order
     found = list(failures(played, expert))
     env_steps = sum(len(decisions(line)) for line in played)
     figures = {"reward": round(float(np.mean([line["reward"] for line in played])), 6), "pairs": len(found)}
@@ -202,8 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     must_exist(args.labels)
-    model, chat, optimizer = load(args, LR.get(args.env, LR_TINY))
-    cloned = copy.deepcopy(model)
+    model, cloned, chat, optimizer = load(args, LR.get(args.env, LR_TINY))
     if args.pairs == "expert":
         args.expert, most = (args.expert, None) if args.expert else cloned_from(args.sft)
         args.expert = args.expert or args.run / "expert.jsonl"
@@ -220,16 +227,15 @@ def main(argv: list[str] | None = None) -> None:
         """The next line of updates.jsonl."""
         if args.pairs == "expert":
             found, figures = explored(model, chat, env, expert, last, args)
-            reference = copy.deepcopy(model)
         else:
             found, figures = compared(trees, last, args)
-            reference = cloned
+        reference = model if args.pairs == "expert" else cloned
         trained = train(model, reference, optimizer, chat, found, last["updates"], args)
         trained["tokens"] += last["tokens"]
         return {"batch": last["batch"] + 1, **trained, **figures}
 
-    # A token goes through the reference, and counts three times in an update.
-    learn(args, env, model, chat, optimizer, batch, [args.labels, args.expert], passes=4)
+    # A token counts three times in an update, and goes through the reference once for all epochs.
+    learn(args, env, model, chat, optimizer, batch, [args.labels, args.expert], passes=3 + 1 / args.epochs)
 
 
 if __name__ == "__main__":

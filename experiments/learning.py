@@ -7,6 +7,8 @@ one: what was spent so far, and figures of the batch. `learn` calls it until the
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -19,12 +21,11 @@ import transformers
 import envs
 from environments import UserError
 from q_search import Method, episode
-from qlass import processes
+from qlass import models, processes
 from qlass.chat import Chat, Rendering, uniforms
 from qlass.driver import Sample, drive
 from qlass.jsonl import checkpoint_folder
 from qlass.metadata import write_meta
-from qlass.models import adamw, add_lora, add_memory, check_training, load_checkpoint, save_checkpoint, save_memory
 from qlass.policy import Policy
 from qlass.stage import Output, at_least, handed_on, more, needed, parser, progress, settle
 
@@ -47,33 +48,58 @@ def learner(doc: str, epilog: str, argv: list[str] | None, every: int) -> argpar
     said = "batches between validations (default: %(default)s)"
     add("--every", type=at_least(1), default=every, metavar="N", help=said)
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
-    more(made, add_memory)
-    made.set_defaults(fsdp=False, gradient_checkpointing=False)  # the stages' alone
+    more(made, models.add_memory)
     add("--device")
     return made
 
 
-def load(args: argparse.Namespace, lr: float) -> tuple[Any, Chat, torch.optim.Optimizer]:
-    """The agent and its optimiser. Without --lr, `lr` is the tiny model's."""
-    check_training(args)
-    processes.start()
+def load(args: argparse.Namespace, lr: float) -> tuple[Any, Any, Chat, torch.optim.Optimizer]:
+    """The agent, its copy for reference, and its optimiser. Without --lr, `lr` is the tiny model's."""
+    models.check_training(args)
+    args.fsdp = processes.start(args.fsdp)
     with processes.in_turn():
         args.sft = needed(args.sft, args.run / "sft", "sft", args)
-    float32 = not args.lora and args.weights != "bf16"  # all weights are trained
-    model, chat = load_checkpoint(
-        args.sft, transformers.AutoModelForCausalLM, args.device, args.load_in, train=float32
-    )  # fmt: skip
-    small = model.num_parameters() < SMALL
     torch.manual_seed(args.seed)
-    if args.lora:
-        add_lora(model, args.lora, args.lora_alpha)
-    save_memory(model, args)
+    with processes.in_turn(args.fsdp):
+        model, chat = to_train(args)
+        reference = copy.deepcopy(model).requires_grad_(False)  # LoRA's updates are still 0
+        if args.fsdp:  # each process goes through its own sequences, so each needs the whole of it
+            where, dtype = models.device_and_dtype(args.device)
+            reference.to(where, dtype)
+        models.divide(model, model.base_model, args)
+    small = model.num_parameters() < SMALL
     settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
-    return model.eval(), chat, adamw(trained(model).values(), args.lr, args.optim)
+    return model, reference, chat, models.adamw(processes.trained(model).values(), args.lr, args.optim)
 
 
-def trained(model: Any) -> dict[str, torch.nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+def to_train(args: argparse.Namespace) -> tuple[Any, Chat]:
+    """The agent before its first update."""
+    float32 = not args.lora and args.weights != "bf16"  # all weights are trained
+    model, chat = models.load_checkpoint(
+        args.sft, transformers.AutoModelForCausalLM, args.device, args.load_in, train=float32, divide=args.fsdp
+    )
+    if args.lora:
+        models.add_lora(model, args.lora, args.lora_alpha)
+    models.save_memory(model, args)
+    return model.eval(), chat
+
+
+@contextlib.contextmanager
+def recomputed(model: Any) -> Iterator[None]:
+    """With --gradient-checkpointing, layers forget their activations and compute them again for backward.
+
+    They do so in training mode alone. Only they are put into it, not what they consist of, and nothing is dropped out.
+    """
+    layers = [layer for layer in models.layers_of(model.base_model) if getattr(layer, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.training = True
+        if isinstance(getattr(layer, "dropout", None), float):  # OPT's
+            layer.dropout = 0.0
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 def room(model: Any) -> int:
@@ -84,7 +110,8 @@ def room(model: Any) -> int:
 def step(optimizer: torch.optim.Optimizer, lr: float, number: int) -> None:
     """One update, the `number`-th from 1: gradients clipped, the rate rises linearly and then is constant."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    processes.sum_gradients(parameters)
+    if not any(hasattr(p, "full_tensor") for p in parameters):  # else backward has done it
+        processes.sum_gradients(parameters)
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     for group in optimizer.param_groups:
         group["lr"] = lr * min(1.0, number / WARMUP)
@@ -111,9 +138,9 @@ def greedy(env: envs.TextEnv, task_id: str, rendering: Rendering) -> Generator:
 
 def validation(model: Any, chat: Chat, env: envs.TextEnv, tasks: Sequence[str]) -> float:
     """Mean reward of the greedy agent."""
-    mine = tasks[processes.rank() :: processes.count()]
-    episodes = (greedy(env.fork(), task, chat.rendering) for task in mine)
-    rewards = drive(episodes, {Sample: Policy(model, chat).sample}, env.side_by_side, in_order=True)
+    episodes = (greedy(env.fork(), task, chat.rendering) for task, _ in processes.share(tasks, in_step=False))
+    with processes.gathered(model):
+        rewards = drive(episodes, {Sample: Policy(model, chat).sample}, env.side_by_side, in_order=True)
     return processes.total(sum(rewards))[0] / len(tasks)
 
 
@@ -149,7 +176,7 @@ def learn(
     args.out, resume = folder.with_name(folder.name + ".updates.jsonl"), folder.with_name(folder.name + ".resume.pt")
     saved = {"lines": 0}
     if resume.exists() and not args.overwrite:
-        saved = torch.load(resume, map_location=model.device, weights_only=True)
+        saved = torch.load(resume, map_location="cpu", weights_only=True)
 
     def complete(lines: list[dict]) -> int:
         if len(lines) > 1 and not saved["lines"]:
@@ -158,14 +185,14 @@ def learn(
 
     out, why = None, ""
     if processes.first():
-        out = Output(args, complete, [args.sft, *inputs], free=["budget", "budget_in"])
+        out = Output(args, complete, [args.sft, *inputs], free=["budget", "budget_in", "fsdp"])
     lines = list(processes.same(out and out.records))
     if len(lines) > 1 and lines[-2][args.budget_in] >= args.budget:
         spent = f"{lines[-1][args.budget_in]:,} {args.budget_in} are spent already"
         raise UserError(f"{args.out}: {spent}: raise --budget, or give another --name")
     if lines:
-        model.load_state_dict(saved["model"], strict=False)  # of LoRA's updates alone
-        optimizer.load_state_dict(saved["optimizer"])
+        processes.set_weights(model, saved["model"])
+        processes.set_moments(optimizer, saved["optimizer"])
     tested = env.task_ids("val")[: args.val or None]
 
     def batches() -> Iterator[dict]:
@@ -180,12 +207,16 @@ def learn(
         line = lines[-1] = line | {"val": round(validation(model, chat, env, tested), 6) if due else None}
         if out:
             out.append([line])
-        if out and due:
+        if due:
             if line["val"] > max((x["val"] for x in lines[:-1] if x["val"] is not None), default=-np.inf):
-                save_checkpoint(model, chat, folder)
-            draft = resume.with_suffix(".draft")
-            torch.save({"lines": len(lines), "model": trained(model), "optimizer": optimizer.state_dict()}, draft)
-            draft.replace(resume)
+                whole = processes.undivided(model, lambda: to_train(args)[0])
+                if out:
+                    models.save_checkpoint(whole, chat, folder)
+            state = processes.whole({"model": processes.trained(model), "optimizer": optimizer.state_dict()})
+            if out:
+                draft = resume.with_suffix(".draft")
+                torch.save(state | {"lines": len(lines)}, draft)
+                draft.replace(resume)
     best, last = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"]), lines[-1]
     figures = {"best": best, "last": last, "passes": passes, "stopped": why or None}
     if out:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ import torch
 
 import envs
 from environments import UserError
-from experiments.learning import batch_of, learn, learner, load, room, step
+from experiments.learning import batch_of, learn, learner, load, recomputed, room, step
 from qlass import processes
 from qlass.chat import Chat, Rendering, State, parse_action, uniforms
 from qlass.decisions import Decision, PackedDecisions, pack_decisions
@@ -188,23 +189,28 @@ def policy_loss(
 
 
 Minibatch = list[tuple[PackedDecisions, torch.Tensor]]  # trees packed; (5, C): up, down, visits, old, reference
+Shares = Sequence[tuple[Decision, tuple[float, float, int]]]
 
 
 @torch.no_grad()
-def prepared(model: Any, reference: Any, chat: Chat, forests: Iterable[list[Tree]], kind: str) -> Minibatch:
-    """What is known of some tasks before a batch's first update."""
-    found = shares(forests, kind)
-    weights = torch.tensor(list(found.values()), device=model.device).reshape(-1, 3).T
-    packs = pack_decisions(chat, list(found), room(model))
-    return [(p, torch.stack([*weights[:, p.owner], p.logprobs(model)[0], p.logprobs(reference)[0]])) for p in packs]
+def prepared(model: Any, reference: Any, chat: Chat, found: Shares) -> tuple[Minibatch, int]:
+    """What is known of some tasks' decisions before a batch's first update, this process's share; the tokens of all."""
+    decisions, weights = [decision for decision, _ in found], [each for _, each in found]
+    packs, weights = list(pack_decisions(chat, decisions, room(model))), torch.tensor(weights, device=model.device)
+    batch = []
+    for p, counts in processes.share(packs, processes.divided(model)):
+        known = p.logprobs(model)[0], p.logprobs(reference)[0]
+        batch.append((p, torch.stack([*(weights[p.owner] * counts).T, *known])))
+    return batch, sum(len(p.tree) for p in packs)
 
 
 def gradients(model: Any, batch: Minibatch, kl: float, bonus: float) -> list[float]:
     """Of the mean loss over the choices of all trajectories; returns the means of KL, entropy and what was clipped."""
     (n,), figures = processes.total(sum(float(known[2].sum()) for _, known in batch)), torch.zeros(3)
     for p, (up, down, visits, old, reference) in batch:
-        logp, entropy = p.logprobs(model)
-        (policy_loss(logp, entropy, old, reference, up, down, visits, kl, bonus) / n).backward()
+        with recomputed(model):
+            logp, entropy = p.logprobs(model)
+            (policy_loss(logp, entropy, old, reference, up, down, visits, kl, bonus) / n).backward()
         clipped = ((logp.detach() - old).exp() - 1).abs() > CLIP
         seen = torch.stack([low_variance_kl(logp, reference), entropy, clipped.float()])
         figures += (seen.detach() * visits / n).sum(1).cpu()
@@ -219,29 +225,29 @@ def one_batch(
     tasks = batch_of(env.task_ids("train"), args.seed, last["batch"], args.tasks)
     batch, shape = last["batch"] + 1, (args.M, args.draws, args.rounds)
     policy = Policy(model, chat, args.seed)  # a new one: what the last one remembers is of the weights before
-    mine = range(processes.rank(), len(tasks), processes.count())
+    mine = [i for i, _ in processes.share(range(len(tasks)), in_step=False)]
     growing = (forest(env.fork(), tasks[i], *shape, chat.rendering, ("grpo", args.seed, batch, i)) for i in mine)
-    grown = drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)
-    forests = dict(zip(mine, grown, strict=True))
-    parts = [range(i, i + args.minibatch) for i in range(0, len(tasks), args.minibatch)]
-    parts = [[forests[i] for i in part if i in forests] for part in parts]
-    batches = [prepared(model, reference, chat, part, args.advantage) for part in parts]
+    with processes.gathered(model):
+        grown = drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)
+        told = [
+            ([*shares([trees], args.advantage).items()], np.concatenate([tree.rewards for tree in trees]),
+             sum(tree.env_steps for tree in trees))
+            for trees in grown
+        ]  # fmt: skip
+        everyone = sorted(one for some in processes.every(list(zip(mine, told, strict=True))) for one in some)
+        found, rewards, env_steps = zip(*(one for _, one in everyone), strict=True)
+        parts = [found[i : i + args.minibatch] for i in range(0, len(tasks), args.minibatch)]
+        batches = [prepared(model, reference, chat, list(itertools.chain(*part))) for part in parts]
     figures = []
-    for number, minibatch in enumerate(batches, last["updates"] + 1):
+    for number, (minibatch, _) in enumerate(batches, last["updates"] + 1):
         figures.append(gradients(model, minibatch, args.kl, args.entropy))
         step(optimizer, args.lr, number)
-    rewards = [np.concatenate([tree.rewards for tree in trees]) for trees in forests.values()]
-    reward, flat, tokens, env_steps = processes.total(
-        sum(r.mean() for r in rewards) / len(tasks),
-        sum(np.ptp(r) < 1e-9 for r in rewards) / len(tasks),
-        sum(len(p.tree) for minibatch in batches for p, _ in minibatch),
-        sum(tree.env_steps for trees in forests.values() for tree in trees),
-    )
+    reward, flat = np.mean([r.mean() for r in rewards]), np.mean([np.ptp(r) < 1e-9 for r in rewards])
     return {
         "batch": batch,
         "updates": last["updates"] + len(batches),
-        "tokens": last["tokens"] + int(tokens),
-        "env_steps": last["env_steps"] + int(env_steps),
+        "tokens": last["tokens"] + sum(tokens for _, tokens in batches),
+        "env_steps": last["env_steps"] + sum(env_steps),
         **{k: round(float(v), 6) for k, v in zip(FIGURES, [reward, flat, *np.mean(figures, 0)], strict=True)},
     }
 
@@ -278,8 +284,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
-    model, chat, optimizer = load(args, LR.get(args.env, LR_TINY))
-    reference = copy.deepcopy(model)  # LoRA's updates are still 0
+    model, reference, chat, optimizer = load(args, LR.get(args.env, LR_TINY))
     whole = copy.copy(chat)  # trees are of the distribution that the log-probabilities are of
     whole.rendering = dataclasses.replace(chat.rendering, top_p=1.0, top_k=0)
 

@@ -282,18 +282,18 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add_loading(parser)
     add("--optim", choices=names, default="adamw", metavar="NAME", help="adamw or adamw8bit (default: %(default)s)")
     add("--weights", choices=["float32", "bf16"], default="float32", help="while they are trained (default: float32)")
-
-
-def add_training(parser: argparse.ArgumentParser) -> None:
-    """The flags of a stage that trains a model."""
-    add_memory(parser)
-    add = parser.add_argument
     add(
         "--gradient-checkpointing",
         action="store_true",
         help="keep one layer's activations at a time, compute a third more",
     )
     add("--fsdp", action="store_true", help="processes (torchrun, accelerate launch) divide the weights and moments")
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """The flags of a stage that trains a model."""
+    add_memory(parser)
+    add = parser.add_argument
     add(
         "--patience",
         type=at_least(1),

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
 
 from environments import UserError
+
+T = TypeVar("T")
 
 PATIENCE = datetime.timedelta(days=2)  # the others may wait as long as the first plays demonstrations
 
@@ -82,6 +85,24 @@ def same(value: Any) -> Any:
     return box[0]
 
 
+def every(value: T) -> list[T]:
+    """The values of all processes."""
+    values = [value] * count()
+    if count() > 1:
+        distributed.all_gather_object(values, value)
+    return values
+
+
+def share(items: Sequence[T], in_step: bool) -> Iterator[tuple[T, bool]]:
+    """This process's items, each with True; in step all processes have as many, the last one again with False.
+
+    So they must go where weights are divided.
+    """
+    for i in range(rank(), math.ceil(len(items) / count()) * count(), count()):
+        if i < len(items) or in_step:
+            yield items[min(i, len(items) - 1)], i < len(items)
+
+
 def total(*values: float) -> list[float]:
     """Sums over the processes."""
     sums = torch.tensor(values, dtype=torch.float64)
@@ -119,7 +140,26 @@ def divide(model: nn.Module, layers: Iterable[nn.Module], bf16: bool) -> None:
 
 
 def divided(model: nn.Module) -> bool:
-    return hasattr(next(model.parameters()), "full_tensor")
+    return hasattr(model, "unshard")  # also while its weights are gathered
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """The whole weights in each process, so that it can go through them without the others, and not backward."""
+    parts: list[Any] = [module for module in model.modules() if hasattr(module, "unshard")] if divided(model) else []
+    for module in parts:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in parts:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
 
 
 def part(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -140,18 +180,35 @@ def whole(values: Any) -> Any:
     """A nested dict with the parts of its tensors put together, in the first process's memory; all have to ask."""
     if isinstance(values, dict):
         return {key: whole(value) for key, value in values.items()}
+    values = values.detach() if isinstance(values, torch.Tensor) else values
     if not hasattr(values, "full_tensor"):
         return values
     full = values.full_tensor()
     return full.cpu() if first() else None
 
 
+@torch.no_grad()
+def set_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """From what `whole` gave: this process's part of each."""
+    for name, p in trained(model).items():
+        p.copy_(part(weights[name], p))
+
+
+def set_moments(optimizer: torch.optim.Optimizer, saved: dict) -> None:
+    """An optimiser's state, from what `whole` gave: this process's part of it."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, moments in saved["state"].items():
+        same = {k: m for k, m in moments.items() if getattr(m, "shape", None) == parameters[i].shape}
+        moments |= {k: part(m, parameters[i]) for k, m in same.items()}
+    optimizer.load_state_dict(saved)
+
+
 def undivided(model: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
     """An ordinary model with the trained weights, in the first process: `make()` makes it as it was before them."""
     if not divided(model):
         return model
-    trained = whole({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
+    weights = whole(trained(model))
     if first():
         model = make()
-        model.load_state_dict(trained, strict=False)
+        model.load_state_dict(weights, strict=False)
     return model

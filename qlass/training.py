@@ -127,7 +127,7 @@ class Training:
             yield at.epoch
         processes.meet()  # the best weights are written
         if at.best not in (None, at.epoch):
-            self._load_weights(self._read("best.pt"))
+            processes.set_weights(self.model, self._read("best.pt"))
         self.bar.close()
 
     def updates(self) -> Iterator[list[int]]:
@@ -135,11 +135,9 @@ class Training:
 
     def share(self, groups: Iterable[T]) -> Iterator[T]:
         """This process's. Where weights are divided, all go through them in step: the last one again, for nothing."""
-        groups, count = list(groups), processes.count()
-        for i in range(processes.rank(), math.ceil(len(groups) / count) * count, count):
-            self.counts = i < len(groups)
-            if self.counts or self.divided:
-                yield groups[i if self.counts else -1]
+        for group, counts in processes.share(list(groups), self.divided):
+            self.counts = counts
+            yield group
         self.counts = True
 
     def backward(self, loss: torch.Tensor, tokens: int) -> None:
@@ -178,7 +176,7 @@ class Training:
         self.log(at.step, {"epoch": at.epoch} | {k: v for k, v in figures.items() if v is not None})
         if score is not None and score > at.score:
             at.score, at.best = score, at.epoch
-            self._write("best.pt", self._weights())
+            self._write("best.pt", processes.trained(self.model))
         self._save()
 
     def figures(self) -> dict:
@@ -217,14 +215,6 @@ class Training:
                 f"checkpoint is in {self.folder}. Give --overwrite and a lower --lr than {self.args.lr:g}"
             )
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
-
-    @torch.no_grad()
-    def _load_weights(self, saved: dict[str, torch.Tensor]) -> None:
-        for name, p in self._weights().items():
-            p.copy_(processes.part(saved[name], p))
-
     def _write(self, name: str, content: dict) -> None:
         """Under its name only when it is complete; once for all processes."""
         content = processes.whole(content)
@@ -256,7 +246,7 @@ class Training:
             random["cuda"] = torch.cuda.get_rng_state()
         self._write("last.pt", {
             "about": self.about, "progress": dataclasses.asdict(self.at), "random": random,
-            "weights": self._weights(), "optimizer": self.optimizer.state_dict(),
+            "weights": processes.trained(self.model), "optimizer": self.optimizer.state_dict(),
         })  # fmt: skip
 
     def _resume(self) -> None:
@@ -269,12 +259,8 @@ class Training:
                 what = "other examples" if name == "examples" else f"--{name.replace('_', '-')} {before}, not {value}"
                 raise UserError(f"{self.folder} was begun with {what}: --overwrite starts again")
         self.at = Progress(**saved["progress"])
-        self._load_weights(saved["weights"])
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for i, moments in saved["optimizer"]["state"].items():
-            same = {k: m for k, m in moments.items() if getattr(m, "shape", None) == parameters[i].shape}
-            moments |= {k: processes.part(m, parameters[i]) for k, m in same.items()}
-        self.optimizer.load_state_dict(saved["optimizer"])
+        processes.set_weights(self.model, saved["weights"])
+        processes.set_moments(self.optimizer, saved["optimizer"])
         torch.set_rng_state(saved["random"]["cpu"])
         if "cuda" in saved["random"] and torch.cuda.is_available():
             torch.cuda.set_rng_state(saved["random"]["cuda"])

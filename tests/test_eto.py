@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from fakes import WORLD, FakeEnv, best, dump, tiny_lm, word_chat
+from test_training import labelled_tree, launch
 from torch.testing import assert_close
 
 import sft
@@ -158,22 +159,46 @@ def test_a_batch_plays_no_task_twice_and_tells_what_it_cost(fake_world, agent, t
 
 def test_beta_and_the_reference_are_what_is_trained_with(fake_world, agent, tmp_path, monkeypatch):
     """The reference is the agent as it was when an iteration began, and --beta reaches the loss."""
-    env, references, betas, real = FakeEnv(tasks=4), [], set(), eto.dpo_loss
+    env, iterations, betas, real = FakeEnv(tasks=4), [], set(), eto.dpo_loss
     (tmp_path / "expert.jsonl").write_text(dump([sft.demonstrate(env, task) for task in env.task_ids("train")]))
     trained = eto.train
 
-    def train(model, reference, *rest):
-        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-            assert a is not b and torch.equal(a, b)
-        references.append([p.clone() for p in reference.parameters()])
-        return trained(model, reference, *rest)
+    def train(*args):
+        iterations.append([])
+        return trained(*args)
+
+    def dpo_loss(win, lose, reference_win, reference_lose, beta):
+        betas.add(beta)
+        iterations[-1].append(((win - reference_win).abs() + (lose - reference_lose).abs()).max().item())
+        return real(win, lose, reference_win, reference_lose, beta)
 
     monkeypatch.setattr(eto, "train", train)
-    monkeypatch.setattr(eto, "dpo_loss", lambda *args: betas.add(args[-1]) or real(*args))
-    flags = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--lr", "0.003", "--beta", "0.3"]
+    monkeypatch.setattr(eto, "dpo_loss", dpo_loss)
+    flags = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--lr", "0.001", "--beta", "0.3"]
     eto.main([*flags, "--budget", "30", "--budget-in", "env_steps", "--val", "1"])
-    assert betas == {0.3} and len(references) > 1
-    assert any(not torch.equal(a, b) for a, b in zip(references[0], references[1], strict=True))
+    assert betas == {0.3} and len(iterations) > 1 and all(iterations)
+    for first, *others in iterations:
+        assert first == 0 and min(others) > 0  # the agent moves away, its reference stays
+
+
+@pytest.mark.parametrize("pairs", ["expert", "siblings"])
+def test_two_processes_train_what_one_does(fake_world, agent, tmp_path, monkeypatch, pairs):
+    """Each with the whole model, or with half of the weights, gradients and moments."""
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    env = FakeEnv(tasks=4)
+    (tmp_path / "expert.jsonl").write_text(dump([sft.demonstrate(env, task) for task in env.task_ids("train")]))
+    (tmp_path / "labels.jsonl").write_text(dump([node for i in range(5) for node in labelled_tree(f"train{i}")]))
+    flags = ["--env", "frozenlake", "--sft", str(agent), "--pairs", pairs, "--name", "eto", "--lr", "0.003", "--val",
+             "2", "--tasks", "4", "--batch", "3", "--budget", "60", "--budget-in", "env_steps", "--every", "1",
+             "--expert", str(tmp_path / "expert.jsonl"), "--labels", str(tmp_path / "labels.jsonl")]  # fmt: skip
+    eto.main([*flags, "--run", str(tmp_path / "one")])
+    launch(eto, [*flags, "--run", str(tmp_path / "two")], 2)
+    launch(eto, [*flags, "--run", str(tmp_path / "divided"), "--fsdp", "--gradient-checkpointing"], 2)
+    one, *others = (lines_of(tmp_path / name / "sft-eto.updates.jsonl") for name in ("one", "two", "divided"))
+    assert len(one) > 2
+    for lines in others:
+        for a, b in zip(one, lines, strict=True):
+            assert a == pytest.approx(b, abs=1e-4)
 
 
 def test_it_learns_from_siblings(fake_world, agent, tmp_path):

@@ -2,11 +2,13 @@
 
 import itertools
 import json
+from argparse import Namespace
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from fakes import WORLD, FakeEnv, Script, path_of, run, say, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +32,7 @@ from experiments.tree_grpo import (
     shares,
     step_advantages,
 )
+from qlass import models
 from qlass.chat import Rendering, State
 from qlass.decisions import Decision, pack_decisions
 from qlass.driver import Sample, drive
@@ -280,10 +283,13 @@ def test_packed_probabilities_are_those_that_drew_the_actions():
 
 def test_the_first_minibatch_has_ratio_one(world):
     chat, model, _, _, forests = world
-    for p, (*_, old, reference) in prepared(model, tiny_lm(chat, 9), chat, forests, "both"):
+    found = [*shares(forests, "both").items()]
+    batch, tokens = prepared(model, tiny_lm(chat, 9), chat, found)
+    assert tokens == sum(len(p.tree) for p, _ in batch)
+    for p, (*_, old, reference) in batch:
         assert torch.equal(p.logprobs(model)[0], old)
         assert not torch.allclose(old, reference)
-    batch = prepared(model, model, chat, forests, "both")
+    batch, _ = prepared(model, model, chat, found)
     kl, entropy, clipped = gradients(model, batch, 0.1, 0.1)
     assert (kl, clipped) == (0.0, 0.0) and entropy > 0
 
@@ -467,17 +473,55 @@ def test_free_text_and_lora_updates_train_too(fake_world, tmp_path, flags):
     assert saved.keys() == tiny_lm(chat).state_dict().keys()  # merged
 
 
-def test_two_processes_train_what_one_does(fake_world, agent, tmp_path):
+@pytest.mark.parametrize("flags", [[], ["--fsdp"], ["--fsdp", "--gradient-checkpointing"]])
+def test_two_processes_train_what_one_does(fake_world, agent, tmp_path, monkeypatch, flags):
+    """Each with the whole model, or with half of the weights, gradients and moments."""
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
     budget = ["--budget", "300", "--budget-in", "env_steps", "--sft", str(agent)]
     train(tmp_path / "one", agent, *budget)
-    launch(tree_grpo, [*FLAGS, *budget, "--run", str(tmp_path / "two")], 2)
+    launch(tree_grpo, [*FLAGS, *budget, *flags, "--run", str(tmp_path / "two")], 2)
+    assert_equal_runs(tmp_path / "one", tmp_path / "two")
+
+
+def assert_equal_runs(*folders):
     one, two = (
-        [json.loads(line) for line in (tmp_path / name / "sft-tree_grpo.updates.jsonl").read_text().splitlines()]
-        for name in ("one", "two")
+        [json.loads(line) for line in (folder / "sft-tree_grpo.updates.jsonl").read_text().splitlines()]
+        for folder in folders
     )
     for a, b in zip(one, two, strict=True):
-        a.pop("tokens"), b.pop("tokens")  # packed by each process for itself
         assert a == pytest.approx(b, abs=1e-4)
-    weights = [Policy.load(tmp_path / name / "sft-tree_grpo").model.state_dict() for name in ("one", "two")]
+    weights = [Policy.load(folder / "sft-tree_grpo").model.state_dict() for folder in folders]
     for name, w in weights[0].items():
         assert_close(weights[1][name], w, atol=1e-4, rtol=1e-3)
+
+
+def test_a_divided_training_resumes_what_one_process_began_and_the_reverse(fake_world, agent, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    flags = ["--every", "1", "--budget-in", "env_steps", "--sft", str(agent), "--fsdp", "--budget"]
+    train(tmp_path / "whole", agent, *flags, "300")
+    for name, first in (("from-one", 1), ("from-two", 2)):
+        for count, budget in ((first, "100"), (3 - first, "300")):
+            launch(tree_grpo, [*FLAGS, *flags, budget, "--run", str(tmp_path / name)], count)
+        assert_equal_runs(tmp_path / "whole", tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", [transformers.LlamaConfig, transformers.OPTConfig])
+def test_recomputing_layers_changes_no_gradient_and_drops_nothing_out(kind):
+    """OPT has dropout, of which its layers themselves do a part."""
+    torch.manual_seed(0)
+    config = kind(hidden_size=32, ffn_dim=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                  word_embed_proj_dim=32, vocab_size=50, max_position_embeddings=64)  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ids, calls, found = torch.arange(20)[None], [], []
+    attention = next(m for m in models.layers_of(model.base_model)[0].children() if "Attention" in type(m).__name__)
+    attention.register_forward_pre_hook(lambda *_: calls.append(1))
+    for checkpointing in (False, True):
+        models.save_memory(model, Namespace(weights="float32", gradient_checkpointing=checkpointing))
+        with learning.recomputed(model):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    assert len(calls) == 3  # once, then forward and backward
+    assert not any(module.training for module in model.modules())
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b)
