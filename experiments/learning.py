@@ -140,8 +140,8 @@ def validation(model: Any, chat: Chat, env: envs.TextEnv, tasks: Sequence[str]) 
     """Mean reward of the greedy agent."""
     episodes = (greedy(env.fork(), task, chat.rendering) for task, _ in processes.share(tasks, in_step=False))
     with processes.gathered(model):
-        rewards = drive(episodes, {Sample: Policy(model, chat).sample}, env.side_by_side, in_order=True)
-    return processes.total(sum(rewards))[0] / len(tasks)
+        reward = sum(drive(episodes, {Sample: Policy(model, chat).sample}, env.side_by_side, in_order=True))
+    return processes.total(reward)[0] / len(tasks)
 
 
 def why_stop(lines: Sequence[dict], budget_in: str = "tokens", patience: int = 8) -> str:

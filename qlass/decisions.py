@@ -79,7 +79,8 @@ class PackedDecisions:
         row = {token: i for i, token in enumerate(at)}
         inputs = tree_inputs(model, [self.tree])
         where = torch.tensor(at, dtype=torch.long, device=device)
-        logits = model(**inputs, use_cache=False, logits_to_keep=where).logits[0].float()  # (P, V)
+        with torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"):
+            logits = model(**inputs, use_cache=False, logits_to_keep=where).logits[0].float()  # (P, V)
 
         def columns(rows: Sequence[tuple[int, ...]], width: int) -> torch.Tensor:
             return torch.tensor(rows, dtype=torch.long, device=device).reshape(-1, width).T
