@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import itertools
 import zlib
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
@@ -144,12 +143,15 @@ def step_advantages(leaves: Sequence[Node]) -> list[np.ndarray]:
     return found
 
 
-def shares(forests: Iterable[list[Tree]], kind: str) -> dict[Decision, tuple[float, float, int]]:
+Shares = dict[Decision, tuple[float, float, int]]
+
+
+def shares(forests: Iterable[list[Tree]], kind: str) -> Shares:
     """Of each decision sum A+, sum A- and the number of the trajectories that pass through it, each as often as made.
 
     That is all that `dual_clip` needs, so a shared prefix is computed once; equal decisions of siblings are one too.
     """
-    found: dict[Decision, tuple[float, float, int]] = {}
+    found: Shares = {}
     for trees in forests:
         leaves = [leaf for tree in trees for leaf in tree.leaves]
         values = np.concatenate(advantages([tree.rewards for tree in trees], kind))
@@ -189,13 +191,26 @@ def policy_loss(
 
 
 Minibatch = list[tuple[PackedDecisions, torch.Tensor]]  # trees packed; (5, C): up, down, visits, old, reference
-Shares = Sequence[tuple[Decision, tuple[float, float, int]]]
+
+
+@dataclasses.dataclass
+class Grown:
+    """What an update has to know of a task's trees; processes tell it each other."""
+
+    shares: Shares
+    rewards: np.ndarray
+    env_steps: int
+
+    @classmethod
+    def of(cls, trees: list[Tree], kind: str) -> Grown:
+        rewards = np.concatenate([tree.rewards for tree in trees])
+        return cls(shares([trees], kind), rewards, sum(tree.env_steps for tree in trees))
 
 
 @torch.no_grad()
-def prepared(model: Any, reference: Any, chat: Chat, found: Shares) -> tuple[Minibatch, int]:
-    """What is known of some tasks' decisions before a batch's first update, this process's share; the tokens of all."""
-    decisions, weights = [decision for decision, _ in found], [each for _, each in found]
+def prepared(model: Any, reference: Any, chat: Chat, some: Iterable[Shares]) -> tuple[Minibatch, int]:
+    """What is known of some tasks before a batch's first update, this process's share of it; the tokens of all."""
+    decisions, weights = [d for found in some for d in found], [w for found in some for w in found.values()]
     packs, weights = list(pack_decisions(chat, decisions, room(model))), torch.tensor(weights, device=model.device)
     batch = []
     for p, counts in processes.share(packs, processes.divided(model)):
@@ -228,26 +243,23 @@ def one_batch(
     mine = [i for i, _ in processes.share(range(len(tasks)), in_step=False)]
     growing = (forest(env.fork(), tasks[i], *shape, chat.rendering, ("grpo", args.seed, batch, i)) for i in mine)
     with processes.gathered(model):
-        grown = drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)
-        told = [
-            ([*shares([trees], args.advantage).items()], np.concatenate([tree.rewards for tree in trees]),
-             sum(tree.env_steps for tree in trees))
-            for trees in grown
-        ]  # fmt: skip
-        everyone = sorted(one for some in processes.every(list(zip(mine, told, strict=True))) for one in some)
-        found, rewards, env_steps = zip(*(one for _, one in everyone), strict=True)
-        parts = [found[i : i + args.minibatch] for i in range(0, len(tasks), args.minibatch)]
-        batches = [prepared(model, reference, chat, list(itertools.chain(*part))) for part in parts]
+        played = drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)
+        mine = {i: Grown.of(trees, args.advantage) for i, trees in zip(mine, played, strict=True)}
+        everyone = {i: one for some in processes.every(mine) for i, one in some.items()}
+        grown = [everyone[i] for i in range(len(tasks))]
+        parts = [[one.shares for one in grown[i : i + args.minibatch]] for i in range(0, len(tasks), args.minibatch)]
+        batches = [prepared(model, reference, chat, part) for part in parts]
     figures = []
     for number, (minibatch, _) in enumerate(batches, last["updates"] + 1):
         figures.append(gradients(model, minibatch, args.kl, args.entropy))
         step(optimizer, args.lr, number)
-    reward, flat = np.mean([r.mean() for r in rewards]), np.mean([np.ptp(r) < 1e-9 for r in rewards])
+    reward = np.mean([one.rewards.mean() for one in grown])
+    flat = np.mean([np.ptp(one.rewards) < 1e-9 for one in grown])
     return {
         "batch": batch,
         "updates": last["updates"] + len(batches),
         "tokens": last["tokens"] + sum(tokens for _, tokens in batches),
-        "env_steps": last["env_steps"] + sum(env_steps),
+        "env_steps": last["env_steps"] + sum(one.env_steps for one in grown),
         **{k: round(float(v), 6) for k, v in zip(FIGURES, [reward, flat, *np.mean(figures, 0)], strict=True)},
     }
 

@@ -19,8 +19,12 @@ case $ENV in
               # first product at once; many small trees teach QNet more than few large ones of as many trajectories
         trees=(--limit 1000 --rollouts 6 --temperature 1.5) labels=(--gamma 0.98)
         qnet=(--epochs "${EPOCHS:=8}" --patience "$EPOCHS") ;;  # to the end, where the learning rate is 0
-    alfworld)
-        splits=(valid_unseen valid_seen) trees=(--limit 200 --rollouts 16) labels=(--gamma 0.98) qnet=(--epochs 6) ;;
+    alfworld)  # without the thoughts that say what earlier pages told, an aid (docs/differences.md). With it, THOUGHTS=true,
+              # 200 demonstrations do as much as 600 do without
+        splits=(valid_unseen valid_seen) trees=(--limit 200 --rollouts 16) labels=(--gamma 0.98) qnet=(--epochs 6)
+        [ "${THOUGHTS:-}" = true ] || {
+            common+=(--env-option thoughts=false) sft=(--n-expert 600) qnet=(--epochs 12 --patience 12)
+        } ;;
     sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches; 240 trees
               # give QNet a thousand siblings of different q
         common+=(--tasks eto) splits=(test_unseen test_seen)

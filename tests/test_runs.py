@@ -135,6 +135,16 @@ def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stage):
     assert last.results == ["runs/frozenlake"]
 
 
+def test_alfworld_has_no_thoughts_unless_they_are_asked_for(stage):
+    """They are an aid, so the headline table is without them."""
+    for script in ("runs/alfworld.sh", "runs/tree_grpo.sh"):
+        for given, fewer in (({}, False), ({"THOUGHTS": "true"}, True)):
+            asked = stages(stage(script, *["alfworld"] * ("tree" in script), **given))
+            played = [s for some in asked.values() for s in some if hasattr(s, "env_option")]
+            assert {s.env_option == ["thoughts=false"] for s in played} == {not fewer}
+            assert {s.n_expert for s in asked["sft.py"]} == {None if fewer else 600}
+
+
 def test_ablations_play_the_same_tasks_and_are_told_apart(stage):
     asked = stages(stage("runs/ablations.sh"))
     played = asked["q_search.py"]

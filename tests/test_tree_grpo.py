@@ -283,7 +283,7 @@ def test_packed_probabilities_are_those_that_drew_the_actions():
 
 def test_the_first_minibatch_has_ratio_one(world):
     chat, model, _, _, forests = world
-    found = [*shares(forests, "both").items()]
+    found = [shares(forests, "both")]
     batch, tokens = prepared(model, tiny_lm(chat, 9), chat, found)
     assert tokens == sum(len(p.tree) for p, _ in batch)
     for p, (*_, old, reference) in batch:
