@@ -21,10 +21,12 @@ case $ENV in
         qnet=(--epochs "${EPOCHS:=8}" --patience "$EPOCHS") ;;  # to the end, where the learning rate is 0
     alfworld)  # without the thoughts that say what earlier pages told, an aid (docs/differences.md). With it, THOUGHTS=true,
               # 200 demonstrations do as much as 600 do without
-        splits=(valid_unseen valid_seen) trees=(--limit 200 --rollouts 16) labels=(--gamma 0.98) qnet=(--epochs 6)
-        [ "${THOUGHTS:-}" = true ] || {
-            common+=(--env-option thoughts=false) sft=(--n-expert 600) qnet=(--epochs 12 --patience 12)
-        } ;;
+        splits=(valid_unseen valid_seen) trees=(--limit 600 --rollouts 6) labels=(--gamma 0.98) qnet=(--epochs 6 --patience 6)
+        if [ "${THOUGHTS:-}" = true ]; then
+            trees=(--limit 200 --rollouts 16) qnet=(--epochs 6)
+        else
+            common+=(--env-option thoughts=false) sft=(--n-expert 600)
+        fi ;;
     sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches; 240 trees
               # give QNet a thousand siblings of different q
         common+=(--tasks eto) splits=(test_unseen test_seen)
