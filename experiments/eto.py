@@ -210,7 +210,8 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     must_exist(args.labels)
-    model, cloned, chat, optimizer = load(args, LR.get(args.env, LR_TINY))
+    # The reference of an iteration's failures is the agent that made them: itself, before its updates.
+    model, reference, chat, optimizer = load(args, LR.get(args.env, LR_TINY), copied=args.pairs == "siblings")
     if args.pairs == "expert":
         args.expert, most = (args.expert, None) if args.expert else cloned_from(args.sft)
         args.expert = args.expert or args.run / "expert.jsonl"
@@ -229,7 +230,6 @@ def main(argv: list[str] | None = None) -> None:
             found, figures = explored(model, chat, env, expert, last, args)
         else:
             found, figures = compared(trees, last, args)
-        reference = model if args.pairs == "expert" else cloned
         trained = train(model, reference, optimizer, chat, found, last["updates"], args)
         trained["tokens"] += last["tokens"]
         return {"batch": last["batch"] + 1, **trained, **figures}

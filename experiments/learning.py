@@ -53,8 +53,11 @@ def learner(doc: str, epilog: str, argv: list[str] | None, every: int) -> argpar
     return made
 
 
-def load(args: argparse.Namespace, lr: float) -> tuple[Any, Any, Chat, torch.optim.Optimizer]:
-    """The agent, its copy for reference, and its optimiser. Without --lr, `lr` is the tiny model's."""
+def load(args: argparse.Namespace, lr: float, copied: bool = True) -> tuple[Any, Any, Chat, torch.optim.Optimizer]:
+    """The agent, its reference, a copy unless that is to be the agent itself, its chat and its optimiser.
+
+    Without --lr, `lr` is the tiny model's.
+    """
     models.check_training(args)
     args.fsdp = processes.start(args.fsdp)
     with processes.in_turn():
@@ -62,8 +65,8 @@ def load(args: argparse.Namespace, lr: float) -> tuple[Any, Any, Chat, torch.opt
     torch.manual_seed(args.seed)
     with processes.in_turn(args.fsdp):
         model, chat = to_train(args)
-        reference = copy.deepcopy(model).requires_grad_(False)  # LoRA's updates are still 0
-        if args.fsdp:  # each process goes through its own sequences, so each needs the whole of it
+        reference = copy.deepcopy(model).requires_grad_(False) if copied else model  # LoRA's updates are still 0
+        if args.fsdp and copied:  # each process goes through its own sequences, so each needs the whole of it
             where, dtype = models.device_and_dtype(args.device)
             reference.to(where, dtype)
         models.divide(model, model.base_model, args)
@@ -110,8 +113,7 @@ def room(model: Any) -> int:
 def step(optimizer: torch.optim.Optimizer, lr: float, number: int) -> None:
     """One update, the `number`-th from 1: gradients clipped, the rate rises linearly and then is constant."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(hasattr(p, "full_tensor") for p in parameters):  # else backward has done it
-        processes.sum_gradients(parameters)
+    processes.sum_gradients(parameters)
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     for group in optimizer.param_groups:
         group["lr"] = lr * min(1.0, number / WARMUP)

@@ -244,8 +244,8 @@ def one_batch(
     growing = (forest(env.fork(), tasks[i], *shape, chat.rendering, ("grpo", args.seed, batch, i)) for i in mine)
     with processes.gathered(model):
         played = drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)
-        mine = {i: Grown.of(trees, args.advantage) for i, trees in zip(mine, played, strict=True)}
-        everyone = {i: one for some in processes.every(mine) for i, one in some.items()}
+        told = {i: Grown.of(trees, args.advantage) for i, trees in zip(mine, played, strict=True)}
+        everyone = {i: one for some in processes.every(told) for i, one in some.items()}
         grown = [everyone[i] for i in range(len(tasks))]
         parts = [[one.shares for one in grown[i : i + args.minibatch]] for i in range(0, len(tasks), args.minibatch)]
         batches = [prepared(model, reference, chat, part) for part in parts]

@@ -112,9 +112,9 @@ def total(*values: float) -> list[float]:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Of processes that had other sequences each; one that had none adds nothing."""
+    """Of processes with other sequences each; one that had none adds nothing. Backward did it for divided weights."""
     if count() > 1:
-        for p in parameters:
+        for p in (p for p in parameters if not hasattr(p, "full_tensor")):
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             distributed.all_reduce(p.grad)
 

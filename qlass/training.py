@@ -149,8 +149,7 @@ class Training:
     def step(self) -> None:
         """One update from the gradients at hand: clipped, at the schedule's rate."""
         at, trained = self.at, [p for p in self.model.parameters() if p.requires_grad]
-        if not self.divided:  # else backward has done it
-            processes.sum_gradients(trained)
+        processes.sum_gradients(trained)
         loss, tokens = processes.total(self.loss, self.tokens)
         self.loss, self.tokens = 0.0, 0
         norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)

@@ -20,7 +20,7 @@ case $ENV in
         trees=(--limit 1000 --rollouts 6 --temperature 1.5) labels=(--gamma 0.98)
         qnet=(--epochs "${EPOCHS:=8}" --patience "$EPOCHS") ;;  # to the end, where the learning rate is 0
     alfworld)  # without the thoughts that say what earlier pages told, an aid (docs/differences.md). With it, THOUGHTS=true,
-              # 200 demonstrations do as much as 600 do without
+              # 200 demonstrations do a little more than 600 without
         splits=(valid_unseen valid_seen) trees=(--limit 600 --rollouts 6) labels=(--gamma 0.98) qnet=(--epochs 6 --patience 6)
         if [ "${THOUGHTS:-}" = true ]; then
             trees=(--limit 200 --rollouts 16) qnet=(--epochs 6)
