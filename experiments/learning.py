@@ -25,9 +25,11 @@ from qlass import models, processes
 from qlass.chat import Chat, Rendering, uniforms
 from qlass.driver import Sample, drive
 from qlass.jsonl import checkpoint_folder
+from qlass.memory import check_memory, estimate
 from qlass.metadata import write_meta
 from qlass.policy import Policy
 from qlass.stage import Output, at_least, handed_on, more, needed, parser, progress, settle
+from sft import predictions, sft_loss
 
 WARMUP = 4  # updates
 SMALL = 50e6  # parameters
@@ -72,6 +74,15 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> tuple[Any,
         models.divide(model, model.base_model, args)
     small = model.num_parameters() < SMALL
     settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
+    packed = argparse.Namespace(**vars(args), micro_tokens=room(model))
+
+    def loss_of(
+        ids: torch.Tensor,
+    ) -> torch.Tensor:  # of all tokens, where an update has the logits of the agent's alone
+        return sft_loss(*predictions(model, ids, torch.ones_like(ids, dtype=torch.bool)))
+
+    beside = reference if copied else None
+    check_memory(estimate(model, model.base_model, loss_of, packed, room(model), beside), model.device)
     return model, reference, chat, models.adamw(processes.trained(model).values(), args.lr, args.optim)
 
 

@@ -85,12 +85,13 @@ def curves(forward: Callable[[torch.Tensor], Any], backbone: Any) -> np.ndarray:
 
 
 def estimate(
-    model: nn.Module, backbone: Any, forward: Callable[[torch.Tensor], Any], args: argparse.Namespace, longest: int
-) -> Callable[..., Memory]:
+    model: nn.Module, backbone: Any, forward: Callable[[torch.Tensor], Any], args: argparse.Namespace, longest: int,
+    beside: nn.Module | None = None,
+) -> Callable[..., Memory]:  # fmt: skip
     """Peak of one update, as a function of the flags that change it (those given in `args` unless said otherwise).
 
     forward(ids) is the loss of one sequence (1, T), `backbone` the layers below the output layer, `longest` the tokens
-    of the longest sequence.
+    of the longest sequence, `beside` a second model that is only read.
     """
     tokens = max(longest, args.micro_tokens)
     at, training = np.array([1, tokens, tokens * longest]), model.training
@@ -107,6 +108,7 @@ def estimate(
     numbers, config = sum(p.numel() for p in trained), backbone.config.get_text_config()
     inputs = config.num_hidden_layers * tokens * config.hidden_size * next(backbone.parameters()).element_size()
     held = sum(p.nbytes for p in model.parameters())
+    read = sum(p.nbytes for p in beside.parameters()) if beside else 0
     in_layers = sum(p.nbytes for p in layers_of(backbone).parameters())
     gathered = held - in_layers + 2 * in_layers / config.num_hidden_layers  # weights: the layer at work, and the next
 
@@ -125,7 +127,7 @@ def estimate(
             activations -= everything[0]
         width, divided = 0.5 if halved else 1.0, gathered * (parts > 1)
         return Memory(
-            weights=width * (held / parts + divided),
+            weights=width * (held / parts + divided + read),
             gradients=width * share * (sum(p.nbytes for p in trained) / parts + divided),
             optimiser=MOMENTS[optim] * numbers * share / parts,
             activations=activations,
@@ -144,12 +146,12 @@ def check_memory(memory: Callable[..., Memory], device: torch.device) -> None:
         return processes.say(f"{said}, of {room / 1e9:.0f}")
     enough = (n for n in (2, 4, 8, 16, 32) if n > processes.count() and memory(parts=n).total <= ROOM * room)
     n = next(enough, 0)
-    several = f"; or {n} GPUs divide it: torchrun --nproc-per-node {n} -- SCRIPT.py ... --fsdp" if n else ""
+    several = f"; or {n} GPUs divide it: torchrun --nproc-per-node {n} ... --fsdp (docs/scale.md)" if n else ""
     wider: dict[str, Any] = {}
     for name, value, _ in WAYS_OUT:
         wider[name] = value
         if memory(**wider).total <= ROOM * room:
             flags = " ".join(flag for name, _, flag in WAYS_OUT if name in wider)
             raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: give {flags} ({memory(**wider)}){several}")
-    fewer = "give fewer --micro-tokens or a smaller --model"
+    fewer = "take a smaller model, or fewer --micro-tokens where the command has them"
     raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: {fewer}{several}")

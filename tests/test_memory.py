@@ -82,6 +82,8 @@ def test_weights_gradients_and_moments_by_hand():
     assert of(gradient_checkpointing=True).activations < of().activations / 1.5
     twice = memory.estimate(lm, lm.model, loss_of(lm), flags(micro_tokens=2048), 256)
     assert twice().activations == pytest.approx(2 * of().activations, rel=0.2)
+    beside = memory.estimate(lm, lm.model, loss_of(lm), flags(), 256, beside=model())
+    assert (beside().weights, beside().gradients, beside(weights="bf16").weights) == (8 * n, 4 * n, 4 * n)
 
 
 def test_what_does_not_fit_is_told_with_the_flags_that_make_it_fit(monkeypatch, capsys):
@@ -103,7 +105,7 @@ def test_what_does_not_fit_is_told_with_the_flags_that_make_it_fit(monkeypatch, 
     assert "158.00 GB, of 200" in told(200)
     for room, says in (
         (141, "give --gradient-checkpointing ("),
-        (141, "; or 2 GPUs divide it: torchrun --nproc-per-node 2 --"),
+        (141, "; or 2 GPUs divide it: torchrun --nproc-per-node 2 ... --fsdp"),
         (96, "give --gradient-checkpointing --weights bf16 ("),
         (80, "give --gradient-checkpointing --weights bf16 --lora 16 ("),
         (10, "fewer --micro-tokens"),
