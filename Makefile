@@ -13,7 +13,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed $(VENV)/.textworld
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q $(COVER)
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(COVER)
 
 test-slow: $(VENV)/.installed $(VENV)/.textworld $(VENV)/.serve
 	$(BIN)/python -m pytest -q -m slow

@@ -65,7 +65,7 @@ def record(parts: list[str], webshop_run: Path, seed: int) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--record", nargs="*", choices=PARTS, metavar="PART", help="record anew: frozenlake, webshop (default: both)")
+    add("--record", nargs="*", choices=PARTS, metavar="PART", help="record again: frozenlake, webshop (default: both)")
     add("--webshop-run", type=Path, default="runs/webshop", help="a finished WebShop run (default: %(default)s)")
     add("--seed", type=int, default=2, help="of the FrozenLake run (default: %(default)s, for a telling tree)")
     return parser.parse_args(argv)

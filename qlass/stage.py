@@ -153,7 +153,7 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
         made_by.main(argv)
     for source, digest in read_meta(default).get("inputs", {}).items():
         if Path(source).exists() and sha256(Path(source)) != digest:
-            said = f"made from another {source} than there is now: {command_line(stage)} --overwrite makes it anew"
+            said = f"made from another {source} than there is now: {command_line(stage)} --overwrite makes it again"
             print(f"warning: {default} was {said}", file=sys.stderr)
     return default
 

@@ -40,7 +40,7 @@ def training_tokens(group: Group) -> float:
     for results in files:
         made = record(results)
         agent = record(argument(made, "sft"))
-        played = record(argument(agent, "expert"))  # by self_train: cloned anew, from what it kept
+        played = record(argument(agent, "expert"))  # by self_train: cloned again, from what it kept
         trees = {argument(played, "trees"), argument(record(argument(agent, "labels")), "trees")}
         last = agent.get("last", {})
         total += agent.get("passes", 0) * last.get("tokens", 0) + last.get("played", 0)

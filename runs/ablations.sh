@@ -15,7 +15,7 @@ other_trees() {  # NAME LABEL FLAG...: trees of the same agent, grown otherwise,
     learn_q "$RUN/$1" "$RUN/sft" "${@:3}"
     variant "$1" "$2" --method qlass -M 4 --qnet "$RUN/$1/qnet"
 }
-retrained() {  # NAME LABEL FLAG...: the agent cloned anew with its own trajectories, played greedily
+retrained() {  # NAME LABEL FLAG...: the agent cloned again with its own trajectories, played greedily
     stage -m experiments.self_train "${common[@]}" --run "$RUN" --name "$1" "${@:3}"
     variant "$1" "$2" --method greedy --sft "$RUN/sft-$1"
 }

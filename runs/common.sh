@@ -57,7 +57,7 @@ search() {  # FLAG...: stage 5, Q-guided generation and its baselines, on test t
 variant() {  # NAME LABEL FLAG...: test tasks with another agent or QNet, told apart by the label
     search --out "$RUN/results-$1.jsonl" --label "$2" "${@:3}"
 }
-trees_best() {  # FLAG...: the agent cloned anew from its demonstrations and the best branches that it ended in the trees
+trees_best() {  # FLAG...: the agent cloned again from its demonstrations and the best branches that it ended in the trees
     stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
     variant tree "SFT on trees' best" "$@" --method greedy --sft "$RUN/sft-tree"
 }

@@ -42,7 +42,7 @@ def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, An
 
 
 def sources(name: str, context: Context) -> dict[str, str]:
-    """{what a scorer is made from: its hash}; a prediction is made anew where it has changed."""
+    """{what a scorer is made from: its hash}; a prediction is made again where it has changed."""
     sft, trees, net = context.sft or context.run / "sft", context.run / "trees.jsonl", context.run / "qnet"
     codes = [path for path in context.code if path.stem == name]
     paths = {"learned": [context.run / name], "tree": [trees], "policy": [sft, context.base], "hindsight": [sft, net],
