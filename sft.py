@@ -70,7 +70,7 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
 
     def in_order(lines: list[dict]) -> int:
         if [line["task_id"] for line in lines] != tasks[: len(lines)]:
-            raise ValueError("other demonstrations (--expert trains on them; delete the file to have them played again)")
+            raise ValueError("other demonstrations (--expert trains on them; delete the file to play them again)")
         return len(lines)
 
     out = stage.Output(asked, in_order)

@@ -67,7 +67,9 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> tuple[Any,
     torch.manual_seed(args.seed)
     with processes.in_turn(args.fsdp):
         model, chat = to_train(args)
-        reference = copy.deepcopy(model).requires_grad_(False) if copied else model  # LoRA's updates are still 0
+        frozen = {} if args.fsdp else {id(p): p for p in model.parameters() if not p.requires_grad}
+        # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
+        reference = copy.deepcopy(model, frozen).requires_grad_(False) if copied else model
         if args.fsdp and copied:  # each process goes through its own sequences, so each needs the whole of it
             where, dtype = models.device_and_dtype(args.device)
             reference.to(where, dtype)
@@ -76,9 +78,8 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> tuple[Any,
     settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
     packed = argparse.Namespace(**vars(args), micro_tokens=room(model))
 
-    def loss_of(
-        ids: torch.Tensor,
-    ) -> torch.Tensor:  # of all tokens, where an update has the logits of the agent's alone
+    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+        """Of all tokens; an update has the logits of the agent's alone."""
         return sft_loss(*predictions(model, ids, torch.ones_like(ids, dtype=torch.bool)))
 
     beside = reference if copied else None

@@ -91,7 +91,7 @@ def estimate(
     """Peak of one update, as a function of the flags that change it (those given in `args` unless said otherwise).
 
     forward(ids) is the loss of one sequence (1, T), `backbone` the layers below the output layer, `longest` the tokens
-    of the longest sequence, `beside` a second model that is only read.
+    of the longest sequence, `beside` a second model that is only read, and may share weights.
     """
     tokens = max(longest, args.micro_tokens)
     at, training = np.array([1, tokens, tokens * longest]), model.training
@@ -108,7 +108,8 @@ def estimate(
     numbers, config = sum(p.numel() for p in trained), backbone.config.get_text_config()
     inputs = config.num_hidden_layers * tokens * config.hidden_size * next(backbone.parameters()).element_size()
     held = sum(p.nbytes for p in model.parameters())
-    read = sum(p.nbytes for p in beside.parameters()) if beside else 0
+    own = set(model.parameters())
+    read = sum(p.nbytes for p in beside.parameters() if p not in own) if beside else 0
     in_layers = sum(p.nbytes for p in layers_of(backbone).parameters())
     gathered = held - in_layers + 2 * in_layers / config.num_hidden_layers  # weights: the layer at work, and the next
 

@@ -84,6 +84,7 @@ def test_weights_gradients_and_moments_by_hand():
     assert twice().activations == pytest.approx(2 * of().activations, rel=0.2)
     beside = memory.estimate(lm, lm.model, loss_of(lm), flags(), 256, beside=model())
     assert (beside().weights, beside().gradients, beside(weights="bf16").weights) == (8 * n, 4 * n, 4 * n)
+    assert memory.estimate(lm, lm.model, loss_of(lm), flags(), 256, beside=lm)().weights == 4 * n  # shared
 
 
 def test_what_does_not_fit_is_told_with_the_flags_that_make_it_fit(monkeypatch, capsys):

@@ -473,6 +473,23 @@ def test_free_text_and_lora_updates_train_too(fake_world, tmp_path, flags):
     assert saved.keys() == tiny_lm(chat).state_dict().keys()  # merged
 
 
+@pytest.mark.parametrize(("flags", "shared"), [([], False), (["--lora", "2"], True)])
+def test_the_reference_stays_as_it_was_and_shares_what_is_frozen(fake_world, agent, tmp_path, capsys, flags, shared):
+    args = tree_grpo.arguments(["--run", str(tmp_path), "--sft", str(agent), *flags])
+    model, reference, _, optimizer = learning.load(args, 1e-2)
+    assert "memory: weights" in capsys.readouterr().out
+    own = {p.data_ptr() for p in model.parameters()}
+    copies = [name for name, p in reference.named_parameters() if p.data_ptr() not in own]
+    assert copies and all((".lora_" in name) == shared for name in copies)
+    ids = torch.arange(1, 9)[None]
+    before = reference(ids).logits.clone()
+    for _ in range(2):  # the first moves LoRA's B, which begins at 0
+        model(ids).logits.square().sum().backward()
+        learning.step(optimizer, 1e-2, 4)
+    assert torch.equal(reference(ids).logits, before)
+    assert not torch.allclose(model(ids).logits, before, atol=1e-4)
+
+
 @pytest.mark.parametrize("flags", [[], ["--fsdp"], ["--fsdp", "--gradient-checkpointing"]])
 def test_two_processes_train_what_one_does(fake_world, agent, tmp_path, monkeypatch, flags):
     """Each with the whole model, or with half of the weights, gradients and moments."""
