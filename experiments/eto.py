@@ -30,12 +30,12 @@ from torch.nn.functional import logsigmoid
 
 import envs
 from environments import UserError
+from experiments.decisions import Decision, PackedDecisions
 from experiments.learning import batch_of, learn, learner, load, recomputed, room, step
 from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
 from qlass import processes
 from qlass.chat import Chat, State
-from qlass.decisions import Decision, PackedDecisions
 from qlass.demonstrations import by_agent, cloned_from
 from qlass.driver import Sample, drive
 from qlass.jsonl import read_jsonl, read_trees

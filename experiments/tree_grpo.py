@@ -34,10 +34,10 @@ import torch
 
 import envs
 from environments import UserError
+from experiments.decisions import Decision, PackedDecisions, pack_decisions
 from experiments.learning import batch_of, learn, learner, load, recomputed, room, step
 from qlass import processes
 from qlass.chat import Chat, Rendering, State, parse_action, uniforms
-from qlass.decisions import Decision, PackedDecisions, pack_decisions
 from qlass.driver import Sample, ask, drive
 from qlass.policy import Policy
 from qlass.stage import at_least, parse, run_stage

@@ -5,8 +5,8 @@ import pytest
 import torch
 from fakes import tiny_lm, word_chat
 
+from experiments.decisions import Decision, pack_decisions
 from qlass.chat import State
-from qlass.decisions import Decision, pack_decisions
 from qlass.driver import Sample
 from qlass.policy import Policy
 

@@ -12,9 +12,9 @@ from torch.testing import assert_close
 import sft
 from environments import UserError
 from experiments import eto
+from experiments.decisions import Decision
 from experiments.eto import decisions, dpo_loss, failures, pack_preferences, siblings, trajectory_logprobs
 from qlass.chat import State, parse_action, react
-from qlass.decisions import Decision
 from qlass.policy import Policy
 
 

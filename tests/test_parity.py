@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 import make_models
 
 from environments import UserError
+from experiments.decisions import Decision, pack_decisions
 from qlass import parity
 from qlass.chat import State
-from qlass.decisions import Decision, pack_decisions
 from qlass.driver import Sample
 from qlass.models import context_of, load_checkpoint
 from qlass.packing import Pair, pack_pairs, packed_loss

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 import envs
 from environments import UserError
 from experiments import learning, tree_grpo
+from experiments.decisions import Decision, pack_decisions
 from experiments.learning import why_stop
 from experiments.tree_grpo import (
     Node,
@@ -34,7 +35,6 @@ from experiments.tree_grpo import (
 )
 from qlass import models
 from qlass.chat import Rendering, State
-from qlass.decisions import Decision, pack_decisions
 from qlass.driver import Sample, drive
 from qlass.policy import Policy
 
