@@ -30,7 +30,7 @@ case $ENV in
     sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches; 240 trees
               # give QNet a thousand siblings of different q
         common+=(--tasks eto) splits=(test_unseen test_seen)
-        sft=(--n-expert 300 --epochs 5 --batch 4) trees=(--limit 240 --rollouts 6) qnet=(--epochs 4) ;;
+        sft=(--n-expert 300 --epochs 12 --batch 4) trees=(--limit 240 --rollouts 6) qnet=(--epochs 4) ;;
     frozenlake)  # trees wide and warm enough to meet every move from every cell
         common+=(--env-option "map=${MAP:-lakes}") sft=(--epochs 100 --patience 100)
         trees=(--depth 6 --width 4 --rollouts 600 --steps 20 --prune tail --temperature 1.5)
