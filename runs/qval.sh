@@ -4,7 +4,8 @@
 # every score against reference labels, on test tasks.
 #
 #   bash runs/qval.sh webshop|alfworld|frozenlake|sciworld
-#   python -m experiments.qval.downstream runs/webshop/qval runs/alfworld/qval runs/frozenlake/qval
+#   python -m experiments.qval.downstream runs/webshop/qval runs/alfworld/qval runs/frozenlake/qval \
+#       --out runs/downstream.md
 #
 # JUDGE=URL#MODEL adds the judgements of a language model.
 set -euo pipefail
@@ -33,7 +34,7 @@ play() {  # NAME FLAG...: search with every score that can steer it, at one budg
     search --out "${played[1]}" --method scorer "${@:2}"
     [ -z "${JUDGE:-}" ] || search --out "${played[1]}" --method scorer --scorer "${judges[@]/%/=$JUDGE}" "${@:2}"
 }
-qval() {  # NAME FLAG...
+qval() {  # NAME FLAG...: every score against reference labels
     align=(-m experiments.qval "${common[@]}" --run "$RUN" --split "${splits[0]}" --out "$RUN/$1" "${@:2}")
     stage "${align[@]}"
     [ -z "${JUDGE:-}" ] || stage "${align[@]}" --judge "$JUDGE" --scorers "${judges[@]}"

@@ -123,14 +123,20 @@ def test_self_training_compares_three_process_rewards_on_the_same_trees(stage):
     assert names == ["target=q", "target=avg", "target=reward", "RFT", "trees' best"]
 
 
-@pytest.mark.parametrize("env", ["webshop", "alfworld", "frozenlake", "sciworld"])
-def test_qval_judges_the_agent_and_the_trees_of_the_run(stage, env):
+@pytest.mark.parametrize(
+    ("env", "split", "nets"),
+    [
+        ("webshop", "test", 5),
+        ("alfworld", "valid_unseen", 5),
+        ("frozenlake", "test", 5),
+        ("sciworld", "test_unseen", 0),
+    ],
+)
+def test_qval_judges_the_agent_and_the_trees_of_the_run(stage, env, split, nets):
     asked = stages(stage("runs/qval.sh", env, JUDGE="http://host/v1#model"))
     assert {s.run for some in asked.values() for s in some} == {Path("runs", env)}
-    (studies, played) = asked["experiments.qval"], asked.get("q_search.py", [])
-    assert {s.split for s in studies} == {
-        "valid_unseen" if env == "alfworld" else "test_unseen" if env == "sciworld" else "test"
-    }
+    studies, played = asked["experiments.qval"], asked.get("q_search.py", [])
+    assert {s.split for s in studies} == {split}
     assert {s.results for s in studies} - {None} == {s.out for s in played}
     labels = {s.labels or s.run / "q_labels.jsonl" for s in asked.get("train_qnet.py", [])}
     made = {
@@ -138,7 +144,7 @@ def test_qval_judges_the_agent_and_the_trees_of_the_run(stage, env):
         for name in ("bellman.py", "experiments.qval.targets")
         for s in asked.get(name, [])
     }
-    assert labels == made and len(made) == (0 if env == "sciworld" else 5)
+    assert labels == made and len(made) == nets
 
 
 def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stage):
