@@ -9,6 +9,7 @@
 The loss is the cross-entropy of the tokens that the agent writes; instruction, observations and padding are context.
 `--model tiny` is a Llama of about a million parameters with a tokenizer of its own, both trained here, and reads with
 the aids of `chat.Rendering`. Any other model keeps its tokenizer, its chat template and the paper's rendering.
+--observation-loss teaches the tiny one what a pretrained one knows: what follows an action (docs/differences.md).
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import argparse
 import copy
 import math
 import time
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 import envs
 from environments import UserError
@@ -128,19 +132,29 @@ def tokens_and_mask(chat: Chat, state: State, limit: int) -> tuple[list[int], li
     return ids[:limit], wrote[:limit]
 
 
-def predictions(model: Any, ids: torch.Tensor, wrote: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (B, K, V) and their targets (B, K), -100 where the agent did not write; tokens and `wrote` are (B, T).
+def columns(wrote: torch.Tensor, ends: bool = False) -> torch.Tensor:
+    """The K positions whose prediction counts (the output layer is wide): those before a token that the agent wrote in
+    some row and, with `ends`, those where its turn has just ended. (B, T) -> (K,)."""
+    return (wrote[:, 1:] | wrote[:, :-1] & ends).any(0).nonzero()[:, 0]
 
-    Of the K columns where it wrote in some row: the others predict the user's tokens, and the output layer is wide.
-    """
-    targets = ids[:, 1:].masked_fill(~wrote[:, 1:], -100)
-    columns = wrote[:, 1:].any(0).nonzero()[:, 0]
-    return model(input_ids=ids, use_cache=False, logits_to_keep=columns).logits, targets[:, columns]
+
+def predictions(model: Any, ids: torch.Tensor, wrote: torch.Tensor, ends: bool = False) -> tuple[torch.Tensor, ...]:
+    """Logits (B, K, V) at `columns` and their targets (B, K), -100 where the agent did not write. Tokens (B, T)."""
+    targets, kept = ids[:, 1:].masked_fill(~wrote[:, 1:], -100), columns(wrote, ends)
+    return model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits, targets[:, kept]
 
 
 def sft_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Eq. (5): -sum_t log pi(a_t | s_t), summed over the agent's tokens. (B, K, V), (B, K) -> ()."""
     return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
+
+
+def observation_loss(logits: torch.Tensor, ids: torch.Tensor, wrote: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """-sum_j log p(o_j | s, a): tokens o_j of the next observation, each predicted where a ends. Logits with `ends`."""
+    end = wrote.mul(torch.arange(ids.shape[1], device=ids.device)).cummax(1).values  # of the last action so far
+    row, at = (~wrote & (end > 0) & (ids != pad_id)).nonzero(as_tuple=True)
+    predicted = logits.float().log_softmax(-1)[row, torch.searchsorted(columns(wrote, True), end[row, at])]
+    return -predicted.gather(1, ids[row, at, None]).sum()
 
 
 def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
@@ -159,30 +173,28 @@ def opening(state: State) -> tuple[tuple[str, str], ...]:
 Example = tuple[list[int], list[bool]]
 
 
+def examples_of(chat: Chat, state: State, args: argparse.Namespace) -> Iterator[Example]:
+    """The trajectory or, where an observation says all, each action alone; with --observation-loss, and its answer."""
+    said = [State(state.messages[:n], state.task) for n in range(len(opening(state)) + 1, len(state.messages) + 1)]
+    parts = [tokens_and_mask(chat, s, args.max_tokens) for s in (said if chat.rendering.markov else [state])]
+    answers = parts[1::2] if args.observation_loss else []
+    for (ids, wrote), (answer, read) in zip_longest(parts[::2], answers, fillvalue=([], [])):
+        if any(wrote[1:]):
+            yield ids + answer, wrote + read
+
+
 def collate(examples: list[Example], pad_id: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and which of them the agent wrote, (B, T) each.
 
     Padding is on the right and attention is causal: nothing that counts can see it.
     """
-    ids = torch.full((len(examples), max(len(ids) for ids, _ in examples)), pad_id)
-    wrote = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, example in enumerate(examples):
-        ids[row, : len(example[0])] = torch.tensor(example[0])
-        wrote[row, : len(example[1])] = torch.tensor(example[1])
-    return ids.to(device), wrote.to(device)
+    ids, wrote = ([torch.tensor(part) for part in parts] for parts in zip(*examples, strict=True))
+    return pad_sequence(ids, True, pad_id).to(device), pad_sequence(wrote, True, False).to(device)
 
 
 def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace) -> dict:
     training, held_out = hold_out(states)
-    if chat.rendering.markov:  # each action stands by itself
-        training, held_out = (
-            [State(s.messages[: i + 1], s.task) for s in some for i in range(len(opening(s)), len(s.messages), 2)]
-            for some in (training, held_out)
-        )
-    examples, validation = (
-        [e for e in (tokens_and_mask(chat, s, args.max_tokens) for s in some) if any(e[1][1:])]
-        for some in (training, held_out)
-    )
+    examples, validation = ([e for s in some for e in examples_of(chat, s, args)] for some in (training, held_out))
     if not examples:
         raise UserError(f"no trajectory holds an action within --max-tokens {args.max_tokens}: give it more")
     if args.model == "tiny":
@@ -202,11 +214,15 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
         for update in fit.updates():
             batch = [examples[i] for i in update]
             n_wrote = sum(sum(wrote[1:]) for _, wrote in batch)
+            n_read = sum(wrote.count(False) - wrote.index(True) for _, wrote in batch)  # behind an action
             for group in fit.share(batches(batch, lambda e: len(e[0]), args.micro_tokens)):  # gradient accumulation
                 ids, wrote = collate([batch[i] for i in group], pad_id, model.device)
                 with models.mixed_precision(model):
-                    loss = sft_loss(*predictions(model, ids, wrote))
-                fit.backward(loss / n_wrote, ids.numel())
+                    logits, targets = predictions(model, ids, wrote, bool(args.observation_loss))
+                    loss = sft_loss(logits, targets) / n_wrote
+                    if args.observation_loss and n_read:
+                        loss += args.observation_loss * observation_loss(logits, ids, wrote, pad_id) / n_read
+                fit.backward(loss, ids.numel())
             fit.step()
         figures = validate(model, chat, validation, args)
         fit.validated(-figures["held_out_loss"] if figures else None, figures)
@@ -250,8 +266,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--batch", type=at_least(1), help=f"trajectories an update ({said('batch')})")
     add("--max-tokens", type=at_least(2), default=4096, help="longer trajectories are cut (default: %(default)s)")
     add("--micro-tokens", type=at_least(1), help=f"padded tokens in memory at once ({said('micro_tokens')})")
-    may = "which actions the policy may write"
-    add("--candidates", choices=["free", "valid"], help=f"{may} ({said('candidates')})")
+    add("--candidates", choices=["free", "valid"], help=f"which actions the policy may write ({said('candidates')})")
+    answer = "weight of predicting the next observation where an action ends (default: %(default)s)"
+    add("--observation-loss", type=at_least(0, float), default=0.0, metavar="W", help=answer)
     more(made, models.add_training)
     add("--device")
     args = parse(made, argv)

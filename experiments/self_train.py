@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # What was not given to the first training the tiny model chooses again, for this number of trajectories.
     again = ["epochs", "batch", "patience", "lr", "max_tokens", "micro_tokens", "candidates", "weights", "optim"]
-    again += ["lora", "lora_alpha", "load_in"]
+    again += ["observation_loss", "lora", "lora_alpha", "load_in"]
     flags = [f"--{name.replace('_', '-')}={record[name]}" for name in again if record.get(name) is not None]
     flags += ["--gradient-checkpointing"] * bool(record.get("gradient_checkpointing"))
     flags += ["--device", args.device] if args.device else []

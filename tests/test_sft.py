@@ -93,6 +93,48 @@ def test_what_the_loss_does_not_see_does_not_move_it():
     assert loss.item() == pytest.approx(by_hand, abs=1e-4)
 
 
+def test_the_loss_of_what_was_read_by_hand():
+    """Each token that answers an action counts, predicted where the action ends; no padding, nothing before it."""
+    model = tiny_lm(CHAT)
+    (short, wrote_short), (ids, wrote) = (
+        sft.tokens_and_mask(CHAT, State(STATE.messages[:3]), 100),
+        sft.tokens_and_mask(CHAT, STATE, 100),
+    )
+    pad = CHAT.tokenizer.pad_token_id
+    batch = sft.collate([(ids, wrote), (short, wrote_short)], pad, "cpu")
+    logits, targets = sft.predictions(model, *batch, True)
+    expected = 0.0
+    for tokens, mask in ((ids, wrote), (short, wrote_short)):
+        logp = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        end = None
+        for t, token in enumerate(tokens):
+            end = t if mask[t] else end
+            expected -= 0.0 if mask[t] or end is None else logp[end, token].item()
+    assert sft.observation_loss(logits, *batch, pad).item() == pytest.approx(expected, rel=1e-4) and expected > 1
+    assert sft.sft_loss(logits, targets).item() == pytest.approx(loss_of(model, *batch).item(), rel=1e-5)  # not moved
+
+
+def test_an_agent_learns_to_predict_what_will_answer_its_action():
+    def world(i: int) -> State:  # the answer depends on the action alone
+        move, answer = [("left", "stand"), ("right", "nothing")][i % 2]
+        return State((*STATE.messages[:3], ("assistant", f"Action: {move}"), ("user", answer), ("assistant", "OK")))
+
+    def predicted(weight: float) -> list[float]:
+        """How much likelier `stand` is than `nothing`, in logits, where each of the two actions ends."""
+        torch.manual_seed(0)
+        model, states = tiny_lm(CHAT), [world(i) for i in range(8)]
+        sft.train(model, CHAT, states, arguments(epochs=30, observation_loss=weight))
+        stand, nothing = CHAT.tokenizer.convert_tokens_to_ids(["stand", "nothing"])
+        ended = [CHAT.prompt(State(STATE.messages[:3])) + CHAT.action(f"Action: {m}", "") for m in ("left", "right")]
+        logits = model(input_ids=torch.tensor(ended)).logits[:, -1]
+        return (logits[:, stand] - logits[:, nothing]).tolist()
+
+    after_left, after_right = predicted(1.0)
+    assert after_left > 1 and after_right < -1
+    after_left, after_right = predicted(0.0)  # cloned alone it says the same of both, or nothing of either
+    assert not (after_left > 1 and after_right < -1)
+
+
 def test_the_learning_rate_rises_and_falls():
     rate = [models.cosine(step, 100) for step in range(100)]
     assert rate[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])  # 3 % of the steps
@@ -116,7 +158,7 @@ def arguments(**more) -> argparse.Namespace:
     defaults = {"max_tokens": 100, "micro_tokens": 1000, "lr": 1e-2, "batch": 4, "epochs": 2, "seed": 0, "model": "x",
                 "optim": "adamw",
                 "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50, "overwrite": False,
-                "log": "jsonl", "lora": None,
+                "log": "jsonl", "lora": None, "observation_loss": 0.0,
                 "weights": "float32", "gradient_checkpointing": False, "fsdp": False}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
@@ -194,15 +236,17 @@ def test_validation_by_hand():
     assert sft.validate(Knows(), CHAT, [], arguments()) == {}
 
 
-def test_without_a_memory_each_action_is_learned_behind_its_observation_alone(monkeypatch):
+def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     chat = word_chat(markov=True)
     ids, wrote = sft.tokens_and_mask(chat, STATE, 100)
     words = ["<user>", "Observation:", "nothing", "happens", "<agent>", "Action:", "right", "<end>"]
     assert chat.tokenizer.convert_ids_to_tokens(ids) == words and wrote == [False] * 5 + [True] * 3
-    seen = []
-    monkeypatch.setattr(sft, "tokens_and_mask", lambda chat, s, n: seen.append(s.messages) or ([1, 2], [False, True]))
-    figures = sft.train(tiny_lm(chat), chat, [STATE], arguments(batch=1, epochs=1))
-    assert seen == [STATE.messages[:4], STATE.messages] and figures["steps"] == 2
+    other = sft.tokens_and_mask(chat, State(STATE.messages[:4]), 100)
+    assert list(sft.examples_of(chat, STATE, arguments())) == [other, (ids, wrote)]
+    # With --observation-loss the answer stands behind the action, where there is one.
+    answered = (other[0] + ids[:5], other[1] + [False] * 5)
+    assert list(sft.examples_of(chat, STATE, arguments(observation_loss=1.0))) == [answered, (ids, wrote)]
+    assert sft.train(tiny_lm(chat), chat, [STATE], arguments(batch=1, epochs=1))["steps"] == 2
 
 
 def test_a_limit_that_leaves_nothing_to_learn_is_an_error():
