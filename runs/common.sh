@@ -31,11 +31,11 @@ case $ENV in
               # give QNet a thousand siblings of different q
         common+=(--tasks eto) splits=(test_unseen test_seen)
         sft=(--n-expert 300 --epochs 12 --batch 4) trees=(--limit 240 --rollouts 6) qnet=(--epochs 4) ;;
-    frozenlake)  # trees wide and warm enough to meet every move from every cell
-        common+=(--env-option "map=${MAP:-lakes}") sft=(--epochs 100 --patience 100)
+    frozenlake)  # predicting what its moves lead to, without which QNet takes them for equal; trees wide and warm enough to
+                 # meet every move from every cell; 4,000 pairs are two or three trees
+        common+=(--env-option "map=${MAP:-lakes}") sft=(--epochs 100 --patience 100 --observation-loss 1)
         trees=(--depth 6 --width 4 --rollouts 600 --steps 20 --prune tail --temperature 1.5)
-        # QNet takes moves for equal until it has been trained for long; 4,000 pairs are two or three trees
-        qnet=(--batch 4000 --lr 3e-4 --epochs 80 --patience 80) ;;
+        qnet=(--batch 4000 --epochs 30 --patience 30) ;;
 esac
 
 stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $([ "$1" = -m ] && echo "$2" || echo "$1")"; "$PYTHON" "$@"; }
