@@ -30,7 +30,7 @@ nets() {  # the agent, its QNet, and nets of the same trees on other targets
     stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}" --epochs 2 --out "$RUN/base"  # for log_ratio
 }
 play() {  # NAME FLAG...: search with every score that can steer it, at one budget
-    played=(--results "$RUN/results-$1.jsonl")
+    played=(--results "$RUN/$1/results.jsonl")  # apart from the run's own: on slippery ice they are of another environment
     search --out "${played[1]}" --method scorer "${@:2}"
     [ -z "${JUDGE:-}" ] || search --out "${played[1]}" --method scorer --scorer "${judges[@]/%/=$JUDGE}" "${@:2}"
 }
