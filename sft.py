@@ -174,7 +174,7 @@ Example = tuple[list[int], list[bool]]
 
 
 def examples_of(chat: Chat, state: State, args: argparse.Namespace) -> Iterator[Example]:
-    """The trajectory or, where an observation says all, each action alone; with --observation-loss, and its answer."""
+    """The trajectory or, where an observation says all, each action alone, for --observation-loss before its answer."""
     said = [State(state.messages[:n], state.task) for n in range(len(opening(state)) + 1, len(state.messages) + 1)]
     parts = [tokens_and_mask(chat, s, args.max_tokens) for s in (said if chat.rendering.markov else [state])]
     answers = parts[1::2] if args.observation_loss else []
