@@ -19,7 +19,6 @@ import copy
 import math
 import time
 from collections.abc import Iterator
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +174,13 @@ Example = tuple[list[int], list[bool]]
 
 def examples_of(chat: Chat, state: State, args: argparse.Namespace) -> Iterator[Example]:
     """The trajectory or, where an observation says all, each action alone, for --observation-loss before its answer."""
-    said = [State(state.messages[:n], state.task) for n in range(len(opening(state)) + 1, len(state.messages) + 1)]
-    parts = [tokens_and_mask(chat, s, args.max_tokens) for s in (said if chat.rendering.markov else [state])]
-    answers = parts[1::2] if args.observation_loss else []
-    for (ids, wrote), (answer, read) in zip_longest(parts[::2], answers, fillvalue=([], [])):
+    whole = len(state.messages)
+    for n in range(len(opening(state)) + 1, whole + 1, 2) if chat.rendering.markov else [whole]:
+        shown = [n, n + 1] if args.observation_loss and n < whole else [n]
+        parts = [tokens_and_mask(chat, State(state.messages[:i], state.task), args.max_tokens) for i in shown]
+        ids, wrote = ([x for part in some for x in part] for some in zip(*parts, strict=True))
         if any(wrote[1:]):
-            yield ids + answer, wrote + read
+            yield ids, wrote
 
 
 def collate(examples: list[Example], pad_id: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,6 @@ learn_q "$RUN" "$RUN/sft"
 search --method all
 stage -m experiments.qval "${common[@]}" --run "$RUN" --trajectories 8 --references exact  # agreement with Q*
 # The same QNet for an agent that was cloned without --observation-loss, which costs an agent some of its reward.
-stage sft.py "${common[@]}" --run "$RUN" --epochs 100 --patience 100 --out "$RUN/sft-plain"
+stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}" --observation-loss 0 --out "$RUN/sft-plain"
 variant plain "agent cloned without" --sft "$RUN/sft-plain" --method greedy qlass likeliest -M 2 4 6
 report
