@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import envs
+from environments import UserError
 from qlass.chat import Rendering, State, action_key, parse_action, react
 from qlass.demonstrations import actions_by_task, cloned_from
 from qlass.driver import Sample, ask, drive
@@ -35,7 +36,7 @@ from qlass.stage import Output, at_least, more, must_exist, my_share, needed, pa
 
 # App. A.2: D = 3 on WebShop, 6 on ScienceWorld, 8 on ALFWorld (each environment's `tree_depth`). W = 3 and the bound on
 # the rollouts are ours: an unbounded tree takes up to W^(D+1).
-PAPER = {"width": 3, "rollouts": 24, "limit": 250}
+DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
 TAKES = "about two minutes with the tiny model on two cores"
 RETRIES = 2  # further draws and further rollouts for a node whose new child turned out to be a known one
 
@@ -175,12 +176,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--out", type=Path, help="default: RUN/trees.jsonl")
     add("--depth", type=at_least(0), help="D (default: 3 WebShop, 6 ScienceWorld, 8 ALFWorld and FrozenLake)")
-    add("--width", type=at_least(1), default=PAPER["width"], help="W (default: %(default)s)")
+    add("--width", type=at_least(1), default=DEFAULTS["width"], help="W (default: %(default)s)")
     said = "trajectories a tree at most (default: %(default)s; 0, the paper: any)"
-    add("--rollouts", type=at_least(0), default=PAPER["rollouts"], help=said)
+    add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help=said)
     add("--steps", type=at_least(1), help="step limit of a trajectory (default: the environment's)")
     said = "number of training tasks (default: %(default)s; 0: all)"
-    add("--limit", type=at_least(0), default=PAPER["limit"], metavar="N", help=said)
+    add("--limit", type=at_least(0), default=DEFAULTS["limit"], metavar="N", help=said)
     add("--shard", metavar="I/N", help="grow every N-th tree from the I-th on; without it, shards are joined")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
     said = "demonstrations of the expert branch (default: those that the agent was cloned from)"
@@ -205,7 +206,9 @@ def main(argv: list[str] | None = None) -> None:
 
     # From the far end of the training list: where there are more tasks than demonstrations, the agent gets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
-    trees = Output(args, complete_trees, [args.sft, args.expert], SAMPLING_FREE)
+    if not tasks:
+        raise UserError(f"{args.env}: no training tasks")
+    trees = Output(args, complete_trees, [args.sft, args.expert], SAMPLING_FREE, about=lambda line: line["task_id"])
     finished = {record["task_id"] for record in trees.records}
     demonstrations = actions_by_task(args.expert, env, shown) if args.expert else {}
     mine = my_share(tasks, args.shard)
@@ -226,7 +229,8 @@ def main(argv: list[str] | None = None) -> None:
         grown = drive(map(explore, todo), {Sample: policy.sample}, args.in_flight or env.side_by_side)
         trees.grow(grown, "trees", len(mine), len(mine) - len(todo))
     leaves = [r["reward"] for r in trees.records if r["done"] and r["source"] == "policy"]
-    figures = {"trees": len(mine), "nodes": len(trees.records), "leaves": len(leaves)}
+    n_trees = len({r["task_id"] for r in trees.records})
+    figures = {"trees": n_trees, "nodes": len(trees.records), "leaves": len(leaves)}
     figures["mean_leaf_reward"] = sum(leaves) / max(1, len(leaves))
     if cut := sum(r.get("cut_prompts", 0) for r in trees.records):
         figures["cut_prompts"] = cut
@@ -236,8 +240,8 @@ def main(argv: list[str] | None = None) -> None:
     figures["tokens"] = policy.computed if len(todo) == len(mine) else None
     trees.finish(lambda r: rank.get(r["task_id"], len(rank)), **figures)
     print(
-        f"{trees.path}: {len(mine)} trees, {len(trees.records)} nodes, "
-        f"mean reward of the agent's branches {figures['mean_leaf_reward']:.3f}"
+        f"{trees.path}: {n_trees} trees, {len(trees.records)} nodes, "
+        f"mean reward of the agent's {len(leaves)} leaves {figures['mean_leaf_reward']:.3f}"
     )
 
 

@@ -49,7 +49,7 @@ from qlass.policy import PROMPTED, SAMPLING_FREE, add_sampling, load_agent, rend
 from qlass.stage import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from train_qnet import QNet
 
-PAPER = {"M": 2, "N": 1, "limit": 400}  # App. A.2; the paper plays full test sets
+PAPER = {"M": 2, "N": 1}  # App. A.2
 COMPARED = [2, 4, 6]  # M and N of `--method all`
 PLAYERS = ("rule", "expert", "oracle")  # the environment's own
 TAKES = "seconds a task"
@@ -180,9 +180,7 @@ def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat, sampled
     if method.select == "oracle":
         best = max(trials, key=lambda trial: trial.reward)
     elif method.select == "q":  # the last action's value speaks for the trajectory
-        values = []
-        for trial in trials:
-            values += yield Score(trial.steps[-1].state, (trial.steps[-1].action,))
+        values = yield [Score(trial.steps[-1].state, (trial.steps[-1].action,)) for trial in trials]
         best = trials[values.index(max(values))]
     stepped = [len(s.candidates) if method.scorer.steps_all else 0 for trial in trials for s in trial.steps]
     steps = [
@@ -255,10 +253,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     names = ["all", "greedy", "sample", "best_of_n", *SCORERS, "scorer", *PLAYERS]
     add("--method", nargs="+", default=["qlass"], choices=names, metavar="NAME", help=", ".join(names))
     add("-M", nargs="+", type=at_least(1), help=f"candidates a step (default: {PAPER['M']}; with all: 2 4 6)")
-    add("-N", nargs="+", type=at_least(1), help=f"trajectories a task (default: {PAPER['N']}; best_of_n: 4)")
-    add("--select", choices=["q", "oracle"], default="q", help="which of N trajectories counts (default: %(default)s)")
+    add("-N", nargs="+", type=at_least(1), help=f"trajectories (default: {PAPER['N']}; best_of_n: 4; all: M's)")
+    add("--select", choices=["q", "oracle"], default="q", help="which of N counts (default: %(default)s; all: both)")
     add("--split", default="test", help="tasks to play (default: %(default)s)")
-    add("--limit", type=at_least(0), default=PAPER["limit"], metavar="N", help="tasks (default: %(default)s; 0: all)")
+    add("--limit", type=at_least(0), default=400, metavar="N", help="tasks (default: %(default)s; 0: all)")
     add("--shard", metavar="I/N", help="play every N-th task from the I-th on; without it, shards are joined")
     add("--sft", type=Path, help="the agent's checkpoint (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
@@ -298,7 +296,8 @@ def main(argv: list[str] | None = None) -> None:
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args)
         rendering = rendering_of(args.qnet, args, PROMPTED)
         qnet = QNet.from_pretrained(args.qnet, args.device, args.readout, args.load_in, args.plain, rendering)
-        answers[Score] = qnet.score
+        qnet.budget, qnet.cache_gb = args.decode_tokens, args.cache_gb
+        answers[Score] = qnet.eval().score
     if any(method.name not in PLAYERS for method in plan):
         args.sft = needed(args.sft, args.run / "sft", "sft", args)
         policy = load_agent(args)
@@ -311,10 +310,11 @@ def main(argv: list[str] | None = None) -> None:
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
 
     free = ("method", "M", "N", "select", "split", "scorer", *SAMPLING_FREE)  # each line says its own
-    out = Output(args, complete_results, [args.sft, args.qnet], free)
+    out = Output(args, complete_results, [args.sft, args.qnet], free, identity)
     finished = {identity(record): record for record in out.records}
     sources = {"demonstrations": args.sft if policy else None, "trees": args.qnet if qnet else None}
     leaks = {name: leaked(env, tasks, learned_from(path, args), name) if path else 0 for name, path in sources.items()}
+    out.known["leaks"] = out.with_earlier("leaks", leaks, max)
     sampled: dict[tuple[str, int], Trajectory] = {}  # by the agent alone, of a task and trial
     for method in plan:
         about = {"env": env.name, "split": args.split, "label": args.label, "method": method.name, "M": method.M}
@@ -328,8 +328,9 @@ def main(argv: list[str] | None = None) -> None:
 
         def play(task_id: str, method: Method = method, lines: dict = lines) -> Generator:
             fork = env.fork()
-            line = played(fork, task_id, method) if method.name in PLAYERS else None
-            return [lines[task_id] | (line or (yield from best_of(fork, task_id, method, chat, sampled)))]
+            if method.name in PLAYERS:
+                return [lines[task_id] | played(fork, task_id, method)]
+            return [lines[task_id] | (yield from best_of(fork, task_id, method, chat, sampled))]
 
         rows = drive(map(play, todo), answers, args.in_flight or env.side_by_side)
         out.grow(rows, str(method), len(lines), len(lines) - len(todo))
@@ -338,11 +339,10 @@ def main(argv: list[str] | None = None) -> None:
         reward, cut = sum(r["reward"] for r in rows) / len(rows), sum(r.get("cut_prompts", 0) for r in rows)
         said = f"; {cut} prompts lost their oldest turns" if cut else ""
         print(f"{method}: mean reward {reward:.3f} over {len(rows)} {args.split} tasks{said}", flush=True)
-    place = {identity(record)[1:]: n for n, record in reversed(list(enumerate(out.records)))}
+    place = {kind: n for n, kind in enumerate(dict.fromkeys(identity(record)[1:] for record in out.records))}
     rank = {task: n for n, task in enumerate(env.task_ids(args.split))}
     computed = {"policy": policy.computed if policy else 0, "qnet": qnet.computed if qnet else 0}
     figures = {"computed_tokens": out.with_earlier("computed_tokens", computed, operator.add, stopped=None)}
-    figures["leaks"] = out.with_earlier("leaks", leaks, max)
     out.finish(lambda r: (place[identity(r)[1:]], rank.get(r["task_id"], 0)), **figures)
 
 

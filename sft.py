@@ -121,14 +121,14 @@ def tiny_model(states: list[State], vocabulary: int = 4096) -> tuple[Any, Any, R
 
 
 def tokens_and_mask(chat: Chat, state: State, limit: int) -> tuple[list[int], list[bool]]:
-    """The trajectory's tokens and which of them the agent wrote (Eq. 5's a_t), cut at `limit` tokens."""
+    """The trajectory's tokens and which of them the agent wrote (Eq. 5's a_t, and OK), cut at `limit`."""
     ids: list[int] = []
     wrote: list[bool] = []
     runs = chat.message_tokens(state)
     for (role, _), run in zip(state.messages[len(state.messages) - len(runs) :], runs, strict=True):
         ids += run
         wrote += [role == "assistant"] * len(run)
-    return ids[:limit], wrote[:limit]
+    return ids[: chat.context][:limit], wrote[: chat.context][:limit]
 
 
 def columns(wrote: torch.Tensor, ends: bool = False) -> torch.Tensor:
@@ -152,8 +152,8 @@ def observation_loss(logits: torch.Tensor, ids: torch.Tensor, wrote: torch.Tenso
     """-sum_j log p(o_j | s, a): tokens o_j of the next observation, each predicted where a ends. Logits with `ends`."""
     end = wrote.mul(torch.arange(ids.shape[1], device=ids.device)).cummax(1).values  # of the last action so far
     row, at = (~wrote & (end > 0) & (ids != pad_id)).nonzero(as_tuple=True)
-    predicted = logits.float().log_softmax(-1)[row, torch.searchsorted(columns(wrote, True), end[row, at])]
-    return -predicted.gather(1, ids[row, at, None]).sum()
+    k = torch.searchsorted(columns(wrote, True), end[row, at])
+    return -logits.float().log_softmax(-1)[row, k, ids[row, at]].sum()
 
 
 def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
@@ -197,9 +197,9 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
     examples, validation = ([e for s in some for e in examples_of(chat, s, args)] for some in (training, held_out))
     if not examples:
         raise UserError(f"no trajectory holds an action within --max-tokens {args.max_tokens}: give it more")
-    if args.model == "tiny":
-        args.batch = min(args.batch, math.ceil(len(examples) / 4))
-    if args.epochs is None:  # the tiny model, if nothing else was asked for
+    if args.batch is None:  # the tiny model, if nothing else was asked for
+        args.batch = min(TINY["batch"], math.ceil(len(examples) / 4))
+    if args.epochs is None:  # likewise
         args.epochs = max(TINY["epochs"], math.ceil(TINY_STEPS / math.ceil(len(examples) / args.batch)))
     longest = max(len(ids) for ids, _ in examples)
 
@@ -214,7 +214,7 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
         for update in fit.updates():
             batch = [examples[i] for i in update]
             n_wrote = sum(sum(wrote[1:]) for _, wrote in batch)
-            n_read = sum(wrote.count(False) - wrote.index(True) for _, wrote in batch)  # behind an action
+            n_read = sum(wrote[wrote.index(True) :].count(False) for _, wrote in batch)  # behind an action
             for group in fit.share(batches(batch, lambda e: len(e[0]), args.micro_tokens)):  # gradient accumulation
                 ids, wrote = collate([batch[i] for i in group], pad_id, model.device)
                 with models.mixed_precision(model):
@@ -231,7 +231,7 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
 
 @torch.no_grad()
 def validate(model: Any, chat: Chat, examples: list[Example], args: argparse.Namespace) -> dict:
-    """Loss a token, and the share of actions whose every token is the likeliest, behind the expert's own history."""
+    """Loss a token, and the share of turns whose every token is the likeliest, behind the expert's own history."""
     if not examples:
         return {}
     model.eval()
@@ -301,9 +301,9 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
     env = envs.from_arguments(args)
-    tiny = TINY | {"epochs": None, "n_expert": env.demonstrations}  # `train` counts the epochs
+    tiny = TINY | {"epochs": None, "batch": None, "n_expert": env.demonstrations}  # `train` settles the first two
     settle(args, tiny if args.model == "tiny" else PAPER | ({"lr": models.LR} if args.lora else {}))
-    args.out = checkpoint_folder(args.out or args.run / "sft")
+    args.out = checkpoint_folder(args.out or args.run / "sft", args.model)
     args.fsdp = processes.start(args.fsdp)
     lock = only_writer(args.out) if processes.first() else None
     torch.manual_seed(args.seed)
@@ -342,8 +342,8 @@ def main(argv: list[str] | None = None) -> None:
     metadata.write_meta(args.out, asked, [args.expert], **figures, seconds=time.time() - started)
     finish(args.out)
     release(lock)
-    parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"{args.out}: {parameters:.2f} M parameters, {len(states)} trajectories, loss {figures['loss']:.3f}")
+    size, loss = model.num_parameters() / 1e6, figures["loss"]
+    print(f"{args.out}: {size:.2f} M parameters, {len(states)} trajectories, loss {loss:.3f}")
 
 
 if __name__ == "__main__":

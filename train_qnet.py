@@ -38,18 +38,18 @@ from qlass.jsonl import checkpoint_folder, read_trees, replacing_folder
 from qlass.locks import only_writer, release
 from qlass.memory import check_memory, estimate
 from qlass.packing import PackedPairs, Pair, loss_tokens, pack_pairs, packed_loss, packed_scores, pairs_of
-from qlass.policy import Policy
+from qlass.policy import PROMPTED, Policy, add_prompted, rendering_of
 from qlass.prompt_cache import reader
 from qlass.stage import at_least, choices, more, parse, parser, settle
 from qlass.stats import spearman
-from qlass.token_tree import batches
+from qlass.token_tree import batches, like_a_tree
 from qlass.training import Training, finish, is_trained
 
 # Table 5 and Eq. (11); why the tiny model's loss is on the last token: docs/last_token.md
 PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096, "micro_tokens": 8192}
 TINY = {"epochs": 8, "lr": 1e-3, "batch": 64, "loss_on": "last", "max_tokens": 1024, "micro_tokens": 2048}
 SMALL = 50_000_000  # parameters, below which the settings are TINY's
-HELD_OUT = slice(None, None, 10)  # every tenth tree is not trained on
+HELD_OUT = 10  # every tenth tree is not trained on
 TAKES = "about three minutes with the tiny model on two cores"
 MEASURED = 50  # trees at most, when training is over
 
@@ -64,7 +64,7 @@ class QNet(nn.Module):
         self.head = nn.Sequential(  # App. A.2: two hidden layers of 1024, ReLU
             nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)
         ).to(backbone.device)  # fmt: skip
-        self.reader, self.budget = reader(backbone), 16_384
+        self.budget, self.cache_gb = 16_384, None  # as Policy's
         self.computed = 0  # tokens put through the net for scores, padding included
         self._known: dict[tuple[State, str], float] = {}
 
@@ -77,7 +77,7 @@ class QNet(nn.Module):
 
     def train(self, mode: bool = True) -> QNet:
         """Training changes the weights: what was computed with the old ones is forgotten."""
-        self.reader, self._known = reader(self.backbone), {}
+        self.reader, self._known = reader(self.backbone, self.cache_gb), {}
         return super().train(mode)
 
     @torch.inference_mode()
@@ -161,8 +161,8 @@ def packed_trees(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) 
 def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
     packs, validation = packed_trees(qnet, trees, args), packed_trees(qnet, held_out, args)
     longest = max(len(p.tree) for p in packs)
-    memory = estimate(qnet, qnet.backbone, lambda ids: qnet(input_ids=ids, use_cache=False), args, longest)
-    check_memory(memory, qnet.backbone.device)
+    read = lambda ids: qnet(**like_a_tree(qnet.backbone, ids), use_cache=False)  # noqa: E731
+    check_memory(estimate(qnet, qnet.backbone, read, args, longest), qnet.backbone.device)
     optimizer = models.adamw((p for p in qnet.parameters() if p.requires_grad), args.lr, args.optim)
     data = (values for p in packs for values in (p.tree.ids, p.weighted_q))
     fit = Training("qnet", qnet, optimizer, args, [p.pairs for p in packs], data)
@@ -195,7 +195,7 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
     the action yet. `spearman` is the global rank correlation, which a net that only knows V(s) can reach too.
     """
     right, total, apart, labelled = 0.0, 0, 0.0, 0.0
-    flat = [(p.q, scores[p.state, p.action]) for tree in trees for p in tree if (p.state, p.action) in scores]
+    flat = [(p.q, scores[p.state, p.action]) for tree in trees for p in tree]
     for tree in trees:
         siblings: dict[State, list[Pair]] = {}
         for p in tree:
@@ -261,7 +261,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--max-tokens", type=at_least(1), help=f"of a packed tree ({said('max_tokens')})")
     add("--micro-tokens", type=at_least(1), help=f"padded tokens in memory at once ({said('micro_tokens')})")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
-    more(made, lambda made: made.add_argument("--truncate", choices=["oldest"], help="as the trees were grown"))
+    more(made, add_prompted)  # as the trees were grown
     add("--device")
     args = parse(made, argv)
     if args.lora and args.freeze:
@@ -275,12 +275,12 @@ def to_train(args: argparse.Namespace) -> QNet:
     torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
     float32 = not (args.lora or args.freeze or args.weights == "bf16")  # all weights are trained
     backbone, chat = models.load_checkpoint(
-        args.sft, transformers.AutoModel, args.device, args.load_in, train=float32, divide=args.fsdp
-    )
-    chat.rendering.truncate = args.truncate or chat.rendering.truncate
+        args.sft, transformers.AutoModel, args.device, args.load_in, float32, args.plain,
+        rendering_of(args.sft, args, PROMPTED), args.fsdp,
+    )  # fmt: skip
     qnet = QNet(backbone, chat, readout=args.readout)
     small = sum(p.numel() for p in backbone.parameters()) < SMALL
-    settle(args, TINY if small else PAPER | ({"lr": models.LR} if args.lora else {}))
+    settle(args, (TINY if small else PAPER) | ({"lr": models.LR} if args.lora else {}))
     backbone.requires_grad_(not args.freeze)
     if args.lora:
         models.add_lora(backbone, args.lora, args.lora_alpha)
@@ -296,13 +296,13 @@ def main(argv: list[str] | None = None) -> None:
     if processes.count() > 1:  # one process makes what is missing
         stage.must_exist(args.labels or args.run / "q_labels.jsonl", args.sft or args.run / "sft")
     args.labels = stage.needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
-    args.out = checkpoint_folder(args.out or args.run / "qnet")
+    args.out = checkpoint_folder(args.out or args.run / "qnet", args.sft or args.run / "sft")
     lock = only_writer(args.out) if processes.first() else None
 
     trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
     if not any(trees):
         raise UserError(f"{args.labels}: no trees with actions")
-    held_out, training = trees[HELD_OUT], [t for i, t in enumerate(trees) if i % 10] or trees
+    held_out, training = trees[::HELD_OUT], [t for i, t in enumerate(trees) if i % HELD_OUT] or trees
     trained_on = {t[0].state for t in training if t}
     if both := sum(t[0].state in trained_on for t in held_out if t) * (training is not trees):
         print(f"warning: {both} of {len(held_out)} held-out trees are of tasks that are trained on", file=sys.stderr)
@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> None:
     about = {"trees": len(trees), **figures}
     metadata.write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
 
-    policy = Policy.load(args.sft, args.device, args.seed, args.load_in)
+    policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, qnet.chat.rendering)
     for name, some in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
         about[name] = ranking(qnet, some, packed_trees(qnet, some, args), args)
         of_policy = sibling_accuracy(some, policy_scores(policy, some))

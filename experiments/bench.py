@@ -144,7 +144,7 @@ def tokens(n: int = 16) -> Iterator[Figure]:
 def packed_trees(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
     """The same, each token of the tree once."""
     total, packs = 0.0, list(pack_pairs(net.chat, pairs, "all", max_tokens=1024))
-    for group in batches(packs, lambda p: len(p.tree), train_qnet.arguments([]).micro_tokens):
+    for group in batches(packs, lambda p: len(p.tree), train_qnet.TINY["micro_tokens"]):
         loss = packed_loss(net, [packs[i] for i in group])
         loss.backward()
         total += loss.item()

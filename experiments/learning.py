@@ -28,7 +28,8 @@ from qlass.jsonl import checkpoint_folder
 from qlass.memory import check_memory, estimate
 from qlass.metadata import write_meta
 from qlass.policy import Policy
-from qlass.stage import Output, at_least, handed_on, more, needed, parser, progress, settle
+from qlass.stage import Output, at_least, handed_on, more, must_exist, needed, parser, progress, settle
+from qlass.training import random_state, set_random_state
 from sft import predictions, sft_loss
 
 WARMUP = 4  # updates
@@ -62,8 +63,9 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> tuple[Any,
     """
     models.check_training(args)
     args.fsdp = processes.start(args.fsdp)
-    with processes.in_turn():
-        args.sft = needed(args.sft, args.run / "sft", "sft", args)
+    if processes.count() > 1:  # one process makes what is missing
+        must_exist(args.sft or args.run / "sft")
+    args.sft = needed(args.sft, args.run / "sft", "sft", args)
     torch.manual_seed(args.seed)
     with processes.in_turn(args.fsdp):
         model, chat = to_train(args)
@@ -207,6 +209,7 @@ def learn(
     if lines:
         processes.set_weights(model, saved["model"])
         processes.set_moments(optimizer, saved["optimizer"])
+        set_random_state(saved["random"])
     tested = env.task_ids("val")[: args.val or None]
 
     def batches() -> Iterator[dict]:
@@ -229,7 +232,7 @@ def learn(
             state = processes.whole({"model": processes.trained(model), "optimizer": optimizer.state_dict()})
             if out:
                 draft = resume.with_suffix(".draft")
-                torch.save(state | {"lines": len(lines)}, draft)
+                torch.save(state | {"lines": len(lines), "random": random_state()}, draft)
                 draft.replace(resume)
     best, last = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"]), lines[-1]
     figures = {"best": best, "last": last, "passes": passes, "stopped": why or None}

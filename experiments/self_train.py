@@ -190,6 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     flags = [f"--{name.replace('_', '-')}={record[name]}" for name in again if record.get(name) is not None]
     flags += ["--gradient-checkpointing"] * bool(record.get("gradient_checkpointing"))
     flags += ["--device", args.device] if args.device else []
+    flags += ["--overwrite"] * args.overwrite
     flags += ["--model", record["model"], "--expert", str(merged), "--n-expert", str(len(expert) + len(new))]
     sft.main([*handed_on(args), *flags, "--out", str(out)])
     print(f"next: python q_search.py {' '.join(handed_on(args))} --sft {out} --label {args.name} --method greedy "

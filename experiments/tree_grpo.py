@@ -9,9 +9,10 @@
     python q_search.py --env webshop --method greedy --sft runs/webshop/sft-tree_grpo --label tree_grpo \\
                        --out runs/webshop/results-tree_grpo.jsonl
 
-A task's leaves are a group, and so are the leaves of each of its trees. A trajectory's advantage is its reward minus
-its group's mean, and every action on it gets that advantage. An action above a branching is on several trajectories
-and gets the sum: outcome rewards become a signal for steps, without a value network.
+A task's leaves are a group, and so are the leaves of each of its trees. A trajectory's advantage is how many standard
+deviations its reward is above its group's mean, for both groups together, and every action on it gets that advantage.
+An action above a branching is on several trajectories, and learns from each: outcome rewards become a signal for steps,
+without a value network.
 
 Where it differs from the released code (AMAP-ML/Tree-GRPO): chains and trees have the same warm-up (there .5 and .285
 of the run); log-probabilities are of the distribution that was sampled from (there top-p .95 against the full softmax);

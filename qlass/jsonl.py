@@ -192,9 +192,14 @@ def discard(folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def checkpoint_folder(folder: Path) -> Path:
-    """Where a checkpoint is to go: a new folder, an empty one, or an older checkpoint, which it will replace."""
+def checkpoint_folder(folder: Path, read: str | Path | None = None) -> Path:
+    """Where a checkpoint is to go: a new folder, an empty one, or an older checkpoint, which it will replace.
+
+    Not the one that is `read`.
+    """
     folder = folder.absolute() if not folder.name else folder  # "." has no name
+    if read and folder.resolve() == Path(read).resolve():
+        raise UserError(f"{folder}: is what the training starts from: name another --out")
     if folder.exists() and not (folder / "config.json").exists() and (folder.is_file() or any(folder.iterdir())):
         raise UserError(f"{folder}: holds something else than a checkpoint, which would be lost: name another --out")
     return folder

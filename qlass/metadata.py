@@ -60,7 +60,10 @@ def plain(args: argparse.Namespace) -> dict[str, Any]:
 def write_meta(
     output: str | Path, args: argparse.Namespace, inputs: Iterable[Path | None] = (), **figures: Any
 ) -> None:
-    """How `output` came about: arguments, versions, commit, hashes of the inputs, and the figures of the run."""
+    """How `output` came about: arguments, versions, commit, hashes of the inputs, and the figures of the run.
+
+    A commit ends in -dirty where files were changed since.
+    """
     versions = {}
     for package in ("torch", "transformers", "numpy", "gymnasium"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -68,7 +71,7 @@ def write_meta(
     commit, clone = "", Path(__file__).parents[1]
     with contextlib.suppress(OSError):  # a machine without git
         if (clone / ".git").exists():  # else it is installed, perhaps below another project's repository
-            command = ["git", "-C", clone, "rev-parse", "HEAD"]
+            command = ["git", "-C", clone, "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
             commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     record = {
         "arguments": plain(args),
@@ -111,8 +114,9 @@ def located(arguments: dict[str, Any], name: str, output: Path) -> Path | None:
 
 
 def same_arguments(
-    output: str | Path, args: argparse.Namespace, free: Iterable[str] = (), inputs_too: bool = True
-) -> None:
+    output: str | Path, args: argparse.Namespace, free: Iterable[str] = (), inputs_too: bool = True,
+    way_out: str = "--overwrite starts again, another --out or --run keeps both",
+) -> None:  # fmt: skip
     """Resuming is only sound with the arguments and the inputs that the output was begun with.
 
     An input that lies elsewhere now, as in a run folder that was moved, is the same if its content is.
@@ -123,7 +127,6 @@ def same_arguments(
     if not {"arguments", "inputs"} <= old.keys():
         raise UserError(f"{meta_path(output)}: not the metadata of {output}; delete it, or name another --out")
     begun, inputs = old["arguments"], dict(old["inputs"])
-    way_out = "--overwrite starts again, another --out or --run keeps both"
     now = {name: value for name, value in plain(args).items() if name not in (*FREE, *free)}
     changed = {name: value for name, value in now.items() if begun.get(name, value) != value}
     for name, value in list(changed.items()):

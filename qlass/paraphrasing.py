@@ -92,13 +92,10 @@ class Server(Endpoint):
     """An OpenAI-compatible chat server (vLLM, SGLang, llama.cpp, OpenAI) that answers `Reword` requests."""
 
     def __init__(self, url: str, timeout: float = 60, attempts: int = 3, pause: float = 1) -> None:
-        self.tokens = 0  # read and written by the server, where it reports them
         self.known: dict[Reword, str] = {}
         super().__init__(url, "--paraphrase-server", timeout, attempts, pause, "use --paraphrase for the bundled rules")
 
-    def ask(self, request: Reword) -> tuple[str, int]:
-        """The wording, and the tokens that it took."""
-        tokens = 0
+    def ask(self, request: Reword) -> str:
         for attempt in range(self.attempts):
             body = {
                 "model": self.model, "messages": [{"role": "user", "content": PROMPT + request.task}],
@@ -109,16 +106,13 @@ class Server(Endpoint):
                 text = reply["choices"][0]["message"]["content"] or ""
             except (KeyError, IndexError, TypeError):
                 raise UserError(f"--paraphrase-server {self.url}: no chat completion in its answer {reply}") from None
-            tokens += (reply.get("usage") or {}).get("total_tokens", 0)
             if text := " ".join(text.split()).strip("\"' "):
-                return text, tokens
+                return text
         raise UserError(f"--paraphrase-server {self.url}: {self.model} has no words for {request.task!r}")
 
     def __call__(self, requests: list[Reword]) -> list[str]:
         """Answers to `Reword` requests, eight at a time; each is asked for once."""
         fresh = [r for r in dict.fromkeys(requests) if r.index and r not in self.known]
         with ThreadPoolExecutor(8) as pool:
-            for request, (text, tokens) in zip(fresh, pool.map(self.ask, fresh), strict=True):
-                self.known[request] = text
-                self.tokens += tokens
+            self.known |= zip(fresh, pool.map(self.ask, fresh), strict=True)
         return [self.known[r] if r.index else r.task for r in requests]

@@ -284,19 +284,26 @@ RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # wher
 SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight", "server")  # a run may resume with others
 
 
+def add_prompted(parser: Any) -> None:
+    """The flags of PROMPTED."""
+    parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
+    said = "leave out the oldest turns of a prompt beyond the model's context"
+    parser.add_argument("--truncate", choices=["oldest"], help=said)
+
+
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """The flags of a stage that samples from the agent, besides --temperature and --load-in; for `load_agent`."""
-    add = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)").add_argument
-    add("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
+    group = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)")
+    add_prompted(group)
+    add = group.add_argument
     add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text: the likeliest that hold P together")
     add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
     add("--stop", nargs="+", metavar="TEXT", help="texts that end an action, as the end of the turn does")
     add("--think", action="store_true", default=None, help="let a reasoning model think before it acts")
-    add("--truncate", choices=["oldest"], help="leave out the oldest turns of a prompt beyond the model's context")
     add("--plain", action="store_true", help="one sequence at a time, for models that read no token trees")
     add("--cache-gb", type=at_least(0, float), metavar="G", help="room for read prompts (default: 1/4 of free memory)")
     add("--decode-tokens", type=at_least(1), default=16_384, metavar="N", help="of a batch (default: %(default)s)")
-    add("--in-flight", type=at_least(1), metavar="N", help="trees or episodes side by side (default: 64)")
+    add("--in-flight", type=at_least(1), metavar="N", help="trees or episodes side by side (default: 64; sciworld: 4)")
     add("--server", metavar="URL[,URL]", help="sample on OpenAI-compatible servers (URL[#MODEL]) of this checkpoint")
 
 

@@ -133,6 +133,8 @@ class ServerPolicy:
         """One exchange with the server that has the least to do; with another one if that fails for good."""
         while True:
             with self._lock:
+                if not self.open:
+                    raise UserError("--server: none answers any more; what is written so far is kept")
                 at = min(self.open, key=self.open.__getitem__)
                 self.open[at] += 1
             try:

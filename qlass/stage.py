@@ -201,12 +201,13 @@ class Output(Resumable):
     """A stage's JSONL output: one writer, the same arguments whenever it resumes, progress shown, metadata beside it.
 
     complete(records): how many of the lines read so far form complete groups (jsonl.Resumable). free: the arguments
-    that may change from call to call. With --shard I/N the shard has a file of its own; without, shards are taken in.
+    that may change from call to call. With --shard I/N the shard has a file of its own; without, shards are taken in,
+    but for what is there already: about(line), a tree's task or what a result is of, is that of one group alone.
     """
 
     def __init__(
         self, args: argparse.Namespace, complete: Callable[[list[dict]], int], inputs: Iterable[Path | None] = (),
-        free: Iterable[str] = (),
+        free: Iterable[str] = (), about: Callable[[dict], Any] = dumps,
     ) -> None:  # fmt: skip
         self.args, self.inputs, self.started, self.grown = args, list(inputs), time.time(), False
         shard, output = getattr(args, "shard", None), Path(args.out)
@@ -218,17 +219,20 @@ class Output(Resumable):
         free = ("limit", *free)
         if path.exists():
             same_arguments(path, args, free)
+            if path.stat().st_size and not read_meta(path) and not complete_records(path, complete)[0]:
+                raise UserError(f"{path}: holds something else, which would be lost: name another --out")
         super().__init__(path, complete)
-        self.earlier = read_meta(path)  # of the last call, which has added up those before it
+        self.earlier = read_meta(path) if self.records else {}  # of the last call, which has added up those before it
+        self.known: dict[str, Any] = {}  # figures that are known before the work is done
         for part in [] if shard else sorted(output.parent.glob(f"{output.stem}.*-of-*{output.suffix}")):
-            same_arguments(part, args, free)
-            known = set(map(dumps, self.records))
-            self.append([r for r in complete_records(part, complete)[0] if dumps(r) not in known])
+            same_arguments(part, args, free, way_out="it would be joined with the others; delete it to leave it out")
+            known = set(map(about, self.records))
+            self.append([r for r in complete_records(part, complete)[0] if about(r) not in known])
         self.begun = bool(self.records)
 
     def append(self, group: Iterable[dict]) -> None:
         if group and not self.grown:  # before the first line, so that no file is ever without its metadata
-            write_meta(self.path, self.args, self.inputs)
+            write_meta(self.path, self.args, self.inputs, **self.known)
             self.grown = True
         super().append(group)
 
@@ -252,7 +256,8 @@ class Output(Resumable):
                 out.writelines(map(dumps, in_order))
             self.records = in_order
         if self.grown or "seconds" not in read_meta(self.path):  # a stop may have come behind the last line
-            write_meta(self.path, self.args, self.inputs, **figures, seconds=time.time() - self.started)
+            seconds = time.time() - self.started
+            write_meta(self.path, self.args, self.inputs, **self.known, **figures, seconds=seconds)
         release(self.lock)
 
 

@@ -79,6 +79,7 @@ class Progress:
     step: int = 0  # completed, of all epochs
     tokens: int = 0
     losses: list[float] = dataclasses.field(default_factory=list)  # of the current epoch's updates
+    recent: list[float] = dataclasses.field(default_factory=list)  # losses of the last updates, FIRST at most
     highest: float = 0.0  # loss of the first updates
     curve: list[dict] = dataclasses.field(default_factory=list)  # one entry an epoch
     best: int | None = None  # the epoch of the best validation score, from 1
@@ -206,8 +207,8 @@ class Training:
         at = self.at
         if at.step < FIRST:
             at.highest = max(at.highest, loss)
-        recent = [*at.losses, loss][-FIRST:]
-        exploded = len(recent) == FIRST and sum(recent) / FIRST > EXPLODED * at.highest
+        at.recent = [*at.recent, loss][-FIRST:]
+        exploded = sum(at.recent) / FIRST > EXPLODED * at.highest
         if exploded or not (math.isfinite(loss) and math.isfinite(norm)):
             raise UserError(
                 f"{self.name}: stopped at update {at.step + 1}: loss {loss:.3g}, gradient norm {norm:.3g}; the last "
@@ -240,11 +241,8 @@ class Training:
         return content
 
     def _save(self) -> None:
-        random = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            random["cuda"] = torch.cuda.get_rng_state()
         self._write("last.pt", {
-            "about": self.about, "progress": dataclasses.asdict(self.at), "random": random,
+            "about": self.about, "progress": dataclasses.asdict(self.at), "random": random_state(),
             "weights": processes.trained(self.model), "optimizer": self.optimizer.state_dict(),
         })  # fmt: skip
 
@@ -260,9 +258,19 @@ class Training:
         self.at = Progress(**saved["progress"])
         processes.set_weights(self.model, saved["weights"])
         processes.set_moments(self.optimizer, saved["optimizer"])
-        torch.set_rng_state(saved["random"]["cpu"])
-        if "cuda" in saved["random"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state(saved["random"]["cuda"])
+        set_random_state(saved["random"])
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Of dropout, and of RoundedAdamW."""
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state()} | cuda
+
+
+def set_random_state(saved: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(saved["cpu"])
+    if "cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
 
 
 def is_trained(args: argparse.Namespace, inputs: Iterable[Path]) -> bool:

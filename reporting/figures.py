@@ -196,17 +196,12 @@ def learning(curves: dict[str, list[list[dict]]]) -> Figure | None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.5, 4.2), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
-        # A run at equal steps (runs/tree_grpo.sh) is the one at equal tokens, stopped earlier or later.
-        learners = list(dict.fromkeys(name.removesuffix("-steps") for name in curves))
         for axes, cost in zip(panels, ("tokens", "env_steps"), strict=True):
-            drawn = set()
-            for name, run in ((name.removesuffix("-steps"), run) for name, runs in curves.items() for run in runs):
-                i = learners.index(name)
-                tested = [line for line in run if line["val"] is not None]
+            for i, (name, runs) in enumerate(curves.items()):
                 look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
-                label = None if name in drawn else name
-                axes.plot([x[cost] for x in tested], [x["val"] for x in tested], label=label, linewidth=1, **look)
-                drawn.add(name)
+                for k, run in enumerate(runs):
+                    tested, look["label"] = [line for line in run if line["val"] is not None], None if k else name
+                    axes.plot([x[cost] for x in tested], [x["val"] for x in tested], linewidth=1, **look)
             axes.set_xlabel({"tokens": "training tokens, each unique one once", "env_steps": "environment steps"}[cost])
             axes.xaxis.set_major_locator(MaxNLocator(5))  # more six-digit numbers overlap
             axes.xaxis.set_major_formatter("{x:,.0f}")

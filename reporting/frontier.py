@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import matplotlib as mpl
@@ -25,34 +24,34 @@ TASKS = (100, 1_000, 10_000)
 TRAINED = 3  # passes of an update
 
 
-def record(path: str | Path | None) -> dict:
-    """The metadata of an output, {} where there is none."""
-    return read_meta(path) if path else {}
-
-
-def argument(made: dict, name: str) -> str | None:
-    return made.get("arguments", {}).get(name)
-
-
 def training_tokens(group: Group) -> float:
     """What was spent on the agent after cloning, and on QNet and its trees where Q is asked for (NaN: unknown)."""
     total, files = 0.0, {result.where[0] for result in group.results.values()}  # a file a seed
+    asks_q = group.condition.method == "qlass" or group.condition.select == "q"
     for results in files:
-        made = record(results)
-        agent = record(argument(made, "sft"))
-        played = record(argument(agent, "expert"))  # by self_train: cloned again, from what it kept
-        trees = {argument(played, "trees"), argument(record(argument(agent, "labels")), "trees")}
-        last = agent.get("last", {})
-        total += agent.get("passes", 0) * last.get("tokens", 0) + last.get("played", 0)
-        if "kept" in played:
-            total += TRAINED * agent.get("tokens", 0) + played.get("tokens", 0)
-        if group.condition.method == "qlass" or group.condition.select == "q":
-            qnet = record(argument(made, "qnet"))
-            trees.add(argument(record(argument(qnet, "labels")), "trees"))
-            total += TRAINED * qnet.get("tokens", 0)
-        tokens = [record(path).get("tokens", 0) for path in trees]
-        total += math.nan if None in tokens else sum(tokens)  # null: of trees that were resumed
+        used, counted = read_meta(results).get("arguments", {}), set()
+        total += sum(spent(name, used.get(name), counted) for name in ("sft", "qnet")[: 1 + asks_q])
     return total / max(1, len(files))
+
+
+def spent(kind: str, path: str | None, counted: set[str]) -> float:
+    """What this agent, QNet or file cost and, each once, all that it was made from."""
+    if path is None or path in counted:
+        return 0.0
+    counted.add(path)
+    made = read_meta(path)
+    if not made:  # from elsewhere: an agent and demonstrations are what all begin with
+        return 0.0 if kind in ("sft", "expert") else math.nan
+    used, tokens = made.get("arguments", {}), made.get("tokens", 0)
+    if tokens is None:  # of trees that were resumed
+        own = math.nan
+    elif kind == "sft" and "last" in made:  # of a learner: its last line
+        own = made["passes"] * made["last"]["tokens"] + made["last"].get("played", 0)
+    elif kind == "sft":  # cloned: at first, or again from what self_train kept
+        own = TRAINED * tokens if used.get("expert") and "kept" in read_meta(used["expert"]) else 0
+    else:  # demonstrations that were not sampled have no tokens, nor have labels
+        own = TRAINED * tokens if kind == "qnet" else tokens
+    return own + sum(spent(name, used.get(name), counted) for name in ("sft", "expert", "trees", "labels", "qnet"))
 
 
 def agent_of(label: str) -> tuple[str, bool]:

@@ -53,7 +53,7 @@ def render(content: dict) -> str:
 def provenance(path: Path) -> str:
     """Commit and time from the metadata beside a file, where there is some."""
     record = metadata.read_meta(path)
-    return escape(f", commit {str(record.get('commit'))[:12]}, written {record.get('written')}") if record else ""
+    return escape(f", commit {record.get('commit')}, written {record.get('written')}") if record else ""
 
 
 def picture(path: Path) -> str:

@@ -41,7 +41,7 @@ keep() {  # NAME COPY: the agent as it is now
 learn() {  # MODULE NAME FLAG...: one training, as NAME-tokens and NAME-env_steps what it is at either budget
     local budget
     for budget in env_steps tokens; do  # as they are spent
-        [ ! -d "$RUN/sft-$2-$budget" ] || continue
+        [ ! "$RUN/sft-$2-$budget.meta.json" -nt "$RUN/sft.meta.json" ] || continue  # an agent cloned since is refused
         train "$1" "$2" "$budget" "${@:3}"
         keep "$2" "$2-$budget"
     done

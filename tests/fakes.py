@@ -106,10 +106,13 @@ def run(generator: Generator, answer: Callable[[Any], Any]) -> tuple[Any, list]:
     requests, reply = [], None
     while True:
         try:
-            requests.append(generator.send(reply))
+            asked = generator.send(reply)
         except StopIteration as stop:
             return stop.value, requests
-        reply = answer(requests[-1])
+        several = asked if isinstance(asked, list) else [asked]
+        requests += several
+        replies = [answer(request) for request in several]
+        reply = replies if several is asked else replies[0]
 
 
 def path_of(state: State) -> tuple[str, ...]:

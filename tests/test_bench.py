@@ -1,7 +1,6 @@
 import json
 
 import pytest
-import torch
 
 import envs
 from bellman import label
@@ -42,18 +41,19 @@ def test_an_environment_without_snapshots_gets_back_by_playing(shop):
 
 def test_both_ways_train_alike(shop):
     model, chat = bench.random_agent(shop, "valid")
-    (tree,) = bench.grow(shop.fork, shop.task_ids("train")[:1], Policy(model, chat), 64)
-    for node, reward in zip(tree, [0.1, 0.7, 0.3] * len(tree), strict=False):
-        node["reward"] = reward
-    net, pairs = QNet(model.model, chat).train(), pairs_of(label(tree, "q", 0.9))
+    trees = bench.grow(shop.fork, shop.task_ids("train")[:3], Policy(model, chat), 64)  # more than one pack
+    for tree in trees:
+        for node, reward in zip(tree, [0.1, 0.7, 0.3] * len(tree), strict=False):
+            node["reward"] = reward
+    net, pairs = QNet(model.model, chat).train(), [pair for tree in trees for pair in pairs_of(label(tree, "q", 0.9))]
     done = []
     for way in (bench.one_pair_at_a_time, bench.packed_trees):
         net.zero_grad()
         done.append((*way(net, pairs), [p.grad.clone() for p in net.parameters()]))
     (plain, plain_tokens, plain_grads), (ours, tokens, grads) = done
-    assert ours == pytest.approx(plain, rel=1e-4) and tokens < plain_tokens / 2
+    assert ours == pytest.approx(plain, rel=1e-4) and 1024 < tokens < plain_tokens / 2
     for a, b in zip(plain_grads, grads, strict=True):
-        assert torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(a.abs().max()))
+        assert float((a - b).norm() / a.norm()) < 1e-3
 
 
 def test_a_walk_tells_what_each_step_does():

@@ -260,6 +260,28 @@ def test_the_file_is_the_same_wherever_a_run_was_stopped(build, tmp_path, monkey
     assert build("--seed", "1", out="other.jsonl") != whole
 
 
+def test_shards_of_a_run_that_was_begun_whole_add_the_trees_it_lacks_and_no_line_of_those_it_has(build, tmp_path):
+    """A tree that was grown twice may differ a little, as in half precision: it counts once, as it was first."""
+    whole = build().splitlines(keepends=True)
+    first = json.loads(whole[0])["nodes"]
+    for i in (1, 2):
+        build("--shard", f"{i}/2")
+    (shard,) = (p for p in tmp_path.glob("trees.*-of-2.jsonl") if p.read_bytes().startswith(whole[0]))
+    other = whole[0].replace(b'"nodes": ', b'"again": 1, "nodes": ')
+    shard.write_bytes(other + shard.read_bytes()[len(whole[0]) :])
+    (tmp_path / "trees.jsonl").write_bytes(b"".join(whole[:first]))
+    assert build() == b"".join(whole)
+
+
+def test_figures_are_of_all_trees_in_the_file(build, tmp_path, capsys):
+    whole = build()
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert f"4 trees, {len(whole.splitlines())} nodes" in said and "of the agent's" in said
+    build("--limit", "1")
+    assert capsys.readouterr().out.splitlines()[-1] == said
+    assert json.loads((tmp_path / "trees.meta.json").read_text())["trees"] == 4
+
+
 def test_trees_are_of_the_last_training_tasks_within_the_tree_step_limit(build, monkeypatch):
     monkeypatch.setattr(FakeEnv, "tree_steps", 2)
     records = [json.loads(line) for line in build().splitlines()]

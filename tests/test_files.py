@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -270,6 +271,34 @@ def test_a_stop_behind_the_last_line_leaves_order_and_figures_to_the_next_call(t
     assert (tmp_path / "x.meta.json").read_text() == meta  # of the call that made it
 
 
+def test_a_file_of_something_else_is_not_emptied(tmp_path):
+    notes = tmp_path / "x.jsonl"
+    notes.write_text('[{"id": 1}]')
+    with pytest.raises(UserError, match="holds something else"):
+        output(tmp_path)
+    assert notes.read_text() == '[{"id": 1}]' and not (tmp_path / "x.meta.json").exists()
+
+
+def test_figures_of_a_file_outlive_a_stopped_call_and_not_the_file(tmp_path):
+    def call(count: int, stopped: bool = False) -> dict:
+        out = output(tmp_path)
+        out.known["leaks"] = out.with_earlier("leaks", {"trees": count}, max)
+        out.grow([[{"n": len(out.records)}]], "lines", 1)
+        if stopped:
+            release(out.lock)
+        else:
+            out.finish(tokens=out.with_earlier("tokens", {"agent": 5}, operator.add, stopped=None))
+        meta = json.loads((tmp_path / "x.meta.json").read_text())
+        return {name: next(iter(meta[name].values())) for name in ("leaks", "tokens") if name in meta}
+
+    assert call(21) == {"leaks": 21, "tokens": 5}
+    assert call(3) == {"leaks": 21, "tokens": 10}
+    assert call(2, stopped=True) == {"leaks": 21}
+    assert call(0) == {"leaks": 21, "tokens": None}  # what the stopped call computed is not known
+    (tmp_path / "x.jsonl").unlink()
+    assert call(1) == {"leaks": 1, "tokens": 5}
+
+
 def test_two_writers_of_one_file_do_not_share_a_draft(tmp_path):
     path = tmp_path / "labels.jsonl"
     with jsonl.replacing(path) as out:
@@ -306,6 +335,8 @@ def test_shards_join_into_the_file_that_one_process_would_have_written(tmp_path)
     assert [r["n"] for r in jsonl.read_jsonl(tmp_path / "x.jsonl")] == tasks
     with pytest.raises(UserError, match="begun with --seed 0, not 1"):
         output(tmp_path / "..", "--out", str(tmp_path / "x.jsonl"), "--seed", "1")
+    with pytest.raises(UserError, match=r"x\.1-of-2\.jsonl was begun with --seed 0, not 1: .*delete it"):
+        output(tmp_path / "..", "--out", str(tmp_path / "x.jsonl"), "--seed", "1", "--overwrite")
     for wrong in ("0/2", "3/2", "two", "1/8"):
         with pytest.raises(UserError, match="--shard"):
             stage.my_share(tasks, wrong)

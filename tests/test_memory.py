@@ -12,6 +12,7 @@ import sft
 from environments import UserError
 from qlass import memory, models
 from qlass.models import mixed_precision
+from qlass.token_tree import TokenTree, like_a_tree, tree_inputs
 
 
 def model(vocabulary: int = 500, **more) -> LlamaForCausalLM:
@@ -69,6 +70,26 @@ def test_the_estimate_is_within_a_third_of_the_measured_peak(make, checkpointing
 
     peak = measured_peak(lambda: [update(), update()]) + sum(p.nbytes for p in lm.parameters())
     assert 0.75 < estimate / peak < 1.34
+
+
+@pytest.mark.parametrize("weights", ["float32", "bf16"])
+def test_a_token_tree_keeps_its_mask_and_is_measured_with_it(weights, monkeypatch):
+    """With mixed precision each layer has a copy of its own."""
+    net = model(num_hidden_layers=12).model.train()
+    monkeypatch.setattr(models, "mixed_precision", lambda m: torch.autocast("cpu", torch.bfloat16, weights == "bf16"))
+    monkeypatch.setattr(memory, "mixed_precision", models.mixed_precision)
+    tree = TokenTree()
+    trunk = list(range(100))
+    for action in range(100, 400, 50):
+        tree.add([*trunk, *range(action, action + 50)])
+    ids = torch.arange(len(tree))[None]
+
+    def kept(inputs: dict) -> int:
+        return memory.kept_for_backward(lambda: net(**inputs, use_cache=False), net)[0]
+
+    real, measured, without = map(kept, (tree_inputs(net, [tree]), like_a_tree(net, ids), {"input_ids": ids}))
+    copies = 4 if weights == "float32" else 2 * 12  # bytes of an entry
+    assert measured == real == pytest.approx(without + copies * len(tree) ** 2, rel=0.005)
 
 
 def test_weights_gradients_and_moments_by_hand():

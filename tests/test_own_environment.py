@@ -31,7 +31,7 @@ def test_one_command_takes_it_through_all_stages(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sft.TINY_STEPS", 10)
     monkeypatch.setitem(sft.TINY, "epochs", 2)
     monkeypatch.setitem(train_qnet.TINY, "epochs", 1)
-    monkeypatch.setitem(build_trees.PAPER, "limit", 4)
+    monkeypatch.setitem(build_trees.DEFAULTS, "limit", 4)
     q_search.main(["--env", FLAG, "--run", str(tmp_path), "--method", "all", "-M", "2", "--limit", "3"])
     made = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "missing" in line]
     assert len(made) == 4  # QNet, labels, trees, agent

@@ -218,6 +218,15 @@ def test_what_looks_at_the_true_reward_is_called_oracle(method, select, n, oracl
     assert named.oracle == oracle == ("oracle" in named.name)
 
 
+def test_only_what_qnet_says_is_calibrated(tmp_path):
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    searched = [row for row in rows if row["method"] == "qlass"]
+    others = [row | {"method": name} for row in searched for name in ("random", "likeliest", "oracle_lookahead")]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in searched + others))
+    _, table = report.calibration_table(list(groups_of(tmp_path / "results.jsonl").values()))
+    assert [row[1] for row in table] == ["QLASS M=2"]
+
+
 def test_calibration_reads_the_q_of_the_action_taken():
     group = groups_of(RESULTS)["QLASS M=2"]
     q, returns = report.scored_steps(group)
@@ -522,6 +531,9 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
         "results-rl": [greedy | {"label": "rl", "reward": 0.9}],
         "results-rl-old": [searched | {"label": "rl, old QNet"}],
         "results-again": [greedy | {"label": "again"}],
+        "results-guided": [greedy | {"label": "guided"}],
+        "results-both": [greedy | {"label": "both"}],
+        "results-foreign": [searched | {"label": "foreign QNet"}],
     }
     for name, lines in files.items():
         Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -534,13 +546,20 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
         "kept": {"kept": 3, "tokens": 5, "arguments": {"trees": "trees.jsonl"}},
         "qnet": {"tokens": 100, "arguments": {"labels": "q.jsonl"}}, "q": {"arguments": {"trees": "trees.jsonl"}},
         "trees": {"tokens": 7},
+        "results-guided": {"arguments": {"sft": "sft-guided"}},  # cloned again from what QNet guided
+        "sft-guided": {"tokens": 50, "arguments": {"expert": "guided.jsonl"}},
+        "guided": {"kept": 3, "tokens": 5, "arguments": {"sft": "sft", "qnet": "qnet"}},
+        "results-both": {"arguments": {"sft": "sft-both"}},  # reinforcement learning behind it
+        "sft-both": {"last": {"tokens": 10, "played": 1}, "passes": 6, "arguments": {"sft": "sft-guided"}},
+        "results-foreign": {"arguments": {"sft": "sft", "qnet": "downloaded"}},
     }  # fmt: skip
     for name, meta in metas.items():
         Path(f"{name}.meta.json").write_text(json.dumps(meta))
     groups = results.read_results([("", Path(f"{name}.jsonl")) for name in files])
     cost = {(g.condition.method, g.condition.label): training_tokens(g) for g in groups}
+    assert math.isnan(cost.pop(("qlass", "foreign QNet")))
     assert cost == {("greedy", ""): 0, ("qlass", ""): 307, ("greedy", "rl"): 6000, ("qlass", "rl, old QNet"): 6307,
-                    ("greedy", "again"): 162}  # fmt: skip
+                    ("greedy", "again"): 162, ("greedy", "guided"): 462, ("greedy", "both"): 523}  # fmt: skip
     (first, *_) = frontier(groups).axes
     assert first.get_title(loc="left") == "100 tasks"
     drawn = {line.get_label(): (len(line.get_xdata()), line.get_markerfacecolor()) for line in first.lines[:-1]}
@@ -548,5 +567,5 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
     assert frontier([g for g in groups if not g.condition.label]) is None
     Path("trees.meta.json").write_text('{"tokens": null}')  # resumed: what they cost in all is not known
     assert math.isnan(training_tokens(next(g for g in groups if g.condition.method == "qlass")))
-    assert frontier([g for g in groups if g.condition.label != "again"]) is None
+    assert frontier([g for g in groups if g.condition.label in ("", "rl", "rl, old QNet")]) is None
     assert pareto([(3, 0.5), (1, 0.2), (2, 0.1), (1, 0.3), (4, 0.5)]) == [(1, 0.3), (3, 0.5)]

@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import math
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -404,6 +405,29 @@ def test_nothing_but_a_checkpoint_is_overwritten(tmp_path, fake_world):
     with pytest.raises(UserError, match="name another --out"):
         sft.main(["--env", "frozenlake", "--run", str(tmp_path), "--out", str(tmp_path)])
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]  # told before anything is played or trained
+
+
+def test_what_a_training_starts_from_is_not_overwritten(tmp_path, agent, fake_world):
+    model = tmp_path / "model"
+    shutil.copytree(agent, model)
+    with pytest.raises(UserError, match="starts from: name another --out"):
+        sft.main(["--run", str(tmp_path), "--model", str(model), "--out", str(model), "--overwrite"])
+    assert (model / "model.safetensors").exists()
+
+
+def test_a_trajectory_is_cut_at_the_models_context():
+    chat = word_chat()
+    chat.context = 9
+    assert sft.tokens_and_mask(chat, STATE, 100) == sft.tokens_and_mask(CHAT, STATE, 9)
+
+
+def test_a_batch_that_was_asked_for_is_not_cut():
+    def batch(asked: int | None) -> int:
+        args = arguments(batch=asked, epochs=1)
+        sft.train(tiny_lm(CHAT), CHAT, [STATE] * 8, args)
+        return args.batch
+
+    assert (batch(8), batch(None)) == (8, 2)  # else a quarter of so few
 
 
 def test_a_folder_that_is_none_is_named_in_one_line(tmp_path):

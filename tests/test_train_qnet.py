@@ -386,6 +386,24 @@ def test_the_command_trains_backbone_and_head(train, tmp_path, agent, capsys):
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
 
+def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, monkeypatch):
+    monkeypatch.setattr("qlass.parity.fault", lambda model: "it gives a token tree other values")
+    with pytest.raises(UserError, match="--plain"):
+        train()
+    train_qnet.main(["--env", "frozenlake", "--sft", str(agent), "--labels", str(tmp_path / "labels.jsonl"),
+                     "--out", str(tmp_path / "qnet"), "--epochs", "1", "--plain"])  # fmt: skip
+    meta = json.loads((tmp_path / "qnet.meta.json").read_text())
+    assert meta["training"]["sibling_pairs"] and 0 <= meta["training"]["policy_sibling_accuracy"] <= 1
+
+
+def test_trees_that_were_grown_with_cut_prompts_are_measured_with_them(train, tmp_path, monkeypatch):
+    monkeypatch.setattr("qlass.models.context_of", lambda config: 30)
+    with pytest.raises(UserError, match="--truncate oldest"):
+        train()
+    train("--truncate", "oldest", out="cut")
+    assert "policy_sibling_accuracy" in json.loads((tmp_path / "cut.meta.json").read_text())["training"]
+
+
 def test_a_qnet_is_saved_before_it_is_measured(train, tmp_path, monkeypatch):
     def fails(*_):
         raise MemoryError

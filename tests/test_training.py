@@ -179,17 +179,20 @@ def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
     assert saved["progress"]["step"] == 4 and all(p.isfinite().all() for p in saved["weights"].values())
 
 
-def test_a_loss_that_explodes_stops_the_run(tmp_path):
+@pytest.mark.parametrize("updates", [60, 15])
+def test_a_loss_that_explodes_stops_the_run(tmp_path, updates):
     args = arguments(tmp_path, batch=1)
     model = small()
-    run = Training("small", model, torch.optim.SGD(model.parameters(), lr=0.0), args, [1] * 60)
+    run = Training("small", model, torch.optim.SGD(model.parameters(), lr=0.0), args, [1] * updates)
     done = 0
     with pytest.raises(UserError, match="loss 51"):
-        for _ in run.updates():
-            loss = 0 * model(torch.ones(1, 4)).sum() + (5.0 if done < 20 else 51.0)
-            run.backward(loss, 1)
-            run.step()  # a single bad batch is none: the mean of twenty counts
-            done += 1
+        for _ in run.epochs():
+            for _ in run.updates():
+                loss = 0 * model(torch.ones(1, 4)).sum() + (5.0 if done < 20 else 51.0)
+                run.backward(loss, 1)
+                run.step()  # a single bad batch is none: the mean of twenty counts
+                done += 1
+            run.validated(None, {})
     assert done == 39
 
 

@@ -53,7 +53,7 @@ class Lake(Story):
 
     def trained(self) -> int:
         """Trees that QNet was trained on."""
-        return self.run["trees"] - len(range(self.run["trees"])[HELD_OUT])
+        return self.run["trees"] - len(range(self.run["trees"])[::HELD_OUT])
 
     # ------------------------------------------------------------------------------------------------- demonstration
 

@@ -83,7 +83,7 @@ def record_frozenlake(seed: int) -> list[dict]:
         def grown(tree: list[dict]) -> tuple[list[dict], list[Branch]]:
             return grow(env, tree[0]["task_id"], policy.chat.rendering, settings, Models(said))
 
-        trained = [tree for i, tree in enumerate(labelled) if i % HELD_OUT.step]
+        trained = [tree for i, tree in enumerate(labelled) if i % HELD_OUT]
         chosen = max(trained, key=lambda tree: telling(*grown(tree)))
         train_qnet.qnet_scores(qnet, [pairs_of(chosen)])
         task = most_different(results)
@@ -102,7 +102,7 @@ def record_webshop(run: Path) -> list[dict]:
         raise UserError(f"{run}: no finished WebShop run; make one (RUN={run} bash runs/quickstart.sh) or name another")
     env = envs.make("webshop")
     settings = tree_settings(run, env)
-    held_out = list(read_trees(run / "q_labels.jsonl"))[HELD_OUT]
+    held_out = list(read_trees(run / "q_labels.jsonl"))[::HELD_OUT]
     about = json.loads(meta_path(run / "qnet").read_text())
     seed, ranked = about["arguments"]["seed"], about["held_out"]
     policy, qnet = Policy.load(run / "sft", seed=seed), QNet.from_pretrained(run / "qnet")

@@ -173,7 +173,8 @@ class Games:
     @functools.cached_property
     def rates(self) -> dict[tuple[str, str], float]:
         """(type of object, type of receptacle) -> how many such objects lie in one such receptacle, on average over
-        those of 400 training games that have the object at all: what a player may expect before looking."""
+        those of 400 games that have the object at all: what a player may expect before looking. The games are of the
+        folder `train`, a tenth of which is the validation split."""
         tasks = self._listed("train") or self.ids("all")
         counts, places = Counter(), Counter()
         for task in tasks[:: max(1, len(tasks) // 400)]:

@@ -1,0 +1,147 @@
+"""QVAL: what a study keeps, what it makes again, and what it leaves out of its report."""
+
+import json
+import re
+
+import pytest
+
+from environments import UserError
+from experiments.qval import __main__ as qval
+from experiments.qval import judges, report
+from experiments.qval.points import Point
+from qlass.metadata import meta_path
+
+
+class Judge:
+    """Numbers in the order of the candidates, or the other way round."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def write(self, questions):
+        sign = "-" if self.name == "a" else ""
+        return ["\n".join(f"{i}: {sign}{i}" for i in range(1, 5)) for _ in questions]
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch, capsys):
+    """Run a study of a few states of small lakes, whose names of scores and report are returned."""
+    monkeypatch.setattr(judges, "load", lambda name, *_: Judge(name.partition("#")[2]))
+
+    def run(*flags, scorers=("random", "code"), points=5, options=("map=random4",)):
+        options = [word for option in options for word in ("--env-option", option)]
+        common = ["--env", "frozenlake", *options, "--run", str(tmp_path), "--actor", "random", "--points", str(points)]
+        qval.main([*common, "--references", "exact", "--scorers", *scorers, *flags])
+        rows = json.loads((tmp_path / "qval" / "alignment.json").read_text())["labels"]
+        return {name: set(some) for name, some in rows.items()}, capsys.readouterr().out
+
+    return run
+
+
+def predictions(tmp_path):
+    return {path.name: path for path in (tmp_path / "qval" / "predictions").glob("*.json")}
+
+
+def test_each_judge_has_judgements_of_its_own(study, tmp_path):
+    study("--judge", "http://host:1/v1#a", scorers=["batched"])
+    found, said = study("--judge", "http://host:1/v1#b", scorers=["batched"])
+    assert found["exact"] == {"batched=a", "batched=b"} and "Left out" not in said
+    kept = predictions(tmp_path)["batched=a.json"].read_bytes()
+    assert json.loads(kept)["values"] != json.loads(predictions(tmp_path)["batched=b.json"].read_bytes())["values"]
+    study("--judge", "http://host:2/v1#a", scorers=["batched"])  # the same model elsewhere
+    assert predictions(tmp_path)["batched=a.json"].read_bytes() == kept
+    assert study(scorers=["batched=a"])[0]["exact"] == {"batched=a", "batched=b"}  # nothing to ask
+    with pytest.raises(UserError, match=r"batched=c: needs its language model: --judge"):
+        study("--judge", "http://host:1/v1#a", scorers=["batched=c"])
+
+
+def test_judgements_that_name_no_judge_are_left_out(study, tmp_path):
+    study("--judge", "http://host/v1#a", scorers=["batched", "random"])
+    for name, path in predictions(tmp_path).items():
+        if name.startswith("batched"):  # as they were kept before
+            record = json.loads(path.read_text())
+            record["config"] |= {"made_from": {}, "judge": "http://host/v1#a"}
+            path.with_name(name.replace("=a", "")).write_text(json.dumps(record | {"method_name": "batched"}))
+            path.unlink()
+    found, said = study()
+    assert found["exact"] == {"random", "code"} and "names: batched." in said
+    with pytest.raises(UserError, match="--judge"):
+        study(scorers=["batched"])
+
+
+def test_what_has_changed_is_left_out_until_it_is_scored_again(study, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def signal_function(state, action):\n    return len(action)\n")
+    study("--code", str(mine), scorers=["mine", "random"])
+    theirs = predictions(tmp_path)["random.json"]
+    record = json.loads(theirs.read_text())
+    del record["config"]["made_from"]  # from elsewhere
+    theirs.with_name("theirs.json").write_text(json.dumps(record | {"method_name": "theirs"}))
+    mine.write_text("def signal_function(state, action):\n    return -len(action)\n")
+    found, said = study("--code", str(mine))
+    assert found["exact"] == {"random", "code", "theirs"} and "names: mine." in said
+    found, said = study("--code", str(mine), scorers=["mine"])
+    assert found["exact"] == {"random", "code", "theirs", "mine"} and "Left out" not in said
+    assert "names: mine." in study()[1]  # without --code nobody knows
+
+
+def test_overwrite_starts_the_study_again_and_leaves_what_is_of_others(study, tmp_path):
+    study()
+    folder = tmp_path / "qval"
+    others = [folder / "notes.md", folder / "predictions" / "theirs.json", folder / "report.html"]
+    for path in others:
+        path.write_text("{}")
+    with pytest.raises(UserError, match="--points 5, not 6: --overwrite starts again"):
+        study(points=6)
+    others[1].unlink()
+    found, _ = study("--overwrite", points=6, scorers=["random"])
+    assert found == {"exact": {"random"}} and len((folder / "points.jsonl").read_text().splitlines()) == 6
+    assert set(predictions(tmp_path)) == {"random.json", "random_ranking.json"} and others[0].exists()
+    record = json.loads((folder / "predictions" / "random.json").read_text())
+    del record["config"]["made_from"]
+    others[1].write_text(json.dumps(record | {"method_name": "theirs"}))
+    found, _ = study("--overwrite", points=6, scorers=["code"])
+    assert found == {"exact": {"code", "theirs"}} and others[2].exists()
+
+
+def test_labels_of_other_points_can_be_deleted_as_the_message_says(study, tmp_path):
+    study()
+    path = tmp_path / "qval" / "labels-exact.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[::-1]))
+    with pytest.raises(UserError, match="of other points; delete it, or start the study again with --overwrite"):
+        study()
+    path.unlink()
+    meta = json.loads(meta_path(path).read_text())
+    meta["arguments"]["gamma"] = 0.5  # of the deleted file, not of the next
+    meta_path(path).write_text(json.dumps(meta))
+    study()
+    assert path.read_text() == "".join(lines) and '"gamma": 0.95' in meta_path(path).read_text()
+
+
+def test_labels_of_fewer_rollouts_are_not_taken_for_more(study, tmp_path):
+    slippery = ("map=4x4", "slippery=true")
+    study("--references", "expert", "-K", "2", options=slippery)
+    with pytest.raises(UserError, match="K 2, not 3"):
+        study("--references", "expert", "-K", "3", options=slippery)
+    dry = ["--out", str(tmp_path / "dry"), "--references", "expert"]
+    study(*dry, "-K", "2")
+    study(*dry, "-K", "3")  # one return there, whatever K is
+
+
+@pytest.mark.parametrize("flags, options, ceiling", [
+    (("--references", "exact"), ("map=random4",), r"1\.000 for the labels"),
+    (("--references", "expert"), ("map=random4",), "– for the labels"),
+    (("--references", "expert", "-K", "1"), ("map=4x4", "slippery=true"), "– for the labels"),
+    (("--references", "expert", "-K", "8"), ("map=4x4", "slippery=true"), r"0\.\d+ for the labels"),
+])  # fmt: skip
+def test_the_ceiling_of_noise_is_told_where_it_is_known(study, flags, options, ceiling):
+    assert re.search(rf"Ceilings per state: {ceiling}' noise", study(*flags, options=options, points=20)[1])
+
+
+def test_all_tied_labels_have_no_ceiling(tmp_path):
+    point = Point("t", (), ("Action: a", "Action: b"), 0, "o", "0" * 16)
+    study = report.Study(
+        [point], {"policy": [[[0.5, 0.5], [0.5, 0.5]]]}, {"random": [[1.0, 2.0]]}, {"random": "control"}
+    )
+    assert "Ceilings per state: – for the labels' noise, – for a ranking" in report.write(study, tmp_path, "tied", {})
