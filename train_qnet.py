@@ -5,7 +5,8 @@
 
     python train_qnet.py --sft runs/webshop/sft --labels runs/webshop/q_labels.jsonl
 
-QNet is the agent's own language model with a value head, regressed at *every* token of (s, a) onto that pair's Q-value.
+QNet is the agent's own language model with a value head, regressed at *every* token of (s, a) onto that pair's Q-value
+(the tiny model: at the last, docs/last_token.md).
 The pairs of a tree share their beginnings, and the loss is a square: sum_i w_i (v - q_i)^2 is (sum w_i) (v - mean q)^2
 plus a constant. So a tree goes through the backbone once, each token with a weight and a mean target, and gives the
 gradient of its pairs one by one (`pair_loss`, the readable form that the tests hold it to) at a fraction of the cost.
@@ -229,11 +230,6 @@ def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], args:
 def plain_scores(qnet: QNet, pairs: list[Pair]) -> list[float]:
     read = (pair_values(qnet, pair) for pair in pairs)
     return [float(values[-1] if qnet.readout == "last" else values[n_prompt:].mean()) for values, n_prompt in read]
-
-
-def qnet_scores(qnet: QNet, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
-    pairs = list(dict.fromkeys((p.state, p.action) for tree in trees for p in tree))
-    return dict(zip(pairs, (s[0] for s in qnet.score([Score(s, (a,)) for s, a in pairs])), strict=True))
 
 
 def policy_scores(policy: Policy, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:

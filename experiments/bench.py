@@ -37,7 +37,6 @@ from unittest import mock
 import torch
 
 import envs
-import train_qnet
 from bellman import label
 from build_trees import exploration_tree, tree_records
 from environments import UserError
@@ -45,12 +44,12 @@ from environments.alfworld.textworld import TextWorldGame
 from experiments.plain import OneByOne, Replayed, WholeTrie, one_pair_at_a_time
 from qlass.chat import Chat, State
 from qlass.driver import Sample, drive
-from qlass.packing import Pair, pack_pairs, packed_loss, pairs_of
+from qlass.packing import Pair, pack_pairs, packed_loss, pairs_of, qnet_scores
 from qlass.policy import Policy
 from qlass.stage import run_stage
 from qlass.token_tree import TokenTree, batches
 from sft import demonstrate, tiny_model
-from train_qnet import QNet
+from train_qnet import TINY, QNet
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 
@@ -133,7 +132,7 @@ def tokens(n: int = 16) -> Iterator[Figure]:
             tree.add([*chat.prompt(p.state), *chat.action(p.action, p.state.task)])
         unique += len(tree)
     alone = sum(len(chat.prompt(p.state)) + len(chat.action(p.action, p.state.task)) for t in held_out for p in t)
-    train_qnet.qnet_scores(net, held_out)
+    qnet_scores(net, held_out)
     yield Figure("values of these trees' nodes, tokens", alone, net.computed, "tokens")
     yield Figure("values of these trees' nodes, computed a unique token", alone / unique, net.computed / unique, "")
 
@@ -144,7 +143,7 @@ def tokens(n: int = 16) -> Iterator[Figure]:
 def packed_trees(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
     """The same, each token of the tree once."""
     total, packs = 0.0, list(pack_pairs(net.chat, pairs, "all", max_tokens=1024))
-    for group in batches(packs, lambda p: len(p.tree), train_qnet.TINY["micro_tokens"]):
+    for group in batches(packs, lambda p: len(p.tree), TINY["micro_tokens"]):
         loss = packed_loss(net, [packs[i] for i in group])
         loss.backward()
         total += loss.item()

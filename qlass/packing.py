@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from qlass.chat import Chat, State
+from qlass.driver import Score
 from qlass.token_tree import TokenTree, batches, tree_inputs
 
 
@@ -118,3 +119,9 @@ def packed_scores(qnet: Any, packs: Sequence[PackedPairs], budget: int) -> list[
             for end, n in packs[i].ends.tolist():
                 scores[i].append(float(own[packs[i].tree.above(end)[:n] if qnet.readout == "mean" else end].mean()))
     return [score for some in scores for score in some]
+
+
+def qnet_scores(qnet: Any, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
+    """Q(s, a) of the trees' pairs as search asks for it."""
+    pairs = list(dict.fromkeys((p.state, p.action) for tree in trees for p in tree))
+    return dict(zip(pairs, (s[0] for s in qnet.score([Score(s, (a,)) for s, a in pairs])), strict=True))

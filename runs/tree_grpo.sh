@@ -5,7 +5,7 @@
 #
 #   bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [an environment's FLAG...]  (webshop, 3 seeds)
 #
-# Seed 0 uses the run folder runs/ENV of reproduce.sh, the others in runs/ENV-seed1, ...; the report over all of them
+# Seed 0 uses the run folder runs/ENV of reproduce.sh, the others runs/ENV-seed1, ...; the report over all of them
 # is runs/ENV/tree_grpo.html. Which settings were chosen on validation tasks, and which test tasks had been played before, is
 # told in reference_output/tree_grpo.md.
 set -euo pipefail

@@ -21,7 +21,7 @@ from docs.all_tokens import between_siblings, needs_the_action, packed, perfect_
 from environments import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
-from qlass.packing import Pair, pack_pairs, packed_loss, packed_scores, pairs_of
+from qlass.packing import Pair, pack_pairs, packed_loss, packed_scores, pairs_of, qnet_scores
 from qlass.policy import Policy
 from qlass.prompt_cache import PromptCache
 from train_qnet import QNet, pair_loss, sibling_accuracy
@@ -426,7 +426,7 @@ def test_what_is_measured_is_what_was_saved(train, tmp_path):
     train()
     about, trees = json.loads((tmp_path / "qnet.meta.json").read_text()), [pairs_of(labelled_tree("train0"))]
     net = QNet.from_pretrained(tmp_path / "qnet")
-    found = sibling_accuracy(trees, train_qnet.qnet_scores(net, trees))
+    found = sibling_accuracy(trees, qnet_scores(net, trees))
     assert {key: about["held_out"][key] for key in found} == pytest.approx(found, rel=1e-4)  # one packed, one not
 
 

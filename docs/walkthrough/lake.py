@@ -92,6 +92,12 @@ class Lake(Story):
     def first_draws(self) -> str:
         return f"{1 + RETRIES} of them: {listed(f'`{parse_action(text)}`' for text in self.part.first_draws)}"
 
+    def expert_end(self) -> str:
+        moves, steps = len(self._demonstration().messages[2:]) // 2, self.part.settings["steps"]
+        if moves <= steps:
+            return "every tree has a way that ends well"
+        return f"its {moves} moves are cut off after {steps}, so this one ends without a reward"
+
     def growth(self, stage: str) -> str:
         """The tree after one of four stages of Algorithm 2; what is new in it is drawn strongly."""
         expert = 1 + [branch.by for branch in self.part.branches].index("expert")

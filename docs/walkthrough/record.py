@@ -21,13 +21,12 @@ from walkthrough.replay import GREEDY, LAKE, QLASS, Branch, Models, digest, esse
 import bellman
 import envs
 import q_search
-import train_qnet
 from environments import UserError
 from qlass.chat import Chat
 from qlass.driver import Candidate, Sample, Score, drive
 from qlass.jsonl import read_jsonl, read_trees
 from qlass.metadata import meta_path
-from qlass.packing import pairs_of
+from qlass.packing import pairs_of, qnet_scores
 from qlass.policy import Policy
 from train_qnet import HELD_OUT, QNet
 
@@ -85,7 +84,7 @@ def record_frozenlake(seed: int) -> list[dict]:
 
         trained = [tree for i, tree in enumerate(labelled) if i % HELD_OUT]
         chosen = max(trained, key=lambda tree: telling(*grown(tree)))
-        train_qnet.qnet_scores(qnet, [pairs_of(chosen)])
+        qnet_scores(qnet, [pairs_of(chosen)])
         task = most_different(results)
         return [
             {"part": "frozenlake", "kind": "run", "seed": seed, "commands": commands, "settings": settings}
@@ -120,7 +119,7 @@ def record_webshop(run: Path) -> list[dict]:
         chosen = min(better, key=len)
         task = chosen[0]["task_id"]
         grow(env, task, policy.chat.rendering, settings, policy)
-        train_qnet.qnet_scores(qnet, [pairs_of(chosen)])
+        qnet_scores(qnet, [pairs_of(chosen)])
     tally = {
         "tasks": len(tasks), "better": sum(g > 0 for g in gains.values()), "worse": sum(g < 0 for g in gains.values()),
         **{m: round(statistics.mean(rewards[m, t] for t in tasks), 3) for m in ("greedy", "qlass")},
@@ -147,7 +146,7 @@ def keep(
     tree = bellman.label(lines, "q", settings["gamma"])
     if essence(tree) != essence(labelled):
         raise UserError(f"task {labelled[0]['task_id']}: its tree comes out differently now; make the run again")
-    train_qnet.qnet_scores(models, [pairs_of(tree)])
+    qnet_scores(models, [pairs_of(tree)])
     about = {"part": part, "kind": "tree", "task_id": labelled[0]["task_id"]}
     yield about | {"outcome": digest(essence(tree)), "said": models.heard()}
     for method in (GREEDY, QLASS):

@@ -12,7 +12,7 @@ RUN=${RUN:-runs/paper-webshop-$NAME}
 env=("${webshop[@]}" --run "$RUN")
 sft+=(--expert "$ETO/webshop_sft.json")
 [ -z "${N_EXPERT:-}" ] || sft+=(--n-expert "$N_EXPERT")
-trees+=(--depth 3 --steps 5 --rollouts 1000)  # W^D is 27: a bound that is hardly reached
+trees+=(--depth 3 --steps 5 --rollouts 1000)  # W^(D+1) is 81: a bound that is hardly reached
 pipeline
 
 # Perturbed as in App. A.3.2, all methods alike: by a language model where there is one, else by the bundled rules.
