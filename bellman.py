@@ -74,6 +74,7 @@ TARGETS = {
     "avg": lambda tree, gamma: average_rewards(tree),
     "reward": lambda tree, gamma: branch_rewards(tree),
 }
+NEEDS = {"reward": ["branch", "done"]}  # fields of a node that not every tree has
 
 
 def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     started = time.time()
     args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
-    also = ["branch", "done"] * (args.target == "reward") + ["messages"] * bool(args.chat)
+    also = NEEDS.get(args.target, []) + ["messages"] * bool(args.chat)
     if args.chat and args.chat.resolve() in (args.trees.resolve(), args.out.resolve()):
         raise UserError(f"--chat {args.chat}: is the file of --trees or --out; name another")
     made_by = read_meta(args.out).get("arguments", {"target": None})  # nothing is known of a file without metadata

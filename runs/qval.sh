@@ -57,7 +57,7 @@ case $ENV in
         slippery=(--env-option slippery=true --env-option stray=0)
         play slippery -M 6 "${slippery[@]}"
         qval slippery --points 200 --trajectories 8 "${played[@]}" "${slippery[@]}" --references exact expert -K 32
-        # QVAL's own design: the shortest way but for one move in ten. The step index alone has a global rho there.
+        # QVAL's own design: the shortest way but for one move in ten.
         qval shortest --points 200 --trajectories 8 --env-option stray=0 --actor expert --epsilon 0.1 --references exact ;;
     sciworld)  # no reference but the agent's own few rollouts from few states: a look, not a measurement
         qval qval --points 20 --references policy -K 2 --candidates 3 ;;

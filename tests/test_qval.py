@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,8 +27,11 @@ from experiments.qval import code, downstream, judges, labels, metrics, publishe
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import SCORERS, Call, Context, answer, available, embeddings, scorer
 from qlass.chat import Rendering, State, parse_action, react
-from qlass.driver import Score
+from qlass.driver import Sample, Score, drive
+from qlass.jsonl import read_jsonl
+from qlass.metadata import read_meta, write_meta
 from qlass.policy import Policy
+from qlass.stage import is_complete
 from qlass.stats import bootstrap, by_task, holm
 
 RENDERING = Rendering()
@@ -139,18 +143,29 @@ def test_exact_labels_obey_bellman(name, options):
     assert reward > 0
 
 
+def rolled_out(policy, *arguments):
+    """The returns of labels.rollouts, and its requests in the batches that they share."""
+    batches = []
+
+    def sample(requests):
+        batches.append(requests)
+        return [policy(request) for request in requests]
+
+    (returns,) = drive([labels.rollouts(*arguments)], {Sample: sample})
+    return returns, batches
+
+
 def test_returns_by_hand():
     env, actions = FakeEnv(), [react("hm", a) for a in ("left", "right")]
     # After "left": right, then left (0.5) or right (0.2), two steps later; after "right": left, 0.4 one step later.
     policy = Script({("left",): "right", ("left", "right"): "left right", ("right",): "left"})
-    returns, requests = run(labels.rollouts(env, root(env), actions, 4, 0.9, ("t",), RENDERING), answered(policy))
+    returns, batches = rolled_out(policy, env, root(env), actions, 4, 0.9, ("t",), RENDERING)
     assert [sorted(some) for some in returns] == [pytest.approx(sorted([0.405, 0.162] * 2)), pytest.approx([0.36] * 4)]
-    assert [len(batch) for batch in requests] == [8, 4]  # all side by side; those after "right" have ended
-    assert len({r.key for batch in requests for r in batch}) == 12  # each with its own luck
+    assert [len(batch) for batch in batches] == [8, 4]  # all side by side; those after "right" have ended
+    assert len({r.key for batch in batches for r in batch}) == 12  # each with its own luck
     env = FakeEnv(max_steps=2)  # the step limit ends them
-    policy = Script({}, otherwise="nowhere")
-    returns, requests = run(labels.rollouts(env, root(env), ["left"], 2, 0.9, (), RENDERING), answered(policy))
-    assert returns == [[0.0, 0.0]] and len(requests) == 1
+    returns, batches = rolled_out(Script({}, otherwise="nowhere"), env, root(env), ["left"], 2, 0.9, (), RENDERING)
+    assert returns == [[0.0, 0.0]] and len(batches) == 1
 
 
 def test_rollouts_on_slippery_ice_have_their_own_luck():
@@ -263,7 +278,9 @@ def test_a_score_of_the_state_alone_is_global_and_nothing_else():
 def test_ceilings():
     assert metrics.permutation_ceiling(["a"], [[0.0, 0.0, 1.0]]) == pytest.approx(math.sqrt(3) / 2)
     assert metrics.permutation_ceiling(["a"], [[0.0, 0.5, 1.0]]) == pytest.approx(1)
-    assert metrics.label_ceiling(["a"], [[[0.1], [0.3]]], "mean") == 1
+    for untold in ([[0.1], [0.3]], [[0.1, 0.2], [0.2, 0.1]], [[0.4, 0.4], [0.4, 0.4]]):  # single returns; ties
+        assert math.isnan(metrics.label_ceiling(["a"], [untold], "mean" if len(untold[0]) > 1 else "max"))
+    assert metrics.label_ceiling(["a"], [[[0.1, 0.4], [0.3, 0.1]]], "mean") == 0  # the halves contradict each other
     rng = np.random.default_rng(1)
     truth = rng.normal(size=(400, 4))
     returns = (truth[..., None] + rng.normal(size=(400, 4, 8)) * 2).tolist()
@@ -293,23 +310,27 @@ def test_the_clustered_bootstrap_covers_the_truth():
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
+def read(folder, points):
+    return report.read_predictions(folder, points, lambda name: {})
+
+
 def test_predictions_in_qvals_layout_and_back(tmp_path):
     points = [Point(f"t{i}", (), ("Action: a", "Action: b", "Action: c"), i, "o", f"{i:016x}") for i in range(2)]
     values = [[0.5, None, 0.7], [1.0, 1.0, 0.0]]
     report.write_prediction(tmp_path, "mine", points, values, {"family": "code"})
-    assert report.read_predictions(tmp_path, points) == ({"mine": values}, {"mine": "code"})
+    assert read(tmp_path, points) == ({"mine": values}, {"mine": "code"}, [])
     single, ranking = (json.loads((tmp_path / f"mine{end}.json").read_text()) for end in ("", "_ranking"))
     assert single["values"] == [0.5, 1.0] and single["method_type"] == "eval"  # the actions taken: 0, then 1
     assert ranking["values"] == [2.0, None, 1.0, 1.5, 1.5, 3.0]
     assert ranking["config"]["candidate_counts"] == [3, 3]
     (tmp_path / "mine.json").unlink()
-    found, _ = report.read_predictions(tmp_path, points)
+    found, *_ = read(tmp_path, points)
     assert found == {"mine": [[-2.0, None, -1.0], [-1.5, -1.5, -3.0]]}
     del single["metadata"]  # a file with one value a point
     (tmp_path / "theirs.json").write_text(json.dumps(single | {"method_name": "theirs"}))
-    assert report.read_predictions(tmp_path, points)[0]["theirs"] == [[0.5, None, None], [None, 1.0, None]]
+    assert read(tmp_path, points)[0]["theirs"] == [[0.5, None, None], [None, 1.0, None]]
     with pytest.raises(UserError, match="other points"):
-        report.read_predictions(tmp_path, points[:1])
+        read(tmp_path, points[:1])
 
 
 # -------------------------------------------------------------------------------------------------------------- scorers
@@ -397,14 +418,14 @@ def test_a_score_steers_the_search(context, monkeypatch):
     assert found["self_distillation"].steps_all and not found["logprob"].steps_all
     env = FakeEnv()
     state, actions = root(env), [react("hm", a) for a in ("left", "right")]
-    scores, _ = run(found["logprob"].scores(env, state, actions, ("t", 0)), lambda calls: answers[Call](calls))
+    scores, _ = run(found["logprob"].scores(env, state, actions, ("t", 0)), answered(None))
     assert scores == pytest.approx(context.policy.logprobs([(state, a) for a in actions]))
     flags.scorer = ["oracle"]
     with pytest.raises(UserError, match="oracle_step"):
         steering.steering(flags, answers, None)
     monkeypatch.setattr(judges, "load", lambda name, *_: Fake(says=lambda q: "1: 4\n2: 9") if name == "a#b" else None)
     flags.scorer = ["batched=a#b"]
-    judge = steering.steering(flags, answers, lambda: context.policy)["batched"]
+    judge = steering.steering(flags, answers, lambda: context.policy)["batched=small"]
     assert run(judge.scores(env, state, actions, ("t", 0)), lambda call: answers[Call]([call])[0])[0] == pytest.approx(
         [4, 9]
     )
@@ -430,6 +451,7 @@ def test_anyones_signal_function(tmp_path):
         ("state, action", "len(action)", [4, 5]),
         ("next_state", "'right' in next_state.split()[-1]", [0, 1]),
         ("state, action", "1 / (action == 'left')", [1, None]),
+        ("state, action", "float('nan' if action == 'left' else '-inf')", [None, None]),
     ):
         file.write_text(f"def signal_function({parameters}):\n    return {body}\n")
         got = played("mine", context, env, state, actions)
@@ -505,8 +527,8 @@ def test_a_learned_value_before_and_after(context, monkeypatch):
 class Fake:
     """A judge by script: what it writes to a prompt, and the log-probabilities that it gives to options."""
 
-    def __init__(self, says=None, logp=None):
-        self.says, self.logp, self.asked = says, logp, []
+    def __init__(self, says=None, logp=None, name="small"):
+        self.says, self.logp, self.name, self.asked = says, logp, name, []
 
     def write(self, questions):
         self.asked += questions
@@ -532,11 +554,15 @@ def test_direct_judges(tmp_path):
     says = lambda q: "I doubt it.\nScore: 20" if "Action: left" in last(q) else "good. Score: 80 or so"  # noqa: E731
     assert judged("direct", tmp_path, says=says)[0] == [20, 80]
     assert judged("direct", tmp_path, says=lambda q: "no idea")[0] == [None, None]
+    for said, read in (("Score: -5", -5), ("**Score:** -0.5.", -0.5), ("Score - 5", 5), ("**Score**: 40", 40)):
+        assert judged("direct", tmp_path, says=lambda q, said=said: said)[0] == [read, read]
     replies = itertools.cycle(["Score: 10", "Score: 30", "??", "Score: 20"])
     values, judge = judged("direct_16", tmp_path, says=lambda q: next(replies))
     assert values == [20, 20] and len({q.key for q in judge.asked[:16]}) == 16 and judge.asked[0].temperature > 0
     values, judge = judged("batched", tmp_path, says=lambda q: "1: 30\n3: 9\n2. nothing")
     assert values == [30, None] and len(judge.asked) == 1
+    for said, read in (("1: -20\n2: 5", [-20, 5]), ("**1**) **-1.5**\n2 = `8`", [-1.5, 8]), ("1:\n2: 20", [None, 20])):
+        assert judged("batched", tmp_path, says=lambda q, said=said: said)[0] == read
     values, judge = judged("sequential", tmp_path, says=lambda q: f"Score: {len(q.messages)}")
     assert values == [1, 3]  # the second sees the first one's answer
 
@@ -584,7 +610,7 @@ def test_generated_code(tmp_path):
     assert values == [4, 5] and sum("Improve on this one" in last(q) for q in judge.asked) == 15 * 8
 
 
-def test_a_chat_server_and_a_checkpoint_answer_alike(tmp_path):
+def test_a_chat_server_and_a_checkpoint_answer_alike(tmp_path, monkeypatch):
     bodies = []
 
     top = [{"token": word, "logprob": logp} for word, logp in ((" Yes", -0.1), ("Yes", -3.0), ("No", -2.4))]
@@ -596,6 +622,7 @@ def test_a_chat_server_and_a_checkpoint_answer_alike(tmp_path):
 
     server = started(json_server(reply, ("small",)))
     judge = judges.load(server.url, None, 0)
+    assert judge.name == "small"  # by what the server has
     question = judges.user("how good?", key=("a",))
     assert judge.write([question, question]) == ["Score: 7"] * 2
     assert judge.choose([(question, ("Yes", "No", "Maybe"))]) == [[-0.1, -2.4, -math.inf]]
@@ -606,18 +633,24 @@ def test_a_chat_server_and_a_checkpoint_answer_alike(tmp_path):
     stopped(server)
 
     chat = word_chat(max_new_tokens=3)
+    judges.Checkpoint(Policy(tiny_lm(chat), chat))
+    assert chat.rendering.max_new_tokens == bodies[0]["max_tokens"] == 2048  # not its own: that is an action's
+    chat.context = 64
     local = judges.Checkpoint(Policy(tiny_lm(chat), chat))
+    assert chat.rendering.max_new_tokens == 32  # the prompt needs room too
     assert len(local.write([question])) == 1
     (logp,) = local.choose([(question, ("left", "right"))])
     assert len(logp) == 2 and all(v < 0 for v in logp)
 
 
-def test_a_server_with_a_real_model_judges_as_the_checkpoint_does(tmp_path):
+def test_a_server_with_a_real_model_judges_as_the_checkpoint_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(judges, "ROOM", 6)  # as the server's own
     chat = word_chat(max_new_tokens=6, temperature=1.0)
     tiny_lm(chat).save_pretrained(tmp_path / "model")
     chat.tokenizer.save_pretrained(tmp_path / "model")
     chat.rendering.save(tmp_path / "model")
     here = judges.load(str(tmp_path / "model"), None, 0)
+    assert re.fullmatch(r"model-[0-9a-f]{8}", here.name)
     command = [sys.executable, str(Path(__file__).with_name("chat_server.py")), str(tmp_path / "model")]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths}) as served:
@@ -722,6 +755,42 @@ def test_td_and_mc_targets_by_hand():
             for i, (parent, depth, reward, branch) in enumerate(edges)]  # fmt: skip
     assert targets.td(tree, 0.5) == pytest.approx([0.5 * (0.25 + 0.2) / 2, 0.5 * (1 + 0) / 2, 1, 0, 0.2])
     assert targets.mc(tree, 0.5)[1:] == [0.5, 1, 0, 0.2]  # the first branch made node 1
+
+
+def test_td_and_mc_labels_are_written_as_carefully_as_bellmans(context):
+    def write(*flags, out="q_labels-mc.jsonl", target="mc"):
+        targets.main(["--run", str(context.run), "--target", target, "--out", str(context.run / out), *flags])
+
+    write()
+    labels = context.run / "q_labels-mc.jsonl"
+    assert [node["q_raw"] for node in read_jsonl(labels)] == pytest.approx([0, 0.45, 0.5])
+    assert is_complete(labels) and "seconds" in read_meta(labels)
+    write()
+    with pytest.raises(UserError, match="--target mc, not td"):
+        write(target="td")
+    with pytest.raises(UserError, match="out of range"):
+        write("--gamma", "7")
+    write_meta(context.run / "results.jsonl", argparse.Namespace(method="qlass"))
+    for out in ("trees.jsonl", "results.jsonl"):
+        with pytest.raises(UserError, match="not labels"):
+            write(out=out)
+    trees = context.run / "trees.jsonl"
+    trees.write_text(trees.read_text().replace('"branch"', '"lot"'))
+    with pytest.raises(UserError, match="no branch"):
+        write("--overwrite")
+
+
+def test_the_environment_is_stepped_where_the_count_says_so(context):
+    """q_search.py counts a step for each candidate that a score has looked behind."""
+    program = "```python\ndef signal_function(state, action, next_state):\n    return 1\n```"
+    context.judge = Fake(says=lambda q: program, logp=lambda q, options: [0.0] * len(options))
+    context.nets["qnet"] = argparse.Namespace(score=lambda requests: [[0.0] * len(r.actions) for r in requests])
+    for name in [*available(context), "value_gain", *judges.JUDGES]:
+        if name not in steering.KNOWING | {"code"}:
+            env = FakeEnv()
+            by = steering.following(name, context, lambda: context.policy)
+            run(by.scores(env, root(env), [react("hm", a) for a in ("left", "right")], ("t", 0)), answered(None))
+            assert bool(env.played) == by.steps_all, name
 
 
 def test_every_named_scorer_has_a_family():

@@ -42,12 +42,26 @@ def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, An
 
 
 def sources(name: str, context: Context) -> dict[str, str]:
-    """{what a scorer is made from: its hash}; a prediction is made again where it has changed."""
+    """{what a scorer is made from: its hash, of a judge its model}; where that has changed, it is scored again."""
+    kind = family(name, context)
+    if kind == "judge":
+        return {"judge": name.partition("=")[2]}
     sft, trees, net = context.sft or context.run / "sft", context.run / "trees.jsonl", context.run / "qnet"
     codes = [path for path in context.code if path.stem == name]
     paths = {"learned": [context.run / name], "tree": [trees], "policy": [sft, context.base], "hindsight": [sft, net],
-             "embedding": [sft, trees], "code": codes}.get(family(name, context), [])  # fmt: skip
+             "embedding": [sft, trees], "code": codes}.get(kind, [])  # fmt: skip
     return {path.name: sha256(path) for path in paths if path and path.exists()}
+
+
+def start_again(folder: Path) -> None:
+    """Delete what this script writes; predictions from elsewhere, which do not say what they are made from, stay."""
+    figures = [f"{name}.{kind}" for name in ("forest-*", "rollouts", "downstream") for kind in ("png", "svg")]
+    for pattern in ("points.*", "labels-*", "labels/*.json", "report.md*", "alignment.json", *figures):
+        for path in folder.glob(pattern):
+            path.unlink()
+    for path in folder.glob("predictions/*.json"):
+        if "made_from" in report.config_of(path):
+            path.unlink()
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -80,7 +94,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--scorers", nargs="+", metavar="NAME", help="default: all whose inputs are there")
     add("--against", default="random", metavar="NAME", help="the scorer that others are compared with (%(default)s)")
-    add("--code", nargs="+", type=Path, default=[], metavar="FILE.py", help="files with a signal_function")
+    add("--code", nargs="+", default=[], metavar="FILE.py", help="files with a signal_function")
     add("--judge", metavar="URL#MODEL|DIR", help="language model of the judges: a chat server, or a HuggingFace model")
     add("--results", type=Path, metavar="FILE", help="of q_search.py --method scorer: rewards to predict")
     add("--sft", type=Path, help="the agent (default: RUN/sft, made if missing)")
@@ -103,16 +117,20 @@ def main(argv: list[str] | None = None) -> None:
         args.sft = needed(args.sft, args.run / "sft", "sft", args)
     judge = judges.load(args.judge, args.device, args.seed) if args.judge else None
     context = Context(
-        args.env, args.run, args.sft, args.base, judge, tuple(args.code), args.gamma, args.seed, args.device
+        args.env, args.run, args.sft, args.base, judge, tuple(map(Path, args.code)), args.gamma, args.seed, args.device
     )
     rendering = context.policy.chat.rendering if args.sft else Rendering()
     answers = {Sample: lambda requests: context.policy.sample(requests), Call: answer}
 
+    if args.overwrite:
+        start_again(args.out)
+
     def timed(path: Path, records: Any, total: int | None, *names: str) -> list:
         """Write what `records` yields to `path`, with how long it took, or read what is there."""
         depends = ("env", "run", "seed", "sft", *args.env_flags, *names)
-        same_arguments(path, argparse.Namespace(**{name: getattr(args, name) for name in depends}))
-        if not path.exists():
+        if path.exists():
+            same_arguments(path, argparse.Namespace(**{name: getattr(args, name) for name in depends}))
+        else:
             started = time.process_time()
             made = list(progress(records(), path.stem, total))
             write_jsonl(path, made)
@@ -140,9 +158,9 @@ def main(argv: list[str] | None = None) -> None:
             return drive(made, answers, env.side_by_side, in_order=True)
 
         path = args.out / f"labels-{reference}.jsonl"
-        found = timed(path, lines, len(points), "gamma", *(["K"] if reference == "policy" else []))
+        found = timed(path, lines, len(points), "gamma", *["K"] * labels.drawn(reference, points[0].task_id))
         if [r["hash"] for r in found] != [p.hash for p in points]:
-            raise UserError(f"{path}: labels of other points; delete it")
+            raise UserError(f"{path}: labels of other points; delete it, or start the study again with --overwrite")
         returns[reference] = [r["returns"] for r in found]
         spent[reference] = read_meta(path).get("cpu_seconds", float("nan"))
         for name, how in labels.variants(reference, returns[reference]).items():
@@ -150,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
             values = labels.values(found, how)
             report.write_prediction(args.out / "labels", name.replace(" ", "-"), points, values, config, "gt")
 
-    wanted = args.scorers or available(context)
+    wanted = [judges.full_name(name, judge) for name in args.scorers or available(context)]
     folder = args.out / "predictions"
     for name in wanted:
         made_from = sources(name, context)
@@ -163,9 +181,9 @@ def main(argv: list[str] | None = None) -> None:
             values = list(made)
             config["cpu_seconds"] = round(time.process_time() - started, 2)
             report.write_prediction(folder, name, points, values, config)
-    predictions, families = report.read_predictions(folder, points)
+    predictions, families, stale = report.read_predictions(folder, points, lambda name: sources(name, context))
 
-    study = report.Study(points, returns, predictions, families, args.against, spent)
+    study = report.Study(points, returns, predictions, families, args.against, spent, stale)
     title = " ".join([args.env, *args.env_option, f"({args.split}, {args.actor}, epsilon {args.epsilon})"])
     print(report.write(study, args.out, title, downstream.rewards(args.results) if args.results else {}))
     write_meta(args.out / "report.md", args, [args.sft])

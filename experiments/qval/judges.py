@@ -4,7 +4,8 @@
     direct_16     the mean of 16 such scores                 verifier      the expected one of 20 grades
     batched       all actions of a state in one prompt       delta_belief  log p(Yes | after) - log p(Yes | before)
     sequential    one after the other in one conversation    gvl           progress of shuffled observations
-    codegen       a signal_function that the model writes    codegen_16    the mean of 16, eureka: the best of 16 rounds
+    codegen       a signal_function that the model writes    codegen_16    the mean of 16 such functions
+    eureka        its choice of 8 functions, 16 times over: each time they are to improve on the last choice
 
 A model is any OpenAI-compatible chat server or HuggingFace checkpoint. verifier and delta_belief need a server that
 gives top_logprobs (vLLM, SGLang, llama.cpp do; `transformers serve` 5.23 refuses). An answer that can't be read is a
@@ -19,6 +20,7 @@ import math
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,13 +28,15 @@ import numpy as np
 import envs
 from environments import UserError
 from experiments.qval import code
-from experiments.qval.scorers import Call, Context, Scorer, Scores, peek
+from experiments.qval.scorers import Call, Context, Scorer, Scores, by_signal, peek
 from qlass.chat import State, parse_action, uniforms
 from qlass.driver import Sample
+from qlass.metadata import sha256
 from qlass.policy import Policy
 from qlass.server import Endpoint
 
 GRADES = tuple("ABCDEFGHIJKLMNOPQRST")
+ROOM = 2048  # tokens of an answer: a function has to end, or there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +51,16 @@ class Question:
 class ChatServer:
     """A judge behind an OpenAI-compatible server: http://HOST:PORT/v1#MODEL."""
 
-    def __init__(self, url: str, side_by_side: int = 16, max_tokens: int = 2048) -> None:
+    def __init__(self, url: str, side_by_side: int = 16) -> None:
         self.server = Endpoint(url, "--judge", otherwise="start one there, or name a checkpoint")
-        self.side_by_side, self.max_tokens = side_by_side, max_tokens
+        self.name, self.side_by_side = slug(self.server.model), side_by_side
 
     def _ask(self, question: Question, **options: Any) -> dict:
         messages = [{"role": role, "content": content} for role, content in question.messages]
         seed = int(uniforms(1, *question.key)[0] * 2**31)
         body = {"model": self.server.model, "messages": messages, "temperature": question.temperature, "seed": seed}
         try:
-            return self.server.call("/chat/completions", body | {"max_tokens": self.max_tokens} | options)["choices"][0]
+            return self.server.call("/chat/completions", body | {"max_tokens": ROOM} | options)["choices"][0]
         except (KeyError, IndexError, TypeError):
             raise UserError(f"--judge {self.server.url}: no chat completion in its answer") from None
 
@@ -83,10 +87,11 @@ class ChatServer:
 
 
 class Checkpoint:
-    """A HuggingFace causal LM as a judge."""
+    """A HuggingFace causal LM as a judge. An answer has half of a small context."""
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, name: str = "") -> None:
+        self.policy, self.name, chat = policy, name, policy.chat
+        chat.rendering.max_new_tokens = min(ROOM, chat.context // 2) if chat.context else ROOM
 
     def write(self, questions: list[Question]) -> list[str]:
         asked = [Sample(State(q.messages), 1, ("judge", q.messages, *q.key), q.temperature) for q in questions]
@@ -99,7 +104,21 @@ class Checkpoint:
 
 @functools.lru_cache(1)  # all judges share the model
 def load(name: str, device: str | None, seed: int) -> ChatServer | Checkpoint:
-    return ChatServer(name) if "://" in name else Checkpoint(Policy.load(name, device, seed))
+    if "://" in name:
+        return ChatServer(name)
+    folder = Path(name)  # of which there are many of one name, and the same one may be trained again
+    known = f"{folder.resolve().name}-{sha256(folder)[:8]}" if folder.exists() else name
+    return Checkpoint(Policy.load(name, device, seed), slug(known))
+
+
+def slug(model: str) -> str:
+    """A model's name as part of a file's."""
+    return re.sub(r"[^\w.-]+", "-", model).strip("-")
+
+
+def full_name(name: str, judge: Any) -> str:
+    """direct -> direct=MODEL: what judgements are kept by, whichever server they came from. Other scores' as it is."""
+    return f"{name}={judge.name}" if judge and name in JUDGES else name
 
 
 # -------------------------------------------------------------------------------------------------------------- prompts
@@ -126,15 +145,14 @@ def numbered(lines: list[str]) -> str:
 
 
 def number(text: str, label: str = "score") -> float | None:
-    found = re.findall(rf"{label}\W{{0,4}}(-?\d+(?:\.\d+)?)", text, re.IGNORECASE)
+    found = re.findall(rf"{label}\W{{0,4}}?(-?\d+(?:\.\d+)?)", text, re.IGNORECASE)
     return float(found[-1]) if found else None
 
 
 def listed(text: str, n: int) -> list[float | None]:
     """The numbers of the lines "1: 70", ..., "n: 20"."""
-    found = {
-        int(i): float(value) for i, value in re.findall(r"^\W*(\d+)\W*[:.)=]\W*(-?\d+(?:\.\d+)?)", text, re.MULTILINE)
-    }
+    lines = re.findall(r"^\W*(\d+)[^\w\n]*?[:.)=][^\w\n]*?(-?\d+(?:\.\d+)?)", text, re.MULTILINE)
+    found = {int(i): float(value) for i, value in lines}
     return [found.get(i) for i in range(1, n + 1)]
 
 
@@ -289,7 +307,8 @@ def codegen(context: Context, functions: int = 1, rounds: int = 1) -> Scorer:
             if rounds == 1:
                 signals.extend(signal for _, signal in made)
             elif made:
-                shown = [f"{source}\nIt gives {[value(env, state, a, s) for a in candidates]}" for source, s in made]
+                rows = [[by_signal(signal, env, state, action) for action in candidates] for _, signal in made]
+                shown = [f"{source}\nIt gives {row}" for (source, _), row in zip(made, rows, strict=True)]
                 text = f"{brief(state)}The actions are {candidates}.\n\nWhich of these functions judges them best?\n"
                 (reply,) = context.judge.write(
                     [user(f"{text}{numbered(shown)}\nEnd with `Best: I`.", key=(*key, turn))]
@@ -298,14 +317,6 @@ def codegen(context: Context, functions: int = 1, rounds: int = 1) -> Scorer:
                 best, signal = made[chosen if 0 <= chosen < len(made) else 0]
                 signals[:] = [signal]
 
-    def value(env: envs.TextEnv, state: State, action: str, signal: code.Signal) -> float | None:
-        try:
-            after = peek(env, state, action)[0]
-            found = signal(code.text_of(state), parse_action(action), code.text_of(after))
-            return found if math.isfinite(found) else None
-        except Exception:
-            return None
-
     tried = False
 
     def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
@@ -313,7 +324,7 @@ def codegen(context: Context, functions: int = 1, rounds: int = 1) -> Scorer:
         if not tried:
             tried = True
             write(env, state, candidates, key)
-        rows = [[v for s in signals if (v := value(env, state, a, s)) is not None] for a in candidates]
+        rows = [[v for s in signals if (v := by_signal(s, env, state, a)) is not None] for a in candidates]
         return [float(np.mean(row)) if row else None for row in rows]
         yield
 

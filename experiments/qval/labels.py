@@ -26,6 +26,7 @@ REFERENCES = {
     "alfworld": ("planner", "expert", "policy"),
     "sciworld": ("policy",),
 }
+EXACT = ("exact", "planner")  # known, not sampled: without noise
 
 
 def references(env: str) -> tuple[str, ...]:
@@ -46,7 +47,7 @@ def exact(env: envs.TextEnv, action: str, gamma: float) -> float:
 def expert(env: envs.TextEnv, task_id: str, action: str, gamma: float, luck: tuple = ()) -> float:
     """The discounted reward of the demonstrator after this action."""
     here = env.snapshot()
-    shuffle(env, luck)
+    reseed(env, luck)
     _, reward, terminated, truncated, _ = env.step(action)
     player, worth = env.expert(task_id), 1.0
     while not (terminated or truncated) and (decided := next(player, None)):
@@ -56,10 +57,9 @@ def expert(env: envs.TextEnv, task_id: str, action: str, gamma: float, luck: tup
     return worth * float(reward)
 
 
-def shuffle(env: envs.TextEnv, key: tuple) -> None:
+def reseed(env: envs.TextEnv, luck: tuple) -> None:
     """Give slippery ice other chances from here on."""
-    if hasattr(env, "chances"):
-        env.chances = np.random.default_rng(int(uniforms(1, *key, "ice")[0] * 2**53))
+    env.reseed(int(uniforms(1, *luck, "ice")[0] * 2**53))
 
 
 def rollouts(
@@ -77,7 +77,7 @@ def rollouts(
         for (i, k, s, snapshot), text in zip(alive, texts, strict=True):
             env.restore(snapshot)
             if t == 0:
-                shuffle(env, (*key, i, k))
+                reseed(env, (*key, i, k))
             observation, reward, terminated, truncated, _ = env.step(parse_action(text))
             if terminated or truncated:
                 returns[i, k] = gamma**t * reward
@@ -92,6 +92,11 @@ def rollouts(
     return [[round(float(value), 6) for value in row] for row in returns]
 
 
+def drawn(reference: str, task_id: str) -> bool:
+    """Whether a label is K returns, which luck tells apart; else it is one."""
+    return reference == "policy" or (reference == "expert" and task_id.startswith("slippery"))
+
+
 def label(
     env: envs.TextEnv, point: Any, reference: str, K: int, gamma: float, rendering: Rendering | None
 ) -> Generator[list, list, dict]:
@@ -102,7 +107,7 @@ def label(
     if reference == "policy":
         returns = yield from rollouts(env, state, list(point.candidates), K, gamma, key, rendering)
     elif reference == "expert":
-        times = range(K if point.task_id.startswith("slippery") else 1)
+        times = range(K if drawn(reference, point.task_id) else 1)
         returns = [[expert(env, point.task_id, a, gamma, (*key, i, k)) for k in times] for i, a in enumerate(actions)]
     else:
         returns = [[exact(env, action, gamma)] for action in actions]

@@ -68,9 +68,6 @@ class Alignment:
     actor: float  # global Spearman over the actions taken: QVAL's published figure
     actor_tau: float
 
-    def row(self) -> dict:
-        return {**dataclasses.asdict(self), "rho": dataclasses.asdict(self.rho)}
-
 
 def alignment(tasks: Sequence[Hashable], taken: Sequence[int], scores: Values, labels: Values) -> Alignment:
     found = per_state(tasks, scores, labels)
@@ -128,14 +125,15 @@ def label_ceiling(tasks: Sequence[Hashable], returns: Sequence[Sequence[Sequence
 
     The halves of a label's returns agree with r per state; the whole label's reliability is then 2 r / (1 + r)
     (Spearman-Brown), and its correlation with the truth the root of that, a few hundredths high with four candidates.
-    1 for single returns.
+    NaN where nothing tells the noise: single returns, or labels that are all equal within each state.
     """
-    if all(len(some) == 1 for state in returns for some in state):
-        return 1.0
     of = getattr(np, how)
+    single = any(len(some) < 2 for state in returns for some in state)
+    if single or not any(ordered([of(some) for some in state]) for state in returns):
+        return np.nan
     halves = [[[float(of(some[half::2])) for some in state] for state in returns] for half in (0, 1)]
-    r = mean_of(per_state(tasks, *halves))
-    return float(np.sqrt(max(0.0, 2 * r / (1 + r))))
+    r = np.maximum(0.0, mean_of(per_state(tasks, *halves)))  # which keeps NaN
+    return float(np.sqrt(2 * r / (1 + r)))
 
 
 # ---------------------------------------------------------------------------------------------------------- comparisons

@@ -41,7 +41,7 @@ class Point:
         if digest(state) != self.hash:
             raise UserError(
                 f"task {self.task_id}: {len(self.prefix)} actions lead to another state than when the points were "
-                "collected; delete points.jsonl and what was made from it"
+                "collected; --overwrite starts the study again"
             )
         return state
 

@@ -10,27 +10,23 @@ brings (OpenApps, TerminalBench) are read without being run; docs/environment.md
 from __future__ import annotations
 
 import argparse
-import itertools
 from pathlib import Path
 
 import numpy as np
 
 from environments import UserError
 from experiments.qval import metrics
-from experiments.qval.report import cell
+from experiments.qval.report import by_point, cell
 from qlass.jsonl import read_object
 from qlass.stage import run_stage
 from qlass.stats import Estimate, bootstrap, spearman
 
 
 def states(path: Path) -> list[list[float | None]]:
-    """A file's values by point, ranks with their sign turned; all as one state where there is one value a point."""
+    """A file's values by point; all as one state where there is one value a point."""
     record = read_object(path)
     counts = (record.get("config") or {}).get("candidate_counts")
-    if not counts:
-        return [record["values"]]
-    turned = [None if value is None else -value for value in record["values"]]
-    return [turned[a:b] for a, b in itertools.pairwise(np.cumsum([0, *counts]))]
+    return by_point(record["values"], counts) if counts else [record["values"]]
 
 
 def agreement(

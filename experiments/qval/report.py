@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -59,17 +59,14 @@ def write_prediction(
 def read_prediction(path: Path, points: Sequence[Point]) -> tuple[str, dict, list[list[float | None]]]:
     """Name, config and the values of each point's candidates, from our file or from one of QVAL's own.
 
-    A ranking counts with its sign turned; a file with one value a point knows the actions taken alone.
+    A file with one value a point knows the actions taken alone.
     """
     record = json.loads(path.read_text(encoding="utf-8"))
     values, config, metadata = record["values"], record.get("config") or {}, record.get("metadata") or {}
-    counts = config.get("candidate_counts")
     if "candidate_values" in metadata:
         found = metadata["candidate_values"]
-    elif counts:
-        ends = np.cumsum([0, *counts])
-        turned = [None if v is None else -v for v in values]
-        found = [turned[a:b] for a, b in itertools.pairwise(ends)]
+    elif counts := config.get("candidate_counts"):
+        found = by_point(values, counts)
     else:
         found = [[v if i == p.taken else None for i in range(len(p.candidates))]
                  for v, p in zip(values, points, strict=False)]  # fmt: skip
@@ -80,20 +77,37 @@ def read_prediction(path: Path, points: Sequence[Point]) -> tuple[str, dict, lis
     return record["method_name"], config, found
 
 
+def by_point(ranking: Sequence[float | None], counts: Sequence[int]) -> list[list[float | None]]:
+    """A ranking's places by point, their sign turned: the best is the highest, as of any score."""
+    turned = [None if place is None else -place for place in ranking]
+    return [turned[a:b] for a, b in itertools.pairwise(np.cumsum([0, *counts]))]
+
+
 def made_from(path: Path, sources: dict[str, str]) -> bool:
     """Whether there is a prediction from these very sources; one from elsewhere says nothing of its own."""
     if not path.exists():
         return False
-    config = json.loads(path.read_text(encoding="utf-8")).get("config") or {}
-    return config.get("made_from", sources) == sources
+    return config_of(path).get("made_from", sources) == sources
 
 
-def read_predictions(folder: Path, points: Sequence[Point]) -> tuple[dict[str, list], dict[str, str]]:
-    """{name: values} and {name: family} of all files there; a ranking counts where it stands alone."""
-    alone = {path.stem: path for path in sorted(folder.glob("*.json"))}
-    read = [read_prediction(path, points) for stem, path in alone.items() if stem.removesuffix("_ranking") not in alone
-            or not stem.endswith("_ranking")]  # fmt: skip
-    return {name: some for name, _, some in read}, {name: config.get("family", "judge") for name, config, _ in read}
+def config_of(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8")).get("config") or {}
+
+
+def read_predictions(
+    folder: Path, points: Sequence[Point], sources: Callable[[str], dict[str, str]]
+) -> tuple[dict[str, list], dict[str, str], list[str]]:
+    """{name: values} and {name: family} of what is there; a ranking counts where it stands alone.
+
+    sources(name): what a score would be made from now. The names of those made from something else come last.
+    """
+    files = {path.stem: path for path in sorted(folder.glob("*.json"))}
+    names = {stem: stem.removesuffix("_ranking") for stem in files}
+    alone = {name: files[stem] for stem, name in names.items() if name == stem or name not in files}
+    stale = [name for name, path in alone.items() if not made_from(path, sources(name))]
+    read = [read_prediction(path, points) for name, path in alone.items() if name not in stale]
+    families = {name: config.get("family", "judge") for name, config, _ in read}
+    return {name: some for name, _, some in read}, families, stale
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -109,6 +123,7 @@ class Study:
     families: dict[str, str]
     against: str = "random"
     spent: dict[str, float] = dataclasses.field(default_factory=dict)  # reference: CPU seconds of its labels
+    stale: Sequence[str] = ()  # scores that are left out
 
     @property
     def tasks(self) -> list[str]:
@@ -171,11 +186,12 @@ def table(study: Study, name: str, labels: list[list[float]], found: dict[str, A
     reference = name.split()[0]
     how = reference_labels.variants(reference, study.returns[reference])[name]
     tied, alone = sum(not metrics.ordered(of) for of in labels), sum(len(of) < 2 for of in labels)
-    noise = metrics.label_ceiling(study.tasks, study.returns[reference], how)
+    exact = reference in reference_labels.EXACT
+    noise = 1.0 if exact else metrics.label_ceiling(study.tasks, study.returns[reference], how)
     ties = metrics.permutation_ceiling(study.tasks, labels)
     told = (
         f"### Labels: {name}\n\n{len(labels)} states of {len(set(study.tasks))} tasks, {tied} tied ({alone} with one "
-        f"candidate). Ceilings per state: {noise:.3f} for the labels' noise, {ties:.3f} for a ranking without ties."
+        f"candidate). Ceilings per state: {cell(noise)} for the labels' noise, {cell(ties)} for a ranking without ties."
     )
     lines = [head.split("|"), ["---"] * (head.count("|") + 1), *rows]
     return told + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -203,7 +219,7 @@ def references_table(study: Study, found: dict[str, dict[str, Alignment]]) -> st
 
 def rollouts(study: Study) -> tuple[str, list[tuple[str, int, str, Alignment]]]:
     """Labels from the first K rollouts against the exact ones: what K buys, for the maximum and for the mean."""
-    truth = next((r for r in ("exact", "planner") if r in study.returns), "")
+    truth = next((r for r in reference_labels.EXACT if r in study.returns), "")
     drawn = {r: returns for r, returns in study.returns.items() if len(reference_labels.variants(r, returns)) > 1}
     found = []
     exact = study.labels().get(truth)
@@ -278,11 +294,15 @@ def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, f
     parts, record = [f"## {title}", NOTE.format(against=study.against)], {}
     if study.spent:
         parts.append("CPU seconds of the labels: " + ", ".join(f"{n} {s:.2f}" for n, s in study.spent.items()) + ".")
+    if study.stale:
+        names = ", ".join(study.stale)
+        parts.append(f"Left out, as made from something else than there is now, or than this call names: {names}.")
     all_labels = study.labels()
     every = {name: study.alignments(labels) for name, labels in all_labels.items()}
     for name, found in every.items():
         parts.append(table(study, name, all_labels[name], found))
-        record[name] = {scorer: {"family": study.families[scorer], "orders": study.orders(scorer), **a.row()}
+        record[name] = {scorer: {"family": study.families[scorer], "orders": study.orders(scorer),
+                                 **dataclasses.asdict(a)}
                         for scorer, a in found.items()}  # fmt: skip
         draw(forest(study, found), folder / f"forest-{name.replace(' ', '-')}.png")
     summary = {"title": title, "labels": record, "rewards": rewards}

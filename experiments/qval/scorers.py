@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -113,17 +114,14 @@ def peek(env: envs.TextEnv, state: State, action: str) -> tuple[State, list[str]
 # --------------------------------------------------------------------------------------------------- hand-written code
 
 
-def judged_by_code(signal: code.Signal) -> Scorer:
-    """A signal_function, which sees the next state too; None where it fails."""
-
-    def value(env: envs.TextEnv, state: State, action: str, key: tuple) -> float | None:
-        after, _ = peek(env, state, action)
-        try:
-            return signal(code.text_of(state), parse_action(action), code.text_of(after))
-        except Exception:
-            return None
-
-    return each(value)
+def by_signal(signal: code.Signal, env: envs.TextEnv, state: State, action: str, key: tuple = ()) -> float | None:
+    """What a signal_function gives, which sees the next state too; None where it fails, or gives no finite number."""
+    after, _ = peek(env, state, action)
+    try:
+        found = signal(code.text_of(state), parse_action(action), code.text_of(after))
+    except Exception:
+        return None
+    return found if math.isfinite(found) else None
 
 
 # -------------------------------------------------------------------------------------------------------------- learned
@@ -310,20 +308,21 @@ SCORERS: dict[str, tuple[str, Callable[[Context], Scorer]]] = {
 
 
 def scorer(name: str, context: Context) -> Scorer:
-    """The scorer of this name: of SCORERS, of the judges, a file of --code, or a folder RUN/qnet*."""
+    """The scorer of this name: of SCORERS, a judge (JUDGE or JUDGE=MODEL), a file of --code, or a folder RUN/qnet*."""
     if name in SCORERS:
         return SCORERS[name][1](context)
     if name.startswith("qnet"):
         return by_qnet(context, name)
     for path in context.code:
         if name == path.stem:
-            return judged_by_code(code.load(path))
+            return each(functools.partial(by_signal, code.load(path)))
     from experiments.qval.judges import JUDGES
 
-    if name in JUDGES:
-        if context.judge is None:
-            raise UserError(f"{name}: needs a language model: --judge URL#MODEL or --judge CHECKPOINT")
-        return JUDGES[name](context)
+    judge, _, model = name.partition("=")
+    if judge in JUDGES:
+        if context.judge is None or model not in ("", context.judge.name):
+            raise UserError(f"{name}: needs its language model: --judge URL#MODEL or --judge CHECKPOINT")
+        return JUDGES[judge](context)
     raise UserError(f"unknown scorer {name!r}: choose among {', '.join([*SCORERS, 'qnet*', *JUDGES])}")
 
 

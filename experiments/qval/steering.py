@@ -11,11 +11,13 @@ from typing import Any
 import envs
 from environments import UserError
 from experiments.qval import judges
-from experiments.qval.scorers import Call, Context, Scores, answer, available, family, scorer
+from experiments.qval.scorers import Call, Context, Scores, answer, available, scorer
 from q_search import Scorer
 from qlass.chat import State, uniforms
 
 KNOWING = {"oracle", "state_value"}  # they know the true values: --method oracle_step is their search
+# They look at the next state of each candidate.
+PEEKING = {"value_gain", "self_distillation", "ranking", "delta_belief", "gvl", "codegen", "codegen_16", "eureka"}
 BLIND = {"step_index", "confidence", "self_certainty"}  # of the state alone: they choose at random, as `random` does
 
 
@@ -30,7 +32,8 @@ def steering(args: argparse.Namespace, answers: dict, policy: Callable[[], Any])
     found = {}
     for name, _, model in (given.partition("=") for given in names):
         judge = judges.load(model, args.device, args.seed) if model else None
-        found[name] = following(name, dataclasses.replace(context, judge=judge) if judge else context, policy)
+        known = dataclasses.replace(context, judge=judge) if judge else context
+        found[judges.full_name(name, judge)] = following(name, known, policy)
     return found
 
 
@@ -43,7 +46,7 @@ def following(name: str, context: Context, policy: Callable[[], Any]) -> Scorer:
             made.append(scorer(name, context))
         return decided((yield from made[0](env, state, candidates, key)), key)
 
-    return Scorer(by_score, steps_all=family(name, context) in ("hindsight", "judge"))
+    return Scorer(by_score, steps_all=name in PEEKING)
 
 
 def decided(scores: list[float | None], key: tuple) -> list[float]:

@@ -1,7 +1,7 @@
-"""Other values of the same trees, for nets that train_qnet.py trains as it does QNet.
+"""bellman.py with two more targets, for nets that train_qnet.py trains as it does QNet.
 
-python -m experiments.qval.targets --env frozenlake --target td
-python train_qnet.py --env frozenlake --labels runs/frozenlake/q_labels-td.jsonl --out runs/frozenlake/qnet-td
+    python -m experiments.qval.targets --run runs/frozenlake --target td --out runs/frozenlake/q_labels-td.jsonl
+    python train_qnet.py --run runs/frozenlake --labels runs/frozenlake/q_labels-td.jsonl --out runs/frozenlake/qnet-td
 
 td   r + gamma times the mean of the children: where TD(0) settles on the tree's transitions, each as frequent as
      its siblings. Bellman's maximum is the difference to Eq. (7)
@@ -10,14 +10,11 @@ mc   the discounted reward of the branch that made the node: the sample that a M
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+import bellman
+from bellman import arguments, children_of, main
+from qlass.stage import run_stage
 
-import envs
-from bellman import branch_rewards, children_of, min_max
-from qlass.jsonl import dumps, read_trees, replacing
-from qlass.metadata import write_meta
-from qlass.stage import needed, parse, parser, run_stage
+__all__ = ["arguments", "main", "mc", "td"]
 
 
 def td(tree: list[dict], gamma: float) -> list[float]:
@@ -29,35 +26,15 @@ def td(tree: list[dict], gamma: float) -> list[float]:
 
 
 def mc(tree: list[dict], gamma: float) -> list[float]:
-    end = {node["branch"]: node["depth"] for node in tree if node["done"]}
-    pairs = zip(tree, branch_rewards(tree), strict=True)
-    return [gamma ** max(0, end.get(n["branch"], n["depth"]) - n["depth"]) * reward for n, reward in pairs]
+    """A branch is a chain of new nodes: one child of each, at most, is of its own branch."""
+    q = [node["reward"] * node["done"] for node in tree]
+    for i, children in reversed(list(enumerate(children_of(tree)))):
+        q[i] += gamma * sum(q[child] for child in children if tree[child]["branch"] == tree[i]["branch"])
+    return q
 
 
-TARGETS = {"td": td, "mc": mc}
-
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__)
-    envs.add_arguments(made, argv)
-    made.add_argument("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
-    made.add_argument("--out", type=Path, help="default: RUN/q_labels-TARGET.jsonl")
-    made.add_argument("--gamma", type=float, default=0.9, help="discount (default: %(default)s)")
-    made.add_argument("--target", choices=TARGETS, default="td", help="default: %(default)s")
-    return parse(made, argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
-    args.out = args.out or args.run / f"q_labels-{args.target}.jsonl"
-    with replacing(args.out) as out:
-        for tree in read_trees(args.trees):
-            raw = TARGETS[args.target](tree, args.gamma)
-            lines = zip(tree, raw, min_max(raw), strict=True)
-            out.writelines(dumps(node | {"q_raw": r, "q": q}) for node, r, q in lines)
-    write_meta(args.out, args, [args.trees])
-
+bellman.TARGETS |= {"td": td, "mc": mc}
+bellman.NEEDS["mc"] = bellman.NEEDS["reward"]
 
 if __name__ == "__main__":
     run_stage(main)
