@@ -5,7 +5,8 @@
 
 What models said comes from docs/walkthrough/run.jsonl (record.py and replay.py there). All else is worked out here and
 now by the project's own functions: trees, labels, Q*, prompts, tokens, episodes, and the lines of code that are shown.
-So the page can't disagree with the code; tests/test_walkthrough.py checks that it is the committed one.
+So the page can't disagree with the code, but for what the commands printed when they were recorded;
+tests/test_walkthrough.py checks that it is the committed one.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from qlass.memory import check_memory, estimate
 from qlass.metadata import write_meta
 from qlass.policy import Policy
 from qlass.stage import Output, at_least, handed_on, more, must_exist, needed, parser, progress, settle
-from qlass.training import random_state, set_random_state
 from sft import predictions, sft_loss
 
 WARMUP = 4  # updates
@@ -209,7 +208,6 @@ def learn(
     if lines:
         processes.set_weights(model, saved["model"])
         processes.set_moments(optimizer, saved["optimizer"])
-        set_random_state(saved["random"])
     tested = env.task_ids("val")[: args.val or None]
 
     def batches() -> Iterator[dict]:
@@ -232,7 +230,7 @@ def learn(
             state = processes.whole({"model": processes.trained(model), "optimizer": optimizer.state_dict()})
             if out:
                 draft = resume.with_suffix(".draft")
-                torch.save(state | {"lines": len(lines), "random": random_state()}, draft)
+                torch.save(state | {"lines": len(lines)}, draft)
                 draft.replace(resume)
     best, last = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"]), lines[-1]
     figures = {"best": best, "last": last, "passes": passes, "stopped": why or None}

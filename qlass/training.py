@@ -241,8 +241,11 @@ class Training:
         return content
 
     def _save(self) -> None:
+        random = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            random["cuda"] = torch.cuda.get_rng_state()
         self._write("last.pt", {
-            "about": self.about, "progress": dataclasses.asdict(self.at), "random": random_state(),
+            "about": self.about, "progress": dataclasses.asdict(self.at), "random": random,
             "weights": processes.trained(self.model), "optimizer": self.optimizer.state_dict(),
         })  # fmt: skip
 
@@ -258,19 +261,9 @@ class Training:
         self.at = Progress(**saved["progress"])
         processes.set_weights(self.model, saved["weights"])
         processes.set_moments(self.optimizer, saved["optimizer"])
-        set_random_state(saved["random"])
-
-
-def random_state() -> dict[str, torch.Tensor]:
-    """Of dropout, and of RoundedAdamW."""
-    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-    return {"cpu": torch.get_rng_state()} | cuda
-
-
-def set_random_state(saved: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(saved["cpu"])
-    if "cuda" in saved and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda"])
+        torch.set_rng_state(saved["random"]["cpu"])
+        if "cuda" in saved["random"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(saved["random"]["cuda"])
 
 
 def is_trained(args: argparse.Namespace, inputs: Iterable[Path]) -> bool:

@@ -402,8 +402,11 @@ def contents(run):
     return [(run / name).read_bytes() for name in names]
 
 
-def test_a_stopped_run_ends_where_an_unbroken_one_does(fake_world, agent, tmp_path, monkeypatch):
-    train(tmp_path / "whole", agent, "--budget", "500", "--budget-in", "env_steps")
+@pytest.mark.parametrize("weights", ["float32", "bf16"])  # the latter are rounded by chance
+def test_a_stopped_run_ends_where_an_unbroken_one_does(fake_world, agent, tmp_path, monkeypatch, weights):
+    flags = ["--budget", "500", "--budget-in", "env_steps", "--weights", weights]
+    train(tmp_path / "whole", agent, *flags)
+    torch.rand(3)  # another process has other luck
     real, calls = tree_grpo.one_batch, []
 
     def stops(*args):
@@ -414,14 +417,14 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(fake_world, agent, tmp_pa
 
     monkeypatch.setattr(tree_grpo, "one_batch", stops)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "again", agent, "--budget", "500", "--budget-in", "env_steps")
-    train(tmp_path / "again", agent, "--budget", "500", "--budget-in", "env_steps")
+        train(tmp_path / "again", agent, *flags)
+    train(tmp_path / "again", agent, *flags)
     assert len(calls) > 4 and contents(tmp_path / "again") == contents(tmp_path / "whole")
     done = len(calls)
-    train(tmp_path / "again", agent, "--budget", "500", "--budget-in", "env_steps")
+    train(tmp_path / "again", agent, *flags)
     assert len(calls) == done  # nothing is left to do
     with pytest.raises(UserError, match="--kl"):
-        train(tmp_path / "again", agent, "--kl", "0.5")
+        train(tmp_path / "again", agent, "--kl", "0.5", "--weights", weights)
 
 
 def test_the_same_seed_gives_the_same_files_at_any_batch_width(fake_world, agent, tmp_path, monkeypatch):
