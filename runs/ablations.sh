@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What quickstart.sh leaves open, in its run folder: what the trees are worth without a QNet, process rewards (Fig. 4), half of
-# the demonstrations (Table 3) and what single choices are worth. QLASS with M = 4 on the same test tasks each time, told
-# apart by --label. Six hours by estimate: a QNet takes almost half of one. 300 trees would take a third of that, but teach QNet
-# too little (reference_output/validation.md).
+# the demonstrations (Table 3) and what single choices are worth. QLASS with M = 4 on the same test tasks each time,
+# distinguished by --label. Six hours by estimate: a QNet takes almost half of one. 300 trees would take a third of that, but
+# teach QNet too little (reference_output/validation.md).
 set -euo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
@@ -40,7 +40,7 @@ retrained self-rft "self-trained, RFT" --method rft
 
 # Table 3: half of the demonstrations, and none in the trees, where each branch of the demonstrator is one more. 50 are too
 # few to hold some out, so the agent has about as many updates as the one of all demonstrations; longer, its draws agree more,
-# and QLASS has less to choose from. Is it then the agent's training that QLASS makes up for? The agent trained to the end tells.
+# and QLASS has less to choose from. Does QLASS then make up for the agent's training? The agent trained to the end shows it.
 half=$RUN/half
 stage sft.py "${common[@]}" --run "$half" --n-expert 50 --epochs 25
 learn_q "$half" "$half/sft" --no-expert

@@ -19,7 +19,7 @@ case $ENV in
               # first product at once; many small trees teach QNet more than few large ones of as many trajectories
         trees=(--limit 1000 --rollouts 6 --temperature 1.5) labels=(--gamma 0.98)
         qnet=(--epochs "${EPOCHS:=8}" --patience "$EPOCHS") ;;  # to the end, where the learning rate is 0
-    alfworld)  # without the thoughts that say what earlier pages told, an aid (docs/differences.md). With it, THOUGHTS=true,
+    alfworld)  # without the thoughts that repeat what earlier pages said, an aid (docs/differences.md). With it, THOUGHTS=true,
               # 200 demonstrations do a little more than 600 without
         splits=(valid_unseen valid_seen) trees=(--limit 600 --rollouts 6) labels=(--gamma 0.98) qnet=(--epochs 6 --patience 6)
         if [ "${THOUGHTS:-}" = true ]; then
@@ -54,7 +54,7 @@ search() {  # FLAG...: stage 5, Q-guided generation and its baselines, on test t
         stage q_search.py "${common[@]}" --run "$RUN" --split "$split" "$@"
     done
 }
-variant() {  # NAME LABEL FLAG...: test tasks with another agent or QNet, told apart by the label
+variant() {  # NAME LABEL FLAG...: test tasks with another agent or QNet, distinguished by the label
     search --out "$RUN/results-$1.jsonl" --label "$2" "${@:3}"
 }
 trees_best() {  # FLAG...: the agent cloned again from its demonstrations and the best branches that it ended in the trees

@@ -7,7 +7,7 @@
 #
 # Seed 0 uses the run folder runs/ENV of reproduce.sh, the others runs/ENV-seed1, ...; the report over all of them
 # is runs/ENV/tree_grpo.html. Which settings were chosen on validation tasks, and which test tasks had been played before, is
-# told in reference_output/tree_grpo.md.
+# in reference_output/tree_grpo.md.
 set -euo pipefail
 ENV=webshop SEEDS=3
 case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac
