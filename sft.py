@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -299,7 +298,6 @@ def to_train(args: argparse.Namespace, states: list[State], markov: bool) -> tup
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    started = time.time()
     env = envs.from_arguments(args)
     tiny = TINY | {"epochs": None, "batch": None, "n_expert": env.demonstrations}  # `train` settles the first two
     settle(args, tiny if args.model == "tiny" else PAPER | ({"lr": models.LR} if args.lora else {}))
@@ -339,7 +337,7 @@ def main(argv: list[str] | None = None) -> None:
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
     figures |= {"trajectories": len(states), "epochs": args.epochs, "batch": args.batch}
-    metadata.write_meta(args.out, asked, [args.expert], **figures, seconds=time.time() - started)
+    metadata.write_meta(args.out, asked, [args.expert], **figures)
     finish(args.out)
     release(lock)
     size, loss = model.num_parameters() / 1e6, figures["loss"]

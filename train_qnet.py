@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +285,6 @@ def to_train(args: argparse.Namespace) -> QNet:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    started = time.time()
     args.fsdp = processes.start(args.fsdp)
     stage.must_exist(args.labels, args.sft)
     if processes.count() > 1:  # one process makes what is missing
@@ -321,14 +319,14 @@ def main(argv: list[str] | None = None) -> None:
         if updates:
             models.save_adapter(qnet.backbone, updates, args.sft, folder / "adapter")
     about = {"trees": len(trees), **figures}
-    metadata.write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
+    metadata.write_meta(args.out, args, [args.labels, args.sft], **about)
 
     policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, qnet.chat.rendering)
     for name, some in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
         about[name] = ranking(qnet, some, packed_trees(qnet, some, args), args)
         of_policy = sibling_accuracy(some, policy_scores(policy, some))
         about[name]["policy_sibling_accuracy"] = of_policy["sibling_accuracy"]
-    metadata.write_meta(args.out, args, [args.labels, args.sft], seconds=time.time() - started, **about)
+    metadata.write_meta(args.out, args, [args.labels, args.sft], **about)
     finish(args.out)
     release(lock)
     print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "

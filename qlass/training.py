@@ -78,6 +78,7 @@ class Progress:
     update: int = 0  # completed, of the current epoch
     step: int = 0  # completed, of all epochs
     tokens: int = 0
+    seconds: float = 0.0  # until the last checkpoint, of all calls
     losses: list[float] = dataclasses.field(default_factory=list)  # of the current epoch's updates
     recent: list[float] = dataclasses.field(default_factory=list)  # losses of the last updates, FIRST at most
     highest: float = 0.0  # loss of the first updates
@@ -115,7 +116,7 @@ class Training:
             self._resume()
         self.log = open_log(args.log, args.out, self.at.step, self.about) if processes.first() else lambda *_: None
         self.bar = tqdm(total=self.steps, initial=self.at.step, desc=name, disable=None if processes.first() else True)
-        self.said = time.monotonic()
+        self.said, self.saved = time.monotonic(), time.perf_counter()
         self.began = self.said, self.at.step, self.at.tokens
 
     # ------------------------------------------------------------------------------------------------- the loop's steps
@@ -183,7 +184,7 @@ class Training:
         """For the meta file."""
         at = self.at
         kept = at.best or at.epoch
-        about = {"steps": at.step, "tokens": at.tokens, "loss": at.curve[kept - 1]["loss"]}
+        about = {"steps": at.step, "tokens": at.tokens, "seconds": at.seconds, "loss": at.curve[kept - 1]["loss"]}
         return about | {"best_epoch": kept, "curve": at.curve}
 
     def _tell(self, loss: float) -> None:
@@ -241,6 +242,8 @@ class Training:
         return content
 
     def _save(self) -> None:
+        now = time.perf_counter()
+        self.at.seconds, self.saved = self.at.seconds + now - self.saved, now
         random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random["cuda"] = torch.cuda.get_rng_state()

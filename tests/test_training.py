@@ -82,7 +82,9 @@ def fit(
             time.sleep(pause)
         weights.append([p.detach().clone() for p in model.parameters()])
         run.validated(scores[epoch], {} if scores[epoch] is None else {"score": scores[epoch]})
-    return list(model.parameters()), run.figures(), weights
+    figures = run.figures()
+    assert figures.pop("seconds") >= pause * figures["steps"]  # also of a run that was stopped
+    return list(model.parameters()), figures, weights
 
 
 def same(a, b) -> bool:
@@ -119,8 +121,8 @@ def test_a_stopped_run_ends_with_the_weights_of_one_that_was_not(tmp_path, stops
     args = arguments(tmp_path / "parts", save_every=3)
     for stop in stops:
         with pytest.raises(Stopped):
-            fit(args, scores, stop)
-    final, again, _ = fit(args, scores)
+            fit(args, scores, stop, pause=0.01)
+    final, again, _ = fit(args, scores, pause=0.01)
     assert same(final, expected) and again == figures
     final, again, weights = fit(args, scores)  # stopped between the last epoch and the end of the stage
     assert same(final, expected) and again == figures and not weights
