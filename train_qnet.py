@@ -161,8 +161,10 @@ def packed_trees(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) 
 def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
     packs, validation = packed_trees(qnet, trees, args), packed_trees(qnet, held_out, args)
     longest = max(len(p.tree) for p in packs)
-    read = lambda ids: qnet(**like_a_tree(qnet.backbone, ids), use_cache=False)  # noqa: E731
-    check_memory(estimate(qnet, qnet.backbone, read, args, longest), qnet.backbone.device)
+    memory = estimate(
+        qnet, qnet.backbone, lambda ids: qnet(**like_a_tree(qnet.backbone, ids), use_cache=False), args, longest
+    )
+    check_memory(memory, qnet.backbone.device)
     optimizer = models.adamw((p for p in qnet.parameters() if p.requires_grad), args.lr, args.optim)
     data = (values for p in packs for values in (p.tree.ids, p.weighted_q))
     fit = Training("qnet", qnet, optimizer, args, [p.pairs for p in packs], data)

@@ -29,7 +29,8 @@ from qlass.memory import check_memory, estimate
 from qlass.metadata import write_meta
 from qlass.policy import Policy
 from qlass.stage import Output, at_least, handed_on, more, must_exist, needed, parser, progress, settle
-from sft import predictions, sft_loss
+from qlass.token_tree import like_a_tree
+from sft import sft_loss
 
 WARMUP = 4  # updates
 SMALL = 50e6  # parameters
@@ -81,7 +82,7 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> tuple[Any,
 
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         """Of all tokens; an update has the logits of the agent's alone."""
-        return sft_loss(*predictions(model, ids, torch.ones_like(ids, dtype=torch.bool)))
+        return sft_loss(model(**like_a_tree(model, ids), use_cache=False).logits, ids)
 
     beside = reference if copied else None
     check_memory(estimate(model, model.base_model, loss_of, packed, room(model), beside), model.device)

@@ -10,7 +10,7 @@
                        --out runs/webshop/results-tree_grpo.jsonl
 
 A task's leaves are a group, and so are the leaves of each of its trees. A trajectory's advantage is how many standard
-deviations its reward is above its group's mean, for both groups together, and every action on it gets that advantage.
+deviations its reward lies above its group's mean, summed over both groups, and every action on it gets that advantage.
 An action above a branching is on several trajectories, and learns from each: outcome rewards become a signal for steps,
 without a value network.
 
