@@ -40,6 +40,7 @@ import envs
 from bellman import label
 from build_trees import exploration_tree, tree_records
 from environments import UserError
+from environments.alfworld.games import load
 from environments.alfworld.textworld import TextWorldGame
 from experiments.plain import OneByOne, Replayed, WholeTrie, one_pair_at_a_time
 from qlass.chat import Chat, State
@@ -209,7 +210,7 @@ def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) ->
     env, rng = envs.make("alfworld", data=data), random.Random(0)
     tasks = random.Random(0).sample(env.task_ids("train"), n)
     paths = [env.games.path(task) for task in tasks]
-    loading, games = timed(lambda: [games.load(path) for path in paths])
+    loading, games = timed(lambda: [load(path) for path in paths])
     walks = [random_walk(game, steps, rng) for game in games]
     walking, _ = timed(lambda: [walk(game, commands) for game, commands in zip(games, walks, strict=True)])
     rates = [n / loading, sum(map(len, walks)) / walking]

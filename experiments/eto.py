@@ -11,15 +11,16 @@
                 preferred. Then the trained agent explores again
     siblings    in a state of the exploration trees, the action with the highest q is preferred to each that has less
 
-DPO (Rafailov et al. 2023) on the tokens that the agent writes, as published: also where it acts by a choice among the
-valid actions, whose probabilities are others (tree_grpo trains those). The reference is the agent that made the pairs:
-as it was at the start of the iteration, for siblings RUN/sft. A beginning that two trajectories share is computed once,
-and counts for --budget once in each of the --epochs; what was only played does not count.
+DPO (Rafailov et al. 2023) on what the agent does: on the tokens that it writes, as published, or, where it acts among
+the valid actions, on its choice among them, as in tree_grpo. The reference is the agent that made the pairs: as it was
+at the start of the iteration, for siblings RUN/sft. A beginning that two trajectories share is computed once, and
+counts for --budget once in each of the --epochs; what was only played does not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,9 +37,9 @@ from experiments.learning import batch_of, learn, learner, load, recomputed, roo
 from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
 from qlass import processes
-from qlass.chat import Chat, State
+from qlass.chat import Chat, Rendering, State, parse_action
 from qlass.demonstrations import by_agent, cloned_from, first_observation, read_trajectories
-from qlass.driver import Sample, drive
+from qlass.driver import Sample, ask, drive
 from qlass.jsonl import read_trees
 from qlass.packing import pairs_of
 from qlass.policy import Policy
@@ -54,11 +55,21 @@ Preference = tuple[list[Decision], list[Decision]]  # what is preferred, to what
 # --------------------------------------------------------------------------------------------------------- preferences
 
 
-def decisions(line: dict) -> list[Decision]:
-    """What the agent wrote in a trajectory, a line as of expert.jsonl, after the layout's "OK"."""
-    state = State.load(line["messages"], line.get("task", ""))
-    wrote = [i for i, (role, _) in enumerate(state.messages) if role == "assistant"][first_observation(state)[0] :]
-    return [Decision(State(state.messages[:i], state.task), state.messages[i][1]) for i in wrote]
+def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, played: State) -> list[Decision]:
+    """What the agent wrote in a trajectory, after the layout's "OK".
+
+    If it acts among the valid actions, `env` plays it again to know them; an expert's action beyond them joins them.
+    """
+    wrote = [i for i, (role, _) in enumerate(played.messages) if role == "assistant"][first_observation(played)[0] :]
+    found = [Decision(State(played.messages[:i], played.task), played.messages[i][1]) for i in wrote]
+    if rendering.candidates == "free":
+        return found
+    env.reset(options={"task_id": task_id})
+    for i, decision in enumerate(found):
+        valid = ask(env, decision.state, 1, (), rendering).valid
+        found[i] = dataclasses.replace(decision, valid=(*valid, decision.action))
+        env.step(parse_action(decision.action))
+    return found
 
 
 def demonstrated(path: Path, env: envs.TextEnv, most: int | None) -> dict[str, dict]:
@@ -76,25 +87,31 @@ def demonstrated(path: Path, env: envs.TextEnv, most: int | None) -> dict[str, d
     return found
 
 
-def failures(played: Sequence[dict], expert: dict[str, dict]) -> Iterator[Preference]:
+def failures(
+    env: envs.TextEnv, rendering: Rendering, played: Sequence[dict], expert: dict[str, dict]
+) -> Iterator[Preference]:
     """Trajectories of one task whose rewards differ: of the expert and of the agent, the better one first."""
     for own in played:
         shown = expert[own["task_id"]]
         if own["reward"] != shown["reward"]:
-            better, worse = sorted((own, shown), key=lambda line: -line["reward"])
-            yield decisions(better), decisions(worse)
+            lines = sorted((own, shown), key=lambda line: -line["reward"])
+            states = [State.load(line["messages"], line.get("task", "")) for line in lines]
+            better, worse = (decisions(env, rendering, own["task_id"], state) for state in states)
+            yield better, worse
 
 
-def siblings(tree: list[dict]) -> Iterator[Preference]:
+def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Iterator[Preference]:
     """Actions of one state, the best by q against each that is worse."""
     families: dict[State, list] = {}
     for pair in pairs_of(tree):
         families.setdefault(pair.state, []).append(pair)
     for state, family in families.items():
         best = max(family, key=lambda pair: pair.q)
-        for pair in family:
-            if best.q - pair.q > GAP:
-                yield [Decision(state, best.action)], [Decision(state, pair.action)]
+        if worse := [pair.action for pair in family if best.q - pair.q > GAP]:
+            chosen = State((*state.messages, ("assistant", best.action)), state.task)
+            win = decisions(env, rendering, tree[0]["task_id"], chosen)[-1]
+            for action in worse:
+                yield [win], [dataclasses.replace(win, action=action, valid=win.valid and (*win.valid, action))]
 
 
 # ------------------------------------------------------------------------------------------------------------ the loss
@@ -182,17 +199,20 @@ def explored(
     with processes.gathered(model):
         played = [line for (line,) in drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)]
     played = [line for some in itertools.zip_longest(*processes.every(played)) for line in some if line]  # tasks' order
-    found = list(failures(played, expert))
-    env_steps = sum(len(decisions(line)) for line in played)
+    found = list(failures(env, chat.rendering, played, expert))
     figures = {"reward": round(float(np.mean([line["reward"] for line in played])), 6), "pairs": len(found)}
     figures["played"] = last.get("played", 0) + sum(sum(line["tokens"].values()) for line in played)
-    return found, figures | {"flat": round(1 - len(found) / len(played), 6), "env_steps": last["env_steps"] + env_steps}
+    turns = sum(len(line["messages"]) // 2 - 1 for line in played)  # after the layout's "OK"
+    figures["env_steps"] = last["env_steps"] + turns
+    return found, figures | {"flat": round(1 - len(found) / len(played), 6)}
 
 
-def compared(trees: Sequence[list[dict]], last: dict, args: argparse.Namespace) -> tuple[list[Preference], dict]:
+def compared(
+    chat: Chat, env: envs.TextEnv, trees: Sequence[list[dict]], last: dict, args: argparse.Namespace
+) -> tuple[list[Preference], dict]:
     """Siblings of some exploration trees, whose steps count when they are first read."""
     drawn = batch_of(range(len(trees)), args.seed, last["batch"], args.batch_tasks)
-    found = [pair for i in drawn for pair in siblings(trees[i])]
+    found = [pair for i in drawn for pair in siblings(env, chat.rendering, trees[i])]
     fresh = drawn[: max(0, len(trees) - last["batch"] * args.batch_tasks)]
     return found, {"pairs": len(found), "env_steps": last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)}
 
@@ -230,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
             must_exist(args.labels or args.run / "q_labels.jsonl")
         args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
         trees = list(read_trees(args.labels))
-        if not any("q" in tree[0] and any(siblings(tree)) for tree in trees):
+        if not any("q" in tree[0] and any(siblings(env, Rendering(), tree)) for tree in trees):
             raise UserError(f"{args.labels}: no siblings with different q; is it bellman.py's output?")
 
     def batch(last: dict) -> dict:
@@ -238,7 +258,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.pairs == "expert":
             found, figures = explored(model, chat, env, expert, last, args)
         else:
-            found, figures = compared(trees, last, args)
+            found, figures = compared(chat, env, trees, last, args)
         trained = train(model, reference, optimizer, chat, found, last["updates"], args)
         trained["tokens"] += last["tokens"]
         return {"batch": last["batch"] + 1, **trained, **figures}

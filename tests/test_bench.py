@@ -66,6 +66,11 @@ def test_a_walk_tells_what_each_step_does():
     assert not any(feedback == "Nothing happens." for feedback, _ in told)
 
 
+def test_games_are_loaded_and_played():
+    loaded, played = bench.alfworld(None, n=3, plain=1, steps=2)
+    assert loaded.ours > 0 and played.ours > 0 and "bundled" in loaded.name
+
+
 def test_textworld_walks_alike():
     pytest.importorskip("textworld")
     games = envs.make("alfworld").games

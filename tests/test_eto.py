@@ -14,8 +14,8 @@ import sft
 from environments import UserError
 from experiments import eto
 from experiments.decisions import Decision
-from experiments.eto import decisions, dpo_loss, failures, pack_preferences, siblings, trajectory_logprobs
-from qlass.chat import State, parse_action, react
+from experiments.eto import dpo_loss, failures, pack_preferences, siblings, trajectory_logprobs
+from qlass.chat import Rendering, State, parse_action, react
 from qlass.policy import Policy
 
 
@@ -26,6 +26,11 @@ def trajectory(*actions, reward=0.0, task="train0"):
         state = state.then(react("hm", action), " ".join(["you stand at start", *actions[: i + 1]]))
     messages = [*state.dump(), {"role": "assistant", "content": react("hm", actions[-1])}]
     return {"task_id": task, "env": "fake", "task": state.task, "messages": messages, "reward": reward}
+
+
+def decisions(line, candidates="free"):
+    state = State.load(line["messages"], line["task"])
+    return eto.decisions(FakeEnv(), Rendering(candidates=candidates), line["task_id"], state)
 
 
 # --------------------------------------------------------------------------------------------------------- preferences
@@ -40,12 +45,39 @@ def test_decisions_are_what_the_agent_wrote_each_in_its_state():
     assert {d.state.task for d in found} == {"find the purse"}  # else its words have no marks
 
 
+def test_an_agent_that_chooses_among_the_valid_actions_is_trained_to_choose():
+    line = trajectory("left", "right", "left")
+    found = decisions(line, "valid")
+    assert [(d.state, d.action) for d in found] == [(d.state, d.action) for d in decisions(line)]
+    offered = {"Action: left", "Action: right"}
+    assert [set(d.valid) for d in found] == [offered | {d.action} for d in found]  # "hm" is no thought of FakeEnv's
+    (pack, steps), *_ = pack_preferences(word_chat(), [(found, found[:1])], 2048)
+    assert len(pack.options) == 9 and not pack.free and [step[:2] for step in steps] == [(0, 0)] * 3 + [(0, 1)]
+
+    class Alone(FakeEnv):
+        """One way out of the first room, which is no choice."""
+
+        def candidates(self):
+            return super().candidates()[1:] if not self.path else super().candidates()
+
+    nodes = tree((0, "Action: right", 0.9), (1, "Action: left", 0.1), (1, "Action: right", 0.8), task="train0")
+    ((win, lose),) = siblings(Alone(), Rendering(candidates="valid"), nodes)
+    assert win[0].action == "Action: right" and lose[0].action == "Action: left"
+    assert set(win[0].valid) == set(lose[0].valid) == offered and win[0].state == lose[0].state
+    state = State.load(nodes[0]["messages"], nodes[0]["task"]).then("Action: right", "x")
+    (_, second) = eto.decisions(
+        Alone(), Rendering(candidates="valid"), "train0", State((*state.messages, ("assistant", "Action: left")))
+    )
+    assert set(second.valid) == offered
+
+
 def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
     expert = {"a": trajectory("right", reward=1.0, task="a"), "b": trajectory("left", reward=0.4, task="b")}
     played = [trajectory("left", reward=r, task=t) for t, r in (("a", 0.2), ("a", 1.0), ("b", 0.5))]
-    pairs = [tuple(parse_action(side[0].action) for side in pair) for pair in failures(played, expert)]
+    found = failures(None, Rendering(), played, expert)
+    pairs = [tuple(parse_action(side[0].action) for side in pair) for pair in found]
     assert pairs == [("right", "left"), ("left", "left")]
-    (_, (win, lose)) = failures([played[2], played[2]], expert)
+    (_, (win, lose)) = failures(None, Rendering(), [played[2], played[2]], expert)
     assert win == decisions(played[2]) and lose == decisions(expert["b"])
 
 
@@ -60,7 +92,8 @@ def tree(*nodes, task="t"):
 
 
 def test_the_best_sibling_is_preferred_to_each_that_is_worse_by_more_than_the_gap():
-    found = list(siblings(tree((0, "a", 0.9), (1, "c", 0.3), (1, "d", 1.0), (0, "b", 0.2), (0, "e", 0.88))))
+    nodes = tree((0, "a", 0.9), (1, "c", 0.3), (1, "d", 1.0), (0, "b", 0.2), (0, "e", 0.88))
+    found = list(siblings(None, Rendering(), nodes))
     assert [(win[0].action, lose[0].action) for win, lose in found] == [("a", "b"), ("d", "c")]
     assert all(win[0].state == lose[0].state for win, lose in found)
 
@@ -258,7 +291,7 @@ def test_published_demonstrations_are_known_by_their_own_ids(tmp_path):
     (tmp_path / "theirs.json").write_text(json.dumps(theirs))
     found = eto.demonstrated(tmp_path / "theirs.json", Theirs(), None)
     assert list(found) == ["train3", "train4"]
-    assert [decision.action for decision in eto.decisions(found["train3"])] == ["Action: left"]
+    assert [decision.action for decision in decisions(found["train3"])] == ["Action: left"]
 
 
 @pytest.mark.parametrize(
