@@ -69,6 +69,7 @@ def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, played: Sta
         valid = ask(env, decision.state, 1, (), rendering).valid
         found[i] = dataclasses.replace(decision, valid=(*valid, decision.action))
         env.step(parse_action(decision.action))
+    env.close()
     return found
 
 

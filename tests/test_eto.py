@@ -54,21 +54,25 @@ def test_an_agent_that_chooses_among_the_valid_actions_is_trained_to_choose():
     (pack, steps), *_ = pack_preferences(word_chat(), [(found, found[:1])], 2048)
     assert len(pack.options) == 9 and not pack.free and [step[:2] for step in steps] == [(0, 0)] * 3 + [(0, 1)]
 
-    class Alone(FakeEnv):
-        """One way out of the first room, which is no choice."""
-
-        def candidates(self):
-            return super().candidates()[1:] if not self.path else super().candidates()
-
     nodes = tree((0, "Action: right", 0.9), (1, "Action: left", 0.1), (1, "Action: right", 0.8), task="train0")
-    ((win, lose),) = siblings(Alone(), Rendering(candidates="valid"), nodes)
+    ((win, lose),) = siblings(FakeEnv(), Rendering(candidates="valid"), nodes)
     assert win[0].action == "Action: right" and lose[0].action == "Action: left"
     assert set(win[0].valid) == set(lose[0].valid) == offered and win[0].state == lose[0].state
-    state = State.load(nodes[0]["messages"], nodes[0]["task"]).then("Action: right", "x")
-    (_, second) = eto.decisions(
-        Alone(), Rendering(candidates="valid"), "train0", State((*state.messages, ("assistant", "Action: left")))
-    )
-    assert set(second.valid) == offered
+
+
+def test_the_only_valid_action_is_no_choice():
+    class Alone(FakeEnv):
+        """One way out of the first room."""
+
+        def candidates(self):
+            return super().candidates()[bool(not self.path) :]
+
+    state = State.load(trajectory("right", "left")["messages"], "find the purse")
+    both = [(role, text.replace("Thought: hm\n", "")) for role, text in state.messages]
+    found = eto.decisions(Alone(), Rendering(candidates="valid"), "train0", State(tuple(both), state.task))
+    ((pack, steps),) = pack_preferences(word_chat(), [(found, found[:1])], 2048)
+    assert pack.owner == [1] and len(pack.options) == 2
+    assert trajectory_logprobs(tiny_lm(word_chat()), pack, steps)[1].tolist() == [0]  # log 1
 
 
 def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
