@@ -16,11 +16,12 @@ case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac
     echo "error: bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [an environment's FLAG...]" >&2 && exit 2
 }
 . "$(dirname "$0")/common.sh"
-plain=("${common[@]}") runs=()
+plain=("${common[@]}") runs=() rl=() siblings=(--batch-tasks 30 --every 2)
 case $ENV in  # env_steps: few enough to be spent before tokens; the best checkpoint is chosen by val validation tasks
-    webshop) tokens=400000 env_steps=4000 val=200 rl=() ;;
-    alfworld) tokens=1000000 env_steps=10000 val=100 rl=() ;;
-    frozenlake) tokens=100000 env_steps=10000 val=0 rl=(--entropy 0.02 --every 2) ;;
+    webshop) tokens=400000 env_steps=4000 val=200 ;;
+    alfworld) tokens=1000000 env_steps=10000 val=100 ;;
+    frozenlake)  # its trees are large, so fewer of them are a batch of siblings
+        tokens=100000 env_steps=10000 val=0 rl=(--entropy 0.02 --every 2 --lr 1e-4) siblings=(--batch-tasks 10) ;;
 esac
 
 agent() {  # NAME SFT: a trained agent, alone and searched with the cloned agent's QNet
@@ -63,7 +64,7 @@ for ((seed = 0; seed < SEEDS; seed++)); do  # the main comparison of all seeds c
     search --method greedy sample qlass -M 2 4 6
     learn tree_grpo tree_grpo "${rl[@]}"                                # (2, 2, 1)
     learn tree_grpo grpo --rounds 0 -M 4 "${rl[@]}"                     # chains at the same nominal budget
-    learn eto eto-siblings --pairs siblings --batch-tasks 30 --every 2
+    learn eto eto-siblings --pairs siblings "${siblings[@]}"
     learn eto eto --batch-tasks 30 --every 3
     stage -m experiments.self_train "${common[@]}" --run "$RUN" --method rft
     agent rft "$RUN/sft-rft"
