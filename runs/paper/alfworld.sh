@@ -14,10 +14,7 @@ sft+=(--expert "$ETO/alfworld_sft.json")
 trees+=(--depth 8 --steps 18 --rollouts "$ROLLOUTS")
 pipeline
 
-for split in valid_seen valid_unseen; do
-  some=(--max-steps 40 --split $split --truncate oldest)  # 40 steps may be more than Llama-2's 4,096 tokens
-  $PYTHON q_search.py "${env[@]}" "${search[@]}" "${some[@]}" --method greedy qlass -M 2 -N 1
-  $PYTHON q_search.py "${env[@]}" "${search[@]}" "${some[@]}" --method best_of_n -N 2 4 6 --select oracle
-  $PYTHON q_search.py "${env[@]}" "${search[@]}" "${some[@]}" --method best_of_n -N 2 4 6 --select q
+for split in valid_seen valid_unseen; do  # 40 steps may be more than Llama-2's 4,096 tokens
+  policies --max-steps 40 --split $split --truncate oldest
 done
 $PYTHON report.py --run "$RUN"

@@ -22,7 +22,7 @@ sft=(--model "$MODEL" --epochs 3 "${optimiser[@]}")
 trees=(--width 3 --temperature 0.7 --limit 0)  # all training tasks
 bellman=(--gamma 0.9)
 qnet=(--epochs 2 "${optimiser[@]}" --loss-on all --readout last)
-search=(--temperature 0.7 --limit 0)
+search=(--temperature 0.7 --limit 0) M=(2) N=(2 4 6)
 
 # ETO's goals, which people wrote, on the whole catalogue; its splits of 1,824 and 200 goal indices; its instruction.
 webshop=(--env webshop --seed "$SEED" --webshop-data "$WEBSHOP" --human-goals)
@@ -34,4 +34,11 @@ pipeline() {
   $PYTHON build_trees.py "${env[@]}" "${trees[@]}"
   $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target q
   $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}"
+}
+
+# Table 2's rows for the environment in `env`: QLASS with M candidates beside the agent and its best of N.
+policies() {  # FLAG...: how, on which tasks
+  local ask=($PYTHON q_search.py "${env[@]}" "${search[@]}" "$@") by
+  "${ask[@]}" --method greedy qlass -M "${M[@]}" -N 1
+  for by in oracle q; do "${ask[@]}" --method best_of_n -N "${N[@]}" --select $by; done
 }

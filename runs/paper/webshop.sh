@@ -16,15 +16,9 @@ trees+=(--depth 3 --steps 5 --rollouts 1000)  # W^(D+1) is 81: a bound that is h
 pipeline
 
 # Perturbed as in App. A.3.2, all methods alike: by a language model where there is one, else by the bundled rules.
-search+=(--max-steps 5)
+search+=(--max-steps 5) M=(2 4 6) N=(2 4 6 8 10)
 perturbed=(--paraphrase)
 [ -z "$PARAPHRASER" ] || perturbed=(--paraphrase-server "$PARAPHRASER")
-perturbed+=(--label perturbed --out "$RUN/results-perturbed.jsonl")
-$PYTHON q_search.py "${env[@]}" "${search[@]}" "${perturbed[@]}" --method greedy qlass -M 2 4 6 -N 1
-$PYTHON q_search.py "${env[@]}" "${search[@]}" "${perturbed[@]}" --method best_of_n -N 2 4 6 8 10 --select oracle
-$PYTHON q_search.py "${env[@]}" "${search[@]}" "${perturbed[@]}" --method best_of_n -N 2 4 6 8 10 --select q
-# The same without perturbation.
-$PYTHON q_search.py "${env[@]}" "${search[@]}" --method greedy qlass -M 2 4 6 -N 1
-$PYTHON q_search.py "${env[@]}" "${search[@]}" --method best_of_n -N 2 4 6 8 10 --select oracle
-$PYTHON q_search.py "${env[@]}" "${search[@]}" --method best_of_n -N 2 4 6 8 10 --select q
+policies "${perturbed[@]}" --label perturbed --out "$RUN/results-perturbed.jsonl"
+policies  # the same without perturbation
 $PYTHON report.py --run "$RUN"
