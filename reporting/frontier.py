@@ -72,7 +72,7 @@ def frontier(groups: Sequence[Group]) -> Figure | None:
     """Mean reward against the tokens of training and of playing 100, 1,000 and 10,000 tasks, the best joined by steps.
 
     A line an agent, from greedy over QLASS with more and more candidates; hollow where QNet is of the cloned agent's
-    trees, not of its own. None where no agent was trained after cloning.
+    trees, not of its own. A bar is a reward's interval. None where no agent was trained after cloning.
     """
     cost = {id(group): training_tokens(group) for group in groups}
     groups = [group for group in groups if not math.isnan(cost[id(group)])]
@@ -94,6 +94,8 @@ def frontier(groups: Sequence[Group]) -> Figure | None:
                 look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "linewidth": 0.8}
                 xy = [(cost[id(g)] + tasks * g.mean("total"), g.reward.mean) for g in some]
                 axes.plot(*zip(*xy, strict=True), label=agent, markerfacecolor="white" if old else None, **look)
+                low, high = zip(*((g.reward.low, g.reward.high) for g in some), strict=True)
+                axes.vlines([x for x, _ in xy], low, high, look["color"], alpha=0.4, linewidth=1)
                 points += xy
             axes.step(*zip(*pareto(points), strict=True), where="post", color="black", alpha=0.15, linewidth=4)
             axes.set_xscale("log")

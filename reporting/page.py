@@ -23,7 +23,8 @@ TITLES = {
     "calibration": "Calibration of QNet",
     "learning": "Learning by reward and by preference",
     "frontier": "Train or search: reward against all tokens, of training and of playing so many tasks; a line from "
-    "greedy over QLASS with more and more candidates, hollow with the QNet of the cloned agent's trees",
+    "greedy over QLASS with more and more candidates, hollow with the QNet of the cloned agent's trees; bars are the "
+    "rewards' intervals",
 }
 
 
