@@ -14,7 +14,7 @@ sft+=(--expert "$ETO/alfworld_sft.json")
 trees+=(--depth 8 --steps 18 --rollouts "$ROLLOUTS")
 pipeline
 
-for split in valid_seen valid_unseen; do  # 40 steps may be more than Llama-2's 4,096 tokens
-  policies --max-steps 40 --split $split --truncate oldest
+for split in valid_seen valid_unseen; do
+  policies --max-steps 40 --split $split --truncate oldest  # 40 steps may be more than Llama-2's 4,096 tokens
 done
 $PYTHON report.py --run "$RUN"
