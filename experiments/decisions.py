@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from qlass.chat import Chat, State
+from qlass.models import mixed_precision
 from qlass.token_tree import TokenTree, tree_inputs
 
 
@@ -79,7 +80,7 @@ class PackedDecisions:
         row = {token: i for i, token in enumerate(at)}
         inputs = tree_inputs(model, [self.tree])
         where = torch.tensor(at, dtype=torch.long, device=device)
-        with torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"):
+        with mixed_precision(model):
             logits = model(**inputs, use_cache=False, logits_to_keep=where).logits[0].float()  # (P, V)
 
         def columns(rows: Sequence[tuple[int, ...]], width: int) -> torch.Tensor:

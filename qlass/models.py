@@ -44,14 +44,9 @@ def device_and_dtype(device: str | None) -> tuple[torch.device, torch.dtype]:
     return chosen, torch.bfloat16 if chosen.type == "cuda" else torch.float32
 
 
-def has_bf16(device: torch.device) -> bool:
-    """A GPU has its arithmetic, and some CPUs (1.4 to 1.6 times as fast)."""
-    return device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-
-
 def mixed_precision(model: Any) -> torch.autocast:
-    """bf16 arithmetic on float32 weights."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=has_bf16(model.device))
+    """bf16 arithmetic on float32 weights, on a GPU. Few CPUs have it, and a training is to be the same on all."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda")
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -258,7 +253,7 @@ def layers_of(backbone: Any) -> nn.ModuleList:
 def divide(model: Any, backbone: Any, args: argparse.Namespace, *heads: nn.Module) -> None:
     """--fsdp: leave each process its part of the model."""
     if args.fsdp:
-        processes.divide(model, (*layers_of(backbone), *heads), has_bf16(device_and_dtype(args.device)[0]))
+        processes.divide(model, (*layers_of(backbone), *heads), device_and_dtype(args.device)[1] == torch.bfloat16)
 
 
 def needs_bitsandbytes(flag: str, where: torch.device) -> None:

@@ -220,9 +220,8 @@ def test_beta_and_the_reference_are_what_is_trained_with(fake_world, agent, tmp_
 
 
 @pytest.mark.parametrize("pairs", ["expert", "siblings"])
-def test_two_processes_train_what_one_does(fake_world, agent, tmp_path, monkeypatch, pairs):
+def test_two_processes_train_what_one_does(fake_world, agent, tmp_path, pairs):
     """Each with the whole model, or with half of the weights, gradients and moments."""
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
     env = FakeEnv(tasks=4)
     (tmp_path / "expert.jsonl").write_text(dump([sft.demonstrate(env, task) for task in env.task_ids("train")]))
     (tmp_path / "labels.jsonl").write_text(dump([node for i in range(5) for node in labelled_tree(f"train{i}")]))

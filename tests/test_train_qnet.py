@@ -281,7 +281,6 @@ def test_where_pairs_share_their_words_the_loss_stops_at_the_mean():
 
 def test_the_updates_hold_whole_packs_of_at_least_a_batch(monkeypatch):
     seen = []
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
     original = train_qnet.packed_loss
     monkeypatch.setattr(train_qnet, "packed_loss", lambda n, packs: seen.append(packs) or original(n, packs))
     trees = [pairs_of(labelled_tree(f"train{i}")) for i in range(5)]
@@ -296,8 +295,7 @@ def test_the_updates_hold_whole_packs_of_at_least_a_batch(monkeypatch):
         torch.testing.assert_close(p, q, atol=2e-4, rtol=1e-3)
 
 
-def test_plain_training_is_the_packed_one_pair_by_pair(monkeypatch):
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+def test_plain_training_is_the_packed_one_pair_by_pair():
     trees = [pairs_of(labelled_tree(f"train{i}")) for i in range(6)]
     nets, losses = [], []
     for more in ({"plain": True}, {"max_tokens": 1}):  # a pair a pack: the same updates

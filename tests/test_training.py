@@ -291,9 +291,8 @@ def launch(module, argv: list[str], count: int, code: int = 0) -> None:
 
 
 @pytest.fixture
-def small_run(tmp_path, agent, fake_world, monkeypatch):
+def small_run(tmp_path, agent, fake_world):
     """The arguments of a stage's small run, and what it made."""
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
     (tmp_path / "labels.jsonl").write_text(dump([node for i in range(5) for node in labelled_tree(f"train{i}")]))
 
     def argv(stage: str, name: str) -> list[str]:

@@ -493,9 +493,8 @@ def test_the_reference_stays_as_it_was_and_shares_what_is_frozen(fake_world, age
 
 
 @pytest.mark.parametrize("flags", [[], ["--fsdp"], ["--fsdp", "--gradient-checkpointing"]])
-def test_two_processes_train_what_one_does(fake_world, agent, tmp_path, monkeypatch, flags):
+def test_two_processes_train_what_one_does(fake_world, agent, tmp_path, flags):
     """Each with the whole model, or with half of the weights, gradients and moments."""
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
     budget = ["--budget", "300", "--budget-in", "env_steps", "--sft", str(agent)]
     budget += ["--batch-tasks", "7", "--val", "1"]  # so that one process plays more than the other
     train(tmp_path / "one", agent, *budget)
@@ -515,8 +514,7 @@ def assert_equal_runs(*folders):
         assert_close(weights[1][name], w, atol=1e-4, rtol=1e-3)
 
 
-def test_a_divided_training_resumes_what_one_process_began_and_the_reverse(fake_world, agent, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+def test_a_divided_training_resumes_what_one_process_began_and_the_reverse(fake_world, agent, tmp_path):
     flags = ["--every", "1", "--budget-in", "env_steps", "--sft", str(agent), "--fsdp", "--budget"]
     train(tmp_path / "whole", agent, *flags, "300")
     for name, first in (("from-one", 1), ("from-two", 2)):
