@@ -9,7 +9,7 @@ Writes report.html (self-contained: opens from the disk, without a network), rep
        the figures as PNG beside them
 
 Every number is a mean over tasks with its 95 % interval (qlass/stats.py). Methods are compared on the same tasks,
-and a difference whose interval covers 0 is called "no difference". A method that looks at the environment's true
+and a difference whose interval covers 0 is called "undecided". A method that looks at the environment's true
 reward before it answers is marked "oracle": it shows a ceiling, not what an agent could do.
 """
 
@@ -114,7 +114,7 @@ def differences_table(groups: Sequence[Group]) -> Table:
             continue
         names = [f"{g.condition.name} {g.condition.budget}".strip() for g in (a, b)]
         ratio = f"{a.mean('total') / b.mean('total'):.2f}" if b.mean("total") else "–"
-        verdict = "no difference" if difference.covers_zero else "higher" if difference.mean > 0 else "lower"
+        verdict = "undecided" if difference.covers_zero else "higher" if difference.mean > 0 else "lower"
         key = (a.condition.env, *names)
         rows[key] = [*key, f"{difference:+}", verdict, str(difference.n), ratio]
     return head, list(rows.values())

@@ -174,7 +174,7 @@ def test_the_differences_by_hand():
     table = {tuple(row[1:3]): dict(zip(head, row, strict=True)) for row in rows}
     # Seed 0 is shared: .5, 0, 0, .5. The resampled mean is Binomial(4, 1/2) / 8, whose 95 % are 0 to .5.
     assert table["QLASS M=2", "SFT greedy"]["difference [95 %]"] == "+0.250 [+0.000, +0.500]"
-    assert table["QLASS M=2", "SFT greedy"]["verdict"] == "no difference"
+    assert table["QLASS M=2", "SFT greedy"]["verdict"] == "undecided"
     oracle = "best-of-N, picked by true reward (oracle) N=2"
     assert table[oracle, "SFT greedy"]["verdict"] == "higher"
     assert table["QLASS M=2", oracle]["difference [95 %]"].startswith("-0.250")
@@ -200,7 +200,7 @@ def test_a_label_tells_runs_apart_and_names_the_process_reward(tmp_path):
     targets = {name: group.condition.target for name, group in groups.items()}
     assert (targets["QLASS M=2"], targets["QLASS [target avg] M=2"], targets["SFT greedy"]) == ("q", "avg", None)
     _, rows = report.differences_table(list(groups.values()))
-    assert ["QLASS [target avg] M=2", "QLASS M=2", "+0.000 [+0.000, +0.000]", "no difference"] in [r[1:5] for r in rows]
+    assert ["QLASS [target avg] M=2", "QLASS M=2", "+0.000 [+0.000, +0.000]", "undecided"] in [r[1:5] for r in rows]
     assert ["QLASS [target avg] M=2", "SFT greedy [target avg]"] in [row[1:3] for row in rows]
 
 
@@ -425,7 +425,7 @@ def test_the_page_holds_everything_and_stays_by_itself(made):
             assert (attributes.get(name) or "#").startswith("#")
     assert any("default-src 'none'" in attributes.get("content", "") for _, attributes in page.tags)
     words = " ".join(page.texts)
-    assert "0.703" in words and "no difference" in words and "search[red mug]" in words and "◀ taken" in text
+    assert "0.703" in words and "undecided" in words and "search[red mug]" in words and "◀ taken" in text
     assert len(list(made.glob("*.png"))) == 3 and all(p.read_bytes()[1:4] == b"PNG" for p in made.glob("*.png"))
     assert report.PAPER_NOTE in (made / "report.md").read_text(encoding="utf-8")
 
