@@ -62,6 +62,7 @@ for ((seed = 0; seed < SEEDS; seed++)); do  # the main comparison of all seeds c
     clone
     learn_q "$RUN" "$RUN/sft"
     search --method greedy sample qlass -M 2 4 6
+    search --method best_of_n -N 4  # search too: the same QNet picks a trajectory
     learn tree_grpo tree_grpo "${rl[@]}"                                # (2, 2, 1)
     learn tree_grpo grpo --rounds 0 -M 4 "${rl[@]}"                     # chains at the same nominal budget
     learn eto eto-siblings --pairs siblings "${siblings[@]}"
