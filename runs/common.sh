@@ -28,9 +28,9 @@ case $ENV in
             common+=(--env-option thoughts=false) sft=(--n-expert 600)
         fi ;;
     sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches; 240 trees
-              # give QNet some 800 pairs of siblings whose q differ
+              # gave QNet some 850 pairs of siblings whose q differ, and a thousand are meant
         common+=(--tasks eto) splits=(test_unseen test_seen)
-        sft=(--n-expert 300 --epochs 12 --batch 4) trees=(--limit 240 --rollouts 6) qnet=(--epochs 4) ;;
+        sft=(--n-expert 300 --epochs 12 --batch 4) trees=(--limit 300 --rollouts 6) qnet=(--epochs 4) ;;
     frozenlake)  # predicting what its moves lead to, without which QNet takes them for equal; trees wide and warm enough to
                  # meet every move from every cell; 4,000 pairs are two or three trees
         common+=(--env-option "map=${MAP:-lakes}") sft=(--epochs 100 --patience 100 --observation-loss 1)
