@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ ORACLE = "#cc79a7"  # step scorers that look at the true reward
 TARGETS = {"q": "#0072b2", "avg": "#e69f00", "reward": "#cc79a7", None: GREY}
 SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 MARKERS = "osD^vPX"
+AGENTS = ("cloned", "eto", "eto-siblings", "grpo", "tree_grpo", "rft")  # keep their looks from figure to figure
 STYLE = {
     "text.color": INK,
     "axes.edgecolor": INK,
@@ -198,11 +199,11 @@ def learning(curves: dict[str, list[list[dict]]]) -> Figure | None:
         figure = Figure(figsize=(9.5, 4.2), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
         for axes, cost in zip(panels, ("tokens", "env_steps"), strict=True):
-            for i, (name, runs) in enumerate(curves.items()):
-                look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
+            for name, runs in curves.items():
+                look = looks(curves)[name] | {"linewidth": 1, "markersize": 4}
                 for k, run in enumerate(runs):
                     tested, look["label"] = [line for line in run if line["val"] is not None], None if k else name
-                    axes.plot([x[cost] for x in tested], [x["val"] for x in tested], linewidth=1, **look)
+                    axes.plot([x[cost] for x in tested], [x["val"] for x in tested], **look)
             axes.set_xlabel({"tokens": "training tokens, each unique one once", "env_steps": "environment steps"}[cost])
             axes.xaxis.set_major_locator(MaxNLocator(5))  # more six-digit numbers overlap
             axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -210,6 +211,12 @@ def learning(curves: dict[str, list[list[dict]]]) -> Figure | None:
         panels[0].set_ylabel("validation reward, greedy")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         return figure
+
+
+def looks(agents: Iterable[str]) -> dict[str, dict]:
+    """A colour and a marker for each agent, and for those that are known by name."""
+    order = enumerate(dict.fromkeys((*AGENTS, *agents)))
+    return {a: {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)]} for i, a in order}
 
 
 def bin_point(steps: Sequence[tuple[float, float, str]]) -> tuple[float, float, float, float]:

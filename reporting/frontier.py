@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from qlass.metadata import located, read_meta
-from reporting.figures import MARKERS, SERIES, STYLE
+from reporting.figures import STYLE, looks
 
 if TYPE_CHECKING:
     from reporting.results import Group
@@ -84,14 +84,13 @@ def frontier(groups: Sequence[Group]) -> Figure | None:
     lines = {key: [starts[key[0]], *some] for key, some in lines.items() if key[0] in starts}
     if not lines or not any(cost[id(g)] for g in starts.values()):
         return None
-    agents = list(dict.fromkeys(agent for agent, _ in lines))
+    styles = looks(agent for agent, _ in lines)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.4), layout="constrained")
         for axes, tasks in zip(figure.subplots(1, len(TASKS), sharey=True), TASKS, strict=True):
             points = []
             for (agent, old), some in lines.items():
-                i = agents.index(agent)
-                look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "linewidth": 0.8}
+                look = styles[agent] | {"linewidth": 0.8}
                 xy = [(cost[id(g)] + tasks * g.mean("total"), g.reward.mean) for g in some]
                 axes.plot(*zip(*xy, strict=True), label=agent, markerfacecolor="white" if old else None, **look)
                 low, high = zip(*((g.reward.low, g.reward.high) for g in some), strict=True)

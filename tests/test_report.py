@@ -519,6 +519,8 @@ def test_learning_curves_stand_beside_the_results(tmp_path):
         assert [line.get_label() for line in axes.lines] == ["eto", "tree_grpo"]
         assert [list(line.get_xdata()) for line in axes.lines] == [[0, spent[2][cost]]] * 2  # where it was validated
         assert list(axes.lines[0].get_ydata()) == [0.5, 0.7]
+    (alone,) = figures.learning({"tree_grpo": [spent]}).axes[0].lines  # looks the same wherever it is drawn
+    assert alone.get_color() == axes.lines[1].get_color() != axes.lines[0].get_color()
     report.main([str(tmp_path / "results.jsonl")])
     assert (tmp_path / "report_learning.png").exists() and 'id="learning"' in (tmp_path / "report.html").read_text()
 
