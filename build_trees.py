@@ -53,6 +53,7 @@ class TreeNode:
     action: str | None = None
     reward: float = 0.0
     done: bool = False
+    cut: bool = False  # by the step limit, and so done
     source: str = "root"
     branch: int = 0
     expert: bool = False  # on the expert's way, whoever came there first
@@ -79,7 +80,7 @@ def exploration_tree(
     observation, info = env.reset(options={"task_id": task_id})
     root = TreeNode(State.first(env, observation, info), observation, env.snapshot())  # lines 1-2
     whole, steps = env.max_steps, steps or env.max_steps
-    env.max_steps = steps
+    env.max_steps, depth = steps, min(depth, steps - 1) if steps else depth  # at the limit nothing is left to explore
     queue = deque([root])  # line 3
     branches = 0
 
@@ -91,7 +92,7 @@ def exploration_tree(
             message = env.message(observation)
             node.children[key] = TreeNode(
                 node.state.then(action, message), message, env.snapshot(), node.t + 1, node, action,
-                reward, terminated or truncated, source, branches,
+                reward, terminated or truncated, truncated and not terminated, source, branches,
             )  # fmt: skip
         return node.children[key]
 
@@ -131,7 +132,7 @@ def exploration_tree(
         played = (react(thought, action) for thought, action in env.expert(task_id))
         for action in known.get(task_id) or known.get(root.observation.strip()) or played:  # line 11
             made = branch[-1].children
-            if (met := made.get(action_key(action))) and met.done and met.t == steps:
+            if (met := made.get(action_key(action))) and met.cut and steps != whole:
                 del made[action_key(action)]  # where the agent's limit was, a demonstration goes on
             branch.append(child(branch[-1], action, "expert"))
             branch[-1].expert = True

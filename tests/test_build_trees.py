@@ -109,6 +109,24 @@ def test_a_demonstration_goes_on_behind_the_leaf_where_the_agents_limit_was():
     assert not root.children["right"].children["right"].done
 
 
+def test_what_the_agent_ended_at_its_limit_stays_its_own():
+    """The demonstration ends where the agent did, with its third and last step: nothing is to be gone on with."""
+    world = {"right": {"right": {"right": 1.0}}}
+    tree = exploration_tree(FakeEnv(world), "train0", FREE, 0, 1, 1, True, steps=3)
+    root, _ = run(tree, lambda request: say("right"))
+    leaf = root.children["right"].children["right"].children["right"]
+    assert (leaf.reward, leaf.source, leaf.branch, leaf.expert) == (1.0, "policy", 1, True)
+
+
+def test_behind_the_agents_limit_no_branch_begins():
+    """The demonstration has three steps, the agent's limit is one: it branches at the root alone."""
+    world = {"right": {"right": {"right": 1.0, "left": 0.2}, "left": 0.2}, "left": 0.2}
+    tree = exploration_tree(FakeEnv(world), "train0", FREE, 5, 2, 9, True, steps=1)
+    root, asked = run(tree, lambda request: say("left", "right", "left")[: request.n])
+    assert {path_of(r.state) for r in asked} == {()}
+    assert [n.source for n in root.walk() if n.t > 1] == ["expert", "expert"]
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_only_nodes_up_to_depth_d_are_expanded(depth):
     script = {(): "left right", L: "right left", LR: "left right", R: "left right", RR: "right left"}
