@@ -432,6 +432,16 @@ def test_outcome_limit_and_oracle(env):
         assert reward == float(action is way[-1]) == float(terminated) == float(info["won"]) and not truncated
 
 
+def test_what_is_held_is_put_where_the_wanted_thing_lies_in_any_case():
+    """The kettle could be put into the closed cabinet here; but the bowl's has to be opened too, and takes it."""
+    game = envs.make("alfworld").games.load("train/pick_cool_then_place_in_recep-Bowl-None-SinkBasin-22/trial_0_01138")
+    state = game.start
+    for command in ("go to diningtable 1", "take kettle 1 from diningtable 1", "go to cabinet 2"):
+        state, _ = game.step(state, command)
+    left = len(plan(game, state))
+    assert left == 7 == 1 + min(len(plan(game, game.step(state, command)[0])) for command in state.commands)
+
+
 def shortest(game, state, limit):
     """Steps to the goal by breadth-first search over the engine's own states; None beyond the limit."""
     seen, frontier = set(), [state]

@@ -340,5 +340,7 @@ def _drop(way: _Way, state: World, source: str) -> bool:
     near = (way.location, game.location[source])
     fits = [r for r in game.location if (game.kinds[r], kind) in game.can_contain]
     if fits:
-        way.put(min(fits, key=lambda r: 2 * (game.location[r] not in near) + (not game.accessible(state, r))))
+        # What is wanted may lie in one that is closed, which is opened in any case.
+        opens = {r: r != source and not game.accessible(state, r) for r in fits}
+        way.put(min(fits, key=lambda r: 2 * (game.location[r] not in near) + opens[r]))
     return bool(fits)
