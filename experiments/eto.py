@@ -38,7 +38,7 @@ from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
 from qlass import processes
 from qlass.chat import Chat, Rendering, State, parse_action
-from qlass.demonstrations import by_agent, cloned_from, first_observation, read_trajectories
+from qlass.demonstrations import by_agent, cloned_from, first_observation, known_id, read_trajectories
 from qlass.driver import Sample, ask, drive
 from qlass.jsonl import read_trees
 from qlass.packing import pairs_of
@@ -77,7 +77,7 @@ def demonstrated(path: Path, env: envs.TextEnv, most: int | None) -> dict[str, d
     """The first `most` demonstrations by task, as lines of expert.jsonl; those of an agent's own left out."""
     found = {}
     for state, record in itertools.islice(read_trajectories(path), most):
-        task, reward = record.get("task_id") or env.published_id(record), record.get("reward")
+        task, reward = known_id(record, env), record.get("reward")
         if by_agent(record):
             continue
         if task is None or reward is None:

@@ -107,14 +107,14 @@ def kept(lines: Iterable[dict], threshold: float, known: Iterable[dict]) -> list
 
 
 def demonstrations(checkpoint: Path, env: str) -> list[dict]:
-    """What a checkpoint was cloned from, as lines of expert.jsonl."""
+    """What a checkpoint was cloned from, as lines of expert.jsonl, each with what tells its task."""
     path, most = cloned_from(checkpoint)
     if path is None:
         raise UserError(f"{checkpoint}: the demonstrations that it was cloned from are gone")
     return [
-        {"task_id": record.get("task_id", f"expert/{i}"), "env": env, "task": state.task, "messages": state.dump(),
-         "reward": record.get("reward")} | {key: record[key] for key in ("source",) if key in record}
-        for i, (state, record) in enumerate(itertools.islice(read_trajectories(path), most))
+        {"env": env, "task": state.task, "messages": state.dump(), "reward": record.get("reward")}
+        | {key: record[key] for key in ("task_id", "id", "game_file", "source") if key in record}
+        for state, record in itertools.islice(read_trajectories(path), most)
     ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from environments import UserError
 from qlass.chat import State
@@ -67,6 +67,11 @@ def first_observation(state: State) -> tuple[int, str]:
     return at, told[at].strip()
 
 
+def known_id(record: dict, env: TextEnv) -> Any:
+    """The id of a record's task, its own or ETO's; None: only its words tell the task."""
+    return env.published_id(record) if record.get("task_id") is None else record["task_id"]
+
+
 def by_agent(record: dict) -> bool:
     """Whether an agent did this itself: self-training keeps it in one file with the demonstrations."""
     return record.get("source") == "policy"
@@ -79,12 +84,12 @@ def actions_by_task(path: Path, env: TextEnv, most: int | None = None) -> dict[s
     for state, record in itertools.islice(read_trajectories(path), most):
         agreed, observation = first_observation(state)
         actions = [content for role, content in state.messages if role == "assistant"][agreed:]
-        task_id = record.get("task_id") or env.published_id(record)
+        task_id = known_id(record, env)
         if by_agent(record):
             continue
         if task_id is None and observation in found and not env.unique_tasks:
             actions = []
-        found[str(task_id or observation)] = actions
+        found[observation if task_id is None else str(task_id)] = actions
     return found
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qlass.demonstrations import cloned_from, openings, records_of
+from qlass.demonstrations import cloned_from, known_id, openings, records_of
 from qlass.jsonl import is_text
 from qlass.metadata import located, read_meta
 
@@ -49,7 +49,7 @@ def leaked(env: envs.TextEnv, played: Iterable[str], learned: tuple[Path, int | 
     if isinstance(learned, tuple):
         (path, most), player = learned, env.fork()
         records = itertools.islice(records_of(path), most)
-        ids = [record.get("task_id") or env.published_id(record) for _, record in records]
+        ids = [known_id(record, env) for _, record in records]
         texts = [words(text) for text in openings(path, most)] if None in ids else []
         subjects = {env.subject(str(task)) for task in set(ids) - {None}}
         n = sum(env.subject(task) in subjects or told(player, task, texts) for task in played)

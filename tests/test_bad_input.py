@@ -97,11 +97,11 @@ TREES = [
 def test_a_bad_tree_is_named_and_the_labels_stay_as_they_were(content, says, tmp_path, capsys):
     trees, out = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl"
     trees.write_bytes(content if isinstance(content, bytes) else content.encode())
-    out.write_text("mine")
+    out.write_text('{"q_raw": 0}\n')
     for more in ([], ["--target", "reward", "--chat", str(tmp_path / "chats.jsonl")]):
         error = mistake(lambda more=more: bellman.main(["--trees", str(trees), "--out", str(out), *more]), capsys)
         assert f"{trees}" in error and says in error
-    assert out.read_text() == "mine" and not (tmp_path / "chats.jsonl").exists()
+    assert out.read_text() == '{"q_raw": 0}\n' and not (tmp_path / "chats.jsonl").exists()
 
 
 def test_as_deep_as_allowed_is_no_matter_of_recursion(tmp_path):
@@ -573,6 +573,7 @@ def test_another_task_of_the_same_product_is_a_leak(tmp_path, capsys):
     learned = [{"task_id": "2", "messages": CHAT}]
     assert leaks_of(tmp_path, capsys, learned, ["1", "3"])[0] == 1
     assert leaks_of(tmp_path, capsys, learned, ["3"]) == (0, "")
+    assert leaks_of(tmp_path, capsys, [{"task_id": 0, "messages": CHAT}], ["0"])[0] == 1  # an id, too
     assert leaks_of(tmp_path, capsys, [{"task_id": "3", "messages": CHAT}, *learned], ["1"], most=1) == (0, "")
 
 

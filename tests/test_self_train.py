@@ -103,7 +103,8 @@ def stage(tmp_path, monkeypatch):
             return [[float("right" in action) for action in r.actions] for r in requests]
 
     demonstration = [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "OK"}]
-    (tmp_path / "expert.jsonl").write_text(dump([{"messages": demonstration, "task": "find", "reward": 1.0}] * 3))
+    about = {"messages": demonstration, "task": "find", "reward": 1.0}
+    (tmp_path / "expert.jsonl").write_text(dump([about | {"id": f"mine/{i}"} for i in range(3)]))
     for name in ("sft", "qnet"):
         (tmp_path / name).mkdir()
     record = {"model": "tiny", "expert": str(tmp_path / "expert.jsonl"), "n_expert": 2, "lr": 0.5, "epochs": 7,
@@ -126,7 +127,8 @@ def test_q_guided_trajectories_are_merged_and_trained_on(stage):
     asked = stage("--method", "qlass", "--name", "target-q")
     merged = list(read_jsonl(stage.run / "self_train-target-q.jsonl"))
     # Two demonstrations (n_expert), and the one best walk, which is the same text in all six tasks.
-    assert [made["task_id"] for made in merged[:2]] == ["expert/0", "expert/1"]
+    assert [made.get("id") for made in merged] == ["mine/0", "mine/1", None]  # ETO's ids, not ours
+    assert [made.get("task_id") for made in merged[:2]] == [None, None]
     assert [parse_action(m["content"]) for m in merged[2]["messages"][3::2]] == ["right", "right", "right"]
     assert len(list(read_jsonl(stage.run / "self_train-target-q.rollouts.jsonl"))) == 6
     assert {r.n for r in stage.sampled} == {3}  # M = 3
@@ -180,11 +182,7 @@ def test_the_trees_best_branches(stage):
     bad = [n | {"task_id": "u"} for n in tree(node(1, 0, "a", 0.2, True))]
     (stage.run / "trees.jsonl").write_text(dump(good + bad))
     stage("--method", "tree")
-    assert [made["task_id"] for made in read_jsonl(stage.run / "self_train-tree.jsonl")] == [
-        "expert/0",
-        "expert/1",
-        "t",
-    ]
+    assert [made.get("task_id") for made in read_jsonl(stage.run / "self_train-tree.jsonl")] == [None, None, "t"]
     assert not stage.loaded
 
 
