@@ -246,8 +246,10 @@ def main(argv: list[str] | None = None) -> None:
             if figure := draw(here):
                 picture = out.with_name(f"{out.stem}_{draw.__name__}_{file_name(env)}.png")
                 figures.append((draw.__name__, env, plots.save(figure, picture)))
-    if figure := plots.learning(read_curves({path.parent for _, path in sources})):
-        figures.append(("learning", str(run), plots.save(figure, out.with_name(f"{out.stem}_learning.png"))))
+        files = {result.where[0] for group in here for result in group.results.values()}
+        if figure := plots.learning(read_curves({(label, path.parent) for label, path in sources if path in files})):
+            picture = out.with_name(f"{out.stem}_learning_{file_name(env)}.png")
+            figures.append(("learning", env, plots.save(figure, picture)))
     for forest in sorted({f for _, path in sources for f in path.parent.glob("qval*/*.png")}):
         figures.append(("calibration", " ".join(forest.parts[-3:-1]) + f", {forest.stem}", page.picture(forest)))
     content = {

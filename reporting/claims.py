@@ -34,8 +34,9 @@ class Claim:
             first, second = a.values("reward"), b.values("reward")
             difference = paired_difference(first, second)
             if difference.n:
-                seeds = {seed for _, seed in a.results.keys() & b.results.keys()}
-                alone = "" if len(seeds) > 1 else ", for this model"
+                shared = a.results.keys() & b.results.keys()
+                seeds = [{seed for _, seed in side} for side in ([shared] if shared else [a.results, b.results])]
+                alone = "" if all(len(side) > 1 for side in seeds) else ", for this model"
                 lifted = {key: value + self.margin for key, value in first.items()}
                 p = paired_difference(lifted, second).p if self.margin else difference.p
                 yield f"{setting}: {difference:+}{alone}", difference, 1.0 if math.isnan(p) else p

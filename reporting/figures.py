@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 INK = "#2b2d31"  # stands for the page's text colour
 GREY = "#8c8c8c"
-COLOURS = {"qlass": "#0072b2", "best_of_n": "#d55e00", "rft": "#009e73", "likeliest": "#e69f00"}
+COLOURS = {"qlass": "#0072b2", "best_of_n": "#d55e00", "likeliest": "#e69f00"}
 COLOURS |= {"greedy": GREY, "sample": GREY}
 ORACLE = "#cc79a7"  # step scorers that look at the true reward
 TARGETS = {"q": "#0072b2", "avg": "#e69f00", "reward": "#cc79a7", None: GREY}

@@ -24,7 +24,7 @@ ANY = (
     *FREE, "seed", "help_more", "log", "save_every", "chat", "micro_tokens",
     "plain", "cache_gb", "decode_tokens", "in_flight", "server", "fsdp",
 )  # fmt: skip
-OF_A_LINE = ("method", "M", "N", "select", "split", "limit", "label")  # of results: each line says its own
+OF_A_LINE = ("method", "M", "N", "select", "split", "limit", "label", "scorer")  # of results: each line says its own
 OF_AN_AGENT = (
     "temperature", "max_new_tokens", "top_p", "top_k", "stop", "think", "truncate", "load_in", "readout", "paraphrase",
     "paraphrase_server",

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from environments import UserError
-from qlass.jsonl import is_name, is_number, is_text, maybe, parse_json, read_jsonl, wrong
+from qlass.jsonl import complete_records, is_name, is_number, is_text, maybe, parse_json, wrong
 from qlass.stats import Estimate, by_task, interval
 from reporting.pooling import check_pools
 
 # Table 2 of the paper (Llama-2-7B-Chat), reward x 100: WebShop; SciWorld and ALFWorld seen, unseen.
 PAPER = {
     "greedy": {"webshop": (63.1,), "sciworld": (67.4, 53.0), "alfworld": (60.0, 67.2)},
-    "rft": {"webshop": (63.6,), "sciworld": (71.6, 54.3), "alfworld": (62.9, 66.4)},
     "best_of_n": {"webshop": (67.9,), "sciworld": (70.2, 57.6), "alfworld": (62.1, 69.4)},
     "qlass": {"webshop": (70.3,), "sciworld": (75.3, 66.4), "alfworld": (77.9, 82.8)},
 }
@@ -32,7 +31,6 @@ METHODS = {  # in the order of the table
     "random": "random candidate",
     "greedy": "SFT greedy",
     "sample": "SFT sampled",
-    "rft": "SFT on best tree paths (RFT)",
     "best_of_n": "best-of-N",
     "likeliest": "search by the agent's log-probability",
     "qlass": "QLASS",
@@ -195,12 +193,12 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
     return found
 
 
-def read_curves(folders: Iterable[Path]) -> dict[str, list[list[dict]]]:
-    """{NAME: the lines of each sft-NAME.updates.jsonl} of some run folders."""
+def read_curves(folders: Iterable[tuple[str, Path]]) -> dict[str, list[list[dict]]]:
+    """{NAME: the lines of each sft-NAME.updates.jsonl} of some run folders with their labels, which NAME ends in."""
     curves: dict[str, list[list[dict]]] = {}
-    for path in sorted(path for folder in folders for path in folder.glob("sft-*.updates.jsonl")):
-        name = path.name.removeprefix("sft-").removesuffix(".updates.jsonl")
-        lines = list(read_jsonl(path))
+    for label, path in sorted((label, path) for label, run in folders for path in run.glob("sft-*.updates.jsonl")):
+        name = path.name.removeprefix("sft-").removesuffix(".updates.jsonl") + f", {label}" * bool(label)
+        lines, _ = complete_records(path, len)  # the last one may have been cut short
         if not all({"val", "tokens", "env_steps"} <= line.keys() for line in lines):
             raise UserError(f"{path}: lines without val, tokens or env_steps; a learner writes them (experiments)")
         curves.setdefault(name, []).append(lines)

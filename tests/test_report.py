@@ -308,7 +308,8 @@ def pooled(*folders: str) -> dict[str, int]:
 
 
 def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie(tmp_path):
-    folders = [run_folder(tmp_path / f"seed{n}", n, sft=f"a{n}", qnet=f"b{n}") for n in range(3)]
+    last = ["random", "code"]  # --scorer of the last call: each line says its own
+    folders = [run_folder(tmp_path / f"seed{n}", n, f"a{n}", f"b{n}", results_scorer=last[:n]) for n in range(3)]
     assert set(pooled(*folders).values()) == {6}
     (tmp_path / "seed1").rename(tmp_path / "moved")
     folders[1] = str(tmp_path / "moved")
@@ -513,8 +514,12 @@ def test_learning_curves_stand_beside_the_results(tmp_path):
     spent = [{"tokens": 10 * i, "env_steps": i, "val": None if i == 1 else 0.5 + i / 10} for i in range(3)]
     for name in ("tree_grpo", "eto"):
         (tmp_path / f"sft-{name}.updates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in spent))
-    curves = read_curves([tmp_path, tmp_path / "nowhere"])
+    curves = read_curves([("", tmp_path), ("", tmp_path / "nowhere")])
     assert curves == {"eto": [spent], "tree_grpo": [spent]}
+    assert read_curves([("half", tmp_path)]) == {"eto, half": [spent], "tree_grpo, half": [spent]}
+    with open(tmp_path / "sft-eto.updates.jsonl", "a") as file:
+        file.write('{"tokens": 30, "en')  # a stop
+    assert read_curves([("", tmp_path)]) == curves
     for axes, cost in zip(figures.learning(curves).axes, ("tokens", "env_steps"), strict=True):
         assert [line.get_label() for line in axes.lines] == ["eto", "tree_grpo"]
         assert [list(line.get_xdata()) for line in axes.lines] == [[0, spent[2][cost]]] * 2  # where it was validated
@@ -522,7 +527,9 @@ def test_learning_curves_stand_beside_the_results(tmp_path):
     (alone,) = figures.learning({"tree_grpo": [spent]}).axes[0].lines  # looks the same wherever it is drawn
     assert alone.get_color() == axes.lines[1].get_color() != axes.lines[0].get_color()
     report.main([str(tmp_path / "results.jsonl")])
-    assert (tmp_path / "report_learning.png").exists() and 'id="learning"' in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "report_learning_webshop.png").exists() and 'id="learning"' in (
+        tmp_path / "report.html"
+    ).read_text()
 
 
 def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monkeypatch):

@@ -192,3 +192,10 @@ def test_three_seeds_speak_of_other_trainings_too(groups):
     (sentence,) = claims.sentences(groups(*seeds))
     assert "for this model" not in sentence
     assert "undecided (M=2: +0.100 [-0.645, +0.845])" in sentence  # t = 4.303 of two degrees, .3 / sqrt(3)
+
+
+@pytest.mark.parametrize(("seeds", "alone"), [((0, 1, 2), False), ((0,), True)])
+def test_trainings_that_are_not_paired_speak_of_others_too(groups, seeds, alone):
+    rows = [("greedy", 0.5, {"seed": seed}) for seed in seeds]
+    (sentence,) = claims.sentences(groups(*rows, *(("qlass", 0.7, {"M": 2, "seed": 10 + seed}) for seed in seeds)))
+    assert ("for this model" in sentence) == alone
