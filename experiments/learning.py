@@ -182,7 +182,7 @@ def learn(
     one_batch: Callable[[dict], dict], inputs: Sequence[Path | None], passes: float,
 ) -> None:  # fmt: skip
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
-    larger --budget continues.
+    larger --budget continues (with a validation more, where the smaller one ended).
 
     inputs: what it reads besides the agent. passes: how often a token that was spent went forward, for the report; a
     backward pass counts as two. "played" of a line, if it has that: tokens of trajectories, which went forward once.
@@ -229,6 +229,7 @@ def learn(
                 whole = processes.undivided(model, lambda: to_train(args)[0])
                 if out:
                     models.save_checkpoint(whole, chat, folder)
+                    write_meta(folder, args, [args.sft, *inputs], best=line, last=line, passes=passes)
             state = processes.whole({"model": processes.trained(model), "optimizer": optimizer.state_dict()})
             if out:
                 draft = resume.with_suffix(".draft")

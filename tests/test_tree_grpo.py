@@ -417,6 +417,8 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(fake_world, agent, tmp_pa
     monkeypatch.setattr(tree_grpo, "one_batch", stops)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "again", agent, *flags)
+    said = json.loads((tmp_path / "again" / "sft-tree_grpo.meta.json").read_text())  # of what can be played by now
+    assert said["last"] == said["best"] and said["last"]["val"] is not None and said["passes"]
     train(tmp_path / "again", agent, *flags)
     assert len(calls) > 4 and contents(tmp_path / "again") == contents(tmp_path / "whole")
     done = len(calls)
