@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from environments import UserError
-from qlass.jsonl import dumps, read_trees, replacing
+from qlass.jsonl import dumps, read_trees, replacing, would_lose
 from qlass.locks import locked
 from qlass.metadata import read_meta, same_arguments, write_meta
 from qlass.stage import at_least, needed, parse, parser, run_stage
@@ -113,10 +113,11 @@ def main(argv: list[str] | None = None) -> None:
     args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
     also = NEEDS.get(args.target, []) + ["messages"] * bool(args.chat)
-    if args.chat and args.chat.resolve() in (args.trees.resolve(), args.out.resolve()):
-        raise UserError(f"--chat {args.chat}: is the file of --trees or --out; name another")
-    made_by = read_meta(args.out).get("arguments", {"target": None})  # nothing is known of a file without metadata
-    if args.out.resolve() == args.trees.resolve() or "target" not in made_by:
+    ours = args.trees.resolve(), args.out.resolve()
+    if args.chat and (args.chat.resolve() in ours or would_lose(args.chat, {"messages", "q"})):
+        raise UserError(f"--chat {args.chat}: holds something else, which would be lost; name another")
+    made_by = read_meta(args.out).get("arguments", {"target": None})
+    if ours[0] == ours[1] or "target" not in made_by or would_lose(args.out, {"q_raw"}):
         raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
     trees = nodes = flat = 0
     with locked(args.out):

@@ -266,6 +266,17 @@ def complete_results(records: list[dict]) -> int:
     return len(records)
 
 
+def would_lose(path: Path, fields: set[str]) -> bool:
+    """Whether a file holds anything but lines with these fields, as its first line tells."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with open(path, "rb") as lines:
+        try:
+            return not fields <= parse_json(lines.readline()).keys()
+        except (ValueError, AttributeError):
+            return True
+
+
 def complete_records(path: Path, complete: Callable[[list[dict]], int]) -> tuple[list[dict], int]:
     """The records of a file that whole groups of lines are made of (a tree, an episode's result), and their bytes.
 

@@ -26,19 +26,25 @@ def test_it_replaces_labels_and_nothing_else(tmp_path):
     trees.write_text(dump(tree_by_hand()))
     other.write_text(dump([{"task_id": "t"}]))
     (tmp_path / "expert.meta.json").write_text('{"arguments": {"n_expert": 1}, "inputs": {}}')
-    for out in (trees, other):
+    (tmp_path / "thesis.txt").write_text("Chapter 1")
+    with pytest.raises(UserError, match="holds something else"):
+        bellman.main(
+            ["--trees", str(trees), "--chat", str(tmp_path / "thesis.txt"), "--out", str(tmp_path / "q.jsonl")]
+        )
+    for out in (trees, other, tmp_path / "thesis.txt"):
         with pytest.raises(UserError, match="not labels that bellman"):
             bellman.main(["--trees", str(trees), "--out", str(out)])
     for _ in range(2):
         bellman.main(["--trees", str(trees), "--out", str(tmp_path / "q_labels.jsonl")])
     assert trees.read_text() == dump(tree_by_hand()) and other.read_text() == dump([{"task_id": "t"}])
+    assert (tmp_path / "thesis.txt").read_text() == "Chapter 1"
 
 
 def test_chat_lines_go_to_a_file_of_their_own(tmp_path):
     trees, out = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl"
     trees.write_text(dump(tree_by_hand()))
     for chat in (trees, out, tmp_path / "x" / ".." / "trees.jsonl"):
-        with pytest.raises(UserError, match="is the file of --trees or --out"):
+        with pytest.raises(UserError, match="holds something else"):
             bellman.main(["--trees", str(trees), "--out", str(out), "--chat", str(chat)])
     assert trees.read_text() == dump(tree_by_hand()) and not out.exists()
 
