@@ -33,6 +33,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Generator
+from itertools import product
 from pathlib import Path
 
 import envs
@@ -52,7 +53,6 @@ from train_qnet import QNet
 PAPER = {"M": 2, "N": 1}  # App. A.2
 COMPARED = [2, 4, 6]  # M and N of `--method all`
 PLAYERS = ("rule", "expert", "oracle")  # the environment's own
-TAKES = "seconds a task"
 
 # ------------------------------------------------------------------------------------------------ scoring M candidates
 
@@ -64,6 +64,7 @@ class Scorer:
     scores: Callable[[envs.TextEnv, State, list[str], tuple], Scores]
     uses_q: bool = False
     steps_all: bool = False  # it looks at the next state of each
+    reads: tuple[Path, ...] = ()  # files that it is made of, beside the agent's and QNet's own
 
 
 def by_q(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
@@ -182,7 +183,7 @@ def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat, sampled
     elif method.select == "q":  # the last action's value speaks for the trajectory
         values = yield [Score(trial.steps[-1].state, (trial.steps[-1].action,)) for trial in trials]
         best = trials[values.index(max(values))]
-    stepped = [len(s.candidates) if method.scorer.steps_all else 0 for trial in trials for s in trial.steps]
+    env_steps = sum(1 + len(s.candidates) * method.scorer.steps_all for trial in trials for s in trial.steps)
     steps = [
         {"action": s.action, "observation": s.observation,
          "candidates": [{"action": a, "q": round(float(q), 4) if is_number(q) else None}
@@ -190,7 +191,7 @@ def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat, sampled
         for s in best.steps
     ]  # fmt: skip
     tokens = costs.tokens(chat, [trial.steps for trial in trials], method.scored)
-    row = result(best.reward, steps, tokens, sum(stepped) + len(stepped), method.N, time.time() - started)
+    row = result(started, best.steps[0].state.task, best.reward, steps, tokens, env_steps, method.N)
     if chat.rendering.truncate:
         row["cut_prompts"] = sum(chat.is_cut(step.state) for trial in trials for step in trial.steps)
     return row
@@ -199,21 +200,20 @@ def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat, sampled
 def played(env: envs.TextEnv, task_id: str, method: Method) -> dict:
     """An episode of one of the environment's own players, as a line of results.jsonl."""
     started, steps, reward = time.time(), [], 0.0
-    env.reset(options={"task_id": task_id})
+    _, info = env.reset(options={"task_id": task_id})
     for thought, action in env.rules()[method.player]() if method.player else getattr(env, method.name)(task_id):
         observation, reward, terminated, truncated, _ = env.step(action)
         steps.append({"action": react(thought, action), "observation": env.message(observation), "candidates": []})
         if terminated or truncated:
             break
     env.close()
-    return result(float(reward), steps, dict.fromkeys(("prompt", "generated", "scored"), 0), len(steps), 1,
-                  time.time() - started)  # fmt: skip
+    return result(started, info["task"], float(reward), steps, costs.NONE, len(steps), 1)
 
 
-def result(reward: float, steps: list[dict], tokens: dict, env_steps: int, resets: int, seconds: float) -> dict:
+def result(started: float, task: str, reward: float, steps: list, tokens: dict, env_steps: int, resets: int) -> dict:
     return {
-        "reward": reward, "success": reward > 1 - 1e-9, "n_steps": len(steps), "tokens": tokens,
-        "env_steps": env_steps, "resets": resets, "seconds": round(seconds, 3), "steps": steps,
+        "task": task, "reward": reward, "success": reward > 1 - 1e-9, "n_steps": len(steps), "tokens": tokens,
+        "env_steps": env_steps, "resets": resets, "seconds": round(time.time() - started, 3), "steps": steps,
     }  # fmt: skip
 
 
@@ -235,10 +235,9 @@ def methods(args: argparse.Namespace, env: envs.TextEnv, scorers: dict[str, Scor
                 chosen.append(Method("oracle_step", M=max(args.M)))
         elif name == "best_of_n":
             chosen += [Method(name, N=n, select=args.select) for n in args.N or [4]]
-        elif name in SCORERS:
-            chosen += [Method(name, m, n, args.select if n > 1 else None) for m in args.M for n in args.N or [1]]
-        elif name == "scorer":
-            chosen += [Method(name, m, player=player, by=by) for player, by in scorers.items() for m in args.M]
+        elif name in (*SCORERS, "scorer"):
+            some = product(scorers.items() if name == "scorer" else [(None, None)], args.M, args.N or [1])
+            chosen += [Method(name, m, n, args.select if n > 1 else None, *score) for score, m, n in some]
         else:
             chosen += {"rule": rules, "expert": [demonstrator]}.get(name, [Method(name)])
     return list(dict.fromkeys(chosen))
@@ -311,7 +310,8 @@ def main(argv: list[str] | None = None) -> None:
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     free = ("method", "M", "N", "select", "split", "scorer", *SAMPLING_FREE)  # each line says its own
-    out = Output(args, complete_results, [args.sft, args.qnet], free, identity)
+    made_of = [args.sft, args.qnet, *(path for scorer in scorers.values() for path in scorer.reads)]
+    out = Output(args, complete_results, made_of, free, identity)
     finished = {identity(record): record for record in out.records}
     sources = {"demonstrations": args.sft if policy else None, "trees": args.qnet if qnet else None}
     leaks = {name: leaked(env, tasks, learned_from(path, args), name) if path else 0 for name, path in sources.items()}

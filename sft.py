@@ -65,7 +65,7 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
 def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     """expert.jsonl: the first `--n-expert` training tasks, those that an earlier call played before included."""
     tasks = env.task_ids("train")
-    about = {name: getattr(args, name) for name in ("env", "run", "seed", *args.env_flags)}  # all that they depend on
+    about = {name: getattr(args, name) for name in ("env", "run", *args.env_flags)}  # all that they depend on
     path = args.run / "expert.jsonl"
     again = args.overwrite and processes.first() and metadata.meta_path(path).exists()  # a file of another's is kept
     asked = argparse.Namespace(**about, out=path, overwrite=again)

@@ -13,6 +13,8 @@ from typing import Any
 from qlass.chat import Chat, State
 from qlass.paraphrasing import reword
 
+NONE = {"prompt": 0, "generated": 0, "scored": 0}  # of a player without a model
+
 
 def read(chat: Chat, trials: Iterable[Iterable[State]]) -> int:
     """Tokens of the environment's words along trajectories: all of a first state, then each last message.

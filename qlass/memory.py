@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,7 @@ def estimate(
     numbers, config = sum(p.numel() for p in trained), backbone.config.get_text_config()
     inputs = config.num_hidden_layers * tokens * config.hidden_size * next(backbone.parameters()).element_size()
     held = sum(p.nbytes for p in model.parameters())
+    single = sum(p.nbytes for p in model.parameters() if p.dtype == torch.float32)
     own = set(model.parameters())
     read = sum(p.nbytes for p in beside.parameters() if p not in own) if beside else 0
     in_layers = sum(p.nbytes for p in layers_of(backbone).parameters())
@@ -117,6 +119,8 @@ def estimate(
         gradient_checkpointing: bool = args.gradient_checkpointing, weights: str = args.weights,
         optim: str = args.optim, lora: bool = bool(args.lora), parts: int = processes.count() if args.fsdp else 1,
     ) -> Memory:  # fmt: skip
+        if (weights == "bf16" or parts > 1) and (optim != "adamw" or args.load_in):
+            return Memory(math.inf, 0, 0, 0)  # refused (models.check_training)
         halved = (weights == "bf16" or lora) and any(p.dtype == torch.float32 for p in trained) and not args.lora
         share = LORA if lora and not args.lora else 1.0
         # Backward begins with gradients of what the output layer kept, twice its size; then the layers follow.
@@ -126,7 +130,7 @@ def estimate(
             activations = everything[0] + (inputs + max(output, kept / config.num_hidden_layers))
         if halved or parts > 1:  # autocast has nothing left to cast
             activations -= everything[0]
-        width, divided = 0.5 if halved else 1.0, gathered * (parts > 1)
+        width, divided = 1 - 0.5 * halved * single / held, gathered * (parts > 1)
         return Memory(
             weights=width * (held / parts + divided + read),
             gradients=width * share * (sum(p.nbytes for p in trained) / parts + divided),
@@ -150,7 +154,7 @@ def check_memory(memory: Callable[..., Memory], device: torch.device) -> None:
     several = f"; or {n} GPUs divide it: torchrun --nproc-per-node {n} ... --fsdp (docs/scale.md)" if n else ""
     wider: dict[str, Any] = {}
     for name, value, _ in WAYS_OUT:
-        wider[name] = value
+        wider |= {name: value} if math.isfinite(memory(**wider, **{name: value}).total) else {}
         if memory(**wider).total <= ROOM * room:
             flags = " ".join(flag for name, _, flag in WAYS_OUT if name in wider)
             raise UserError(f"{said}, and the GPU has {room / 1e9:.0f}: give {flags} ({memory(**wider)}){several}")

@@ -301,5 +301,7 @@ def check_training(args: argparse.Namespace) -> None:
         raise UserError(f"--weights bf16: --optim {args.optim} would round its updates away; leave one of them out")
     if args.fsdp and (args.load_in or args.optim != "adamw"):
         raise UserError("--fsdp: bitsandbytes' weights and moments can't be divided; leave --load-in and --optim out")
+    if args.load_in and args.weights == "bf16":
+        raise UserError(f"--load-in {args.load_in}: its weights stay as they are; leave --weights bf16 out")
     if args.load_in and not args.lora:
         raise UserError(f"--load-in {args.load_in}: weights of so few bits can't be trained; give --lora RANK too")

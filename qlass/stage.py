@@ -140,6 +140,10 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
     if named is not None:
         return named
     if not is_complete(default):
+        agent = getattr(args, "sft", None)
+        if agent and stage != "sft" and agent.resolve() != (args.run / "sft").resolve():
+            said = f"what would be made now is of {args.run / 'sft'}, not of --sft {agent}"
+            raise UserError(f"{default}: missing or not complete, and {said}: make it first, or name another")
         made_by = importlib.import_module(stage)
         argv = handed_on(args)
         if meta_path(default).exists():
@@ -197,6 +201,9 @@ def my_share(tasks: list[T], shard: str | None) -> list[T]:
 # --------------------------------------------------------------------------------------------------------- the outputs
 
 
+SHARD = "the same flags without --shard join it with the others; delete it to leave it out"
+
+
 class Output(Resumable):
     """A stage's JSONL output: one writer, the same arguments whenever it resumes, progress shown, metadata beside it.
 
@@ -214,6 +221,7 @@ class Output(Resumable):
         path = output.with_name(f"{output.stem}.{shard.replace('/', '-of-')}{output.suffix}") if shard else output
         self.lock = only_writer(path)
         parts = [] if shard else sorted(output.parent.glob(f"{output.stem}.*-of-*{output.suffix}"))
+        parts = [part for part in parts if not part.name.endswith(".meta.json")]
         if args.overwrite:
             if parts:
                 raise UserError(f"{parts[0]}: --overwrite would join it again; delete it to start from nothing")
@@ -228,7 +236,7 @@ class Output(Resumable):
         self.earlier = read_meta(path) if self.records else {}  # of the last call, which has added up those before it
         self.known: dict[str, Any] = {}  # figures that are known before the work is done
         for part in parts:
-            same_arguments(part, args, free, way_out="it would be joined with the others; delete it to leave it out")
+            same_arguments(part, args, free, way_out=SHARD)
             known = set(map(about, self.records))
             self.append([r for r in complete_records(part, complete)[0] if about(r) not in known])
         self.begun = bool(self.records)
@@ -304,7 +312,8 @@ def run_stage(main: Callable[[], Any]) -> None:
         print(f"error: {said}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as stop:
-        print("\nstopped; the same command resumes from what is written", file=sys.stderr)
+        again = ", without --overwrite," if "--overwrite" in sys.argv else ""
+        print(f"\nstopped; the same command{again} resumes from what is written", file=sys.stderr)
         sys.exit(143 if isinstance(stop, Terminated) else 130)
 
 

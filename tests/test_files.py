@@ -202,6 +202,11 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeyp
     assert stage.needed(None, tmp_path / "default", "bellman", args) and len(made) == 3
     (tmp_path / "empty").touch()  # by a stage that stopped before its first line
     assert stage.needed(None, tmp_path / "empty", "bellman", args) and len(made) == 4
+    args.sft = tmp_path / "x" / ".." / "sft"  # the run's own agent
+    assert stage.needed(None, tmp_path / "empty", "bellman", args) and len(made) == 5
+    args.sft = tmp_path / "llama"
+    with pytest.raises(UserError, match=r"of .*/sft, not of --sft .*/llama: make it first"):
+        stage.needed(None, tmp_path / "empty", "bellman", args)
 
 
 def test_the_arguments_that_stages_share_are_handed_on():
@@ -337,6 +342,11 @@ def test_shards_join_into_the_file_that_one_process_would_have_written(tmp_path)
         output(tmp_path / "..", "--out", str(tmp_path / "x.jsonl"), "--seed", "1")
     with pytest.raises(UserError, match=r"x\.1-of-2\.jsonl: --overwrite would join it again; delete it"):
         output(tmp_path / "..", "--out", str(tmp_path / "x.jsonl"), "--seed", "1", "--overwrite")
+    for i in (1, 2):  # whatever the file is called
+        shard = output(tmp_path, "--shard", f"{i}/2", "--out", str(tmp_path / "y.json"))
+        shard.grow(([{"n": n}] for n in stage.my_share(tasks, f"{i}/2")), "lines", 4)
+        shard.finish()
+    assert sorted(r["n"] for r in output(tmp_path, "--out", str(tmp_path / "y.json")).records) == tasks
     for wrong in ("0/2", "3/2", "two", "1/8"):
         with pytest.raises(UserError, match="--shard"):
             stage.my_share(tasks, wrong)

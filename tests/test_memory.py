@@ -1,6 +1,7 @@
 """The memory estimate against measured peaks; what is trained in less memory is trained all the same."""
 
 import argparse
+import math
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def model(vocabulary: int = 500, **more) -> LlamaForCausalLM:
 
 def flags(**more) -> argparse.Namespace:
     some = {"optim": "adamw", "weights": "float32", "gradient_checkpointing": False, "lora": None, "micro_tokens": 1024}
-    return argparse.Namespace(**some | {"fsdp": False} | more)
+    return argparse.Namespace(**some | {"fsdp": False, "load_in": None} | more)
 
 
 def loss_of(lm: LlamaForCausalLM):
@@ -100,6 +101,7 @@ def test_weights_gradients_and_moments_by_hand():
     half = of(weights="bf16")
     assert (half.weights, half.gradients, half.optimiser) == (2 * n, 2 * n, 8 * n)
     assert of(optim="adamw8bit").optimiser == pytest.approx(2.1 * n)
+    assert of(optim="adamw8bit", weights="bf16").total == math.inf  # models.check_training refuses it
     assert of(gradient_checkpointing=True).activations < of().activations / 1.5
     twice = memory.estimate(lm, lm.model, loss_of(lm), flags(micro_tokens=2048), 256)
     assert twice().activations == pytest.approx(2 * of().activations, rel=0.2)
@@ -137,6 +139,25 @@ def test_what_does_not_fit_is_told_with_the_flags_that_make_it_fit(monkeypatch, 
         assert says in str(error.value)
     memory.check_memory(seven_billion, torch.device("cpu"))
     assert capsys.readouterr().out.endswith("GB\n")
+
+
+def test_no_way_out_is_named_that_is_refused(monkeypatch):
+    """The moments have 8 bits: bf16 weights would round its updates away, and bitsandbytes' can't be divided."""
+    lm = model()
+    of = memory.estimate(lm, lm.model, loss_of(lm), flags(optim="adamw8bit"), 256)
+    room = argparse.Namespace(total_memory=1.001 * of(gradient_checkpointing=True, lora=True).total / memory.ROOM)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: room)
+    with pytest.raises(UserError, match=r"give --gradient-checkpointing --lora 16 \([^;]*\)$"):
+        memory.check_memory(of, torch.device("cuda"))
+
+
+def test_only_what_is_float32_is_halved():
+    lm = model()
+    lm.model.bfloat16().requires_grad_(False)
+    of = memory.estimate(lm, lm.model, loss_of(lm), flags(), 256)
+    kept = sum(p.nbytes for p in lm.model.parameters())
+    head = sum(p.nbytes for p in lm.parameters()) - kept
+    assert of(weights="bf16").weights == pytest.approx(kept + head / 2)
 
 
 # ------------------------------------------------------------------------------------------------ trained all the same

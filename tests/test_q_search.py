@@ -414,7 +414,7 @@ def test_wrong_inputs_are_named(search, tmp_path, agent, monkeypatch):
 
 def test_the_files_are_jsonl_with_the_documented_fields(search, tmp_path):
     (record, *_) = search("--method", "qlass", "-M", "2")
-    about = "task_id type env split label method M N select player seed"
+    about = "task_id type env split label method M N select player seed task"
     assert list(record) == f"{about} reward success n_steps tokens env_steps resets steps".split()
     assert {"action", "candidates", "observation"} == set(record["steps"][0])
     meta = json.loads((tmp_path / "results.meta.json").read_text())

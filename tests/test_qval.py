@@ -413,7 +413,7 @@ def test_handwritten_code_for_the_household():
 
 def test_a_score_steers_the_search(context, monkeypatch):
     flags = argparse.Namespace(env="frozenlake", run=context.run, sft=context.sft, seed=0, device=None, scorer=None)
-    flags.server = None
+    flags.server = flags.qnet = None
     answers, loaded = {}, []
 
     def load(folder: Path, given: argparse.Namespace) -> argparse.Namespace:
@@ -433,6 +433,11 @@ def test_a_score_steers_the_search(context, monkeypatch):
     by_qnet = steering.steering(flags, answers, lambda: context.policy)["qnet"]
     assert run(by_qnet.scores(env, state, actions, ("t", 0)), answered(None))[0] == pytest.approx([1, 2])
     assert loaded == [(context.run / "qnet", flags)]  # as the search loads its own
+    assert found["tree_bellman"].reads == (context.run / "trees.jsonl",)  # if it changes, rewards are of another score
+    flags.qnet = context.run / "qnet-other"
+    with pytest.raises(UserError, match="--qnet"):
+        steering.steering(flags, answers, None)
+    flags.qnet = None
     flags.scorer = ["oracle"]
     with pytest.raises(UserError, match="oracle_step"):
         steering.steering(flags, answers, None)

@@ -160,7 +160,7 @@ def arguments(**more) -> argparse.Namespace:
                 "optim": "adamw",
                 "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50, "overwrite": False,
                 "log": "jsonl", "lora": None, "observation_loss": 0.0,
-                "weights": "float32", "gradient_checkpointing": False, "fsdp": False}  # fmt: skip
+                "weights": "float32", "gradient_checkpointing": False, "fsdp": False, "load_in": None}  # fmt: skip
     return argparse.Namespace(**defaults | more)
 
 
@@ -326,8 +326,11 @@ def test_a_stopped_demonstrator_plays_what_is_missing(tmp_path, monkeypatch):
     args.expert.write_bytes(whole[: whole.rindex(b"messages")])  # in the middle of the last line
     sft.collect(FakeEnv(), args)
     assert args.expert.read_bytes() == whole and played == ["train0", "train1", "train2", "train3", "train3"]
-    args.seed = 1
-    with pytest.raises(UserError, match="begun with --seed 0, not 1"):
+    args.seed = 1  # the agent's: the same demonstrations
+    sft.collect(FakeEnv(), args)
+    assert len(played) == 5
+    args.env = "webshop"
+    with pytest.raises(UserError, match="begun with --env frozenlake, not webshop"):
         sft.collect(FakeEnv(), args)
 
 
