@@ -80,7 +80,9 @@ def exploration_tree(
     observation, info = env.reset(options={"task_id": task_id})
     root = TreeNode(State.first(env, observation, info), observation, env.snapshot())  # lines 1-2
     whole, steps = env.max_steps, steps or env.max_steps
-    env.max_steps, depth = steps, min(depth, steps - 1) if steps else depth  # at the limit nothing is left to explore
+    env.max_steps = steps
+    if isinstance(steps, int):  # behind the limit, where a demonstration may lead, the agent has nothing to explore
+        depth = min(depth, steps - 1)
     queue = deque([root])  # line 3
     branches = 0
 
