@@ -198,27 +198,26 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
     """Of the sibling pairs whose q differ by more than `gap`, the share whose scores stand in the same order.
 
     Chance is .5. `sibling_gap`: how far apart the scores put such pairs, of what q does; near 0 a net has not looked at
-    the action yet. `spearman` is the global rank correlation, which a net that only knows V(s) can reach too.
+    the action yet. `own_...`: of pairs that the agent drew, as search compares them, not made by the demonstrator.
+    `spearman` is the global rank correlation, which a net that only knows V(s) can reach too.
     """
-    right, total, apart, labelled = 0.0, 0, 0.0, 0.0
     flat = [(p.q, scores[p.state, p.action]) for tree in trees for p in tree]
-    for tree in trees:
-        siblings: dict[State, list[Pair]] = {}
-        for p in tree:
-            siblings.setdefault(p.state, []).append(p)
-        for family in siblings.values():
-            for a, b in itertools.combinations(family, 2):
+    rank = float(spearman(*zip(*flat, strict=True))) if len(flat) > 2 else math.nan  # also where all are equal
+    figures: dict[str, Any] = {"spearman": rank if math.isfinite(rank) else None}
+    for of, some in (("sibling", trees), ("own_sibling", [[p for p in tree if p.own] for tree in trees])):
+        right, total, apart, labelled = 0.0, 0, 0.0, 0.0
+        for tree in some:
+            siblings: dict[State, list[Pair]] = {}
+            for p in tree:
+                siblings.setdefault(p.state, []).append(p)
+            for a, b in itertools.chain(*(itertools.combinations(family, 2) for family in siblings.values())):
                 if abs(a.q - b.q) > gap:
                     x, y = scores[a.state, a.action], scores[b.state, b.action]
                     right += 0.5 if x == y else float((x > y) == (a.q > b.q))
                     total, apart, labelled = total + 1, apart + abs(x - y), labelled + abs(a.q - b.q)
-    rank = float(spearman(*zip(*flat, strict=True))) if len(flat) > 2 else math.nan  # also where all are equal
-    return {
-        "sibling_accuracy": right / total if total else None,
-        "sibling_pairs": total,
-        "sibling_gap": apart / labelled if total else None,
-        "spearman": rank if math.isfinite(rank) else None,
-    }
+        share = (right / total, apart / labelled) if total else (None, None)
+        figures |= {f"{of}_accuracy": share[0], f"{of}_pairs": total, f"{of}_gap": share[1]}
+    return figures
 
 
 def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], args: argparse.Namespace) -> dict:
@@ -330,19 +329,18 @@ def main(argv: list[str] | None = None) -> None:
     for name, some in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
         about[name] = ranking(qnet, some, packed_trees(qnet, some, args), args)
         of_policy = sibling_accuracy(some, policy_scores(policy, some))
-        about[name]["policy_sibling_accuracy"] = of_policy["sibling_accuracy"]
+        about[name] |= {f"policy_{key}": of_policy[key] for key in ("sibling_accuracy", "own_sibling_accuracy")}
     metadata.write_meta(args.out, args, [args.labels, args.sft], **about)
     finish(args.out)
     release(lock)
     print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
           f"{figures['tokens']:,} of {figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
-    for name in ("held_out", "training"):
+    for name, of in itertools.product(("held_out", "training"), ("sibling", "own_sibling")):
         f = about[name]
-        if f["sibling_pairs"]:
-            print(f"  {name} trees: sibling pairs ranked right {f['sibling_accuracy']:.3f} of {f['sibling_pairs']} "
-                  f"(chance .5, policy's log-probability {f['policy_sibling_accuracy']:.3f}), "
-                  f"{f['sibling_gap']:.2f} times as far apart as their q, "
-                  f"Spearman {'undefined' if f['spearman'] is None else round(f['spearman'], 3)}")  # fmt: skip
+        if f[f"{of}_pairs"]:
+            print(f"  {name} trees, {of.replace('_', ' ')} pairs: {f[f'{of}_accuracy']:.3f} of {f[f'{of}_pairs']} "
+                  f"ranked right (chance .5, the agent's log-probability {f[f'policy_{of}_accuracy']:.3f}), "
+                  f"{f[f'{of}_gap']:.2f} times as far apart as their q")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ class Pair:
     state: State
     action: str
     q: float
+    own: bool = True  # the agent drew it; else a demonstrator made it, and search will never meet it
 
 
 def pairs_of(tree: list[dict]) -> list[Pair]:
@@ -35,7 +36,7 @@ def pairs_of(tree: list[dict]) -> list[Pair]:
     for node in tree[1:]:
         state = states[node["parent_id"]]
         states[node["node_id"]] = state.then(node["action"], node["observation"])
-        pairs.append(Pair(state, node["action"], node["q"]))
+        pairs.append(Pair(state, node["action"], node["q"], node.get("source") != "expert"))
     return pairs
 
 

@@ -1,6 +1,7 @@
 """Stage 4: the packed loss against pairs one by one, the value network, and how well it ranks siblings."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import tracemalloc
@@ -345,6 +346,12 @@ def test_sibling_accuracy_by_hand():
     assert figures["sibling_gap"] == pytest.approx(
         (0.2 + 0.2 + 0.1 + 0.0 + 0.3 + 0.3) / (1 + 0.3 + 0.7 + 0.7 + 0.3 + 0.4)
     )
+    assert (figures["own_sibling_pairs"], figures["own_sibling_accuracy"]) == (6, figures["sibling_accuracy"])
+    # With right a demonstrator's: walk > left is right, find < left and find < walk are wrong.
+    shown = [dataclasses.replace(p, own=p.action != "Action: right") for p in tree]
+    figures = sibling_accuracy([shown], scores)
+    assert (figures["sibling_pairs"], figures["own_sibling_pairs"]) == (6, 3)
+    assert figures["own_sibling_accuracy"] == pytest.approx(1 / 3)
     perfect = sibling_accuracy([tree], {(p.state, p.action): p.q for p in tree})
     assert (perfect["sibling_accuracy"], perfect["spearman"]) == (1.0, pytest.approx(1.0))
     assert perfect["sibling_gap"] == pytest.approx(1)
@@ -424,7 +431,7 @@ def test_what_is_measured_is_what_was_saved(train, tmp_path):
     train()
     about, trees = json.loads((tmp_path / "qnet.meta.json").read_text()), [pairs_of(labelled_tree("train0"))]
     net = QNet.from_pretrained(tmp_path / "qnet")
-    found = sibling_accuracy(trees, qnet_scores(net, trees))
+    found = {key: x for key, x in sibling_accuracy(trees, qnet_scores(net, trees)).items() if x is not None}
     assert {key: about["held_out"][key] for key in found} == pytest.approx(found, rel=1e-4)  # one packed, one not
 
 
