@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from environments import UserError
-from qlass.jsonl import dumps, read_trees, replacing, would_lose
+from qlass.jsonl import dumps, fields_of, read_trees, replacing
 from qlass.locks import locked
 from qlass.metadata import read_meta, same_arguments, write_meta
 from qlass.stage import at_least, needed, parse, parser, run_stage
@@ -114,10 +114,10 @@ def main(argv: list[str] | None = None) -> None:
     args.out = args.out or args.run / "q_labels.jsonl"
     also = NEEDS.get(args.target, []) + ["messages"] * bool(args.chat)
     ours = args.trees.resolve(), args.out.resolve()
-    if args.chat and (args.chat.resolve() in ours or would_lose(args.chat, {"messages", "q"})):
+    if args.chat and (args.chat.resolve() in ours or fields_of(args.chat) not in (None, {"task_id", "messages", "q"})):
         raise UserError(f"--chat {args.chat}: holds something else, which would be lost; name another")
-    made_by = read_meta(args.out).get("arguments", {"target": None})
-    if ours[0] == ours[1] or "target" not in made_by or would_lose(args.out, {"q_raw"}):
+    made_by, held = read_meta(args.out).get("arguments", {"target": None}), fields_of(args.out)
+    if ours[0] == ours[1] or "target" not in made_by or not (held is None or "q_raw" in held):
         raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
     trees = nodes = flat = 0
     with locked(args.out):

@@ -64,7 +64,6 @@ class Scorer:
     scores: Callable[[envs.TextEnv, State, list[str], tuple], Scores]
     uses_q: bool = False
     steps_all: bool = False  # it looks at the next state of each
-    reads: tuple[Path, ...] = ()  # files that it is made of, beside the agent's and QNet's own
 
 
 def by_q(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
@@ -310,8 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     free = ("method", "M", "N", "select", "split", "scorer", *SAMPLING_FREE)  # each line says its own
-    made_of = [args.sft, args.qnet, *(path for scorer in scorers.values() for path in scorer.reads)]
-    out = Output(args, complete_results, made_of, free, identity)
+    out = Output(args, complete_results, [args.sft, args.qnet], free, identity)
     finished = {identity(record): record for record in out.records}
     sources = {"demonstrations": args.sft if policy else None, "trees": args.qnet if qnet else None}
     leaks = {name: leaked(env, tasks, learned_from(path, args), name) if path else 0 for name, path in sources.items()}

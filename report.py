@@ -246,8 +246,11 @@ def main(argv: list[str] | None = None) -> None:
             if figure := draw(here):
                 picture = out.with_name(f"{out.stem}_{draw.__name__}_{file_name(env)}.png")
                 figures.append((draw.__name__, env, plots.save(figure, picture)))
-        files = {result.where[0] for group in here for result in group.results.values()}
-        if figure := plots.learning(read_curves({(label, path.parent) for label, path in sources if path in files})):
+        files, labels = {result.where[0] for group in here for result in group.results.values()}, {}
+        for label, path in sources:
+            if path in files:  # a folder of which files are named apart is still one
+                labels[path.parent] = label if labels.get(path.parent, label) == label else ""
+        if figure := plots.learning(read_curves((label, folder) for folder, label in labels.items())):
             picture = out.with_name(f"{out.stem}_learning_{file_name(env)}.png")
             figures.append(("learning", env, plots.save(figure, picture)))
     for forest in sorted({f for _, path in sources for f in path.parent.glob("qval*/*.png")}):

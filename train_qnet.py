@@ -198,7 +198,7 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
     """Of the sibling pairs whose q differ by more than `gap`, the share whose scores stand in the same order.
 
     Chance is .5. `sibling_gap`: how far apart the scores put such pairs, of what q does; near 0 a net has not looked at
-    the action yet. `own_...`: of pairs that the agent drew, as search compares them, not made by the demonstrator.
+    the action yet. `own_...`: of pairs without a node of the demonstrator's, since search compares draws of the agent.
     `spearman` is the global rank correlation, which a net that only knows V(s) can reach too.
     """
     flat = [(p.q, scores[p.state, p.action]) for tree in trees for p in tree]

@@ -112,8 +112,9 @@ def demonstrations(checkpoint: Path, env: str) -> list[dict]:
     if path is None:
         raise UserError(f"{checkpoint}: the demonstrations that it was cloned from are gone")
     return [
-        {"env": env, "task": state.task, "messages": state.dump(), "reward": record.get("reward")}
-        | {key: record[key] for key in ("task_id", "id", "game_file", "source") if key in record}
+        {key: record[key] for key in ("task_id",) if key in record}
+        | {"env": env, "task": state.task, "messages": state.dump(), "reward": record.get("reward")}
+        | {key: record[key] for key in ("id", "game_file", "source") if key in record}
         for state, record in itertools.islice(read_trajectories(path), most)
     ]  # fmt: skip
 

@@ -266,15 +266,15 @@ def complete_results(records: list[dict]) -> int:
     return len(records)
 
 
-def would_lose(path: Path, fields: set[str]) -> bool:
-    """Whether a file holds anything but lines with these fields, as its first line tells."""
+def fields_of(path: Path) -> set[str] | None:
+    """The fields of a file's first line, none if it is no object; None: there is nothing to lose."""
     if not path.exists() or not path.stat().st_size:
-        return False
+        return None
     with open(path, "rb") as lines:
         try:
-            return not fields <= parse_json(lines.readline()).keys()
+            return set(parse_json(lines.readline()).keys())
         except (ValueError, AttributeError):
-            return True
+            return set()
 
 
 def complete_records(path: Path, complete: Callable[[list[dict]], int]) -> tuple[list[dict], int]:

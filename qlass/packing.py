@@ -26,7 +26,7 @@ class Pair:
     state: State
     action: str
     q: float
-    own: bool = True  # the agent drew it; else a demonstrator made it, and search will never meet it
+    own: bool = True  # its node is the agent's; else the demonstrator's, who was the first to act so
 
 
 def pairs_of(tree: list[dict]) -> list[Pair]:

@@ -312,7 +312,7 @@ def run_stage(main: Callable[[], Any]) -> None:
         print(f"error: {said}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as stop:
-        again = ", without --overwrite," if "--overwrite" in sys.argv else ""
+        again = " (without --overwrite, once that has deleted the old)" if "--overwrite" in sys.argv else ""
         print(f"\nstopped; the same command{again} resumes from what is written", file=sys.stderr)
         sys.exit(143 if isinstance(stop, Terminated) else 130)
 

@@ -214,9 +214,11 @@ def learning(curves: dict[str, list[list[dict]]]) -> Figure | None:
 
 
 def looks(agents: Iterable[str]) -> dict[str, dict]:
-    """A colour and a marker for each agent, and for those that are known by name."""
-    order = enumerate(dict.fromkeys((*AGENTS, *agents)))
-    return {a: {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)]} for i, a in order}
+    """A colour and a marker for each agent; those that are not known by name take what is free."""
+    names = list(dict.fromkeys(agents))
+    free = [i for i, agent in enumerate(AGENTS) if agent not in names] + [*range(len(AGENTS), len(AGENTS) + len(names))]
+    places = {name: AGENTS.index(name) if name in AGENTS else free.pop(0) for name in names}
+    return {a: {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)]} for a, i in places.items()}
 
 
 def bin_point(steps: Sequence[tuple[float, float, str]]) -> tuple[float, float, float, float]:

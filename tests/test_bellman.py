@@ -31,6 +31,12 @@ def test_it_replaces_labels_and_nothing_else(tmp_path):
         bellman.main(
             ["--trees", str(trees), "--chat", str(tmp_path / "thesis.txt"), "--out", str(tmp_path / "q.jsonl")]
         )
+    theirs = tmp_path / "theirs.jsonl"  # labels of another run
+    bellman.main(["--trees", str(trees), "--out", str(theirs)])
+    before = theirs.read_bytes()
+    with pytest.raises(UserError, match="holds something else"):
+        bellman.main(["--trees", str(trees), "--chat", str(theirs), "--out", str(tmp_path / "q.jsonl")])
+    assert theirs.read_bytes() == before
     for out in (trees, other, tmp_path / "thesis.txt"):
         with pytest.raises(UserError, match="not labels that bellman"):
             bellman.main(["--trees", str(trees), "--out", str(out)])

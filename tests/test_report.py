@@ -526,6 +526,7 @@ def test_learning_curves_stand_beside_the_results(tmp_path):
         assert list(axes.lines[0].get_ydata()) == [0.5, 0.7]
     (alone,) = figures.learning({"tree_grpo": [spent]}).axes[0].lines  # looks the same wherever it is drawn
     assert alone.get_color() == axes.lines[1].get_color() != axes.lines[0].get_color()
+    assert len({look["color"] for look in figures.looks(["cloned", "mine", "yours"]).values()}) == 3
     report.main([str(tmp_path / "results.jsonl")])
     assert (tmp_path / "report_learning_webshop.png").exists() and 'id="learning"' in (
         tmp_path / "report.html"

@@ -24,7 +24,6 @@ from environments import UserError
 from experiments.qval import downstream, judges, labels, report
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import Call, Context, Scorer, answer, available, family, need_no_weights, scorer
-from experiments.qval.steering import made_of
 from qlass.chat import Rendering
 from qlass.driver import Sample, drive
 from qlass.jsonl import read_jsonl, write_jsonl
@@ -46,9 +45,14 @@ def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, An
 
 def sources(name: str, context: Context) -> dict[str, str]:
     """{what a scorer is made from: its hash, of a judge its model}; where that has changed, it is scored again."""
-    if family(name, context) == "judge":
+    kind = family(name, context)
+    if kind == "judge":
         return {"judge": name.partition("=")[2]}
-    return {path.name: sha256(path) for path in made_of(name, context)}
+    sft, trees, net = context.sft or context.run / "sft", context.run / "trees.jsonl", context.run / "qnet"
+    codes = [path for path in context.code if path.stem == name]
+    paths = {"learned": [context.run / name], "tree": [trees], "policy": [sft, context.base], "hindsight": [sft, net],
+             "embedding": [sft, trees], "code": codes}.get(kind, [])  # fmt: skip
+    return {path.name: sha256(path) for path in paths if path and path.exists()}
 
 
 def start_again(folder: Path) -> None:

@@ -6,13 +6,12 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import envs
 from environments import UserError
 from experiments.qval import judges
-from experiments.qval.scorers import Call, Context, Scores, answer, available, family, need_no_weights, scorer
+from experiments.qval.scorers import Call, Context, Scores, answer, available, need_no_weights, scorer
 from q_search import Scorer
 from qlass.chat import State, uniforms
 
@@ -27,7 +26,7 @@ def steering(args: argparse.Namespace, answers: dict, policy: Callable[[], Any])
     loaded after this call and before the first score."""
     context = Context(args.env, args.run, args.sft, seed=args.seed, device=args.device, flags=args)
     if args.qnet:
-        raise UserError("--qnet: scores are of the nets in --run; leave it out, or --method scorer for another call")
+        raise UserError("--qnet: scores are of the nets in --run; leave it out, or give another --out")
     names = args.scorer or [name for name in available(context) if name not in KNOWING | BLIND]
     if known := KNOWING.intersection(names):
         raise UserError(f"--scorer {known.pop()}: it knows the true values; --method oracle_step searches with those")
@@ -51,16 +50,7 @@ def following(name: str, context: Context, policy: Callable[[], Any]) -> Scorer:
             made.append(scorer(name, context))
         return decided((yield from made[0](env, state, candidates, key)), key)
 
-    return Scorer(by_score, steps_all=name in PEEKING, reads=tuple(made_of(name, context)))
-
-
-def made_of(name: str, context: Context) -> list[Path]:
-    """The files and folders that a score is made of; where they have changed, it is another."""
-    sft, trees, net = context.sft or context.run / "sft", context.run / "trees.jsonl", context.run / "qnet"
-    codes = [path for path in context.code if path.stem == name]
-    paths = {"learned": [context.run / name], "tree": [trees], "policy": [sft, context.base], "hindsight": [sft, net],
-             "embedding": [sft, trees], "code": codes}.get(family(name, context), [])  # fmt: skip
-    return [path for path in paths if path and path.exists()]
+    return Scorer(by_score, steps_all=name in PEEKING)
 
 
 def decided(scores: list[float | None], key: tuple) -> list[float]:
