@@ -335,12 +335,15 @@ def main(argv: list[str] | None = None) -> None:
     release(lock)
     print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
           f"{figures['tokens']:,} of {figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
-    for name, of in itertools.product(("held_out", "training"), ("sibling", "own_sibling")):
-        f = about[name]
-        if f[f"{of}_pairs"]:
-            print(f"  {name} trees, {of.replace('_', ' ')} pairs: {f[f'{of}_accuracy']:.3f} of {f[f'{of}_pairs']} "
-                  f"ranked right (chance .5, the agent's log-probability {f[f'policy_{of}_accuracy']:.3f}), "
-                  f"{f[f'{of}_gap']:.2f} times as far apart as their q")  # fmt: skip
+    for name, f in (("held_out", about["held_out"]), ("training", about["training"])):
+        if f["sibling_pairs"]:
+            print(f"  {name} trees: sibling pairs ranked right {f['sibling_accuracy']:.3f} of {f['sibling_pairs']} "
+                  f"(chance .5, policy's log-probability {f['policy_sibling_accuracy']:.3f}), "
+                  f"{f['sibling_gap']:.2f} times as far apart as their q, "
+                  f"Spearman {'undefined' if f['spearman'] is None else round(f['spearman'], 3)}")  # fmt: skip
+        if 0 < f["own_sibling_pairs"] < f["sibling_pairs"]:
+            print(f"    without the demonstrator's nodes {f['own_sibling_accuracy']:.3f} of {f['own_sibling_pairs']} "
+                  f"({f['policy_own_sibling_accuracy']:.3f})")  # fmt: skip
 
 
 if __name__ == "__main__":
