@@ -27,8 +27,8 @@ case $ENV in
         else
             common+=(--env-option thoughts=false) sft=(--n-expert 600)
         fi ;;
-    sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches; 240 trees
-              # gave QNet some 850 pairs of siblings whose q differ, and a thousand are meant
+    sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches; 300 trees
+              # give QNet a thousand pairs of siblings whose q differ
         common+=(--tasks eto) splits=(test_unseen test_seen)
         sft=(--n-expert 300 --epochs 12 --batch 4) trees=(--limit 300 --rollouts 6) qnet=(--epochs 4) ;;
     frozenlake)  # predicting what its moves lead to, without which QNet takes them for equal; trees wide and warm enough to
