@@ -111,7 +111,7 @@ def demonstrations(checkpoint: Path, env: str) -> list[dict]:
     path, most = cloned_from(checkpoint)
     if path is None:
         raise UserError(f"{checkpoint}: the demonstrations that it was cloned from are gone")
-    return [
+    return [  # task_id first, as there
         {key: record[key] for key in ("task_id",) if key in record}
         | {"env": env, "task": state.task, "messages": state.dump(), "reward": record.get("reward")}
         | {key: record[key] for key in ("id", "game_file", "source") if key in record}

@@ -201,9 +201,6 @@ def my_share(tasks: list[T], shard: str | None) -> list[T]:
 # --------------------------------------------------------------------------------------------------------- the outputs
 
 
-SHARD = "the same flags without --shard join it with the others; delete it to leave it out"
-
-
 class Output(Resumable):
     """A stage's JSONL output: one writer, the same arguments whenever it resumes, progress shown, metadata beside it.
 
@@ -220,8 +217,8 @@ class Output(Resumable):
         shard, output = getattr(args, "shard", None), Path(args.out)
         path = output.with_name(f"{output.stem}.{shard.replace('/', '-of-')}{output.suffix}") if shard else output
         self.lock = only_writer(path)
-        parts = [] if shard else sorted(output.parent.glob(f"{output.stem}.*-of-*{output.suffix}"))
-        parts = [part for part in parts if not part.name.endswith(".meta.json")]
+        found = () if shard else sorted(output.parent.glob(f"{output.stem}.*-of-*{output.suffix}"))
+        parts = [part for part in found if not part.name.endswith(".meta.json")]
         if args.overwrite:
             if parts:
                 raise UserError(f"{parts[0]}: --overwrite would join it again; delete it to start from nothing")
@@ -236,7 +233,8 @@ class Output(Resumable):
         self.earlier = read_meta(path) if self.records else {}  # of the last call, which has added up those before it
         self.known: dict[str, Any] = {}  # figures that are known before the work is done
         for part in parts:
-            same_arguments(part, args, free, way_out=SHARD)
+            way_out = "the same flags without --shard join it with the others; delete it to leave it out"
+            same_arguments(part, args, free, way_out=way_out)
             known = set(map(about, self.records))
             self.append([r for r in complete_records(part, complete)[0] if about(r) not in known])
         self.begun = bool(self.records)

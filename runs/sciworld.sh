@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ScienceWorld through all five stages with the tiny model, on the 24 tasks that ETO and the paper have: three to four hours.
+# ScienceWorld through all five stages with the tiny model, on the 24 tasks that ETO and the paper have: about two hours.
 # 96 tasks of a test split are a few variations of nearly every task; the first 48 had been played when this was set.
 set -euo pipefail
 ENV=sciworld

@@ -528,9 +528,8 @@ def test_learning_curves_stand_beside_the_results(tmp_path):
     assert alone.get_color() == axes.lines[1].get_color() != axes.lines[0].get_color()
     assert len({look["color"] for look in figures.looks(["cloned", "mine", "yours"]).values()}) == 3
     report.main([str(tmp_path / "results.jsonl")])
-    assert (tmp_path / "report_learning_webshop.png").exists() and 'id="learning"' in (
-        tmp_path / "report.html"
-    ).read_text()
+    assert (tmp_path / "report_learning_webshop.png").exists()
+    assert 'id="learning"' in (tmp_path / "report.html").read_text()
 
 
 def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monkeypatch):
