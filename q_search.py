@@ -253,10 +253,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--select", choices=["q", "oracle"], default="q", help="which of N counts (default: %(default)s; all: both)")
     add("--split", default="test", help="tasks to play (default: %(default)s)")
     add("--limit", type=at_least(0), default=400, metavar="N", help="tasks (default: %(default)s; 0: all)")
+    add("--skip", type=at_least(0), default=0, metavar="N", help="leave out the first N tasks, say those played before")
     add("--shard", metavar="I/N", help="play every N-th task from the I-th on; without it, shards are joined")
     add("--sft", type=Path, help="the agent's checkpoint (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
-    add("--readout", choices=["last", "mean"], help="how QNet's values of an action become one (default: its own)")
+    add("--readout", choices=["last", "mean"], help="how an action's values become one (default: QNet's)")
     add("--out", type=Path, help="default: RUN/results.jsonl; lines that it has are not played again")
     add("--label", help="a variant's name, kept in each line")
     add("--temperature", type=at_least(0, float), metavar="T", help="default: the checkpoint's own (0.7; tiny: 1)")
@@ -285,9 +286,9 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args, **({"max_steps": args.max_steps} if args.max_steps else {}))
     must_exist(args.sft, args.qnet)
-    tasks = env.task_ids(args.split)[: args.limit or None]
+    tasks = env.task_ids(args.split)[args.skip :][: args.limit or None]
     if not tasks:
-        raise UserError(f"{args.env}: no tasks in --split {args.split}")
+        raise UserError(f"{args.env}: no tasks in --split {args.split}, --skip {args.skip}")
     answers, scorers, chat, policy, qnet = {}, {}, None, None, None
     if "scorer" in args.method:
         from experiments.qval.steering import steering
@@ -308,7 +309,7 @@ def main(argv: list[str] | None = None) -> None:
             answers[Likelihood] = policy.likelihoods
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
-    free = ("method", "M", "N", "select", "split", "scorer", *SAMPLING_FREE)  # each line says its own
+    free = ("method", "M", "N", "select", "split", "skip", "scorer", *SAMPLING_FREE)  # each line says its own
     out = Output(args, complete_results, [args.sft, args.qnet], free, identity)
     finished = {identity(record): record for record in out.records}
     sources = {"demonstrations": args.sft if policy else None, "trees": args.qnet if qnet else None}

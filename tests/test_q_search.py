@@ -323,6 +323,16 @@ def test_every_method_leaves_a_line_for_each_task(search, capsys):
     assert capsys.readouterr().out.count("mean reward") == 17
 
 
+def test_tasks_played_before_are_skipped_and_one_file_can_hold_both(search):
+    every = FakeEnv().task_ids("test")
+    first = search("--method", "greedy", "--limit", "2")
+    assert [r["task_id"] for r in first] == every[:2]
+    both = search("--method", "greedy", "--skip", "2", "--limit", "0")
+    assert [r["task_id"] for r in both] == every and both[:2] == first
+    with pytest.raises(UserError, match="no tasks in --split test, --skip 99"):
+        search("--skip", "99")
+
+
 def test_results_do_not_depend_on_the_batch_or_on_where_a_run_stopped(search, tmp_path, monkeypatch):
     whole = search(*ALL)
     written = (tmp_path / "results.jsonl").read_bytes()
