@@ -2,8 +2,8 @@
 
     python docs/make_models.py          # writes docs/models.md
 
-Each is tried as `qlass.parity` tries a model that is loaded, and its plain form token by token against its outputs for
-the sequence at once.
+Each is tried as `qlass.parity` tries a model that is loaded. Its plain form is compared, token by token, with its
+outputs for the whole sequence at once.
 """
 
 from __future__ import annotations
@@ -156,10 +156,10 @@ INTRODUCTION = """# Which models work
 
 Any causal language model of transformers, by hub name or folder: `sft.py --model NAME`.
 
-*Token trees* are the fast way: what states and actions share goes through the model once, in training of the Q-network,
-in scores and in log-probabilities. Each model is held to it as it is loaded: a few packed sequences must give the
-outputs of the plain ones, with a prompt cache and without. A model that fails is refused with the reason, and `--plain`
-reads its sequences one at a time: the same results, more slowly. Attention windows are part of the tree's mask.
+*Token trees* are the fast way: what states and actions share goes through the model once, whether QNet is trained,
+actions are scored or log-probabilities are computed. Each model is checked when it is loaded: a few packed sequences must
+give the same outputs as the plain ones, with a prompt cache and without. A model that fails is refused with the reason. With
+`--plain` it reads its sequences one at a time: the same results, more slowly. Attention windows are part of the tree's mask.
 
 The table is made by `python docs/make_models.py` with transformers {version} and tiny random checkpoints.
 
