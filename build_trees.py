@@ -1,7 +1,7 @@
 """Stage 2: exploration trees (Sec. 4.2, Alg. 2).
 
     reads   RUN/sft/ (the behaviour-cloned agent)
-    writes  RUN/trees.jsonl: one node a line, a tree's lines together, the root first
+    writes  RUN/trees.jsonl: one node per line, a tree's lines together, the root first
 
     python build_trees.py --env webshop --depth 3 --width 3
 
@@ -11,7 +11,7 @@ resumes with the first tree that is not complete.
 
 Where Alg. 2 leaves a choice: the popped node belongs to its new branch (else it would never reach width W); an action
 equal to an existing child's is that child, so that only what differs becomes new nodes; a node is expanded at most
-W + RETRIES times, and a tree at most --rollouts times (without: up to W^(D+1), 19,683 with ALFWorld's depth).
+W + RETRIES times, a tree at most --rollouts times (without this bound up to W^(D+1), 19,683 with ALFWorld's depth).
 """
 
 from __future__ import annotations

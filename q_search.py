@@ -1,7 +1,7 @@
 """Stage 5: Q-guided generation (Sec. 4.4, Alg. 4), and the policies that it is compared with.
 
     reads   RUN/sft/ (the agent), RUN/qnet/ (where a method asks for Q)
-    writes  RUN/results.jsonl: one line a task and method, with each step's candidates and their q
+    writes  RUN/results.jsonl: one line per task and method, with each step's candidates and their q
 
     python q_search.py --env webshop --method qlass -M 2 -N 1
     python q_search.py --env webshop --method all            # the comparison table of the README
@@ -18,8 +18,8 @@ One loop plays all agents: sample M actions, score them, take the best, step; N 
     oracle_step      -M    the true value of the next state             an oracle: see TextEnv.optimal_value
     oracle_lookahead -M    Q, but the true reward where the candidate   an oracle: what the authors' released code does
                            ends the episode
-    scorer           -M    --scorer, of experiments/qval; equal ones at random. Its own tokens are not counted
-    rule, expert, oracle   the environment's own players: without learning; the demonstrator; all-knowing
+    scorer           -M    by --scorer, of experiments/qval; ties at random. The scorer's own tokens are not counted
+    rule, expert, oracle   the environment's own players: a rule without learning; the demonstrator; an all-knowing one
 
 Only methods named oracle, and --select oracle (the paper's "best of N by final reward"), see the environment's reward.
 With --paraphrase, each candidate is sampled under its own wording of the task (App. A.3.2, qlass/paraphrasing.py).

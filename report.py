@@ -9,7 +9,7 @@ Writes report.html (self-contained: opens from the disk, without a network), rep
        the figures as PNG beside them
 
 Every number is a mean over tasks with its 95 % interval (qlass/stats.py). Methods are compared on the same tasks,
-and a difference whose interval covers 0 is called "undecided". A method that looks at the environment's true
+and a difference whose interval contains 0 is called "undecided". A method that looks at the environment's true
 reward before it answers is marked "oracle": it shows a ceiling, not what an agent could do.
 """
 

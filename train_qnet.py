@@ -6,12 +6,12 @@
     python train_qnet.py --sft runs/webshop/sft --labels runs/webshop/q_labels.jsonl
 
 QNet is the agent's own language model with a value head, regressed at *every* token of (s, a) onto that pair's Q-value
-(the tiny model: at the last, docs/last_token.md).
+(the tiny model's only at the last one: docs/last_token.md).
 The pairs of a tree share their beginnings, and the loss is a square: sum_i w_i (v - q_i)^2 is (sum w_i) (v - mean q)^2
 plus a constant. So a tree goes through the backbone once, each token with a weight and a mean target, and gives the
 gradient of its pairs one by one (`pair_loss`, the readable form that the tests hold it to) at a fraction of the cost.
 
-Held-out trees (one in ten) tell whether QNet can rank *siblings*, which is all that search asks of it.
+Held-out trees (one in ten) show whether QNet can rank *siblings*, which is all that search asks of it.
 """
 
 from __future__ import annotations

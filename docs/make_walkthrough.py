@@ -3,10 +3,10 @@
     python docs/make_walkthrough.py                                  # make the page again: after a change of the code
     python docs/make_walkthrough.py --record [frozenlake webshop]    # run the scripts again first: after new texts
 
-What models said comes from docs/walkthrough/run.jsonl (record.py and replay.py there). All else is worked out here and
-now by the project's own functions: trees, labels, Q*, prompts, tokens, episodes, and the lines of code that are shown.
-So the page can't disagree with the code, but for what the commands printed when they were recorded;
-tests/test_walkthrough.py checks that it is the committed one.
+What models said comes from docs/walkthrough/run.jsonl (record.py and replay.py there). All else is worked out at once
+by the project's own functions: trees, labels, Q*, prompts, tokens, episodes, and the lines of code that are shown.
+So the page can't disagree with the code, except for what the commands printed when they were recorded;
+tests/test_walkthrough.py checks that the committed page is the one made now.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--seed",
         type=int,
         default=3,
-        help="of the FrozenLake run (default: %(default)s, for a telling tree and episode)",
+        help="of the FrozenLake run (default: %(default)s, whose tree and episode show much)",
     )
     return parser.parse_args(argv)
 

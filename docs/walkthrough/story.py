@@ -155,8 +155,8 @@ class Story:
         if not (pairs := found["sibling_pairs"]):
             return "In this tree no siblings differ in q by more than .05."
         text = (
-            f"Siblings whose q differ by more than .05 make {times(pairs, 'pair')}; QNet has "
-            f"{number(found['sibling_accuracy'] * pairs)} in the right order."
+            f"Pairs of siblings whose q differ by more than .05: {pairs}. QNet has "
+            f"{number(found['sibling_accuracy'] * pairs)} of them in the right order."
         )
         wrong = [
             (self.tree[a]["q"] - self.tree[b]["q"], a, b)
