@@ -1,22 +1,22 @@
-"""How fast, side by side with the plain way of doing the same, in one run.
+"""How fast each part is, side by side with the plain way of doing the same, in one run.
 
     python -m experiments.bench                     # a table; --json: a list of {name, plain, ours, ratio, goal, unit}
     python -m experiments.bench --only trees qnet   # some of: trees, tokens, qnet, webshop, alfworld, sciworld
 
 Each plain version (experiments/plain.py) is written for its simplicity and does the same work: the same tree nodes, the
-same loss, the same pages. `ratio` says how many times more a second, or how much less of it, and `goal` what it should
-be at least. Seconds are CPU time of one thread, which other work on the machine leaves alone (sciworld: of the clock,
-as it is another process that works).
+same loss, the same pages. `ratio` says how many times more is done a second, or how many times less is used, and `goal`
+what the ratio should be at least. Seconds are CPU time of one thread, which other work on the machine hardly affects
+(sciworld: time by the clock, since another process does the work).
 
     tokens    what goes through the models for such trees among the valid actions, and for the values of their nodes.
     trees     exploration trees on the bundled WebShop with a tiny Llama of random weights, which cost what trained ones
-              do. Plain: one sequence at a time with the keys and values of that sequence alone, and a state that the
+              do. Plain: one sequence at a time with the keys and values of that sequence alone; any state that the
               environment is not in is reached by playing from the start.
     qnet      training on these trees, forward and backward. Plain: one (s, a) at a time (`train_qnet.pair_loss`).
     webshop   steps of a random shopper through fresh tasks, text and valid actions of each page included. Plain: what
               Princeton's engine does on its own 1,000 products, a recorded figure (--webshop-data names those files).
     alfworld  loads and steps of random walks. Plain: TextWorld, where requirements-alfworld.txt is installed.
-    sciworld  steps of gold paths, and what it costs to come back to a state. Starts Java; only if it is asked for.
+    sciworld  steps of gold paths, and what it costs to return to a state. Starts Java, so it runs only on request.
 """
 
 from __future__ import annotations

@@ -2,19 +2,20 @@
 
     reads   RUN/sft/, and the expert's trajectories that it was cloned from (RUN/expert.jsonl), or with --pairs siblings
             RUN/q_labels.jsonl
-    writes  RUN/sft-NAME/ (the checkpoint with the best validation reward), RUN/sft-NAME.updates.jsonl (a line a batch)
+    writes  RUN/sft-NAME/ (the checkpoint with the best validation reward), RUN/sft-NAME.updates.jsonl (one line per
+            batch)
 
     python -m experiments.eto --env webshop
     python -m experiments.eto --env webshop --pairs siblings --name eto-siblings
 
     expert      the agent plays demonstrated tasks. Of the expert's trajectory and its own, the one that earns more is
                 preferred. Then the trained agent explores again
-    siblings    in a state of the exploration trees, the action with the highest q is preferred to each that has less
+    siblings    in a state of the exploration trees, the action with the highest q is preferred to each with a lower q
 
 DPO (Rafailov et al. 2023) on what the agent does: on the tokens that it writes, as published, or, where it acts among
-the valid actions, on its choice among them, as in tree_grpo. The reference is the agent that made the pairs: as it was
-at the start of the iteration, for siblings RUN/sft. A beginning that two trajectories share is computed once, and
-counts for --budget once in each of the --epochs; what was only played does not count.
+the valid actions, on its choice among them, as in tree_grpo. The reference is the agent that made the pairs: the agent
+at the start of the iteration, or, for siblings, RUN/sft. A beginning that two trajectories share is computed once, and
+counts for --budget once in each of the --epochs. What was only played does not count for it.
 """
 
 from __future__ import annotations

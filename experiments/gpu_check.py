@@ -1,9 +1,9 @@
-"""What only a GPU can show; run by runs/gpu_check.sh, which says what it is.
+"""What only a GPU can show. runs/gpu_check.sh runs it, and says what it measures.
 
     python -m experiments.gpu_check model DIR       # DIR/base: random weights in the shape of Llama-2-7B
     python -m experiments.gpu_check figures DIR     # after the stages: the table DIR/gpu_check.md
 
-Without a GPU the shape is a small one, and the figures mean nothing.
+Without a GPU the model's shape is small, and the figures mean nothing.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@
     python q_search.py --env webshop --method greedy --sft runs/webshop/sft-rft --label rft \\
                        --out runs/webshop/results-rft.jsonl
 
-    rft     -N sampled trajectories a task, no QNet (rejection-sampling fine-tuning, Yuan et al. 2023)
-    qlass   -N trajectories a task, each action the best of -M by QNet (Alg. 4); one QNet for each process reward
-    tree    the best branch of each exploration tree that the agent ended, no new rollouts: what the trees alone are
+    rft     -N sampled trajectories per task, no QNet (rejection-sampling fine-tuning, Yuan et al. 2023)
+    qlass   -N trajectories per task, each action the best of -M by QNet (Alg. 4); one QNet for each process reward
+    tree    in each exploration tree, the best branch that the agent ended; no new rollouts: what the trees alone are
             worth. It may begin with the demonstrator's steps, from which the second pass of Alg. 2 sets out
 
 rft and tree keep the trajectories whose true reward reaches --threshold: on training tasks the reward may be used.

@@ -1,8 +1,8 @@
 """Tree-GRPO (Ji et al. 2025): reinforcement learning whose groups are the branches of trees.
 
     reads   RUN/sft/ (the behaviour-cloned agent, which is also the reference of the KL penalty)
-    writes  RUN/sft-NAME/ (the checkpoint with the best validation reward), RUN/sft-NAME.updates.jsonl (a line a batch),
-            RUN/sft-NAME.resume.pt (weights and optimiser, from which a stopped run or a larger --budget continues)
+    writes  RUN/sft-NAME/ (the checkpoint with the best validation reward), RUN/sft-NAME.updates.jsonl (one line per
+            batch), RUN/sft-NAME.resume.pt (weights and optimiser, for resuming a stopped run or with a larger --budget)
 
     python -m experiments.tree_grpo --env webshop                        # M = 2 trees, N = 2 draws, L = 1 round
     python -m experiments.tree_grpo --env webshop --rounds 0 -M 4        # chain GRPO at the same nominal budget
@@ -11,14 +11,16 @@
 
 A task's leaves are a group, and so are the leaves of each of its trees. A trajectory's advantage is how many standard
 deviations its reward lies above its group's mean, summed over both groups, and every action on it gets that advantage.
-An action above a branching is on several trajectories, and learns from each: outcome rewards become a signal for steps,
+An action above a branching is on several trajectories and learns from each: outcome rewards become a signal for steps,
 without a value network.
 
-Where it differs from the released code (AMAP-ML/Tree-GRPO): chains and trees have the same warm-up (there .5 and .285
-of the run); log-probabilities are of the distribution that was sampled from (there top-p .95 against the full softmax);
-a group of one has advantage 0 (there its reward); among valid actions the ratio is an action's, not a token's;
-validation keeps the best checkpoint (there the last). As there, equal siblings are not merged and all leaves count.
---advantage states groups, in place of a tree's leaves, the visits to an equal observation (GiGPO, Feng et al. 2025).
+How this differs from the released code (AMAP-ML/Tree-GRPO), which is meant by "there": chains and trees have the same
+warm-up (there .5 and .285 of the run); log-probabilities are of the distribution that was sampled from (there top-p .95
+against the full softmax); a group of one has advantage 0 (there its reward); among valid actions the ratio is an
+action's, not a token's; validation keeps the best checkpoint (there the last). As there, equal siblings are not merged
+and all leaves count.
+--advantage states replaces the groups of a tree's leaves by groups of visits to an equal observation (GiGPO, Feng et
+al. 2025).
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
 
     python -m experiments.qval --env frozenlake --env-option map=random8
 
-The test of QVAL (Hernandez-Gutierrez et al.), which asks whether a score orders the actions of a state as their true
-value does. What is there already is kept. With --results of `q_search.py --method scorer`, where every score steers the
-search, it also says which alignment predicts the reward; experiments.qval.downstream says it over environments. QVAL's
-image methods (VIP, LIV, VLM-RM, ...) are out of scope: these environments are text.
+This is the test of QVAL (Hernandez-Gutierrez et al.), which asks whether a score orders the actions of a state as their
+true value does. Files that are there already are kept. With --results of `q_search.py --method scorer`, where every
+score steers the search, the report also says which figure of alignment predicts the reward; experiments.qval.downstream
+does so over several environments. QVAL's image methods (VIP, LIV, VLM-RM, ...) are out of scope: these environments are
+text.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--judge", metavar="URL#MODEL|DIR", help="language model of the judges: a chat server, or a HuggingFace model")
     add("--results", type=Path, metavar="FILE", help="of q_search.py --method scorer: rewards to predict")
     add("--sft", type=Path, help="the agent (default: RUN/sft, made if missing)")
-    add("--base", type=Path, help="another checkpoint, for log_ratio (default: RUN/base, if there)")
+    add("--base", type=Path, help="checkpoint for log_ratio (default: RUN/base, if there)")
     add("--out", type=Path, metavar="DIR", help="default: RUN/qval")
     add("--device")
     more(made, add_loading, add_sampling)

@@ -1,8 +1,8 @@
-"""Scores that are written by hand, in a few lines an environment, and anyone's own from a file.
+"""Scores that are written by hand, a few lines per environment, and your own from a file.
 
-A FILE.py of --code holds signal_function(state, action, next_state) -> float, as QVAL's generated functions have it;
-with two parameters it does without the next state, with one it gets the next state alone. It is run unchanged: read it
-first.
+A FILE.py of --code holds signal_function(state, action, next_state) -> float, like QVAL's generated functions. A
+function of two parameters does without the next state; one of a single parameter gets the next state alone. The file is
+run unchanged: read it first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Does alignment predict what search gains? Scores that have steered the search, their alignment against their reward.
+"""Does alignment predict what search gains? The scores that have steered a search, by their alignment and reward.
 
     python -m experiments.qval.downstream RUN/frozenlake/qval RUN/webshop/qval --out RUN/downstream.md
 
-The folders are what `python -m experiments.qval --results FILE` wrote. The figure of several environments is the mean
-of theirs, for neither rewards nor alignments compare between them.
+The folders are what `python -m experiments.qval --results FILE` wrote. For several environments the correlation is the
+mean of the environments' own, since neither rewards nor alignments compare between environments.
 """
 
 from __future__ import annotations

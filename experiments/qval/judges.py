@@ -1,15 +1,16 @@
-"""Language models as judges of an action: one mechanism, a prompt and a way to read the answer each.
+"""Language models as judges of an action: one mechanism; each judge has a prompt and a way to read the answer.
 
     direct        a score for each action by itself          ranking       all actions in order, next states shown
-    direct_16     the mean of 16 such scores                 verifier      the expected one of 20 grades
+    direct_16     the mean of 16 such scores                 verifier      the expected grade, of 20 grades
     batched       all actions of a state in one prompt       delta_belief  log p(Yes | after) - log p(Yes | before)
     sequential    one after the other in one conversation    gvl           progress of shuffled observations
     codegen       a signal_function that the model writes    codegen_16    the mean of 16 such functions
     eureka        its choice of 8 functions, 16 times over: each time they are to improve on the last choice
 
 A model is any OpenAI-compatible chat server or HuggingFace checkpoint. verifier and delta_belief need a server that
-gives top_logprobs (vLLM, SGLang, llama.cpp do; `transformers serve` 5.23 refuses). An answer that can't be read is a
-None. What codegen and eureka get is run in this process: use them with a model that you would let write your scripts.
+gives top_logprobs (vLLM, SGLang, llama.cpp do; `transformers serve` 5.23 refuses). An answer that can't be read gives
+None. The code that codegen and eureka get is run in this process: use them with a model that you would let write your
+scripts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """What an action is worth: Q(s, a) of a reference policy, all returns kept.
 
     exact    the optimal policy: FrozenLake by value iteration, WebShop by weighing every purchase in reach
-    planner  the shortest plan of one who knows where everything is (ALFWorld)
+    planner  the shortest plan of a player who knows where everything is (ALFWorld)
     expert   the environment's demonstrator, from the state that the action leads to; K times where the ice slips
     policy   K rollouts of the agent: "max" is QVAL's MVMC, "mean" the plain Monte-Carlo value
 
-The step that ends an episode in n steps with reward r is worth gamma^(n - 1) r; the step limit counts for all.
+If the episode ends with reward r after n steps, the action's own included, the action is worth gamma^(n - 1) r. The
+step limit counts for all references.
 """
 
 from __future__ import annotations

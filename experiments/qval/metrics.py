@@ -1,4 +1,4 @@
-"""How well scores agree with labels: rank statistics per state and over all, with ties, failures and noise accounted.
+"""How well scores agree with labels: rank statistics per state and overall; ties, failures and noise are accounted for.
 
 Search compares the actions of one state, so the figure that counts for it is the Spearman correlation per state: the
 mean of the tasks' means, with an interval over tasks. It is undefined where a state has one candidate or labels that

@@ -1,4 +1,4 @@
-"""The states that scores are judged in: visited by a behaviour policy on tasks that nothing was trained on.
+"""The states in which scores are judged: a behaviour policy visits them, on tasks that nothing was trained on.
 
 A line of points.jsonl is enough to restore a state anywhere: reset the task, replay the prefix; the hash of the
 observation says whether the state is the same.

@@ -1,11 +1,12 @@
-"""Prediction files that others published in QVAL's layout: their figure, and what it leaves out.
+"""Prediction files that others published in QVAL's layout: QVAL's figure for them, and what it leaves out.
 
     python -m experiments.qval.published GT.json EVAL.json ...
 
-Files with one value a point give a global Spearman, rankings one per point. QVAL drops values that could not be parsed,
-and rankings that lack one; beside its figure stand the share of values that could, and the figure with failures ranked
-last. A constant ranking counts 0 here; QVAL's mean is then not a number. So the environments that no pip install
-brings (OpenApps, TerminalBench) are read without being run; docs/environment.md says what playing them takes.
+Files with one value per point give a global Spearman, rankings give one per point. QVAL drops values that could not be
+parsed, and rankings that lack a value. Beside its figure stand the share of values that could be parsed, and the figure
+with failures ranked last. A constant ranking counts 0 here; QVAL's mean is then not a number. In this way environments
+that no pip install brings (OpenApps, TerminalBench) are evaluated without being run; docs/environment.md says what
+playing them takes.
 """
 
 from __future__ import annotations

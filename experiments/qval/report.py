@@ -1,7 +1,7 @@
 """Points, labels and predictions of a folder -> tables (report.md), figures, and alignment.json for the HTML report.
 
 Predictions are kept in QVAL's own layout: NAME.json holds a value for each point's taken action, NAME_ranking.json the
-ranks of all candidates; both are read from QVAL's tools too.
+ranks of all candidates. Such files written by QVAL's tools are read too.
 """
 
 from __future__ import annotations

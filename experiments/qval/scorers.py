@@ -2,8 +2,8 @@
 
     scorer(name, context)(env, state, candidates, key) -> Generator[requests, answers, list[float | None]]
 
-`env` is in that state and is left in it. A score is comparable within a state; None: no score could be had. What a
-scorer asks of a model is a `Call`: calls of one function, from all states that are scored side by side, share a batch.
+`env` is in that state and is left in it. Scores are comparable within a state; None means that there is no score. A
+scorer asks a model by a `Call`: calls of one function, from all states that are scored side by side, share a batch.
 """
 
 from __future__ import annotations

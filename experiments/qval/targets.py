@@ -1,10 +1,10 @@
-"""bellman.py with two more targets, for nets that train_qnet.py trains as it does QNet.
+"""bellman.py with two more targets, for value nets that train_qnet.py trains in the same way as QNet.
 
     python -m experiments.qval.targets --run runs/frozenlake --target td --out runs/frozenlake/q_labels-td.jsonl
     python train_qnet.py --run runs/frozenlake --labels runs/frozenlake/q_labels-td.jsonl --out runs/frozenlake/qnet-td
 
-td   r + gamma times the mean of the children: where TD(0) settles on the tree's transitions, each as frequent as
-     its siblings. Bellman's maximum is the difference to Eq. (7)
+td   r + gamma times the mean of the children: where TD(0) settles on the tree's transitions, if each is as frequent
+     as its siblings. Eq. (7) has the maximum in place of the mean
 mc   the discounted reward of the branch that made the node: the sample that a Monte-Carlo value net regresses on
 """
 
