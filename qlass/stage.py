@@ -33,8 +33,8 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     made.add_argument("--env", default="webshop", metavar="NAME", help=said)
     made.add_argument("--run", type=Path, metavar="DIR", help="folder of this run's files (default: runs/ENV)")
     made.add_argument("--seed", type=at_least(0, below=2**32), default=0, metavar="N", help="default: %(default)s")
-    made.add_argument("--overwrite", action="store_true", help="start the output again from nothing")
-    made.add_argument("--debug", action="store_true", help="show the traceback of a mistake")
+    made.add_argument("--overwrite", action="store_true", help="make the output again from scratch")
+    made.add_argument("--debug", action="store_true", help="show the traceback of an error")
     said = "with the flags of the environment, of sampling and of large models"
     made.add_argument("--help-more", action=HelpMore, nargs=0, const=[], help=said)
 
