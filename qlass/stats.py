@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -61,16 +62,23 @@ def bootstrap(values: Iterable[float], resamples: int = 10_000) -> Estimate:
     return Estimate.of(sample.mean(), means, n)
 
 
+def shared(values: Mapping[tuple[Hashable, Hashable], Any]) -> dict[tuple[Hashable, Hashable], Any]:
+    """Of {(task, seed): value} what is of tasks that all seeds have; all of it, if there are no two such tasks."""
+    seeds = {seed for _, seed in values}
+    tasks = {task for task, _ in values if all((task, seed) in values for seed in seeds)}
+    return {key: value for key, value in values.items() if key[0] in tasks or len(tasks) < 2}
+
+
 def interval(values: Mapping[tuple[Hashable, Hashable], float]) -> Estimate:
     """The mean of {(task, seed): value} with its interval: of several seeds over the tasks that all of them have.
 
     One seed, or no two such tasks: tasks alone are resampled, each with the mean of its seeds.
     """
+    values = shared(values)
     tasks, seeds = (sorted({key[i] for key in values}, key=repr) for i in (0, 1))
-    shared = [task for task in tasks if all((task, s) in values for s in seeds)]
-    if len(seeds) < 2 or len(shared) < 2:
+    if min(len(seeds), len(tasks)) < 2 or len(values) < len(tasks) * len(seeds):
         return bootstrap(by_task(values).values())
-    return crossed(np.array([[values[task, s] for task in shared] for s in seeds]))
+    return crossed(np.array([[values[task, s] for task in tasks] for s in seeds]))
 
 
 def crossed(values: np.ndarray) -> Estimate:

@@ -15,7 +15,7 @@ from typing import Any
 
 from environments import UserError
 from qlass.jsonl import complete_records, is_name, is_number, is_text, maybe, parse_json, wrong
-from qlass.stats import Estimate, by_task, interval
+from qlass.stats import Estimate, by_task, interval, shared
 from reporting.pooling import check_pools
 
 # Table 2 of the paper (Llama-2-7B-Chat), reward x 100: WebShop; SciWorld and ALFWorld seen, unseen.
@@ -124,20 +124,25 @@ class Group:
         return {key: float(value) for key, value in pairs if value is not None}
 
     @cached_property
+    def row(self) -> dict[tuple[str, int], Result]:
+        """What the table's row is of: the tasks that all seeds have played."""
+        return shared(self.results)
+
+    @cached_property
     def reward(self) -> Estimate:
         return interval(self.values("reward"))
 
     def mean(self, name: str) -> float:
-        values = by_task(self.values(name)).values()
+        values = by_task({key: value for key, value in self.values(name).items() if key in self.row}).values()
         return sum(values) / len(values) if values else math.nan
 
     def zero_share(self) -> float:
-        return sum(result.reward == 0 for result in self.results.values()) / len(self.results)
+        return sum(result.reward == 0 for result in self.row.values()) / len(self.row)
 
     def seeds(self) -> str:
         """The number of seeds, and the lowest and highest of their mean rewards."""
         rewards = defaultdict(list)
-        for (_task, seed), result in self.results.items():
+        for (_task, seed), result in self.row.items():
             rewards[seed].append(result.reward)
         means = [sum(group) / len(group) for group in rewards.values()]
         return "1" if len(means) == 1 else f"{len(means)} ({min(means):.3f}–{max(means):.3f})"

@@ -98,6 +98,21 @@ def test_a_seed_that_lacks_a_task_takes_the_task_out_of_the_interval_not_the_see
     assert interval(without).n == 3
 
 
+def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played():
+    def result(task: int, seed: int, reward: float) -> results.Result:
+        return results.Result(
+            f"t{task}", "", seed, reward, float(reward == 1), 9, 10 * task, 3, 0.1, [], (Path(), 1, 0)
+        )
+
+    group = results.Group(results.Condition("fake", "greedy", 1, 1, None, ""))
+    for task, seed, reward in [(1, 0, 1), (2, 0, 0), (3, 0, 1), (4, 0, 1), (1, 1, 1), (2, 1, 1)]:
+        group.results[f"t{task}", seed] = result(task, seed, reward)
+    assert (group.reward.mean, group.reward.n) == (0.75, 2) and group.seeds() == "2 (0.500–1.000)"
+    assert (group.mean("success"), group.mean("total"), group.zero_share()) == (0.75, 15, 0.25)
+    del group.results["t1", 1], group.row, group.reward  # one task in common is no sample: all count
+    assert group.reward.n == 4 and group.seeds() == "2 (0.750–1.000)"
+
+
 def test_paired_difference_by_hand():
     a = {("t1", 0): 1.0, ("t2", 0): 0.5, ("t3", 0): 0.5, ("t4", 0): 1.0}
     b = {("t1", 0): 0.5, ("t2", 0): 0.5, ("t3", 0): 0.5, ("t5", 0): 0.0}
