@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from environments import UserError
+from envs import TextEnv
 from qlass.chat import State
 from qlass.jsonl import is_chat, is_name, is_number, is_text, maybe, numbered, parse_json, wrong
 from qlass.metadata import located, read_meta
-
-if TYPE_CHECKING:
-    from envs import TextEnv
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[State, dict]]:

@@ -12,14 +12,11 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from envs import TextEnv
 from qlass.demonstrations import cloned_from, known_id, openings, records_of
 from qlass.jsonl import is_text
 from qlass.metadata import located, read_meta
-
-if TYPE_CHECKING:
-    import envs
 
 TRIED = 100  # training tasks, by whose words it is seen whether demonstrations without ids are of this environment
 
@@ -39,7 +36,7 @@ def learned_from(checkpoint: Path | None, args: argparse.Namespace) -> tuple[Pat
     return (path, most) if path and path.is_file() else "the file is gone"
 
 
-def leaked(env: envs.TextEnv, played: Iterable[str], learned: tuple[Path, int | None] | str, source: str) -> int | None:
+def leaked(env: TextEnv, played: Iterable[str], learned: tuple[Path, int | None] | str, source: str) -> int | None:
     """How many of the played tasks are about what was learned from, the same task or product; a line where any are.
 
     Demonstrations without ids (ETO's of WebShop) are known by their words: a task's first observation or, where that
@@ -67,7 +64,7 @@ def words(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
-def told(env: envs.TextEnv, task: str, texts: list[str]) -> bool:
+def told(env: TextEnv, task: str, texts: list[str]) -> bool:
     """Whether one of these texts tells a player the task."""
     if not texts:
         return False

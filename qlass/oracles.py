@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from envs import TextEnv
 from qlass.chat import State, parse_action
 from qlass.driver import Score
-
-if TYPE_CHECKING:
-    from envs import TextEnv
 
 Scores = Generator[Any, Any, list[float]]  # yields requests, returns a number for each candidate
 

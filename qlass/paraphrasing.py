@@ -14,16 +14,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from environments import UserError
+from envs import TextEnv
 from qlass.chat import State
 from qlass.driver import Candidate, Sample
 from qlass.server import Endpoint
 from qlass.stage import at_least
-
-if TYPE_CHECKING:
-    from envs import TextEnv
 
 
 def add_paraphrases(parser: argparse.ArgumentParser) -> None:

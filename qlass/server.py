@@ -19,13 +19,10 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
-from typing import TYPE_CHECKING
 
 from environments import UserError
-
-if TYPE_CHECKING:
-    from qlass.chat import Chat
-    from qlass.driver import Candidate, Sample
+from qlass.chat import Chat
+from qlass.driver import Candidate, Sample
 
 
 class Refused(UserError):
@@ -174,8 +171,6 @@ class ServerPolicy:
         return bare if bare != text and tokenizer(bare).input_ids == ids else text
 
     def _parse(self, reply: dict) -> list[Candidate]:
-        from qlass.driver import Candidate
-
         candidates = []
         try:
             choices, usage = reply.get("choices") or [], reply.get("usage") or {}

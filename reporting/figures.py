@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 import numpy as np
@@ -19,9 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from qlass.stats import bootstrap
-
-if TYPE_CHECKING:
-    from reporting.results import Condition, Group
+from reporting.results import Condition, Group
 
 INK = "#2b2d31"  # stands for the page's text colour
 GREY = "#8c8c8c"

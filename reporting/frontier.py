@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -17,9 +16,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from qlass.metadata import located, read_meta
 from reporting.figures import STYLE, looks
-
-if TYPE_CHECKING:
-    from reporting.results import Group
+from reporting.results import Group
 
 TASKS = (100, 1_000, 10_000)
 TRAINED = 3  # passes of an update
