@@ -8,7 +8,6 @@ probability. In free text each token is a choice, including the token that ends 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from qlass.chat import Chat, State
 from qlass.models import mixed_precision
+from qlass.policy import Trie
 from qlass.token_tree import TokenTree, tree_inputs
 
 
@@ -55,22 +55,14 @@ class PackedDecisions:
             self.free += [(len(self.owner) + i, *where) for i, where in enumerate(zip(before, ids, strict=True))]
             self.owner += [number] * len(ids)
             return
-        trie, fork, edge = TokenTree(), {}, {}
-        tails = [chat.action(text, state.task) for text in texts]
-        paths = [trie.add(ids) for ids in tails]
-        children = Counter(trie.parent)
-        for text, ids, path in zip(texts, tails, paths, strict=True):
-            # Only tokens above a fork need computing: an only child's probability is 1.
-            forks = [i for i, token in enumerate(path) if children[trie.parent[token]] > 1]
-            before = [last, *self.tree.add(ids[: forks[-1]] if forks else [], last)]
-            for i in forks:
-                if path[i] not in edge:
-                    edge[path[i]] = len(self.edges)
-                    number_of_fork = fork.setdefault(trie.parent[path[i]], self.forks + len(fork))
-                    self.edges.append((number_of_fork, before[i], ids[i]))
-                self.ways.append((len(self.options), edge[path[i]]))
+        trie = Trie([chat.action(text, state.task) for text in texts])
+        before = [[last, *self.tree.add(tail, last)] for tail in trie.tails]
+        for text, through in zip(texts, trie.through, strict=True):
+            self.ways += [(len(self.options), len(self.edges) + branch) for branch in through]
             self.options.append((len(self.owner), text == decision.action))
-        self.forks += len(fork)
+        forks = trie.forks.tolist()
+        self.edges += [(self.forks + f, before[a][t], i) for f, (a, t, i) in zip(forks, trie.branches, strict=True)]
+        self.forks += len(set(forks))
         self.owner.append(number)
 
     def logprobs(self, model: Any) -> tuple[torch.Tensor, torch.Tensor]:

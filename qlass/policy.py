@@ -245,6 +245,7 @@ class Trie:
 
     tails[a]: the tokens of action a up to the last place where another action may follow instead.
     branches: (a, t, token) of each token that has siblings; a is the first action whose token t it is.
+    forks[b]: the number of the place where branch b begins. through[a]: the branches that action a passes.
     """
 
     def __init__(self, texts: list[list[int]]) -> None:
@@ -253,7 +254,7 @@ class Trie:
         children = np.bincount(np.array(tree.parent) + 1)
         self.branches: list[tuple[int, int, int]] = []
         self.tails: list[list[int]] = []
-        self._through: list[list[int]] = []  # the branches that each action passes
+        self.through: list[list[int]] = []
         number: dict[int, int] = {}
         for a, path in enumerate(paths):
             parting = [t for t, token in enumerate(path) if children[tree.parent[token] + 1] > 1]
@@ -262,18 +263,18 @@ class Trie:
                 if path[t] not in number:
                     number[path[t]] = len(self.branches)
                     self.branches.append((a, t, texts[a][t]))
-            self._through.append([number[path[t]] for t in parting])
-        self._parent = np.unique([tree.parent[token] for token in number], return_inverse=True)[1]
+            self.through.append([number[path[t]] for t in parting])
+        self.forks = np.unique([tree.parent[token] for token in number], return_inverse=True)[1]
 
     def logprobs(self, scores: np.ndarray) -> np.ndarray:
         """log p of each action, from the score of each branch among its siblings."""
-        scores, at = scores.astype(np.float64), self._parent
+        scores, at = scores.astype(np.float64), self.forks
         top = np.full(at.max() + 1, -np.inf)
         np.maximum.at(top, at, scores)
         total = np.zeros(len(top))
         np.add.at(total, at, np.exp(scores - top[at]))
         conditional = scores - top[at] - np.log(total[at])
-        return np.array([conditional[through].sum() for through in self._through])
+        return np.array([conditional[through].sum() for through in self.through])
 
 
 # ------------------------------------------------------------------------------------------- the flags of who samples
