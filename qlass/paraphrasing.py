@@ -94,15 +94,8 @@ class Server(Endpoint):
 
     def ask(self, request: Reword) -> str:
         for attempt in range(self.attempts):
-            body = {
-                "model": self.model, "messages": [{"role": "user", "content": PROMPT + request.task}],
-                "temperature": 0.7, "max_tokens": 200, "seed": 1000 * request.index + attempt,
-            }  # fmt: skip
-            reply = self.call("/chat/completions", body)
-            try:
-                text = reply["choices"][0]["message"]["content"] or ""
-            except (KeyError, IndexError, TypeError):
-                raise UserError(f"--paraphrase-server {self.url}: no chat completion in its answer {reply}") from None
+            options = {"temperature": 0.7, "max_tokens": 200, "seed": 1000 * request.index + attempt}
+            text, _ = self.chat([("user", PROMPT + request.task)], **options)
             if text := " ".join(text.split()).strip("\"' "):
                 return text
         raise UserError(f"--paraphrase-server {self.url}: {self.model} has no words for {request.task!r}")

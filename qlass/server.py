@@ -16,9 +16,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
+from typing import Any
 
 from environments import UserError
 from qlass.chat import Chat
@@ -71,6 +72,16 @@ class Endpoint:
             if attempt < self.attempts - 1:
                 time.sleep(wait)
         raise UserError(self.message(path, reason))
+
+    def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> tuple[str, dict]:
+        """The text of a chat completion's first choice, and that choice; messages are (role, content)."""
+        said = [{"role": role, "content": content} for role, content in messages]
+        reply = self.call("/chat/completions", {"model": self.model, "messages": said, **options})
+        try:
+            choice = reply["choices"][0]
+            return choice["message"]["content"] or "", choice
+        except (KeyError, IndexError, TypeError):
+            raise UserError(f"{self.flag} {self.url}: no chat completion in its answer {str(reply)[:200]}") from None
 
     def message(self, path: str, reason: str) -> str:
         start = "start an OpenAI-compatible server there"

@@ -56,26 +56,22 @@ class ChatServer:
         self.server = Endpoint(url, "--judge", otherwise="start one there, or name a checkpoint")
         self.name, self.side_by_side = slug(self.server.model), side_by_side
 
-    def _ask(self, question: Question, **options: Any) -> dict:
-        messages = [{"role": role, "content": content} for role, content in question.messages]
+    def _ask(self, question: Question, **options: Any) -> tuple[str, dict]:
         seed = int(uniforms(1, *question.key)[0] * 2**31)
-        body = {"model": self.server.model, "messages": messages, "temperature": question.temperature, "seed": seed}
-        try:
-            return self.server.call("/chat/completions", body | {"max_tokens": ROOM} | options)["choices"][0]
-        except (KeyError, IndexError, TypeError):
-            raise UserError(f"--judge {self.server.url}: no chat completion in its answer") from None
+        options = {"temperature": question.temperature, "seed": seed, "max_tokens": ROOM} | options
+        return self.server.chat(question.messages, **options)
 
     def write(self, questions: list[Question]) -> list[str]:
         with ThreadPoolExecutor(self.side_by_side) as pool:
-            return [reply["message"]["content"] or "" for reply in pool.map(self._ask, questions)]
+            return [text for text, _ in pool.map(self._ask, questions)]
 
     def choose(self, items: list[tuple[Question, tuple[str, ...]]]) -> list[list[float] | None]:
         """log p of each option as the answer's first token, -inf where it is not among the 20 likeliest."""
 
         def first(item: tuple[Question, tuple[str, ...]]) -> list[float] | None:
-            reply = self._ask(item[0], max_tokens=1, logprobs=True, top_logprobs=20)
+            _, choice = self._ask(item[0], max_tokens=1, logprobs=True, top_logprobs=20)
             try:
-                top = reply["logprobs"]["content"][0]["top_logprobs"]
+                top = choice["logprobs"]["content"][0]["top_logprobs"]
             except (KeyError, IndexError, TypeError):
                 return None
             known: dict[str, float] = {}
