@@ -103,10 +103,9 @@ class Rendering:
     def load(cls, folder: str | Path) -> Rendering:
         file = Path(folder) / cls.FILE
         given = read_object(file) if file.exists() else {}
-        kinds = {field.name: KINDS[field.type] for field in dataclasses.fields(cls)} | RANGES
-        if unknown := sorted(given.keys() - kinds.keys()):
-            raise UserError(f"{file}: unknown setting {unknown[0]!r}: it has {', '.join(kinds)}")
-        if mistake := wrong(given, kinds):
+        if unknown := sorted(given.keys() - SETTINGS.keys()):
+            raise UserError(f"{file}: unknown setting {unknown[0]!r}: it has {', '.join(SETTINGS)}")
+        if mistake := wrong(given, SETTINGS):
             raise UserError(f"{file}: {mistake} (qlass/chat.py, Rendering, says what it means)")
         return cls(**given | {"stop": tuple(given.get("stop", ()))})
 
@@ -118,15 +117,12 @@ def is_date(value: Any) -> bool:
         return False
 
 
-# What a policy.json may hold: by the type of a field, and where that leaves too much.
-KINDS: dict[Any, Callable[[Any], bool]] = {
-    "float": is_number, "int": lambda v: type(v) is int, "str": is_text, "bool": is_flag,
-    "str | None": maybe(is_text), "tuple[str, ...]": lambda v: isinstance(v, list) and all(v) and all(map(is_text, v)),
-}  # fmt: skip
-RANGES: dict[str, Callable[[Any], bool]] = {
+SETTINGS: dict[str, Callable[[Any], bool]] = {  # what a policy.json may hold
     "temperature": lambda v: is_number(v) and v >= 0, "max_new_tokens": lambda v: type(v) is int and v >= 1,
+    "candidates": lambda v: v in ("free", "valid"), "mark_matches": is_flag, "compact": is_flag, "markov": is_flag,
     "top_p": lambda v: is_number(v) and 0 < v <= 1, "top_k": lambda v: type(v) is int and v >= 0,
-    "candidates": lambda v: v in ("free", "valid"), "truncate": lambda v: v in (None, "oldest"), "date": maybe(is_date),
+    "stop": lambda v: isinstance(v, list) and all(v) and all(map(is_text, v)), "think": is_flag,
+    "truncate": lambda v: v in (None, "oldest"), "date": maybe(is_date),
 }  # fmt: skip
 
 
