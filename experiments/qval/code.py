@@ -14,6 +14,7 @@ from pathlib import Path
 
 from environments import UserError
 from qlass.chat import State, action_key, parse_action, task_words
+from qlass.jsonl import read_text
 
 Signal = Callable[[str, str, str], float]
 
@@ -96,10 +97,7 @@ def text_of(state: State) -> str:
 
 
 def load(path: Path) -> Signal:
-    try:
-        return compiled(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise UserError(f"{path}: can't be read ({error})") from None
+    return compiled(read_text(path), str(path))
 
 
 def compiled(source: str, name: str = "signal_function") -> Signal:
