@@ -292,8 +292,6 @@ def to_train(args: argparse.Namespace, states: list[State], markov: bool) -> tup
             args.model, transformers.AutoModelForCausalLM, args.device, args.load_in, train=float32, plain=True,
             divide=args.fsdp,
         )  # fmt: skip
-    if args.lora:
-        models.add_lora(model, args.lora, args.lora_alpha)
     models.save_memory(model, args)
     return model, chat
 

@@ -281,8 +281,6 @@ def to_train(args: argparse.Namespace) -> QNet:
     small = sum(p.numel() for p in backbone.parameters()) < SMALL
     settle(args, (TINY if small else PAPER) | ({"lr": models.LR} if args.lora else {}))
     backbone.requires_grad_(not args.freeze)
-    if args.lora:
-        models.add_lora(backbone, args.lora, args.lora_alpha)
     models.save_memory(backbone, args)
     return qnet
 

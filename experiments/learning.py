@@ -95,8 +95,6 @@ def to_train(args: argparse.Namespace) -> tuple[Any, Chat]:
         args.sft, transformers.AutoModelForCausalLM, args.device, args.load_in, train=float32, divide=args.fsdp,
         rendering=rendering_of(args.sft, args, PROMPTED),
     )  # fmt: skip
-    if args.lora:
-        models.add_lora(model, args.lora, args.lora_alpha)
     models.save_memory(model, args)
     return model.eval(), chat
 

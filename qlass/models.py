@@ -238,7 +238,9 @@ def rounded(x: torch.Tensor, luck: torch.Generator) -> torch.Tensor:
 
 
 def save_memory(model: Any, args: argparse.Namespace) -> None:
-    """--weights and --gradient-checkpointing."""
+    """--lora, --weights and --gradient-checkpointing."""
+    if args.lora:
+        add_lora(model, args.lora, args.lora_alpha)
     if args.weights == "bf16":
         model.to(torch.bfloat16)
     if args.gradient_checkpointing:

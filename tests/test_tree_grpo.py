@@ -536,7 +536,7 @@ def test_recomputing_layers_changes_no_gradient_and_drops_nothing_out(kind):
     attention = next(m for m in models.layers_of(model.base_model)[0].children() if "Attention" in type(m).__name__)
     attention.register_forward_pre_hook(lambda *_: calls.append(1))
     for checkpointing in (False, True):
-        models.save_memory(model, Namespace(weights="float32", gradient_checkpointing=checkpointing))
+        models.save_memory(model, Namespace(lora=None, weights="float32", gradient_checkpointing=checkpointing))
         with learning.recomputed(model):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         found.append([p.grad.clone() for p in model.parameters()])
