@@ -30,6 +30,7 @@ from qlass.metadata import write_meta
 from qlass.policy import PROMPTED, Policy, add_prompted, rendering_of
 from qlass.stage import Output, at_least, handed_on, more, must_exist, needed, parser, progress, settle
 from qlass.token_tree import like_a_tree
+from qlass.training import read_state, write_state
 from sft import sft_loss
 
 WARMUP = 4  # updates
@@ -189,7 +190,7 @@ def learn(
     args.out, resume = folder.with_name(folder.name + ".updates.jsonl"), folder.with_name(folder.name + ".resume.pt")
     saved = {"lines": 0}
     if resume.exists() and not args.overwrite:
-        saved = torch.load(resume, map_location="cpu", weights_only=True)
+        saved = read_state(resume, ["lines", "model", "optimizer"])
 
     def complete(lines: list[dict]) -> int:
         if len(lines) > 1 and not saved["lines"]:
@@ -228,11 +229,8 @@ def learn(
                 if out:
                     models.save_checkpoint(whole, chat, folder)
                     write_meta(folder, args, [args.sft, *inputs], best=line, last=line, passes=passes)
-            state = processes.whole({"model": processes.trained(model), "optimizer": optimizer.state_dict()})
-            if out:
-                draft = resume.with_suffix(".draft")
-                torch.save(state | {"lines": len(lines)}, draft)
-                draft.replace(resume)
+            state = {"model": processes.trained(model), "optimizer": optimizer.state_dict(), "lines": len(lines)}
+            write_state(resume, state)
     best, last = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"]), lines[-1]
     figures = {"best": best, "last": last, "passes": passes, "stopped": why or None}
     if out:

@@ -127,7 +127,7 @@ class Training:
             yield at.epoch
         processes.meet()  # the best weights are written
         if at.best not in (None, at.epoch):
-            processes.set_weights(self.model, self._read("best.pt"))
+            processes.set_weights(self.model, read_state(self.folder / "best.pt", mmap=self.divided))
         self.bar.close()
 
     def updates(self) -> Iterator[list[int]]:
@@ -175,7 +175,7 @@ class Training:
         self.log(at.step, {"epoch": at.epoch} | {k: v for k, v in figures.items() if v is not None})
         if score is not None and score > at.score:
             at.score, at.best = score, at.epoch
-            self._write("best.pt", processes.trained(self.model))
+            write_state(self.folder / "best.pt", processes.trained(self.model))
         self._save()
 
     def figures(self) -> dict:
@@ -214,38 +214,13 @@ class Training:
                 f"checkpoint is in {self.folder}. Give --overwrite and a lower --lr than {self.args.lr:g}"
             )
 
-    def _write(self, name: str, content: dict) -> None:
-        """Under its name only when it is complete; once for all processes."""
-        content = processes.whole(content)
-        if not processes.first():
-            return
-        draft = self.folder / f"{name}.draft"
-        try:
-            torch.save(content, draft)
-        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
-            draft.unlink(missing_ok=True)
-            wrong = str(error).splitlines()[0]
-            raise UserError(f"{draft}: {wrong}: make room, and the same command resumes from the last one") from None
-        os.replace(draft, self.folder / name)
-
-    def _read(self, name: str) -> dict:
-        path = self.folder / name
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=self.divided)  # runs no code
-        except Exception as error:  # of many kinds: cut short, zeros, another's
-            wrong = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
-            raise UserError(f"{path}: can't be read ({wrong}): --overwrite starts again") from None
-        if name == "last.pt" and (not isinstance(content, dict) or not content.keys() >= SAVED):
-            raise UserError(f"{path}: no checkpoint of a training: --overwrite starts again")
-        return content
-
     def _save(self) -> None:
         now = time.perf_counter()
         self.at.seconds, self.saved = self.at.seconds + now - self.saved, now
         random = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random["cuda"] = torch.cuda.get_rng_state()
-        self._write("last.pt", {
+        write_state(self.folder / "last.pt", {
             "about": self.about, "progress": dataclasses.asdict(self.at), "random": random,
             "weights": processes.trained(self.model), "optimizer": self.optimizer.state_dict(),
         })  # fmt: skip
@@ -253,7 +228,7 @@ class Training:
     def _resume(self) -> None:
         if not (self.folder / "last.pt").exists():
             return
-        saved = self._read("last.pt")
+        saved = read_state(self.folder / "last.pt", SAVED, self.divided)
         for name, value in self.about.items():
             before = saved["about"].get(name)
             if before != value:
@@ -265,6 +240,33 @@ class Training:
         torch.set_rng_state(saved["random"]["cpu"])
         if "cuda" in saved["random"] and torch.cuda.is_available():
             torch.cuda.set_rng_state(saved["random"]["cuda"])
+
+
+def write_state(path: Path, content: dict) -> None:
+    """Weights and moments, put together, under this name only when all are there; once for all processes."""
+    content = processes.whole(content)
+    if not processes.first():
+        return
+    draft = path.with_name(f"{path.name}.draft")
+    try:
+        torch.save(content, draft)
+    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+        draft.unlink(missing_ok=True)
+        wrong = str(error).splitlines()[0]
+        raise UserError(f"{draft}: {wrong}: make room, and the same command resumes from the last one") from None
+    os.replace(draft, path)
+
+
+def read_state(path: Path, needed: Iterable[str] = (), mmap: bool = False) -> dict:
+    """What `write_state` wrote; UserError where it is damaged, or lacks what is needed."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)  # runs no code
+    except Exception as error:  # of many kinds: cut short, zeros, another's
+        wrong = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
+        raise UserError(f"{path}: can't be read ({wrong}): --overwrite starts again") from None
+    if not isinstance(content, dict) or not content.keys() >= set(needed):
+        raise UserError(f"{path}: no checkpoint of a training: --overwrite starts again")
+    return content
 
 
 def is_trained(args: argparse.Namespace, inputs: Iterable[Path]) -> bool:

@@ -390,6 +390,9 @@ def test_an_early_stop_is_validated_and_final(fake_world, agent, tmp_path, monke
 def test_without_its_weights_a_training_is_not_begun_anew(fake_world, agent, tmp_path):
     budget = ["--budget", "300", "--budget-in", "env_steps"]
     lines, made = train(tmp_path, agent, *budget), contents(tmp_path)
+    (tmp_path / "sft-tree_grpo.resume.pt").write_bytes(b"cut short")
+    with pytest.raises(UserError, match=r"resume\.pt: can't be read"):
+        train(tmp_path, agent, "--budget", "9e9")
     (tmp_path / "sft-tree_grpo.resume.pt").unlink()
     with pytest.raises(UserError, match=r"resume\.pt: missing, .*--overwrite"):
         train(tmp_path, agent, "--budget", "600", "--budget-in", "env_steps")
