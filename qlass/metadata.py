@@ -30,8 +30,8 @@ def meta_path(output: str | Path) -> Path:
     return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
 
 
-def read_meta(output: str | Path) -> dict[str, Any]:
-    """The metadata of an output, {} where there is none."""
+def read_meta(output: str | Path, needed: Iterable[str] = ()) -> dict[str, Any]:
+    """The metadata of an output, {} where there is none; UserError where they lack what is needed."""
     path = meta_path(output)
     if not path.exists():
         return {}
@@ -40,7 +40,7 @@ def read_meta(output: str | Path) -> dict[str, Any]:
         meta = read_object(path)
     except UserError as error:
         raise UserError(f"{error}: {way_out}") from None
-    if mistake := wrong(meta, {"arguments": is_object, "inputs": is_object, "argv": is_words}):
+    if mistake := wrong(meta, {"arguments": is_object, "inputs": is_object, "argv": is_words}, needed):
         raise UserError(f"{path}: {mistake}: {way_out}")
     return meta
 
@@ -121,11 +121,9 @@ def same_arguments(
 
     An input that lies elsewhere now, as in a run folder that was moved, is the same if its content is.
     """
-    old = read_meta(output)
+    old = read_meta(output, ["arguments", "inputs"])
     if not old:
         return
-    if not {"arguments", "inputs"} <= old.keys():
-        raise UserError(f"{meta_path(output)}: not the metadata of {output}; delete it, or name another --out")
     begun, inputs = old["arguments"], dict(old["inputs"])
     now = {name: value for name, value in plain(args).items() if name not in (*FREE, *free)}
     changed = {name: value for name, value in now.items() if begun.get(name, value) != value}
