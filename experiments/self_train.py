@@ -40,6 +40,7 @@ from qlass.driver import Sample, Score, drive
 from qlass.jsonl import read_trees, write_jsonl
 from qlass.metadata import meta_path, read_meta, write_meta
 from qlass.models import add_loading
+from qlass.packing import states_of
 from qlass.policy import SAMPLING_FREE, add_sampling, load_agent
 from qlass.stage import Output, at_least, handed_on, more, needed, parse, parser, run_stage
 
@@ -85,14 +86,9 @@ def best_branch(tree: list[dict]) -> dict | None:
     leaves = [node for node in tree if node["done"] and node["source"] == "policy"]
     if not leaves:
         return None
-    leaf, by_id = max(leaves, key=lambda node: (node["reward"], -node["depth"])), {n["node_id"]: n for n in tree}
-    messages, node = [{"role": "assistant", "content": leaf["action"]}], by_id[leaf["parent_id"]]
-    while node["parent_id"] is not None:
-        turns = ("assistant", node["action"]), ("user", node["observation"])
-        messages = [{"role": role, "content": content} for role, content in turns] + messages
-        node = by_id[node["parent_id"]]
-    root = {key: node[key] for key in ("task_id", "env", "task")}
-    return root | {"messages": node["messages"] + messages, "reward": leaf["reward"]}
+    leaf = max(leaves, key=lambda node: (node["reward"], -node["depth"]))
+    messages = [*states_of(tree)[leaf["parent_id"]].dump(), {"role": "assistant", "content": leaf["action"]}]
+    return {key: tree[0][key] for key in ("task_id", "env", "task")} | {"messages": messages, "reward": leaf["reward"]}
 
 
 def kept(lines: Iterable[dict], threshold: float, known: Iterable[dict]) -> list[dict]:

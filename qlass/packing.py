@@ -1,9 +1,4 @@
-"""The (s, a) pairs of a tree, and how they go through QNet at the cost of their unique tokens.
-
-The pairs of a tree share their beginnings, and the loss of Eq. (11) is a square: sum_i w_i (v - q_i)^2 is
-(sum w_i) (v - mean q)^2 plus a constant. So a tree goes through the backbone once, each token with a weight and a mean
-target, and gives the loss and the gradient of its pairs one by one (`train_qnet.pair_loss`).
-"""
+"""The (s, a) pairs of a tree, and how they go through QNet at the cost of their unique tokens (why: train_qnet.py)."""
 
 from __future__ import annotations
 
@@ -29,15 +24,18 @@ class Pair:
     own: bool = True  # its node is the agent's; else the demonstrator's, who was the first to act so
 
 
+def states_of(tree: list[dict]) -> dict[Any, State]:
+    """The state that each node of a tree led to, by its id."""
+    states = {tree[0]["node_id"]: State.load(tree[0]["messages"], tree[0].get("task", ""))}
+    for node in tree[1:]:
+        states[node["node_id"]] = states[node["parent_id"]].then(node["action"], node["observation"])
+    return states
+
+
 def pairs_of(tree: list[dict]) -> list[Pair]:
     """All (s, a, q) of a labelled tree, depth first."""
-    states = {tree[0]["node_id"]: State.load(tree[0]["messages"], tree[0].get("task", ""))}
-    pairs = []
-    for node in tree[1:]:
-        state = states[node["parent_id"]]
-        states[node["node_id"]] = state.then(node["action"], node["observation"])
-        pairs.append(Pair(state, node["action"], node["q"], node.get("source") != "expert"))
-    return pairs
+    states = states_of(tree)
+    return [Pair(states[n["parent_id"]], n["action"], n["q"], n.get("source") != "expert") for n in tree[1:]]
 
 
 def loss_tokens(n_prompt: int, n: int, loss_on: str) -> slice:
