@@ -153,17 +153,16 @@ class Policy:
         inputs = tree_inputs(self.model, [r.tree for r in rows], [r.known for r in rows])
         out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         self.computed += inputs["input_ids"].numel()
+        seen = torch.zeros((len(rows), before + width), dtype=torch.bool)  # which columns of the cache hold a token
         for at, row in enumerate(rows):
-            self.reader.remember(row, cache, at, before + width - len(row.tree))
-        # Which columns of the cache hold a token, and its position.
-        seen = torch.zeros((len(rows), before + width), dtype=torch.bool)
-        for at, row in enumerate(rows):
+            start = before + width - len(row.tree)
+            self.reader.remember(row, cache, at, start)
             seen[at, before - row.known : before] = True
-            seen[at, before + width - len(row.tree) :] = True
-        seen = seen[owner].to(device)
+            seen[at, start:] = True
+        each = torch.from_numpy(owner).to(device)  # from here on a row is a candidate
+        seen, logits = seen.to(device)[each], out.logits[each, -1]
         positions = (seen.cumsum(-1) - 1).clamp(min=0)
-        cache.batch_select_indices(torch.from_numpy(owner).to(device))
-        logits = out.logits[torch.from_numpy(owner).to(device), -1]
+        cache.batch_select_indices(each)
 
         written: list[list[int]] = [[] for _ in owner]
         told: list[tuple[np.ndarray, torch.Tensor]] = []  # log-probabilities of the rows alive at each step
