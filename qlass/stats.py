@@ -32,12 +32,6 @@ class Estimate:
     n: int
     p: float = float("nan")
 
-    @classmethod
-    def of(cls, mean: float, resampled: np.ndarray, n: int) -> Estimate:
-        low, high = np.quantile(resampled, [0.025, 0.975])
-        tail = min(np.sum(resampled <= 0), np.sum(resampled >= 0))
-        return cls(float(mean), float(low), float(high), n, float(min(1, 2 * (tail + 1) / (len(resampled) + 1))))
-
     @property
     def covers_zero(self) -> bool:
         return not (self.low > 0 or self.high < 0)  # NaN: nothing is known, so nothing differs
@@ -59,7 +53,9 @@ def bootstrap(values: Iterable[float], resamples: int = 10_000) -> Estimate:
     for start in range(0, resamples, step):
         stop = min(start + step, resamples)
         means[start:stop] = sample[rng.integers(n, size=(stop - start, n))].mean(axis=1)
-    return Estimate.of(sample.mean(), means, n)
+    low, high = map(float, np.quantile(means, [0.025, 0.975]))
+    tail = int(min(np.sum(means <= 0), np.sum(means >= 0)))
+    return Estimate(float(sample.mean()), low, high, n, min(1.0, 2 * (tail + 1) / (resamples + 1)))
 
 
 def shared(values: Mapping[tuple[Hashable, Hashable], Any]) -> dict[tuple[Hashable, Hashable], Any]:
