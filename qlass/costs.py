@@ -26,8 +26,8 @@ def read(chat: Chat, trials: Iterable[Iterable[State]]) -> int:
         for t, state in enumerate(states):
             if state not in found:
                 turns = chat.prompt_tokens(state)
-                new = turns[-1:] if t else turns[::2]
-                found[state] = sum(map(len, turns[1:] if t and chat.is_cut(state) else new))
+                new = turns[::2] if t == 0 else turns[1:] if chat.is_cut(state) else turns[-1:]
+                found[state] = sum(map(len, new))
     return sum(found.values())
 
 
