@@ -62,21 +62,15 @@ def claims(groups: Sequence[Group]) -> Iterator[Claim]:
     yield Claim("QLASS above SFT greedy (Table 2)", [(a.condition.budget, a, b) for a in qlass for b in greedy])
     for oracle, how in ((False, "by QNet"), (True, "by the true reward, as the paper's is")):
         rivals = [g for g in plain if (g.condition.method, g.condition.oracle) == ("best_of_n", oracle)]
-        pairs = [(a, nearest(a, rivals)) for a in qlass if rivals and a.mean("total") > 0]
-        yield Claim(
-            f"QLASS above best-of-N, picked {how}, at equal tokens (Fig. 3)",
-            [(f"{cost(a)} against {cost(b)}", a, b) for a, b in pairs],
-        )
+        text = f"QLASS above best-of-N, picked {how}, at equal tokens (Fig. 3)"
+        yield Claim(text, at_equal_tokens(qlass, rivals))
     alone = [g for g in plain if g.condition.method == "likeliest"]
     yield Claim(
         "QLASS above search by the agent's own log-probability, with as many candidates",
         [(a.condition.budget, a, b) for a in qlass for b in alone if a.condition.M == b.condition.M],
     )
-    pairs = [(a, nearest(a, alone)) for a in qlass if alone and a.mean("total") > 0]
-    yield Claim(
-        "QLASS above search by the agent's own log-probability, at equal tokens",
-        [(f"{cost(a)} against {cost(b)}", a, b) for a, b in pairs],
-    )
+    text = "QLASS above search by the agent's own log-probability, at equal tokens"
+    yield Claim(text, at_equal_tokens(qlass, alone))
     for target, name in TARGETS.items():
         pairs = [(a, b) for b in groups if b.condition.target == target for a in groups
                  if a.condition.target == "q" and role(a.condition) == role(b.condition)]  # fmt: skip
@@ -90,6 +84,12 @@ def claims(groups: Sequence[Group]) -> Iterator[Claim]:
         for name, pairs in with_all.items():
             text = f"QLASS with {label} level with {name} on all of them or above (Table 3)"
             yield Claim(text, [(a.condition.budget, a, b) for a, b in pairs], LEVEL)
+
+
+def at_equal_tokens(some: Sequence[Group], rivals: Sequence[Group]) -> list[tuple[str, Group, Group]]:
+    """Each beside the rival nearest in cost, and what both cost."""
+    pairs = [(a, nearest(a, rivals)) for a in some if rivals and a.mean("total") > 0]
+    return [(f"{cost(a)} against {cost(b)}", a, b) for a, b in pairs]
 
 
 def cost(group: Group) -> str:
