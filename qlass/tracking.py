@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from environments import UserError
+from qlass.jsonl import Resumable
 
 Log = Callable[[int, dict[str, float]], None]  # (update, figures)
 LOGS = ("jsonl", "tensorboard", "wandb")
@@ -43,13 +43,7 @@ def open_log(kind: str, out: Path, step: int, config: dict[str, Any]) -> Log:
 
 def to_jsonl(path: Path, step: int) -> Log:
     """What a stopped run logged after the checkpoint that it resumes from is dropped, for it comes again."""
-    lines = path.read_text(encoding="utf-8").splitlines() if step and path.exists() else []
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-    file = open(path, "w", encoding="utf-8")  # noqa: SIM115  (open for the life of the training)
-    file.writelines(line + "\n" for line in kept)
-
-    def write(step: int, figures: dict[str, float]) -> None:
-        file.write(json.dumps({"step": step, **figures}) + "\n")
-        file.flush()
-
-    return write
+    if not step:
+        path.unlink(missing_ok=True)
+    file = Resumable(path, lambda lines: sum(line["step"] <= step for line in lines))
+    return lambda step, figures: file.append([{"step": step, **figures}])
