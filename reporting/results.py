@@ -183,10 +183,9 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
                 if line.strip():
                     try:
                         condition, result = parse_result(line, label, (path, number, offset))
-                    except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    except ValueError as error:
                         if line.endswith(b"\n"):
-                            what = f"{error} missing" if isinstance(error, KeyError) else error
-                            raise UserError(f"{path}:{number}: {what}; fix or delete this line") from None
+                            raise UserError(f"{path}:{number}: {error}; fix or delete this line") from None
                         print(f"warning: {path}:{number}: skipped, cut short by a stopped run", file=sys.stderr)
                     else:
                         insert(groups.setdefault(condition, Group(condition)), result)
@@ -241,9 +240,7 @@ def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple
     row = parse_json(line)
     if not isinstance(row, dict):
         raise ValueError(f"a JSON object is expected, not {type(row).__name__}")
-    if missing := [name for name in ("task_id", "env", "method", "reward", "tokens") if row.get(name) is None]:
-        raise ValueError(f"{', '.join(missing)} missing")
-    if mistake := wrong(row, KINDS):
+    if mistake := wrong(row, KINDS, ["task_id", "env", "method", "reward", "tokens"]):
         raise ValueError(mistake)
     steps, tokens = row.get("steps") or [], row["tokens"]
     label = ", ".join(filter(None, (label, row.get("label") or "")))
