@@ -21,10 +21,8 @@ from qlass.metadata import located, read_meta
 TRIED = 100  # training tasks, by whose words it is seen whether demonstrations without ids are of this environment
 
 
-def learned_from(checkpoint: Path | None, args: argparse.Namespace) -> tuple[Path, int | None] | str:
+def learned_from(checkpoint: Path, args: argparse.Namespace) -> tuple[Path, int | None] | str:
     """The file that an agent or a QNet was trained on, how many of its records (None: all); text: why not known."""
-    if checkpoint is None:
-        return "it was not trained here"
     checkpoint = checkpoint.absolute()
     made = read_meta(checkpoint).get("arguments", {})
     if not made:
