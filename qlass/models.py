@@ -274,8 +274,8 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 def add_memory(parser: argparse.ArgumentParser) -> None:
     """The flags by which all who train a large model take less memory; for `check_training` and `save_memory`."""
     add, names = parser.add_argument, ["adamw", "adamw8bit"]
-    add("--lora", type=int, metavar="RANK", help="train updates of this rank instead of the weights")
-    add("--lora-alpha", type=int, metavar="A", help="the updates' factor is A / RANK (default: twice the rank)")
+    add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank instead of the weights")
+    add("--lora-alpha", type=at_least(1), metavar="A", help="the updates' factor is A / RANK (default: twice the rank)")
     add_loading(parser)
     add("--optim", choices=names, default="adamw", metavar="NAME", help="adamw or adamw8bit (default: %(default)s)")
     add("--weights", choices=["float32", "bf16"], default="float32", help="while they are trained (default: float32)")
@@ -295,10 +295,8 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def check_training(args: argparse.Namespace) -> None:
-    if args.lora is not None and args.lora < 1:
-        raise UserError(f"--lora {args.lora}: a rank is 1 or more")
-    if args.lora_alpha is not None and (args.lora_alpha < 1 or not args.lora):
-        raise UserError(f"--lora-alpha {args.lora_alpha}: a number of 1 or more, beside --lora RANK")
+    if args.lora_alpha and not args.lora:
+        raise UserError(f"--lora-alpha {args.lora_alpha}: stands beside --lora RANK; give both")
     if args.weights == "bf16" and args.optim != "adamw":
         raise UserError(f"--weights bf16: --optim {args.optim} would round its updates away; leave one of them out")
     if args.fsdp and (args.load_in or args.optim != "adamw"):

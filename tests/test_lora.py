@@ -140,7 +140,7 @@ def test_the_stages_train_save_and_load_it(tmp_path, agent, labels):
     [
         (sft, ["--lora", "8"], "tiny model is trained from scratch"),
         (sft, ["--load-in", "4bit", "--model", "x"], "give --lora RANK too"),
-        (train_qnet, ["--lora", "0"], "a rank is 1 or more"),
+        (train_qnet, ["--lora", "0"], "--lora: 0 is out of range: 1 or more"),
         (train_qnet, ["--lora-alpha", "8"], "beside --lora RANK"),
         (train_qnet, ["--fsdp", "--lora", "8", "--load-in", "4bit"], "can't be divided"),
         (train_qnet, ["--lora", "8", "--freeze"], "one of them"),
