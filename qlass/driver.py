@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import heapq
+import itertools
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -74,12 +75,10 @@ def in_time() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
         return
-    parts = 0
+    parts = itertools.count(1)
 
     def count(*_: Any) -> None:
-        nonlocal parts
-        parts += 1
-        if parts == 10:
+        if next(parts) == 10:
             raise UserError(f"the environment hangs: no answer for {PATIENCE:g} s; what is written so far is kept")
 
     before = signal.signal(signal.SIGALRM, count)
