@@ -56,8 +56,8 @@ class Policy:
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         answers: list[Any] = [None] * len(requests)
-        for solve, which in ((self._choose, bool), (self._generate, lambda valid: not valid)):
-            mine = [i for i, request in enumerate(requests) if which(request.valid)]
+        for solve, among_valid in ((self._choose, True), (self._generate, False)):
+            mine = [i for i, request in enumerate(requests) if bool(request.valid) == among_valid]
             for i, answer in zip(mine, solve([requests[i] for i in mine]), strict=True):
                 answers[i] = answer
         return answers
