@@ -125,6 +125,9 @@ def wrong(record: dict, kinds: dict[str, Callable[[Any], bool]], needed: Iterabl
     return None
 
 
+# -------------------------------------------------------------------------------------------------- whole or not at all
+
+
 def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     """Write all records, or leave the old file as it was: the new one takes its name only when it is whole."""
     with replacing(path) as out:
@@ -154,13 +157,16 @@ def replacing(path: str | Path) -> Iterator[Any]:
             draft.unlink(missing_ok=True)
 
 
-NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")  # what every line of a tree has
-KINDS = {  # of a tree's fields, where a line has them
-    "task_id": is_name, "node_id": is_name, "parent_id": maybe(is_name), "action": maybe(is_text),
-    "observation": is_text, "reward": is_number, "q": is_number, "q_raw": is_number, "branch": is_name,
-    "done": is_flag, "expert": is_flag, "source": is_text, "task": is_text, "messages": is_chat, "nodes": is_name,
-}  # fmt: skip
-DEEPEST = 1000  # levels of a tree; each state holds all messages above it
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error in writing that names no file, as on a full disk, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        kept = f"{error.strerror}: what was complete is kept; make room, and the same command resumes"
+        raise OSError(error.errno, kept, str(path)) from None
 
 
 @contextlib.contextmanager
@@ -202,6 +208,17 @@ def checkpoint_folder(folder: Path, read: str | Path | None = None) -> Path:
     if folder.exists() and not (folder / "config.json").exists() and (folder.is_file() or any(folder.iterdir())):
         raise UserError(f"{folder}: holds something else than a checkpoint, which would be lost: name another --out")
     return folder
+
+
+# ---------------------------------------------------------------------------------------------------- trees and results
+
+NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")  # what every line of a tree has
+KINDS = {  # of a tree's fields, where a line has them
+    "task_id": is_name, "node_id": is_name, "parent_id": maybe(is_name), "action": maybe(is_text),
+    "observation": is_text, "reward": is_number, "q": is_number, "q_raw": is_number, "branch": is_name,
+    "done": is_flag, "expert": is_flag, "source": is_text, "task": is_text, "messages": is_chat, "nodes": is_name,
+}  # fmt: skip
+DEEPEST = 1000  # levels of a tree; each state holds all messages above it
 
 
 def read_trees(path: str | Path, needed: Iterable[str] = ()) -> Iterator[list[dict]]:
@@ -277,6 +294,9 @@ def fields_of(path: Path) -> set[str] | None:
             return set()
 
 
+# ------------------------------------------------------------------------------------------------------ files that grow
+
+
 def complete_records(path: Path, complete: Callable[[list[dict]], int]) -> tuple[list[dict], int]:
     """The records of a file that whole groups of lines are made of (a tree, an episode's result), and their bytes.
 
@@ -319,15 +339,3 @@ class Resumable:
 
     def close(self) -> None:
         self.file.close()
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """An error in writing that names no file, as on a full disk, names this one."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        kept = f"{error.strerror}: what was complete is kept; make room, and the same command resumes"
-        raise OSError(error.errno, kept, str(path)) from None
