@@ -53,7 +53,8 @@ def is_words(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_text, value))
 
 
-def plain(args: argparse.Namespace) -> dict[str, Any]:
+def recorded(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments as the metadata hold them."""
     return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in HIDDEN}
 
 
@@ -74,7 +75,7 @@ def write_meta(
             command = ["git", "-C", clone, "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
             commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     record = {
-        "arguments": plain(args),
+        "arguments": recorded(args),
         "argv": getattr(args, "argv", []),
         "inputs": {str(p): sha256(Path(p)) for p in inputs if p and Path(p).exists()},
         "commit": commit or None,
@@ -125,7 +126,7 @@ def same_arguments(
     if not old:
         return
     begun, inputs = old["arguments"], dict(old["inputs"])
-    now = {name: value for name, value in plain(args).items() if name not in (*FREE, *free)}
+    now = {name: value for name, value in recorded(args).items() if name not in (*FREE, *free)}
     changed = {name: value for name, value in now.items() if begun.get(name, value) != value}
     for name, value in list(changed.items()):
         digest = inputs.get(begun[name]) if is_text(begun[name]) else None

@@ -36,7 +36,7 @@ from tqdm import tqdm
 from environments import UserError
 from qlass import processes
 from qlass.jsonl import discard
-from qlass.metadata import FREE, meta_path, plain, read_meta, same_arguments, write_meta
+from qlass.metadata import FREE, meta_path, read_meta, recorded, same_arguments, write_meta
 from qlass.models import cosine
 from qlass.tracking import open_log
 
@@ -105,7 +105,7 @@ class Training:
             digest.update(np.asarray(values).tobytes())
         self.about = {"examples": digest.hexdigest()}
         self.about |= {  # where inputs lie is no matter: they are among the examples, and in the metadata by their hash
-            name: value for name, value in plain(args).items()
+            name: value for name, value in recorded(args).items()
             if name not in MAY_DIFFER and not isinstance(getattr(args, name), Path)
         }  # fmt: skip
         self.folder = partial_folder(args.out)

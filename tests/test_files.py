@@ -215,7 +215,7 @@ def test_the_arguments_that_stages_share_are_handed_on():
     for words in (lake, shop):
         first = flags(*words)
         again = flags(*stage.handed_on(first))
-        assert metadata.plain(again) == metadata.plain(first)
+        assert metadata.recorded(again) == metadata.recorded(first)
     assert flags("--env", "frozenlake").run == Path("runs/frozenlake")
     with pytest.raises(UserError, match="--engine"):  # ALFWorld's
         flags("--engine", "textworld")
