@@ -251,9 +251,9 @@ def main(argv: list[str] | None = None) -> None:
         if processes.count() > 1:  # one process makes what is missing
             must_exist(args.labels or args.run / "q_labels.jsonl")
         args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
-        trees = list(read_trees(args.labels))
-        if not any("q" in tree[0] and any(siblings(env, Rendering(), tree)) for tree in trees):
-            raise UserError(f"{args.labels}: no siblings with different q; is it bellman.py's output?")
+        trees = list(read_trees(args.labels, ["q", "messages"]))
+        if not any(any(siblings(env, Rendering(), tree)) for tree in trees):
+            raise UserError(f"{args.labels}: no siblings with different q, so nothing to compare")
 
     def batch(last: dict) -> dict:
         """The next line of updates.jsonl."""

@@ -81,6 +81,9 @@ def rollouts(args: argparse.Namespace, env: envs.TextEnv) -> list[dict]:
     return [line for line in out.records if line["task_id"] in rank]
 
 
+FIELDS = ("depth", "done", "source", "messages")  # of a tree, that not every one has
+
+
 def best_branch(tree: list[dict]) -> dict | None:
     """Of the branches that the agent ended that of the highest reward, of equals the shortest, as in expert.jsonl."""
     leaves = [node for node in tree if node["done"] and node["source"] == "policy"]
@@ -88,7 +91,8 @@ def best_branch(tree: list[dict]) -> dict | None:
         return None
     leaf = max(leaves, key=lambda node: (node["reward"], -node["depth"]))
     messages = [*states_of(tree)[leaf["parent_id"]].dump(), {"role": "assistant", "content": leaf["action"]}]
-    return {key: tree[0][key] for key in ("task_id", "env", "task")} | {"messages": messages, "reward": leaf["reward"]}
+    about = {key: tree[0].get(key, "") for key in ("task_id", "env", "task")}
+    return about | {"messages": messages, "reward": leaf["reward"]}
 
 
 def kept(lines: Iterable[dict], threshold: float, known: Iterable[dict]) -> list[dict]:
@@ -154,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     expert = demonstrations(args.sft, env.name)
     if args.method == "tree":
         args.trees, args.qnet = needed(args.trees, args.run / "trees.jsonl", "build_trees", args), None
-        lines = [line for tree in read_trees(args.trees) if (line := best_branch(tree))]
+        lines = [line for tree in read_trees(args.trees, FIELDS) if (line := best_branch(tree))]
     else:
         args.qnet = None if args.method == "rft" else args.qnet
         if args.method == "qlass":

@@ -305,6 +305,11 @@ def test_published_demonstrations_are_known_by_their_own_ids(tmp_path):
         (["--expert"], dump([{"messages": SHOWN, "task_id": "train0"}]), "without task_id or reward"),
         (["--expert"], "", "no tasks to learn from"),
         (["--pairs", "siblings", "--labels"], dump(tree((0, "a", 0.5), (0, "b", 0.5))), "no siblings with different q"),
+        (
+            ["--pairs", "siblings", "--labels"],
+            dump([{k: v for k, v in n.items() if k != "q"} for n in tree((0, "a", 1))]),
+            "no q; run bellman",
+        ),
     ],
 )
 def test_mistakes(fake_world, agent, tmp_path, flags, content, says):

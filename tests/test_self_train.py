@@ -191,6 +191,10 @@ def test_mistakes(stage):
         stage("--method", "rft", "--threshold", "1.5")
     with pytest.raises(UserError, match="no QNet"):
         stage("--method", "rft", "-M", "2")
+    lacking = [{k: v for k, v in n.items() if k != "done"} for n in tree(node(1, 0, "a", 1.0, True))]
+    (stage.run / "trees.jsonl").write_text(dump(lacking))
+    with pytest.raises(UserError, match=r"trees\.jsonl:1: no done"):
+        stage("--method", "tree")
     record = json.loads((stage.run / "sft.meta.json").read_text())
     shutil.copytree(stage.run / "sft", stage.run / "sft-eto")
     meta = {"arguments": {"sft": str(stage.run / "sft")}}  # as a learner's, that no sft.py made
