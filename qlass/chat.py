@@ -54,9 +54,10 @@ def react(thought: str, action: str) -> str:
 
 
 def parse_action(text: str) -> str:
-    """The executable part: what follows the first "Action:". Without one the environment gets the text as it is,
+    """The executable part: what follows the first "Action:" or, without one, the text as it is.
 
-    which it answers with its own error message: an action that can't be parsed is data, not an exception."""
+    The environment answers that with its own error message: an action that can't be parsed is data, not an exception.
+    """
     return text.split("Action:", 1)[-1].strip()
 
 

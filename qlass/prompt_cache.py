@@ -21,6 +21,11 @@ from transformers import DynamicCache
 
 from qlass.token_tree import TokenTree, batches, tree_inputs
 
+Forward = Callable[[dict, torch.Tensor], torch.Tensor]  # (a model's inputs, columns) to outputs (B, len(columns), ...)
+Lists = Sequence[Sequence[Sequence[int]]]  # of each state lists of tokens: its messages', or those of its tails
+# (index of a state, its row's outputs, where among them the prompt's last token is, and where each tail's tokens are)
+Reading = tuple[int, torch.Tensor, int, list[list[int]]]
+
 
 @dataclasses.dataclass
 class Turn:
@@ -126,7 +131,7 @@ class PromptCache:
             self._entries[name].last_used = self.round
             name = self._entries[name].parent
 
-    def rows(self, prompts: Sequence[Prompt], tails: Sequence[Sequence[Sequence[int]]]) -> tuple[list[Row], list[int]]:
+    def rows(self, prompts: Sequence[Prompt], tails: Lists) -> tuple[list[Row], list[int]]:
         """Prompts in as few rows as their families allow, a row each; the indices of those that found no room."""
         families: dict[tuple[int, bytes], list[int]] = {}
         for i, prompt in enumerate(prompts):
@@ -181,14 +186,10 @@ class PromptCache:
             self.used -= self._entries.pop(oldest).tensor.nbytes
         return True
 
-    def read(
-        self, forward: Callable[..., torch.Tensor], model: Any, budget: int,
-        states: Sequence[Sequence[Sequence[int]]], tails: Sequence[Sequence[Sequence[int]]],
-    ) -> Iterator[tuple[int, torch.Tensor, int, list[list[int]]]]:  # fmt: skip
+    def read(self, forward: Forward, model: Any, budget: int, states: Lists, tails: Lists) -> Iterator[Reading]:
         """Put each state's tails (candidate actions) through the model behind the state's prompt, every token once.
 
-        forward(inputs, columns) gives the outputs (B, len(columns), ...) of these tokens. Yields, in any order,
-        (index of the state, its row's outputs, where among them the prompt's last token is, and where each tail's are).
+        Yields a reading of each, in any order.
         """
         waiting = list(range(len(states)))
         self.round += 1
@@ -241,10 +242,7 @@ def reader(model: Any, gigabytes: float | None = None) -> PromptCache | PlainRea
 class PlainReader:
     """`PromptCache.read` for any causal LM: each tail behind its prompt, one sequence at a time, nothing kept."""
 
-    def read(
-        self, forward: Callable[..., torch.Tensor], model: Any, budget: int,
-        states: Sequence[Sequence[Sequence[int]]], tails: Sequence[Sequence[Sequence[int]]],
-    ) -> Iterator[tuple[int, torch.Tensor, int, list[list[int]]]]:  # fmt: skip
+    def read(self, forward: Forward, model: Any, budget: int, states: Lists, tails: Lists) -> Iterator[Reading]:
         for i, (messages, ends) in enumerate(zip(states, tails, strict=True)):
             prompt = [token for tokens in messages for token in tokens]
             outputs, paths, start = [], [], 0
