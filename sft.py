@@ -32,7 +32,7 @@ from qlass import metadata, models, processes, stage
 from qlass.chat import MARK, Chat, Rendering, State, react
 from qlass.demonstrations import read_trajectories
 from qlass.driver import in_time
-from qlass.jsonl import checkpoint_folder, replacing_folder
+from qlass.jsonl import checkpoint_folder
 from qlass.locks import only_writer, release
 from qlass.memory import check_memory, estimate
 from qlass.stage import at_least, choices, more, parse, parser, settle
@@ -328,12 +328,7 @@ def main(argv: list[str] | None = None) -> None:
     model.to(models.device_and_dtype(args.device)[1])  # as later stages load it
 
     transformers.utils.logging.disable_progress_bar()
-    with replacing_folder(args.out) as folder:
-        model.save_pretrained(folder)
-        chat.tokenizer.save_pretrained(folder)
-        chat.rendering.save(folder)
-        if updates:
-            models.save_adapter(model, updates, args.model, folder / "adapter")
+    models.save_checkpoint(model, chat, args.out, updates, args.model)
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
     figures |= {"trajectories": len(states), "epochs": args.epochs, "batch": args.batch}

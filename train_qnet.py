@@ -111,8 +111,7 @@ class QNet(nn.Module):
     def save_pretrained(self, folder: Path) -> None:
         """The backbone by HuggingFace's save_pretrained, tokenizer and rendering, head.safetensors, qnet.json."""
         self.backbone.save_pretrained(folder)
-        self.chat.tokenizer.save_pretrained(folder)
-        self.chat.rendering.save(folder)
+        self.chat.save(folder)
         save_file({k: v.contiguous() for k, v in self.head.state_dict().items()}, folder / "head.safetensors")
         about = {"hidden": self.head[0].out_features, "readout": self.readout}
         (folder / "qnet.json").write_text(json.dumps(about) + "\n", encoding="utf-8")

@@ -216,6 +216,11 @@ class Chat:
         self.stop_id = self._ids(self.stop, "", "")[-1]
         self._ids = functools.lru_cache(maxsize=100_000)(self._ids)  # type: ignore[method-assign]
 
+    def save(self, folder: Path) -> None:
+        """Tokenizer and rendering, beside the weights of a checkpoint."""
+        self.tokenizer.save_pretrained(folder)
+        self.rendering.save(folder)
+
     def _dated(self, template: str) -> str:
         """A template that prints today's date prints the checkpoint's, so that its prompts stay what they were."""
 

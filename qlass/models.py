@@ -107,14 +107,18 @@ def context_of(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
 
 
-def save_checkpoint(model: Any, chat: Chat, folder: Path) -> None:
-    """A HuggingFace checkpoint with its tokenizer and rendering; LoRA's updates are merged in a copy."""
+def save_checkpoint(model: Any, chat: Chat, folder: Path, updates: dict | None = None, base: str = "") -> None:
+    """A HuggingFace checkpoint with its tokenizer and rendering; LoRA's updates are merged in a copy.
+
+    updates, base: where they have been merged already, what they were and onto what, to be kept in adapter/.
+    """
     if any(".lora_A." in name for name, _ in model.named_parameters()):
         merge(model := copy.deepcopy(model))
     with replacing_folder(folder) as draft:
         model.save_pretrained(draft)
-        chat.tokenizer.save_pretrained(draft)
-        chat.rendering.save(draft)
+        chat.save(draft)
+        if updates:
+            save_adapter(model, updates, base, draft / "adapter")
 
 
 def cosine(step: int, steps: int, warmup: float = 0.03) -> float:

@@ -32,6 +32,5 @@ def agent(tmp_path_factory):
     folder = tmp_path_factory.mktemp("agent") / "sft"
     chat = word_chat(candidates="valid", temperature=1.0)
     tiny_lm(chat).save_pretrained(folder)
-    chat.tokenizer.save_pretrained(folder)
-    chat.rendering.save(folder)
+    chat.save(folder)
     return folder

@@ -62,8 +62,7 @@ def test_a_mask_without_its_windows_is_found(name, dtype, monkeypatch):
 def test_what_cannot_read_token_trees_is_refused_with_the_reason(name, why, tmp_path):
     model = model_of(name)
     model.save_pretrained(tmp_path)
-    CHAT.tokenizer.save_pretrained(tmp_path)
-    CHAT.rendering.save(tmp_path)
+    CHAT.save(tmp_path)
     with pytest.raises(UserError, match=f"{why}.*--plain") as error:
         Policy.load(tmp_path)
     assert "\n" not in str(error.value)

@@ -148,8 +148,7 @@ def shopper(tmp_path_factory):
     _, tokenizer, rendering = sft.tiny_model([State.load(p["messages"], p["task"]) for p in played], vocabulary=600)
     chat = Chat(tokenizer, rendering)
     tiny_lm(chat, initializer_range=0.1).save_pretrained(folder)
-    chat.tokenizer.save_pretrained(folder)
-    chat.rendering.save(folder)
+    chat.save(folder)
     return folder
 
 

@@ -668,8 +668,7 @@ def test_a_server_with_a_real_model_judges_as_the_checkpoint_does(tmp_path, monk
     monkeypatch.setattr(judges, "ROOM", 6)  # as the server's own
     chat = word_chat(max_new_tokens=6, temperature=1.0)
     tiny_lm(chat).save_pretrained(tmp_path / "model")
-    chat.tokenizer.save_pretrained(tmp_path / "model")
-    chat.rendering.save(tmp_path / "model")
+    chat.save(tmp_path / "model")
     here = judges.load(str(tmp_path / "model"), None, 0)
     assert re.fullmatch(r"model-[0-9a-f]{8}", here.name)
     command = [sys.executable, str(Path(__file__).with_name("chat_server.py")), str(tmp_path / "model")]

@@ -233,8 +233,7 @@ def test_valid_actions_need_a_model_here(fakes):
 
 def saved(folder, chat):
     tiny_lm(chat).save_pretrained(folder)
-    chat.tokenizer.save_pretrained(folder)
-    chat.rendering.save(folder)
+    chat.save(folder)
     return folder
 
 

@@ -470,8 +470,7 @@ def test_when_to_stop():
 def test_free_text_and_lora_updates_train_too(fake_world, tmp_path, flags):
     chat = word_chat(max_new_tokens=6)
     tiny_lm(chat).save_pretrained(tmp_path / "free")
-    chat.tokenizer.save_pretrained(tmp_path / "free")
-    chat.rendering.save(tmp_path / "free")
+    chat.save(tmp_path / "free")
     lines = train(tmp_path, tmp_path / "free", "--budget", "100", "--budget-in", "env_steps",
                   "--entropy", "0.1", *flags)  # fmt: skip
     assert lines[-1]["updates"] == 2 * lines[-1]["batch"] >= 2
