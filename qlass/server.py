@@ -43,8 +43,10 @@ class Endpoint:
         self.url, _, self.model = url.partition("#")
         self.flag, self.timeout, self.attempts, self.pause, self.otherwise = flag, timeout, attempts, pause, otherwise
         if not self.model:
-            listed = self.call("/models").get("data") or [{}]
-            self.model = listed[0].get("id", "")
+            try:
+                self.model = self.call("/models")["data"][0]["id"]
+            except (IndexError, KeyError, TypeError):
+                self.model = ""
 
     def call(self, path: str, body: dict | None = None) -> dict:
         """One exchange: tried again, later each time, where the fault may pass; UserError where it does not."""

@@ -221,6 +221,14 @@ def test_nobody_there_and_the_key(fakes, monkeypatch):
     assert seen[0].get_header("Authorization") == "Bearer sesame" and len(seen) == 5
 
 
+@pytest.mark.parametrize(
+    "listed", [{}, {"data": None}, {"data": []}, {"data": ["x"]}, {"data": [{}]}, {"data": {"a": 1}}]
+)
+def test_a_server_that_lists_no_model_is_asked_without_a_name(listed, monkeypatch):
+    monkeypatch.setattr(Endpoint, "call", lambda *_: listed)
+    assert Endpoint("http://x/v1").model == ""
+
+
 def test_valid_actions_need_a_model_here(fakes):
     with pytest.raises(UserError, match="--candidates free"):
         ServerPolicy([fakes().url], word_chat(candidates="valid"))
