@@ -59,15 +59,9 @@ def digest(state: State) -> str:
 
 
 def trajectory(
-    env: envs.TextEnv,
-    task_id: str,
-    number: int,
-    actor: str,
-    epsilon: float,
-    width: int,
-    rendering: Rendering,
+    env: envs.TextEnv, task_id: str, number: int, actor: str, epsilon: float, width: int, rendering: Rendering,
     seed: int,
-) -> Generator[Any, Any, list[Point]]:
+) -> Generator[Any, Any, list[Point]]:  # fmt: skip
     """One episode of the behaviour policy: the actor, or with probability epsilon a uniform valid action.
 
     The candidates of a state are the action taken, the agent's other draws, then uniform valid actions up to `width`.
