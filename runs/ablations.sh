@@ -6,6 +6,7 @@
 set -euo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
+[ $# = 0 ] || { echo "error: $0 takes no arguments; SEED=1 RUN=FOLDER before it for another seed" >&2 && exit 2; }
 
 qnet() {  # NAME LABEL FLAG...: another QNet of the same trees
     stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" --out "$RUN/qnet-$1" "${@:3}"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# All five stages on WebShop's bundled catalogue with the tiny model, then every policy on 400 test tasks, on two cores.
+# All five stages on WebShop's bundled catalogue with the tiny model, then every policy on 431 test tasks, on two cores.
 set -euo pipefail
-[ $# = 0 ] || { echo "error: $0 takes no arguments; SEED=1 RUN=FOLDER before it for another seed" >&2 && exit 2; }
 ENV=webshop
 . "$(dirname "$0")/common.sh"
+[ $# = 0 ] || { echo "error: $0 takes no arguments; SEED=1 RUN=FOLDER before it for another seed" >&2 && exit 2; }
 
 clone                      # stage 1: behaviour cloning (sft.py)
 learn_q "$RUN" "$RUN/sft"  # stages 2 to 4: exploration trees, Bellman backup, QNet (build_trees, bellman, train_qnet)

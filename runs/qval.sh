@@ -10,8 +10,8 @@
 # JUDGE=URL#MODEL adds the judgements of a language model.
 set -euo pipefail
 ENV=${1:-webshop}
-case $ENV in
-    webshop | alfworld | frozenlake | sciworld) ;;
+case $ENV$# in
+    webshop[01] | alfworld1 | frozenlake1 | sciworld1) ;;
     *) echo "error: bash runs/qval.sh webshop|alfworld|frozenlake|sciworld" >&2 && exit 2 ;;
 esac
 . "$(dirname "$0")/common.sh"

@@ -4,6 +4,7 @@
 set -euo pipefail
 ENV=sciworld
 . "$(dirname "$0")/common.sh"
+[ $# = 0 ] || { echo "error: $0 takes no arguments; SEED=1 RUN=FOLDER before it for another seed" >&2 && exit 2; }
 
 clone
 learn_q "$RUN" "$RUN/sft"

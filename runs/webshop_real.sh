@@ -8,13 +8,14 @@
 # runs/webshop_real, the others runs/webshop_real-seed1, ...
 set -euo pipefail
 SEEDS=3
-[ "${1:-}" != --seeds ] || SEEDS=${2:?--seeds N}
+[ "${1:-}" != --seeds ] || { SEEDS=${2:-} && shift $(($# > 1 ? 2 : 1)); }
 ENV=webshop
 . "$(dirname "$0")/common.sh"
+[[ $SEEDS =~ ^[1-9][0-9]*$ && $# = 0 ]] || { echo "error: WEBSHOP=DIR bash runs/webshop_real.sh [--seeds N]" >&2 && exit 2; }
 # A product has a goal for each of its combinations of options: without a limit two products are a third of the test tasks.
 plain=("${common[@]}" --webshop-data "${WEBSHOP:-data/webshop}" --env-option per_product=16) runs=()
 # Warm trees, since the agent's own draws hardly differ (reference_output/validation.md).
-sft=(--n-expert 400 --epochs 16) trees=(--limit 700 --rollouts 5 --temperature 2) qnet=(--epochs 3)
+tasks=(--limit 0) sft=(--n-expert 400 --epochs 16) trees=(--limit 700 --rollouts 5 --temperature 2) qnet=(--epochs 3)
 
 for ((seed = 0; seed < SEEDS; seed++)); do
     SEED=$seed RUN=runs/webshop_real common=("${plain[@]}" --seed "$seed")
@@ -22,6 +23,6 @@ for ((seed = 0; seed < SEEDS; seed++)); do
     runs+=("$RUN")
     clone
     learn_q "$RUN" "$RUN/sft"
-    search --limit 0 --method all -M 4
+    search --method all -M 4
 done
 stage report.py "${runs[@]}" --out runs/webshop_real/report.html

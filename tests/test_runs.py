@@ -172,7 +172,7 @@ def test_alfworld_has_no_thoughts_unless_they_are_asked_for(stage):
 def test_ablations_play_the_same_tasks_and_are_told_apart(stage):
     asked = stages(stage("runs/ablations.sh"))
     played = asked["q_search.py"]
-    assert {(s.split, s.limit, s.run.parts[:2]) for s in played} == {("test", 400, ("runs", "webshop"))}
+    assert {(s.split, s.skip, s.limit, s.run.parts[:2]) for s in played} == {("test", 400, 0, ("runs", "webshop"))}
     assert all(
         t.no_expert for t in asked["build_trees.py"] if "half" in str(t.run)
     )  # Table 3: no further demonstrations
