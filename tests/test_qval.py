@@ -333,6 +333,15 @@ def test_predictions_in_qvals_layout_and_back(tmp_path):
     assert read(tmp_path, points)[0]["theirs"] == [[0.5, None, None], [None, 1.0, None]]
     with pytest.raises(UserError, match="other points"):
         read(tmp_path, points[:1])
+    (tmp_path / "zzz.json").write_text((tmp_path / "theirs.json").read_text())
+    with pytest.raises(UserError, match="two files are predictions of 'theirs'"):
+        read(tmp_path, points)
+
+
+@pytest.mark.parametrize("stem", ["code", "qnet_like", "ranking"])
+def test_a_score_from_a_file_is_not_called_as_another(stem, tmp_path):
+    with pytest.raises(UserError, match=f"{stem} is a score's name"):
+        qval.main(["--env", "frozenlake", "--run", str(tmp_path), "--code", str(tmp_path / f"{stem}.py")])
 
 
 # -------------------------------------------------------------------------------------------------------------- scorers
@@ -421,7 +430,8 @@ def test_a_score_steers_the_search(context, monkeypatch):
         return argparse.Namespace(score=lambda requests: [[1.0, 2.0] for _ in requests])
 
     monkeypatch.setattr("experiments.qval.scorers.load_qnet", load)
-    found = steering.steering(flags, answers, lambda: context.policy)
+    found, made_of = steering.steering(flags, answers, lambda: context.policy)
+    assert context.run / "trees.jsonl" in made_of
     assert {"random", "code", "logprob", "tree_bellman", "neighbours"} <= set(found)
     assert not {"oracle", "state_value", "step_index"} & set(found)
     assert found["self_distillation"].steps_all and not found["logprob"].steps_all
@@ -430,7 +440,10 @@ def test_a_score_steers_the_search(context, monkeypatch):
     scores, _ = run(found["logprob"].scores(env, state, actions, ("t", 0)), answered(None))
     assert scores == pytest.approx(context.policy.logprobs([(state, a) for a in actions]))
     flags.scorer = ["qnet"]
-    by_qnet = steering.steering(flags, answers, lambda: context.policy)["qnet"]
+    (context.run / "qnet").mkdir(exist_ok=True)
+    by_qnet, made_of = steering.steering(flags, answers, lambda: context.policy)
+    assert made_of == [context.run / "qnet"]
+    by_qnet = by_qnet["qnet"]
     assert run(by_qnet.scores(env, state, actions, ("t", 0)), answered(None))[0] == pytest.approx([1, 2])
     assert loaded == [(context.run / "qnet", flags)]  # as the search loads its own
     flags.qnet = context.run / "qnet-other"
@@ -446,7 +459,7 @@ def test_a_score_steers_the_search(context, monkeypatch):
     flags.server = None
     monkeypatch.setattr(judges, "load", lambda name, *_: Fake(says=lambda q: "1: 4\n2: 9") if name == "a#b" else None)
     flags.scorer = ["batched=a#b"]
-    judge = steering.steering(flags, answers, lambda: context.policy)["batched=small"]
+    judge = steering.steering(flags, answers, lambda: context.policy)[0]["batched=small"]
     assert run(judge.scores(env, state, actions, ("t", 0)), lambda call: answers[Call]([call])[0])[0] == pytest.approx(
         [4, 9]
     )

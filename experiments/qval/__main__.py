@@ -24,7 +24,8 @@ import envs
 from environments import UserError
 from experiments.qval import downstream, judges, labels, report
 from experiments.qval.points import Point, distinct, trajectory
-from experiments.qval.scorers import Call, Context, Scorer, answer, available, family, need_no_weights, scorer
+from experiments.qval.scorers import SCORERS, Call, Context, Scorer, answer, available, family, need_no_weights, scorer
+from experiments.qval.steering import made_of
 from qlass.chat import Rendering
 from qlass.driver import Sample, drive
 from qlass.jsonl import read_jsonl, write_jsonl
@@ -45,15 +46,10 @@ def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, An
 
 
 def sources(name: str, context: Context) -> dict[str, str]:
-    """{what a scorer is made from: its hash, of a judge its model}; where that has changed, it is scored again."""
-    kind = family(name, context)
-    if kind == "judge":
+    """{what a scorer is made of: its hash, of a judge its model}; where that has changed, it is scored again."""
+    if family(name, context) == "judge":
         return {"judge": name.partition("=")[2]}
-    sft, trees, net = context.sft or context.run / "sft", context.run / "trees.jsonl", context.run / "qnet"
-    codes = [path for path in context.code if path.stem == name]
-    paths = {"learned": [context.run / name], "tree": [trees], "policy": [sft, context.base], "hindsight": [sft, net],
-             "embedding": [sft, trees], "code": codes}.get(kind, [])  # fmt: skip
-    return {path.name: sha256(path) for path in paths if path and path.exists()}
+    return {path.name: sha256(path) for path in made_of(name, context)}
 
 
 def start_again(folder: Path) -> None:
@@ -95,6 +91,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args.references = args.references or [r for r in labels.references(args.env) if r != "policy"] or ["policy"]
     for reference in args.references:
         labels.known(args.env, reference)
+    for stem in (Path(file).stem for file in args.code):
+        if stem in {*SCORERS, *judges.JUDGES} or stem.startswith("qnet"):
+            raise UserError(f"--code: {stem} is a score's name already: rename the file")
     return args
 
 

@@ -106,6 +106,9 @@ def read_predictions(
     alone = {name: files[stem] for stem, name in names.items() if name == stem or name not in files}
     stale = [name for name, path in alone.items() if not made_from(path, sources(name))]
     read = [read_prediction(path, points) for name, path in alone.items() if name not in stale]
+    called = [name for name, *_ in read]
+    if twice := [name for name in called if called.count(name) > 1]:
+        raise UserError(f"{folder}: two files are predictions of {twice[0]!r}: rename one's method_name, or delete it")
     families = {name: config.get("family", "judge") for name, config, _ in read}
     return {name: some for name, _, some in read}, families, stale
 

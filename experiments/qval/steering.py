@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import envs
 from environments import UserError
 from experiments.qval import judges
-from experiments.qval.scorers import Call, Context, Scores, answer, available, need_no_weights, scorer
+from experiments.qval.scorers import Call, Context, Scores, answer, available, family, need_no_weights, scorer
 from q_search import Scorer
 from qlass.chat import State, uniforms
 
@@ -21,9 +22,13 @@ PEEKING = {"value_gain", "self_distillation", "ranking", "delta_belief", "gvl", 
 BLIND = {"step_index", "confidence", "self_certainty"}  # of the state alone: they choose at random, as `random` does
 
 
-def steering(args: argparse.Namespace, answers: dict, policy: Callable[[], Any]) -> dict[str, Scorer]:
-    """{name: scorer of q_search.py} for --scorer; `answers` gets what serves them. `policy` gives the agent, which is
-    loaded after this call and before the first score."""
+def steering(
+    args: argparse.Namespace, answers: dict, policy: Callable[[], Any]
+) -> tuple[dict[str, Scorer], list[Path]]:
+    """{name: scorer of q_search.py} for --scorer, and the files they are made of; `answers` gets what serves them.
+
+    `policy` gives the agent, which is loaded after this call and before the first score.
+    """
     context = Context(args.env, args.run, args.sft, seed=args.seed, device=args.device, flags=args)
     if args.qnet:
         raise UserError("--qnet: scores are of the nets in --run; leave it out, or give another --out")
@@ -38,7 +43,16 @@ def steering(args: argparse.Namespace, answers: dict, policy: Callable[[], Any])
         judge = judges.load(model, args.device, args.seed) if model else None
         known = dataclasses.replace(context, judge=judge) if judge else context
         found[judges.full_name(name, judge)] = following(name, known, policy)
-    return found
+    return found, [path for name in found for path in made_of(name, context)]
+
+
+def made_of(name: str, context: Context) -> list[Path]:
+    """The files and checkpoints that a score is made of, those that are there."""
+    sft, trees, net = context.sft or context.run / "sft", context.run / "trees.jsonl", context.run / "qnet"
+    codes = [path for path in context.code if path.stem == name]
+    paths = {"learned": [context.run / name], "tree": [trees], "policy": [sft, context.base], "hindsight": [sft, net],
+             "embedding": [sft, trees], "code": codes}.get(family(name, context), [])  # fmt: skip
+    return [path for path in paths if path and path.exists()]
 
 
 def following(name: str, context: Context, policy: Callable[[], Any]) -> Scorer:
