@@ -127,7 +127,13 @@ def step(optimizer: torch.optim.Optimizer, lr: float, number: int) -> None:
     """One update, the `number`-th from 1: gradients clipped, the rate rises linearly and then is constant."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     processes.sum_gradients(parameters)
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    try:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        if "non-finite" not in str(error):
+            raise
+        said = f"update {number}: the gradient is not finite, so the training has diverged"
+        raise UserError(f"{said}: --overwrite and a lower --lr than {lr:g} start again") from None
     for group in optimizer.param_groups:
         group["lr"] = lr * min(1.0, number / WARMUP)
     optimizer.step()

@@ -387,6 +387,11 @@ def test_an_early_stop_is_validated_and_final(fake_world, agent, tmp_path, monke
     assert train(tmp_path, agent, *flags) == lines
 
 
+def test_a_training_that_diverges_ends_with_a_message(fake_world, agent, tmp_path):
+    with pytest.raises(UserError, match=r"update 2: the gradient is not finite.* lower --lr than 1e\+30"):
+        train(tmp_path, agent, "--budget", "1e9", "--lr", "1e30")
+
+
 def test_without_its_weights_a_training_is_not_begun_anew(fake_world, agent, tmp_path):
     budget = ["--budget", "300", "--budget-in", "env_steps"]
     lines, made = train(tmp_path, agent, *budget), contents(tmp_path)
