@@ -289,11 +289,12 @@ def main(argv: list[str] | None = None) -> None:
     tasks = env.task_ids(args.split)[args.skip :][: args.limit or None]
     if not tasks:
         raise UserError(f"{args.env}: no tasks in --split {args.split}, --skip {args.skip}")
-    answers, scorers, chat, policy, qnet = {}, {}, None, None, None
+    my_share(tasks, args.shard)  # a wrong one is told before models are loaded
+    answers, scorers, made_of, chat, policy, qnet = {}, {}, [], None, None, None
     if "scorer" in args.method:
         from experiments.qval.steering import steering
 
-        scorers = steering(args, answers, lambda: policy)
+        scorers, made_of = steering(args, answers, lambda: policy)
     plan = methods(args, env, scorers)
     if any(method.scorer.uses_q or method.select == "q" for method in plan):
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args)
@@ -310,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     free = ("method", "M", "N", "select", "split", "skip", "scorer", *SAMPLING_FREE)  # each line says its own
-    out = Output(args, complete_results, [args.sft, args.qnet], free, identity)
+    out = Output(args, complete_results, [args.sft, args.qnet, *made_of], free, identity)
     finished = {identity(record): record for record in out.records}
     sources = {"demonstrations": args.sft if policy else None, "trees": args.qnet if qnet else None}
     leaks = {name: leaked(env, tasks, learned_from(path, args), name) if path else 0 for name, path in sources.items()}

@@ -222,6 +222,8 @@ def main(argv: list[str] | None = None) -> None:
     run = args.run or sources[0][1].parent
     groups = read_results(sources)
     out = args.out or run / "report.html"
+    if out.suffix == ".md":
+        raise UserError(f"{out}: the page is HTML, and its tables go beside it as .md: name the page .html")
     out.parent.mkdir(parents=True, exist_ok=True)
     trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if p.exists()), None)
 

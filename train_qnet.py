@@ -35,7 +35,7 @@ from environments import UserError
 from qlass import metadata, models, processes, stage
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
-from qlass.jsonl import checkpoint_folder, read_trees, replacing_folder
+from qlass.jsonl import checkpoint_folder, read_object, read_trees, replacing_folder, wrong
 from qlass.locks import only_writer, release
 from qlass.memory import check_memory, estimate
 from qlass.packing import PackedPairs, Pair, loss_tokens, pack_pairs, packed_loss, packed_scores, pairs_of
@@ -126,13 +126,16 @@ class QNet(nn.Module):
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
         kind = transformers.AutoModel
         backbone, chat = models.load_checkpoint(folder, kind, device, load_in, plain=plain, rendering=rendering)
+        about = read_object(folder / "qnet.json")
+        kinds = {"hidden": lambda v: type(v) is int and v > 0, "readout": lambda v: v in ("last", "mean")}
+        if mistake := wrong(about, kinds, kinds):
+            raise UserError(f"{folder / 'qnet.json'}: {mistake}; train_qnet.py writes one")
         try:
-            about = json.loads((folder / "qnet.json").read_text(encoding="utf-8"))
             qnet = cls(backbone, chat, about["hidden"], readout or about["readout"], **options)
             qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
-        except (KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
-            wrong = str(error).splitlines()[0]
-            raise UserError(f"{folder}: no value head that fits its backbone ({wrong}); mixed from two?") from None
+        except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+            why = str(error).splitlines()[0]
+            raise UserError(f"{folder}: no value head that fits its backbone ({why}); mixed from two?") from None
         return qnet.to(backbone.device).eval()
 
 

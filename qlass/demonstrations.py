@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from environments import UserError
 from envs import TextEnv
@@ -65,9 +64,9 @@ def first_observation(state: State) -> tuple[int, str]:
     return at, told[at].strip()
 
 
-def known_id(record: dict, env: TextEnv) -> Any:
+def known_id(record: dict, env: TextEnv) -> str | None:
     """The id of a record's task, its own or ETO's; None: only its words tell the task."""
-    return env.published_id(record) if record.get("task_id") is None else record["task_id"]
+    return env.published_id(record) if record.get("task_id") is None else str(record["task_id"])
 
 
 def by_agent(record: dict) -> bool:

@@ -145,8 +145,9 @@ def replacing(path: str | Path) -> Iterator[Any]:
     One process at a time writes it. A draft that a killed one left is written over.
     """
     path = Path(path)
-    if path.is_dir():
-        raise UserError(f"{path}: a folder, where a file is to be written: name another")
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a device"
+        raise UserError(f"{path}: {kind}, where a file is to be written: name another")
     draft = path.with_name(f".{path.name}.draft")
     with locked(path):
         try:

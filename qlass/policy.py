@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import transformers
 from environments import UserError
 from qlass.chat import Chat, Rendering, State, uniforms
 from qlass.driver import Candidate, Likelihood, Sample
+from qlass.metadata import read_meta
 from qlass.models import load_chat, load_checkpoint
 from qlass.prompt_cache import PlainReader, Prompt, Row, reader
 from qlass.server import ServerPolicy
@@ -316,7 +318,9 @@ def rendering_of(folder: Path, args: argparse.Namespace, names: Sequence[str] = 
 
 def load_agent(args: argparse.Namespace) -> Policy | ServerPolicy:
     """The agent that the flags describe: --sft here, or its tokenizer with --server."""
-    rendering = rendering_of(args.sft, args)
+    rendering, made = rendering_of(args.sft, args), read_meta(args.sft.absolute()).get("arguments", {})
+    if made.get("env", args.env) != args.env:
+        print(f"warning: {args.sft} was trained on --env {made['env']}, not on {args.env}", file=sys.stderr)
     if args.server:
         return ServerPolicy(args.server.split(","), load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
     return Policy.load(

@@ -112,7 +112,7 @@ def at_least(low: float, kind: Callable[[str], T] = int, below: float = float("i
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__}") from None
-        if not low <= value <= below:  # also refuses nan
+        if not low <= value <= below or value == float("inf"):  # also refuses nan
             bounds = f"{low} or more" if below == float("inf") else f"{low} to {below}"
             raise argparse.ArgumentTypeError(f"{text} is out of range: {bounds}")
         return value

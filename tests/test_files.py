@@ -70,6 +70,13 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("x.jsonl", "old")]
 
 
+def test_a_file_does_not_take_the_place_of_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="a device"):
+        jsonl.write_jsonl(tmp_path / "pipe", [{}])
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_a_checkpoint_takes_the_place_of_an_older_one_alone(tmp_path):
     folder = jsonl.checkpoint_folder(tmp_path / "deep" / "sft")
     for text in ("old", "new"):
@@ -369,6 +376,12 @@ def test_mistakes_end_in_one_line_and_code_2(capsys):
     assert exits(interrupt, capsys)[0] == 130
     with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
         stage.run_stage(lambda: 1 / 0)
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "-1", "1e999"])
+def test_a_number_without_an_end_is_none(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="out of range: 0 or more"):
+        stage.at_least(0, float)(text)
 
 
 @pytest.mark.parametrize("argv", [["--env", "chess"], ["--seed", "x"], ["--no-such-flag"]])

@@ -1,6 +1,7 @@
 """Algorithm 4 and its baselines on a written world: who takes which path with which Q, and what it costs."""
 
 import json
+import shutil
 
 import pytest
 from fakes import WORLD, FakeEnv, Script, best, dump, path_of, run, say, tiny_backbone, word_chat
@@ -404,6 +405,15 @@ def test_a_retrained_qnet_does_not_go_on_with_the_old_ones_lines(search, tmp_pat
     (mine / "head.safetensors").write_bytes((mine / "head.safetensors").read_bytes()[:-1] + b"?")
     with pytest.raises(UserError, match=r"another .*qnet"):
         search("--qnet", str(mine))
+
+
+def test_an_agent_of_another_environment_is_told(search, tmp_path, agent, capsys):
+    copy = shutil.copytree(agent, tmp_path / "shopper")
+    (tmp_path / "shopper.meta.json").write_text(json.dumps({"arguments": {"env": "webshop"}, "inputs": {}}))
+    search("--method", "greedy")
+    assert "was trained on" not in capsys.readouterr().err
+    search("--method", "greedy", "--sft", str(copy), out="other.jsonl")
+    assert f"warning: {copy} was trained on --env webshop, not on frozenlake" in capsys.readouterr().err
 
 
 def test_wrong_inputs_are_named(search, tmp_path, agent, monkeypatch):

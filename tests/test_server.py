@@ -248,9 +248,10 @@ def saved(folder, chat):
 def arguments(folder, *argv: str):
     parser = ArgumentParser()
     add_sampling(parser)
-    for name in ("--sft", "--device", "--load-in"):
+    for name in ("--device", "--load-in"):
         parser.add_argument(name)
-    parser.set_defaults(seed=0, temperature=None)
+    parser.add_argument("--sft", type=Path)
+    parser.set_defaults(env="webshop", seed=0, temperature=None)
     return parser.parse_args(["--sft", str(folder), *argv])
 
 

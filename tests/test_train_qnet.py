@@ -199,7 +199,10 @@ def test_a_qnet_comes_back_from_its_folder(tmp_path):
     assert QNet.from_pretrained(folder, readout="last").readout == "last"
 
 
-@pytest.mark.parametrize("damage", ["no head", "head of another size", "cut head", "no qnet.json", "bad qnet.json"])
+@pytest.mark.parametrize("damage", [
+    "no head", "head of another size", "cut head", "no qnet.json", '{"hidden": ', "[]",
+    '{"hidden": "x", "readout": "last"}', '{"hidden": 8, "readout": "first"}', '{"readout": "last"}',
+])  # fmt: skip
 def test_a_mixed_or_damaged_qnet_is_named_in_one_line(tmp_path, damage):
     qnet().save_pretrained(tmp_path)
     head, about = tmp_path / "head.safetensors", tmp_path / "qnet.json"
@@ -212,7 +215,7 @@ def test_a_mixed_or_damaged_qnet_is_named_in_one_line(tmp_path, damage):
     elif damage == "no qnet.json":
         about.unlink()
     else:
-        about.write_text('{"hidden": ')
+        about.write_text(damage)
     with pytest.raises(UserError, match=str(tmp_path)) as error:
         QNet.from_pretrained(tmp_path)
     assert "\n" not in str(error.value)
