@@ -336,6 +336,21 @@ def test_predictions_in_qvals_layout_and_back(tmp_path):
     (tmp_path / "zzz.json").write_text((tmp_path / "theirs.json").read_text())
     with pytest.raises(UserError, match="two files are predictions of 'theirs'"):
         read(tmp_path, points)
+    (tmp_path / "zzz.json").write_text(json.dumps(single | {"method_name": "zzz", "config": {"family": "zzz"}}))
+    assert read(tmp_path, points)[1]["zzz"] == "judge"
+    for damage in ("{", "[]", "{}", '{"method_name": "zzz", "values": ["x"]}', '{"method_name": 1, "values": []}'):
+        (tmp_path / "zzz.json").write_text(damage)
+        with pytest.raises(UserError, match=r"zzz\.json"):
+            read(tmp_path, points)
+
+
+def test_a_wrong_flag_deletes_nothing(tmp_path):
+    (tmp_path / "qval").mkdir()
+    (tmp_path / "qval/points.jsonl").write_text("{}")
+    with pytest.raises(UserError, match="nosuch"):
+        qval.main(["--env", "frozenlake", "--run", str(tmp_path), "--references", "exact", "--actor", "expert",
+                   "--overwrite", "--split", "nosuch"])  # fmt: skip
+    assert (tmp_path / "qval/points.jsonl").exists()
 
 
 @pytest.mark.parametrize("stem", ["code", "qnet_like", "ranking"])

@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     rendering = context.policy.chat.rendering if args.sft else Rendering()
     answers = {Sample: lambda requests: context.policy.sample(requests), Call: answer}
 
-    if args.overwrite:
+    if args.overwrite and env.task_ids(args.split):  # a wrong split is told before anything is lost
         start_again(args.out)
 
     def timed(path: Path, records: Any, total: int | None, *names: str) -> list:

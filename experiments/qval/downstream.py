@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from environments import UserError
-from qlass.jsonl import read_jsonl, replacing
+from qlass.jsonl import is_number, is_text, read_jsonl, replacing, wrong
 from qlass.stage import run_stage
 from qlass.stats import Estimate, spearman
 from reporting.figures import STYLE, save
@@ -59,7 +59,9 @@ def rewards(path: Path, env: str) -> dict[str, dict[str, float]]:
     """{scorer: {task: reward}} of the lines of --method scorer in a results file of this environment."""
     found: dict[str, dict[str, float]] = {}
     for record in read_jsonl(path):
-        if record["method"] == "scorer":
+        if record.get("method") == "scorer":
+            if mistake := wrong(record, {"player": is_text, "reward": is_number}, ["player", "task_id", "reward"]):
+                raise UserError(f"{path}: {mistake}; is it of q_search.py --method scorer?")
             if record.get("env") != env:
                 raise UserError(f"{path}: of {record.get('env')}, not of {env}")
             if record["task_id"] in (of := found.setdefault(record["player"], {})):

@@ -22,11 +22,15 @@ from experiments.qval import downstream, metrics
 from experiments.qval import labels as reference_labels
 from experiments.qval.metrics import Alignment, alignment, as_ranks
 from experiments.qval.points import Point
-from qlass.jsonl import replacing
+from qlass.jsonl import is_number, is_text, maybe, read_object, replacing, wrong
 from qlass.stats import Estimate, bootstrap, by_task, holm, spearman
 from reporting.figures import SERIES, STYLE, save
 
 FAMILIES = downstream.FAMILIES
+KINDS = {  # of a file of predictions
+    "method_name": is_text, "values": lambda v: isinstance(v, list) and all(map(maybe(is_number), v)),
+    "config": maybe(lambda v: isinstance(v, dict)), "metadata": maybe(lambda v: isinstance(v, dict)),
+}  # fmt: skip
 NOTE = (
     "rho: Spearman per state, mean of the tasks' means, 95 % over tasks. tied: states whose labels are all equal, or "
     "with one candidate; no rho there. minus {against}: the difference in rho on the states that both have, p by sign "
@@ -61,7 +65,9 @@ def read_prediction(path: Path, points: Sequence[Point]) -> tuple[str, dict, lis
 
     A file with one value a point knows the actions taken alone.
     """
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = read_object(path)
+    if mistake := wrong(record, KINDS, ["method_name", "values"]):
+        raise UserError(f"{path}: {mistake}; delete it, or name another --out")
     values, config, metadata = record["values"], record.get("config") or {}, record.get("metadata") or {}
     if "candidate_values" in metadata:
         found = metadata["candidate_values"]
@@ -91,7 +97,7 @@ def made_from(path: Path, sources: dict[str, str]) -> bool:
 
 
 def config_of(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")).get("config") or {}
+    return read_object(path).get("config") or {}
 
 
 def read_predictions(
@@ -109,7 +115,7 @@ def read_predictions(
     called = [name for name, *_ in read]
     if twice := [name for name in called if called.count(name) > 1]:
         raise UserError(f"{folder}: two files are predictions of {twice[0]!r}: rename one's method_name, or delete it")
-    families = {name: config.get("family", "judge") for name, config, _ in read}
+    families = {name: family if (family := config.get("family")) in FAMILIES else "judge" for name, config, _ in read}
     return {name: some for name, _, some in read}, families, stale
 
 
