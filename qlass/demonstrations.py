@@ -103,9 +103,9 @@ def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
         checkpoint = checkpoint if checkpoint.name else checkpoint.absolute()
         made = read_meta(checkpoint).get("arguments", {})
         if is_text(made.get("expert")):
-            found = located(made, "expert", checkpoint)
+            found = located(made, made["expert"], checkpoint)
             return (found, made.get("n_expert")) if found and found.is_file() else (None, None)
-        before = located(made, "sft", checkpoint) if is_text(made.get("sft")) else None
+        before = located(made, made["sft"], checkpoint) if is_text(made.get("sft")) else None
         if before is None:
             break
         checkpoint = before

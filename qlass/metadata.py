@@ -12,7 +12,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -105,13 +105,23 @@ def sha256(path: Path) -> str:
     return DIGESTS[key]
 
 
-def located(arguments: dict[str, Any], name: str, output: Path) -> Path | None:
-    """The file or folder that an argument of `output` names: where it says or, of a moved run folder, beside it."""
-    named = Path(arguments[name])
+def located(arguments: dict[str, Any], named: str | Path, output: Path) -> Path | None:
+    """The file or folder that `output` was made from: where its metadata say or, of a moved run folder, beside it."""
+    named = Path(named)
     places = [named, output.parent / named.name]
     if named.parent == Path(str(arguments.get("out"))).parent:  # of one folder, then as now
         places.reverse()
     return next((path for path in places if path.exists()), None)
+
+
+def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
+    """(what was made, what it was made from and has changed since), of an output and of all that it comes from."""
+    meta = read_meta(output)
+    for source, digest in meta.get("inputs", {}).items():
+        if path := located(meta.get("arguments", {}), source, output):
+            if sha256(path) != digest:
+                yield output, path
+            yield from outdated(path)
 
 
 def same_arguments(

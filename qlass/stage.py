@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from environments import UserError
 from qlass.jsonl import Resumable, complete_records, dumps, write_jsonl
 from qlass.locks import only_writer, release
-from qlass.metadata import meta_path, read_meta, same_arguments, sha256, write_meta
+from qlass.metadata import meta_path, outdated, read_meta, same_arguments, write_meta
 
 T = TypeVar("T")
 
@@ -155,10 +155,9 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
         said = f"{default} is {state}: making it with {command_line(stage)} {' '.join(argv)} ({made_by.TAKES})"
         print(said, flush=True)
         made_by.main(argv)
-    for source, digest in read_meta(default).get("inputs", {}).items():
-        if Path(source).exists() and sha256(Path(source)) != digest:
-            said = f"made from another {source} than there is now: {command_line(stage)} --overwrite makes it again"
-            print(f"warning: {default} was {said}", file=sys.stderr)
+    for made, source in dict.fromkeys(outdated(default)):
+        way_out = f"{command_line(stage)} --overwrite makes it again" if made == default else "make it again first"
+        print(f"warning: {made} was made from another {source} than there is now: {way_out}", file=sys.stderr)
     return default
 
 

@@ -334,6 +334,15 @@ def test_an_input_made_from_what_has_changed_since_is_told(tmp_path, capsys):
     stage.needed(None, labels, "bellman", args)
     told = capsys.readouterr().err
     assert f"{labels} was made from another {trees} than there is now" in told and "--overwrite" in told
+    (tmp_path / "qnet").mkdir()
+    metadata.write_meta(tmp_path / "qnet", args, [labels], seconds=1)
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    stage.needed(None, moved / "qnet", "train_qnet", args)  # of labels that are out of date
+    told = capsys.readouterr().err
+    assert told.startswith(f"warning: {moved / 'q_labels.jsonl'} was made from another {moved / 'trees.jsonl'} than")
+    (moved / "q_labels.jsonl").write_text("{}\n{}\n")
+    stage.needed(None, moved / "qnet", "train_qnet", args)
+    assert f"warning: {moved / 'qnet'} was made from another {moved / 'q_labels.jsonl'}" in capsys.readouterr().err
 
 
 def test_shards_join_into_the_file_that_one_process_would_have_written(tmp_path):
