@@ -118,7 +118,8 @@ def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
     """(what was made, what it was made from and has changed since), of an output and of all that it comes from."""
     meta = read_meta(output)
     for source, digest in meta.get("inputs", {}).items():
-        if path := located(meta.get("arguments", {}), source, output):
+        path = located(meta.get("arguments", {}), source, output)
+        if path and path.resolve() != output.resolve():  # labels may be made anew in their own place
             if sha256(path) != digest:
                 yield output, path
             yield from outdated(path)

@@ -334,6 +334,12 @@ def test_an_input_made_from_what_has_changed_since_is_told(tmp_path, capsys):
     stage.needed(None, labels, "bellman", args)
     told = capsys.readouterr().err
     assert f"{labels} was made from another {trees} than there is now" in told and "--overwrite" in told
+    metadata.write_meta(labels, args, [trees, labels], seconds=1)  # made anew in their own place
+    labels.write_text("{}\n\n")
+    assert list(metadata.outdated(labels)) == []
+    labels.write_text("{}\n")
+    metadata.write_meta(labels, args, [trees], seconds=1)
+    trees.write_text("{}\n{}\n{}\n")
     (tmp_path / "qnet").mkdir()
     metadata.write_meta(tmp_path / "qnet", args, [labels], seconds=1)
     moved = tmp_path.rename(tmp_path.with_name("moved"))
