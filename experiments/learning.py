@@ -201,7 +201,9 @@ def learn(
     def complete(lines: list[dict]) -> int:
         if len(lines) > 1 and not saved["lines"]:
             raise UserError(f"{resume}: missing, so {args.out} can't be continued: --overwrite starts it again")
-        return saved["lines"] if len(lines) >= saved["lines"] else 0
+        if 0 < len(lines) < saved["lines"]:
+            raise UserError(f"{args.out}: has lost lines that {resume} knows of: --overwrite starts it again")
+        return saved["lines"] if lines else 0
 
     tested = env.task_ids("val")[: args.val or None]
     if not tested:

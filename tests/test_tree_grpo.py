@@ -395,6 +395,11 @@ def test_a_training_that_diverges_ends_with_a_message(fake_world, agent, tmp_pat
 def test_without_its_weights_a_training_is_not_begun_anew(fake_world, agent, tmp_path):
     budget = ["--budget", "300", "--budget-in", "env_steps"]
     lines, made = train(tmp_path, agent, *budget), contents(tmp_path)
+    log = tmp_path / "sft-tree_grpo.updates.jsonl"
+    log.write_bytes(made[0].splitlines(keepends=True)[0])
+    with pytest.raises(UserError, match="has lost lines"):
+        train(tmp_path, agent, "--budget", "9e9")
+    log.write_bytes(made[0])
     (tmp_path / "sft-tree_grpo.resume.pt").write_bytes(b"cut short")
     with pytest.raises(UserError, match=r"resume\.pt: can't be read"):
         train(tmp_path, agent, "--budget", "9e9")
