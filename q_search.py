@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
     tasks = env.task_ids(args.split)[args.skip :][: args.limit or None]
     if not tasks:
         raise UserError(f"{args.env}: no tasks in --split {args.split}, --skip {args.skip}")
-    my_share(tasks, args.shard)  # a wrong one is told before models are loaded
+    mine = my_share(tasks, args.shard)
     answers, scorers, made_of, chat, policy, qnet = {}, {}, [], None, None, None
     if "scorer" in args.method:
         from experiments.qval.steering import steering
@@ -320,7 +320,7 @@ def main(argv: list[str] | None = None) -> None:
     for method in plan:
         about = {"env": env.name, "split": args.split, "label": args.label, "method": method.name, "M": method.M}
         about |= {"N": method.N, "select": method.select, "player": method.player, "seed": args.seed}
-        lines = {t: {"task_id": t, "type": env.task_type(t)} | about for t in my_share(tasks, args.shard)}
+        lines = {t: {"task_id": t, "type": env.task_type(t)} | about for t in mine}
         todo = [t for t in lines if identity(lines[t]) not in finished]
         if args.paraphrase is not None and policy:
             paraphraser = Server(args.paraphrase_server) if args.paraphrase_server else by_rules(env)

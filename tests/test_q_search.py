@@ -427,6 +427,9 @@ def test_wrong_inputs_are_named(search, tmp_path, agent, monkeypatch):
     (tmp_path / "broken.jsonl").write_text('{"method"\n{}\n')
     with pytest.raises(UserError, match=r"broken\.jsonl:1"):
         search(out="broken.jsonl")
+    with pytest.raises(UserError, match=r"--shard 1/9: there are 3 tasks"):
+        search("--shard", "1/9", out="shared.jsonl")
+    assert not list(tmp_path.glob("shared*"))
     monkeypatch.setattr(FakeEnv, "task_ids", lambda self, split: [])
     with pytest.raises(UserError, match="no tasks"):
         search(out="empty.jsonl")

@@ -378,6 +378,8 @@ def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "results.jsonl").write_text("")
     with pytest.raises(UserError, match="no result"):
         report.main([str(tmp_path)])
+    with pytest.raises(UserError, match=r"page\.md: the page is HTML"):
+        report.main([str(RESULTS), "--out", str(tmp_path / "page.md")])
 
 
 # ------------------------------------------------------------------------------------------------------------ the page

@@ -433,6 +433,8 @@ def test_mistakes_are_told_with_their_place(shop, tmp_path):
             shop(goals=[GOAL | {field: value}])
     with pytest.raises(envs.UserError, match="per_product=0: at least one goal"):
         shop(per_product=0)
+    with pytest.raises(envs.UserError, match="page_size=-1: results on a page"):
+        shop(page_size=-1)
     with pytest.raises(envs.UserError, match=r"nothing/here: found none of items_shuffle_1000.json"):
         envs.make("webshop", data="nothing/here")
     (tmp_path / "bad.json").write_text('[\n{"a": 1},\n{"b" 2}]')

@@ -66,8 +66,8 @@ class WebShopEnv(TextEnv):
             data = make_webshop.ensure(seed, writable(make_webshop.GENERATED))
         super().__init__(max_steps, instruction)
         goals = goals and Path(str(goals))
-        if not 0 <= page_size <= 1000:
-            raise UserError(f"webshop: page_size={page_size}: results on a page, 1 to 1000, or 0 for the shop's own")
+        if page_size < 0:
+            raise UserError(f"webshop: page_size={page_size}: results on a page, or 0 for the shop's own")
         page_size = page_size or engine.PAGE_SIZE
         self.shop = engine.load(Path(data), goals, title_nouns, human_goals, seed, page_size)
         self.splits = catalogue.splits(self.shop.goals, split_file, per_product)
