@@ -28,7 +28,7 @@ from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import SCORERS, Call, Context, answer, available, embeddings, scorer
 from qlass.chat import Rendering, State, parse_action, react
 from qlass.driver import Sample, Score, drive
-from qlass.jsonl import read_jsonl
+from qlass.jsonl import read_jsonl, write_jsonl
 from qlass.metadata import read_meta, write_meta
 from qlass.policy import Policy
 from qlass.stage import is_complete
@@ -181,8 +181,7 @@ def test_rollouts_on_slippery_ice_have_their_own_luck():
 @settings(max_examples=30)
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=8))
 def test_the_maximum_of_more_rollouts_is_no_less(returns):
-    records = [[{"returns": [returns[:k]]}] for k in range(1, len(returns) + 1)]
-    best = [labels.values(some, "max")[0][0] for some in records]
+    best = [labels.values([[returns[:k]]], "max")[0][0] for k in range(1, len(returns) + 1)]
     assert best == sorted(best)
 
 
@@ -193,7 +192,7 @@ def test_on_slippery_ice_the_mean_tends_to_the_exact_value_and_the_maximum_above
     assert set(labels.variants("expert", [line["returns"]])) == {"expert max", "expert mean"}
     point.restore(env)
     truth = [labels.exact(env, parse_action(a), 0.9) for a in point.candidates]
-    (mean,), (best,) = labels.values([line], "mean"), labels.values([line], "max")
+    (mean,), (best,) = labels.values([line["returns"]], "mean"), labels.values([line["returns"]], "max")
     assert mean == pytest.approx(truth, abs=0.05) and all(b > 2 * t for b, t in zip(best, truth, strict=True))
 
 
@@ -762,6 +761,15 @@ def test_the_whole_on_a_small_lake(tmp_path, agent, monkeypatch, capsys):
     assert len(rows) == 4 * 7 and all(row[0].startswith("frozenlake map=random4") for row in rows)
     with pytest.raises(UserError, match="--points 30, not 31"):
         qval.main([*flags, "--points", "31"])
+    for name, field, broken in (("points", "prefix", None), ("labels-exact", "hash", None),
+                                ("labels-exact", "returns", [[]]), ("labels-exact", "returns", [["x"]])):  # fmt: skip
+        path = folder / f"{name}.jsonl"
+        lines = list(read_jsonl(path))
+        changed = {k: v for k, v in (lines[0] | {field: broken}).items() if v is not None}
+        write_jsonl(path, [changed, *lines[1:]])
+        with pytest.raises(UserError, match=f"{name}.jsonl: has lines that this script did not write"):
+            qval.main(flags)
+        write_jsonl(path, lines)
 
 
 def summary(title, order):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +117,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.overwrite and env.task_ids(args.split):  # a wrong split is told before anything is lost
         start_again(args.out)
 
-    def timed(path: Path, records: Any, total: int | None, *names: str) -> list:
-        """Write what `records` yields to `path`, with how long it took, or read what is there."""
+    def timed(path: Path, records: Any, total: int, load: Callable, *names: str) -> list:
+        """Write what `records` yields to `path`, with how long it took, or keep what is there; then load each line."""
         depends = ("env", "run", "seed", "sft", *args.env_flags, *names)
         if path.exists():
             same_arguments(path, argparse.Namespace(**{name: getattr(args, name) for name in depends}))
@@ -127,7 +127,11 @@ def main(argv: list[str] | None = None) -> None:
             made = list(progress(records(), path.stem, total))
             write_jsonl(path, made)
             write_meta(path, args, [args.sft], cpu_seconds=time.process_time() - started)
-        return list(read_jsonl(path))
+        try:
+            return [load(record) for record in read_jsonl(path)]
+        except (KeyError, TypeError, ValueError):
+            again = "delete it, or start the study again with --overwrite"
+            raise UserError(f"{path}: has lines that this script did not write; {again}") from None
 
     def collect() -> Any:
         lots = [(task, number) for number in range(args.trajectories) for task in env.task_ids(args.split)]
@@ -138,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
         return (point.dump() for point in distinct(drive(walks, answers, env.side_by_side, in_order=True), args.points))
 
     about = ("points", "split", "trajectories", "actor", "epsilon", "candidates")
-    points = [Point.load(record) for record in timed(args.out / "points.jsonl", collect, args.points, *about)]
+    points = timed(args.out / "points.jsonl", collect, args.points, Point.load, *about)
     if not points:
         raise UserError(f"{args.env}: no trajectory of --split {args.split} is longer than three turns")
 
@@ -150,14 +154,15 @@ def main(argv: list[str] | None = None) -> None:
             return drive(made, answers, env.side_by_side, in_order=True)
 
         path = args.out / f"labels-{reference}.jsonl"
-        found = timed(path, lines, len(points), "gamma", *["K"] * labels.drawn(reference, points[0].task_id))
-        if [r["hash"] for r in found] != [p.hash for p in points]:
+        about = ("gamma", *["K"] * labels.drawn(reference, points[0].task_id))
+        found = timed(path, lines, len(points), labels.load, *about)
+        if [hash for hash, _ in found] != [p.hash for p in points]:
             raise UserError(f"{path}: labels of other points; delete it, or start the study again with --overwrite")
-        returns[reference] = [r["returns"] for r in found]
+        returns[reference] = [some for _, some in found]
         spent[reference] = read_meta(path).get("cpu_seconds", float("nan"))
         for name, how in labels.variants(reference, returns[reference]).items():
             config = {"reference": reference, "rollouts": len(returns[reference][0][0]), "discount_factor": args.gamma}
-            values = labels.values(found, how)
+            values = labels.values(returns[reference], how)
             report.write_prediction(args.out / "labels", name.replace(" ", "-"), points, values, config, "gt")
 
     wanted = [judges.full_name(name, judge) for name in args.scorers or available(context)]

@@ -20,6 +20,7 @@ import envs
 from environments import UserError
 from qlass.chat import Rendering, State, parse_action, uniforms
 from qlass.driver import ask
+from qlass.jsonl import is_number
 
 REFERENCES = {
     "frozenlake": ("exact", "expert", "policy"),
@@ -122,9 +123,16 @@ def known(env: str, reference: str) -> None:
         raise UserError(f"{env}: no {reference} labels; choose among {', '.join(references(env))}")
 
 
-def values(records: list[dict], how: str) -> list[list[float]]:
+def values(returns: list[list[list[float]]], how: str) -> list[list[float]]:
     """The labels of each point's candidates: the "max" or the "mean" of its returns."""
-    return [[float(getattr(np, how)(returns)) for returns in record["returns"]] for record in records]
+    return [[float(getattr(np, how)(some)) for some in state] for state in returns]
+
+
+def load(record: dict) -> tuple[str, list[list[float]]]:
+    """The point's hash and the returns, of a line that `label` made."""
+    if not all(some and all(map(is_number, some)) for some in record["returns"]):
+        raise ValueError(f"returns can't be {record['returns']!r}")
+    return record["hash"], record["returns"]
 
 
 def variants(reference: str, returns: list[list[list[float]]]) -> dict[str, str]:

@@ -149,7 +149,7 @@ class Study:
 
     def labels(self) -> dict[str, list[list[float]]]:
         return {
-            name: reference_labels.values([{"returns": some} for some in returns], how)
+            name: reference_labels.values(returns, how)
             for reference, returns in self.returns.items()
             for name, how in reference_labels.variants(reference, returns).items()
         }
@@ -236,11 +236,10 @@ def rollouts(study: Study) -> tuple[str, list[tuple[str, int, str, Alignment]]]:
     for reference, returns in drawn.items() if exact else ():
         most = min(len(some) for state in returns for some in state)
         for k in [2**i for i in range(most.bit_length()) if 2**i <= most]:
-            first = [{"returns": [some[:k] for some in state]} for state in returns]
+            first = [[some[:k] for some in state] for state in returns]
             for how in ("max", "mean"):
-                found.append(
-                    (reference, k, how, alignment(study.tasks, taken, reference_labels.values(first, how), exact))
-                )
+                values = reference_labels.values(first, how)
+                found.append((reference, k, how, alignment(study.tasks, taken, values, exact)))
     return truth, found
 
 
