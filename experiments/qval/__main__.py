@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
         path = args.out / f"labels-{reference}.jsonl"
         about = ("gamma", *["K"] * labels.drawn(reference, points[0].task_id))
         found = timed(path, lines, len(points), labels.load, *about)
-        if [hash for hash, _ in found] != [p.hash for p in points]:
+        if [point for point, _ in found] != [p.hash for p in points]:
             raise UserError(f"{path}: labels of other points; delete it, or start the study again with --overwrite")
         returns[reference] = [some for _, some in found]
         spent[reference] = read_meta(path).get("cpu_seconds", float("nan"))
