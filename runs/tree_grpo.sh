@@ -28,9 +28,9 @@ agent() {  # NAME SFT: a trained agent, alone and searched with the cloned agent
     variant "$1" "$1" --method greedy sample --sft "$2"
     variant "$1-old" "$1, old QNet" --method qlass -M 2 4 6 --sft "$2"
 }
-own_qnet() {  # NAME: ... and with a QNet of its own trees
-    learn_q "$RUN/$1" "$RUN/sft-$1-tokens"
-    variant "$1-own" "$1, own QNet" --method qlass -M 2 4 6 --sft "$RUN/sft-$1-tokens" --qnet "$RUN/$1/qnet"
+own_qnet() {  # NAME SFT: ... and with a QNet of its own trees
+    learn_q "$RUN/$1" "$2"
+    variant "$1-own" "$1, own QNet" --method qlass -M 2 4 6 --sft "$2" --qnet "$RUN/$1/qnet"
 }
 train() {  # MODULE NAME BUDGET FLAG...: a learner until `tokens` or `env_steps` are spent, continuing what is there
     stage -m "experiments.$1" "${common[@]}" --run "$RUN" --val $val --budget "${!3}" --budget-in "$3" --name "$2" "${@:4}"
@@ -72,9 +72,8 @@ for ((seed = 0; seed < SEEDS; seed++)); do  # the main comparison of all seeds c
 done
 for ((seed = 0; seed < SEEDS; seed++)); do  # does a QNet of the new agent's own trees serve it better?
     begin $seed
-    own_qnet tree_grpo
-    own_qnet grpo
-    own_qnet eto-siblings
+    for name in tree_grpo grpo eto-siblings eto; do own_qnet $name "$RUN/sft-$name-tokens"; done
+    own_qnet rft "$RUN/sft-rft"
 done
 for ((seed = 0; seed < SEEDS; seed++)); do  # which advantage, and does a tree gain more where the budget a task is small?
     begin $seed

@@ -169,6 +169,16 @@ def test_alfworld_has_no_thoughts_unless_they_are_asked_for(stage):
             assert {s.n_expert for s in asked["sft.py"]} == {None if fewer else 600}
 
 
+def test_each_trained_agent_is_searched_with_a_qnet_of_its_own_trees(stage):
+    asked = stages(stage("runs/tree_grpo.sh", "--seeds", "1"))
+    grown = {trees.run: trees.sft for trees in asked["build_trees.py"]}
+    own = {
+        search.qnet.parent: search.sft for search in asked["q_search.py"] if (search.label or "").endswith("own QNet")
+    }
+    assert {run.name for run in own} == {"tree_grpo", "grpo", "eto", "eto-siblings", "rft"}
+    assert own.items() <= grown.items()
+
+
 def test_ablations_play_the_same_tasks_and_are_told_apart(stage):
     asked = stages(stage("runs/ablations.sh"))
     played = asked["q_search.py"]
