@@ -30,7 +30,7 @@ def learned_from(checkpoint: Path, args: argparse.Namespace) -> tuple[Path, int 
     if any(made.get(name) != getattr(args, name) for name in ("env", *args.env_flags)):
         return f"{checkpoint.name} is of another environment, whose ids mean other tasks"
     named = is_text(made.get("labels"))
-    path, most = (located(made, made["labels"], checkpoint), None) if named else cloned_from(checkpoint)
+    path, most = (located(made, made["labels"], checkpoint), made.get("limit")) if named else cloned_from(checkpoint)
     return (path, most) if path and path.is_file() else "the file is gone"
 
 

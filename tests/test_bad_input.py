@@ -3,6 +3,7 @@
 First by hand, mistake by mistake; then by a mutator of bytes and values over every reader.
 """
 
+import argparse
 import copy
 import gc
 import gzip
@@ -606,6 +607,18 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
     assert cloned_from(made("few", expert=str(expert), n_expert=3)) == (expert, 3)
     assert cloned_from(made("circle", sft=str(tmp_path / "circle"))) == (None, None)
     assert cloned_from(made("alone", sft=None)) == (None, None)
+
+
+def test_a_qnet_of_few_trees_has_learned_from_no_others(tmp_path):
+    from qlass.leaks import learned_from
+
+    labels, qnet = tmp_path / "q_labels.jsonl", tmp_path / "qnet"
+    labels.write_text("")
+    asked = {"env": "frozenlake", "labels": str(labels)}
+    args = argparse.Namespace(env="frozenlake", env_flags=[])
+    for limit, known in (({}, None), ({"limit": None}, None), ({"limit": 3}, 3)):
+        (tmp_path / "qnet.meta.json").write_text(json.dumps({"arguments": asked | limit}))
+        assert learned_from(qnet, args) == (labels, known)
 
 
 def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world, capsys):
