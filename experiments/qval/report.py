@@ -211,7 +211,8 @@ def references_table(study: Study, found: dict[str, dict[str, Alignment]]) -> st
     labels = study.labels()
     names = list(labels)
     order = {n: [nan_last(found[n][scorer].rho.mean) for scorer in sorted(found[n])] for n in names}
-    lines = ["| labels | and | global | per state that the second orders | order of the scorers |", "|---|---|---|---|---|"]
+    lines = ["| labels | and | global | per state that the second orders | order of the scorers |"]
+    lines.append("|---|---|---|---|---|")
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
             flat = [[v for some in labels[n] for v in some] for n in (a, b)]
