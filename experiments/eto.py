@@ -12,7 +12,7 @@
                 preferred. Then the trained agent explores again
     siblings    in a state of the exploration trees, the action with the highest q is preferred to each with a lower q
 
-DPO (Rafailov et al. 2023) on what the agent does: on the tokens that it writes, as published, or, where it acts among
+DPO (Rafailov et al. 2023) on what the agent does: on the text of its actions, as published, or, where it acts among
 the valid actions, on its choice among them, as in tree_grpo. The reference is the agent that made the pairs: the agent
 at the start of the iteration, or, for siblings, RUN/sft. A beginning that two trajectories share is computed once, and
 counts for --budget once in each of the --epochs. What was only played does not count for it.
@@ -95,7 +95,7 @@ def failures(
     """Trajectories of one task whose rewards differ: of the expert and of the agent, the better one first."""
     for own in played:
         shown = expert[own["task_id"]]
-        if own["reward"] != shown["reward"]:
+        if abs(own["reward"] - shown["reward"]) > 1e-6:  # a published file may hold rounded ones
             lines = sorted((own, shown), key=lambda line: -line["reward"])
             states = [State.load(line["messages"], line.get("task", "")) for line in lines]
             better, worse = (decisions(env, rendering, own["task_id"], state) for state in states)

@@ -172,7 +172,7 @@ def why_stop(lines: Sequence[dict], budget_in: str = "tokens", patience: int = 8
     recent = lines[1:][-patience:]
     if len(recent) == patience and np.mean([line.get("flat", 0) for line in recent]) > 0.95:
         if np.mean([line["reward"] for line in recent]) > 0.9:
-            return "nearly all trajectories of a task earn the same, and much: nothing is left to learn"
+            return "nearly all trajectories of a task earn the same high reward: nothing is left to learn"
         if not any(line["reward"] for line in recent):
             return "no trajectory earns anything, so there is nothing to learn from: begin with a better agent"
         return (
@@ -187,7 +187,7 @@ def learn(
     one_batch: Callable[[dict], dict], inputs: Sequence[Path | None], passes: float,
 ) -> None:  # fmt: skip
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
-    larger --budget continues (with a validation more, where the smaller one ended).
+    larger --budget continues. The last batch of a smaller budget has been validated too.
 
     inputs: what it reads besides the agent. passes: how often a token that was spent went forward, for the report; a
     backward pass counts as two. "played" of a line, if it has that: tokens of trajectories, which went forward once.

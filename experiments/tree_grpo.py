@@ -201,7 +201,7 @@ Minibatch = list[tuple[PackedDecisions, torch.Tensor]]  # trees packed; (5, C): 
 
 @dataclasses.dataclass
 class Grown:
-    """What an update has to know of a task's trees; processes tell it each other."""
+    """What an update needs of a task's trees, which processes exchange."""
 
     shares: Shares
     rewards: np.ndarray
@@ -215,7 +215,10 @@ class Grown:
 
 @torch.no_grad()
 def prepared(model: Any, reference: Any, chat: Chat, some: Iterable[Shares]) -> tuple[Minibatch, int]:
-    """What is known of some tasks before a batch's first update, this process's share of it; the tokens of all."""
+    """Some tasks' choices, packed, with their weights, old and reference log-probabilities: this process's packs.
+
+    Returns these and the number of tokens of all packs.
+    """
     decisions, weights = [d for found in some for d in found], [w for found in some for w in found.values()]
     packs, weights = list(pack_decisions(chat, decisions, room(model))), torch.tensor(weights, device=model.device)
     batch = []
@@ -226,7 +229,7 @@ def prepared(model: Any, reference: Any, chat: Chat, some: Iterable[Shares]) -> 
 
 
 def gradients(model: Any, batch: Minibatch, kl: float, bonus: float) -> list[float]:
-    """Of the mean loss over the choices of all trajectories; returns the means of KL, entropy and what was clipped."""
+    """Backward through the mean loss over the choices of all trajectories. Returns mean KL, entropy, clipped share."""
     (n,), figures = processes.total(sum(float(known[2].sum()) for _, known in batch)), torch.zeros(3)
     for p, (up, down, visits, old, reference) in batch:
         with recomputed(model):
@@ -250,9 +253,9 @@ def one_batch(
     growing = (forest(env.fork(), tasks[i], *shape, chat.rendering, ("grpo", args.seed, batch, i)) for i in mine)
     with processes.gathered(model):
         played = drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)
-        told = {i: Grown.of(trees, args.advantage) for i, trees in zip(mine, played, strict=True)}
-        everyone = {i: one for some in processes.every(told) for i, one in some.items()}
-        grown = [everyone[i] for i in range(len(tasks))]
+        here = {i: Grown.of(trees, args.advantage) for i, trees in zip(mine, played, strict=True)}
+        by_task = {i: one for some in processes.every(here) for i, one in some.items()}
+        grown = [by_task[i] for i in range(len(tasks))]
         parts = [[one.shares for one in grown[i : i + args.minibatch]] for i in range(0, len(tasks), args.minibatch)]
         batches = [prepared(model, reference, chat, part) for part in parts]
     del policy, growing, played  # what the agent has read need not stay in memory during the updates
@@ -303,11 +306,11 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     model, reference, chat, optimizer = load(args, LR.get(args.env, LR_TINY))
-    whole = copy.copy(chat)  # trees are of the distribution that the log-probabilities are of
-    whole.rendering = dataclasses.replace(chat.rendering, top_p=1.0, top_k=0)
+    untruncated = copy.copy(chat)  # trees are of the distribution that the log-probabilities are of
+    untruncated.rendering = dataclasses.replace(chat.rendering, top_p=1.0, top_k=0)
 
     def batch(last: dict) -> dict:
-        return one_batch(model, reference, optimizer, whole, env, last, args)
+        return one_batch(model, reference, optimizer, untruncated, env, last, args)
 
     learn(args, env, model, chat, optimizer, batch, [], PASSES)
 

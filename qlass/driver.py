@@ -34,8 +34,8 @@ def ask(
     env: TextEnv, state: State, n: int, key: tuple, rendering: Rendering, temperature: float | None = None
 ) -> Sample:
     """Request n actions in the state that `env` is in, sampled as the checkpoint's rendering says."""
-    valid = tuple(react(*c) for c in env.candidates()) if rendering.candidates == "valid" else ()
-    return Sample(state, n, key, rendering.temperature if temperature is None else temperature, valid)
+    valid = dict.fromkeys(react(*c) for c in env.candidates()) if rendering.candidates == "valid" else ()
+    return Sample(state, n, key, rendering.temperature if temperature is None else temperature, tuple(valid))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,8 +36,8 @@ train() {  # MODULE NAME BUDGET FLAG...: a learner until `tokens` or `env_steps`
     stage -m "experiments.$1" "${common[@]}" --run "$RUN" --val $val --budget "${!3}" --budget-in "$3" --name "$2" "${@:4}"
 }
 keep() {  # NAME COPY: the agent as it is now
-    rm -rf "$RUN/draft" && cp -r "$RUN/sft-$1" "$RUN/draft"
-    cp "$RUN/sft-$1.meta.json" "$RUN/sft-$2.meta.json" && mv "$RUN/draft" "$RUN/sft-$2"
+    rm -rf "$RUN/draft" "$RUN/sft-$2" && cp -r "$RUN/sft-$1" "$RUN/draft" && mv "$RUN/draft" "$RUN/sft-$2"
+    cp "$RUN/sft-$1.meta.json" "$RUN/sft-$2.meta.json"  # last, since it says that the copy is complete
 }
 learn() {  # MODULE NAME FLAG...: one training, as NAME-tokens and NAME-env_steps what it is at either budget
     local budget

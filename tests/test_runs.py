@@ -5,6 +5,7 @@ The scripts run in a copy of their folder, with a `python` that only notes what 
 
 import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -196,3 +197,17 @@ def test_ablations_play_the_same_tasks_and_are_told_apart(stage):
     } <= made  # every QNet is trained before
     retrained = {s.run / f"sft-{s.name}" for s in asked["experiments.self_train"]}
     assert {s.sft for s in played if s.sft and s.sft.name.startswith("sft-")} == retrained
+
+
+def test_a_kept_agent_is_the_one_of_now_also_where_an_older_copy_lies(tmp_path):
+    script = (ROOT / "runs" / "tree_grpo.sh").read_text()
+    keep = script[script.index("keep() {") :].split("\n}\n")[0] + "\n}\n"
+    known = {"RUN": str(tmp_path), "PATH": os.environ["PATH"]}
+    for agent in ("old", "new"):
+        (tmp_path / "sft-x").mkdir(exist_ok=True)
+        (tmp_path / "sft-x" / "weights").write_text(agent)
+        (tmp_path / "sft-x.meta.json").write_text(agent)
+        subprocess.run(["bash", "-ec", keep + "keep x x-tokens"], env=known, check=True)
+        assert [path.name for path in (tmp_path / "sft-x-tokens").iterdir()] == ["weights"]
+        assert (tmp_path / "sft-x-tokens" / "weights").read_text() == agent
+        assert (tmp_path / "sft-x-tokens.meta.json").read_text() == agent

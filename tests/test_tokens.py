@@ -300,6 +300,18 @@ def test_a_request_is_rendered_as_the_checkpoint_says():
     )
 
 
+def test_an_action_that_is_offered_twice_is_drawn_no_more_often():
+    class Twice(FakeEnv):
+        def candidates(self):
+            return [*super().candidates(), ("", "left")]
+
+    env, chat = Twice(), word_chat(candidates="valid")
+    state = State.first(env, *env.reset())
+    offered = [react(*candidate) for candidate in env.candidates()]
+    request = ask(env, state, 1, ("k",), chat.rendering)
+    assert len(offered) > len(set(offered)) and list(request.valid) == list(dict.fromkeys(offered))
+
+
 def test_top_k_and_top_p_by_hand():
     p = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
     assert truncated(p) is p

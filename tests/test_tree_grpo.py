@@ -489,6 +489,18 @@ def test_free_text_and_lora_updates_train_too(fake_world, tmp_path, flags):
     assert saved.keys() == tiny_lm(chat).state_dict().keys()  # merged
 
 
+def test_an_agent_that_samples_from_its_likeliest_tokens_is_trained_on_all(fake_world, tmp_path):
+    """The ratios are of the full distribution, so the trees are drawn from it too."""
+    lines = []
+    for name, top_p in (("all", 1.0), ("likeliest", 0.01)):
+        chat = word_chat(max_new_tokens=6, top_p=top_p)
+        tiny_lm(chat).save_pretrained(tmp_path / name)
+        chat.save(tmp_path / name)
+        budget = ["--budget", "100", "--budget-in", "env_steps"]
+        lines.append(train(tmp_path / f"run-{name}", tmp_path / name, *budget, "--entropy", "0.1"))
+    assert lines[0] == lines[1] and lines[0][-1]["updates"]
+
+
 @pytest.mark.parametrize(("flags", "shared"), [([], False), (["--lora", "2"], True)])
 def test_the_reference_stays_as_it_was_and_shares_what_is_frozen(fake_world, agent, tmp_path, capsys, flags, shared):
     args = tree_grpo.arguments(["--run", str(tmp_path), "--sft", str(agent), *flags])
