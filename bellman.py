@@ -60,7 +60,8 @@ def average_rewards(tree: list[dict]) -> list[float]:
 def branch_rewards(tree: list[dict]) -> list[float]:
     """The final reward of the branch that made the node; a branch that only visited known nodes made none."""
     final = {node["branch"]: node["reward"] for node in tree if node["done"]}
-    return [final.get(node["branch"], 0.0) for node in tree]
+    rewards = [final.get(node["branch"], 0.0) for node in tree[1:]]
+    return [min(rewards, default=0.0), *rewards]  # no branch made the root, so it must not set the scale
 
 
 def min_max(values: list[float]) -> list[float]:

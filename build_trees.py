@@ -108,8 +108,8 @@ def exploration_tree(
             draws = 1 + RETRIES if len(branch) == 1 else 1
             candidates = yield ask(env, node.state, draws, (task_id, branches, node.t), rendering)
             texts = [candidate.text for candidate in candidates]
-            text = next((a for a in texts if len(branch) == 1 and action_key(a) not in node.children), texts[0])
-            branch.append(child(node, text, "policy"))
+            fresh = (text for text in texts if action_key(text) not in node.children)
+            branch.append(child(node, next(fresh, texts[0]) if len(branch) == 1 else texts[0], "policy"))
         return branch
 
     def expand(bound: float) -> Generator[Sample, list, None]:
@@ -124,15 +124,13 @@ def exploration_tree(
                     branch = branch[:2] if prune == "tail" else []
                 queue.extend(n for n in branch if n.t <= depth and not n.done)  # line 10
 
-    bound = rollouts or math.inf
-    yield from expand(bound / 2 if with_expert else bound)  # the bound leaves as much for the second pass
-    if with_expert:
-        branches += 1
+    def expert_branch() -> list[TreeNode]:
+        """tau_0, merged at the root: the demonstration, to the environment's own limit."""
         branch, known = [root], demonstrations or {}
         env.max_steps = whole
         env.reset(options={"task_id": task_id})
         played = (react(thought, action) for thought, action in env.expert(task_id))
-        for action in known.get(task_id) or known.get(root.observation.strip()) or played:  # line 11
+        for action in known.get(task_id) or known.get(root.observation.strip()) or played:
             made = branch[-1].children
             if (met := made.get(action_key(action))) and met.cut and steps != whole:
                 del made[action_key(action)]  # where the agent's limit was, a demonstration goes on
@@ -142,6 +140,13 @@ def exploration_tree(
             if branch[-1].done:
                 break
         env.max_steps = steps
+        return branch
+
+    bound = rollouts or math.inf
+    yield from expand(bound / 2 if with_expert else bound)  # the bound leaves as much for the second pass
+    if with_expert:
+        branches += 1
+        branch = expert_branch()  # line 11
         # In front: behind what the first pass left, a bound on the rollouts would never let them come up.
         queue.extendleft(n for n in reversed(branch) if n.t <= depth and not n.done)  # line 12
         yield from expand(bound + 1)  # line 13; the expert branch was no rollout
@@ -174,7 +179,7 @@ def complete_trees(records: list[dict]) -> int:
     while complete < len(records) and complete + records[complete]["nodes"] <= len(records):
         tree = records[complete : complete + records[complete]["nodes"]]
         if not tree or any(wrong(node, KINDS, FIELDS) for node in tree):
-            raise ValueError(f"tree of task {records[complete].get('task_id')} is none")
+            raise ValueError(f"the tree of task {records[complete].get('task_id')} is damaged")
         complete += len(tree)
     return complete
 
@@ -197,7 +202,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     said = "demonstrations of the expert branch (default: those that the agent was cloned from)"
     add("--expert", type=Path, metavar="FILE", help=said)
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
-    said = "what a branch without reward does not push: its nodes (line 9) or, tail, those after its first step"
+    said = "a branch without reward queues nothing (branch, line 9), or its first new node alone (tail)"
     add("--prune", choices=["branch", "tail"], default="branch", help=said)
     add("--device")
     more(made, add_loading, add_sampling)
@@ -219,6 +224,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.env}: no training tasks")
     trees = Output(args, complete_trees, [args.sft, args.expert], SAMPLING_FREE, about=lambda line: line["task_id"])
     finished = {record["task_id"] for record in trees.records}
+    steps = min(env.tree_steps, env.max_steps) if isinstance(env.max_steps, int) else env.tree_steps
     demonstrations = actions_by_task(args.expert, env, shown) if args.expert else {}
     mine = my_share(tasks, args.shard)
     if todo := [t for t in mine if t not in finished]:
@@ -228,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
         def explore(task_id: str) -> Generator:
             root = yield from exploration_tree(
                 env.fork(), task_id, rendering, args.depth, args.width, args.rollouts, not args.no_expert, args.prune,
-                demonstrations, args.steps or env.tree_steps,
+                demonstrations, args.steps or steps,
             )  # fmt: skip
             records = tree_records(env, task_id, root)
             if rendering.truncate:

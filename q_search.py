@@ -222,6 +222,8 @@ def result(started: float, task: str, reward: float, steps: list, tokens: dict, 
 def methods(args: argparse.Namespace, env: envs.TextEnv, scorers: dict[str, Scorer]) -> list[Method]:
     """What the flags ask for. `all` is the comparison at M = N, so that equal numbers of actions are sampled."""
     chosen, rules = [], [Method("rule", player=name) for name in env.rules()]
+    if "rule" in args.method and not rules:
+        raise UserError(f"--method rule: {env.name} has no rules that play it")
     demonstrator = Method("oracle" if env.omniscient else "expert")  # one who knows more than the pages is an oracle
     for name in args.method:
         if name == "all":
@@ -263,12 +265,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=at_least(0, float), metavar="T", help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--max-steps", type=at_least(1), metavar="N", help="step limit (default: the environment's)")
     add("--device")
-    said = "of --method scorer: a score of experiments/qval, or JUDGE=URL#MODEL (default: all but judges)"
+    said = "what --method scorer searches with: scores of experiments/qval, JUDGE=URL#MODEL (default: all but judges)"
     more(made, lambda made: made.add_argument("--scorer", nargs="+", metavar="NAME", help=said))
     more(made, add_paraphrases, add_loading, add_sampling)
     args = parse(made, argv)
     if args.scorer and "scorer" not in args.method:
-        raise UserError("--scorer: is of --method scorer; give both")
+        raise UserError("--scorer needs --method scorer")
     args.M = args.M or (COMPARED if "all" in args.method else [PAPER["M"]])
     args.out = args.out or args.run / "results.jsonl"
     if args.paraphrase is not None or args.paraphrase_server:

@@ -7,8 +7,9 @@
     python sft.py --env webshop --model meta-llama/Llama-2-7b-chat-hf --expert webshop_sft.json
 
 The loss is the cross-entropy of the tokens that the agent writes; instruction, observations and padding are context.
-`--model tiny` is a Llama of under a million parameters with a tokenizer of its own. Both are trained here, and it reads
-with the aids of `chat.Rendering`. Any other model keeps its tokenizer, its chat template and the paper's rendering.
+`--model tiny` is a Llama of about a million parameters at most, with a tokenizer of its own. Both are trained here, and
+it reads with the aids of `chat.Rendering`. Any other model keeps its tokenizer, its chat template and the paper's
+rendering.
 --observation-loss teaches the tiny model what a pretrained one knows: what follows an action (docs/differences.md).
 """
 

@@ -17,7 +17,6 @@ Held-out trees (one in ten) show whether QNet can rank *siblings*, which is all 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import sys
@@ -41,8 +40,8 @@ from qlass.memory import check_memory, estimate
 from qlass.packing import PackedPairs, Pair, loss_tokens, pack_pairs, packed_loss, packed_scores, pairs_of
 from qlass.policy import PROMPTED, Policy, add_prompted, rendering_of
 from qlass.prompt_cache import reader
+from qlass.ranking import policy_scores, print_ranking, sibling_accuracy
 from qlass.stage import at_least, choices, more, parse, parser, settle
-from qlass.stats import spearman
 from qlass.token_tree import batches, like_a_tree
 from qlass.training import Training, finish, is_trained
 
@@ -104,6 +103,8 @@ class QNet(nn.Module):
         prompts = [self.chat.prompt_tokens(s) for s in states]
         for n, out, _, paths in self.reader.read(values, self.backbone, self.budget, prompts, tails):
             v = out.cpu().numpy()
+            if not math.isfinite(v.sum()):
+                raise UserError("QNet's values are not finite, so they rank nothing: its training has diverged")
             for action, at in zip(fresh[states[n]], paths, strict=True):
                 self._known[states[n], action] = float(v[at[-1]] if self.readout == "last" else v[at].mean())
         return [[self._known[r.state, action] for action in r.actions] for r in requests]
@@ -135,7 +136,8 @@ class QNet(nn.Module):
             qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
         except (OSError, RuntimeError, SafetensorError, ValueError) as error:
             why = str(error).splitlines()[0]
-            raise UserError(f"{folder}: no value head that fits its backbone ({why}); mixed from two?") from None
+            said = f"no value head that fits its backbone ({why}): are these files of two checkpoints?"
+            raise UserError(f"{folder}: {said}") from None
         return qnet.to(backbone.device).eval()
 
 
@@ -196,32 +198,6 @@ def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args:
 # --------------------------------------------------------------------------------------------- can it rank siblings?
 
 
-def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], float], gap: float = 0.05) -> dict:
-    """Of the sibling pairs whose q differ by more than `gap`, the share whose scores stand in the same order.
-
-    Chance is .5. `sibling_gap`: how far apart the scores put such pairs, of what q does; near 0 a net has not looked at
-    the action yet. `own_...`: of pairs without a node of the demonstrator's, since search compares draws of the agent.
-    `spearman` is the global rank correlation, which a net that only knows V(s) can reach too.
-    """
-    flat = [(p.q, scores[p.state, p.action]) for tree in trees for p in tree]
-    rank = float(spearman(*zip(*flat, strict=True))) if len(flat) > 2 else math.nan  # also where all are equal
-    figures: dict[str, Any] = {"spearman": rank if math.isfinite(rank) else None}
-    for of, some in (("sibling", trees), ("own_sibling", [[p for p in tree if p.own] for tree in trees])):
-        right, total, apart, labelled = 0.0, 0, 0.0, 0.0
-        for tree in some:
-            siblings: dict[State, list[Pair]] = {}
-            for p in tree:
-                siblings.setdefault(p.state, []).append(p)
-            for a, b in itertools.chain(*(itertools.combinations(family, 2) for family in siblings.values())):
-                if abs(a.q - b.q) > gap:
-                    x, y = scores[a.state, a.action], scores[b.state, b.action]
-                    right += 0.5 if x == y else float((x > y) == (a.q > b.q))
-                    total, apart, labelled = total + 1, apart + abs(x - y), labelled + abs(a.q - b.q)
-        share = (right / total, apart / labelled) if total else (None, None)
-        figures |= {f"{of}_accuracy": share[0], f"{of}_pairs": total, f"{of}_gap": share[1]}
-    return figures
-
-
 def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], args: argparse.Namespace) -> dict:
     """`sibling_accuracy` of QNet on these trees, given their packs, and the mean square error of its values."""
     qnet.eval()
@@ -235,12 +211,6 @@ def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], args:
 def plain_scores(qnet: QNet, pairs: list[Pair]) -> list[float]:
     read = (pair_values(qnet, pair) for pair in pairs)
     return [float(values[-1] if qnet.readout == "last" else values[n_prompt:].mean()) for values, n_prompt in read]
-
-
-def policy_scores(policy: Policy, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
-    """log pi(a | s): the baseline that a QNet has to beat."""
-    pairs = list(dict.fromkeys((p.state, p.action) for tree in trees for p in tree))
-    return dict(zip(pairs, policy.logprobs(pairs), strict=True))
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -335,15 +305,8 @@ def main(argv: list[str] | None = None) -> None:
     release(lock)
     print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
           f"{figures['tokens']:,} of {figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
-    for name, f in (("held_out", about["held_out"]), ("training", about["training"])):
-        if f["sibling_pairs"]:
-            print(f"  {name} trees: sibling pairs ranked right {f['sibling_accuracy']:.3f} of {f['sibling_pairs']} "
-                  f"(chance .5, policy's log-probability {f['policy_sibling_accuracy']:.3f}), "
-                  f"{f['sibling_gap']:.2f} times as far apart as their q, "
-                  f"Spearman {'undefined' if f['spearman'] is None else round(f['spearman'], 3)}")  # fmt: skip
-        if 0 < f["own_sibling_pairs"] < f["sibling_pairs"]:
-            print(f"    without the demonstrator's nodes {f['own_sibling_accuracy']:.3f} of {f['own_sibling_pairs']} "
-                  f"({f['policy_own_sibling_accuracy']:.3f})")  # fmt: skip
+    for name in ("held_out", "training"):
+        print_ranking(name, about[name])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from qlass.chat import Chat, Rendering
 from qlass.jsonl import read_trees
 from qlass.models import load_chat
 from qlass.packing import PackedPairs, Pair, pack_pairs, pairs_of
-from train_qnet import sibling_accuracy
+from qlass.ranking import sibling_accuracy
 
 
 def packed(chat: Chat, pairs: list[Pair]) -> PackedPairs:

@@ -22,7 +22,8 @@ TRIED = 100  # training tasks, by whose words it is seen whether demonstrations 
 
 
 def learned_from(checkpoint: Path, args: argparse.Namespace) -> tuple[Path, int | None] | str:
-    """The file that an agent or a QNet was trained on, how many of its records (None: all); text: why not known."""
+    """The file that an agent or a QNet was trained on, and how many of its trajectories or trees (None: all); text: why
+    that is not known."""
     checkpoint = checkpoint.absolute()
     made = read_meta(checkpoint).get("arguments", {})
     if not made:
@@ -43,8 +44,8 @@ def leaked(env: TextEnv, played: Iterable[str], learned: tuple[Path, int | None]
     played, n = list(played), None
     if isinstance(learned, tuple):
         (path, most), player = learned, env.fork()
-        records = itertools.islice(records_of(path), most)
-        ids = [known_id(record, env) for _, record in records]
+        records = (record for _, record in records_of(path) if record.get("parent_id") is None)  # of a tree its root
+        ids = [known_id(record, env) for record in itertools.islice(records, most)]
         texts = [words(text) for text in openings(path, most)] if None in ids else []
         subjects = {env.subject(str(task)) for task in set(ids) - {None}}
         n = sum(env.subject(task) in subjects or told(player, task, texts) for task in played)

@@ -578,6 +578,12 @@ def test_another_task_of_the_same_product_is_a_leak(tmp_path, capsys):
     assert leaks_of(tmp_path, capsys, [{"task_id": "3", "messages": CHAT}, *learned], ["1"], most=1) == (0, "")
 
 
+def test_of_labels_so_many_trees_count_as_were_learned_from(tmp_path, capsys):
+    trees = [{"task_id": task, "node_id": n, "parent_id": n - 1 if n else None} for task in "726" for n in range(3)]
+    assert leaks_of(tmp_path, capsys, trees, ["1"], most=1) == (0, "")
+    assert leaks_of(tmp_path, capsys, trees, ["1", "7"], most=2)[0] == 2  # 1 is of the same product as 2
+
+
 def test_demonstrations_without_ids_are_known_by_their_words(tmp_path, capsys):
     def eto(said: str) -> dict:
         turns = [("human", "You shop."), ("gpt", "OK"), ("human", said), ("gpt", "Action: search[x]")]
@@ -647,5 +653,12 @@ def test_no_flag_of_a_command_is_one_of_an_environment(env):
 
 
 def test_scorers_are_of_the_method_scorer():
-    with pytest.raises(UserError, match="--method scorer; give both"):
+    with pytest.raises(UserError, match="--scorer needs --method scorer"):
         q_search.arguments(["--scorer", "random"])
+
+
+def test_an_environment_without_rules_has_none_to_play(monkeypatch, fake_world, tmp_path):
+    monkeypatch.setattr("fakes.FakeEnv.rules", lambda self: {})
+    with pytest.raises(UserError, match="--method rule: fake has no rules"):
+        q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "rule"])
+    assert not (tmp_path / "results.jsonl").exists()

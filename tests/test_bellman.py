@@ -85,8 +85,9 @@ def test_average_by_hand():
 
 
 def test_branch_reward_by_hand():
-    raw = {0: 0.0, 1: 1.0, 2: 0.2, 3: 1.0, 4: 0.5}  # the root belongs to no branch
-    assert {n: v for n, (v, _) in values(tree_by_hand(), "reward").items()} == raw
+    raw = {0: 0.2, 1: 1.0, 2: 0.2, 3: 1.0, 4: 0.5}  # the root, of no branch, does not set the scale
+    for n, (value, q) in values(tree_by_hand(), "reward").items():
+        assert (value, q) == pytest.approx((raw[n], (raw[n] - 0.2) / 0.8))
 
 
 def test_a_reward_on_the_way_counts_once_and_undiscounted():
@@ -99,6 +100,8 @@ def test_a_flat_tree_tells_nothing_apart(target):
     flat = [node(0, None), node(1, 0, branch=1), node(2, 1, branch=1, done=True), node(3, 0, branch=2, done=True)]
     assert all(v == (0.0, 0.0) for v in values(flat, target).values())
     assert values([node(0, None, 0.7)], "q") == {0: (0.7, 0.0)}  # a root alone
+    alike = [node(0, None), *(node(i, 0, 0.5, branch=i, done=True) for i in (1, 2))]
+    assert all(q == 0 for _, q in values(alike, target, gamma=1).values())  # the root too has no scale of its own
 
 
 # ----------------------------------------------------------------------------------------------------- brute force
@@ -137,7 +140,8 @@ def test_all_targets_equal_brute_force(tree, gamma):
         )
         assert average[n["node_id"]] == pytest.approx(sum(p[-1]["reward"] for p in paths) / len(paths))
         ends = [m["reward"] for m in tree if m["done"] and m["branch"] == n["branch"]]
-        assert branch[n["node_id"]] == (ends[0] if ends else 0.0)
+        assert branch[n["node_id"]] == (ends[0] if ends else 0.0) or n is tree[0]
+    assert branch[0] == min(branch[1:])  # no branch made the root, and every tree here has one
 
 
 @settings(max_examples=30, deadline=None)

@@ -274,6 +274,16 @@ def build(tmp_path, agent, fake_world):
     return command
 
 
+def test_a_lower_limit_of_the_environment_ends_the_agents_trajectories_too(build, monkeypatch):
+    ladder = {"left": {"left": {"left": {"left": 1.0}}}}
+    monkeypatch.setattr(FakeEnv.__init__, "__defaults__", (ladder, 6))
+    monkeypatch.setattr(FakeEnv, "tree_steps", 3)
+    for limit, deepest in ((2, 2), (5, 3), (None, 3)):
+        monkeypatch.setattr(FakeEnv, "max_steps", limit)
+        trees = map(json.loads, build("--no-expert", out=f"trees-{limit}.jsonl").splitlines())
+        assert max(node["depth"] for node in trees) == deepest
+
+
 def test_the_file_is_the_same_wherever_a_run_was_stopped(build, tmp_path, monkeypatch):
     whole = build()
     trees = [json.loads(line)["nodes"] for line in whole.splitlines() if b'"nodes"' in line]

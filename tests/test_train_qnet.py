@@ -25,7 +25,8 @@ from qlass.driver import Score
 from qlass.packing import Pair, pack_pairs, packed_loss, packed_scores, pairs_of, qnet_scores
 from qlass.policy import Policy
 from qlass.prompt_cache import PromptCache
-from train_qnet import QNet, pair_loss, sibling_accuracy
+from qlass.ranking import sibling_accuracy
+from train_qnet import QNet, pair_loss
 
 LOSSES = ["all", "action", "last"]
 
@@ -184,6 +185,14 @@ def test_scores_follow_the_weights():
     with torch.no_grad():
         net.head[-1].bias += 1
     assert net.score([request])[0][0] == pytest.approx(before[0][0] + 1, abs=1e-5)
+
+
+def test_values_that_are_no_numbers_rank_nothing():
+    net = qnet()
+    with torch.no_grad():
+        net.head[-1].bias += torch.nan
+    with pytest.raises(UserError, match="not finite"):
+        net.score([Score(TREE[0].state, (TREE[0].action,))])
 
 
 def test_a_qnet_comes_back_from_its_folder(tmp_path):
