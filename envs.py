@@ -150,7 +150,7 @@ class TextEnv(gymnasium.Env):
         raise NotImplementedError
 
     def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """The best player there is. It may know what no page has shown: a ceiling, never a demonstrator."""
+        """The best player there is. It may know what no page has shown: an oracle, never a demonstrator."""
         return self.expert(task_id)
 
     def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:

@@ -10,7 +10,7 @@ Writes report.html (self-contained: opens from the disk, without a network), rep
 
 Every number is a mean over tasks with its 95 % interval (qlass/stats.py). Methods are compared on the same tasks,
 and a difference whose interval contains 0 is called "undecided". A method that looks at the environment's true
-reward before it answers is marked "oracle": it shows a ceiling, not what an agent could do.
+reward before it answers is marked "oracle": no agent could do what it does.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def number(value: float, digits: int = 0) -> str:
 
 def results_table(groups: Sequence[Group]) -> Table:
     head = ["environment", "method", "M", "N", "reward [95 %]", "tasks", "seeds (their means)", "success"]
-    head += ["zero reward", "generated tokens", "total tokens", "env steps", "seconds", "paper"]
+    head += ["zero reward", "generated tokens", "total tokens", "env steps", "paper"]
     rows = []
     for group in groups:
         m = group.condition
         rows.append([m.env, m.name, str(m.M or "–"), str(m.N or "–"), f"{group.reward}", str(group.reward.n)])
         rows[-1] += [group.seeds(), number(group.mean("success"), 3), f"{group.zero_share():.3f}"]
         rows[-1] += [number(group.mean("generated")), number(group.mean("total")), number(group.mean("env_steps"), 1)]
-        rows[-1] += [number(group.mean("seconds"), 2), m.paper]
+        rows[-1].append(m.paper)
     return head, rows
 
 

@@ -173,7 +173,8 @@ Example = tuple[list[int], list[bool]]
 
 
 def examples_of(chat: Chat, state: State, args: argparse.Namespace) -> Iterator[Example]:
-    """The trajectory or, where an observation says all, each action alone, for --observation-loss before its answer."""
+    """One example a trajectory or, where an observation says all, one an action; the latter are followed by the next
+    observation with --observation-loss."""
     length = len(state.messages)
     for n in range(len(opening(state)) + 1, length + 1, 2) if chat.rendering.markov else [length]:
         shown = [n, n + 1] if args.observation_loss and n < length else [n]
@@ -233,7 +234,7 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
 
 @torch.no_grad()
 def validate(model: Any, chat: Chat, examples: list[Example], args: argparse.Namespace) -> dict:
-    """Loss a token, and the share of turns whose every token is the likeliest, behind the expert's own history."""
+    """Loss a token, and the share of actions whose every token is the likeliest, given the expert's own history."""
     if not examples:
         return {}
     model.eval()

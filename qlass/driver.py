@@ -70,7 +70,7 @@ PATIENCE = 600  # seconds that an environment may take for a turn
 def in_time() -> Iterator[None]:
     """UserError if the block takes longer than PATIENCE, as where an engine hangs.
 
-    Counted in ten parts: a process that was halted for long hears of one of them.
+    Counted in ten intervals, so that a suspended process loses at most one when it continues.
     """
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield

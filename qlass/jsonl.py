@@ -23,7 +23,7 @@ def parse_json(content: bytes) -> Any:
     """The value of JSON; NaN and Infinity, which Python's reader allows, are none. ValueError says what is wrong."""
 
     def no_number(name: str) -> NoReturn:
-        raise ValueError(f"not valid JSON ({name} is no number)")
+        raise ValueError(f"not valid JSON ({name} is not a number)")
 
     try:
         value = json.loads(content.decode(), parse_constant=no_number)

@@ -1,7 +1,7 @@
 """Were the tasks that are played also learned from?
 
 A published split may overlap (WebShop's do, in 21 tasks), so what is found is a warning and a figure, no refusal. What
-can't be told is said too: None is not 0.
+is not known is said too: None is not 0.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def leaked(env: TextEnv, played: Iterable[str], learned: tuple[Path, int | None]
     """How many of the played tasks are about what was learned from, the same task or product; a line where any are.
 
     Demonstrations without ids (ETO's of WebShop) are known by their words: a task's first observation or, where that
-    has other words too, its instruction. None, with a line, where nothing can be told.
+    has other words too, its instruction. None, with a line, where nothing is known.
     """
     played, n = list(played), None
     if isinstance(learned, tuple):
@@ -53,7 +53,7 @@ def leaked(env: TextEnv, played: Iterable[str], learned: tuple[Path, int | None]
             n, learned = None, f"{path.name} has no task ids, and none of its texts is of a task known here"
         player.close()
     if n is None:
-        print(f"warning: whether tasks played are also in the {source} can't be told: {learned}", file=sys.stderr)
+        print(f"warning: whether tasks played are also in the {source} is not known: {learned}", file=sys.stderr)
     elif n:
         print(f"warning: {n} of {len(played)} tasks played are also in the {source}", file=sys.stderr)
     return n

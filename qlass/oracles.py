@@ -1,4 +1,4 @@
-"""Scorers of candidates that see the environment's truth: what Q-guided search could reach at best."""
+"""Scorers of candidates that see the environment's truth: oracles, to compare Q with."""
 
 from __future__ import annotations
 

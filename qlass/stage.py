@@ -111,7 +111,8 @@ def at_least(low: float, kind: Callable[[str], T] = int, below: float = float("i
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__}") from None
+            expected = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
         if not low <= value <= below or value == float("inf"):  # also refuses nan
             bounds = f"{low} or more" if below == float("inf") else f"{low} to {below}"
             raise argparse.ArgumentTypeError(f"{text} is out of range: {bounds}")
@@ -133,8 +134,8 @@ def must_exist(*named: Path | None) -> None:
 def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
     """The input of a stage: what was named, or else the earlier stage's output, made now if it is missing.
 
-    What a stopped stage left resumes first, if it was begun with the arguments that would make it now. With others it
-    is for its owner to resume, so that a failed large model never becomes a tiny one, nor ten trees a run's.
+    What a stopped stage left resumes first, if it was begun with the arguments that would make it now. One begun with
+    others is left for the user to resume, so that a failed large model never becomes a tiny one, nor ten trees a run's.
     """
     must_exist(named)
     if named is not None:

@@ -34,7 +34,7 @@ METHODS = {  # in the order of the table
     "best_of_n": "best-of-N",
     "likeliest": "search by the agent's log-probability",
     "qlass": "QLASS",
-    "oracle_step": "step scorer by true reward (oracle)",
+    "oracle_step": "choice by true value (oracle)",
     "oracle_lookahead": "look-ahead of the released code (oracle)",
 }
 TARGET = re.compile(r"(?:^|target[ =:_-]*)(q|avg|reward)\b")  # a process reward, in a label
@@ -107,7 +107,6 @@ class Result:
     generated: float
     total: float  # tokens: prompt computed + generated + scored
     env_steps: float
-    seconds: float
     q: list[float]  # QNet's value of each action taken, where it scored them
     where: tuple[Path, int, int]  # file, line number, byte offset
 
@@ -257,7 +256,6 @@ def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple
         generated=tokens.get("generated", 0),
         total=sum(tokens.get(part, 0) for part in ("prompt", "generated", "scored")),
         env_steps=row.get("env_steps", row.get("n_steps", len(steps))),
-        seconds=row.get("seconds", 0),
         q=[taken["q"] for step in steps if (taken := scored_candidates(step)[1])],
         where=where,
     )

@@ -659,8 +659,8 @@ def test_a_broken_game_is_reported_once_and_skipped(made, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert env.task_ids("all") == env.task_ids("all") == [f"train/{folder.name}/good"]
     [message] = caplog.messages
-    assert "skipped 3 of 4 games" in message and "cut/game.tw-pddl line 1 is no JSON, the file may be trunc" in message
-    with pytest.raises(UserError, match=r"cut' \(.*game.tw-pddl\) line 1 is no JSON"):
+    assert "skipped 3 of 4 games" in message and "cut/game.tw-pddl line 1 is not JSON, the file may be trunc" in message
+    with pytest.raises(UserError, match=r"cut' \(.*game.tw-pddl\) line 1 is not JSON"):
         env.reset(options={"task_id": f"train/{folder.name}/cut"})
     with pytest.raises(UserError, match="no playable games for the split 'test'"):
         env.task_ids("test")

@@ -74,8 +74,8 @@ TREES = [
     (tree(ROOT, LEAF).encode("utf-16"), ":1: not UTF-8 text"),
     ("[" * 100_000, ":1: not valid JSON (nested too deeply)"),
     ("1" * 5000 + "\n", ":1: "),
-    (tree(ROOT, LEAF | {"reward": float("nan")}), ":2: not valid JSON (NaN is no number)"),
-    (tree(ROOT, LEAF | {"reward": float("-inf")}), ":2: not valid JSON (-Infinity is no number)"),
+    (tree(ROOT, LEAF | {"reward": float("nan")}), ":2: not valid JSON (NaN is not a number)"),
+    (tree(ROOT, LEAF | {"reward": float("-inf")}), ":2: not valid JSON (-Infinity is not a number)"),
     (tree(ROOT, LEAF).replace('"reward": 1.0', '"reward": 1e999'), ":2: reward can't be inf"),
     (tree(ROOT, LEAF).replace('"reward": 1.0', f'"reward": 1{"0" * 400}'), ":2: reward can't be 1000"),
     (tree(ROOT, LEAF | {"reward": "1"}), ":2: reward can't be '1'"),
@@ -118,7 +118,7 @@ def test_as_deep_as_allowed_is_no_matter_of_recursion(tmp_path):
     [
         (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q; run bellman.py on it"),
         (tree(ROOT, {k: v for k, v in LEAF.items() if k != "q"}), ":2: no q; run bellman.py on it"),
-        (tree(ROOT, LEAF | {"q": float("nan")}), ":2: not valid JSON (NaN is no number)"),
+        (tree(ROOT, LEAF | {"q": float("nan")}), ":2: not valid JSON (NaN is not a number)"),
         (tree(ROOT, LEAF | {"q": None}), ":2: q can't be None"),
         (tree({k: v for k, v in ROOT.items() if k != "messages"}, LEAF), ":1: no messages"),
         (tree(ROOT | {"messages": [{"role": "user"}]}, LEAF), ":1: messages can't be"),
@@ -149,7 +149,7 @@ CHAT = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Act
         (dump([{"messages": [{"role": "system", "content": "s"}, CHAT[0]]}]), ":1: no chat"),
         (dump([{"messages": [CHAT[0], {"role": "system", "content": "s"}]}]), ":1: no chat"),
         (dump([{"messages": [{"role": "user", "content": None}, CHAT[1]]}]), ":1: no chat"),
-        (dump([{"messages": CHAT, "reward": float("nan")}]), ":1: not valid JSON (NaN is no number)"),
+        (dump([{"messages": CHAT, "reward": float("nan")}]), ":1: not valid JSON (NaN is not a number)"),
         (dump([{"messages": CHAT, "reward": "high"}]), ":1: reward can't be 'high'"),
         (dump([{"messages": CHAT, "task_id": ["a"]}]), ":1: task_id can't be ['a']"),
         (b"\xff\xfe[", ":1: not UTF-8"),
@@ -192,7 +192,7 @@ def test_demonstrations_of_another_kind_are_not_replayed_over(tmp_path, capsys):
         ("", "not valid JSON"),
         ("[]", "a JSON object is expected, not list"),
         ('{"temprature": 1}', "unknown setting 'temprature'"),
-        ('{"temperature": NaN}', "NaN is no number"),
+        ('{"temperature": NaN}', "NaN is not a number"),
         ('{"temperature": -1}', "temperature can't be -1"),
         ('{"temperature": "hot"}', "temperature can't be 'hot'"),
         ('{"max_new_tokens": 1.5}', "max_new_tokens can't be 1.5"),
@@ -264,7 +264,7 @@ RESULT = {"task_id": "a", "env": "fake", "method": "greedy", "reward": 1.0, "tok
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"reward": float("nan")}, "NaN is no number"),
+        ({"reward": float("nan")}, "NaN is not a number"),
         ({"tokens": {"prompt": "1"}}, "tokens can't be"),
         ({"steps": [{"candidates": []}]}, "steps can't be"),
         ({"steps": [{"action": "a", "candidates": [{"action": "a", "q": "high"}]}]}, "steps can't be"),
@@ -595,7 +595,7 @@ def test_demonstrations_without_ids_are_known_by_their_words(tmp_path, capsys):
     )  # fmt: skip
     assert leaks_of(tmp_path, capsys, theirs, ["3"]) == (0, "")  # a training task is known by its words
     found, told = leaks_of(tmp_path, capsys, theirs[1:], ["3"])
-    assert found is None and "can't be told: learned.jsonl has no task ids, and none of its texts" in told
+    assert found is None and "is not known: learned.jsonl has no task ids, and none of its texts" in told
     assert leaks_of(tmp_path, capsys, theirs[::-1], ["1"], most=1)[0] is None  # the other was not learned from
 
 
@@ -639,7 +639,7 @@ def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world
             (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": made, "inputs": {}}))
         q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "greedy", "--overwrite"])
         told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
-        assert len(told) == 1 and "whether tasks played are also in the demonstrations can't be told: " in told[0]
+        assert len(told) == 1 and "whether tasks played are also in the demonstrations is not known: " in told[0]
         assert why in told[0]
         leaks = json.loads((tmp_path / "results.meta.json").read_text())["leaks"]
         assert leaks == {"demonstrations": None, "trees": 0}

@@ -425,7 +425,7 @@ def test_mistakes_are_told_with_their_place(shop, tmp_path):
         shop(goals=[{}])
     with pytest.raises(envs.UserError, match="no goals"):
         shop(goals=[])
-    with pytest.raises(envs.UserError, match="goal 1 is no JSON object"):
+    with pytest.raises(envs.UserError, match="goal 1 is not a JSON object"):
         shop(goals=[GOAL, 1])
     wrong = {"attributes": [], "price_upper": "30", "instruction_text": None, "goal_options": [1]}
     for field, value in wrong.items():

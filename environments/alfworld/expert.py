@@ -1,6 +1,6 @@
 """How to play ALFWorld: a plan from the complete state (an oracle), and an expert who sees what a player sees.
 
-`plan(game, state)` knows where everything is: it verifies generated games and gives ceilings. `Memory` is what a player
+`plan(game, state)` knows where everything is: it verifies generated games and is the oracle. `Memory` is what a player
 knows from the texts so far: which receptacles there are, what was seen in them, what is held, what was heated. Thoughts
 restate this and the task, nothing else. The expert also knows how often such things lie in such places in the training
 games (`rates`): it decides where to search by that, as anyone can who has played them, and does not say it.

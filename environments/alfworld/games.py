@@ -38,9 +38,9 @@ def load(path: str | Path) -> Game:
     except OSError as error:
         raise BadGame(f"can't be read ({error.strerror})") from None
     except json.JSONDecodeError as error:
-        raise BadGame(f"line {error.lineno} is no JSON, the file may be truncated ({error.msg})") from None
+        raise BadGame(f"line {error.lineno} is not JSON, the file may be truncated ({error.msg})") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadGame(f"is no game file of ALFWorld ({type(error).__name__}: {error})") from None
+        raise BadGame(f"is not a game file of ALFWorld ({type(error).__name__}: {error})") from None
     if not data.get("solvable"):
         raise BadGame("is marked as unsolvable")
     return parse(problem, grammar, plan)

@@ -192,7 +192,7 @@ def read_goals(path: Path, asins: Container[str]) -> tuple[list[dict], dict[str,
         raise UserError(f'{path}: {{"goals": [...], "prices": {{asin: dollars}}}} is expected')
     for number, goal in enumerate(goals):
         if not isinstance(goal, dict):
-            raise UserError(f"{path}: goal {number} is no JSON object")
+            raise UserError(f"{path}: goal {number} is not a JSON object")
         if lacking := [field for field in GOAL_FIELDS if field not in goal]:
             raise UserError(f"{path}: goal {number} lacks {', '.join(lacking)}")
         wrong = [field for field, kind in GOAL_FIELDS.items() if not isinstance(goal[field], kind)]

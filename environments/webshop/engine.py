@@ -298,7 +298,7 @@ class Shop:
         return max((self.purchase(goal, i, (), at, steps, gamma) for i, at in away), default=0.0)
 
     def value(self, session: Session, goal: int, steps: int, gamma: float = 1.0) -> float:
-        """The best gamma ** n * reward of a purchase after n <= `steps` steps. It sees the goal: for ceilings only.
+        """The best gamma ** n * reward of a purchase after n <= `steps` steps. It sees the goal: for oracles only.
 
         It weighs buying this product after the best clicks on options, every product of this query's results, and
         those of a new search among `queries`, which takes `back to search` first. That is exact for candidates that

@@ -154,7 +154,7 @@ class WebShopEnv(TextEnv):
         return self.shop.score(self.index, self.shop.position[asin], tuple(options.values()))
 
     def optimal_value(self, gamma: float = 0.99) -> float:
-        """The best discounted final reward within the steps that are left (engine.Shop.value); for ceilings only."""
+        """The best discounted final reward within the steps that are left (engine.Shop.value); for oracles only."""
         return self.shop.value(self.session, self.index, self.left, gamma)
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
