@@ -100,9 +100,7 @@ def test_a_seed_that_lacks_a_task_takes_the_task_out_of_the_interval_not_the_see
 
 def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played():
     def result(task: int, seed: int, reward: float) -> results.Result:
-        return results.Result(
-            f"t{task}", "", seed, reward, float(reward == 1), 9, 10 * task, 3, 0.1, [], (Path(), 1, 0)
-        )
+        return results.Result(f"t{task}", "", seed, reward, float(reward == 1), 9, 10 * task, 3, [], (Path(), 1, 0))
 
     group = results.Group(results.Condition("fake", "greedy", 1, 1, None, ""))
     for task, seed, reward in [(1, 0, 1), (2, 0, 0), (3, 0, 1), (4, 0, 1), (1, 1, 1), (2, 1, 1)]:
