@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+import bellman
+import build_trees
 import envs
 import q_search
 import sft
+import train_qnet
 from qlass.chat import State, parse_action, react
-from qlass.demonstrations import read_trajectories
+from qlass.demonstrations import actions_by_task, read_trajectories
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the real catalogue is not here")
@@ -55,16 +58,21 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(data, tmp_path, 
                 assert met.messages[-1] == following
         assert met.messages == state.messages[:-1]
 
-    flags = [
-        word
-        for name, value in options.items()
-        for word in ("--env-option", f"{name}={json.dumps(value).strip(chr(34))}")
-    ]
-    flags += ["--run", str(tmp_path), "--env", "webshop", *(["--webshop-data", str(data)] if data else [])]
+    flags = ["--env", "webshop", "--run", str(tmp_path), *(["--webshop-data", str(data)] if data else [])]
+    flags += ["--human-goals", "--split-file", options["split_file"], "--instruction", options["instruction"]]
     sft.main([*flags, "--expert", str(tmp_path / "eto.json"), "--epochs", "2"])
-    q_search.main([*flags, "--method", "expert", "greedy", "--max-steps", "4"])
+    build_trees.main([*flags, "--rollouts", "2"])
+    bellman.main(flags)
+    train_qnet.main([*flags, "--epochs", "1"])
+    q_search.main([*flags, "--method", "expert", "greedy", "qlass", "--max-steps", "4"])
+
+    trees = [json.loads(line) for line in (tmp_path / "trees.jsonl").read_text().splitlines()]
+    published = actions_by_task(tmp_path / "eto.json", env)
+    for root in (node for node in trees if node["parent_id"] is None):  # tau_0 is the file's, known by its first words
+        shown = [n["action"] for n in trees if n["task_id"] == root["task_id"] and n["expert"]]
+        assert shown == published[root["observation"].strip()]
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [(line["method"], line["task_id"]) for line in lines] == [
-        (method, task) for method in ("expert", "greedy") for task in env.task_ids("test")
+        (method, task) for method in ("expert", "greedy", "qlass") for task in env.task_ids("test")
     ]
     assert "over 2 test tasks" in capsys.readouterr().out
