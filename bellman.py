@@ -14,6 +14,7 @@ tree whose values are all equal ranks nothing and gets q = 0.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -101,7 +102,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--gamma", type=gamma, default=PAPER["gamma"], help="discount of Eq. (7) (default: %(default)s)")
     add("--target", choices=TARGETS, default=PAPER["target"], help="process reward (default: %(default)s)")
     add("--chat", type=Path, metavar="FILE", help="also write self-contained (messages, q) lines for other trainers")
-    if made.parse_known_args(argv)[1]:  # an environment's, for missing trees
+    given = sys.argv[1:] if argv is None else argv
+    if "--help-more" in given or made.parse_known_args(given)[1]:  # an environment's, for missing trees
         import envs
 
         envs.add_arguments(made, argv)

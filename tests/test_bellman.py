@@ -55,6 +55,13 @@ def test_chat_lines_go_to_a_file_of_their_own(tmp_path):
     assert trees.read_text() == dump(tree_by_hand()) and not out.exists()
 
 
+def test_help_more_has_the_flags_that_reach_the_trees(capsys):
+    """They are an environment's, and only known to the stage when they are given."""
+    with pytest.raises(SystemExit):
+        bellman.main(["--help-more"])
+    assert "--human-goals" in capsys.readouterr().out
+
+
 def tree_by_hand() -> list[dict]:
     """0 has the children 1 and 2; 1 has 3 and 4. Three branches: 1 3, then 2, then 4."""
     messages = [{"role": "user", "content": "go"}]
