@@ -284,15 +284,9 @@ def load_qnet(folder: Path, args: argparse.Namespace) -> QNet:
     return QNet.from_pretrained(folder, *how, budget=args.decode_tokens, cache_gb=args.cache_gb)
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    env = envs.from_arguments(args, **({"max_steps": args.max_steps} if args.max_steps else {}))
-    must_exist(args.sft, args.qnet)
-    tasks = env.task_ids(args.split)[args.skip :][: args.limit or None]
-    if not tasks:
-        raise UserError(f"{args.env}: no tasks in --split {args.split}, --skip {args.skip}")
-    mine = my_share(tasks, args.shard)
-    answers, scorers, made_of, chat, policy, qnet = {}, {}, [], None, None, None
+def prepared(args: argparse.Namespace, env: envs.TextEnv) -> tuple:
+    """The methods asked for, what answers their requests, agent and QNet where they need one, the files of --scorer."""
+    answers, scorers, made_of, policy, qnet = {}, {}, [], None, None
     if "scorer" in args.method:
         from experiments.qval.steering import steering
 
@@ -305,11 +299,23 @@ def main(argv: list[str] | None = None) -> None:
     if any(method.name not in PLAYERS for method in plan):
         args.sft = needed(args.sft, args.run / "sft", "sft", args)
         policy = load_agent(args)
-        chat, answers[Sample] = policy.chat, policy.sample
+        answers[Sample] = policy.sample
         if args.server and any(method.name == "likeliest" for method in plan):
             raise UserError("--method likeliest: a server does not tell the log-probability of a text: leave one out")
         if not args.server:
             answers[Likelihood] = policy.likelihoods
+    return plan, answers, policy, qnet, made_of
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    env = envs.from_arguments(args, **({"max_steps": args.max_steps} if args.max_steps else {}))
+    must_exist(args.sft, args.qnet)
+    tasks = env.task_ids(args.split)[args.skip :][: args.limit or None]
+    if not tasks:
+        raise UserError(f"{args.env}: no tasks in --split {args.split}, --skip {args.skip}")
+    mine = my_share(tasks, args.shard)
+    plan, answers, policy, qnet, made_of = prepared(args, env)
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     free = ("method", "M", "N", "select", "split", "skip", "scorer", *SAMPLING_FREE)  # each line says its own
@@ -332,7 +338,7 @@ def main(argv: list[str] | None = None) -> None:
         def play(task_id: str, method: Method = method, lines: dict = lines) -> Generator:
             if method.name in PLAYERS:
                 return [lines[task_id] | played(env.fork(), task_id, method)]
-            return [lines[task_id] | (yield from best_of(env.fork(), task_id, method, chat, sampled))]
+            return [lines[task_id] | (yield from best_of(env.fork(), task_id, method, policy.chat, sampled))]
 
         rows = drive(map(play, todo), answers, args.in_flight or env.side_by_side)
         out.grow(rows, str(method), len(lines), len(lines) - len(todo))

@@ -159,8 +159,8 @@ Any causal language model of transformers, by hub name or folder: `sft.py --mode
 *Token trees* are the fast way: what states and actions share goes through the model once, whether QNet is trained,
 actions are scored or log-probabilities are computed. Each model is checked when it is loaded: a few packed sequences
 must give the same outputs as the plain ones, with a prompt cache and without. A model that fails is refused with the
-reason. With `--plain` it reads its sequences one at a time: the same results, more slowly. Attention windows are part
-of the tree's mask.
+reason. With `--plain` the stages read its sequences one at a time: the same results, more slowly; Tree-GRPO and ETO
+have no such way. Attention windows are part of the tree's mask.
 
 The table is made by `python docs/make_models.py` with transformers {version} and tiny random checkpoints.
 
