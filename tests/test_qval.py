@@ -546,13 +546,21 @@ def test_trees_and_neighbours(context):
     state, actions = root(env), ["Action: left", "Action: right"]
     # 0.45 after "left", between the root's 0.405 and the leaf's 0.5; nothing known of "right" is no score.
     assert played("tree_bellman", context, env, state, actions) == [pytest.approx(0.045 / 0.095), None]
-    assert played("tree_plain", context, env, state, actions) == [pytest.approx(1), None]
+    assert played("tree_plain", context, env, state, actions) == [0, None]  # of one branch there is nothing to compare
     near = played("neighbours", context, env, state, actions)
     assert all(0 <= q <= 1 for q in near)
     vectors = embeddings(context.policy, [(state, a) for a in actions] + [(state, "")])
     alone = [embeddings(context.policy, [(state, a)])[0] for a in (*actions, "")]
     assert np.allclose(vectors, alone, atol=1e-5)  # padding changes nothing
     assert all(-1.001 <= v <= 1.001 for v in played("task_cosine", context, env, state, actions))
+
+
+def test_a_plain_score_is_the_reward_of_the_branch_that_came_first(context, tmp_path):
+    tree = list(read_jsonl(tmp_path / "trees.jsonl"))
+    tree.append(tree[2] | {"node_id": 3, "action": "Action: left", "reward": 0.1, "branch": 2})
+    tree[0]["nodes"] = 4
+    (tmp_path / "trees.jsonl").write_text("".join(json.dumps(node) + "\n" for node in tree))
+    assert played("tree_plain", context, FakeEnv(), root(FakeEnv()), ["Action: left"]) == [pytest.approx(1)]
 
 
 def test_a_learned_value_before_and_after(context, monkeypatch):
