@@ -7,8 +7,8 @@
 
 A node stands for the pair (s, a) of its parent's state and its own action, so its value is Q(s, a). Other process
 rewards for comparison (Sec. 5.2): `avg`, the mean of the final rewards below a node (Math-Shepherd's soft estimate),
-and `reward`, the final reward of the branch that made the node. All three are normalised alike, the root included; a
-tree whose values are all equal ranks nothing and gets q = 0.
+and `reward`, the final reward of the branch that made the node (the root has the lowest). All three are normalised
+alike, the root included; a tree whose values are all equal ranks nothing and gets q = 0.
 """
 
 from __future__ import annotations
