@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.env}: no training tasks")
     trees = Output(args, complete_trees, [args.sft, args.expert], SAMPLING_FREE, about=lambda line: line["task_id"])
     finished = {record["task_id"] for record in trees.records}
-    steps = min(env.tree_steps, env.max_steps) if isinstance(env.max_steps, int) else env.tree_steps
+    steps = args.steps or min(n for n in (env.tree_steps, env.max_steps) if isinstance(n, int))
     demonstrations = actions_by_task(args.expert, env, shown) if args.expert else {}
     mine = my_share(tasks, args.shard)
     if todo := [t for t in mine if t not in finished]:
@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
         def explore(task_id: str) -> Generator:
             root = yield from exploration_tree(
                 env.fork(), task_id, rendering, args.depth, args.width, args.rollouts, not args.no_expert, args.prune,
-                demonstrations, args.steps or steps,
+                demonstrations, steps,
             )  # fmt: skip
             records = tree_records(env, task_id, root)
             if rendering.truncate:

@@ -41,7 +41,7 @@ from environments import UserError
 from qlass import costs
 from qlass.chat import Chat, Rendering, State, action_key, parse_action, react, uniforms
 from qlass.driver import Candidate, Likelihood, Sample, Score, ask, drive
-from qlass.jsonl import complete_results, identity, is_number
+from qlass.jsonl import complete_results, identity
 from qlass.leaks import leaked, learned_from
 from qlass.models import add_loading
 from qlass.oracles import Scores, by_q_or_reward, by_true_value
@@ -182,18 +182,7 @@ def best_of(env: envs.TextEnv, task_id: str, method: Method, chat: Chat, sampled
     elif method.select == "q":  # the last action's value speaks for the trajectory
         values = yield [Score(trial.steps[-1].state, (trial.steps[-1].action,)) for trial in trials]
         best = trials[values.index(max(values))]
-    env_steps = sum(1 + len(s.candidates) * method.scorer.steps_all for trial in trials for s in trial.steps)
-    steps = [
-        {"action": s.action, "observation": s.observation,
-         "candidates": [{"action": a, "q": round(float(q), 4) if is_number(q) else None}
-                        for a, q in zip(s.candidates, s.scores, strict=True)]}
-        for s in best.steps
-    ]  # fmt: skip
-    tokens = costs.tokens(chat, [trial.steps for trial in trials], method.scored)
-    row = result(started, best.steps[0].state.task, best.reward, steps, tokens, env_steps, method.N)
-    if chat.rendering.truncate:
-        row["cut_prompts"] = sum(chat.is_cut(step.state) for trial in trials for step in trial.steps)
-    return row
+    return costs.line(chat, trials, best, method.scored, method.scorer.steps_all, time.time() - started)
 
 
 def played(env: envs.TextEnv, task_id: str, method: Method) -> dict:
@@ -206,14 +195,7 @@ def played(env: envs.TextEnv, task_id: str, method: Method) -> dict:
         if terminated or truncated:
             break
     env.close()
-    return result(started, info["task"], float(reward), steps, costs.NONE, len(steps), 1)
-
-
-def result(started: float, task: str, reward: float, steps: list, tokens: dict, env_steps: int, resets: int) -> dict:
-    return {
-        "task": task, "reward": reward, "success": reward > 1 - 1e-9, "n_steps": len(steps), "tokens": tokens,
-        "env_steps": env_steps, "resets": resets, "seconds": round(time.time() - started, 3), "steps": steps,
-    }  # fmt: skip
+    return costs.result(info["task"], float(reward), steps, costs.NONE, len(steps), 1, time.time() - started)
 
 
 # --------------------------------------------------------------------------------------------------------------- main

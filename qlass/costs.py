@@ -1,4 +1,6 @@
-"""What a task's trajectories cost in tokens: each model reads and writes every token once, as with a prompt cache.
+"""A task's line of results.jsonl, and what its trajectories cost in tokens.
+
+Each model reads and writes every token once, as with a prompt cache.
 
 `prompt` counts what the policy reads of the environment's words (its own are in the cache since it wrote them),
 `generated` all that it writes, and `scored` what QNet reads. What trajectories share is read once. An agent that
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from qlass.chat import Chat, State
+from qlass.jsonl import is_number
 from qlass.paraphrasing import reword
 
 NONE = {"prompt": 0, "generated": 0, "scored": 0}  # of a player without a model
@@ -53,3 +56,33 @@ def tokens(chat: Chat, trials: Sequence[Sequence[Any]], scored: Callable[[Any], 
         "generated": sum(candidate.tokens for steps in trials for step in steps for candidate in step.drawn),
         "scored": sum(len(chat.action(action, state.task)) for state, action in by_qnet) + environment * bool(by_qnet),
     }
+
+
+def line(
+    chat: Chat, trials: Sequence[Any], best: Any, scored: Callable[[Any], list[str]], steps_all: bool, seconds: float
+) -> dict:
+    """What some `q_search.Trajectory`s of a task cost, and the one of them that counts.
+
+    steps_all: each candidate was stepped in the environment too.
+    """
+    steps = [
+        {"action": s.action, "observation": s.observation,
+         "candidates": [{"action": a, "q": round(float(q), 4) if is_number(q) else None}
+                        for a, q in zip(s.candidates, s.scores, strict=True)]}
+        for s in best.steps
+    ]  # fmt: skip
+    env_steps = sum(1 + len(s.candidates) * steps_all for trial in trials for s in trial.steps)
+    spent = tokens(chat, [trial.steps for trial in trials], scored)
+    row = result(best.steps[0].state.task, best.reward, steps, spent, env_steps, len(trials), seconds)
+    if chat.rendering.truncate:
+        row["cut_prompts"] = sum(chat.is_cut(step.state) for trial in trials for step in trial.steps)
+    return row
+
+
+def result(
+    task: str, reward: float, steps: list, spent: dict[str, int], env_steps: int, resets: int, seconds: float
+) -> dict:
+    return {
+        "task": task, "reward": reward, "success": reward > 1 - 1e-9, "n_steps": len(steps), "tokens": spent,
+        "env_steps": env_steps, "resets": resets, "seconds": round(seconds, 3), "steps": steps,
+    }  # fmt: skip
