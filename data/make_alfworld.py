@@ -33,7 +33,7 @@ from data.make_webshop import is_made, is_ours, place
 GENERATED = Path(__file__).parent / "generated"
 LAYOUTS = 30  # of each kind of room
 UNSEEN = range(25, 31)  # those that training never sees
-EVALUATION = 1000
+EVALUATION = 2000  # those of 1000 had been played by many agents
 TRAIN, VALID_SEEN, VALID_UNSEEN = 2000, 140, 134  # of the last two as many as ALFWorld has
 
 TABLES = Path(__file__).with_name("alfworld_rooms.json")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # FrozenLake through all five stages with the tiny model: 24 lakes of 4x4, every start, the exact Q* known.
-# MAP=4x4 or MAP=8x8 for one fixed lake.
+# MAP=lakes2 for 24 others, MAP=4x4 or MAP=8x8 for one fixed lake.
 set -euo pipefail
 ENV=frozenlake
 . "$(dirname "$0")/common.sh"

@@ -49,7 +49,7 @@ def test_q_star_of_slippery_ice_solves_the_bellman_equation_and_matches_gymnasiu
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.sampled_from(["4x4", "8x8", "lakes", "random4", "random8"]), st.data())
+@given(st.sampled_from(["4x4", "8x8", "lakes", "lakes2", "random4", "random8"]), st.data())
 def test_the_value_of_any_cell_is_gamma_to_its_distance(layout, data):
     task = data.draw(st.sampled_from(frozenlake.tasks(layout)))
     lake = frozenlake.load(task)
@@ -69,19 +69,21 @@ def test_tasks_of_a_fixed_map_are_all_cells_that_reach_the_goal_once(layout, siz
     assert tuple(map(len, splits)) == sizes and sorted(tasks) == sorted(env.task_ids("all"))
 
 
-def test_the_lakes_have_enough_starts_to_decide_a_claim():
-    env = envs.make("frozenlake", map="lakes")
+@pytest.mark.parametrize(("layout", "numbers"), [("lakes", range(24)), ("lakes2", range(24, 48))])
+def test_the_lakes_have_enough_starts_to_decide_a_claim(layout, numbers):
+    env = envs.make("frozenlake", map=layout)
     tasks = env.task_ids("all")
     assert len(set(tasks)) == len(tasks) and len(env.task_ids("test")) >= 100 and len(env.task_ids("val")) >= 50
-    for number in range(frozenlake.LAKES):
-        desc = generate_random_map(frozenlake.LAKE_SIZE, seed=number)
+    assert {task.split("/")[1] for task in tasks} == set(map(str, numbers))
+    for number in numbers:
+        desc = generate_random_map(4, seed=number)
         starts = {f"lakes/{number}/{r}{c}" for (r, c), d in distances(desc).items() if d}
         assert starts == {task for task in tasks if task.split("/")[1] == str(number)}
         in_train = starts & set(env.task_ids("train"))
         assert 0.25 < len(in_train) / len(starts) < 0.55  # every lake is known from training
-    env.reset(options={"task_id": "lakes/7/00"})
-    assert env.instruction.endswith("\n".join(generate_random_map(4, seed=7)).replace("S", "F"))
-    assert re.fullmatch(r"At cell \d\d of lake 7\.", env.step("left")[0])
+    env.reset(options={"task_id": f"lakes/{numbers[7]}/00"})
+    assert env.instruction.endswith("\n".join(generate_random_map(4, seed=numbers[7])).replace("S", "F"))
+    assert re.fullmatch(rf"At cell \d\d of lake {numbers[7]}\.", env.step("left")[0])
 
 
 @pytest.mark.parametrize("slippery", [False, True])
@@ -133,7 +135,7 @@ def test_gymnasiums_checker_passes(slippery):
     check_env(envs.make("frozenlake", slippery=slippery), skip_render_check=True)
 
 
-@pytest.mark.parametrize("layout", ["8x8", "4x4", "lakes", "random4", "random8"])
+@pytest.mark.parametrize("layout", ["8x8", "4x4", "lakes", "lakes2", "random4", "random8"])
 def test_the_expert_walks_a_shortest_path(layout):
     env = envs.make("frozenlake", map=layout, stray=0)
     for task in env.task_ids("test")[:20]:

@@ -22,8 +22,8 @@ from . import lake
 class FrozenLakeEnv(TextEnv):
     """Gymnasium's FrozenLake as text (see lake.py), with its exact Q*.
 
-    map is "8x8", "4x4", "lakes" (tasks are starts; on 24 lakes, enough of them to decide a claim), "random8" or
-    "random4" (tasks are maps). Gymnasium's rules hold, so the ice slips by chance if it is slippery; a reset without a
+    map is "8x8", "4x4", "lakes" (tasks are starts; on 24 lakes, enough of them to decide a claim), "lakes2" (24 others),
+    "random8" or "random4" (tasks are maps). Gymnasium's rules hold, so the ice slips by chance if it is slippery; a reset without a
     seed gives a task the same chances every time it is played.
     stray: how often the demonstrator makes just any move that keeps the goal in reach, so that who learns from it knows
     more than one way. 0: always the shortest.
@@ -38,7 +38,7 @@ class FrozenLakeEnv(TextEnv):
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
     prefix, instruction, markov = "", told, True
-    flags: ClassVar = {"map": ("map", "NAME 8x8 (the default), 4x4, lakes, random4 or random8")}
+    flags: ClassVar = {"map": ("map", "NAME 8x8 (the default), 4x4, lakes, lakes2, random4 or random8")}
 
     def __init__(
         self, map: str = "8x8", slippery: bool = False, stray: float = 0.3, max_steps: int | None = UNSET

@@ -1,8 +1,8 @@
 """Gymnasium's FrozenLake by task id, and its exact Q*: the world in which every stage can be checked against the truth.
 
 A cell is named by its row and its column, both from 0: 23 is row 2, column 3. A task is `[slippery-]MAP/REST`: on a
-fixed map a start, `8x8/23`, on any ice from which the goal can be reached; on the fixed lakes, as many starts as on all
-of them, `lakes/7/23`; on random maps the seed of Gymnasium's `generate_random_map`, `random8/17`, each map once.
+fixed map a start, `8x8/23`, on any ice from which the goal can be reached; on the fixed lakes, of which there are two
+sets, as many starts as on all of a set, `lakes/7/23`; on random maps the seed of Gymnasium's `generate_random_map`, `random8/17`, each map once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
 
 MOVES = ("left", "down", "right", "up")  # Gymnasium's actions 0, 1, 2, 3
-LAYOUTS = ("8x8", "4x4", "lakes", "random4", "random8")
+LAYOUTS = ("8x8", "4x4", "lakes", "lakes2", "random4", "random8")
 RANDOM_MAPS = 1000
-LAKES, LAKE_SIZE = 24, 4  # of "lakes": fixed maps beside one another, each to be known by heart
+# Fixed maps beside one another, each to be known by heart; no setting was chosen in view of the second set.
+LAKES, LAKE_SIZE = {"lakes": range(24), "lakes2": range(24, 48)}, 4
 KINDS = {"F": "ice", "S": "ice", "H": "a hole", "G": "the goal"}
 
 
@@ -40,8 +41,9 @@ def fixed_map(name: str) -> list[str]:
     """Gymnasium's "4x4" or "8x8", or "lakes/7"; ValueError where there is no such lake."""
     if name in MAPS:
         return MAPS[name]
-    if (number := int(name.removeprefix("lakes/"))) >= LAKES:
-        raise ValueError(f"no lake {number}: there are 0 to {LAKES - 1}")
+    number, count = int(name.removeprefix("lakes/")), sum(map(len, LAKES.values()))
+    if number >= count:
+        raise ValueError(f"no lake {number}: there are 0 to {count - 1}")
     return generate_random_map(LAKE_SIZE, seed=number)
 
 
@@ -56,7 +58,7 @@ def tasks(layout: str) -> tuple[str, ...]:
             if len(maps) == RANDOM_MAPS:
                 return tuple(f"{layout}/{seed}" for seed in maps.values())
     found = []
-    for one in [f"lakes/{number}" for number in range(LAKES)] if name == "lakes" else [name]:
+    for one in [f"lakes/{number}" for number in LAKES[name]] if name in LAKES else [name]:
         lake = FrozenLakeEnv(desc=fixed_map(one), is_slippery=False)
         starts = [name_of(lake, cell) for cell in np.flatnonzero(q_star(lake).max(1) > 0)]
         found += [f"{layout.removesuffix(name)}{one}/{start}" for start in starts]
