@@ -2,7 +2,8 @@
 
 A cell is named by its row and its column, both from 0: 23 is row 2, column 3. A task is `[slippery-]MAP/REST`: on a
 fixed map a start, `8x8/23`, on any ice from which the goal can be reached; on the fixed lakes, of which there are two
-sets, as many starts as on all of a set, `lakes/7/23`; on random maps the seed of Gymnasium's `generate_random_map`, `random8/17`, each map once.
+sets, as many starts as on all of a set, `lakes/7/23`; on random maps the seed of Gymnasium's `generate_random_map`,
+`random8/17`, each map once.
 """
 
 from __future__ import annotations
