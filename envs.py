@@ -134,6 +134,10 @@ class TextEnv(gymnasium.Env):
         """What a task is about: who has learned from one task of a subject has an advantage in the others."""
         return task_id
 
+    def block(self, task_id: str) -> str:
+        """Tasks of one block vary together, so that intervals count blocks: by default those of a subject."""
+        return self.subject(task_id)
+
     def snapshot(self) -> Any:
         raise NotImplementedError
 

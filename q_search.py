@@ -4,7 +4,7 @@
     writes  RUN/results.jsonl: one line per task and method, with each step's candidates and their q
 
     python q_search.py --env webshop --method qlass -M 2 -N 1
-    python q_search.py --env webshop --method all            # the comparison table of the README
+    python q_search.py --env webshop --method all --skip 400 --limit 0    # the comparison table of the README
 
 One loop plays all agents: sample M actions, score them, take the best, step; N times over; keep one trajectory.
 
@@ -310,7 +310,7 @@ def main(argv: list[str] | None = None) -> None:
     for method in plan:
         about = {"env": env.name, "split": args.split, "label": args.label, "method": method.name, "M": method.M}
         about |= {"N": method.N, "select": method.select, "player": method.player, "seed": args.seed}
-        lines = {t: {"task_id": t, "type": env.task_type(t)} | about for t in mine}
+        lines = {t: {"task_id": t, "type": env.task_type(t), "block": env.block(t)} | about for t in mine}
         todo = [t for t in lines if identity(lines[t]) not in finished]
         if args.paraphrase is not None and policy:
             paraphraser = Server(args.paraphrase_server) if args.paraphrase_server else by_rules(env)

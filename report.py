@@ -109,7 +109,7 @@ def differences_table(groups: Sequence[Group]) -> Table:
     for a, b in comparisons(groups):
         if a is b:
             continue
-        difference = paired_difference(a.values("reward"), b.values("reward"))
+        difference = paired_difference(a.values("reward"), b.values("reward"), a.blocks)
         if difference.n == 0:
             continue
         names = [f"{g.condition.name} {g.condition.budget}".strip() for g in (a, b)]

@@ -12,11 +12,13 @@ from reporting.results import Condition, Group
 NOTE = (
     "By the paired difference over the tasks and seeds that both have, with its 95 % interval: reproduced where it is"
     " above 0 (“level with” allows 0.02 less), not reproduced where it is below, either with p below .05 after "
-    "correction for all comparisons here (Holm); else undecided. Equal tokens: the rival nearest in total tokens,"
-    " which are named. The interval is over seeds (trainings) and tasks; with one seed it is over tasks, and the "
-    "verdict holds for this model: another training may give another."
+    "correction for all comparisons here (Holm); else undecided. Equal tokens: the rival nearest in total tokens, if "
+    "they differ by no more than 30 %. The interval is over seeds (trainings) and tasks, of which those that vary "
+    "together count as one block; with one seed it is over tasks, and the verdict holds for this model: another "
+    "training may give another."
 )
 LEVEL = 0.02  # of the reward: who is less than this below is level
+EQUAL = 1.3  # the ratio up to which costs count as equal
 TARGETS = {"avg": "averaged rewards", "reward": "plain final rewards"}
 
 
@@ -28,18 +30,19 @@ class Claim:
     comparisons: list[tuple[str, Group, Group]]
     margin: float = 0.0
 
-    def tests(self) -> Iterator[tuple[str, Estimate, float]]:
-        """What can be tested: in words, the difference, and p of its being -margin."""
+    def tests(self) -> Iterator[tuple[tuple, str, Estimate, float]]:
+        """What can be tested: a key for what is compared, in words, the difference, and p of its being -margin."""
         for setting, a, b in self.comparisons:
             first, second = a.values("reward"), b.values("reward")
-            difference = paired_difference(first, second)
+            difference = paired_difference(first, second, a.blocks)
             if difference.n:
                 shared = a.results.keys() & b.results.keys()
                 seeds = [{seed for _, seed in side} for side in ([shared] if shared else [a.results, b.results])]
                 alone = "" if all(len(side) > 1 for side in seeds) else ", for this model"
                 lifted = {key: value + self.margin for key, value in first.items()}
-                p = paired_difference(lifted, second).p if self.margin else difference.p
-                yield f"{setting}: {difference:+}{alone}", difference, 1.0 if math.isnan(p) else p
+                p = paired_difference(lifted, second, a.blocks).p if self.margin else difference.p
+                key = id(a), id(b), self.margin
+                yield key, f"{setting}: {difference:+}{alone}", difference, 1.0 if math.isnan(p) else p
 
 
 def verdict(mean: float, p: float) -> str:
@@ -47,9 +50,14 @@ def verdict(mean: float, p: float) -> str:
     return "undecided" if p >= 0.05 else "reproduced" if mean > 0 else "not reproduced"
 
 
+def ratio(a: Group, b: Group) -> float:
+    """Of their total tokens, the larger over the smaller."""
+    return math.exp(abs(math.log((b.mean("total") or 1e-9) / a.mean("total"))))
+
+
 def nearest(a: Group, others: Sequence[Group]) -> Group:
-    """The one whose total tokens are nearest to those of `a`, by their ratio."""
-    return min(others, key=lambda b: abs(math.log((b.mean("total") or 1e-9) / a.mean("total"))))
+    """The one whose total tokens are nearest to those of `a`."""
+    return min(others, key=lambda b: ratio(a, b))
 
 
 def claims(groups: Sequence[Group]) -> Iterator[Claim]:
@@ -87,9 +95,9 @@ def claims(groups: Sequence[Group]) -> Iterator[Claim]:
 
 
 def at_equal_tokens(some: Sequence[Group], rivals: Sequence[Group]) -> list[tuple[str, Group, Group]]:
-    """Each beside the rival nearest in cost, and what both cost."""
+    """Each beside the rival nearest in cost, and what both cost; those without a rival of equal cost are left out."""
     pairs = [(a, nearest(a, rivals)) for a in some if rivals and a.mean("total") > 0]
-    return [(f"{cost(a)} against {cost(b)}", a, b) for a, b in pairs]
+    return [(f"{cost(a)} against {cost(b)}", a, b) for a, b in pairs if ratio(a, b) <= EQUAL]
 
 
 def cost(group: Group) -> str:
@@ -117,10 +125,12 @@ def sentences(groups: Sequence[Group]) -> list[str]:
         for claim in claims([g for g in groups if g.condition.env == env])
         for test in claim.tests()
     ]
+    distinct = {key: p for _, _, key, *_, p in tests}  # two claims may compare the same
+    corrected = dict(zip(distinct, holm(list(distinct.values())), strict=True))
     found: dict[str, dict[str, list[str]]] = {}
-    for (text, margin, said, difference, _), p in zip(tests, holm([test[-1] for test in tests]), strict=True):
+    for text, margin, key, said, difference, _ in tests:
         sorted_by = found.setdefault(text, {"reproduced": [], "undecided": [], "not reproduced": []})
-        sorted_by[verdict(difference.mean + margin, p)].append(said)
+        sorted_by[verdict(difference.mean + margin, corrected[key])].append(said)
     return [
         f"{text}: " + ", ".join(f"{name} ({'; '.join(some)})" for name, some in verdicts.items() if some) + "."
         for text, verdicts in found.items()

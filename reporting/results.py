@@ -101,6 +101,7 @@ class Result:
 
     task: str
     type: str  # of the task, where its environment has several
+    block: str  # which tasks vary together (TextEnv.block)
     seed: int
     reward: float
     success: float | None
@@ -123,13 +124,17 @@ class Group:
         return {key: float(value) for key, value in pairs if value is not None}
 
     @cached_property
+    def blocks(self) -> dict[str, str]:
+        return {task: result.block for (task, _seed), result in self.results.items()}
+
+    @cached_property
     def row(self) -> dict[tuple[str, int], Result]:
         """What the table's row is of: the tasks that all seeds have played."""
         return shared(self.results)
 
     @cached_property
     def reward(self) -> Estimate:
-        return interval(self.values("reward"))
+        return interval(self.values("reward"), self.blocks)
 
     def mean(self, name: str) -> float:
         values = by_task({key: value for key, value in self.values(name).items() if key in self.row}).values()
@@ -229,7 +234,7 @@ KINDS = {
     "task_id": is_name, "env": lambda v: is_text(v) and bool(v.split()), "method": is_text, "reward": is_number,
     "tokens": is_tokens, "steps": maybe(is_steps), "success": maybe(is_number), "env_steps": is_number,
     "n_steps": is_number, "seconds": is_number, "task": maybe(is_text),
-    **dict.fromkeys(("split", "label", "player", "select", "type"), maybe(is_text)),
+    **dict.fromkeys(("split", "label", "player", "select", "type", "block"), maybe(is_text)),
     **dict.fromkeys(("M", "N", "seed"), maybe(lambda value: type(value) is int)),
 }  # fmt: skip
 
@@ -250,6 +255,7 @@ def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple
     ), Result(
         task=str(row["task_id"]),
         type=row.get("type") or "",
+        block=row.get("block") or str(row["task_id"]),
         seed=row.get("seed") or 0,
         reward=row["reward"],
         success=row.get("success"),

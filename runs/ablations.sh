@@ -39,9 +39,10 @@ retrained self-q "self-trained, target=q" --method qlass
 retrained self-q-perfect "self-trained, target=q, the perfect ones" --method qlass --threshold 1  # as RFT filters
 retrained self-rft "self-trained, RFT" --method rft
 
-# Table 3: half of the demonstrations, and none in the trees, where each branch of the demonstrator is one more. 50 are too
-# few to hold some out, so the agent has about as many updates as the one of all demonstrations; longer, its draws agree more,
-# and QLASS has less to choose from. Does QLASS then make up for the agent's training? The agent trained to the end shows it.
+# Table 3: half of the demonstrations, and trees without the demonstrator, whose branches would be further demonstrations. 50
+# are too few to hold some out, so this agent gets about as many updates as the one of all demonstrations: with more its draws
+# agree more often, and QLASS has less to choose from. Does QLASS only make up for short training? half-end, trained for 50
+# epochs, shows that.
 half=$RUN/half
 stage sft.py "${common[@]}" --run "$half" --n-expert 50 --epochs 25
 learn_q "$half" "$half/sft" --no-expert

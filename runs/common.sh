@@ -33,8 +33,8 @@ case $ENV in
               # give QNet a thousand pairs of siblings whose q differ
         common+=(--tasks eto) splits=(test_unseen test_seen)
         sft=(--n-expert 300 --epochs 12 --batch 4) trees=(--limit 300 --rollouts 6) qnet=(--epochs 4) ;;
-    frozenlake)  # predicting what its moves lead to, without which QNet takes them for equal; trees wide and warm enough to
-                 # meet every move from every cell; 4,000 pairs are two or three trees
+    frozenlake)  # the agent also learns to predict what a move leads to, else QNet cannot tell moves apart; trees wide, and
+                 # sampled warm, so that every move from every cell is tried; 4,000 pairs are two or three trees
         common+=(--env-option "map=${MAP:-lakes}") sft=(--epochs 100 --patience 100 --observation-loss 1)
         trees=(--depth 6 --width 4 --rollouts 600 --steps 20 --prune tail --temperature 1.5)
         qnet=(--batch 4000 --epochs 30 --patience 30) ;;

@@ -7,6 +7,7 @@
 #
 # Without a GPU a small model takes the same path: that shows that this script works, and its figures mean nothing.
 set -euo pipefail
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python}
 OUT=${OUT:-runs/gpu-check}

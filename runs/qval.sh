@@ -11,7 +11,7 @@
 set -euo pipefail
 ENV=${1:-webshop}
 case $ENV$# in
-    webshop[01] | alfworld1 | frozenlake1 | sciworld1) ;;
+    webshop[01] | alfworld1 | frozenlake1 | sciworld1 | --help1) ;;
     *) echo "error: bash runs/qval.sh webshop|alfworld|frozenlake|sciworld" >&2 && exit 2 ;;
 esac
 . "$(dirname "$0")/common.sh"

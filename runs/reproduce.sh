@@ -6,7 +6,8 @@
 # Run it again after a stop: finished stages are kept, the others resume. Seed 0 has the run folder runs/ENV, the others
 # runs/ENV-seed1, ...; the report over all is runs/ENV/seeds.html.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+ENV=webshop
+. "$(dirname "$0")/common.sh"
 env=webshop seeds=3
 while [ $# -gt 0 ]; do
     case $1 in
@@ -29,4 +30,4 @@ for script in "${scripts[@]}"; do  # the main comparison of all seeds comes firs
         SEED=$seed RUN=$run bash "runs/$script"
     done
 done
-"${PYTHON:-python}" report.py "${runs[@]}" --out "runs/$env/seeds.html"
+stage report.py "${runs[@]}" --out "runs/$env/seeds.html"

@@ -12,7 +12,7 @@ set -euo pipefail
 ENV=webshop SEEDS=3
 case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac
 [ "${1:-}" != --seeds ] || { SEEDS=${2:-} && shift $(($# > 1 ? 2 : 1)); }
-[[ $SEEDS =~ ^[1-9][0-9]*$ && ${1:---} == --* && ${1:-} != --help ]] || {
+[[ $SEEDS =~ ^[1-9][0-9]*$ && ${1:---} == --* ]] || {
     echo "error: bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [an environment's FLAG...]" >&2 && exit 2
 }
 . "$(dirname "$0")/common.sh"

@@ -77,11 +77,49 @@ def test_students_t_in_closed_form():
 
 def test_where_seeds_or_tasks_alone_differ_the_interval_is_students():
     half = 4.302653 * 1 / math.sqrt(3)  # of three values with standard deviation 1
-    for values in ([[0, 0], [1, 1], [2, 2]], [[0, 1, 2], [0, 1, 2]]):
+    for values in ([[0, 0], [1, 1], [2, 2]], [[0, 1, 2]] * 3):
         estimate = crossed(np.array(values, float))
         assert (estimate.low, estimate.high) == pytest.approx((1 - half, 1 + half), abs=1e-4)
         assert estimate.p == pytest.approx(1 - math.sqrt(3) / math.sqrt(2 + 3), abs=1e-4)  # t = sqrt(3)
     assert crossed(np.full((3, 4), 0.5)).low == 0.5 == crossed(np.full((3, 4), 0.5)).high
+
+
+def test_three_seeds_that_agree_by_chance_decide_nothing():
+    """Without a difference, p is below a small threshold no more often than it says: Holm looks that far out."""
+    rng, n = np.random.default_rng(6), 1000
+    trials = (rng.normal(0, 0.03, (3, 1)) + rng.normal(0, 0.1, 100) + rng.normal(0, 0.3, (3, 100)) for _ in range(n))
+    p = np.array([crossed(trial).p for trial in trials])
+    assert (p < 0.05).mean() <= 0.05 and (p < 0.0033).mean() <= 0.0033
+
+
+def test_blocks_are_sampled_not_their_tasks():
+    """Ten tasks of a block that all go the same way are no more evidence than one."""
+    outcome = dict(enumerate([0.0, 1.0, 1.0, 0.0, 1.0]))
+    tasks = {(f"{block}-{i}", 0): value for block, value in outcome.items() for i in range(10)}
+    blocks = {task: task[0] for task, _ in tasks}
+    by_block, by_task = interval(tasks, blocks), interval(tasks)
+    alone = bootstrap(outcome.values())
+    assert (by_block.low, by_block.high, by_block.p) == pytest.approx((alone.low, alone.high, alone.p))
+    assert by_block.n == by_task.n == 50 and by_block.high - by_block.low > 2 * (by_task.high - by_task.low)
+    seeds = {(task, seed): value + 0.1 * seed for (task, _), value in tasks.items() for seed in range(3)}
+    crossed_blocks = crossed(np.array([[value + 0.1 * seed for value in outcome.values()] for seed in range(3)]))
+    found = interval(seeds, blocks)
+    assert (found.low, found.high) == pytest.approx((crossed_blocks.low, crossed_blocks.high))
+
+
+def test_the_mean_is_of_tasks_whatever_the_sizes_of_their_blocks():
+    values = {("a1", 0): 1.0, ("a2", 0): 1.0, ("a3", 0): 0.0, ("b1", 0): 0.0}
+    found = interval(values, {"a1": "a", "a2": "a", "a3": "a", "b1": "b"})
+    assert found.mean == pytest.approx(0.5) and (found.low, found.high) == pytest.approx(
+        (0.25, 0.75)
+    )  # .5 -+ (2 - 1.5) / 2
+    same = interval(dict.fromkeys(values, 0.7), {"a1": "a", "a2": "a", "a3": "a"})
+    assert (same.low, same.high) == pytest.approx((0.7, 0.7))
+
+
+def test_seeds_of_a_player_that_no_training_changes_are_one():
+    once = {(task, 0): float(task % 3 == 0) for task in range(30)}
+    assert interval({(task, seed): value for (task, _), value in once.items() for seed in range(3)}) == interval(once)
 
 
 @pytest.mark.parametrize(("between", "at_least"), [(0.0, 0.93), (0.05, 0.88), (0.2, 0.92)])
@@ -100,7 +138,9 @@ def test_a_seed_that_lacks_a_task_takes_the_task_out_of_the_interval_not_the_see
 
 def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played():
     def result(task: int, seed: int, reward: float) -> results.Result:
-        return results.Result(f"t{task}", "", seed, reward, float(reward == 1), 9, 10 * task, 3, [], (Path(), 1, 0))
+        return results.Result(
+            f"t{task}", "", f"t{task}", seed, reward, float(reward == 1), 9, 10 * task, 3, [], (Path(), 1, 0)
+        )
 
     group = results.Group(results.Condition("fake", "greedy", 1, 1, None, ""))
     for task, seed, reward in [(1, 0, 1), (2, 0, 0), (3, 0, 1), (4, 0, 1), (1, 1, 1), (2, 1, 1)]:

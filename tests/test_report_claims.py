@@ -94,6 +94,21 @@ def test_best_of_n_is_the_one_of_nearest_cost(groups):
     assert "not reproduced (M=2 (900 tokens) against N=2 (1,000 tokens): -0.100" in told(some, by_reward)
 
 
+def test_a_rival_of_other_cost_is_none_at_equal_tokens(groups):
+    for tokens, told_of in ((1160, True), (700, True), (1200, False), (600, False)):
+        rivals = [("best_of_n", 0.5, {"N": n, "select": "q", "tokens": n * tokens}) for n in (1, 9)]
+        said = claims.sentences(groups(("qlass", 0.6, {"M": 2, "tokens": 900}), *rivals))
+        assert any("at equal tokens" in sentence for sentence in said) == told_of
+
+
+def test_what_two_claims_compare_is_corrected_for_once(groups, monkeypatch):
+    """Of equal cost, the log-probability with as many candidates is the rival of two claims."""
+    counted = []
+    monkeypatch.setattr(claims, "holm", lambda p: counted.append(len(p)) or p)
+    said = claims.sentences(groups(("qlass", 0.6, {"M": 4}), ("likeliest", 0.5, {"M": 4})))
+    assert len(said) == 2 and counted == [1]
+
+
 def test_search_by_the_agents_own_log_probability_is_a_rival(groups):
     some = groups(
         ("qlass", 0.6, {"M": 4, "tokens": 900}), ("likeliest", 0.5, {"M": 4, "tokens": 500}),

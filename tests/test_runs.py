@@ -42,7 +42,7 @@ def stage(tmp_path_factory):
         log.write_text("")
         known = {"PATH": str(bin_), "LOG": str(log), "HOME": str(root)} | variables
         command = ["bash", root / script, *arguments]
-        done = subprocess.run(command, cwd=root, env=known, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=root, env=known, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"{script}: {done.stderr}"
         commands = [json.loads(line) for line in log.read_text().splitlines()]
         return [command[command[0] == "-m" :] if command else command for command in commands]  # python -m NAME

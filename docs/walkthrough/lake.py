@@ -113,7 +113,7 @@ class Lake(Story):
             beside = f"r = {number(node['reward'])}" if node["done"] else ""
             look = Look(str(i), self.move(i), beside=beside, fill=fill, strong=node["branch"] >= begin)
             looks.append(look if node["branch"] <= end else None)
-        new = sum(look.strong for look in looks if look)
+        new = sum(look.strong for look in looks[1:] if look)  # the root is no new node
         return self.figure(stage, looks, f"The tree {words}: {times(new, 'new node')}", LEGEND)
 
     def branches(self) -> str:
@@ -154,7 +154,7 @@ class Lake(Story):
         worst = max(missed, key=gaps.__getitem__)
         return (
             f"{text} Too low {'is' if len(missed) == 1 else 'are'} {listed(missed)}: no branch below found the best "
-            f"way on, and a tree knows only what was tried. Node {worst} is furthest off, with "
+            f"way on, and a tree knows only what was tried. None is further off than node {worst}, with "
             f"{number(self.tree[worst]['q_raw'])} instead of {number(self.exact[worst])}. Too high can't happen here; "
             "on slippery ice it can, since a tree keeps its luckiest child."
         )
@@ -262,7 +262,9 @@ class Lake(Story):
             best = " or ".join(f"`{move}`" for move, q in exact.items() if q > max(exact.values()) - 1e-9)
             answer = step["observation"].removeprefix(self.part.env.prefix)
             rows.append((t, cell, shown, f"**{action_key(step['action'])}**", best, answer))
-        return table(["step", "cell", "candidates", "taken", "best by Q\\*", "the environment answers"], rows)
+        return table(
+            ["step", "cell", "candidates", "taken", "best of all moves by Q\\*", "the environment answers"], rows
+        )
 
     def choices(self) -> str:
         """In how many of QLASS's steps with a choice by Q* the best candidate was taken."""
@@ -273,7 +275,8 @@ class Lake(Story):
                 right.append(exact[action_key(step["action"])] > max(offered) - 1e-9)
         if not right:
             return "No step had candidates of different Q\\*."
-        return f"Of {times(len(right), 'step')} with candidates of different Q\\* it took the best in {sum(right)}."
+        steps = times(len(right), "step")
+        return f"Of {steps} with candidates of different Q\\* it took the best candidate in {sum(right)}."
 
     def chosen(self) -> str:
         if self.gain() > 0:

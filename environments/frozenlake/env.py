@@ -54,6 +54,10 @@ class FrozenLakeEnv(TextEnv):
             raise UserError(f"frozenlake: unknown split {split!r}: choose one of {', '.join(parts)}")
         return [task for i, task in enumerate(lake.tasks(self.layout)) if i % 5 in parts[split]]
 
+    def block(self, task_id: str) -> str:
+        """Of "lakes" the lake."""
+        return task_id.rpartition("/")[0] if "lakes/" in task_id else task_id
+
     def _load(self, task_id: str) -> None:
         try:
             self.lake = lake.load(task_id)

@@ -3,7 +3,7 @@
 #
 #   ETO=DIR bash runs/paper/table4.sh
 #
-# All weights in bf16 with their moments would take some 165 GB: by default LoRA, where the paper trains them all. Over
+# All weights in bf16 with their moments would take 163 GB: by default LoRA, where the paper trains them all. Over
 # four GPUs of 80 GB: TRAIN="torchrun --nproc-per-node 4 --" FITS="--gradient-checkpointing --fsdp".
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
