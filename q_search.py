@@ -71,9 +71,12 @@ def by_q(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> 
     return (yield Score(state, tuple(candidates)))
 
 
-def at_random(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
-    yield from ()
-    return list(uniforms(len(candidates), "random", *key))
+def at_random(seed: int) -> Callable[..., Scores]:
+    def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+        yield from ()
+        return list(uniforms(len(candidates), "random", seed, *key))
+
+    return scores
 
 
 def by_likelihood(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
@@ -88,7 +91,7 @@ def alike(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) ->
 
 
 SCORERS = {
-    "random": Scorer(at_random),
+    "random": Scorer(at_random(0)),
     "likeliest": Scorer(by_likelihood),
     "qlass": Scorer(by_q, uses_q=True),
     "oracle_step": Scorer(by_true_value, steps_all=True),
@@ -223,7 +226,8 @@ def methods(args: argparse.Namespace, env: envs.TextEnv, scorers: dict[str, Scor
             chosen += [Method(name, m, n, args.select if n > 1 else None, *score) for score, m, n in some]
         else:
             chosen += {"rule": rules, "expert": [demonstrator]}.get(name, [Method(name)])
-    return list(dict.fromkeys(chosen))
+    by_seed = {"random": Scorer(at_random(args.seed))}
+    return [dataclasses.replace(m, by=by_seed.get(m.name, m.by)) for m in dict.fromkeys(chosen)]
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

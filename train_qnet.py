@@ -252,7 +252,8 @@ def to_train(args: argparse.Namespace) -> QNet:
     qnet = QNet(backbone, chat, readout=args.readout)
     small = sum(p.numel() for p in backbone.parameters()) < SMALL
     settle(args, (TINY if small else PAPER) | ({"lr": models.LR} if args.lora else {}))
-    backbone.requires_grad_(not args.freeze)
+    if args.freeze:
+        backbone.requires_grad_(False)
     models.save_memory(backbone, args)
     return qnet
 
@@ -287,7 +288,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     updates = models.merge(qnet.backbone) if args.lora else {}
     where, dtype = models.device_and_dtype(args.device)
-    qnet.to(where).backbone.to(dtype)  # as q_search.py loads it
+    models.cast(qnet.to(where).backbone, dtype)  # as q_search.py loads it
     with replacing_folder(args.out) as folder:
         qnet.save_pretrained(folder)
         if updates:

@@ -73,7 +73,7 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> tuple[Any,
         reference = copy.deepcopy(model, frozen).requires_grad_(False) if copied else model
         if args.fsdp and copied:  # each process goes through its own sequences, so each needs the whole of it
             where, dtype = models.device_and_dtype(args.device)
-            reference.to(where, dtype)
+            models.cast(reference.to(where), dtype)
         models.divide(model, model.base_model, args)
     small = model.num_parameters() < SMALL
     settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})

@@ -202,7 +202,7 @@ class Chat:
             self.system, self.between, *_ = self._around(template, ["system", *roles])
         except (jinja2.TemplateError, ValueError):  # the template knows no such role: before the user's first words
             self.system, self.between = self.begin, "\n\n"
-        if "<think>" in template and not rendering.think:
+        if "<think>" in template and "</think>" not in self.ask and not rendering.think:
             self.ask += self.NO_THOUGHT
         # A space before the assistant's words is the first word's, as in any text; SentencePiece adds it by itself.
         without = self.ask.rstrip(" ")
@@ -287,9 +287,10 @@ class Chat:
             return lists
         length, room = sum(map(len, lists)), self.context - self.rendering.max_new_tokens
         if length > room and self.rendering.truncate == "oldest":
-            while length > room and len(lists) > 3:  # the instruction stays, and the last observation
-                length -= sum(map(len, lists[1:3]))
-                del lists[1:3]
+            oldest = slice(self.stays(state), self.stays(state) + 2)
+            while length > room and len(lists) > oldest.stop:  # the last observation stays too
+                length -= sum(map(len, lists[oldest]))
+                del lists[oldest]
         if length > room:
             raise UserError(
                 f"a prompt of {length:,} tokens and an action of up to {self.rendering.max_new_tokens:,} are more than "
@@ -297,6 +298,12 @@ class Chat:
                 "--max-new-tokens makes room"
             )
         return lists
+
+    def stays(self, state: State) -> int:
+        """How many lists at the front of a prompt are never cut: the instruction, and the task where it comes apart."""
+        said = [message for message in state.messages if message[0] != "system"]
+        alone = self.rendering.compact or self.rendering.markov or said[1:2] != [("assistant", "OK")]
+        return 1 if alone else 3
 
     def prompt(self, state: State) -> list[int]:
         return [token for tokens in self.prompt_tokens(state) for token in tokens]

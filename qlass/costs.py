@@ -29,7 +29,7 @@ def read(chat: Chat, trials: Iterable[Iterable[State]]) -> int:
         for t, state in enumerate(states):
             if state not in found:
                 turns = chat.prompt_tokens(state)
-                new = turns[::2] if t == 0 else turns[1:] if chat.is_cut(state) else turns[-1:]
+                new = turns[::2] if t == 0 else turns[chat.stays(state) :] if chat.is_cut(state) else turns[-1:]
                 found[state] = sum(map(len, new))
     return sum(found.values())
 

@@ -11,51 +11,77 @@ import itertools
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from envs import TextEnv
-from qlass.demonstrations import cloned_from, known_id, openings, records_of
+from qlass.demonstrations import known_id, openings, records_of
 from qlass.jsonl import is_text
 from qlass.metadata import located, read_meta
 
 TRIED = 100  # training tasks, by whose words it is seen whether demonstrations without ids are of this environment
 
 
-def learned_from(checkpoint: Path, args: argparse.Namespace) -> tuple[Path, int | None] | str:
-    """The file that an agent or a QNet was trained on, and how many of its trajectories or trees (None: all); text: why
-    that is not known."""
-    checkpoint = checkpoint.absolute()
-    made = read_meta(checkpoint).get("arguments", {})
-    if not made:
-        return f"{checkpoint.name} has no metadata"
-    if any(made.get(name) != getattr(args, name) for name in ("env", *args.env_flags)):
-        return f"{checkpoint.name} is of another environment, whose ids mean other tasks"
-    named = is_text(made.get("labels"))
-    path, most = (located(made, made["labels"], checkpoint), made.get("limit")) if named else cloned_from(checkpoint)
-    return (path, most) if path and path.is_file() else "the file is gone"
+@dataclass(frozen=True)
+class Learned:
+    """The files that an agent or a QNet was trained on, with how many of their trajectories or trees (None: all)."""
+
+    files: list[tuple[Path, int | None]]
+    played: bool  # it also learned from playing the training tasks itself
 
 
-def leaked(env: TextEnv, played: Iterable[str], learned: tuple[Path, int | None] | str, source: str) -> int | None:
-    """How many of the played tasks are about what was learned from, the same task or product; a line where any are.
+def learned_from(checkpoint: Path, args: argparse.Namespace) -> Learned | str:
+    """What a checkpoint and those it was trained from have learned from; text: why that is not known."""
+    files: list[tuple[Path, int | None]] = []
+    played = False
+    for _ in range(10):  # of a chain of checkpoints, each trained from the next
+        checkpoint = checkpoint.absolute()
+        made = read_meta(checkpoint).get("arguments", {})
+        if not made:
+            return f"{checkpoint.name} has no metadata"
+        if any(made.get(name) != getattr(args, name) for name in ("env", *args.env_flags)):
+            return f"{checkpoint.name} is of another environment, whose ids mean other tasks"
+        for name, most in (("labels", "limit"), ("expert", "n_expert")):
+            if is_text(made.get(name)):
+                path = located(made, made[name], checkpoint)
+                if not path or not path.is_file():
+                    return "the file is gone"
+                files.append((path, made.get(most)))
+        played |= "rounds" in made  # of experiments.tree_grpo
+        cloned, is_qnet = is_text(made.get("expert")), is_text(made.get("labels")) and "budget_in" not in made
+        before = located(made, made["sft"], checkpoint) if is_text(made.get("sft")) else None
+        if cloned or is_qnet or before is None:
+            break
+        checkpoint = before
+    return Learned(files, played) if files else "the file is gone"
+
+
+def leaked(env: TextEnv, tasks: Iterable[str], learned: Learned | str, source: str) -> int | None:
+    """How many of the tasks played are about what was learned from, the same task or product; a line where any are.
 
     Demonstrations without ids (ETO's of WebShop) are known by their words: a task's first observation or, where that
     has other words too, its instruction. None, with a line, where nothing is known.
     """
-    played, n = list(played), None
-    if isinstance(learned, tuple):
-        (path, most), player = learned, env.fork()
-        records = (record for _, record in records_of(path) if record.get("parent_id") is None)  # of a tree its root
-        ids = [known_id(record, env) for record in itertools.islice(records, most)]
-        texts = [words(text) for text in openings(path, most)] if None in ids else []
-        subjects = {env.subject(str(task)) for task in set(ids) - {None}}
-        n = sum(env.subject(task) in subjects or told(player, task, texts) for task in played)
+    tasks, n = list(tasks), None
+    if isinstance(learned, Learned):
+        player, ids, texts = env.fork(), set(env.task_ids("train") if learned.played else ()), []
+        for path, most in learned.files:
+            records = (
+                record for _, record in records_of(path) if record.get("parent_id") is None
+            )  # of a tree its root
+            known = [known_id(record, env) for record in itertools.islice(records, most)]
+            texts += [words(text) for text in openings(path, most)] if None in known else []
+            ids |= set(known) - {None}
+        subjects = {env.subject(str(task)) for task in ids}
+        n = sum(env.subject(task) in subjects or told(player, task, texts) for task in tasks)
         if texts and not n and not any(told(player, task, texts) for task in env.task_ids("train")[:TRIED]):
-            n, learned = None, f"{path.name} has no task ids, and none of its texts is of a task known here"
+            names = ", ".join(path.name for path, _ in learned.files)
+            n, learned = None, f"{names}: no task ids, and none of the texts is of a task known here"
         player.close()
     if n is None:
         print(f"warning: whether tasks played are also in the {source} is not known: {learned}", file=sys.stderr)
     elif n:
-        print(f"warning: {n} of {len(played)} tasks played are also in the {source}", file=sys.stderr)
+        print(f"warning: {n} of {len(tasks)} tasks played are also in the {source}", file=sys.stderr)
     return n
 
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import os
 import platform
 import subprocess
 import time
@@ -106,11 +107,14 @@ def sha256(path: Path) -> str:
 
 
 def located(arguments: dict[str, Any], named: str | Path, output: Path) -> Path | None:
-    """The file or folder that `output` was made from: where its metadata say or, of a moved run folder, beside it."""
-    named = Path(named)
-    places = [named, output.parent / named.name]
-    if named.parent == Path(str(arguments.get("out"))).parent:  # of one folder, then as now
-        places.reverse()
+    """The file or folder that `output` was made from: of a moved run folder where it lies now, else where the metadata
+    say or, of one that came from elsewhere, beside the output."""
+    named, places = Path(named), [Path(named)]
+    folder = Path(arguments["out"]).parent if arguments.get("out") else None
+    if folder and named.is_absolute() == folder.is_absolute():
+        places.insert(0, output.parent / os.path.relpath(named, folder))
+    if not (folder and named.is_relative_to(folder)):
+        places.append(output.parent / named.name)
     return next((path for path in places if path.exists()), None)
 
 

@@ -132,6 +132,8 @@ def add_lora(model: Any, rank: int, alpha: int | None = None) -> None:
     if find_spec("peft") is None:
         raise UserError(f"--lora {rank}: peft is missing: pip install -r requirements.txt")
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers.pytorch_utils import Conv1D
 
     # The base model, so that the output layer stays as it is: an agent's and a QNet's updates are of the same layers.
     layers = model.base_model if model.base_model_prefix in model._modules else model
@@ -139,6 +141,9 @@ def add_lora(model: Any, rank: int, alpha: int | None = None) -> None:
     try:
         config = LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules="all-linear")
         inject_adapter_in_model(config, layers)
+        wrapped = {type(m.get_base_layer()) for m in layers.modules() if isinstance(m, BaseTunerLayer)}
+        if others := [kind.__name__ for kind in wrapped if not issubclass(kind, (nn.Linear, Conv1D))]:
+            raise ValueError(f"PEFT also updates its {', '.join(others)}")  # experts, routers: `merge` knows no such
     except (TypeError, ValueError) as error:
         raise UserError(f"--lora {rank}: not for this model ({str(error).splitlines()[0]}); leave --lora out") from None
     for p in model.parameters():
@@ -241,12 +246,19 @@ def rounded(x: torch.Tensor, luck: torch.Generator) -> torch.Tensor:
     return bits.bitwise_and_(-(1 << 16)).view(torch.float32).to(torch.bfloat16)
 
 
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """The weights alone: buffers stay as `from_pretrained` leaves them, since rounded rotary frequencies turn the
+    positions of long prompts by radians."""
+    for p in model.parameters():
+        p.data = p.data.to(dtype) if p.is_floating_point() else p.data
+
+
 def save_memory(model: Any, args: argparse.Namespace) -> None:
     """--lora, --weights and --gradient-checkpointing."""
     if args.lora:
         add_lora(model, args.lora, args.lora_alpha)
     if args.weights == "bf16":
-        model.to(torch.bfloat16)
+        cast(model, torch.bfloat16)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
 

@@ -231,13 +231,13 @@ class Policy:
 
 
 def truncated(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """Probabilities (B, V), all but the k likeliest set to 0, and all but the fewest that hold top_p together."""
+    """Probabilities (B, V), 0 for all but the k likeliest, and of these for all but the fewest that hold top_p."""
     if not top_k and top_p >= 1:
         return p
     values, order = p.sort(dim=-1, descending=True, stable=True)
-    keep = values.cumsum(-1) - values < top_p * values.sum(-1, keepdim=True)
     if top_k:
-        keep[:, top_k:] = False
+        values[:, top_k:] = 0
+    keep = values.cumsum(-1) - values < top_p * values.sum(-1, keepdim=True)
     return torch.zeros_like(p).scatter(-1, order, values * keep)
 
 

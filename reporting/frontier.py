@@ -68,26 +68,30 @@ def agent_of(label: str) -> tuple[str, bool]:
 def frontier(groups: Sequence[Group]) -> Figure | None:
     """Mean reward against the tokens of training and of playing 100, 1,000 and 10,000 tasks, the best joined by steps.
 
-    A line an agent, from greedy over QLASS with more and more candidates; hollow where QNet is of the cloned agent's
-    trees, not of its own. A bar is a reward's interval. None where no agent was trained after cloning.
+    A line an agent, from greedy over QLASS with more and more candidates, and a dotted one over best-of-N by QNet;
+    hollow where QNet is of the cloned agent's trees, not of its own. A bar is a reward's interval. None where no agent
+    was trained after cloning.
     """
     cost = {id(group): training_tokens(group) for group in groups}
     groups = [group for group in groups if not math.isnan(cost[id(group)])]
-    lines: dict[tuple[str, bool], list[Group]] = {}
-    for group in groups:
-        if group.condition.method == "qlass" and (group.condition.N or 1) == 1 and not group.condition.oracle:
-            lines.setdefault(agent_of(group.condition.label), []).append(group)
     starts = {agent_of(g.condition.label)[0]: g for g in groups if g.condition.method == "greedy"}
-    lines = {key: [starts[key[0]], *some] for key, some in lines.items() if key[0] in starts}
+    lines: dict[tuple[str, bool, str], list[Group]] = {}
+    for group in groups:
+        made, (agent, old) = group.condition, agent_of(group.condition.label)
+        searched = made.method == "qlass" and (made.N or 1) == 1
+        if agent in starts and (searched or (made.method == "best_of_n" and made.select == "q")):
+            lines.setdefault((agent, old, "-" if searched else ":"), [starts[agent]]).append(group)
     if not lines or not any(cost[id(g)] for g in starts.values()):
         return None
-    styles = looks(agent for agent, _ in lines)
+    for agent in starts.keys() - {agent for agent, *_ in lines}:  # alone
+        lines[agent, False, "-"] = [starts[agent]]
+    styles = looks(agent for agent, *_ in lines)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.4), layout="constrained")
         for axes, tasks in zip(figure.subplots(1, len(TASKS), sharey=True), TASKS, strict=True):
             points = []
-            for (agent, old), some in lines.items():
-                look = styles[agent] | {"linewidth": 0.8}
+            for (agent, old, style), some in lines.items():
+                look = styles[agent] | {"linewidth": 0.8, "linestyle": style}
                 xy = [(cost[id(g)] + tasks * g.mean("total"), g.reward.mean) for g in some]
                 axes.plot(*zip(*xy, strict=True), label=agent, markerfacecolor="white" if old else None, **look)
                 low, high = zip(*((g.reward.low, g.reward.high) for g in some), strict=True)

@@ -564,10 +564,12 @@ class Shop:
 def leaks_of(
     tmp_path, capsys, records: list[dict], played: list[str], most: int | None = None
 ) -> tuple[int | None, str]:
-    from qlass.leaks import leaked
+    from qlass.leaks import Learned, leaked
 
     (tmp_path / "learned.jsonl").write_text(dump(records))
-    return leaked(Shop(), played, (tmp_path / "learned.jsonl", most), "trees"), capsys.readouterr().err
+    return leaked(
+        Shop(), played, Learned([(tmp_path / "learned.jsonl", most)], False), "trees"
+    ), capsys.readouterr().err
 
 
 def test_another_task_of_the_same_product_is_a_leak(tmp_path, capsys):
@@ -595,7 +597,7 @@ def test_demonstrations_without_ids_are_known_by_their_words(tmp_path, capsys):
     )  # fmt: skip
     assert leaks_of(tmp_path, capsys, theirs, ["3"]) == (0, "")  # a training task is known by its words
     found, told = leaks_of(tmp_path, capsys, theirs[1:], ["3"])
-    assert found is None and "is not known: learned.jsonl has no task ids, and none of its texts" in told
+    assert found is None and "is not known: learned.jsonl: no task ids, and none of the texts" in told
     assert leaks_of(tmp_path, capsys, theirs[::-1], ["1"], most=1)[0] is None  # the other was not learned from
 
 
@@ -616,7 +618,7 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
 
 
 def test_a_qnet_of_few_trees_has_learned_from_no_others(tmp_path):
-    from qlass.leaks import learned_from
+    from qlass.leaks import Learned, learned_from
 
     labels, qnet = tmp_path / "q_labels.jsonl", tmp_path / "qnet"
     labels.write_text("")
@@ -624,7 +626,32 @@ def test_a_qnet_of_few_trees_has_learned_from_no_others(tmp_path):
     args = argparse.Namespace(env="frozenlake", env_flags=[])
     for limit, known in (({}, None), ({"limit": None}, None), ({"limit": 3}, 3)):
         (tmp_path / "qnet.meta.json").write_text(json.dumps({"arguments": asked | limit}))
-        assert learned_from(qnet, args) == (labels, known)
+        assert learned_from(qnet, args) == Learned([(labels, known)], False)
+
+
+def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tmp_path, capsys):
+    from qlass.leaks import leaked, learned_from
+
+    def made(name: str, **arguments) -> Path:
+        (tmp_path / f"{name}.meta.json").write_text(json.dumps({"arguments": {"env": "shop"} | arguments}))
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    def found(checkpoint: Path) -> int | None:
+        return leaked(Shop(), ["1", "3", "7"], learned_from(checkpoint, args), "demonstrations")
+
+    args = argparse.Namespace(env="shop", env_flags=[])
+    expert, labels = tmp_path / "expert.jsonl", tmp_path / "q_labels.jsonl"
+    expert.write_text(dump([{"task_id": "3", "messages": CHAT}]))
+    labels.write_text(dump([{"task_id": "7", "node_id": 0, "parent_id": None}]))
+    cloned = made("sft", expert=str(expert))
+    assert found(cloned) == 1
+    assert found(made("sft-siblings", sft=str(cloned), labels=str(labels), budget_in="tokens")) == 2
+    assert found(made("qnet", sft=str(cloned), labels=str(labels))) == 1  # its trees alone
+    grpo = made("sft-grpo", sft=str(cloned), rounds=0, budget_in="tokens")
+    assert found(grpo) == 2  # of the training tasks 1 and 2 it may have played each
+    assert found(made("sft-again", sft=str(grpo), budget_in="tokens")) == 2
+    assert found(made("circle", sft=str(tmp_path / "circle"))) is None
 
 
 def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world, capsys):

@@ -293,6 +293,10 @@ THINKS = TEMPLATES["chatml"][0] + "{# <think> #}"
 def test_thinking_models_with_and_without_their_thoughts():
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = THINKS
+    closing = "('<think></think>' if m.role == 'assistant' else '') + m.content"
+    tokenizer.chat_template = THINKS.replace("m.content", closing)
+    assert Chat(tokenizer, Rendering()).ask.count("</think>") == 1  # the template closes it itself
+    tokenizer.chat_template = THINKS
     mute, thinks = Chat(tokenizer, Rendering()), Chat(tokenizer, Rendering(think=True))
     assert tokenizer.decode(mute.prompt(STATE)).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert tokenizer.decode(thinks.prompt(STATE)).endswith("<|im_start|>assistant\n")
@@ -332,8 +336,11 @@ def test_prompts_beyond_the_context(agent_context=40):
     chat.rendering.truncate = "oldest"
     lists, whole = chat.prompt_tokens(state), chat.message_tokens(state)
     assert chat.is_cut(state) and sum(map(len, lists)) <= 35 and len(chat.prompt(state)) <= 35
-    assert lists[0] == whole[0] and lists[1:] == whole[-len(lists) + 1 :]  # the instruction and the newest turns
-    assert sum(map(len, lists)) + sum(map(len, whole[1:3])) > 35  # no more than had to go
+    assert lists[:3] == whole[:3] and lists[3:] == whole[3 - len(lists) :]  # instruction, task and the newest turns
+    assert sum(map(len, lists)) + sum(map(len, whole[3:5])) > 35  # no more than had to go
+    together = State(state.messages[2:], "")  # the first message tells all of it
+    lists, whole = chat.prompt_tokens(together), chat.message_tokens(together)
+    assert len(lists) < len(whole) and lists[0] == whole[0] and lists[1:] == whole[1 - len(lists) :]
     chat.context = 8
     with pytest.raises(UserError, match="context of 8"):
         chat.prompt_tokens(state)

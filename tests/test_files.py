@@ -405,3 +405,26 @@ def test_a_wrong_flag_is_one_line_too(argv, capsys):
 
     code, error = exits(lambda: bellman.main(argv), capsys)
     assert code == 2 and error.count("\n") == 1 and argv[-1].strip("-") in error
+
+
+@pytest.mark.parametrize("begin", ["", "/"])
+def test_inputs_are_found_where_they_lie_now(begin, tmp_path, monkeypatch):
+    """In a run folder that was renamed each in its own place, not another of the same name; else where they were."""
+    monkeypatch.chdir(tmp_path)
+    old, new = Path(begin and tmp_path, "old"), tmp_path / "new"
+    for folder in ("qnet", "grpo/qnet", "grpo/sft", "sft"):
+        (new / folder).mkdir(parents=True)
+    made = {"out": str(old / "results.jsonl")}
+    assert metadata.located(made, str(old / "grpo/qnet"), new / "results.jsonl").samefile(new / "grpo/qnet")
+    assert metadata.located(made, str(old / "qnet"), new / "results.jsonl").samefile(new / "qnet")
+    other = {"out": str(old / "grpo/qnet")}
+    assert metadata.located(other, str(old / "sft"), new / "grpo/qnet").samefile(new / "sft")
+    (new / "grpo/qnet").rmdir()
+    assert metadata.located(made, str(old / "grpo/qnet"), new / "results.jsonl") is None
+    elsewhere = Path(begin and tmp_path, "elsewhere/trees.jsonl")
+    assert metadata.located(made, str(elsewhere), new / "results.jsonl") is None
+    (new / "trees.jsonl").touch()  # copied beside it since
+    assert metadata.located(made, str(elsewhere), new / "results.jsonl").samefile(new / "trees.jsonl")
+    elsewhere.parent.mkdir()
+    elsewhere.touch()
+    assert metadata.located(made, str(elsewhere), new / "results.jsonl").samefile(elsewhere)

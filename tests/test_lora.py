@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import q_search
 import sft
 import train_qnet
+from docs import make_models
 from environments import UserError
 from qlass import models
 from qlass.policy import Policy
@@ -44,6 +45,12 @@ def test_an_update_by_hand():
     models.merge(model)
     at = "model.layers.0.self_attn.v_proj.weight"
     torch.testing.assert_close(dict(model.named_parameters())[at], dict(plain.named_parameters())[at] + 2.0 * b @ a)
+
+
+def test_experts_are_refused_before_anything_is_trained():
+    """PEFT would update them too, in a form that can't be merged into the weights."""
+    with pytest.raises(UserError, match=r"--lora 2: not for this model .*Experts"):
+        models.add_lora(make_models.tiny("mixtral"), 2)
 
 
 def test_a_merged_model_is_an_ordinary_one_that_says_the_same():

@@ -73,6 +73,15 @@ def test_the_estimate_is_within_a_third_of_the_measured_peak(make, checkpointing
     assert 0.75 < estimate / peak < 1.34
 
 
+def test_positions_are_not_rounded_with_the_weights():
+    """Rotary frequencies in bf16 would turn a prompt of 4,000 tokens by radians."""
+    lm = model()
+    models.save_memory(lm, flags(weights="bf16"))
+    assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
+    rotary = [buffer for name, buffer in lm.named_buffers() if name.endswith("inv_freq")]
+    assert rotary and {buffer.dtype for buffer in rotary} == {torch.float32}
+
+
 @pytest.mark.parametrize("weights", ["float32", "bf16"])
 def test_a_token_tree_keeps_its_mask_and_is_measured_with_it(weights, monkeypatch):
     """With mixed precision each layer has a copy of its own."""

@@ -103,7 +103,12 @@ def test_the_likeliest_of_the_drawn_needs_no_qnet():
     assert [c["q"] for c in record["steps"][0]["candidates"]] == [-2.0, -0.5]
 
 
-def test_random_choice_is_of_the_drawn_and_depends_on_the_task_alone():
+def test_random_choice_is_of_the_drawn_and_depends_on_task_and_seed_alone():
+    def told(seed: int) -> list:
+        method = Method("random", M=2, by=q_search.Scorer(q_search.at_random(seed)))
+        return [run(best_of(FakeEnv(), f"test{task}", method, CHAT), Script(BOTH))[0]["steps"] for task in range(9)]
+
+    assert told(0) == told(0) != told(1)
     paths = {}
     for task in range(30):
         env = FakeEnv()
@@ -348,6 +353,7 @@ def test_results_do_not_depend_on_the_batch_or_on_where_a_run_stopped(search, tm
 
 def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted(search, monkeypatch, capsys):
     monkeypatch.setattr("qlass.models.context_of", lambda config: 32)  # 20 tokens, and 12 of an action
+    monkeypatch.setattr(q_search.Chat, "stays", lambda *_: 1)  # as where the first message tells all: here all is short
     asked = ("--method", "greedy", "qlass")
     with pytest.raises(UserError, match=r"more than the model's context of 32: --truncate oldest"):
         search(*asked)
@@ -437,7 +443,7 @@ def test_wrong_inputs_are_named(search, tmp_path, agent, monkeypatch):
 
 def test_the_files_are_jsonl_with_the_documented_fields(search, tmp_path):
     (record, *_) = search("--method", "qlass", "-M", "2")
-    about = "task_id type env split label method M N select player seed task"
+    about = "task_id type block env split label method M N select player seed task"
     assert list(record) == f"{about} reward success n_steps tokens env_steps resets steps".split()
     assert {"action", "candidates", "observation"} == set(record["steps"][0])
     meta = json.loads((tmp_path / "results.meta.json").read_text())

@@ -145,3 +145,14 @@ def test_all_tied_labels_have_no_ceiling(tmp_path):
         [point], {"policy": [[[0.5, 0.5], [0.5, 0.5]]]}, {"random": [[1.0, 2.0]]}, {"random": "control"}
     )
     assert "Ceilings per state: – for the labels' noise, – for a ranking" in report.write(study, tmp_path, "tied", {})
+
+
+def test_two_scores_are_compared_on_the_candidates_that_both_have():
+    """A score that is the rival's, but for a hard candidate that it does not score, is no better."""
+    points = [Point(str(i), (), tuple("abcd"), 0, "", str(i)) for i in range(6)]
+    labels = [[0.0, 0.3, 0.6, 1.0]] * 6
+    rival = [[0.9, 0.2, 0.4, 0.6]] * 6  # wrong about the first
+    fewer = [[None, *scores[1:]] for scores in rival]
+    families = dict.fromkeys(("rival", "fewer"), "policy")
+    study = report.Study(points, {}, {"rival": rival, "fewer": fewer}, families, against="rival")
+    assert study.differences(labels)["fewer"][0].mean == 0

@@ -634,7 +634,10 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
     (first, *_) = frontier(groups).axes
     assert first.get_title(loc="left") == "100 tasks"
     drawn = {line.get_label(): (len(line.get_xdata()), line.get_markerfacecolor()) for line in first.lines[:-1]}
-    assert set(drawn) == {"cloned", "rl"} and drawn["rl"] == (2, "white") and drawn["cloned"][1] != "white"
+    assert set(drawn) == {"cloned", "rl", "again", "guided", "both"}  # those that are not searched are points
+    assert drawn["rl"] == (2, "white") and drawn["cloned"][1] != "white" and drawn["again"][0] == 1
+    picked = results.Group(results.Condition("webshop", "best_of_n", 1, 4, "q", ""), groups[0].results)
+    assert [line.get_linestyle() for line in frontier([*groups, picked]).axes[0].lines].count(":") == 1
     assert frontier([g for g in groups if not g.condition.label]) is None
     Path("trees.meta.json").write_text('{"tokens": null}')  # resumed: what they cost in all is not known
     assert math.isnan(training_tokens(next(g for g in groups if g.condition.method == "qlass")))

@@ -319,6 +319,8 @@ def test_top_k_and_top_p_by_hand():
     assert truncated(p, top_p=0.5).tolist() == [[0, 0.4, 0, 0.3], [0.25, 0.25, 0, 0]]
     assert truncated(p, top_p=0.4).tolist() == [[0, 0.4, 0, 0], [0.25, 0.25, 0, 0]]
     assert truncated(p, top_k=1, top_p=0.9).tolist() == [[0, 0.4, 0, 0], [0.25, 0, 0, 0]]
+    # Of what top-k leaves, as in transformers: .4 is .57 of .4 and .3.
+    assert truncated(p, top_k=2, top_p=0.55).tolist() == [[0, 0.4, 0, 0], [0.25, 0.25, 0, 0]]
 
 
 def test_free_text_keeps_to_top_k_and_top_p():

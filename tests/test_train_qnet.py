@@ -415,6 +415,7 @@ def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, m
 
 def test_trees_that_were_grown_with_cut_prompts_are_measured_with_them(train, tmp_path, monkeypatch):
     monkeypatch.setattr("qlass.models.context_of", lambda config: 30)
+    monkeypatch.setattr(train_qnet.Chat, "stays", lambda *_: 1)  # as where the first message tells all
     with pytest.raises(UserError, match="--truncate oldest"):
         train()
     train("--truncate", "oldest", out="cut")
@@ -460,6 +461,20 @@ def test_a_frozen_backbone_is_the_agents_own(train, agent):
     torch.manual_seed(0)
     untrained = QNet(start, net.chat)
     assert not torch.equal(net.head[-1].weight, untrained.head[-1].weight)
+
+
+def test_weights_of_few_bits_stay_what_they_are(agent, monkeypatch):
+    """They are integers, which can't have a gradient; LoRA's updates beside them can."""
+
+    def loaded(*args):
+        backbone, chat = load(*args)
+        backbone.register_parameter("bits", torch.nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False))
+        return backbone, chat
+
+    load = train_qnet.models.load_checkpoint
+    monkeypatch.setattr(train_qnet.models, "load_checkpoint", loaded)
+    net = train_qnet.to_train(train_qnet.arguments(["--sft", str(agent), "--lora", "2"]))
+    assert {".lora_" in name for name, p in net.backbone.named_parameters() if p.requires_grad} == {True}
 
 
 def test_what_is_no_label_file_is_named(train, tmp_path, agent):

@@ -124,8 +124,8 @@ def known(env: str, reference: str) -> None:
 
 
 def values(returns: list[list[list[float]]], how: str) -> list[list[float]]:
-    """The labels of each point's candidates: the "max" or the "mean" of its returns."""
-    return [[float(getattr(np, how)(some)) for some in state] for state in returns]
+    """The labels of each point's candidates: the "max" or "mean" of its returns, rounded so that equals are equal."""
+    return [[round(float(getattr(np, how)(some)), 9) for some in state] for state in returns]
 
 
 def load(record: dict) -> tuple[str, list[list[float]]]:

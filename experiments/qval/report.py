@@ -162,13 +162,19 @@ class Study:
         return dict(sorted(found.items(), key=lambda f: (place.index(self.families[f[0]]), -nan_last(f[1].rho.mean))))
 
     def differences(self, labels: list[list[float]]) -> dict[str, tuple[Estimate, float]]:
-        """In per-state rho to `against` on the states that both have, with its p, Holm over all."""
-        per_state = {n: metrics.per_state(self.tasks, some, labels) for n, some in self.predictions.items()}
-        base, found = per_state.get(self.against, {}), {}
-        for name, some in per_state.items():
-            both = some.keys() & base.keys()
-            if name != self.against and both:
-                found[name] = list(by_task({k: some[k] - base[k] for k in both}).values())
+        """In per-state rho to `against` on the candidates that both have scored, with its p, Holm over all."""
+        base, found = self.predictions.get(self.against), {}
+        for name, scores in self.predictions.items():
+            if base is None or name == self.against:
+                continue
+            pairs = [  # each score beside the other's, without those that one of them lacks
+                [(None, None) if None in pair else pair for pair in zip(*state, strict=True)]
+                for state in zip(scores, base, strict=True)
+            ]
+            sides = ([[pair[i] for pair in state] for state in pairs] for i in (0, 1))
+            ours, theirs = (metrics.per_state(self.tasks, side, labels) for side in sides)
+            if both := ours.keys() & theirs.keys():
+                found[name] = list(by_task({k: ours[k] - theirs[k] for k in both}).values())
         p = holm([metrics.sign_flip(values) for values in found.values()])
         return {name: (bootstrap(values), q) for (name, values), q in zip(found.items(), p, strict=True)}
 

@@ -62,7 +62,7 @@ def following(name: str, context: Context, policy: Callable[[], Any]) -> Scorer:
         if not made:
             context.policy = policy()
             made.append(scorer(name, context))
-        return decided((yield from made[0](env, state, candidates, key)), key)
+        return decided((yield from made[0](env, state, candidates, key)), (context.seed, *key))
 
     return Scorer(by_score, steps_all=name in PEEKING)
 
