@@ -133,15 +133,15 @@ class Policy:
         self.reader.round += 1
         prompts = [self.reader.prompt(self.chat.prompt_tokens(r.state)) for r in requests]
         room = self.chat.rendering.max_new_tokens
-        sizes = [(len(p.ids) + room) * r.n for p, r in zip(prompts, requests, strict=True)]
-        for group in batches(sizes, lambda size: size, self.budget):
-            rows = self._decode([requests[g] for g in group], [prompts[g] for g in group])
+        both = list(zip(prompts, requests, strict=True))
+        for group in batches(both, lambda one: len(one[0].ids) + room, self.budget, lambda one: one[1].n):
+            rows = self._decode(*zip(*(both[g] for g in group), strict=True))
             for g, row in zip(group, rows, strict=True):
                 answers[g] = row
         return answers
 
     @torch.inference_mode()
-    def _decode(self, requests: list[Sample], prompts: list[Prompt]) -> list[list[Candidate]]:
+    def _decode(self, prompts: tuple[Prompt, ...], requests: tuple[Sample, ...]) -> list[list[Candidate]]:
         device, chat, room = self.model.device, self.chat, self.chat.rendering.max_new_tokens
         owner = np.repeat(np.arange(len(requests)), [r.n for r in requests])
         noise = np.stack([uniforms(room, self.seed, *r.key, k) for r in requests for k in range(r.n)])

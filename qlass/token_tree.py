@@ -141,13 +141,16 @@ def like_a_tree(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     return tree_inputs(model, [tree])
 
 
-def batches(items: Sequence[Any], length: Callable[[Any], int], budget: int) -> Iterator[list[int]]:
+def batches(
+    items: Sequence[Any], length: Callable[[Any], int], budget: int, rows: Callable[[Any], int] = lambda _: 1
+) -> Iterator[list[int]]:
     """Indices of items of like length, in groups whose padded size stays within `budget` tokens (or of one item)."""
-    group: list[int] = []
+    group, high = [], 0
     for i in sorted(range(len(items)), key=lambda i: -length(items[i])):
-        if group and length(items[group[0]]) * (len(group) + 1) > budget:
+        if group and length(items[group[0]]) * (high + rows(items[i])) > budget:
             yield group
-            group = []
+            group, high = [], 0
         group.append(i)
+        high += rows(items[i])
     if group:
         yield group

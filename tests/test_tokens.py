@@ -312,6 +312,16 @@ def test_an_action_that_is_offered_twice_is_drawn_no_more_often():
     assert len(offered) > len(set(offered)) and list(request.valid) == list(dict.fromkeys(offered))
 
 
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), max_size=12), st.integers(1, 120))
+def test_a_batch_stays_within_its_budget_padding_included(items, budget):
+    """Prompts of unlike length, of each as many rows as candidates: all are padded to the longest."""
+    groups = list(batches(items, lambda item: item[0], budget, lambda item: item[1]))
+    assert sorted(i for group in groups for i in group) == list(range(len(items)))
+    for group in groups:
+        size = max(items[i][0] for i in group) * sum(items[i][1] for i in group)
+        assert size <= budget or len(group) == 1
+
+
 def test_top_k_and_top_p_by_hand():
     p = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
     assert truncated(p) is p
