@@ -26,7 +26,7 @@ from typing import Any
 
 import envs
 from environments import UserError
-from qlass.chat import Rendering, State, action_key, parse_action, react
+from qlass.chat import Rendering, State, parse_action, react
 from qlass.demonstrations import actions_by_task, cloned_from
 from qlass.driver import Sample, ask, drive
 from qlass.jsonl import KINDS, wrong
@@ -58,7 +58,7 @@ class TreeNode:
     branch: int = 0
     expert: bool = False  # on the expert's way, whoever came there first
     rollouts: int = 0
-    children: dict[str, TreeNode] = field(default_factory=dict)  # by action_key
+    children: dict[str, TreeNode] = field(default_factory=dict)  # by parse_action
 
     def walk(self) -> Iterator[TreeNode]:
         """This node and all below it, parents first."""
@@ -88,13 +88,13 @@ def exploration_tree(
 
     def child(node: TreeNode, action: str, source: str) -> TreeNode:
         """The child of `node`, where `env` stands, by this action: the one that is there, or what a step makes."""
-        key = action_key(action)
+        key = parse_action(action)
         if key not in node.children:
             observation, reward, terminated, truncated, _ = env.step(parse_action(action))
             message = env.message(observation)
             node.children[key] = TreeNode(
                 node.state.then(action, message), message, env.snapshot(), node.t + 1, node, action,
-                reward, terminated or truncated, truncated and not terminated, source, branches,
+                float(reward), bool(terminated or truncated), bool(truncated and not terminated), source, branches,
             )  # fmt: skip
         return node.children[key]
 
@@ -108,7 +108,7 @@ def exploration_tree(
             draws = 1 + RETRIES if len(branch) == 1 else 1
             candidates = yield ask(env, node.state, draws, (task_id, branches, node.t), rendering)
             texts = [candidate.text for candidate in candidates]
-            fresh = (text for text in texts if action_key(text) not in node.children)
+            fresh = (text for text in texts if parse_action(text) not in node.children)
             branch.append(child(node, next(fresh, texts[0]) if len(branch) == 1 else texts[0], "policy"))
         return branch
 
@@ -132,8 +132,8 @@ def exploration_tree(
         played = (react(thought, action) for thought, action in env.expert(task_id))
         for action in known.get(task_id) or known.get(root.observation.strip()) or played:
             made = branch[-1].children
-            if (met := made.get(action_key(action))) and met.cut and steps != whole:
-                del made[action_key(action)]  # where the agent's limit was, a demonstration goes on
+            if (met := made.get(parse_action(action))) and met.cut and steps != whole:
+                del made[parse_action(action)]  # where the agent's limit was, a demonstration goes on
             branch.append(child(branch[-1], action, "expert"))
             branch[-1].expert = True
             env.restore(branch[-1].snapshot)
@@ -224,7 +224,10 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.env}: no training tasks")
     trees = Output(args, complete_trees, [args.sft, args.expert], SAMPLING_FREE, about=lambda line: line["task_id"])
     finished = {record["task_id"] for record in trees.records}
-    steps = args.steps or min(n for n in (env.tree_steps, env.max_steps) if isinstance(n, int))
+    limits = [n for n in (args.steps, env.tree_steps, env.max_steps) if isinstance(n, int)]
+    if not limits:
+        raise UserError(f"{env.name}: its trees have no limit of steps: give --steps, or tree_steps to its class")
+    steps = args.steps or min(limits)
     demonstrations = actions_by_task(args.expert, env, shown) if args.expert else {}
     mine = my_share(tasks, args.shard)
     if todo := [t for t in mine if t not in finished]:

@@ -91,6 +91,10 @@ class TextEnv(gymnasium.Env):
     unique_tasks = False  # the instruction alone says which task it is
     markov = False  # instruction and last observation say all that there is to know
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.name = cls.name or cls.__name__.lower()
+
     def __init__(self, max_steps: int | None = UNSET, instruction: str | Path | None = None) -> None:
         """max_steps: None for no limit. instruction: a file with another first user message."""
         if max_steps is not UNSET:
@@ -243,6 +247,8 @@ def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
         name, equals, value = given.partition("=")
         if not equals:
             raise UserError(f"--env-option {given}: NAME=VALUE is expected, e.g. map=4x4")
+        if name in options:
+            raise UserError(f"--env-option {given}: {name} has a flag of its own, which says {options[name]}")
         try:
             options[name] = json.loads(value)  # numbers, true, false, null
         except json.JSONDecodeError:

@@ -39,7 +39,7 @@ from pathlib import Path
 import envs
 from environments import UserError
 from qlass import costs
-from qlass.chat import Chat, Rendering, State, action_key, parse_action, react, uniforms
+from qlass.chat import Chat, Rendering, State, parse_action, react, uniforms
 from qlass.driver import Candidate, Likelihood, Sample, Score, ask, drive
 from qlass.jsonl import complete_results, identity
 from qlass.leaks import leaked, learned_from
@@ -166,7 +166,7 @@ def distinct(actions: list[str]) -> list[str]:
     """The first of each group of actions that are the same to the environment."""
     first: dict[str, str] = {}
     for action in actions:
-        first.setdefault(action_key(action), action)
+        first.setdefault(parse_action(action), action)
     return list(first.values())
 
 

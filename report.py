@@ -222,8 +222,11 @@ def main(argv: list[str] | None = None) -> None:
     run = args.run or sources[0][1].parent
     groups = read_results(sources)
     out = args.out or run / "report.html"
-    if out.suffix == ".md":
+    if out.suffix != ".html":
         raise UserError(f"{out}: the page is HTML, and its tables go beside it as .md: name the page .html")
+    for path, begins in ((out, "<!doctype html"), (out.with_suffix(".md"), "| environment |")):
+        if path.exists() and not path.read_bytes().startswith(begins.encode()):
+            raise UserError(f"{path}: holds something else, which would be lost: name another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if p.exists()), None)
 

@@ -60,7 +60,7 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
             break
     # The last observation answers nothing that a policy could learn from.
     messages = State(state.messages[:-1], state.task).dump()
-    return {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages, "reward": reward}
+    return {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages, "reward": float(reward)}
 
 
 def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:

@@ -38,7 +38,7 @@ from qlass.jsonl import checkpoint_folder, read_object, read_trees, replacing_fo
 from qlass.locks import only_writer, release
 from qlass.memory import check_memory, estimate
 from qlass.packing import PackedPairs, Pair, loss_tokens, pack_pairs, packed_loss, packed_scores, pairs_of
-from qlass.policy import PROMPTED, Policy, add_prompted, rendering_of
+from qlass.policy import PROMPTED, Policy, add_prompted, rendering_of, warn_of_another_world
 from qlass.prompt_cache import reader
 from qlass.ranking import policy_scores, print_ranking, sibling_accuracy
 from qlass.stage import at_least, choices, more, parse, parser, settle
@@ -277,6 +277,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"warning: {both} of {len(held_out)} held-out trees are of tasks that are trained on", file=sys.stderr)
 
     args.sft = stage.needed(args.sft, args.run / "sft", "sft", args)
+    warn_of_another_world(args.sft, args)
     with processes.in_turn(args.fsdp):
         qnet = to_train(args)
         models.divide(qnet, qnet.backbone, args, qnet.head)

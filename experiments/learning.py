@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import copy
 import itertools
+import shlex
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -247,5 +248,5 @@ def learn(
     processes.say(f"stopped after batch {last['batch']}: {why}" if why else "the budget is spent")
     processes.say(f"{folder}: validation {lines[0]['val']:.3f} -> {best['val']:.3f} at batch {best['batch']} "
           f"({best['tokens']:,} tokens, {best['env_steps']:,} environment steps)")  # fmt: skip
-    processes.say(f"next: python q_search.py {' '.join(handed_on(args))} --sft {folder} --label {args.name} "
+    processes.say(f"next: python q_search.py {shlex.join(handed_on(args))} --sft {folder} --label {args.name} "
           f"--method greedy --out {args.run}/results-{args.name}.jsonl")  # fmt: skip

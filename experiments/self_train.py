@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shlex
 import time
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -192,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     flags += ["--overwrite"] * args.overwrite
     flags += ["--model", record["model"], "--expert", str(merged), "--n-expert", str(len(expert) + len(new))]
     sft.main([*handed_on(args), *flags, "--out", str(out)])
-    print(f"next: python q_search.py {' '.join(handed_on(args))} --sft {out} --label {args.name} --method greedy "
+    print(f"next: python q_search.py {shlex.join(handed_on(args))} --sft {out} --label {args.name} --method greedy "
           f"--out {args.run}/results-{args.name}.jsonl")  # fmt: skip
 
 

@@ -56,14 +56,11 @@ def react(thought: str, action: str) -> str:
 def parse_action(text: str) -> str:
     """The executable part: what follows the first "Action:" or, without one, the text as it is.
 
+    Actions whose executable parts are equal are the same child of a node ("child nodes that differ", Alg. 2). Capitals
+    and spaces count, as they do in the engines: "Go to desk 1" does nothing where "go to desk 1" goes there.
     The environment answers that with its own error message: an action that can't be parsed is data, not an exception.
     """
     return text.split("Action:", 1)[-1].strip()
-
-
-def action_key(text: str) -> str:
-    """Actions with equal keys are the same child of a node ("child nodes that differ", Alg. 2)."""
-    return " ".join(parse_action(text).split()).lower()
 
 
 def uniforms(n: int, *key: Hashable) -> np.ndarray:

@@ -26,7 +26,7 @@ def parse_json(content: bytes) -> Any:
         raise ValueError(f"not valid JSON ({name} is not a number)")
 
     try:
-        value = json.loads(content.decode(), parse_constant=no_number)
+        value = json.loads(content.decode("utf-8-sig"), parse_constant=no_number)
         if SURROGATE.search(content):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -74,8 +73,9 @@ def load_checkpoint(
     try:
         model, about = kind.from_pretrained(path, dtype=dtype, output_loading_info=True, **options, **NO_CODE)
         tokenizer, rendering = load_tokenizer(path), rendering or Rendering.load(path)
-    except (OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not a checkpoint that transformers can load ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # tokenizers raises no kind of its own
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{path}: not a checkpoint that transformers can load ({why})") from None
     if about["missing_keys"]:  # transformers would draw them at random
         raise UserError(f"{path}: no weights for {min(about['missing_keys'])}; was the folder mixed from two?")
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -94,8 +94,9 @@ def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         return Chat(load_tokenizer(path), rendering, context=context_of(config))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: no tokenizer and config ({str(error).splitlines()[0]})") from None
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{path}: no tokenizer and config ({why})") from None
 
 
 def context_of(config: Any) -> int | None:

@@ -316,11 +316,19 @@ def rendering_of(folder: Path, args: argparse.Namespace, names: Sequence[str] = 
     return rendering
 
 
+def warn_of_another_world(folder: Path, args: argparse.Namespace) -> None:
+    """A line for each flag of the environment that a checkpoint was trained with otherwise."""
+    made = read_meta(folder.absolute()).get("arguments", {})
+    for name in ("env", *getattr(args, "env_flags", ())):
+        if made.get(name, getattr(args, name)) != getattr(args, name):
+            flag, now = "--" + name.replace("_", "-"), getattr(args, name)
+            print(f"warning: {folder} was trained with {flag} {made[name]}, not with {now}", file=sys.stderr)
+
+
 def load_agent(args: argparse.Namespace) -> Policy | ServerPolicy:
     """The agent that the flags describe: --sft here, or its tokenizer with --server."""
-    rendering, made = rendering_of(args.sft, args), read_meta(args.sft.absolute()).get("arguments", {})
-    if made.get("env", args.env) != args.env:
-        print(f"warning: {args.sft} was trained on --env {made['env']}, not on {args.env}", file=sys.stderr)
+    rendering = rendering_of(args.sft, args)
+    warn_of_another_world(args.sft, args)
     if args.server:
         return ServerPolicy(args.server.split(","), load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
     return Policy.load(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import signal
 import sys
 import threading
@@ -150,10 +151,10 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
         if meta_path(default).exists():
             begun = read_meta(default).get("argv", argv)
             if begun != argv:  # not run from here: a folder may come from a stranger
-                command = f"{command_line(stage)} {' '.join(word for word in begun if word != '--overwrite')}"
+                command = f"{command_line(stage)} {shlex.join(word for word in begun if word != '--overwrite')}"
                 raise UserError(f"{default} was begun and is not complete: resume it with {command}")
         state = "not complete" if default.exists() else "missing"
-        said = f"{default} is {state}: making it with {command_line(stage)} {' '.join(argv)} ({made_by.TAKES})"
+        said = f"{default} is {state}: making it with {command_line(stage)} {shlex.join(argv)} ({made_by.TAKES})"
         print(said, flush=True)
         made_by.main(argv)
     for made, source in dict.fromkeys(outdated(default)):
@@ -225,9 +226,9 @@ class Output(Resumable):
             for old in (path, meta_path(path)):
                 old.unlink(missing_ok=True)
         free = ("limit", *free)
-        if path.exists():
+        if path.exists() and path.stat().st_size:
             same_arguments(path, args, free)
-            if path.stat().st_size and not read_meta(path) and not complete_records(path, complete)[0]:
+            if not read_meta(path) and not complete_records(path, complete)[0]:
                 raise UserError(f"{path}: holds something else, which would be lost: name another --out")
         super().__init__(path, complete)
         self.earlier = read_meta(path) if self.records else {}  # of the last call, which has added up those before it
@@ -238,6 +239,8 @@ class Output(Resumable):
             known = set(map(about, self.records))
             self.append([r for r in complete_records(part, complete)[0] if about(r) not in known])
         self.begun = bool(self.records)
+        if not self.begun:  # a call that is stopped before its first line is known by its arguments too
+            write_meta(self.path, args, self.inputs)
 
     def append(self, group: Iterable[dict]) -> None:
         if group and not self.grown:  # before the first line, so that no file is ever without its metadata

@@ -36,7 +36,7 @@ class Estimate:
 
     @property
     def covers_zero(self) -> bool:
-        return not (self.low > 0 or self.high < 0)  # NaN: nothing is known, so nothing differs
+        return not (self.low > 0 or self.high < 0) or self.p >= 0.05  # NaN: nothing is known, so nothing differs
 
     def __format__(self, sign: str) -> str:
         """ "0.500 [0.402, 0.598]", of a difference with sign "+"."""
@@ -57,7 +57,13 @@ def bootstrap(values: Iterable[float], resamples: int = 10_000) -> Estimate:
         means[start:stop] = sample[rng.integers(n, size=(stop - start, n))].mean(axis=1)
     low, high = map(float, np.quantile(means, [0.025, 0.975]))
     tail = int(min(np.sum(means <= 0), np.sum(means >= 0)))
-    return Estimate(float(sample.mean()), low, high, n, min(1.0, 2 * (tail + 1) / (resamples + 1)))
+    p = max(2 * (tail + 1) / (resamples + 1), fewest(n))
+    return Estimate(float(sample.mean()), low, high, n, min(1.0, p))
+
+
+def fewest(n: int) -> float:
+    """The least p that n tasks can give, by the sign test: all of them differ in one direction."""
+    return 2.0 ** (1 - n)
 
 
 def shared(values: Mapping[tuple[Hashable, Hashable], Any]) -> dict[tuple[Hashable, Hashable], Any]:
@@ -125,7 +131,7 @@ def t_interval(mean: float, parts: np.ndarray, freedom: np.ndarray, most: int, n
     """A mean of `n` tasks whose variance is the sum of `parts`, each with its degrees of freedom, and `most` in all."""
     variance = max(parts.sum(), 0.0)
     if variance < 1e-24:  # but for rounding all are equal
-        return Estimate(mean, mean, mean, n, float(abs(mean) < 1e-9))
+        return Estimate(mean, mean, mean, n, 1.0 if abs(mean) < 1e-9 else fewest(n))
     angle, within = t_distribution(min(most, max(1.0, variance**2 / (parts**2 / freedom).sum())))
     error = math.sqrt(variance)
     half = error * np.interp(0.95, within, angle)

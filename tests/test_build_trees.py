@@ -11,7 +11,7 @@ import build_trees
 import envs
 from build_trees import RETRIES, exploration_tree
 from environments import UserError
-from qlass.chat import Rendering, action_key, parse_action
+from qlass.chat import Rendering, parse_action
 from qlass.demonstrations import actions_by_task
 
 FREE = Rendering(temperature=0.9)
@@ -145,7 +145,7 @@ def test_the_number_of_rollouts_is_bounded():
 
 
 def test_an_equal_action_is_the_same_child():
-    at_root = iter(["left", "left", "left", "LEFT", "  left ", "Left", "left", "right", "left"])
+    at_root = iter(["left", "left", "left", "left", "  left ", "left", "left", "right", "left"])
 
     def answer(request):
         return say(*("right" if path_of(request.state) else next(at_root) for _ in range(request.n)))
@@ -154,6 +154,18 @@ def test_an_equal_action_is_the_same_child():
     assert [path for path, _ in asked] == [(), L, LR] * 2 + [(), R, RR]  # the second branch finds nothing new
     assert list(root.children) == ["left", "right"] and len(nodes) == 7
     assert env.played.count(("train0", "left")) == 1  # a known action costs no step
+
+
+def test_a_demonstration_is_not_lost_to_another_spelling():
+    """Where capitals count, what an agent writes in others is another action, which may do nothing."""
+    alfworld = envs.make("alfworld", thoughts=False)
+    task = alfworld.task_ids("train")[0]
+    alfworld.reset(options={"task_id": task})
+    first = next(action for _, action in alfworld.expert(task))
+    tree = exploration_tree(alfworld, task, FREE, 1, 1, 1, True, steps=1)
+    root, _ = run(tree, lambda request: say(*[first.upper()] * request.n))
+    assert next(iter(root.children.values())).observation.endswith("Nothing happens.")
+    assert [node.reward for node in root.walk() if node.done and node.source == "expert"] == [1.0]
 
 
 def test_an_action_that_means_nothing_is_a_node_like_any_other():
@@ -201,7 +213,7 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
         if node.t:
             assert (env.message(observation), reward, done) == (node.observation, node.reward, node.done)
     for node in root.walk():
-        assert len({action_key(child.action) for child in node.children.values()}) == len(node.children)
+        assert len({parse_action(child.action) for child in node.children.values()}) == len(node.children)
 
 
 def test_which_demonstrations_make_the_experts_branch(tmp_path, monkeypatch):

@@ -291,6 +291,30 @@ def test_a_file_of_something_else_is_not_emptied(tmp_path):
     assert notes.read_text() == '[{"id": 1}]' and not (tmp_path / "x.meta.json").exists()
 
 
+def test_a_call_that_was_stopped_before_its_first_line_is_known_by_its_arguments(tmp_path):
+    release(output(tmp_path).lock)
+    assert "seconds" not in json.loads((tmp_path / "x.meta.json").read_text())
+    assert not stage.is_complete(tmp_path / "x.jsonl")  # the next stage names the command that resumes it
+    args = argparse.Namespace(env="frozenlake", run=tmp_path, seed=0, env_flags=[])
+    with pytest.raises(UserError, match="begun and is not complete: resume it with"):
+        stage.needed(None, tmp_path / "x.jsonl", "build_trees", args)
+
+
+def test_commands_to_copy_are_quoted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("x y.jsonl").touch()
+    meta = {"argv": ["--run", "a b", "--limit", "3"], "arguments": {}}
+    Path("x y.meta.json").write_text(json.dumps(meta))
+    args = argparse.Namespace(env="frozenlake", run=tmp_path, seed=0, env_flags=[])
+    with pytest.raises(UserError, match=r"--run 'a b' --limit 3"):
+        stage.needed(None, Path("x y.jsonl"), "build_trees", args)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')
+    assert [record["a"] for record in jsonl.read_jsonl(tmp_path / "x.jsonl")] == [1, 2]
+
+
 def test_figures_of_a_file_outlive_a_stopped_call_and_not_the_file(tmp_path):
     def call(count: int, stopped: bool = False) -> dict:
         out = output(tmp_path)

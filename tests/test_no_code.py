@@ -54,6 +54,17 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
+def test_a_tokenizer_of_another_version_is_told(tmp_path, agent):
+    """tokenizers raises a bare Exception."""
+    folder = tmp_path / "sft"
+    shutil.copytree(agent, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["type"] = "Tomorrow"
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match=r"not a checkpoint that transformers can load \(\w+"):
+        Policy.load(folder)
+
+
 def test_a_pickled_checkpoint_is_refused_and_not_run(tmp_path, agent):
     folder, struck = tmp_path / "sft", tmp_path / "struck"
     shutil.copytree(agent, folder)

@@ -68,6 +68,16 @@ def test_it_is_a_gymnasium_environment_that_can_be_restored():
     assert set.union(*splits) == set(env.task_ids("all")) and sum(map(len, splits)) == len(env.task_ids("all"))
 
 
+def test_a_class_without_a_name_has_its_own_in_small_letters():
+    class Coin(envs.TextEnv):
+        pass
+
+    class Lake(envs.TextEnv):
+        name = "lake-2"
+
+    assert (Coin.name, Lake.name, envs.environment_class("webshop").name) == ("coin", "lake-2", "webshop")
+
+
 def test_one_command_takes_it_through_all_stages(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sft.TINY_STEPS", 10)
     monkeypatch.setitem(sft.TINY, "epochs", 2)

@@ -73,9 +73,9 @@ def test_among_equals_the_first_draw_is_taken(draws):
     assert [parse_action(c["action"]) for c in record["steps"][0]["candidates"]] == list(dict.fromkeys(draws.split()))
 
 
-def test_spellings_of_one_action_are_one_candidate():
+def test_one_action_is_one_candidate_whatever_was_thought():
     def draw(request):
-        return say(*["left", "LEFT", " left ", "right"][: request.n])
+        return say(*["left", " left ", "left", "right"][: request.n])
 
     record, _, _ = episode(Method("qlass", M=4), draw, lambda r: [0.5] * len(r.actions))
     assert [c["action"] for c in record["steps"][0]["candidates"]] == [
@@ -417,9 +417,9 @@ def test_an_agent_of_another_environment_is_told(search, tmp_path, agent, capsys
     copy = shutil.copytree(agent, tmp_path / "shopper")
     (tmp_path / "shopper.meta.json").write_text(json.dumps({"arguments": {"env": "webshop"}, "inputs": {}}))
     search("--method", "greedy")
-    assert "was trained on" not in capsys.readouterr().err
+    assert "was trained with" not in capsys.readouterr().err
     search("--method", "greedy", "--sft", str(copy), out="other.jsonl")
-    assert f"warning: {copy} was trained on --env webshop, not on frozenlake" in capsys.readouterr().err
+    assert f"warning: {copy} was trained with --env webshop, not with frozenlake" in capsys.readouterr().err
 
 
 def test_wrong_inputs_are_named(search, tmp_path, agent, monkeypatch):

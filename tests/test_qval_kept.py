@@ -69,6 +69,12 @@ def test_judgements_that_name_no_judge_are_left_out(study, tmp_path):
         study(scorers=["batched"])
 
 
+def test_a_judge_without_anything_to_judge_is_refused():
+    with pytest.raises(UserError, match="--judge: say with --scorers what it judges: direct"):
+        qval.arguments(["--judge", "http://host/v1#a"])
+    qval.arguments(["--judge", "http://host/v1#a", "--scorers", "random", "batched"])
+
+
 def test_what_has_changed_is_left_out_until_it_is_scored_again(study, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("def signal_function(state, action):\n    return len(action)\n")

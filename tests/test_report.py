@@ -160,6 +160,14 @@ def test_paired_difference_by_hand():
     assert difference.low == 0 and difference.covers_zero
 
 
+@pytest.mark.parametrize(("n", "undecided"), [(2, True), (5, True), (6, False)])
+def test_tasks_that_all_agree_decide_no_more_than_a_sign_test(n, undecided):
+    a, b = ({(task, seed): value for task in range(n) for seed in range(2)} for value in (0.6, 0.5))
+    one = {key: value for key, value in a.items() if key[1] == 0}
+    for difference in (paired_difference(a, b), paired_difference(one, b), crossed(np.full((2, n), 0.1))):
+        assert difference.covers_zero == undecided and difference.p == 2.0 ** (1 - n)
+
+
 def test_pairing_removes_what_is_common_to_both():
     rng = np.random.default_rng(3)
     hard = rng.uniform(0, 1, 100)
@@ -199,6 +207,20 @@ def test_rank_correlations_see_order_alone(pairs):
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
+def test_only_a_report_is_replaced_by_one(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(RESULTS, run / "results.jsonl")
+    (tmp_path / "notes.md").write_text("my notes")
+    for out, says in ((run / "results.jsonl", "name the page .html"), (tmp_path / "notes.html", "holds something")):
+        with pytest.raises(UserError, match=says):
+            report.main([str(run), "--out", str(out)])
+    assert (run / "results.jsonl").read_text() == RESULTS.read_text()
+    assert (tmp_path / "notes.md").read_text() == "my notes"
+    for _ in range(2):
+        report.main([str(run), "--out", str(tmp_path / "mine.html")])
+
+
 def groups_of(*arguments: object) -> dict[str, results.Group]:
     groups = results.read_results(results.result_files(map(str, arguments)))
     return {f"{g.condition.name} {g.condition.budget}".strip(): g for g in groups}
@@ -229,7 +251,7 @@ def test_the_differences_by_hand():
     assert table["QLASS M=2", "SFT greedy"]["difference [95 %]"] == "+0.250 [+0.000, +0.500]"
     assert table["QLASS M=2", "SFT greedy"]["verdict"] == "undecided"
     oracle = "best-of-N, picked by true reward (oracle) N=2"
-    assert table[oracle, "SFT greedy"]["verdict"] == "higher"
+    assert table[oracle, "SFT greedy"]["verdict"] == "undecided"  # of four tasks, whatever they say
     assert table["QLASS M=2", oracle]["difference [95 %]"].startswith("-0.250")
     assert table["QLASS M=2", "best-of-N, picked by QNet N=2"]["total tokens (ratio)"] == "1.09"  # 152 / 140
     assert ("SFT greedy", "SFT greedy") not in table

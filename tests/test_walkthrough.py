@@ -12,7 +12,7 @@ import bellman
 import envs
 from environments import UserError
 from environments.frozenlake.env import FrozenLakeEnv
-from qlass.chat import Rendering, action_key, parse_action
+from qlass.chat import Rendering, parse_action
 from qlass.jsonl import read_jsonl
 from qlass.policy import Policy
 
@@ -130,7 +130,7 @@ def test_guided_steps_take_the_highest_of_the_drawn(parts, part):
     part = parts[part]
     for step, drawn in zip(part.episodes["qlass"]["steps"], part.drawn["qlass"], strict=True):
         assert len(drawn) == replay.QLASS.M
-        assert {action_key(c["action"]) for c in step["candidates"]} == set(map(action_key, drawn))
+        assert {parse_action(c["action"]) for c in step["candidates"]} == set(map(parse_action, drawn))
         highest = max(c["q"] for c in step["candidates"])
         assert step["action"] == next(c["action"] for c in step["candidates"] if c["q"] == highest)
     assert all(len(drawn) == 1 for drawn in part.drawn["greedy"])

@@ -14,7 +14,7 @@ from walkthrough.tree import Look
 import sft
 from build_trees import RETRIES
 from environments.frozenlake import lake
-from qlass.chat import State, action_key, parse_action
+from qlass.chat import State, parse_action
 from qlass.jsonl import dumps
 from qlass.packing import PackedPairs, pack_pairs
 from train_qnet import HELD_OUT
@@ -46,7 +46,7 @@ class Lake(Story):
         if not i:
             return ""
         kind = {"a hole": ", hole", "the goal": ", goal"}.get(lake.kind(self.lake, self.cells[i]), "")
-        return f"{action_key(self.tree[i]['action'])} to {lake.name_of(self.lake, self.cells[i])}{kind}"
+        return f"{parse_action(self.tree[i]['action'])} to {lake.name_of(self.lake, self.cells[i])}{kind}"
 
     def commands(self) -> str:
         return boxed("\n".join(f"$ {c['command']}\n{c['printed']}" for c in self.run["commands"]), "console")
@@ -214,7 +214,7 @@ class Lake(Story):
                 score = number(self.score(i))
                 best = i == max(family, key=self.score)
                 cell = lake.name_of(self.lake, self.cells[self.tree[i]["parent_id"]])
-                rows.append((cell, i, f"`{action_key(self.tree[i]['action'])}`", number(self.tree[i]["q"]),
+                rows.append((cell, i, f"`{parse_action(self.tree[i]['action'])}`", number(self.tree[i]["q"]),
                              f"**{score}**" if best else score, number(self.exact[i])))  # fmt: skip
         return table(["in cell", "node", "action", "q of the tree", "QNet", "exact Q\\*"], rows)
 
@@ -237,9 +237,9 @@ class Lake(Story):
         steps = list(self._steps("qlass"))
         t = max(range(len(steps)), key=lambda t: len(steps[t][0]["candidates"]))
         step, cell, exact = steps[t]
-        drawn = [action_key(text) for text in self.part.drawn["qlass"][t]]
-        candidates = {action_key(c["action"]): c["q"] for c in step["candidates"]}
-        taken, best = action_key(step["action"]), max(exact[move] for move in candidates)
+        drawn = [parse_action(text) for text in self.part.drawn["qlass"][t]]
+        candidates = {parse_action(c["action"]): c["q"] for c in step["candidates"]}
+        taken, best = parse_action(step["action"]), max(exact[move] for move in candidates)
         rows = [
             (f"`{move}`", drawn.count(move), f"{q:.4f}", number(exact[move]), "taken" if move == taken else "")
             for move, q in candidates.items()
@@ -257,11 +257,11 @@ class Lake(Story):
     def episode(self, method: str) -> str:
         rows = []
         for t, (step, cell, exact) in enumerate(self._steps(method)):
-            moves = [(action_key(c["action"]), c["q"]) for c in step["candidates"]]
+            moves = [(parse_action(c["action"]), c["q"]) for c in step["candidates"]]
             shown = ", ".join(f"`{move}`" + ("" if q is None else f" {q:.3f}") for move, q in moves)
             best = " or ".join(f"`{move}`" for move, q in exact.items() if q > max(exact.values()) - 1e-9)
             answer = step["observation"].removeprefix(self.part.env.prefix)
-            rows.append((t, cell, shown, f"**{action_key(step['action'])}**", best, answer))
+            rows.append((t, cell, shown, f"**{parse_action(step['action'])}**", best, answer))
         return table(
             ["step", "cell", "candidates", "taken", "best of all moves by Q\\*", "the environment answers"], rows
         )
@@ -270,9 +270,9 @@ class Lake(Story):
         """In how many of QLASS's steps with a choice by Q* the best candidate was taken."""
         right = []
         for step, _, exact in self._steps("qlass"):
-            offered = [exact[action_key(c["action"])] for c in step["candidates"]]
+            offered = [exact[parse_action(c["action"])] for c in step["candidates"]]
             if max(offered) - min(offered) > 1e-9:
-                right.append(exact[action_key(step["action"])] > max(offered) - 1e-9)
+                right.append(exact[parse_action(step["action"])] > max(offered) - 1e-9)
         if not right:
             return "No step had candidates of different Q\\*."
         steps = times(len(right), "step")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from walkthrough.story import Story, boxed, number, table, wrapped
 
-from qlass.chat import MARK, State, action_key, parse_action
+from qlass.chat import MARK, State, parse_action
 
 PARTS_OF_REWARD = {"r_type": "kind of product", "r_att": "attributes", "r_option": "options", "r_price": "price"}
 
@@ -116,9 +116,9 @@ class Shop(Story):
         """Where the two episodes part, and what QNet thought of the greedy agent's choice."""
         greedy, qlass = (self.part.episodes[method]["steps"] for method in ("greedy", "qlass"))
         for t, (own, guided) in enumerate(zip(greedy, qlass, strict=False)):
-            if action_key(own["action"]) != action_key(guided["action"]):
-                q = {action_key(c["action"]): c["q"] for c in guided["candidates"]}
-                its, other = q[action_key(guided["action"])], q.get(action_key(own["action"]))
+            if parse_action(own["action"]) != parse_action(guided["action"]):
+                q = {parse_action(c["action"]): c["q"] for c in guided["candidates"]}
+                its, other = q[parse_action(guided["action"])], q.get(parse_action(own["action"]))
                 thought = "which is not among the four draws" if other is None else f"to which QNet gives {other:.3f}"
                 return (
                     f"The two part at step {t}: the greedy agent takes “{short(own['action'])}”, {thought}; QLASS "

@@ -94,6 +94,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for stem in (Path(file).stem for file in args.code):
         if stem in {*SCORERS, *judges.JUDGES} or stem.startswith("qnet"):
             raise UserError(f"--code: {stem} is a score's name already: rename the file")
+    if args.judge and not any(name.partition("=")[0] in judges.JUDGES for name in args.scorers or ()):
+        raise UserError(f"--judge: say with --scorers what it judges: {', '.join(judges.JUDGES)}")
     return args
 
 

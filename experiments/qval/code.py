@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from environments import UserError
-from qlass.chat import State, action_key, parse_action, task_words
+from qlass.chat import State, parse_action, task_words
 from qlass.jsonl import read_text
 
 Signal = Callable[[str, str, str], float]
@@ -26,7 +26,7 @@ def lake(state: State, action: str) -> float:
     side = len(rows[-1])
     grid = rows[-side:]
     row, column = (int(digit) for digit in re.findall(r"cell (\d)(\d)", text)[-1])
-    down, right = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}.get(action_key(action), (0, 0))
+    down, right = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}.get(parse_action(action), (0, 0))
     row, column = (min(max(x, 0), side - 1) for x in (row + down, column + right))
     away = {(r, c): abs(r - row) + abs(c - column) for r in range(side) for c in range(side) if grid[r][c] == "G"}
     return -float(min(away.values())) - 100.0 * (grid[row][column] == "H")
@@ -84,7 +84,7 @@ def untried(state: State, action: str) -> float:
     """Minus how often the action was taken already where the same was seen."""
     said = [content for _, content in state.messages]
     before = zip(said[2:-1:2], said[3::2], strict=True)  # what was seen, what was done then
-    return -float(sum(seen == said[-1] and action_key(done) == action_key(action) for seen, done in before))
+    return -float(sum(seen == said[-1] and parse_action(done) == parse_action(action) for seen, done in before))
 
 
 WRITTEN: dict[str, Callable[[State, str], float]] = {

@@ -25,7 +25,7 @@ from environments import UserError
 from experiments.qval import code
 from experiments.qval.labels import exact, references
 from q_search import load_qnet
-from qlass.chat import State, action_key, parse_action, react, uniforms
+from qlass.chat import State, parse_action, react, uniforms
 from qlass.driver import Score, ask
 from qlass.jsonl import read_trees
 from qlass.packing import pairs_of
@@ -165,8 +165,8 @@ def in_trees(context: Context, target: str) -> Scorer:
 
 
 def place(state: State, action: str, markov: bool) -> tuple:
-    said = [action_key(content) if role == "assistant" else content for role, content in state.messages[2:]]
-    return (said[-1], action_key(action)) if markov else (*said, action_key(action))
+    said = [parse_action(content) if role == "assistant" else content for role, content in state.messages[2:]]
+    return (said[-1], parse_action(action)) if markov else (*said, parse_action(action))
 
 
 # --------------------------------------------------------------------------------------------------------------- policy
@@ -204,8 +204,8 @@ def self_certainty(logp: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 def vote_share(context: Context, env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
     """How many of VOTES draws of the agent are this action (self-consistency)."""
     request = ask(env, state, VOTES, (*key, "vote"), context.policy.chat.rendering)
-    drawn = [action_key(c.text) for c in (yield Call(context.policy.sample, request))]
-    return [drawn.count(action_key(action)) / VOTES for action in candidates]
+    drawn = [parse_action(c.text) for c in (yield Call(context.policy.sample, request))]
+    return [drawn.count(parse_action(action)) / VOTES for action in candidates]
 
 
 # ------------------------------------------------------------------------------------------------------------ hindsight
@@ -281,7 +281,7 @@ def neighbours(context: Context, k: int = 8, most: int = 2000) -> Scorer:
 
 # name: (family, what makes it from a context)
 SCORERS: dict[str, tuple[str, Callable[[Context], Scorer]]] = {
-    "random": ("control", lambda c: each(lambda env, s, a, key: uniforms(1, c.seed, *key, action_key(a))[0])),
+    "random": ("control", lambda c: each(lambda env, s, a, key: uniforms(1, c.seed, *key, parse_action(a))[0])),
     "step_index": ("control", lambda c: each(lambda env, s, a, key: float(env.steps))),
     "untried": ("control", lambda c: each(lambda env, s, a, key: code.untried(s, a))),
     "state_value": ("control", lambda c: each(lambda env, s, a, key: env.optimal_value(c.gamma))),
