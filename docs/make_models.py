@@ -160,7 +160,8 @@ Any causal language model of transformers, by hub name or folder: `sft.py --mode
 actions are scored or log-probabilities are computed. Each model is checked when it is loaded: a few packed sequences
 must give the same outputs as the plain ones, with a prompt cache and without. A model that fails is refused with the
 reason. With `--plain` the stages read its sequences one at a time: the same results, more slowly; Tree-GRPO and ETO
-have no such way. Attention windows are part of the tree's mask.
+have no such way. Attention windows are part of the tree's mask. `--lora` is refused for mixtures of experts, whose
+updates could not be merged into ordinary weights.
 
 The table is made by `python docs/make_models.py` with transformers {version} and tiny random checkpoints.
 
