@@ -665,8 +665,8 @@ def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world
         if made:
             (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": made, "inputs": {}}))
         q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "greedy", "--overwrite"])
-        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
-        assert len(told) == 1 and "whether tasks played are also in the demonstrations is not known: " in told[0]
+        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: whether")]
+        assert len(told) == 1 and "tasks played are also in the demonstrations is not known: " in told[0]
         assert why in told[0]
         leaks = json.loads((tmp_path / "results.meta.json").read_text())["leaks"]
         assert leaks == {"demonstrations": None, "trees": 0}

@@ -414,7 +414,7 @@ def test_handwritten_code_knows_holes_edges_and_the_goal():
 def test_what_was_tried_where_the_same_was_seen_comes_last():
     turns = [("user", "told"), ("assistant", "OK"), ("user", "a hall"), ("assistant", react("hm", "open door"))]
     state = State((*turns, ("user", "It is locked."), ("assistant", react("", "look")), ("user", "a hall")))
-    assert [code.untried(state, react("so", action)) for action in ("open  Door", "look", "go on")] == [-1, 0, 0]
+    assert [code.untried(state, react("so", action)) for action in ("open door", "look", "go on")] == [-1, 0, 0]
     again = state.then(react("", "open door"), "a hall")
     assert code.untried(again, react("", "open door")) == -2
 
