@@ -18,7 +18,8 @@ from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_ra
 MOVES = ("left", "down", "right", "up")  # Gymnasium's actions 0, 1, 2, 3
 LAYOUTS = ("8x8", "4x4", "lakes", "lakes2", "random4", "random8")
 RANDOM_MAPS = 1000
-# Fixed maps beside one another, each to be known by heart; no setting was chosen in view of the second set.
+# Fixed maps beside one another, each to be known by heart; no setting was chosen in view of the second set (its lake 33
+# is 2 and 3 of the first: the generator repeats itself).
 LAKES, LAKE_SIZE = {"lakes": range(24), "lakes2": range(24, 48)}, 4
 KINDS = {"F": "ice", "S": "ice", "H": "a hole", "G": "the goal"}
 
