@@ -90,7 +90,7 @@ def exploration_tree(
         """The child of `node`, where `env` stands, by this action: the one that is there, or what a step makes."""
         key = parse_action(action)
         if key not in node.children:
-            observation, reward, terminated, truncated, _ = env.step(parse_action(action))
+            observation, reward, terminated, truncated, _ = env.step(key)
             message = env.message(observation)
             node.children[key] = TreeNode(
                 node.state.then(action, message), message, env.snapshot(), node.t + 1, node, action,
@@ -131,9 +131,9 @@ def exploration_tree(
         env.reset(options={"task_id": task_id})
         played = (react(thought, action) for thought, action in env.expert(task_id))
         for action in known.get(task_id) or known.get(root.observation.strip()) or played:
-            made = branch[-1].children
-            if (met := made.get(parse_action(action))) and met.cut and steps != whole:
-                del made[parse_action(action)]  # where the agent's limit was, a demonstration goes on
+            made, key = branch[-1].children, parse_action(action)
+            if key in made and made[key].cut and steps != whole:
+                del made[key]  # where the agent's limit was, a demonstration goes on
             branch.append(child(branch[-1], action, "expert"))
             branch[-1].expert = True
             env.restore(branch[-1].snapshot)

@@ -4,7 +4,7 @@
     writes  RUN/results.jsonl: one line per task and method, with each step's candidates and their q
 
     python q_search.py --env webshop --method qlass -M 2 -N 1
-    python q_search.py --env webshop --method all --skip 400 --limit 0    # the comparison table of the README
+    python q_search.py --env webshop --method all --skip 400 --limit 0    # the comparison of all methods
 
 One loop plays all agents: sample M actions, score them, take the best, step; N times over; keep one trajectory.
 
