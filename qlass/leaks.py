@@ -66,9 +66,7 @@ def leaked(env: TextEnv, tasks: Iterable[str], learned: Learned | str, source: s
     if isinstance(learned, Learned):
         player, ids, texts = env.fork(), set(env.task_ids("train") if learned.played else ()), []
         for path, most in learned.files:
-            records = (
-                record for _, record in records_of(path) if record.get("parent_id") is None
-            )  # of a tree its root
+            records = (record for _, record in records_of(path) if record.get("parent_id") is None)  # trees: the root
             known = [known_id(record, env) for record in itertools.islice(records, most)]
             texts += [words(text) for text in openings(path, most)] if None in known else []
             ids |= set(known) - {None}

@@ -86,8 +86,9 @@ def interval(
     if len(seeds) < 2 or len(values) < len(tasks) * len(seeds):
         values = {(task, 0): value for task, value in by_task(values).items()}
     rows = of_blocks(values, blocks or {})
-    alike = (rows == rows[:1]).all()  # as with a rule, which no training changes
-    found = bootstrap(rows[0] if len(rows) else []) if alike or min(rows.shape) < 2 else crossed(rows)
+    if (rows == rows[:1]).all():  # as with a rule, which no training changes
+        rows = rows[:1]
+    found = crossed(rows) if min(rows.shape) > 1 else bootstrap(rows.sum(0) / max(1, len(rows)))
     return replace(found, n=len(tasks))
 
 

@@ -117,6 +117,12 @@ def test_the_mean_is_of_tasks_whatever_the_sizes_of_their_blocks():
     assert (same.low, same.high) == pytest.approx((0.7, 0.7))
 
 
+def test_one_block_has_the_mean_of_all_seeds_and_no_interval():
+    found = interval({("a", 0): 0.0, ("b", 0): 0.2, ("a", 1): 1.0, ("b", 1): 1.2}, {"a": "x", "b": "x"})
+    assert found.mean == pytest.approx(0.6) and math.isnan(found.low) and found.n == 2
+    assert interval({("a", seed): float(seed) for seed in range(3)}).mean == pytest.approx(1.0)
+
+
 def test_seeds_of_a_player_that_no_training_changes_are_one():
     once = {(task, 0): float(task % 3 == 0) for task in range(30)}
     assert interval({(task, seed): value for (task, _), value in once.items() for seed in range(3)}) == interval(once)
