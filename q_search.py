@@ -335,7 +335,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{method}: mean reward {reward:.3f} over {len(rows)} {args.split} tasks{said}", flush=True)
     place = {kind: n for n, kind in enumerate(dict.fromkeys(identity(record)[1:] for record in out.records))}
     rank = {task: n for n, task in enumerate(env.task_ids(args.split))}
-    computed = {"policy": policy.computed if policy else 0, "qnet": qnet.computed if qnet else 0}
+    computed = {"policy": policy.computed if policy else 0, "qnet": qnet.reader.computed if qnet else 0}
     computed = out.with_earlier("computed_tokens", computed, operator.add, stopped=None)
     out.finish(lambda r: (place[identity(r)[1:]], rank.get(r["task_id"], 0)), computed_tokens=computed)
 

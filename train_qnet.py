@@ -68,7 +68,6 @@ class QNet(nn.Module):
             nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)
         ).to(backbone.device)  # fmt: skip
         self.budget, self.cache_gb = budget, cache_gb  # as Policy's
-        self.computed = 0  # tokens put through the net for scores, padding included
         self._known: dict[tuple[State, str], float] = {}
 
     def forward(self, at: Any = None, **inputs: Any) -> torch.Tensor:
@@ -97,7 +96,6 @@ class QNet(nn.Module):
         tails = [[self.chat.action(a, s.task) for a in fresh[s]] for s in states]
 
         def values(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
-            self.computed += inputs["input_ids"].numel()
             return self(at=(slice(None), columns), **inputs).float()
 
         prompts = [self.chat.prompt_tokens(s) for s in states]

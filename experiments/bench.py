@@ -112,7 +112,7 @@ def trees(candidates: str, n: int = 64, plain: int = 4) -> Iterator[Figure]:
 
 
 def tokens(n: int = 16) -> Iterator[Figure]:
-    """What goes through the models, padding included, for trees among valid actions and for the values of their nodes.
+    """What goes through the models, padding aside, for trees among valid actions and for the values of their nodes.
 
     Plain: every valid action to its end; one (s, a) at a time.
     """
@@ -134,8 +134,9 @@ def tokens(n: int = 16) -> Iterator[Figure]:
         unique += len(tree)
     alone = sum(len(chat.prompt(p.state)) + len(chat.action(p.action, p.state.task)) for t in held_out for p in t)
     qnet_scores(net, held_out)
-    yield Figure("values of these trees' nodes, tokens", alone, net.computed, "tokens")
-    yield Figure("values of these trees' nodes, computed a unique token", alone / unique, net.computed / unique, "")
+    once = net.reader.computed
+    yield Figure("values of these trees' nodes, tokens", alone, once, "tokens")
+    yield Figure("values of these trees' nodes, computed a unique token", alone / unique, once / unique, "")
 
 
 # --------------------------------------------------------------------------------------------------------------- QNet

@@ -36,7 +36,6 @@ class Policy:
     ) -> None:
         self.model, self.chat, self.seed, self.budget = model.eval(), chat, seed, budget
         self.reader = reader(model, cache_gb)
-        self.computed = 0  # tokens put through the model, padding included
         self._known: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
 
     @classmethod
@@ -51,9 +50,13 @@ class Policy:
         )
         return cls(model, chat, seed, **options)
 
+    @property
+    def computed(self) -> int:
+        """Tokens put through the model so far; padding is not counted."""
+        return self.reader.computed
+
     def _logits(self, inputs: dict, columns: torch.Tensor) -> torch.Tensor:
         """(B, len(columns), V)"""
-        self.computed += inputs["input_ids"].numel()
         return self.model(**inputs, logits_to_keep=columns).logits.float()
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
@@ -154,7 +157,7 @@ class Policy:
         before, width = max(r.known for r in rows), max(len(r.tree) for r in rows)
         inputs = tree_inputs(self.model, [r.tree for r in rows], [r.known for r in rows])
         out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        self.computed += inputs["input_ids"].numel()
+        self.reader.computed += sum(len(r.tree) for r in rows)
         seen = torch.zeros((len(rows), before + width), dtype=torch.bool)  # which columns of the cache hold a token
         for at, row in enumerate(rows):
             start = before + width - len(row.tree)
@@ -184,7 +187,7 @@ class Policy:
             seen = torch.cat([seen, seen.new_ones(len(seen), 1)], -1)
             positions = torch.cat([positions, positions[:, -1:] + 1], -1)
             masks = additive_masks(seen[:, None], positions[:, -1:], positions, windows, self.model.dtype)
-            self.computed += len(alive)
+            self.reader.computed += len(alive)
             logits = self.model(input_ids=tokens[:, None], attention_mask=masks, position_ids=positions[:, -1:],
                                 past_key_values=cache, use_cache=True).logits[:, -1]  # fmt: skip
         logprob = np.zeros(len(owner))
@@ -203,7 +206,7 @@ class Policy:
         for u in uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k):
             inputs = {"input_ids": torch.tensor([fresh], device=self.model.device)}
             out = self.model(**inputs, **({} if past is None else {"past_key_values": past}), use_cache=True)
-            self.computed += len(fresh)
+            self.reader.computed += len(fresh)
             tokens, logp = self._draw(out.logits[:, -1], np.array([request.temperature]), np.array([u]))
             written, total, past = [*written, int(tokens)], total + float(logp), out.get("past_key_values")
             fresh = written[-1:] if past is not None else ids + written

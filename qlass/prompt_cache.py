@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from qlass.token_tree import TokenTree, batches, tree_inputs
+from qlass.token_tree import TokenTree, tree_inputs
 
 Forward = Callable[[dict, torch.Tensor], torch.Tensor]  # (a model's inputs, columns) to outputs (B, len(columns), ...)
 Lists = Sequence[Sequence[Sequence[int]]]  # of each state lists of tokens: its messages', or those of its tails
@@ -100,10 +100,12 @@ class PromptCache:
 
     ROUNDS = 3  # calls after which an unused entry may make room for another
     ROW = 2048  # tokens of a family in one row; its mask is the square
+    LIKE = 0.75  # of the longest row of a pass, the shortest has this share
 
     def __init__(self, room: int = 1 << 30) -> None:
         self.room, self.used = room, 0  # bytes
         self.round = 0
+        self.computed = 0  # tokens that the model has read, padding aside
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._shapes: list[tuple[int, int]] = []  # (heads, head dim) of each layer's keys and values, in turns
 
@@ -147,6 +149,23 @@ class PromptCache:
                     row.add(prompts[i], i, tails[i])
             rows.append(row)
         return rows, later
+
+    def groups(self, rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
+        """Rows for one pass, whose padded size stays within `budget` tokens, the known ones included (or one row).
+
+        First reads are long and later ones short: side by side, half of what the model computes would be padding.
+        """
+        group: list[Row] = []
+        for row in sorted(rows, key=lambda row: -len(row.tree)):
+            longest = len(group[0].tree) if group else len(row.tree)
+            known = max(r.known for r in [*group, row])
+            full = (longest + known) * (len(group) + 1) > budget
+            if group and (full or len(row.tree) < self.LIKE * longest):
+                yield group
+                group = []
+            group.append(row)
+        if group:
+            yield group
 
     def cache(self, rows: Sequence[Row]) -> DynamicCache:
         """A batch's cache with what is known of each row, aligned on the right."""
@@ -196,8 +215,7 @@ class PromptCache:
         while waiting:  # what a large family did not fit in is read behind what the first rows left in the cache
             prompts = [self.prompt(states[i]) for i in waiting]
             rows, later = self.rows(prompts, [tails[i] for i in waiting])
-            for group in batches(rows, lambda row: len(row.tree) + row.known, budget):
-                some = [rows[g] for g in group]
+            for some in self.groups(rows, budget):
                 cache, before, width = self.cache(some), max(r.known for r in some), max(len(r.tree) for r in some)
                 pads = [width - len(r.tree) for r in some]
                 asked = {p + t for r, p in zip(some, pads, strict=True) for _, last, paths in r.read
@@ -206,6 +224,7 @@ class PromptCache:
                 inputs = tree_inputs(model, [r.tree for r in some], [r.known for r in some])
                 columns = torch.tensor(list(column), device=model.device)
                 outputs = forward({**inputs, "past_key_values": cache, "use_cache": True}, columns)
+                self.computed += sum(len(r.tree) for r in some)
                 for at, (row, pad) in enumerate(zip(some, pads, strict=True)):
                     self.remember(row, cache, at, before + pad)
                     for i, last, paths in row.read:
@@ -242,6 +261,9 @@ def reader(model: Any, gigabytes: float | None = None) -> PromptCache | PlainRea
 class PlainReader:
     """`PromptCache.read` for any causal LM: each tail behind its prompt, one sequence at a time, nothing kept."""
 
+    def __init__(self) -> None:
+        self.computed = 0  # as PromptCache's
+
     def read(self, forward: Forward, model: Any, budget: int, states: Lists, tails: Lists) -> Iterator[Reading]:
         for i, (messages, ends) in enumerate(zip(states, tails, strict=True)):
             prompt = [token for tokens in messages for token in tokens]
@@ -250,6 +272,7 @@ class PlainReader:
                 ids = torch.tensor([[*prompt, *tail]], device=model.device)
                 columns = torch.arange(len(prompt) - 1, ids.shape[1], device=model.device)
                 outputs.append(forward({"input_ids": ids, "use_cache": False}, columns)[0])
+                self.computed += ids.numel()
                 paths.append(list(range(start + 1, start + len(columns))))
                 start += len(columns)
             yield i, torch.cat(outputs), 0, paths[: len(ends)]
