@@ -10,6 +10,7 @@ from experiments.qval import __main__ as qval
 from experiments.qval import judges, report
 from experiments.qval.points import Point
 from qlass.metadata import meta_path
+from qlass.stats import Estimate
 
 
 class Judge:
@@ -162,3 +163,17 @@ def test_two_scores_are_compared_on_the_candidates_that_both_have():
     families = dict.fromkeys(("rival", "fewer"), "policy")
     study = report.Study(points, {}, {"rival": rival, "fewer": fewer}, families, against="rival")
     assert study.differences(labels)["fewer"][0].mean == 0
+
+
+def test_tasks_of_one_block_count_as_one():
+    """Four lakes of three starts each are four values of an interval, not twelve."""
+    labels, right, wrong = [[0.0, 1.0]] * 12, [0.1, 0.2], [0.2, 0.1]
+    score = [right if i % 4 else wrong for i in range(12)]  # wrong on the first lake alone
+
+    def rho(blocks: list[str]) -> Estimate:
+        points = [Point(str(i), (), tuple("ab"), 0, "", str(i), block) for i, block in enumerate(blocks)]
+        return report.Study(points, {}, {"one": score}, {"one": "policy"}).alignments(labels)["one"].rho
+
+    lakes, tasks = rho([f"lake {i % 4}" for i in range(12)]), rho([""] * 12)
+    assert (lakes.n, tasks.n) == (4, 12) and lakes.mean == pytest.approx(tasks.mean) == 0.5
+    assert lakes.low < tasks.low and lakes.high > tasks.high - 1e-12

@@ -31,6 +31,7 @@ class Point:
     taken: int  # which of them the behaviour policy took
     observation: str  # the message that the state ends with
     hash: str
+    block: str = ""  # which tasks vary together (TextEnv.block)
 
     def restore(self, env: envs.TextEnv) -> State:
         """Put `env` into the state; UserError where the replay ends elsewhere."""
@@ -85,9 +86,8 @@ def trajectory(
         taken = uniform[0] if uniform and stray < epsilon else drawn[0]
         some = distinct_actions([taken, *drawn, *uniform])[:width]  # the first of equals: the one taken stays
         shuffled = [action for _, action in sorted(zip(order, some, strict=False))]
-        points.append(
-            Point(task_id, prefix, tuple(shuffled), shuffled.index(taken), state.messages[-1][1], digest(state))
-        )
+        seen, where = state.messages[-1][1], digest(state)
+        points.append(Point(task_id, prefix, tuple(shuffled), shuffled.index(taken), seen, where, env.block(task_id)))
         observation, _, terminated, truncated, _ = env.step(parse_action(taken))
         state, done = state.then(taken, env.message(observation)), terminated or truncated
         prefix += (taken,)

@@ -32,11 +32,12 @@ KINDS = {  # of a file of predictions
     "config": maybe(lambda v: isinstance(v, dict)), "metadata": maybe(lambda v: isinstance(v, dict)),
 }  # fmt: skip
 NOTE = (
-    "rho: Spearman per state, mean of the tasks' means, 95 % over tasks. tied: states whose labels are all equal, or "
-    "with one candidate; no rho there. minus {against}: the difference in rho on the states that both have, p by sign "
-    "flips over tasks, Holm. failures last: rho with candidates without a score ranked last. centred: global Spearman "
-    "of scores and labels without their state's mean. global, tau: Spearman and Kendall over all (s, a); actor, actor "
-    "tau: over the actions taken, QVAL's published figure. top-1, gain: of the highest score, ties in expectation."
+    "rho: Spearman per state, mean of the tasks' means, 95 % over tasks (those of one product or lake count as one). "
+    "tied: states whose labels are all equal, or with one candidate; no rho there. minus {against}: the difference in "
+    "rho on the states that both have, p by sign flips over tasks, Holm. failures last: rho with candidates without a "
+    "score ranked last. centred: global Spearman of scores and labels without their state's mean. global, tau: "
+    "Spearman and Kendall over all (s, a); actor, actor tau: over the actions taken, QVAL's published figure. top-1, "
+    "gain: of the highest score, ties in expectation."
 )
 
 # -------------------------------------------------------------------------------------------------- QVAL's file layout
@@ -135,8 +136,9 @@ class Study:
     stale: Sequence[str] = ()  # scores that are left out
 
     @property
-    def tasks(self) -> list[str]:
-        return [point.task_id for point in self.points]
+    def blocks(self) -> list[str]:
+        """Of each point its task, or the tasks that vary together with it (TextEnv.block)."""
+        return [point.block or point.task_id for point in self.points]
 
     def orders(self, name: str) -> bool:
         """Whether a score differs within any state; one that does not chooses at random."""
@@ -157,7 +159,7 @@ class Study:
     def alignments(self, labels: list[list[float]]) -> dict[str, Alignment]:
         """Best first within a family, families in their order."""
         taken = [point.taken for point in self.points]
-        found = {name: alignment(self.tasks, taken, some, labels) for name, some in self.predictions.items()}
+        found = {name: alignment(self.blocks, taken, some, labels) for name, some in self.predictions.items()}
         place = list(FAMILIES)
         return dict(sorted(found.items(), key=lambda f: (place.index(self.families[f[0]]), -nan_last(f[1].rho.mean))))
 
@@ -172,7 +174,7 @@ class Study:
                 for state in zip(scores, base, strict=True)
             ]
             sides = ([[pair[i] for pair in state] for state in pairs] for i in (0, 1))
-            ours, theirs = (metrics.per_state(self.tasks, side, labels) for side in sides)
+            ours, theirs = (metrics.per_state(self.blocks, side, labels) for side in sides)
             if both := ours.keys() & theirs.keys():
                 found[name] = list(by_task({k: ours[k] - theirs[k] for k in both}).values())
         p = holm([metrics.sign_flip(values) for values in found.values()])
@@ -202,10 +204,11 @@ def table(study: Study, name: str, labels: list[list[float]], found: dict[str, A
     how = reference_labels.variants(reference, study.returns[reference])[name]
     tied, alone = sum(not metrics.ordered(of) for of in labels), sum(len(of) < 2 for of in labels)
     exact = reference in reference_labels.EXACT
-    noise = 1.0 if exact else metrics.label_ceiling(study.tasks, study.returns[reference], how)
-    ties = metrics.permutation_ceiling(study.tasks, labels)
+    noise = 1.0 if exact else metrics.label_ceiling(study.blocks, study.returns[reference], how)
+    ties = metrics.permutation_ceiling(study.blocks, labels)
+    tasks = len({point.task_id for point in study.points})
     told = (
-        f"### Labels: {name}\n\n{len(labels)} states of {len(set(study.tasks))} tasks, {tied} tied ({alone} with one "
+        f"### Labels: {name}\n\n{len(labels)} states of {tasks} tasks, {tied} tied ({alone} with one "
         f"candidate). Ceilings per state: {cell(noise)} for the labels' noise, {cell(ties)} for a ranking without ties."
     )
     lines = [head.split("|"), ["---"] * (head.count("|") + 1), *rows]
@@ -222,7 +225,7 @@ def references_table(study: Study, found: dict[str, dict[str, Alignment]]) -> st
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
             flat = [[v for some in labels[n] for v in some] for n in (a, b)]
-            per = metrics.mean_of(metrics.per_state(study.tasks, labels[a], labels[b]))
+            per = metrics.mean_of(metrics.per_state(study.blocks, labels[a], labels[b]))
             cells = (spearman(*flat), per, spearman(order[a], order[b]))
             lines.append(f"| {a} | {b} | " + " | ".join(map(cell, cells)) + " |")
     for name in names:  # QVAL's V targets: what the state is worth, whatever was done there
@@ -246,7 +249,7 @@ def rollouts(study: Study) -> tuple[str, list[tuple[str, int, str, Alignment]]]:
             first = [[some[:k] for some in state] for state in returns]
             for how in ("max", "mean"):
                 values = reference_labels.values(first, how)
-                found.append((reference, k, how, alignment(study.tasks, taken, values, exact)))
+                found.append((reference, k, how, alignment(study.blocks, taken, values, exact)))
     return truth, found
 
 
