@@ -69,8 +69,8 @@ def frontier(groups: Sequence[Group]) -> Figure | None:
     """Mean reward against the tokens of training and of playing 100, 1,000 and 10,000 tasks, the best joined by steps.
 
     A line an agent, from greedy over QLASS with more and more candidates, and a dotted one over best-of-N by QNet;
-    hollow where QNet is of the cloned agent's trees, not of its own. A bar is a reward's interval. None where no agent
-    was trained after cloning.
+    hollow where QNet is of the cloned agent's trees, not of its own. Small: an agent of a label "NAME, more words",
+    such as one stopped at another budget. A bar is a reward's interval. None where no agent was trained after cloning.
     """
     cost = {id(group): training_tokens(group) for group in groups}
     groups = [group for group in groups if not math.isnan(cost[id(group)])]
@@ -85,21 +85,24 @@ def frontier(groups: Sequence[Group]) -> Figure | None:
         return None
     for agent in starts.keys() - {agent for agent, *_ in lines}:  # alone
         lines[agent, False, "-"] = [starts[agent]]
-    styles = looks(agent for agent, *_ in lines)
+    names = {agent: agent.partition(", ")[0] for agent, *_ in lines}
+    styles = looks(names.values())
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.4), layout="constrained")
         for axes, tasks in zip(figure.subplots(1, len(TASKS), sharey=True), TASKS, strict=True):
             points = []
             for (agent, old, style), some in lines.items():
-                look = styles[agent] | {"linewidth": 0.8, "linestyle": style}
+                look = styles[names[agent]] | {"linewidth": 0.8, "linestyle": style}
+                look |= {"markersize": 3} if agent != names[agent] else {"label": agent}
                 xy = [(cost[id(g)] + tasks * g.mean("total"), g.reward.mean) for g in some]
-                axes.plot(*zip(*xy, strict=True), label=agent, markerfacecolor="white" if old else None, **look)
+                axes.plot(*zip(*xy, strict=True), markerfacecolor="white" if old else None, **look)
                 low, high = zip(*((g.reward.low, g.reward.high) for g in some), strict=True)
                 axes.vlines([x for x, _ in xy], low, high, look["color"], alpha=0.4, linewidth=1)
                 points += xy
             axes.step(*zip(*pareto(points), strict=True), where="post", color="black", alpha=0.15, linewidth=4)
             axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            left, right = axes.get_xlim()
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if right < 300 * left else (1,)))  # or they overlap
             axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}")
             axes.xaxis.set_minor_formatter(NullFormatter())
             axes.set_title(f"{tasks:,} tasks", loc="left", fontsize=10)

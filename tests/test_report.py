@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -666,6 +667,12 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
     assert drawn["rl"] == (2, "white") and drawn["cloned"][1] != "white" and drawn["again"][0] == 1
     picked = results.Group(results.Condition("webshop", "best_of_n", 1, 4, "q", ""), groups[0].results)
     assert [line.get_linestyle() for line in frontier([*groups, picked]).axes[0].lines].count(":") == 1
+    rl = next(g for g in groups if (g.condition.method, g.condition.label) == ("greedy", "rl"))
+    stopped = results.Group(dataclasses.replace(rl.condition, label="rl, equal steps"), rl.results)
+    lines = frontier([*groups, stopped]).axes[0].lines
+    (large,) = [line for line in lines if line.get_label() == "rl"]
+    (small,) = [line for line in lines if line.get_color() == large.get_color() and line is not large]
+    assert small.get_markersize() < large.get_markersize() and small.get_marker() == large.get_marker()
     assert frontier([g for g in groups if not g.condition.label]) is None
     Path("trees.meta.json").write_text('{"tokens": null}')  # resumed: what they cost in all is not known
     assert math.isnan(training_tokens(next(g for g in groups if g.condition.method == "qlass")))
