@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from qlass.token_tree import TokenTree, tree_inputs
+from qlass.token_tree import TokenTree, batches, tree_inputs
 
 Forward = Callable[[dict, torch.Tensor], torch.Tensor]  # (a model's inputs, columns) to outputs (B, len(columns), ...)
 Lists = Sequence[Sequence[Sequence[int]]]  # of each state lists of tokens: its messages', or those of its tails
@@ -150,23 +150,6 @@ class PromptCache:
             rows.append(row)
         return rows, later
 
-    def groups(self, rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
-        """Rows for one pass, whose padded size stays within `budget` tokens, the known ones included (or one row).
-
-        First reads are long and later ones short: side by side, half of what the model computes would be padding.
-        """
-        group: list[Row] = []
-        for row in sorted(rows, key=lambda row: -len(row.tree)):
-            longest = len(group[0].tree) if group else len(row.tree)
-            known = max(r.known for r in [*group, row])
-            full = (longest + known) * (len(group) + 1) > budget
-            if group and (full or len(row.tree) < self.LIKE * longest):
-                yield group
-                group = []
-            group.append(row)
-        if group:
-            yield group
-
     def cache(self, rows: Sequence[Row]) -> DynamicCache:
         """A batch's cache with what is known of each row, aligned on the right."""
         width = max(r.known for r in rows)
@@ -215,7 +198,9 @@ class PromptCache:
         while waiting:  # what a large family did not fit in is read behind what the first rows left in the cache
             prompts = [self.prompt(states[i]) for i in waiting]
             rows, later = self.rows(prompts, [tails[i] for i in waiting])
-            for some in self.groups(rows, budget):
+            # First reads are long and later ones short: side by side, half of what the model computes would be padding.
+            for group in batches(rows, lambda r: len(r.tree), budget, before=lambda r: r.known, like=self.LIKE):
+                some = [rows[g] for g in group]
                 cache, before, width = self.cache(some), max(r.known for r in some), max(len(r.tree) for r in some)
                 pads = [width - len(r.tree) for r in some]
                 asked = {p + t for r, p in zip(some, pads, strict=True) for _, last, paths in r.read

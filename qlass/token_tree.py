@@ -142,15 +142,22 @@ def like_a_tree(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def batches(
-    items: Sequence[Any], length: Callable[[Any], int], budget: int, rows: Callable[[Any], int] = lambda _: 1
-) -> Iterator[list[int]]:
-    """Indices of items of like length, in groups whose padded size stays within `budget` tokens (or of one item)."""
-    group, high = [], 0
+    items: Sequence[Any], length: Callable[[Any], int], budget: int, rows: Callable[[Any], int] = lambda _: 1,
+    before: Callable[[Any], int] = lambda _: 0, like: float = 0.0,
+) -> Iterator[list[int]]:  # fmt: skip
+    """Indices of items of like length, in groups whose padded size stays within `budget` tokens (or of one item).
+
+    before: tokens of an item that only take room, as what a cache knows of it, padded by themselves. like: of a group's
+    longest item, the shortest has at least this share.
+    """
+    group, high, known = [], 0, 0
     for i in sorted(range(len(items)), key=lambda i: -length(items[i])):
-        if group and length(items[group[0]]) * (high + rows(items[i])) > budget:
+        item, longest = items[i], length(items[group[0]]) if group else 0
+        full = (longest + max(known, before(item))) * (high + rows(item)) > budget
+        if group and (full or length(item) < like * longest):
             yield group
-            group, high = [], 0
+            group, high, known = [], 0, 0
         group.append(i)
-        high += rows(items[i])
+        high, known = high + rows(item), max(known, before(item))
     if group:
         yield group

@@ -1,19 +1,15 @@
 """What is kept of prompts read before: what goes first, what a small cache still finds, what a tree costs."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 from fakes import tiny_lm, word_chat
-from hypothesis import given
-from hypothesis import strategies as st
 
 from qlass import prompt_cache
 from qlass.chat import State
 from qlass.driver import Sample, Score
 from qlass.policy import Policy, Trie
-from qlass.prompt_cache import PlainReader, PromptCache, Row, reader
+from qlass.prompt_cache import PlainReader, PromptCache, reader
 from qlass.token_tree import TokenTree
 from train_qnet import QNet
 
@@ -150,24 +146,6 @@ def test_a_tree_costs_its_unique_tokens(row, monkeypatch):
     net.score([Score(s, (a,)) for s, a in pairs])
     assert policy.computed <= (1 if row > len(tree) else 1.9) * len(tree)
     assert net.reader.computed == policy.computed
-
-
-def row(known: int, fresh: int) -> Row:
-    """`fresh` tokens to read behind `known` ones."""
-    made = Row([], known)
-    made.tree.add(range(fresh))
-    return made
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 40)), max_size=20), st.integers(1, 300))
-def test_passes_hold_every_row_once_within_the_budget_and_little_padding(sizes, budget):
-    rows = [row(*size) for size in sizes]
-    groups = list(PromptCache().groups(rows, budget))
-    assert sorted(map(id, itertools.chain(*groups))) == sorted(map(id, rows))
-    for group in groups:
-        fresh, known = [len(r.tree) for r in group], [r.known for r in group]
-        assert len(group) == 1 or (max(fresh) + max(known)) * len(group) <= budget
-        assert max(fresh) * len(group) <= sum(fresh) / 0.75
 
 
 def test_rows_limited_or_not_give_the_same(monkeypatch):

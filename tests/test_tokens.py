@@ -102,6 +102,16 @@ def test_batches_hold_every_item_once_within_the_budget(lengths, budget):
         assert len(group) == 1 or max(lengths[i] for i in group) * len(group) <= budget
 
 
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50)), max_size=20), st.integers(1, 300))
+def test_batches_of_like_length_hold_little_padding_and_what_is_known_within_the_budget(sizes, budget):
+    groups = list(batches(sizes, lambda s: s[0], budget, before=lambda s: s[1], like=0.75))
+    assert sorted(itertools.chain(*groups)) == list(range(len(sizes)))
+    for group in groups:
+        fresh, known = zip(*(sizes[i] for i in group), strict=True)
+        assert len(group) == 1 or (max(fresh) + max(known)) * len(group) <= budget
+        assert min(fresh) >= 0.75 * max(fresh)
+
+
 # ---------------------------------------------------------------------------------------------- remembered prompts
 
 
