@@ -115,6 +115,11 @@ class TextEnv(gymnasium.Env):
         """The tasks of a split, so ordered that every stretch of them is a fair sample of its types (`fair_order`)."""
         return fair_order(self.split_ids(split), self.task_type)
 
+    def asked(self, options: dict | None, split: str = "train") -> str:
+        """The task that `reset` is to begin: that of its options, or any of the split."""
+        task_id = (options or {}).get("task_id")
+        return str(self.np_random.choice(self.split_ids(split)) if task_id is None else task_id)
+
     def fork(self) -> TextEnv:
         """Another player on the same data, so that many episodes can advance side by side; `close` it after use."""
         other = copy.copy(self)
@@ -168,7 +173,7 @@ class TextEnv(gymnasium.Env):
     def candidates(self) -> list[tuple[str, str]]:
         """(thought, action) of every valid action in the state at hand, for `--candidates valid`.
 
-        A thought says only what follows from the task and from the pages shown so far.
+        A thought says only what follows from the task, the pages shown so far and the valid actions.
         """
         return [("", action) for action in self.valid_actions()]
 
@@ -241,7 +246,10 @@ def add_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> No
 def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     """The environment that the flags name; `options` are the stage's own (`max_steps`)."""
     kind = environment_class(args.env)
-    options |= {option: value for flag, (option, _) in kind.flags.items() if (value := getattr(args, flag))}
+    for flag, (option, _) in kind.flags.items():
+        if (value := getattr(args, flag)) == "":  # of an unset variable: not what is bundled
+            raise UserError(f"--{flag.replace('_', '-')}: is empty; leave it out for the default")
+        options |= {option: value} if value else {}
     parameters = inspect.signature(kind).parameters
     for given in args.env_option:
         name, equals, value = given.partition("=")

@@ -200,7 +200,8 @@ def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], args:
     """`sibling_accuracy` of QNet on these trees, given their packs, and the mean square error of its values."""
     qnet.eval()
     pairs = [p for tree in trees for p in tree]
-    values = plain_scores(qnet, pairs) if args.plain else packed_scores(qnet, packs, args.micro_tokens)
+    with models.mixed_precision(qnet.backbone):
+        values = plain_scores(qnet, pairs) if args.plain else packed_scores(qnet, packs, args.micro_tokens)
     mse = sum((p.q - v) ** 2 for p, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
     return {"mse": mse} | sibling_accuracy(trees, {(p.state, p.action): v for p, v in zip(pairs, values, strict=True)})
 
@@ -235,6 +236,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parse(made, argv)
     if args.lora and args.freeze:
         raise UserError("--lora and --freeze: give one of them")
+    if args.plain and args.fsdp:
+        raise UserError("--plain and --fsdp: processes that divide a model read alike; give one of them")
     models.check_training(args)
     return args
 

@@ -235,18 +235,18 @@ def write(folder: Path, seed: int, train: int, full: bool = False) -> Path:
                 (file.parent / "traj_data.json").write_text(json.dumps(kind))
             file.write_text(json.dumps(content), encoding="utf-8")
 
-    return place(folder, made_by(seed, train), fill)
+    return place(folder, made_by(seed, train, full), fill)
 
 
-def made_by(seed: int, train: int) -> str:
+def made_by(seed: int, train: int, full: bool) -> str:
     digest = hashlib.sha256(Path(__file__).read_bytes() + TABLES.read_bytes()).hexdigest()
-    return f"{digest} --seed {seed} --train {train}\n"
+    return f"{digest} --seed {seed} --train {train}{' --full' * full}\n"
 
 
 def ensure(seed: int = 0, where: Path | None = None) -> Path:
     """The folder of the default games, made on first use and again when this file or its tables have changed."""
     folder = (where or GENERATED) / f"alfworld-{seed}"
-    if not is_made(folder, made_by(seed, TRAIN)):
+    if not any(is_made(folder, made_by(seed, TRAIN, full)) for full in (False, True)):
         print(f"making ALFWorld games in {folder} ...", file=sys.stderr)
         write(folder, seed, TRAIN)
     return folder
@@ -257,13 +257,13 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=TRAIN, help=f"training games (default: {TRAIN})")
     parser.add_argument("--full", action="store_true", help="complete files, with domain and grammar")
-    parser.add_argument("--out", type=Path, help="folder (default: data/generated/alfworld-SEED)")
+    parser.add_argument("--out", type=Path, help="default: data/generated/alfworld-SEED, with --train -SEED-TRAIN")
     args = parser.parse_args()
     if args.train < 1:
         parser.error(f"--train {args.train}: at least one game is needed")
     from environments import UserError
 
-    out = args.out or GENERATED / f"alfworld-{args.seed}"
+    out = args.out or GENERATED / f"alfworld-{args.seed}{f'-{args.train}' * (args.train != TRAIN)}"
     if not is_ours(out):
         parser.error(f"--out {out}: holds something else; name a new or empty folder")
 

@@ -77,6 +77,7 @@ OPENINGS = ("find me", "i need", "i want", "i am looking for")
 EXTRAS = ("box", "bag", "cover", "stand")  # what is for a product of the kind, and none itself
 FAMILY = 4
 CODES = 26_000  # A000 to Z999
+PRODUCTS = 1500
 LARGEST = FAMILY * sum(len(kinds.split()) * len(shown.split()) for kinds, shown, _, _ in SHELVES.values())
 
 
@@ -125,7 +126,7 @@ def family(rng: random.Random, category: str, kind: str, shown: str) -> list[dic
     return members
 
 
-def catalogue(seed: int = 0, products: int = 1500) -> dict[str, object]:
+def catalogue(seed: int = 0, products: int = PRODUCTS) -> dict[str, object]:
     """File name -> content. `products` is rounded up to whole families."""
     rng = random.Random(f"webshop {seed}")
     shelves = [
@@ -213,18 +214,18 @@ def made_by(seed: int, products: int) -> str:
 def ensure(seed: int = 0, where: Path | None = None) -> Path:
     """The folder of the default catalogue, made on first use and again when this file has changed."""
     folder = (where or GENERATED) / f"webshop-{seed}"
-    return folder if is_made(folder, made_by(seed, 1500)) else write(folder, seed, 1500)
+    return folder if is_made(folder, made_by(seed, PRODUCTS)) else write(folder, seed, PRODUCTS)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--products", type=int, default=1500, help="at least; families of four (default: 1500)")
-    parser.add_argument("--out", type=Path, help="folder (default: data/generated/webshop-SEED)")
+    parser.add_argument("--products", type=int, default=PRODUCTS, help="at least, in fours (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="default: data/generated/webshop-SEED, with --products -SEED-PRODUCTS")
     args = parser.parse_args()
     if not 1 <= args.products <= LARGEST:
         parser.error(f"--products {args.products}: choose 1 to {LARGEST} (a family for each kind and attribute)")
-    out = args.out or GENERATED / f"webshop-{args.seed}"
+    out = args.out or GENERATED / f"webshop-{args.seed}{f'-{args.products}' * (args.products != PRODUCTS)}"
     if not is_ours(out):
         parser.error(f"--out {out}: holds something else; name a new or empty folder")
     print(write(out, args.seed, args.products))

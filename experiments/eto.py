@@ -189,14 +189,18 @@ def train(
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
+def distinct_of(items: Sequence[Any], last: dict, args: argparse.Namespace) -> list[Any]:
+    """The next batch of tasks or trees, each once, also where a pass ends in it and the next begins."""
+    return list(dict.fromkeys(batch_of(items, args.seed, last["batch"], args.batch_tasks)))
+
+
 def explored(
     model: Any, chat: Chat, env: envs.TextEnv, expert: dict[str, dict], last: dict, args: argparse.Namespace
 ) -> tuple[list[Preference], dict]:
     """The agent's sampled trajectories on demonstrated tasks against the expert's, and what they cost and earned."""
-    tasks = batch_of(list(expert), args.seed, last["batch"], args.batch_tasks)
-    tasks = dict.fromkeys(tasks)  # a pass may end in a batch, and a task come twice
+    tasks = distinct_of(list(expert), last, args)
     policy = Policy(model, chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
-    mine = processes.share(list(tasks), in_step=False)
+    mine = processes.share(tasks, in_step=False)
     episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task, _ in mine)
     with processes.gathered(model):
         played = [line for (line,) in drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)]
@@ -213,7 +217,7 @@ def compared(
     chat: Chat, env: envs.TextEnv, trees: Sequence[list[dict]], last: dict, args: argparse.Namespace
 ) -> tuple[list[Preference], dict]:
     """Siblings of some exploration trees, whose steps count when they are first read."""
-    drawn = batch_of(range(len(trees)), args.seed, last["batch"], args.batch_tasks)
+    drawn = distinct_of(range(len(trees)), last, args)
     found = [pair for i in drawn for pair in siblings(env, chat.rendering, trees[i])]
     fresh = drawn[: max(0, len(trees) - last["batch"] * args.batch_tasks)]
     return found, {"pairs": len(found), "env_steps": last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)}
@@ -246,6 +250,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.pairs == "expert":
         args.expert, most = (args.expert, None) if args.expert else cloned_from(args.sft)
         args.expert = args.expert or args.run / "expert.jsonl"
+        args.n_expert = most  # in the metadata, as sft.py's
         expert = demonstrated(args.expert, env, most)
     else:
         if processes.count() > 1:  # one process makes what is missing

@@ -28,14 +28,14 @@ from qlass.driver import Sample, drive
 from qlass.jsonl import checkpoint_folder
 from qlass.memory import check_memory, estimate
 from qlass.metadata import write_meta
-from qlass.policy import PROMPTED, Policy, add_prompted, rendering_of
+from qlass.policy import PROMPTED, Policy, add_prompted, rendering_of, warn_of_another_world
 from qlass.stage import Output, at_least, handed_on, more, must_exist, needed, parser, progress, settle
 from qlass.token_tree import like_a_tree
 from qlass.training import read_state, write_state
 from sft import sft_loss
+from train_qnet import SMALL
 
 WARMUP = 4  # updates
-SMALL = 50e6  # parameters
 LR_PRETRAINED, LR_LORA = 1e-6, 1e-5
 SPENT = {"batch": -1, "updates": 0, "tokens": 0, "env_steps": 0}  # before the first line
 
@@ -66,6 +66,7 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> tuple[Any,
     if processes.count() > 1:  # one process makes what is missing
         must_exist(args.sft or args.run / "sft")
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
+    warn_of_another_world(args.sft, args)
     torch.manual_seed(args.seed)
     with processes.in_turn(args.fsdp):
         model, chat = to_train(args)

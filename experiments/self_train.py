@@ -49,22 +49,24 @@ OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks,
 
 
 def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
-    """N trajectories of one task as lines of expert.jsonl, whatever they earned."""
-    lines = []
+    """N trajectories of one task as lines of expert.jsonl, whatever they earned; the first has the tokens of all."""
+    lines, steps = [], []
     for trial in range(method.N):
         played = yield from episode(env, task_id, method, trial, chat.rendering)
         last = played.steps[-1]
         messages = [*last.state.dump(), {"role": "assistant", "content": last.action}]
         line = {"task_id": task_id, "env": env.name, "task": last.state.task, "messages": messages}
-        lines.append(line | {"reward": played.reward, "tokens": costs.tokens(chat, [played.steps], method.scored)})
+        lines.append(line | {"reward": played.reward, "tokens": {}})
+        steps.append(played.steps)
     env.close()
+    lines[0]["tokens"] = costs.tokens(chat, steps, method.scored)
     return lines
 
 
 def rollouts(args: argparse.Namespace, env: envs.TextEnv) -> list[dict]:
     """Trajectories on the training tasks, those of a stopped run included."""
     asked = argparse.Namespace(**vars(args) | {"out": args.run / f"self_train-{args.name}.rollouts.jsonl"})
-    free = ["threshold", *SAMPLING_FREE]
+    free = ["threshold", "no_train", *SAMPLING_FREE]
     out = Output(asked, lambda records: len(records) // args.N * args.N, [args.sft, args.qnet], free)
     done = {line["task_id"] for line in out.records}
     tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
@@ -137,6 +139,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
     add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
+    said = "only write the trajectories: for sft.py --expert FILE --out RUN/sft-NAME, as by torchrun"
+    add("--no-train", action="store_true", help=said)
     add("--device")
     more(made, add_loading, add_sampling)
     args = parse(made, argv)
@@ -184,6 +188,8 @@ def main(argv: list[str] | None = None) -> None:
         flush=True,
     )
 
+    if args.no_train:
+        return
     # What was not given to the first training the tiny model chooses again, for this number of trajectories.
     again = ["epochs", "batch", "patience", "lr", "max_tokens", "micro_tokens", "candidates", "weights", "optim"]
     again += ["observation_loss", "lora", "lora_alpha", "load_in"]

@@ -96,17 +96,28 @@ def openings(path: Path, most: int | None = None) -> list[str]:
     return [first_observation(state)[1] for state, record in some if record.get("task_id") is None]
 
 
+def lineage(checkpoint: Path) -> Iterator[tuple[Path, dict]]:
+    """A checkpoint and those it was trained from, down to the one that was cloned, with the arguments of each."""
+    for _ in range(10):
+        checkpoint = checkpoint.absolute()
+        made = read_meta(checkpoint).get("arguments", {})
+        yield checkpoint, made
+        before = located(made, made["sft"], checkpoint) if is_text(made.get("sft")) else None
+        if is_cloned(made) or before is None:
+            return
+        checkpoint = before
+
+
+def is_cloned(made: dict) -> bool:
+    """By sft.py: a learner (experiments/learning.py) may have demonstrations too, and is trained from a clone."""
+    return is_text(made.get("expert")) and "budget_in" not in made
+
+
 def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
     """The file of demonstrations that a checkpoint, or the one it was trained from, was cloned from (None: there is no
     such file), and how many of them it was given (None: all)."""
-    for _ in range(10):  # of a chain of checkpoints, each trained from the next
-        checkpoint = checkpoint if checkpoint.name else checkpoint.absolute()
-        made = read_meta(checkpoint).get("arguments", {})
-        if is_text(made.get("expert")):
-            found = located(made, made["expert"], checkpoint)
+    for folder, made in lineage(checkpoint):
+        if is_cloned(made):
+            found = located(made, made["expert"], folder)
             return (found, made.get("n_expert")) if found and found.is_file() else (None, None)
-        before = located(made, made["sft"], checkpoint) if is_text(made.get("sft")) else None
-        if before is None:
-            break
-        checkpoint = before
     return None, None

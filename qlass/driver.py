@@ -78,8 +78,8 @@ def in_time() -> Iterator[None]:
     parts = itertools.count(1)
 
     def count(*_: Any) -> None:
-        if next(parts) == 10:
-            raise UserError(f"the environment hangs: no answer for {PATIENCE:g} s; what is written so far is kept")
+        if next(parts) >= 10:
+            raise UserError(f"the environment hangs: no turn for {PATIENCE:g} s; what is written so far is kept")
 
     before = signal.signal(signal.SIGALRM, count)
     signal.setitimer(signal.ITIMER_REAL, PATIENCE / 10, PATIENCE / 10)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs import TextEnv
-from qlass.demonstrations import known_id, openings, records_of
+from qlass.demonstrations import known_id, lineage, openings, records_of
 from qlass.jsonl import is_text
-from qlass.metadata import located, read_meta
+from qlass.metadata import located
 
 TRIED = 100  # training tasks, by whose words it is seen whether demonstrations without ids are of this environment
 
@@ -34,25 +34,20 @@ def learned_from(checkpoint: Path, args: argparse.Namespace) -> Learned | str:
     """What a checkpoint and those it was trained from have learned from; text: why that is not known."""
     files: list[tuple[Path, int | None]] = []
     played = False
-    for _ in range(10):  # of a chain of checkpoints, each trained from the next
-        checkpoint = checkpoint.absolute()
-        made = read_meta(checkpoint).get("arguments", {})
+    for folder, made in lineage(checkpoint):
         if not made:
-            return f"{checkpoint.name} has no metadata"
+            return f"{folder.name} has no metadata"
         if any(made.get(name) != getattr(args, name) for name in ("env", *args.env_flags)):
-            return f"{checkpoint.name} is of another environment, whose ids mean other tasks"
+            return f"{folder.name} is of another environment, whose ids mean other tasks"
         for name, most in (("labels", "limit"), ("expert", "n_expert")):
             if is_text(made.get(name)):
-                path = located(made, made[name], checkpoint)
+                path = located(made, made[name], folder)
                 if not path or not path.is_file():
                     return "the file is gone"
                 files.append((path, made.get(most)))
         played |= "rounds" in made  # of experiments.tree_grpo
-        cloned, is_qnet = is_text(made.get("expert")), is_text(made.get("labels")) and "budget_in" not in made
-        before = located(made, made["sft"], checkpoint) if is_text(made.get("sft")) else None
-        if cloned or is_qnet or before is None:
+        if is_text(made.get("labels")) and "budget_in" not in made:  # a QNet: its backbone is the agent's matter
             break
-        checkpoint = before
     return Learned(files, played) if files else "the file is gone"
 
 

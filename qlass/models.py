@@ -65,6 +65,8 @@ def load_checkpoint(
     rendering: instead of the folder's. divide: it stays on the CPU, from where several GPUs take their parts.
     To be trained, it is float32: an AdamW step of 1e-5 is less than half a bf16 step of a weight above 0.005.
     """
+    if kind is transformers.AutoModelForCausalLM and (Path(path) / "qnet.json").exists():
+        raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
     where, dtype = device_and_dtype(device)
     where, dtype = torch.device("cpu") if divide else where, torch.float32 if train else dtype
     options = quantised(load_in, where)

@@ -18,8 +18,9 @@ import torch
 import transformers
 
 from environments import UserError
-from qlass.chat import Chat, Rendering, State, uniforms
+from qlass.chat import SETTINGS, Chat, Rendering, State, uniforms
 from qlass.driver import Candidate, Likelihood, Sample
+from qlass.jsonl import wrong
 from qlass.metadata import read_meta
 from qlass.models import load_chat, load_checkpoint
 from qlass.prompt_cache import PlainReader, Prompt, Row, reader
@@ -43,8 +44,6 @@ class Policy:
         cls, path: str | Path, device: str | None = None, seed: int = 0, load_in: str | None = None,
         plain: bool = False, rendering: Rendering | None = None, **options: Any,
     ) -> Policy:  # fmt: skip
-        if (Path(path) / "qnet.json").exists():
-            raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
         model, chat = load_checkpoint(
             path, transformers.AutoModelForCausalLM, device, load_in, plain=plain, rendering=rendering
         )
@@ -314,6 +313,9 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 def rendering_of(folder: Path, args: argparse.Namespace, names: Sequence[str] = RENDERED) -> Rendering:
     """A checkpoint's, but for what the flags of these names say."""
     given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    if mistake := wrong(given, SETTINGS):
+        name, _, said = mistake.partition(" ")
+        raise UserError(f"--{name.replace('_', '-')} {said}")
     rendering = dataclasses.replace(Rendering.load(folder), **given)
     rendering.stop = tuple(rendering.stop)
     return rendering

@@ -122,26 +122,26 @@ class ServerPolicy:
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         """Many requests at once; a failure of all servers fails the run, whose files the same command continues."""
+        prompts = [self.chat.prompt(request.state) for request in requests]  # here: a tokenizer is not for threads
         with ThreadPoolExecutor(self.parallel * len(self.servers)) as pool:
-            return list(pool.map(self._answer, requests))
+            return list(pool.map(self._answer, requests, prompts))
 
-    def _answer(self, request: Sample) -> list[Candidate]:
+    def _answer(self, request: Sample, ids: list[int]) -> list[Candidate]:
         if request.valid:
             raise UserError("--server: a server can't choose among valid actions; leave --server out")
         wanted = request.n if request.temperature else 1  # greedy ones are equal, and some servers refuse n > 1
         found: list[Candidate] = []
         empty = 0
         while len(found) < wanted:
-            some = self._ask(request, wanted - len(found), len(found) + 1000 * empty)[: wanted - len(found)]
+            some = self._ask(request, ids, wanted - len(found), len(found) + 1000 * empty)[: wanted - len(found)]
             empty = 0 if some else empty + 1
             if empty == 3:
                 raise UserError("--server: three answers in turn without a choice in them; is it a completion server?")
             found += some
         return found if request.temperature else found * request.n
 
-    def _ask(self, request: Sample, n: int, part: int) -> list[Candidate]:
+    def _ask(self, request: Sample, ids: list[int], n: int, part: int) -> list[Candidate]:
         """One exchange with the server that has the least to do; with another one if that fails for good."""
-        ids = self.chat.prompt(request.state)  # here: that one is too long is no server's fault
         while True:
             with self._lock:
                 if not self.open:
@@ -179,9 +179,10 @@ class ServerPolicy:
     def _text(self, ids: list[int]) -> str:
         """The text whose tokens, as a server makes them, are these: one that begins each text by itself gets no BOS."""
         tokenizer = self.chat.tokenizer
-        text = tokenizer.decode(ids)
-        bare = text.removeprefix(tokenizer.bos_token or "").removeprefix(" " if tokenizer.bos_token else "")
-        return bare if bare != text and tokenizer(bare).input_ids == ids else text
+        with self._lock:
+            text = tokenizer.decode(ids)
+            bare = text.removeprefix(tokenizer.bos_token or "").removeprefix(" " if tokenizer.bos_token else "")
+            return bare if bare != text and tokenizer(bare).input_ids == ids else text
 
     def _parse(self, reply: dict) -> list[Candidate]:
         candidates = []
@@ -191,7 +192,8 @@ class ServerPolicy:
             for choice in choices:
                 text = choice["text"].split(self.chat.stop.strip(), 1)[0]
                 told = (choice.get("logprobs") or {}).get("token_logprobs") or []
-                tokens = len(told) or alone or len(self.chat.action(text, ""))
+                with self._lock:
+                    tokens = len(told) or alone or len(self.chat.action(text, ""))
                 logprob = sum(x for x in told if x is not None) if told else float("nan")
                 candidates.append(Candidate(self.chat.said(text), tokens, logprob))
             spent = usage.get("total_tokens") or sum(c.tokens for c in candidates)

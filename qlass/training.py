@@ -45,7 +45,8 @@ T = TypeVar("T")
 EXPLODED = 10  # times the highest loss of the first updates, over as many updates
 FIRST = 20
 SAVED = {"about", "progress", "random", "weights", "optimizer"}
-MAY_DIFFER = ("save_every", "log", "fsdp", *FREE)  # between the start of a training and its continuation
+# Between the start of a training and its continuation: where, how often saved, and how much goes into memory at once.
+MAY_DIFFER = ("save_every", "log", "fsdp", "micro_tokens", "gradient_checkpointing", *FREE)
 
 
 def partial_folder(out: Path) -> Path:

@@ -30,6 +30,7 @@ from data import make_alfworld
 from environments import UserError
 from environments.alfworld import engine as alfworld_engine
 from environments.alfworld import games as alfworld_data
+from environments.alfworld import textworld as alfworld_textworld
 from environments.alfworld.env import ALFWorldEnv
 from environments.alfworld.expert import Memory, Wish, plan
 
@@ -367,8 +368,19 @@ def test_made_once_and_again_when_the_generator_changed(tmp_path, monkeypatch):
     assert (first.parent / "made_by").stat().st_mtime_ns == stamp
     (first.parent / "made_by").write_text("another version")
     make_alfworld.ensure()
-    assert (first.parent / "made_by").read_text() == make_alfworld.made_by(0, 5)
+    assert (first.parent / "made_by").read_text() == make_alfworld.made_by(0, 5, False)
     assert [path.name for path in tmp_path.iterdir()] == ["alfworld-0"]
+
+
+def test_complete_files_replace_short_ones_and_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_alfworld, "GENERATED", tmp_path)
+    monkeypatch.setattr(make_alfworld, "TRAIN", 3)
+    monkeypatch.setattr(alfworld_textworld, "with_grammar", lambda content: content | {"pddl_domain": "a domain"})
+    short = next(make_alfworld.ensure().rglob("game.tw-pddl"))
+    make_alfworld.write(tmp_path / "alfworld-0", 0, 3, full=True)
+    assert json.loads(short.read_text())["pddl_domain"] == "a domain" and (short.parent / "traj_data.json").exists()
+    make_alfworld.ensure()
+    assert json.loads(short.read_text())["pddl_domain"] == "a domain"
 
 
 def test_made_by_several_processes_at_once(tmp_path):
@@ -599,6 +611,21 @@ def test_thoughts_say_what_was_shown(tmp_path):
     assert told[0][:5] == told[1][:5] and told[0][-1] != told[1][-1]
     assert ("The fridge 1 is not searched yet and may hold an apple.", "go to fridge 1") in told[0][1]
     assert ("The knife 1 is not an apple.", "take knife 1 from countertop 1") in told[0][1]
+
+
+def test_a_place_is_searched_when_a_text_has_said_what_lies_there(tmp_path):
+    """Two drawers stand at one spot: who takes something out of the other has not looked into it."""
+    content = kitchen_file("Apple_bar_1:Drawer_bar_2 Mug_bar_1:Drawer_bar_2")
+    (tmp_path / "json_2.1.1/train/kitchen/one").mkdir(parents=True)
+    (tmp_path / "json_2.1.1/train/kitchen/one/game.tw-pddl").write_text(json.dumps(content))
+    env = envs.make("alfworld", data=tmp_path)
+    env.reset(options={"task_id": "train/kitchen/one"})
+    for action in ("go to drawer 2", "take mug 1 from drawer 1", "move mug 1 to drawer 1", "go to countertop 1"):
+        assert env.step(action)[0] != alfworld_engine.NOTHING_HAPPENS
+    assert ("The drawer 1 is not searched yet and may hold an apple.", "go to drawer 1") in env.candidates()
+    env.step("go to drawer 1")
+    env.step("go to countertop 1")
+    assert ("The apple 1 is in the drawer 1.", "go to drawer 1") in env.candidates()
 
 
 def test_without_thoughts_the_same_actions_are_offered_and_demonstrated(env, made):

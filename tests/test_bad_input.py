@@ -256,6 +256,15 @@ def test_an_unknown_task_is_named():
         env = envs.make(name)
         with pytest.raises(UserError, match=f"{name}: .*{task}"):
             env.reset(options={"task_id": task})
+    for name in ("alfworld", "frozenlake", "sciworld"):  # none of which has a task of this name, nor without a name
+        for task in ("", 0):
+            with pytest.raises(UserError, match=f"{name}: "):
+                envs.make(name).reset(options={"task_id": task})
+
+
+def test_an_empty_path_is_not_the_bundled_data(capsys):
+    said = mistake(lambda: build_trees.main(["--webshop-data", ""]), capsys)
+    assert said == "error: --webshop-data: is empty; leave it out for the default\n"
 
 
 RESULT = {"task_id": "a", "env": "fake", "method": "greedy", "reward": 1.0, "tokens": {"prompt": 1}}
@@ -610,7 +619,8 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
     expert = tmp_path / "expert.jsonl"
     expert.write_text("")
     cloned = made("sft", expert=str(expert))
-    better = made("sft-eto", sft=str(cloned))
+    # ETO may compare with the demonstrations of another file: the agent was not cloned from those.
+    better = made("sft-eto", sft=str(cloned), expert=str(tmp_path / "other.jsonl"), budget_in="tokens")
     assert cloned_from(made("sft-grpo", sft=str(better))) == (expert, None)
     assert cloned_from(made("few", expert=str(expert), n_expert=3)) == (expert, 3)
     assert cloned_from(made("circle", sft=str(tmp_path / "circle"))) == (None, None)
@@ -651,6 +661,9 @@ def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tm
     grpo = made("sft-grpo", sft=str(cloned), rounds=0, budget_in="tokens")
     assert found(grpo) == 2  # of the training tasks 1 and 2 it may have played each
     assert found(made("sft-again", sft=str(grpo), budget_in="tokens")) == 2
+    few = {"expert": str(labels), "n_expert": 1, "budget_in": "tokens"}
+    assert found(made("sft-eto", sft=str(cloned), **few)) == 2  # of its own demonstrations, and the agent's
+    assert found(made("sft-eto-grpo", sft=str(grpo), **few)) == 3
     assert found(made("circle", sft=str(tmp_path / "circle"))) is None
 
 

@@ -238,8 +238,8 @@ def test_which_demonstrations_make_the_experts_branch(tmp_path, monkeypatch):
 def test_alfworlds_published_demonstrations_name_their_games():
     env = envs.make("alfworld")
     game = "train/pick_and_place_simple-Mug-None-Desk-308/trial_T20190909_000000_000000"
-    for said in (f"json_2.1.1/{game}", f"/data/{game}/game.tw-pddl"):
-        assert env.published_id({"game_file": said}) == game
+    for said in (game, f"json_2.1.1/{game}", f"/data/{game}/game.tw-pddl", f"json_2.1.1/valid_{game}"):
+        assert env.published_id({"game_file": said}) == ("valid_" * ("valid" in said) + game)
     assert env.published_id({"id": "x"}) is None
 
 

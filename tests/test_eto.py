@@ -1,5 +1,6 @@
 """ETO: which pairs are made, the DPO loss by hand, packed pairs against trajectories one by one, and that it learns."""
 
+import argparse
 import json
 import math
 import shutil
@@ -238,6 +239,13 @@ def test_two_processes_train_what_one_does(fake_world, agent, tmp_path, pairs):
     for lines in others:
         for a, b in zip(one, lines, strict=True):
             assert a == pytest.approx(b, abs=1e-4)
+
+
+def test_a_batch_that_holds_the_trees_twice_has_each_pair_once():
+    trees = [tree((0, "Action: left", 0.0), (0, "Action: right", 1.0)) for _ in range(3)]
+    args = argparse.Namespace(seed=0, batch_tasks=8)
+    found, figures = eto.compared(word_chat(), FakeEnv(), trees, {"batch": 0, "env_steps": 0}, args)
+    assert len(found) == 3 and figures == {"pairs": 3, "env_steps": 6}
 
 
 def test_it_learns_from_siblings(fake_world, agent, tmp_path):

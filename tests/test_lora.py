@@ -151,6 +151,7 @@ def test_the_stages_train_save_and_load_it(tmp_path, agent, labels):
         (train_qnet, ["--lora-alpha", "8"], "beside --lora RANK"),
         (train_qnet, ["--fsdp", "--lora", "8", "--load-in", "4bit"], "can't be divided"),
         (train_qnet, ["--lora", "8", "--freeze"], "one of them"),
+        (train_qnet, ["--plain", "--fsdp"], "one of them"),
         (train_qnet, ["--load-in", "8bit"], "give --lora RANK too"),
         (train_qnet, ["--load-in", "8bit", "--lora", "8", "--weights", "bf16"], "leave --weights bf16 out"),
     ],

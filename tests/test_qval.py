@@ -26,6 +26,7 @@ from experiments.qval import __main__ as qval
 from experiments.qval import code, downstream, judges, labels, metrics, published, report, steering, targets
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import SCORERS, Call, Context, answer, available, embeddings, scorer
+from qlass import driver
 from qlass.chat import Rendering, State, parse_action, react
 from qlass.driver import Sample, Score, drive
 from qlass.jsonl import read_jsonl, write_jsonl
@@ -436,7 +437,7 @@ def test_handwritten_code_for_the_household():
 
 def test_a_score_steers_the_search(context, monkeypatch):
     flags = argparse.Namespace(env="frozenlake", run=context.run, sft=context.sft, seed=0, device=None, scorer=None)
-    flags.server = flags.qnet = None
+    flags.server, flags.qnet, flags.plain = None, None, False
     answers, loaded = {}, []
 
     def load(folder: Path, given: argparse.Namespace) -> argparse.Namespace:
@@ -490,7 +491,7 @@ def test_equal_scores_are_taken_at_random_and_missing_ones_last():
         assert taken == {0, 1}
 
 
-def test_anyones_signal_function(tmp_path):
+def test_anyones_signal_function(tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     env, context = FakeEnv(), Context("fake", tmp_path, code=(file,))
     state, actions = root(env), ["Action: left", "Action: right"]
@@ -507,6 +508,10 @@ def test_anyones_signal_function(tmp_path):
             assert got[1] - got[0] == 2 * len("right") - 2 * len("left")  # the action and the place
         else:
             assert got == expected
+    file.write_text("def signal_function(state, action):\n    while True:\n        pass\n")
+    monkeypatch.setattr(driver, "PATIENCE", 0.2)
+    with pytest.raises(UserError, match=r"no turn for 0.2 s"):
+        played("mine", context, env, state, actions)
     file.write_text("x = 1")
     with pytest.raises(UserError, match="no signal_function"):
         scorer("mine", context)
@@ -879,3 +884,6 @@ def test_published_files_are_read_with_their_failures(tmp_path, capsys):
     assert "| 0.600 | -1.000 | -0.500 |" in capsys.readouterr().out
     with pytest.raises(UserError, match="other points"):
         published.main([truth, best])
+    for values, counts, says in ((["x"], [1], "values can't be"), ([1.0, 2.0], [1, 2], "2 candidates, where its")):
+        with pytest.raises(UserError, match=says):
+            published.main([best, write("bad.json", values, candidate_counts=counts)])

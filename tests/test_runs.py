@@ -99,11 +99,16 @@ def test_hyperparameters_of_table_5(stage, script, depth, tree_steps, steps, spl
     assert {(s.temperature, s.max_steps, s.limit) for s in searches} == {(0.7, steps, 0)}
     assert {s.run for s in [sft, trees, bellman, qnet, *searches, *asked["report.py"]]} == {sft.run}
     assert any("qlass" in s.method and 2 in s.M and s.N == [1] for s in searches)
+    assert {s.truncate for s in [trees, qnet, *searches]} == {None if script == "webshop" else "oldest"}
 
 
 def test_variants_reach_the_stages(stage):
     fewer = stages(stage("runs/paper/table3.sh"))
     assert [s.n_expert for s in fewer["sft.py"]] == [1000] and fewer["build_trees.py"][0].limit == 0
+    assert (
+        fewer["build_trees.py"][0].no_expert
+        and not stages(stage("runs/paper/webshop.sh"))["build_trees.py"][0].no_expert
+    )
     larger = stages(stage("runs/paper/table4.sh", SEED="3"))
     assert larger["sft.py"][0].model.endswith("13b-chat-hf") and larger["sft.py"][0].seed == 3
     assert larger["sft.py"][0].run not in (fewer["sft.py"][0].run, Path("runs/webshop"))
@@ -113,7 +118,14 @@ def test_variants_reach_the_stages(stage):
 
 
 def test_self_training_compares_three_process_rewards_on_the_same_trees(stage):
-    asked = stages(stage("runs/paper/fig4.sh"))
+    asked = stages(stage("runs/paper/fig4.sh", FITS="--gradient-checkpointing --fsdp"))
+    assert {s.fsdp for s in asked["sft.py"]} == {True} and {s.no_train for s in asked["experiments.self_train"]} == {
+        True
+    }
+    assert [s.expert for s in asked["sft.py"]] == [
+        s.run / f"self_train-{s.name}.jsonl" for s in asked["experiments.self_train"]
+    ]
+    assert [s.out for s in asked["sft.py"]] == [s.sft for s in asked["q_search.py"]]
     assert [b.target for b in asked["bellman.py"]] == ["q", "avg", "reward"]
     assert [q.labels for q in asked["train_qnet.py"]] == [b.out for b in asked["bellman.py"]]
     guided = [s for s in asked["experiments.self_train"] if s.method == "qlass"]

@@ -1,5 +1,6 @@
 import gc
 import itertools
+import json
 import os
 import random
 import signal
@@ -95,6 +96,48 @@ def test_balanced_splits_hold_some_variations_of_every_task(env):
                 counts[env.task_type(task_id)][i] += 1
         assert all(some == min(all_of_them, most) for all_of_them, some in counts.values())
     assert len(balanced["test"]) >= 150 and len(balanced["test_seen"]) >= 150
+
+
+def test_published_splits(env, tmp_path):
+    """ETO's files: the task's older name and a variation; its training tasks lie in the package's dev split too."""
+    named = {
+        "train": [["task-2a-test-conductivity", 0], ["task-2a-test-conductivity", 531]],
+        "dev": [["task-1-boil", 14]],
+    }
+    named["test"] = [["task-6-lifespan-(longest-lived)", 93], ["task-1-boil", 21], ["task-1-boil", 21]]
+    for name, pairs in named.items():
+        (tmp_path / f"{name}_indices.json").write_text(json.dumps(pairs))
+    published = envs.make("sciworld", split_file=tmp_path, simulators=1)
+    train = ["train/test-conductivity/0", "test_seen/test-conductivity/531"]
+    test = ["test_unseen/boil/21", "test_unseen/lifespan-longest-lived/93"]
+    assert sorted(published.task_ids("train")) == sorted(train) and published.task_ids("test_seen") == [
+        "test_seen/boil/14"
+    ]
+    assert sorted(published.task_ids("test")) == sorted(published.task_ids("test_unseen")) == test
+    assert len(published.task_ids("all")) == 5 and published.reset(options={"task_id": train[1]})
+    with pytest.raises(envs.UserError, match="unknown split 'val'"):
+        published.task_ids("val")
+    for content, says in (("[1]", "a JSON list of"), ('[["boil", 30]]', "has no boil 30"), ("[", "a JSON list of")):
+        (tmp_path / "test_indices.json").write_text(content)
+        with pytest.raises(envs.UserError, match=says):
+            published.task_ids("test")
+
+
+def test_an_interrupted_step_is_not_taken_for_one_that_was_made(env, monkeypatch):
+    task, pool = tasks.find_task("train/find-plant/1", "easy"), sciworld.simulators()
+    expected = pool.step(task, ("look around",), "teleport to kitchen")
+    pool.answers.clear()
+    act = sciworld.Simulator._act
+
+    def interrupted(simulator, action):
+        act(simulator, action)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sciworld.Simulator, "_act", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.running[-1].step("wait")
+    assert pool.step(task, ("look around",), "teleport to kitchen") == expected
 
 
 def test_the_uniform_rule_plays_candidates_and_repeats_itself(env):

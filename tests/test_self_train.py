@@ -12,7 +12,7 @@ from environments import UserError
 from experiments import self_train
 from experiments.self_train import best_branch, kept
 from q_search import Method
-from qlass.chat import parse_action
+from qlass.chat import State, parse_action
 from qlass.demonstrations import by_agent
 from qlass.jsonl import read_jsonl
 
@@ -77,6 +77,10 @@ def test_trajectories_are_whole_chats_with_their_reward():
     assert [tuple(parse_action(m["content"]) for m in made["messages"][3::2]) for made in lines] == [
         ("left", "left"), ("right", "left"), ("left", "left")]  # fmt: skip
     assert [made["reward"] for made in lines] == [0.0, 0.4, 0.0]
+    (alone,), _ = run(self_train.trajectories(FakeEnv(), "train0", Method("sample"), word_chat()), policy)
+    first = len(word_chat().prompt(State.load(alone["messages"][:3], alone["task"])))
+    assert first < lines[0]["tokens"]["prompt"] < 3 * first  # what they begin with is read once
+    assert [made["tokens"] for made in lines[1:]] == [{}, {}]
     assert all(made["messages"][-1]["role"] == "assistant" for made in lines)
     assert len({r.key for r in requests}) == len(requests)
 
@@ -184,6 +188,14 @@ def test_the_trees_best_branches(stage):
     stage("--method", "tree")
     assert [made.get("task_id") for made in read_jsonl(stage.run / "self_train-tree.jsonl")] == [None, None, "t"]
     assert not stage.loaded
+
+
+def test_the_training_may_be_left_to_stage_1(stage):
+    """Under torchrun, say: the trajectories are written, and nothing is trained here."""
+    self_train.main(["--run", str(stage.run), "--method", "rft", "--no-train"])
+    assert (stage.run / "self_train-rft.jsonl").exists()
+    asked = stage("--method", "rft")  # the same rollouts, now trained on
+    assert asked.expert == stage.run / "self_train-rft.jsonl"
 
 
 def test_mistakes(stage):

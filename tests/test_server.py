@@ -109,6 +109,16 @@ def test_a_prompt_that_is_too_long_is_no_fault_of_the_server(fakes):
     assert len(policy.open) == 2
 
 
+def test_only_one_thread_at_a_time_has_the_tokenizer(fakes, monkeypatch):
+    """Where a text holds a special token's, the tokenizer has another setting for as long as it reads that text."""
+    policy, prompt, callers = served(fakes()), CHAT.prompt, []
+    monkeypatch.setattr(
+        policy.chat, "prompt", lambda state: callers.append(threading.current_thread()) or prompt(state)
+    )
+    policy.sample([asked(1, ("t", i)) for i in range(8)])
+    assert callers == [threading.main_thread()] * 8
+
+
 def test_sampling_settings_reach_the_server(fakes):
     fake, chat = fakes(), word_chat(top_p=0.9, top_k=5, stop=("Observation:",), max_new_tokens=7)
     served(fake, chat=chat).sample([asked()])
@@ -261,6 +271,8 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     assert isinstance(agent, Policy) and agent.chat.rendering == word_chat(temperature=0.8).rendering
     flags = ["--max-new-tokens", "5", "--top-p", ".5", "--top-k", "3", "--stop", "Observation:", "--truncate", "oldest",
              "--cache-gb", "0.5", "--decode-tokens", "99"]  # fmt: skip
+    with pytest.raises(UserError, match="--stop can't be"):
+        load_agent(arguments(folder, "--stop", ""))
     agent = load_agent(arguments(folder, *flags))
     r = agent.chat.rendering
     assert (r.max_new_tokens, r.top_p, r.top_k, r.stop, r.truncate) == (5, 0.5, 3, ("Observation:",), "oldest")

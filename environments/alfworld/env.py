@@ -60,14 +60,15 @@ class ALFWorldEnv(TextEnv):
         self.games = games.Games(
             data or os.environ.get("ALFWORLD_DATA") or make_alfworld.ensure(seed, writable(make_alfworld.GENERATED))
         )
-        self.task_id, self.told = "", self.instruction
+        self.task_id, self.told = None, self.instruction  # no task yet
         self.instruction = self.told.replace("PUT", self.wordings[0])
 
     def split_ids(self, split: str) -> list[str]:
         return self.games.ids(split)
 
     def published_id(self, record: dict) -> str | None:
-        found = re.search(r"(train|valid_seen|valid_unseen)/[^/]+/trial_[^/]+", str(record.get("game_file")))
+        folders = "|".join(games.FOLDERS)
+        found = re.search(rf"(?<![^/])({folders})/[^/]+/trial_[^/]+", str(record.get("game_file")))
         return found and found[0]
 
     def task_type(self, task_id: str) -> str:
@@ -84,7 +85,7 @@ class ALFWorldEnv(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
-        self._load((options or {}).get("task_id") or str(self.np_random.choice(self.games.ids(self.games.default))))
+        self._load(self.asked(options, self.games.default))
         self.state, self.steps, self.feedback = self.player.start, 0, self.player.first
         observation = self.feedback.removeprefix(engine.BANNER)
         self.memory = expert.Memory.first(observation, self.games.rates, self.game.old)

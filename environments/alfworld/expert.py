@@ -63,6 +63,7 @@ class Memory:
     rates: Mapping[tuple[str, str], float]  # what to expect before looking (games.Games.rates)
     receptacles: tuple[str, ...]
     seen: Mapping[str, tuple[str, ...]]  # receptacle -> what lies there as far as known
+    looked: frozenset[str] = frozenset()  # those of which a text has said all that lies there
     closed: frozenset[str] = frozenset()  # those found closed and not opened since
     near: frozenset[str] = frozenset()  # those within reach: several may stand side by side
     held: str = ""
@@ -89,7 +90,8 @@ class Memory:
                 new = replace(self, near=near, closed=self.closed | {r for r in near if f"open {r}" in commands})
             if text.endswith("is closed."):
                 return replace(new, closed=new.closed | {one})
-            return replace(new, closed=new.closed - {one}, seen={**new.seen, one: tuple(_things(text))})
+            seen = {**new.seen, one: tuple(_things(text))}
+            return replace(new, closed=new.closed - {one}, seen=seen, looked=new.looked | {one})
         if verb == "close":
             return replace(self, closed=self.closed | {one})
         if verb == "take":
@@ -169,7 +171,7 @@ class Memory:
 
     def _search(self, wanted: str) -> str | None:
         """The likeliest place for its cost that was not searched yet."""
-        unknown = [r for r in self.receptacles if r not in self.seen]
+        unknown = [r for r in self.receptacles if r not in self.looked]
         best = max(unknown, key=lambda r: (self.rate(wanted, r) + 0.001) / max(1, self.cost(r)), default=None)
         return best and (self._reach(best) or f"examine {best}")
 
@@ -186,9 +188,9 @@ class Memory:
             case "inventory":
                 return f"I hold the {held}." if held else "My hands are empty."
             case "look" | "examine":
-                if one in self.receptacles and one not in self.seen:
+                if one in self.receptacles and one not in self.looked:
                     return self._about(one)
-                return f"I know what is in the {one}." if one in self.seen else "It would tell me what I see here."
+                return f"I know what is in the {one}." if one in self.looked else "It would tell me what I see here."
             case "slice":
                 return "The task asks for no slice."
             case "use" if kind(one) != wish.target:
@@ -227,7 +229,7 @@ class Memory:
         there = [o for o, r in self.known[wanted].items() if r == receptacle]
         if there:
             return f"The {there[0]} is in the {receptacle}{door}."
-        if receptacle in self.seen:
+        if receptacle in self.looked:
             return f"There is no {wanted} in the {receptacle}."
         return f"The {receptacle} is {'closed' if door else 'not searched yet'} and may hold {a(wanted)}."
 

@@ -136,8 +136,8 @@ class Games:
         if split not in SPLITS:
             raise UserError(f"alfworld: unknown split {split!r}: choose one of {', '.join(SPLITS)}")
         if split == "all":
-            return [task for folder in FOLDERS for task in self._listed(folder)]
-        if split in ("train", "val"):
+            found = [task for folder in FOLDERS for task in self._listed(folder)]
+        elif split in ("train", "val"):
             found = [t for t in self._listed("train") if (zlib.crc32(t.encode()) % 10 == 0) == (split == "val")]
         else:
             found = list(self._listed("valid_unseen" if split == "test" else split))

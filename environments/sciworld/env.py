@@ -21,7 +21,7 @@ class SciWorldEnv(TextEnv):
     Tasks are `split/name/variation`; "test_seen" is the package's dev split and "test_unseen" its test split, as ETO
     has them. max_steps "eto": ETO's own limit for each task. simulators: how many JVMs (0.5 GB each) may run at once.
     tasks: "all" 30, "eto" for the 24 that ETO has, or names with commas between them. balanced: no split has more than
-    a few dozen variations of a task; false for all of them.
+    a few dozen variations of a task; false for all of them. split_file: published splits instead (tasks.published_ids).
     simplifications: the simulator's own list; "easy" opens doors, not containers, and adds teleporting.
     The reward is the best score of the episode, 0 to 1: it ends when the task is done, spoilt, or out of steps.
     A restore replays the actions of the episode, unless a simulator is there already.
@@ -30,6 +30,7 @@ class SciWorldEnv(TextEnv):
     name = "sciworld"
     flags: ClassVar = {
         "tasks": ("tasks", "NAMES all (the default), eto, or task names with commas between them"),
+        "split_file": ("split_file", "DIR published splits: ETO's folder of NAME_indices.json, in place of --tasks"),
         "instruction": ("instruction", "FILE another first user message"),
     }
     tree_depth, side_by_side = 6, 4
@@ -51,6 +52,7 @@ class SciWorldEnv(TextEnv):
         self,
         tasks: str = "all",
         balanced: bool = True,
+        split_file: str | Path | None = None,
         simplifications: str = "easy",
         simulators: int = 4,
         instruction: str | Path | None = None,
@@ -61,13 +63,14 @@ class SciWorldEnv(TextEnv):
             self.max_steps = max_steps
         if simulators < 1:
             raise UserError(f"sciworld: simulators={simulators}: at least one is needed")
-        self.tasks, self.balanced = tasks, balanced
+        self.tasks, self.balanced, self.split_file = tasks, balanced, split_file
         self.simplifications, self.side_by_side = simplifications, simulators
         self.pool = simulator.simulators()
         self.pool.size = simulators
 
     def split_ids(self, split: str) -> list[str]:
-        if split not in (ids := tasks.task_ids(self.tasks, self.balanced)):
+        ids = tasks.published_ids(self.split_file) if self.split_file else tasks.task_ids(self.tasks, self.balanced)
+        if split not in ids:
             raise UserError(f"sciworld: unknown split {split!r}: choose one of {', '.join(ids)}")
         return list(ids[split])
 
@@ -79,7 +82,7 @@ class SciWorldEnv(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
-        task_id = (options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("train")))
+        task_id = self.asked(options)
         self.task = tasks.find_task(task_id, self.simplifications)
         self.task_id, self.played, self.recent, self.best, self.steps = task_id, (), (), 0.0, 0
         self.pool.players.add(self)

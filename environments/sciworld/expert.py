@@ -72,7 +72,7 @@ def bare(name: str) -> str | None:
 
 
 def candidates(valid: list[str], task: str, recent: str, inventory: str) -> list[str]:
-    """At most AMONG of the valid actions, by a rule that knows only what the agent was shown.
+    """At most AMONG of the valid actions, by a rule that knows what the agent was shown, and what it holds.
 
     Looking around, waiting and teleporting come first. Then the verbs take turns, each beginning with the objects that
     the task names (twice the weight), that the last turns spoke of, or that the agent holds; first what EXPLORES and

@@ -156,6 +156,7 @@ class Simulator:
         wastes a step. Here only a choice that can be told apart is asked for, else the first object is taken; and an
         action that is no number withdraws the question and is carried out."""
         withdrawn = self.question and not action.strip().isdigit()
+        task, self.task = self.task, None  # until it is done: a Ctrl-C may leave it half-way
         if withdrawn:
             self._act("")
         turn = self._act(action)
@@ -163,6 +164,7 @@ class Simulator:
             turn = self._act("0")
         if withdrawn or not turn.observation.startswith(UNKNOWN):  # else nothing happened, and no time passed
             self.played += (action,)
+        self.task = task
         return turn
 
     def go_to(self, task: Task, played: tuple[str, ...]) -> None:

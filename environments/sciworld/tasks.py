@@ -1,6 +1,7 @@
 """ScienceWorld's tasks: 30 names, some hundred variations each, in splits.
 
 task_ids       split -> ids "SPLIT/NAME/VARIATION"
+published_ids  the same of ETO's files of indices
 find_task      the Task of an id
 eto_steps      the step limit that ETO grants it
 """
@@ -9,10 +10,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import random
 import re
+from pathlib import Path
 
-from environments import UserError
+from environments import UserError, split_files
 
 from .simulator import Task, simulators
 
@@ -61,9 +64,11 @@ def published_id(theirs: str) -> str | None:
     """Our task id of ETO's "13_21", variation 21 of find-non-living-thing; None for what is no such id."""
     match = re.fullmatch(r"(\d+)_(\d+)", theirs)
     name = ETO_NUMBERS[int(match[1])] if match and int(match[1]) < len(ETO_NUMBERS) else None
-    if match is None or name is None:
-        return None
-    return f"{split_of(name, int(match[2]), simulators().variations[name])}/{name}/{match[2]}"
+    return None if match is None or name is None else id_of(name, int(match[2]))
+
+
+def id_of(name: str, variation: int) -> str:
+    return f"{split_of(name, variation, simulators().variations[name])}/{name}/{variation}"
 
 
 def split_of(name: str, variation: int, variations: int) -> str:
@@ -98,6 +103,28 @@ def task_ids(which: str = "all", balanced: bool = True) -> dict[str, list[str]]:
                 members = random.Random(f"{split}/{name}").sample(members, most)
             ids[split] += [f"{split}/{name}/{v}" for v in members]
     return ids | {"test": ids["test_unseen"], "all": [task_id for split in MOST for task_id in ids[split]]}
+
+
+ETO_SPLITS = {"dev": "test_seen", "test": "test_unseen"}  # by ETO's names of its files
+
+
+def published_ids(published: str | Path) -> dict[str, list[str]]:
+    """Split -> task ids, from a folder of NAME_indices.json, each a list of [task, variation].
+
+    An id begins with the package's split even so: some of ETO's training tasks are of the package's dev split.
+    """
+    counts, ids = simulators().variations, {}
+    for name, file in split_files(published).items():
+        try:
+            pairs = [(task_name(task), variation) for task, variation in json.loads(file.read_text(encoding="utf-8"))]
+            beyond = [pair for pair in pairs if pair[1] not in range(counts.get(pair[0], 0))]
+        except (OSError, AttributeError, TypeError, ValueError) as error:
+            raise UserError(f"{file}: a JSON list of [task, variation] is expected ({error})") from None
+        if beyond:
+            raise UserError(f"{file}: the package has no {beyond[0][0]} {beyond[0][1]}")
+        ids[ETO_SPLITS.get(name, name)] = [id_of(*pair) for pair in dict.fromkeys(pairs)]
+    everything = {task_id: None for some in ids.values() for task_id in some}
+    return {"test": ids.get("test_unseen", [])} | ids | {"all": list(everything)}
 
 
 def find_task(task_id: str, simplifications: str) -> Task:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from environments import UserError
+from environments import UserError, split_files
 
 
 # -------------------------------------------------------------------------------------------------------- catalogue
@@ -261,12 +261,7 @@ def splits(
         share = [zlib.crc32(goal["asin"].encode()) % 100 for goal in goals]
         bounds = {"train": range(70), "val": range(70, 80), "test": range(80, 100), "all": range(100)}
         return {name: few(i for i in everything if share[i] in bound) for name, bound in bounds.items()}
-    if not isinstance(published, dict):
-        path = Path(published)
-        files = sorted(path.glob("*_indices*.json")) if path.is_dir() else [path]
-        if not files:
-            raise UserError(f"{path}: no NAME_indices.json in this folder")
-        published = {file.name.split(".")[0].replace("_indices", ""): file for file in files}
+    published = published if isinstance(published, dict) else split_files(published)
     found = {}
     for name, file in published.items():
         indices = read_json(Path(file))

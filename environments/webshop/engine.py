@@ -7,7 +7,7 @@
 It answers page for page like the original (princeton-nlp/WebShop, text mode) without its Java, faiss, spaCy and web
 server. Kept from it: goals and their order, search results, clickables and their order, what is a no-op, the reward.
 Left out: images, reviews (the original never loads them), `show_attrs`, and the special first search words <r> <a> <c>
-<q>, which are plain words here.
+<q>, which are plain words here. A reset without a task takes any training goal, not one by its weight.
 """
 
 from __future__ import annotations
@@ -181,7 +181,8 @@ class Shop:
         clickables = BACK | {"< prev": {"page": "results", "options": ()}}
         clickables |= {kind: {"page": kind} for kind in ("description", "features", "reviews")}
         clickables |= {"buy now": {"page": "done"}}
-        values = {value: name for name, values in product.options.items() for value in values}  # twice: the later name
+        options = ((name, value) for name, values in product.options.items() for value in values)
+        values = {value: name for name, value in options if value not in clickables}  # twice: the later name
         clickables |= {value: {"option": (name, value)} for value, name in values.items()}
         return make_page(nodes, clickables, {value: f"{name} {value}" for value, name in values.items()})
 

@@ -102,14 +102,12 @@ class WebShopEnv(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
-        task = (options or {}).get("task_id")
-        some = self.splits.get("train") or self.splits["all"]
-        self.index = int(self.np_random.choice(some)) if task is None else self._index(task)
+        self.index = self._index(self.asked(options, "train" if self.splits.get("train") else "all"))
         self.session, self.steps = engine.Session(), 0
         return self.shop.text(self.session, self.index), self._info()
 
     def _index(self, task_id: str) -> int:
-        if not str(task_id).isdecimal() or int(task_id) >= len(self.shop.goals):
+        if not task_id.isdecimal() or int(task_id) >= len(self.shop.goals):
             raise UserError(f"webshop: unknown task {task_id!r}: tasks are 0 to {len(self.shop.goals) - 1}")
         return int(task_id)
 

@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def timed(path: Path, records: Any, total: int, load: Callable, *names: str) -> list:
         """Write what `records` yields to `path`, with how long it took, or keep what is there; then load each line."""
-        depends = ("env", "run", "seed", "sft", *args.env_flags, *names)
+        depends = ("env", "run", "seed", *args.env_flags, *names)
         if path.exists():
             same_arguments(path, argparse.Namespace(**{name: getattr(args, name) for name in depends}))
         else:
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         return (point.dump() for point in distinct(drive(walks, answers, env.side_by_side, in_order=True), args.points))
 
-    about = ("points", "split", "trajectories", "actor", "epsilon", "candidates")
+    about = ("points", "split", "trajectories", "actor", "epsilon", "candidates", *["sft"] * (args.actor == "agent"))
     points = timed(args.out / "points.jsonl", collect, args.points, Point.load, *about)
     if not points:
         raise UserError(f"{args.env}: no trajectory of --split {args.split} is longer than three turns")
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
             return drive(made, answers, env.side_by_side, in_order=True)
 
         path = args.out / f"labels-{reference}.jsonl"
-        about = ("gamma", *["K"] * labels.drawn(reference, points[0].task_id))
+        about = ("gamma", *["K"] * labels.drawn(reference, points[0].task_id), *["sft"] * (reference == "policy"))
         found = timed(path, lines, len(points), labels.load, *about)
         if [point for point, _ in found] != [p.hash for p in points]:
             raise UserError(f"{path}: labels of other points; delete it, or start the study again with --overwrite")

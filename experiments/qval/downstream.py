@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from environments import UserError
-from qlass.jsonl import is_number, is_text, read_jsonl, replacing, wrong
+from qlass.jsonl import is_number, is_text, read_jsonl, read_object, replacing, wrong
 from qlass.stage import run_stage
 from qlass.stats import Estimate, spearman
 from reporting.figures import STYLE, save
@@ -170,7 +169,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args, studies = parse_args(argv), []
     for folder in args.folders:
-        study = played(json.loads((folder / "alignment.json").read_bytes()))
+        study = played(read_object(folder / "alignment.json"))
         if study is None:
             raise UserError(f"{folder}: fewer than {LEAST} scores have steered there; run qval with --results")
         studies.append(study)

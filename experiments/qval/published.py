@@ -18,8 +18,8 @@ import numpy as np
 
 from environments import UserError
 from experiments.qval import metrics
-from experiments.qval.report import by_point, cell
-from qlass.jsonl import read_object
+from experiments.qval.report import KINDS, by_point, cell
+from qlass.jsonl import read_object, wrong
 from qlass.stage import run_stage
 from qlass.stats import Estimate, bootstrap, spearman
 
@@ -27,6 +27,8 @@ from qlass.stats import Estimate, bootstrap, spearman
 def states(path: Path) -> list[list[float | None]]:
     """A file's values by point; all as one state where there is one value a point."""
     record = read_object(path)
+    if mistake := wrong(record, KINDS, ["values"]):
+        raise UserError(f"{path}: {mistake}; a file of QVAL's predictions or labels is expected")
     counts = (record.get("config") or {}).get("candidate_counts")
     return by_point(record["values"], counts) if counts else [record["values"]]
 

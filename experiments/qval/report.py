@@ -86,6 +86,8 @@ def read_prediction(path: Path, points: Sequence[Point]) -> tuple[str, dict, lis
 
 def by_point(ranking: Sequence[float | None], counts: Sequence[int]) -> list[list[float | None]]:
     """A ranking's places by point, their sign turned: the best is the highest, as of any score."""
+    if sum(counts) != len(ranking):
+        raise UserError(f"a ranking of {len(ranking)} candidates, where its candidate_counts add up to {sum(counts)}")
     turned = [None if place is None else -place for place in ranking]
     return [turned[a:b] for a, b in itertools.pairwise(np.cumsum([0, *counts]))]
 

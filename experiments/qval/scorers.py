@@ -134,6 +134,8 @@ def by_signal(signal: code.Signal, env: envs.TextEnv, state: State, action: str,
     after, _ = peek(env, state, action)
     try:
         found = signal(code.text_of(state), parse_action(action), code.text_of(after))
+    except UserError:  # of `driver.in_time`: it does not return
+        raise
     except Exception:
         return None
     return found if math.isfinite(found) else None

@@ -40,7 +40,7 @@ def steering(
     answers[Call] = answer
     found = {}
     for name, _, model in (given.partition("=") for given in names):
-        judge = judges.load(model, args.device, args.seed) if model else None
+        judge = judges.load(model, args.device, args.seed, args.plain) if model else None
         known = dataclasses.replace(context, judge=judge) if judge else context
         found[judges.full_name(name, judge)] = following(name, known, policy)
     return found, [path for name in found for path in made_of(name, context)]

@@ -11,10 +11,8 @@ RUN=${RUN:-runs/paper-alfworld-$NAME}
 env=(--env alfworld --run "$RUN" --seed "$SEED" --alfworld-data "$ALFWORLD_DATA")
 env+=(--instruction "$ETO/alfworld_inst.txt")
 sft+=(--expert "$ETO/alfworld_sft.json")
-trees+=(--depth 8 --steps 18 --rollouts "$ROLLOUTS")
+trees+=(--depth 8 --steps 18 --rollouts "$ROLLOUTS" "${long[@]}") qnet+=("${long[@]}")
 pipeline
 
-for split in valid_seen valid_unseen; do
-  policies --max-steps 40 --split $split --truncate oldest  # 40 steps may be more than Llama-2's 4,096 tokens
-done
+for split in valid_seen valid_unseen; do policies --max-steps 40 --split $split "${long[@]}"; done
 $PYTHON report.py --run "$RUN"

@@ -10,7 +10,9 @@ RUN=${RUN:-runs/paper-webshop-$NAME}
 env=("${webshop[@]}" --run "$RUN")
 again=(--temperature 0.7 --limit 0)
 
-evaluate() {  # NAME LABEL: the checkpoint RUN/sft-NAME, greedily
+self_trained() {  # NAME LABEL FLAG...: an agent cloned again with its own trajectories, RUN/sft-NAME, greedily
+  $PYTHON -m experiments.self_train "${env[@]}" --name "$1" --no-train "${@:3}"
+  $TRAIN sft.py "${env[@]}" "${sft[@]}" --expert "$RUN/self_train-$1.jsonl" --out "$RUN/sft-$1"
   $PYTHON q_search.py "${env[@]}" --method greedy --limit 0 --max-steps 5 \
     --sft "$RUN/sft-$1" --label "self-trained, $2" --out "$RUN/results-$1.jsonl"
 }
@@ -20,13 +22,10 @@ for target in q avg reward; do
   $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target $target --out "$labels"
   $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}" --labels "$labels" --out "$net"
   # Each action the best of three, one trajectory a task (Q*Agent's setting).
-  $PYTHON -m experiments.self_train "${env[@]}" "${again[@]}" --method qlass -M 3 -N 1 --qnet "$net" --name target-$target
-  evaluate target-$target target=$target
+  self_trained target-$target target=$target "${again[@]}" --method qlass -M 3 -N 1 --qnet "$net"
 done
-$PYTHON -m experiments.self_train "${env[@]}" "${again[@]}" --method rft -N 3
-evaluate rft RFT
-$PYTHON -m experiments.self_train "${env[@]}" --method tree
-evaluate tree "trees' best"
+self_trained rft RFT "${again[@]}" --method rft -N 3
+self_trained tree "trees' best" --method tree
 $PYTHON -m experiments.qval "${env[@]}" --references exact policy -K 8 \
   --scorers random logprob qnet-q qnet-avg qnet-reward
 $PYTHON report.py --run "$RUN"

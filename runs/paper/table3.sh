@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Table 3: 1,000 of WebShop's demonstrations in stage 1, trees over all training tasks.
+# Table 3: 1,000 of WebShop's demonstrations in stage 1, trees over all training tasks. These have no branch of the
+# demonstrator, which would show QNet the tasks that have no demonstration here.
 #
 #   WEBSHOP=DIR ETO=DIR bash runs/paper/table3.sh
 #

@@ -11,7 +11,7 @@ RUN=${RUN:-runs/paper-webshop-$NAME}
 
 env=("${webshop[@]}" --run "$RUN")
 sft+=(--expert "$ETO/webshop_sft.json")
-[ -z "${N_EXPERT:-}" ] || sft+=(--n-expert "$N_EXPERT")
+[ -z "${N_EXPERT:-}" ] || sft+=(--n-expert "$N_EXPERT") trees+=(--no-expert)
 trees+=(--depth 3 --steps 5 --rollouts 1000)  # W^(D+1) is 81: a bound that is hardly reached
 pipeline
 
