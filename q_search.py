@@ -39,14 +39,15 @@ from pathlib import Path
 import envs
 from environments import UserError
 from qlass import costs
-from qlass.chat import Chat, Rendering, State, parse_action, react, uniforms
+from qlass.chat import PROMPTED, Chat, Rendering, State, parse_action, react, uniforms
 from qlass.driver import Candidate, Likelihood, Sample, Score, ask, drive
 from qlass.jsonl import complete_results, identity
 from qlass.leaks import leaked, learned_from
+from qlass.metadata import SAMPLING_FREE
 from qlass.models import add_loading
 from qlass.oracles import Scores, by_q_or_reward, by_true_value
 from qlass.paraphrasing import Paraphrased, Server, add_paraphrases, by_rules
-from qlass.policy import PROMPTED, SAMPLING_FREE, add_sampling, load_agent, rendering_of
+from qlass.policy import add_sampling, load_agent, rendering_of
 from qlass.stage import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from train_qnet import QNet
 

@@ -32,13 +32,13 @@ from torch import nn
 import envs
 from environments import UserError
 from qlass import metadata, models, processes, stage
-from qlass.chat import Chat, Rendering, State
+from qlass.chat import PROMPTED, Chat, Rendering, State
 from qlass.driver import Score
 from qlass.jsonl import checkpoint_folder, read_object, read_trees, replacing_folder, wrong
 from qlass.locks import only_writer, release
 from qlass.memory import check_memory, estimate
 from qlass.packing import PackedPairs, Pair, loss_tokens, pack_pairs, packed_loss, packed_scores, pairs_of
-from qlass.policy import PROMPTED, Policy, add_prompted, rendering_of, warn_of_another_world
+from qlass.policy import Policy, add_prompted, rendering_of, warn_of_another_world
 from qlass.prompt_cache import reader
 from qlass.ranking import policy_scores, print_ranking, sibling_accuracy
 from qlass.stage import at_least, choices, more, parse, parser, settle

@@ -23,12 +23,12 @@ import envs
 from environments import UserError
 from q_search import Method, episode
 from qlass import models, processes
-from qlass.chat import Chat, Rendering, uniforms
+from qlass.chat import PROMPTED, Chat, Rendering, uniforms
 from qlass.driver import Sample, drive
 from qlass.jsonl import checkpoint_folder
 from qlass.memory import check_memory, estimate
 from qlass.metadata import write_meta
-from qlass.policy import PROMPTED, Policy, add_prompted, rendering_of, warn_of_another_world
+from qlass.policy import Policy, add_prompted, rendering_of, warn_of_another_world
 from qlass.stage import Output, at_least, handed_on, more, must_exist, needed, parser, progress, settle
 from qlass.token_tree import like_a_tree
 from qlass.training import read_state, write_state

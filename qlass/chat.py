@@ -124,6 +124,10 @@ SETTINGS: dict[str, Callable[[Any], bool]] = {  # what a policy.json may hold
 }  # fmt: skip
 
 
+PROMPTED = ("max_new_tokens", "truncate")  # settings by flag that a prompt depends on, for the agent and QNet alike
+RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all that have a flag
+
+
 MARK = "✓"
 _WORD = re.compile(r" ?(?:\d+ (?=\$))?(\$?[^\W_]+(?:[.'-][^\W_]+)*)")  # a price with its place on the page: "3 $9.50"
 _LIMIT = re.compile(r"price lower than (\d+\.\d+) dollars")

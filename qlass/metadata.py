@@ -21,7 +21,10 @@ from typing import Any
 from environments import UserError
 from qlass.jsonl import is_text, read_object, replacing, wrong
 
-FREE = ("run", "out", "shard", "device", "overwrite", "debug")  # may differ between a run and its resumption
+# Arguments that may differ between a run and its resumption: of any stage, of one that samples, of one that trains.
+FREE = ("run", "out", "shard", "device", "overwrite", "debug")
+SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight", "server")
+TRAINING_FREE = ("save_every", "log", "fsdp", "micro_tokens", "gradient_checkpointing")
 HIDDEN = ("argv", "env_flags")  # of `parse` itself, no arguments
 
 

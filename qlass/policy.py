@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from environments import UserError
-from qlass.chat import SETTINGS, Chat, Rendering, State, uniforms
+from qlass.chat import RENDERED, SETTINGS, Chat, Rendering, State, uniforms
 from qlass.driver import Candidate, Likelihood, Sample
 from qlass.jsonl import wrong
 from qlass.metadata import read_meta
@@ -281,10 +281,6 @@ class Trie:
 
 
 # ------------------------------------------------------------------------------------------- the flags of who samples
-
-PROMPTED = ("max_new_tokens", "truncate")  # what a prompt depends on, for the agent and QNet alike
-RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # where given, as given
-SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight", "server")  # a run may resume with others
 
 
 def add_prompted(parser: Any) -> None:

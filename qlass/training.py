@@ -36,7 +36,7 @@ from tqdm import tqdm
 from environments import UserError
 from qlass import processes
 from qlass.jsonl import discard
-from qlass.metadata import FREE, meta_path, read_meta, recorded, same_arguments, write_meta
+from qlass.metadata import FREE, TRAINING_FREE, meta_path, read_meta, recorded, same_arguments, write_meta
 from qlass.models import cosine
 from qlass.tracking import open_log
 
@@ -45,8 +45,7 @@ T = TypeVar("T")
 EXPLODED = 10  # times the highest loss of the first updates, over as many updates
 FIRST = 20
 SAVED = {"about", "progress", "random", "weights", "optimizer"}
-# Between the start of a training and its continuation: where, how often saved, and how much goes into memory at once.
-MAY_DIFFER = ("save_every", "log", "fsdp", "micro_tokens", "gradient_checkpointing", *FREE)
+MAY_DIFFER = (*TRAINING_FREE, *FREE)  # between the start of a training and its continuation
 
 
 def partial_folder(out: Path) -> Path:

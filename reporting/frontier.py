@@ -16,6 +16,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from qlass.metadata import located, read_meta
 from reporting.figures import STYLE, looks
+from reporting.pooling import inputs_of
 from reporting.results import Group
 
 TASKS = (100, 1_000, 10_000)
@@ -25,10 +26,9 @@ TRAINED = 3  # passes of an update
 def training_tokens(group: Group) -> float:
     """What was spent on the agent after cloning, and on QNet and its trees where Q is asked for (NaN: unknown)."""
     total, files = 0.0, {result.where[0] for result in group.results.values()}  # a file a seed
-    asks_q = group.condition.method == "qlass" or group.condition.select == "q"
     for results in files:
         used, counted = read_meta(results).get("arguments", {}), set()
-        total += sum(spent(name, used, Path(results), counted) for name in ("sft", "qnet")[: 1 + asks_q])
+        total += sum(spent(name, used, Path(results), counted) for name in inputs_of(group.condition))
     return total / max(1, len(files))
 
 

@@ -12,23 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from environments import UserError
+from qlass.chat import RENDERED
 from qlass.jsonl import is_text
-from qlass.metadata import FREE, located, read_meta
+from qlass.metadata import FREE, SAMPLING_FREE, TRAINING_FREE, located, read_meta
 
 if TYPE_CHECKING:
     from reporting.results import Condition, Group
 
 INPUTS = ("sft", "qnet", "labels", "trees", "expert")  # arguments that name what an earlier stage made
 # Arguments that may differ between the seeds of a pipeline: names, places, speed.
-ANY = (
-    *FREE, "seed", "help_more", "log", "save_every", "chat", "micro_tokens",
-    "plain", "cache_gb", "decode_tokens", "in_flight", "server", "fsdp",
-)  # fmt: skip
+ANY = (*FREE, *SAMPLING_FREE, *TRAINING_FREE, "seed", "help_more", "chat")
 OF_A_LINE = ("method", "M", "N", "select", "split", "limit", "label", "scorer")  # of results: each line says its own
-OF_AN_AGENT = (
-    "temperature", "max_new_tokens", "top_p", "top_k", "stop", "think", "truncate", "load_in", "readout", "paraphrase",
-    "paraphrase_server",
-)  # fmt: skip
+OF_AN_AGENT = (*RENDERED, "load_in", "readout", "paraphrase", "paraphrase_server")
 
 
 def check_pools(groups: Iterable[Group]) -> None:

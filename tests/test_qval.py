@@ -510,8 +510,9 @@ def test_anyones_signal_function(tmp_path, monkeypatch):
             assert got == expected
     file.write_text("def signal_function(state, action):\n    while True:\n        pass\n")
     monkeypatch.setattr(driver, "PATIENCE", 0.2)
+    endless = scorer("mine", context)(env, state, actions, ("t", 0))
     with pytest.raises(UserError, match=r"no turn for 0.2 s"):
-        played("mine", context, env, state, actions)
+        next(drive([endless], {}))
     file.write_text("x = 1")
     with pytest.raises(UserError, match="no signal_function"):
         scorer("mine", context)
