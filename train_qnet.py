@@ -237,7 +237,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.lora and args.freeze:
         raise UserError("--lora and --freeze: give one of them")
     if args.plain and args.fsdp:
-        raise UserError("--plain and --fsdp: processes that divide a model read alike; give one of them")
+        raise UserError("--plain: makes a pass for each pair, and with --fsdp all must make as many: give one of them")
     models.check_training(args)
     return args
 
