@@ -79,7 +79,7 @@ def in_time() -> Iterator[None]:
 
     def count(*_: Any) -> None:
         if next(parts) >= 10:
-            raise UserError(f"the environment hangs: no turn for {PATIENCE:g} s; what is written so far is kept")
+            raise UserError(f"the environment hangs: no answer for {PATIENCE:g} s; what is written so far is kept")
 
     before = signal.signal(signal.SIGALRM, count)
     signal.setitimer(signal.ITIMER_REAL, PATIENCE / 10, PATIENCE / 10)

@@ -511,7 +511,7 @@ def test_anyones_signal_function(tmp_path, monkeypatch):
     file.write_text("def signal_function(state, action):\n    while True:\n        pass\n")
     monkeypatch.setattr(driver, "PATIENCE", 0.2)
     endless = scorer("mine", context)(env, state, actions, ("t", 0))
-    with pytest.raises(UserError, match=r"no turn for 0.2 s"):
+    with pytest.raises(UserError, match=r"no answer for 0.2 s"):
         next(drive([endless], {}))
     file.write_text("x = 1")
     with pytest.raises(UserError, match="no signal_function"):
@@ -818,6 +818,9 @@ def test_which_metric_predicts_the_reward(tmp_path, capsys):
     assert (tmp_path / "all.png").exists() and "5 scorers" in (tmp_path / "all.md").read_text()
     (tmp_path / "abcde" / "alignment.json").write_text(json.dumps(blind))
     with pytest.raises(UserError, match="--results"):
+        downstream.main(folders)
+    (tmp_path / "abcde" / "alignment.json").write_text('{"labels": ')
+    with pytest.raises(UserError, match="not what experiments.qval writes"):
         downstream.main(folders)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from environments import UserError
-from qlass.jsonl import is_number, is_text, read_jsonl, read_object, replacing, wrong
+from qlass.jsonl import is_number, is_text, read_jsonl, replacing, wrong
 from qlass.stage import run_stage
 from qlass.stats import Estimate, spearman
 from reporting.figures import STYLE, save
@@ -169,7 +170,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args, studies = parse_args(argv), []
     for folder in args.folders:
-        study = played(read_object(folder / "alignment.json"))
+        path = folder / "alignment.json"
+        try:
+            study = played(json.loads(path.read_bytes()))  # with NaN, where nothing could be measured
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path}: not what experiments.qval writes ({type(error).__name__}: {error})") from None
         if study is None:
             raise UserError(f"{folder}: fewer than {LEAST} scores have steered there; run qval with --results")
         studies.append(study)
