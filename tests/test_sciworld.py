@@ -123,9 +123,10 @@ def test_published_splits(env, tmp_path):
             published.task_ids("test")
 
 
-def test_an_interrupted_step_is_not_taken_for_one_that_was_made(env, monkeypatch):
-    task, pool = tasks.find_task("train/find-plant/1", "easy"), sciworld.simulators()
-    expected = pool.step(task, ("look around",), "teleport to kitchen")
+def test_an_interrupted_step_is_not_taken_for_none(env, monkeypatch):
+    """The simulator has moved on, and what was played does not say so: it begins the episode again."""
+    task, pool, played = tasks.find_task("train/find-plant/1", "easy"), sciworld.simulators(), ("teleport to kitchen",)
+    expected = pool.step(task, played, "look around")
     pool.answers.clear()
     act = sciworld.Simulator._act
 
@@ -133,11 +134,13 @@ def test_an_interrupted_step_is_not_taken_for_one_that_was_made(env, monkeypatch
         act(simulator, action)
         raise KeyboardInterrupt
 
+    simulator = pool.nearest(task, played)
+    simulator.go_to(task, played)
     with monkeypatch.context() as patched:
         patched.setattr(sciworld.Simulator, "_act", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            pool.running[-1].step("wait")
-    assert pool.step(task, ("look around",), "teleport to kitchen") == expected
+            simulator.step("teleport to hallway")
+    assert pool.step(task, played, "look around") == expected
 
 
 def test_the_uniform_rule_plays_candidates_and_repeats_itself(env):
