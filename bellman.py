@@ -20,11 +20,9 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
-from environments import UserError
-from qlass.jsonl import dumps, fields_of, read_trees, replacing
-from qlass.locks import locked
-from qlass.metadata import read_meta, same_arguments, write_meta
-from qlass.stage import at_least, needed, parse, parser, run_stage
+from qlass import UserError
+from qlass.cli import at_least, needed, parse, parser, run_stage
+from qlass.files import dumps, fields_of, locked, read_meta, read_trees, replacing, same_arguments, write_meta
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 TAKES = "seconds"

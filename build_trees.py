@@ -25,15 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import envs
-from environments import UserError
+from qlass import UserError
 from qlass.chat import Rendering, State, parse_action, react
-from qlass.demonstrations import actions_by_task, cloned_from
+from qlass.cli import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Sample, ask, drive
-from qlass.jsonl import KINDS, wrong
-from qlass.metadata import SAMPLING_FREE
+from qlass.files import KINDS, SAMPLING_FREE, actions_by_task, cloned_from, wrong
 from qlass.models import add_loading
 from qlass.policy import add_sampling, load_agent
-from qlass.stage import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 
 # App. A.2: D = 3 on WebShop, 6 on ScienceWorld, 8 on ALFWorld (each environment's `tree_depth`). W = 3 and the bound on
 # the rollouts are ours: an unbounded tree takes up to W^(D+1).

@@ -34,9 +34,9 @@ from typing import Any, ClassVar
 import gymnasium
 from gymnasium import spaces
 
-from environments import UserError
-from qlass.jsonl import read_text
-from qlass.stage import more
+from qlass import UserError
+from qlass.cli import more
+from qlass.files import read_text
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 KINDS = {bool: "true or false", int: "a whole number", float: "a number"}  # of --env-option's values

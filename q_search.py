@@ -22,7 +22,7 @@ One loop plays all agents: sample M actions, score them, take the best, step; N 
     rule, expert, oracle   the environment's own players: a rule without learning; the demonstrator; an all-knowing one
 
 Only methods named oracle, and --select oracle (the paper's "best of N by final reward"), see the environment's reward.
-With --paraphrase, each candidate is sampled under its own wording of the task (App. A.3.2, qlass/paraphrasing.py).
+With --paraphrase, each candidate is sampled under its own wording of the task (App. A.3.2, qlass/paraphrase.py).
 """
 
 from __future__ import annotations
@@ -37,18 +37,16 @@ from itertools import product
 from pathlib import Path
 
 import envs
-from environments import UserError
-from qlass import costs
+from qlass import UserError, costs
 from qlass.chat import PROMPTED, Chat, Rendering, State, parse_action, react, uniforms
+from qlass.checks import leaked, learned_from
+from qlass.cli import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Candidate, Likelihood, Sample, Score, ask, drive
-from qlass.jsonl import complete_results, identity
-from qlass.leaks import leaked, learned_from
-from qlass.metadata import SAMPLING_FREE
+from qlass.files import SAMPLING_FREE, complete_results, identity
 from qlass.models import add_loading
 from qlass.oracles import Scores, by_q_or_reward, by_true_value
-from qlass.paraphrasing import Paraphrased, Server, add_paraphrases, by_rules
+from qlass.paraphrase import Paraphrased, Server, add_paraphrases, by_rules
 from qlass.policy import add_sampling, load_agent, rendering_of
-from qlass.stage import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from train_qnet import QNet
 
 PAPER = {"M": 2, "N": 1}  # App. A.2

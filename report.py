@@ -22,9 +22,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from environments import UserError
-from qlass import stage
-from qlass.jsonl import replacing
+from qlass import UserError, cli
+from qlass.files import replacing
 from qlass.stats import Estimate, kendall, paired_difference, spearman
 from reporting import claims, page
 from reporting import figures as plots
@@ -277,4 +276,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    stage.run_stage(main)
+    cli.run_stage(main)

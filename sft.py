@@ -28,17 +28,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 import envs
-from environments import UserError
-from qlass import metadata, models, processes, stage
+from qlass import UserError, cli, files, loop, models
 from qlass.chat import MARK, Chat, Rendering, State, react
-from qlass.demonstrations import read_trajectories
+from qlass.cli import at_least, choices, more, parse, parser, settle
 from qlass.driver import in_time
-from qlass.jsonl import checkpoint_folder
-from qlass.locks import only_writer, release
+from qlass.fast.token_tree import batches
+from qlass.files import checkpoint_folder, only_writer, read_trajectories, release
+from qlass.loop import Training, finish, is_trained
 from qlass.memory import check_memory, estimate
-from qlass.stage import at_least, choices, more, parse, parser, settle
-from qlass.token_tree import batches
-from qlass.training import Training, finish, is_trained
 
 PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free", "micro_tokens": 8192}  # Table 5
 TINY = {"epochs": 12, "lr": 3e-3, "batch": 16, "candidates": "valid", "micro_tokens": 2048}
@@ -68,7 +65,7 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     tasks = env.task_ids("train")
     about = {name: getattr(args, name) for name in ("env", "run", *args.env_flags)}  # all that they depend on
     path = args.run / "expert.jsonl"
-    again = args.overwrite and processes.first() and metadata.meta_path(path).exists()  # a file of another's is kept
+    again = args.overwrite and loop.first() and files.meta_path(path).exists()  # a file of another's is kept
     asked = argparse.Namespace(**about, out=path, overwrite=again)
 
     def in_order(lines: list[dict]) -> int:
@@ -76,7 +73,7 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
             raise ValueError("other demonstrations (--expert trains on them; delete the file to play them again)")
         return len(lines)
 
-    out = stage.Output(asked, in_order)
+    out = cli.Output(asked, in_order)
     todo = tasks[len(out.records) : args.n_expert]
     out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(tasks[: args.n_expert]), len(out.records))
     out.finish()
@@ -304,11 +301,11 @@ def main(argv: list[str] | None = None) -> None:
     tiny = TINY | {"epochs": None, "batch": None, "n_expert": env.demonstrations}  # `train` settles the first two
     settle(args, tiny if args.model == "tiny" else PAPER | ({"lr": models.LR} if args.lora else {}))
     args.out = checkpoint_folder(args.out or args.run / "sft", args.model)
-    args.fsdp = processes.start(args.fsdp)
-    lock = only_writer(args.out) if processes.first() else None
+    args.fsdp = loop.start(args.fsdp)
+    lock = only_writer(args.out) if loop.first() else None
     torch.manual_seed(args.seed)
 
-    with processes.in_turn():
+    with loop.in_turn():
         args.expert = args.expert or collect(env, args)
     trajectories = list(read_trajectories(args.expert))[: args.n_expert]
     if not trajectories:
@@ -318,13 +315,13 @@ def main(argv: list[str] | None = None) -> None:
     if is_trained(args, [args.expert]):
         return release(lock)
     asked = copy.copy(args)  # `train` settles the rest
-    with processes.in_turn(args.fsdp):
+    with loop.in_turn(args.fsdp):
         model, chat = to_train(args, states, env.markov)
         models.divide(model, model.base_model, args)
     chat.rendering.candidates = args.candidates
     figures = train(model, chat, states, args)
-    model = processes.undivided(model, lambda: to_train(args, states, env.markov)[0])
-    if not processes.first():
+    model = loop.undivided(model, lambda: to_train(args, states, env.markov)[0])
+    if not loop.first():
         return
     updates = models.merge(model) if args.lora else {}
     model.to(models.device_and_dtype(args.device)[1])  # as later stages load it
@@ -334,7 +331,7 @@ def main(argv: list[str] | None = None) -> None:
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
     figures |= {"trajectories": len(states), "epochs": args.epochs, "batch": args.batch}
-    metadata.write_meta(args.out, asked, [args.expert], **figures)
+    files.write_meta(args.out, asked, [args.expert], **figures)
     finish(args.out)
     release(lock)
     size, loss = model.num_parameters() / 1e6, figures["loss"]
@@ -342,4 +339,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    stage.run_stage(main)
+    cli.run_stage(main)

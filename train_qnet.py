@@ -30,20 +30,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import envs
-from environments import UserError
-from qlass import metadata, models, processes, stage
+from qlass import UserError, cli, files, loop, models
 from qlass.chat import PROMPTED, Chat, Rendering, State
+from qlass.checks import policy_scores, print_ranking, sibling_accuracy
+from qlass.cli import at_least, choices, more, parse, parser, settle
 from qlass.driver import Score
-from qlass.jsonl import checkpoint_folder, read_object, read_trees, replacing_folder, wrong
-from qlass.locks import only_writer, release
+from qlass.fast.cache import reader
+from qlass.fast.packing import PackedPairs, Pair, loss_tokens, pack_pairs, packed_loss, packed_scores, pairs_of
+from qlass.fast.token_tree import batches, like_a_tree
+from qlass.files import checkpoint_folder, only_writer, read_object, read_trees, release, replacing_folder, wrong
+from qlass.loop import Training, finish, is_trained
 from qlass.memory import check_memory, estimate
-from qlass.packing import PackedPairs, Pair, loss_tokens, pack_pairs, packed_loss, packed_scores, pairs_of
 from qlass.policy import Policy, add_prompted, rendering_of, warn_of_another_world
-from qlass.prompt_cache import reader
-from qlass.ranking import policy_scores, print_ranking, sibling_accuracy
-from qlass.stage import at_least, choices, more, parse, parser, settle
-from qlass.token_tree import batches, like_a_tree
-from qlass.training import Training, finish, is_trained
 
 # Table 5 and Eq. (11); why the tiny model's loss is on the last token: docs/last_token.md
 PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096, "micro_tokens": 8192}
@@ -261,13 +259,13 @@ def to_train(args: argparse.Namespace) -> QNet:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    args.fsdp = processes.start(args.fsdp)
-    stage.must_exist(args.labels, args.sft)
-    if processes.count() > 1:  # one process makes what is missing
-        stage.must_exist(args.labels or args.run / "q_labels.jsonl", args.sft or args.run / "sft")
-    args.labels = stage.needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
+    args.fsdp = loop.start(args.fsdp)
+    cli.must_exist(args.labels, args.sft)
+    if loop.count() > 1:  # one process makes what is missing
+        cli.must_exist(args.labels or args.run / "q_labels.jsonl", args.sft or args.run / "sft")
+    args.labels = cli.needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
     args.out = checkpoint_folder(args.out or args.run / "qnet", args.sft or args.run / "sft")
-    lock = only_writer(args.out) if processes.first() else None
+    lock = only_writer(args.out) if loop.first() else None
 
     trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
     if not any(trees):
@@ -277,16 +275,16 @@ def main(argv: list[str] | None = None) -> None:
     if both := sum(t[0].state in trained_on for t in held_out if t) * (training is not trees):
         print(f"warning: {both} of {len(held_out)} held-out trees are of tasks that are trained on", file=sys.stderr)
 
-    args.sft = stage.needed(args.sft, args.run / "sft", "sft", args)
+    args.sft = cli.needed(args.sft, args.run / "sft", "sft", args)
     warn_of_another_world(args.sft, args)
-    with processes.in_turn(args.fsdp):
+    with loop.in_turn(args.fsdp):
         qnet = to_train(args)
         models.divide(qnet, qnet.backbone, args, qnet.head)
     if is_trained(args, [args.labels, args.sft]):
         return release(lock)
     figures = train(qnet, training, held_out, args)
-    qnet = processes.undivided(qnet, lambda: to_train(args))
-    if not processes.first():
+    qnet = loop.undivided(qnet, lambda: to_train(args))
+    if not loop.first():
         return
     updates = models.merge(qnet.backbone) if args.lora else {}
     where, dtype = models.device_and_dtype(args.device)
@@ -296,14 +294,14 @@ def main(argv: list[str] | None = None) -> None:
         if updates:
             models.save_adapter(qnet.backbone, updates, args.sft, folder / "adapter")
     about = {"trees": len(trees), **figures}
-    metadata.write_meta(args.out, args, [args.labels, args.sft], **about)
+    files.write_meta(args.out, args, [args.labels, args.sft], **about)
 
     policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, qnet.chat.rendering)
     for name, some in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
         about[name] = ranking(qnet, some, packed_trees(qnet, some, args), args)
         of_policy = sibling_accuracy(some, policy_scores(policy, some))
         about[name] |= {f"policy_{key}": of_policy[key] for key in ("sibling_accuracy", "own_sibling_accuracy")}
-    metadata.write_meta(args.out, args, [args.labels, args.sft], **about)
+    files.write_meta(args.out, args, [args.labels, args.sft], **about)
     finish(args.out)
     release(lock)
     print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
@@ -313,4 +311,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    stage.run_stage(main)
+    cli.run_stage(main)

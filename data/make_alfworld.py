@@ -261,7 +261,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if args.train < 1:
         parser.error(f"--train {args.train}: at least one game is needed")
-    from environments import UserError
+    from qlass import UserError
 
     out = args.out or GENERATED / f"alfworld-{args.seed}{f'-{args.train}' * (args.train != TRAIN)}"
     if not is_ours(out):

@@ -2,7 +2,7 @@
 
     python docs/make_models.py          # writes docs/models.md
 
-Each is tried as `qlass.parity` tries a model that is loaded. Its plain form is compared, token by token, with its
+Each is tried as `qlass.fast.parity` tries a model that is loaded. Its plain form is compared, token by token, with its
 outputs for the whole sequence at once.
 """
 
@@ -19,8 +19,8 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from qlass import parity
-from qlass.token_tree import windows_of
+from qlass.fast import parity
+from qlass.fast.token_tree import windows_of
 
 PAGE = Path(__file__).parent / "models.md"
 

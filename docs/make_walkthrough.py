@@ -27,9 +27,9 @@ from walkthrough.shop import Shop
 from walkthrough.story import paragraphs
 
 import envs
-from environments import UserError
-from qlass.jsonl import read_jsonl, write_jsonl
-from qlass.stage import run_stage
+from qlass import UserError
+from qlass.cli import run_stage
+from qlass.files import read_jsonl, write_jsonl
 
 HERE = Path(__file__).parent
 TEMPLATE, PAGE, FIGURES = HERE / "walkthrough/template.md", HERE / "walkthrough.md", HERE / "walkthrough"

@@ -6,8 +6,8 @@ python q_search.py --env docs.switches:Switches --method all        # runs all f
 from collections.abc import Iterator
 from itertools import combinations
 
-from environments import UserError
 from envs import TextEnv
+from qlass import UserError
 
 LAMPS = ("red", "green", "blue", "white", "amber", "violet")
 TASKS = ["-".join(some) for n in (1, 2, 3) for some in combinations(LAMPS, n)]

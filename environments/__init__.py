@@ -6,9 +6,7 @@ No model and no stage of the pipeline is needed here, so that a folder can be li
 import os
 from pathlib import Path
 
-
-class UserError(Exception):
-    """A mistake that its message says how to fix; the scripts print that one line and exit with code 2."""
+from qlass import UserError
 
 
 def split_files(published: str | Path) -> dict[str, Path]:

@@ -39,16 +39,16 @@ import torch
 import envs
 from bellman import label
 from build_trees import exploration_tree, tree_records
-from environments import UserError
 from environments.alfworld.games import load
 from environments.alfworld.textworld import TextWorldGame
 from experiments.plain import OneByOne, Replayed, WholeTrie, one_pair_at_a_time
+from qlass import UserError
 from qlass.chat import Chat, State
+from qlass.cli import run_stage
 from qlass.driver import Sample, drive
-from qlass.packing import Pair, pack_pairs, packed_loss, pairs_of, qnet_scores
+from qlass.fast.packing import Pair, pack_pairs, packed_loss, pairs_of, qnet_scores
+from qlass.fast.token_tree import TokenTree, batches
 from qlass.policy import Policy
-from qlass.stage import run_stage
-from qlass.token_tree import TokenTree, batches
 from sft import demonstrate, tiny_model
 from train_qnet import TINY, QNet
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from qlass.chat import Chat, State
+from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.models import mixed_precision
 from qlass.policy import Trie
-from qlass.token_tree import TokenTree, tree_inputs
 
 
 @dataclasses.dataclass(frozen=True)

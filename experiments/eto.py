@@ -32,19 +32,17 @@ import torch
 from torch.nn.functional import logsigmoid
 
 import envs
-from environments import UserError
 from experiments.decisions import Decision, PackedDecisions
 from experiments.learning import batch_of, learn, learner, load, recomputed, room, step
 from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
-from qlass import processes
+from qlass import UserError, loop
 from qlass.chat import Chat, Rendering, State, parse_action
-from qlass.demonstrations import by_agent, cloned_from, first_observation, known_id, read_trajectories
+from qlass.cli import at_least, must_exist, needed, parse, run_stage
 from qlass.driver import Sample, ask, drive
-from qlass.jsonl import read_trees
-from qlass.packing import pairs_of
+from qlass.fast.packing import pairs_of
+from qlass.files import by_agent, cloned_from, first_observation, known_id, read_trajectories, read_trees
 from qlass.policy import Policy
-from qlass.stage import at_least, must_exist, needed, parse, run_stage
 
 LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY
 LR_TINY = 1e-4
@@ -162,10 +160,10 @@ def train(
     """Passes over the pairs. Returns updates, tokens, and of the last pass the mean loss and the share ranked right."""
     tokens = loss_sum = right = 0
     batches = []  # packed, with the reference's log-probabilities, which may be the model's own: it has made no update
-    with processes.gathered(model), torch.no_grad():
+    with loop.gathered(model), torch.no_grad():
         for start in range(0, len(preferences), args.batch):
             packs = list(pack_preferences(chat, preferences[start : start + args.batch], room(model)))
-            mine = processes.share(packs, processes.divided(model))
+            mine = loop.share(packs, loop.divided(model))
             batches.append([(*pack, trajectory_logprobs(reference, *pack), counts) for pack, counts in mine])
     for _ in range(args.epochs):
         loss_sum = right = 0
@@ -182,7 +180,7 @@ def train(
             updates += 1
             step(optimizer, args.lr, updates)
     n = max(1, len(preferences))
-    tokens, loss_sum, right = processes.total(tokens, loss_sum, right)
+    tokens, loss_sum, right = loop.total(tokens, loss_sum, right)
     return {"updates": updates, "tokens": int(tokens), "loss": round(loss_sum / n, 6), "right": round(right / n, 6)}
 
 
@@ -200,11 +198,11 @@ def explored(
     """The agent's sampled trajectories on demonstrated tasks against the expert's, and what they cost and earned."""
     tasks = distinct_of(list(expert), last, args)
     policy = Policy(model, chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
-    mine = processes.share(tasks, in_step=False)
+    mine = loop.share(tasks, in_step=False)
     episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task, _ in mine)
-    with processes.gathered(model):
+    with loop.gathered(model):
         played = [line for (line,) in drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)]
-    played = [line for some in itertools.zip_longest(*processes.every(played)) for line in some if line]  # tasks' order
+    played = [line for some in itertools.zip_longest(*loop.every(played)) for line in some if line]  # tasks' order
     found = list(failures(env, chat.rendering, played, expert))
     figures = {"reward": round(float(np.mean([line["reward"] for line in played])), 6), "pairs": len(found)}
     figures["played"] = last.get("played", 0) + sum(sum(line["tokens"].values()) for line in played)
@@ -253,7 +251,7 @@ def main(argv: list[str] | None = None) -> None:
         args.n_expert = most  # in the metadata, as sft.py's
         expert = demonstrated(args.expert, env, most)
     else:
-        if processes.count() > 1:  # one process makes what is missing
+        if loop.count() > 1:  # one process makes what is missing
             must_exist(args.labels or args.run / "q_labels.jsonl")
         args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
         trees = list(read_trees(args.labels, ["q", "messages"]))

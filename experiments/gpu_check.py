@@ -22,14 +22,13 @@ import transformers
 
 import envs
 import train_qnet
-from environments import UserError
-from qlass import memory, models
+from qlass import UserError, memory, models
 from qlass.chat import Chat, Rendering, State
+from qlass.cli import run_stage
 from qlass.driver import Sample
-from qlass.jsonl import read_trees
-from qlass.packing import PackedPairs, packed_loss, pairs_of
+from qlass.fast.packing import PackedPairs, packed_loss, pairs_of
+from qlass.files import read_trees
 from qlass.policy import Policy
-from qlass.stage import run_stage
 from sft import demonstrate, tiny_model
 
 GPU = torch.cuda.is_available()

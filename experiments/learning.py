@@ -20,18 +20,16 @@ import torch
 import transformers
 
 import envs
-from environments import UserError
 from q_search import Method, episode
-from qlass import models, processes
+from qlass import UserError, loop, models
 from qlass.chat import PROMPTED, Chat, Rendering, uniforms
+from qlass.cli import Output, at_least, handed_on, more, must_exist, needed, parser, progress, settle
 from qlass.driver import Sample, drive
-from qlass.jsonl import checkpoint_folder
+from qlass.fast.token_tree import like_a_tree
+from qlass.files import checkpoint_folder, write_meta
+from qlass.loop import read_state, write_state
 from qlass.memory import check_memory, estimate
-from qlass.metadata import write_meta
 from qlass.policy import Policy, add_prompted, rendering_of, warn_of_another_world
-from qlass.stage import Output, at_least, handed_on, more, must_exist, needed, parser, progress, settle
-from qlass.token_tree import like_a_tree
-from qlass.training import read_state, write_state
 from sft import sft_loss
 from train_qnet import SMALL
 
@@ -62,13 +60,13 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> tuple[Any,
     Without --lr, `lr` is the tiny model's.
     """
     models.check_training(args)
-    args.fsdp = processes.start(args.fsdp)
-    if processes.count() > 1:  # one process makes what is missing
+    args.fsdp = loop.start(args.fsdp)
+    if loop.count() > 1:  # one process makes what is missing
         must_exist(args.sft or args.run / "sft")
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     warn_of_another_world(args.sft, args)
     torch.manual_seed(args.seed)
-    with processes.in_turn(args.fsdp):
+    with loop.in_turn(args.fsdp):
         model, chat = to_train(args)
         frozen = {} if args.fsdp else {id(p): p for p in model.parameters() if not p.requires_grad}
         # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
@@ -88,7 +86,7 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> tuple[Any,
 
     beside = reference if copied else None
     check_memory(estimate(model, model.base_model, loss_of, packed, largest, beside), model.device)
-    return model, reference, chat, models.adamw(processes.trained(model).values(), args.lr, args.optim)
+    return model, reference, chat, models.adamw(loop.trained(model).values(), args.lr, args.optim)
 
 
 def to_train(args: argparse.Namespace) -> tuple[Any, Chat]:
@@ -128,7 +126,7 @@ def room(model: Any) -> int:
 def step(optimizer: torch.optim.Optimizer, lr: float, number: int) -> None:
     """One update, the `number`-th from 1: gradients clipped, the rate rises linearly and then is constant."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    processes.sum_gradients(parameters)
+    loop.sum_gradients(parameters)
     try:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
     except RuntimeError as error:
@@ -158,10 +156,10 @@ def greedy(env: envs.TextEnv, task_id: str, rendering: Rendering) -> Generator:
 
 def validation(model: Any, chat: Chat, env: envs.TextEnv, tasks: Sequence[str]) -> float:
     """Mean reward of the greedy agent."""
-    episodes = (greedy(env.fork(), task, chat.rendering) for task, _ in processes.share(tasks, in_step=False))
-    with processes.gathered(model):
+    episodes = (greedy(env.fork(), task, chat.rendering) for task, _ in loop.share(tasks, in_step=False))
+    with loop.gathered(model):
         reward = sum(drive(episodes, {Sample: Policy(model, chat).sample}, env.side_by_side, in_order=True))
-    return processes.total(reward)[0] / len(tasks)
+    return loop.total(reward)[0] / len(tasks)
 
 
 def why_stop(lines: Sequence[dict], budget_in: str = "tokens", patience: int = 8) -> str:
@@ -211,15 +209,15 @@ def learn(
     if not tested:
         raise UserError(f"{args.env}: no validation tasks here, by which the best checkpoint is chosen")
     out, why = None, ""
-    if processes.first():
+    if loop.first():
         out = Output(args, complete, [args.sft, *inputs], free=["budget", "budget_in", "fsdp"])
-    lines = list(processes.same(out and out.records))
+    lines = list(loop.same(out and out.records))
     if len(lines) > 1 and lines[-2][args.budget_in] >= args.budget:
         spent = f"{lines[-1][args.budget_in]:,} {args.budget_in} are spent already"
         raise UserError(f"{args.out}: {spent}: raise --budget, or give another --name")
     if lines:
-        processes.set_weights(model, saved["model"])
-        processes.set_moments(optimizer, saved["optimizer"])
+        loop.set_weights(model, saved["model"])
+        loop.set_moments(optimizer, saved["optimizer"])
 
     def batches() -> Iterator[dict]:
         nonlocal why
@@ -235,19 +233,19 @@ def learn(
             out.append([line])
         if due:
             if line["val"] > max((x["val"] for x in lines[:-1] if x["val"] is not None), default=-np.inf):
-                whole = processes.undivided(model, lambda: to_train(args)[0])
+                whole = loop.undivided(model, lambda: to_train(args)[0])
                 if out:
                     models.save_checkpoint(whole, chat, folder)
                     write_meta(folder, args, [args.sft, *inputs], best=line, last=line, passes=passes)
-            state = {"model": processes.trained(model), "optimizer": optimizer.state_dict(), "lines": len(lines)}
+            state = {"model": loop.trained(model), "optimizer": optimizer.state_dict(), "lines": len(lines)}
             write_state(resume, state)
     best, last = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"]), lines[-1]
     figures = {"best": best, "last": last, "passes": passes, "stopped": why or None}
     if out:
         out.finish(**figures)
         write_meta(folder, args, [args.sft, *inputs], **figures)
-    processes.say(f"stopped after batch {last['batch']}: {why}" if why else "the budget is spent")
-    processes.say(f"{folder}: validation {lines[0]['val']:.3f} -> {best['val']:.3f} at batch {best['batch']} "
+    loop.say(f"stopped after batch {last['batch']}: {why}" if why else "the budget is spent")
+    loop.say(f"{folder}: validation {lines[0]['val']:.3f} -> {best['val']:.3f} at batch {best['batch']} "
           f"({best['tokens']:,} tokens, {best['env_steps']:,} environment steps)")  # fmt: skip
-    processes.say(f"next: python q_search.py {shlex.join(handed_on(args))} --sft {folder} --label {args.name} "
+    loop.say(f"next: python q_search.py {shlex.join(handed_on(args))} --sft {folder} --label {args.name} "
           f"--method greedy --out {args.run}/results-{args.name}.jsonl")  # fmt: skip

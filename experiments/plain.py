@@ -10,7 +10,7 @@ import torch
 import envs
 from qlass.chat import Chat, uniforms
 from qlass.driver import Candidate, Sample
-from qlass.packing import Pair
+from qlass.fast.packing import Pair
 from qlass.policy import Trie
 from train_qnet import QNet, pair_loss
 

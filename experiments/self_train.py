@@ -32,18 +32,24 @@ from pathlib import Path
 
 import envs
 import sft
-from environments import UserError
 from q_search import Method, episode, load_qnet
-from qlass import costs
+from qlass import UserError, costs
 from qlass.chat import Chat
-from qlass.demonstrations import cloned_from, read_trajectories
+from qlass.cli import Output, at_least, handed_on, more, needed, parse, parser, run_stage
 from qlass.driver import Sample, Score, drive
-from qlass.jsonl import read_trees, write_jsonl
-from qlass.metadata import SAMPLING_FREE, meta_path, read_meta, write_meta
+from qlass.fast.packing import states_of
+from qlass.files import (
+    SAMPLING_FREE,
+    cloned_from,
+    meta_path,
+    read_meta,
+    read_trajectories,
+    read_trees,
+    write_jsonl,
+    write_meta,
+)
 from qlass.models import add_loading
-from qlass.packing import states_of
 from qlass.policy import add_sampling, load_agent
-from qlass.stage import Output, at_least, handed_on, more, needed, parse, parser, run_stage
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
 

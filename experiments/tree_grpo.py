@@ -36,14 +36,13 @@ import numpy as np
 import torch
 
 import envs
-from environments import UserError
 from experiments.decisions import Decision, PackedDecisions, pack_decisions
 from experiments.learning import batch_of, learn, learner, load, recomputed, room, step
-from qlass import processes
+from qlass import UserError, loop
 from qlass.chat import Chat, Rendering, State, parse_action, uniforms
+from qlass.cli import at_least, parse, run_stage
 from qlass.driver import Sample, ask, drive
 from qlass.policy import Policy
-from qlass.stage import at_least, parse, run_stage
 
 LR = {"alfworld": 1e-4}  # of the tiny model, others LR_TINY; the learning rate decides everything
 LR_TINY = 3e-4
@@ -222,7 +221,7 @@ def prepared(model: Any, reference: Any, chat: Chat, some: Iterable[Shares]) -> 
     decisions, weights = [d for found in some for d in found], [w for found in some for w in found.values()]
     packs, weights = list(pack_decisions(chat, decisions, room(model))), torch.tensor(weights, device=model.device)
     batch = []
-    for p, counts in processes.share(packs, processes.divided(model)):
+    for p, counts in loop.share(packs, loop.divided(model)):
         known = p.logprobs(model)[0], p.logprobs(reference)[0]
         batch.append((p, torch.stack([*(weights[p.owner] * counts).T, *known])))
     return batch, sum(len(p.tree) for p in packs)
@@ -230,7 +229,7 @@ def prepared(model: Any, reference: Any, chat: Chat, some: Iterable[Shares]) -> 
 
 def gradients(model: Any, batch: Minibatch, kl: float, bonus: float) -> list[float]:
     """Backward through the mean loss over the choices of all trajectories. Returns mean KL, entropy, clipped share."""
-    (n,), figures = processes.total(sum(float(known[2].sum()) for _, known in batch)), torch.zeros(3)
+    (n,), figures = loop.total(sum(float(known[2].sum()) for _, known in batch)), torch.zeros(3)
     for p, (up, down, visits, old, reference) in batch:
         with recomputed(model):
             logp, entropy = p.logprobs(model)
@@ -238,7 +237,7 @@ def gradients(model: Any, batch: Minibatch, kl: float, bonus: float) -> list[flo
         clipped = ((logp.detach() - old).exp() - 1).abs() > CLIP
         seen = torch.stack([low_variance_kl(logp, reference), entropy, clipped.float()])
         figures += (seen.detach() * visits / n).sum(1).cpu()
-    return processes.total(*figures.tolist())
+    return loop.total(*figures.tolist())
 
 
 def one_batch(
@@ -249,12 +248,12 @@ def one_batch(
     tasks = batch_of(env.task_ids("train"), args.seed, last["batch"], args.batch_tasks)
     batch, shape = last["batch"] + 1, (args.M, args.draws, args.rounds)
     policy = Policy(model, chat, args.seed)  # a new one: what the last one remembers is of the weights before
-    mine = [i for i, _ in processes.share(range(len(tasks)), in_step=False)]
+    mine = [i for i, _ in loop.share(range(len(tasks)), in_step=False)]
     growing = (forest(env.fork(), tasks[i], *shape, chat.rendering, ("grpo", args.seed, batch, i)) for i in mine)
-    with processes.gathered(model):
+    with loop.gathered(model):
         played = drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)
         here = {i: Grown.of(trees, args.advantage) for i, trees in zip(mine, played, strict=True)}
-        by_task = {i: one for some in processes.every(here) for i, one in some.items()}
+        by_task = {i: one for some in loop.every(here) for i, one in some.items()}
         grown = [by_task[i] for i in range(len(tasks))]
         parts = [[one.shares for one in grown[i : i + args.minibatch]] for i in range(0, len(tasks), args.minibatch)]
         batches = [prepared(model, reference, chat, part) for part in parts]

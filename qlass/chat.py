@@ -20,8 +20,8 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from environments import UserError
-from qlass.jsonl import is_flag, is_number, is_text, maybe, read_object, wrong
+from qlass import UserError
+from qlass.files import is_flag, is_number, is_text, maybe, read_object, wrong
 
 # ------------------------------------------------------------------------------------------------- states and actions
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from qlass.chat import Chat, State
-from qlass.jsonl import is_number
-from qlass.paraphrasing import reword
+from qlass.files import is_number
+from qlass.paraphrase import reword
 
 NONE = {"prompt": 0, "generated": 0, "scored": 0}  # of a player without a model
 

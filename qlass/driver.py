@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
-from environments import UserError
 from envs import TextEnv
+from qlass import UserError
 from qlass.chat import Rendering, State, react
 
 

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from environments import UserError
-from qlass import processes
+from qlass import UserError, loop
 from qlass.models import layers_of, mixed_precision
 
 LENGTHS = (32, 64, 128)
@@ -117,7 +116,7 @@ def estimate(
 
     def memory(
         gradient_checkpointing: bool = args.gradient_checkpointing, weights: str = args.weights,
-        optim: str = args.optim, lora: bool = bool(args.lora), parts: int = processes.count() if args.fsdp else 1,
+        optim: str = args.optim, lora: bool = bool(args.lora), parts: int = loop.count() if args.fsdp else 1,
     ) -> Memory:  # fmt: skip
         if (weights == "bf16" or parts > 1) and (optim != "adamw" or args.load_in):
             return Memory(math.inf, 0, 0, 0)  # refused (models.check_training)
@@ -145,11 +144,11 @@ def check_memory(memory: Callable[..., Memory], device: torch.device) -> None:
     """Print what the first update will take. UserError names flags that make it fit where a GPU has less."""
     said = f"memory: {memory()}"
     if device.type != "cuda":
-        return processes.say(said)
+        return loop.say(said)
     room = torch.cuda.get_device_properties(device).total_memory
     if memory().total <= ROOM * room:
-        return processes.say(f"{said}, of {room / 1e9:.0f}")
-    enough = (n for n in (2, 4, 8, 16, 32) if n > processes.count() and memory(parts=n).total <= ROOM * room)
+        return loop.say(f"{said}, of {room / 1e9:.0f}")
+    enough = (n for n in (2, 4, 8, 16, 32) if n > loop.count() and memory(parts=n).total <= ROOM * room)
     n = next(enough, 0)
     several = f"; or {n} GPUs divide it: torchrun --nproc-per-node {n} ... --fsdp (docs/scale.md)" if n else ""
     wider: dict[str, Any] = {}

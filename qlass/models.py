@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,12 +20,12 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 
-from environments import UserError
-from qlass import parity, processes
+from qlass import UserError, loop
 from qlass.chat import Chat, Rendering
-from qlass.jsonl import replacing_folder
-from qlass.stage import at_least
-from qlass.tracking import LOGS
+from qlass.cli import at_least
+from qlass.fast import parity
+from qlass.files import replacing_folder
+from qlass.loop import LOGS
 
 MORE_TOKENS = 64  # that a tokenizer may have and its model not: some are published so (gemma-3-1b-it has one)
 NO_CODE = {"use_safetensors": True, "trust_remote_code": False}  # a checkpoint may come from a stranger
@@ -124,12 +123,6 @@ def save_checkpoint(model: Any, chat: Chat, folder: Path, updates: dict | None =
             save_adapter(model, updates, base, draft / "adapter")
 
 
-def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
-    """Learning-rate factor: linear warm-up over 3 % of the steps, then half a cosine to 0 (Table 5)."""
-    rise = max(1, round(warmup * steps))
-    return (step + 1) / rise if step < rise else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
-
-
 def add_lora(model: Any, rank: int, alpha: int | None = None) -> None:
     """Freeze the model and give its linear layers low-rank updates by PEFT, in float32, which alone are trained."""
     if find_spec("peft") is None:
@@ -225,7 +218,7 @@ class RoundedAdamW(torch.optim.Optimizer):
                     state |= {"step": 0, "m": torch.zeros_like(p, dtype=torch.float32)}
                     state["v"] = torch.zeros_like(state["m"])
                 state["step"] += 1
-                m, v, g, p = map(processes.local, (state["m"], state["v"], p.grad.float(), p))
+                m, v, g, p = map(loop.local, (state["m"], state["v"], p.grad.float(), p))
                 m.lerp_(g, 1 - beta1)
                 v.lerp_(g.square_(), 1 - beta2)
                 size = (v / (1 - beta2 ** state["step"])).sqrt_().add_(eps)
@@ -274,7 +267,7 @@ def layers_of(backbone: Any) -> nn.ModuleList:
 def divide(model: Any, backbone: Any, args: argparse.Namespace, *heads: nn.Module) -> None:
     """--fsdp: leave each process its part of the model."""
     if args.fsdp:
-        processes.divide(model, (*layers_of(backbone), *heads), device_and_dtype(args.device)[1] == torch.bfloat16)
+        loop.divide(model, (*layers_of(backbone), *heads), device_and_dtype(args.device)[1] == torch.bfloat16)
 
 
 def needs_bitsandbytes(flag: str, where: torch.device) -> None:

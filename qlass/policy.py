@@ -17,16 +17,15 @@ import numpy as np
 import torch
 import transformers
 
-from environments import UserError
+from qlass import UserError
 from qlass.chat import RENDERED, SETTINGS, Chat, Rendering, State, uniforms
+from qlass.cli import at_least
 from qlass.driver import Candidate, Likelihood, Sample
-from qlass.jsonl import wrong
-from qlass.metadata import read_meta
+from qlass.fast.cache import PlainReader, Prompt, Row, reader
+from qlass.fast.token_tree import TokenTree, additive_masks, batches, tree_inputs, windows_of
+from qlass.files import read_meta, wrong
 from qlass.models import load_chat, load_checkpoint
-from qlass.prompt_cache import PlainReader, Prompt, Row, reader
 from qlass.server import ServerPolicy
-from qlass.stage import at_least
-from qlass.token_tree import TokenTree, additive_masks, batches, tree_inputs, windows_of
 
 
 class Policy:

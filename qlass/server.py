@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any
 
-from environments import UserError
+from qlass import UserError
 from qlass.chat import Chat
 from qlass.driver import Candidate, Sample
 

@@ -14,7 +14,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from qlass.metadata import located, read_meta
+from qlass.files import located, read_meta
 from reporting.figures import STYLE, looks
 from reporting.pooling import inputs_of
 from reporting.results import Group

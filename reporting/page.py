@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from qlass import jsonl, metadata
+from qlass import files
 from reporting.results import scored_candidates, split_react
 
 TITLES = {
@@ -53,7 +53,7 @@ def render(content: dict) -> str:
 
 def provenance(path: Path) -> str:
     """Commit and time from the metadata beside a file, where there is some."""
-    record = metadata.read_meta(path)
+    record = files.read_meta(path)
     return escape(f", commit {record.get('commit')}, written {record.get('written')}") if record else ""
 
 
@@ -134,10 +134,10 @@ def tree_data(path: Path | None, limit: int) -> str:
     """
     if path is None:
         return "null"
-    total = sum(1 for _ in jsonl.read_trees(path))
+    total = sum(1 for _ in files.read_trees(path))
     shown = {int((i + 0.5) * total / limit) for i in range(limit)} if limit < total else set(range(total))
     texts: dict[str, int] = {}
-    trees = [viewer_tree(tree, texts) for i, tree in enumerate(jsonl.read_trees(path)) if i in shown]
+    trees = [viewer_tree(tree, texts) for i, tree in enumerate(files.read_trees(path)) if i in shown]
     data = {"total": total, "fields": FIELDS, "texts": list(texts), "trees": trees}
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 

@@ -11,10 +11,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from environments import UserError
+from qlass import UserError
 from qlass.chat import RENDERED
-from qlass.jsonl import is_text
-from qlass.metadata import FREE, SAMPLING_FREE, TRAINING_FREE, located, read_meta
+from qlass.files import FREE, SAMPLING_FREE, TRAINING_FREE, is_text, located, read_meta
 
 if TYPE_CHECKING:
     from reporting.results import Condition, Group

@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from environments import UserError
-from qlass.jsonl import complete_records, is_name, is_number, is_text, maybe, parse_json, wrong
+from qlass import UserError
+from qlass.files import complete_records, is_name, is_number, is_text, maybe, parse_json, wrong
 from qlass.stats import Estimate, by_task, interval, shared
 from reporting.pooling import check_pools
 

@@ -98,7 +98,7 @@ def serve() -> None:
     sys.path.insert(0, str(ROOT))
     from transformers.models.llama import modeling_llama  # noqa: F401
 
-    from qlass.stage import run_stage
+    from qlass.cli import run_stage
 
     stages = ("bellman", "build_trees", "q_search", "report", "sft", "train_qnet")
     modules = {name: importlib.import_module(name) for name in (*stages, "environments.frozenlake.env")}

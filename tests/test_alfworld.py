@@ -27,12 +27,12 @@ import bellman
 import envs
 import q_search
 from data import make_alfworld
-from environments import UserError
 from environments.alfworld import engine as alfworld_engine
 from environments.alfworld import games as alfworld_data
 from environments.alfworld import textworld as alfworld_textworld
 from environments.alfworld.env import ALFWorldEnv
 from environments.alfworld.expert import Memory, Wish, plan
+from qlass import UserError
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "alfworld"
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")

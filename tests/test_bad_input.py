@@ -27,14 +27,20 @@ import q_search
 import report
 import train_qnet
 from data import make_alfworld
-from environments import UserError
 from environments.alfworld.env import ALFWorldEnv
 from environments.webshop import catalogue, engine
 from environments.webshop.env import WebShopEnv
-from qlass import metadata, stage
+from qlass import UserError, cli, files
 from qlass.chat import Rendering
-from qlass.demonstrations import actions_by_task, cloned_from, read_trajectories
-from qlass.jsonl import DEEPEST, Resumable, complete_results, read_trees
+from qlass.files import (
+    DEEPEST,
+    Resumable,
+    actions_by_task,
+    cloned_from,
+    complete_results,
+    read_trajectories,
+    read_trees,
+)
 from reporting import page
 from reporting.results import read_results
 
@@ -44,7 +50,7 @@ HERE = Path(__file__).parent
 def mistake(main: Callable, capsys) -> str:
     """The one line that a stage ends with."""
     with pytest.raises(SystemExit) as stop:
-        stage.run_stage(main)
+        cli.run_stage(main)
     gc.collect()  # the lock of an output is free when its file is closed
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
@@ -453,7 +459,7 @@ def read_metadata(path: Path) -> None:
     cloned_from(path.with_name("sft"))
     page.provenance(path.with_name("sft"))
     (path.with_name("sft")).touch()
-    metadata.same_arguments(path.with_name("sft"), stage.parse(stage.parser("A stage."), []))
+    files.same_arguments(path.with_name("sft"), cli.parse(cli.parser("A stage."), []))
 
 
 @pytest.fixture(scope="module")
@@ -573,7 +579,7 @@ class Shop:
 def leaks_of(
     tmp_path, capsys, records: list[dict], played: list[str], most: int | None = None
 ) -> tuple[int | None, str]:
-    from qlass.leaks import Learned, leaked
+    from qlass.checks import Learned, leaked
 
     (tmp_path / "learned.jsonl").write_text(dump(records))
     return leaked(
@@ -628,7 +634,7 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
 
 
 def test_a_qnet_of_few_trees_has_learned_from_no_others(tmp_path):
-    from qlass.leaks import Learned, learned_from
+    from qlass.checks import Learned, learned_from
 
     labels, qnet = tmp_path / "q_labels.jsonl", tmp_path / "qnet"
     labels.write_text("")
@@ -640,7 +646,7 @@ def test_a_qnet_of_few_trees_has_learned_from_no_others(tmp_path):
 
 
 def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tmp_path, capsys):
-    from qlass.leaks import leaked, learned_from
+    from qlass.checks import leaked, learned_from
 
     def made(name: str, **arguments) -> Path:
         (tmp_path / f"{name}.meta.json").write_text(json.dumps({"arguments": {"env": "shop"} | arguments}))

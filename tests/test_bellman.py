@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bellman
-from environments import UserError
+from qlass import UserError
 
 ROOT = Path(__file__).parents[1]
 

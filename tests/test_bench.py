@@ -5,7 +5,7 @@ import pytest
 import envs
 from bellman import label
 from experiments import bench
-from qlass.packing import pairs_of
+from qlass.fast.packing import pairs_of
 from qlass.policy import Policy
 from train_qnet import QNet
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import build_trees
 import envs
 from build_trees import RETRIES, exploration_tree
-from environments import UserError
+from qlass import UserError
 from qlass.chat import Rendering, parse_action
-from qlass.demonstrations import actions_by_task
+from qlass.files import actions_by_task
 
 FREE = Rendering(temperature=0.9)
 

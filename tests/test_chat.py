@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from environments import UserError
+from qlass import UserError
 from qlass.chat import MARK, Chat, Rendering, State, mark, parse_action, react, uniforms, unmark
 
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}

@@ -12,10 +12,10 @@ from test_training import labelled_tree, launch
 from torch.testing import assert_close
 
 import sft
-from environments import UserError
 from experiments import eto
 from experiments.decisions import Decision
 from experiments.eto import dpo_loss, failures, pack_preferences, siblings, trajectory_logprobs
+from qlass import UserError
 from qlass.chat import Rendering, State, parse_action, react
 from qlass.policy import Policy
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from environments import writable
-from qlass import stage
+from qlass import cli
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,12 +40,12 @@ def test_the_pins_lie_within_the_ranges(project):
 def test_a_command_runs_its_stage_and_names_itself(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/qlass-bellman", "--gamma", "7"])
     with pytest.raises(SystemExit, match="2"):
-        stage.command()
+        cli.command()
     error = capsys.readouterr().err
     assert "--gamma" in error and "(qlass-bellman --help lists the flags)" in error
-    assert stage.command_line("build_trees") == "qlass-build-trees"
+    assert cli.command_line("build_trees") == "qlass-build-trees"
     monkeypatch.setattr(sys, "argv", ["bellman.py"])
-    assert stage.command_line() == "python bellman.py" and stage.command_line("sft") == "python sft.py"
+    assert cli.command_line() == "python bellman.py" and cli.command_line("sft") == "python sft.py"
 
 
 def test_generated_data_goes_where_it_can(tmp_path, monkeypatch):

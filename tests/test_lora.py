@@ -13,8 +13,7 @@ import q_search
 import sft
 import train_qnet
 from docs import make_models
-from environments import UserError
-from qlass import models
+from qlass import UserError, models
 from qlass.policy import Policy
 from train_qnet import QNet
 

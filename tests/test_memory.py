@@ -10,10 +10,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import sft
-from environments import UserError
-from qlass import memory, models
+from qlass import UserError, memory, models
+from qlass.fast.token_tree import TokenTree, like_a_tree, tree_inputs
 from qlass.models import mixed_precision
-from qlass.token_tree import TokenTree, like_a_tree, tree_inputs
 
 
 def model(vocabulary: int = 500, **more) -> LlamaForCausalLM:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from test_training import arguments, fit
 
-from environments import UserError
+from qlass import UserError
+from qlass.loop import partial_folder
 from qlass.models import load_chat
 from qlass.policy import Policy
-from qlass.training import partial_folder
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [

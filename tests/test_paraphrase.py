@@ -15,13 +15,12 @@ from json_server import json_server, started, stopped
 
 import envs
 import q_search
-from environments import UserError
 from environments.webshop.paraphrase import clauses, paraphrase, wordings
 from q_search import Method
-from qlass import costs
+from qlass import UserError, costs
 from qlass.chat import State
 from qlass.driver import Candidate, Score, drive
-from qlass.paraphrasing import Paraphrased, Reword, Server, by_rules, reword
+from qlass.paraphrase import Paraphrased, Reword, Server, by_rules, reword
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 TASK = "i need a red cotton shirt with color: navy, and size: x-large, and price lower than 60.00 dollars"

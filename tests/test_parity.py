@@ -12,15 +12,15 @@ from fakes import FakeEnv, word_chat
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 import make_models
 
-from environments import UserError
 from experiments.decisions import Decision, pack_decisions
-from qlass import parity
+from qlass import UserError
 from qlass.chat import State
 from qlass.driver import Sample
+from qlass.fast import parity
+from qlass.fast.packing import Pair, pack_pairs, packed_loss
+from qlass.fast.token_tree import additive_masks, windows_of
 from qlass.models import context_of, load_checkpoint
-from qlass.packing import Pair, pack_pairs, packed_loss
 from qlass.policy import Policy
-from qlass.token_tree import additive_masks, windows_of
 from train_qnet import QNet, pair_loss
 
 CHAT = word_chat(temperature=0.8)
@@ -53,7 +53,7 @@ def test_a_model_that_reads_token_trees(name):
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mask_without_its_windows_is_found(name, dtype, monkeypatch):
-    monkeypatch.setattr("qlass.token_tree.windows_of", lambda config: dict.fromkeys(windows_of(config), 0))
+    monkeypatch.setattr("qlass.fast.token_tree.windows_of", lambda config: dict.fromkeys(windows_of(config), 0))
     assert "differ from plain ones" in parity.fault(make_models.tiny(name).to(dtype))
 
 

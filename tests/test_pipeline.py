@@ -17,9 +17,8 @@ import q_search
 import sft
 from environments.webshop import engine as webshop
 from qlass.chat import Chat, State
-from qlass.jsonl import read_jsonl, read_trees
-from qlass.metadata import meta_path
-from qlass.stage import run_stage
+from qlass.cli import run_stage
+from qlass.files import meta_path, read_jsonl, read_trees
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("sft", "build_trees", "bellman", "train_qnet", "q_search")

@@ -5,12 +5,12 @@ import pytest
 import torch
 from fakes import tiny_lm, word_chat
 
-from qlass import prompt_cache
 from qlass.chat import State
 from qlass.driver import Sample, Score
+from qlass.fast import cache as prompt_cache
+from qlass.fast.cache import PlainReader, PromptCache, reader
+from qlass.fast.token_tree import TokenTree
 from qlass.policy import Policy, Trie
-from qlass.prompt_cache import PlainReader, PromptCache, reader
-from qlass.token_tree import TokenTree
 from train_qnet import QNet
 
 CHAT = word_chat()

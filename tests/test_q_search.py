@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import q_search
-from environments import UserError
 from q_search import Method, best_of
+from qlass import UserError
 from qlass.chat import parse_action
 from qlass.driver import Likelihood, Sample, Score
-from qlass.jsonl import read_jsonl
+from qlass.files import read_jsonl
 from train_qnet import QNet
 
 CHAT = word_chat()

@@ -21,18 +21,16 @@ from json_server import json_server, started, stopped
 import envs
 import q_search
 import report as report_page
-from environments import UserError
 from experiments.qval import __main__ as qval
 from experiments.qval import code, downstream, judges, labels, metrics, published, report, steering, targets
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import SCORERS, Call, Context, answer, available, embeddings, scorer
-from qlass import driver
+from qlass import UserError, driver
 from qlass.chat import Rendering, State, parse_action, react
+from qlass.cli import is_complete
 from qlass.driver import Sample, Score, drive
-from qlass.jsonl import read_jsonl, write_jsonl
-from qlass.metadata import read_meta, write_meta
+from qlass.files import read_jsonl, read_meta, write_jsonl, write_meta
 from qlass.policy import Policy
-from qlass.stage import is_complete
 from qlass.stats import bootstrap, by_task, holm
 
 RENDERING = Rendering()

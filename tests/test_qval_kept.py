@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from environments import UserError
 from experiments.qval import __main__ as qval
 from experiments.qval import judges, report
 from experiments.qval.points import Point
-from qlass.metadata import meta_path
+from qlass import UserError
+from qlass.files import meta_path
 from qlass.stats import Estimate
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import report
-from environments import UserError
+from qlass import UserError
 from qlass.stats import bootstrap, by_task, crossed, interval, kendall, paired_difference, spearman, t_distribution
 from reporting import figures, results
 from reporting.frontier import frontier, pareto, training_tokens

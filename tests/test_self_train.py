@@ -8,13 +8,12 @@ from fakes import FakeEnv, Script, dump, run, word_chat
 
 import envs
 import sft
-from environments import UserError
 from experiments import self_train
 from experiments.self_train import best_branch, kept
 from q_search import Method
+from qlass import UserError
 from qlass.chat import State, parse_action
-from qlass.demonstrations import by_agent
-from qlass.jsonl import read_jsonl
+from qlass.files import by_agent, read_jsonl
 
 # ------------------------------------------------------------------------------------------------------------- trees
 

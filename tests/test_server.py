@@ -18,10 +18,10 @@ from json_server import json_server, started, stopped
 
 import build_trees
 import q_search
-from environments import UserError
+from qlass import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Sample
-from qlass.jsonl import read_trees
+from qlass.files import read_trees
 from qlass.policy import Policy, add_sampling, load_agent
 from qlass.server import Endpoint, ServerPolicy
 

@@ -14,11 +14,10 @@ import torch
 from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, word_chat
 
 import sft
-from environments import UserError
-from qlass import models
+from qlass import UserError
 from qlass.chat import MARK, Chat, Rendering, State
-from qlass.demonstrations import read_trajectories
-from qlass.jsonl import read_jsonl
+from qlass.files import read_jsonl, read_trajectories
+from qlass.loop import cosine
 from qlass.policy import Policy
 
 CHAT = word_chat()
@@ -137,11 +136,11 @@ def test_an_agent_learns_to_predict_what_will_answer_its_action():
 
 
 def test_the_learning_rate_rises_and_falls():
-    rate = [models.cosine(step, 100) for step in range(100)]
+    rate = [cosine(step, 100) for step in range(100)]
     assert rate[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])  # 3 % of the steps
     assert rate[3 + 97 // 2] == pytest.approx(0.5, abs=0.02) and 0 < rate[-1] < 0.001
     assert all(a >= b for a, b in pairwise(rate[3:]))
-    assert [models.cosine(s, 1) for s in range(1)] == [1]
+    assert [cosine(s, 1) for s in range(1)] == [1]
 
 
 # ----------------------------------------------------------------------------------------------------------- training

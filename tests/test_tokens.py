@@ -11,12 +11,12 @@ from fakes import WORLD, FakeEnv, tiny_lm, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from environments import UserError
+from qlass import UserError
 from qlass.chat import State, react, uniforms
 from qlass.driver import Sample, Score, ask, drive
+from qlass.fast.cache import PromptCache
+from qlass.fast.token_tree import TokenTree, batches, tree_inputs
 from qlass.policy import Policy, truncated
-from qlass.prompt_cache import PromptCache
-from qlass.token_tree import TokenTree, batches, tree_inputs
 
 CHAT = word_chat(temperature=0.8)
 MODEL = tiny_lm(CHAT)

@@ -19,13 +19,13 @@ import bellman
 import build_trees
 import train_qnet
 from docs.all_tokens import between_siblings, needs_the_action, packed, perfect_values
-from environments import UserError
+from qlass import UserError
 from qlass.chat import Chat, Rendering, State
+from qlass.checks import sibling_accuracy
 from qlass.driver import Score
-from qlass.packing import Pair, pack_pairs, packed_loss, packed_scores, pairs_of, qnet_scores
+from qlass.fast.cache import PromptCache
+from qlass.fast.packing import Pair, pack_pairs, packed_loss, packed_scores, pairs_of, qnet_scores
 from qlass.policy import Policy
-from qlass.prompt_cache import PromptCache
-from qlass.ranking import sibling_accuracy
 from train_qnet import QNet, pair_loss
 
 LOSSES = ["all", "action", "last"]
@@ -404,7 +404,7 @@ def test_the_command_trains_backbone_and_head(train, tmp_path, agent, capsys):
 
 
 def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, monkeypatch):
-    monkeypatch.setattr("qlass.parity.fault", lambda model: "it gives a token tree other values")
+    monkeypatch.setattr("qlass.fast.parity.fault", lambda model: "it gives a token tree other values")
     with pytest.raises(UserError, match="--plain"):
         train()
     train_qnet.main(["--env", "frozenlake", "--sft", str(agent), "--labels", str(tmp_path / "labels.jsonl"),

@@ -22,12 +22,9 @@ from test_train_qnet import labelled_tree
 from torch import nn
 from torch.distributed.run import parse_args as torchrun
 
-from environments import UserError
-from qlass import processes
-from qlass.jsonl import read_jsonl
-from qlass.models import cosine
-from qlass.tracking import log_path
-from qlass.training import Training, finish, partial_folder, updates_of
+from qlass import UserError, loop
+from qlass.files import read_jsonl
+from qlass.loop import Training, cosine, finish, log_path, partial_folder, updates_of
 
 # ------------------------------------------------------------------------------------------------------------ the order
 
@@ -219,7 +216,7 @@ def test_the_log_of_a_stopped_run_is_that_of_one_that_was_not(tmp_path):
 
 def test_off_a_terminal_a_line_every_half_minute(tmp_path, capsys, monkeypatch):
     clock = itertools.count(0, 10)
-    monkeypatch.setattr("qlass.training.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("qlass.loop.time.monotonic", lambda: next(clock))
     fit(arguments(tmp_path), [1.0] * 6)
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("small:")]
     assert said[0].startswith("small: 3/24 updates, loss ") and said[0].endswith("4 min left at most")
@@ -228,7 +225,7 @@ def test_off_a_terminal_a_line_every_half_minute(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
 def test_a_log_that_is_not_installed_says_so(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr("qlass.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("qlass.loop.find_spec", lambda name: None)
     with pytest.raises(UserError, match=f"pip install {kind}"):
         fit(arguments(tmp_path, log=kind), [1.0] * 6)
 
@@ -312,15 +309,15 @@ def small_run(tmp_path, agent, fake_world):
 def test_what_launchers_ask_for(monkeypatch):
     given = torchrun(["--nproc-per-node", "8", "--", "train_qnet.py", "--run", "x"])  # without -- an ambiguous --run
     assert (given.training_script, given.training_script_args) == ("train_qnet.py", ["--run", "x"])
-    assert processes.start(True) is False  # one process holds all
+    assert loop.start(True) is False  # one process holds all
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert processes.start() is False and processes.start(True) is True
+    assert loop.start() is False and loop.start(True) is True
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert processes.start() is True
+    assert loop.start() is True
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(UserError, match="DeepSpeed is not supported"):
-        processes.start()
+        loop.start()
 
 
 def assert_equal_runs(one: tuple[dict, dict], two: tuple[dict, dict]) -> None:
@@ -347,7 +344,7 @@ def test_a_divided_training_resumes_what_one_process_began_and_the_reverse(small
 
     def stopping(run: Training) -> None:
         if run.at.step == 2:
-            parts = sum(processes.local(p).numel() for p in run.model.parameters())
+            parts = sum(loop.local(p).numel() for p in run.model.parameters())
             assert begun * parts == pytest.approx(sum(p.numel() for p in run.model.parameters()), rel=0.05)
             raise SystemExit(7)
         step(run)

@@ -16,7 +16,6 @@ from test_training import launch
 from torch.testing import assert_close
 
 import envs
-from environments import UserError
 from experiments import learning, tree_grpo
 from experiments.decisions import Decision, pack_decisions
 from experiments.learning import why_stop
@@ -33,7 +32,7 @@ from experiments.tree_grpo import (
     shares,
     step_advantages,
 )
-from qlass import models
+from qlass import UserError, models
 from qlass.chat import Rendering, State
 from qlass.driver import Sample, drive
 from qlass.policy import Policy

@@ -10,10 +10,10 @@ from fakes import FakeEnv
 
 import bellman
 import envs
-from environments import UserError
 from environments.frozenlake.env import FrozenLakeEnv
+from qlass import UserError
 from qlass.chat import Rendering, parse_action
-from qlass.jsonl import read_jsonl
+from qlass.files import read_jsonl
 from qlass.policy import Policy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))

@@ -13,7 +13,7 @@ import q_search
 import sft
 import train_qnet
 from qlass.chat import State, parse_action, react
-from qlass.demonstrations import actions_by_task, read_trajectories
+from qlass.files import actions_by_task, read_trajectories
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the real catalogue is not here")

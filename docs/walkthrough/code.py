@@ -11,10 +11,18 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from environments import UserError
+from qlass import UserError
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("sft.py", "build_trees.py", "bellman.py", "train_qnet.py", "q_search.py", "qlass/chat.py", "qlass/packing.py")
+STAGES = (
+    "sft.py",
+    "build_trees.py",
+    "bellman.py",
+    "train_qnet.py",
+    "q_search.py",
+    "qlass/chat.py",
+    "qlass/fast/packing.py",
+)
 
 
 def source(file: str) -> str:

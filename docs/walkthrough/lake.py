@@ -15,8 +15,8 @@ import sft
 from build_trees import RETRIES
 from environments.frozenlake import lake
 from qlass.chat import State, parse_action
-from qlass.jsonl import dumps
-from qlass.packing import PackedPairs, pack_pairs
+from qlass.fast.packing import PackedPairs, pack_pairs
+from qlass.files import dumps
 from train_qnet import HELD_OUT
 
 WON, LOST, OPEN = "#aceebb", "#ffcecb", "#ffffff"

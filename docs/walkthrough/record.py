@@ -21,12 +21,11 @@ from walkthrough.replay import GREEDY, LAKE, QLASS, Branch, Models, digest, esse
 import bellman
 import envs
 import q_search
-from environments import UserError
+from qlass import UserError
 from qlass.chat import Chat
 from qlass.driver import Candidate, Sample, Score, drive
-from qlass.jsonl import read_jsonl, read_trees
-from qlass.metadata import meta_path
-from qlass.packing import pairs_of, qnet_scores
+from qlass.fast.packing import pairs_of, qnet_scores
+from qlass.files import meta_path, read_jsonl, read_trees
 from qlass.policy import Policy
 from train_qnet import HELD_OUT, QNet
 

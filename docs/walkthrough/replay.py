@@ -22,10 +22,10 @@ import bellman
 import build_trees
 import envs
 import q_search
-from environments import UserError
+from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.driver import Candidate, Sample, Score, drive
-from qlass.packing import pairs_of, qnet_scores
+from qlass.fast.packing import pairs_of, qnet_scores
 
 RECORDING = Path(__file__).with_name("run.jsonl")
 AGAIN = "record it again: python docs/make_walkthrough.py --record"

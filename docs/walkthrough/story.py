@@ -12,7 +12,7 @@ from walkthrough.replay import Part
 from walkthrough.tree import Look, shade, svg
 
 from bellman import children_of
-from qlass.ranking import sibling_accuracy
+from qlass.checks import sibling_accuracy
 
 DEEPEST = 8  # that a figure shows
 QS = [(shade(0.0), "q = 0"), (shade(0.5), "0.5"), (shade(1.0), "1")]

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from data import make_alfworld
-from environments import UserError, writable
+from environments import writable
 from envs import UNSET, TextEnv
+from qlass import UserError
 
 from . import engine, expert, games, textworld
 

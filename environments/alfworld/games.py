@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from environments import UserError
+from qlass import UserError
 
 from .engine import Game, Goal
 

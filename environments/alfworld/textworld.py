@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from environments import UserError
+from qlass import UserError
 
 
 def _package() -> tuple[Any, Any, Any]:

@@ -13,8 +13,8 @@ import numpy as np
 from gymnasium.envs.toy_text.utils import categorical_sample
 from gymnasium.utils import seeding
 
-from environments import UserError
 from envs import UNSET, TextEnv
+from qlass import UserError
 
 from . import lake
 

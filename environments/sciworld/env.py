@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from environments import UserError
 from envs import UNSET, TextEnv
+from qlass import UserError
 
 from . import expert, simulator, tasks
 

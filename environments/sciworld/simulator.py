@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from environments import UserError
+from qlass import UserError
 
 
 class Task(NamedTuple):

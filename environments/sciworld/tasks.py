@@ -15,7 +15,8 @@ import random
 import re
 from pathlib import Path
 
-from environments import UserError, split_files
+from environments import split_files
+from qlass import UserError
 
 from .simulator import Task, simulators
 

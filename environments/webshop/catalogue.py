@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from environments import UserError, split_files
+from environments import split_files
+from qlass import UserError
 
 
 # -------------------------------------------------------------------------------------------------------- catalogue

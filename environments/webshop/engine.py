@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from environments import UserError
+from qlass import UserError
 
 from .catalogue import draw_prices, human_goals, load_products, queries, read_goals, synthetic_goals
 from .search import SearchIndex

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from environments import UserError
+from qlass import UserError
 
 from .catalogue import OPTION_CLAUSE, described, price_limit
 from .engine import BUTTONS

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from environments import UserError
+from qlass import UserError
 
 from .catalogue import read_json
 

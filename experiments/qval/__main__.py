@@ -21,18 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import envs
-from environments import UserError
 from experiments.qval import downstream, judges, labels, report
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import SCORERS, Call, Context, Scorer, answer, available, family, need_no_weights, scorer
 from experiments.qval.steering import made_of
+from qlass import UserError
 from qlass.chat import Rendering
+from qlass.cli import at_least, more, must_exist, needed, parse, parser, progress, run_stage
 from qlass.driver import Sample, drive
-from qlass.jsonl import read_jsonl, write_jsonl
-from qlass.metadata import read_meta, same_arguments, sha256, write_meta
+from qlass.files import read_jsonl, read_meta, same_arguments, sha256, write_jsonl, write_meta
 from qlass.models import add_loading
 from qlass.policy import add_sampling
-from qlass.stage import at_least, more, must_exist, needed, parse, parser, progress, run_stage
 
 
 def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, Any, list[float | None]]:

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from environments import UserError
+from qlass import UserError
 from qlass.chat import State, parse_action, task_words
-from qlass.jsonl import read_text
+from qlass.files import read_text
 
 Signal = Callable[[str, str, str], float]
 

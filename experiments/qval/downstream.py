@@ -19,9 +19,9 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from environments import UserError
-from qlass.jsonl import is_number, is_text, read_jsonl, replacing, wrong
-from qlass.stage import run_stage
+from qlass import UserError
+from qlass.cli import run_stage
+from qlass.files import is_number, is_text, read_jsonl, replacing, wrong
 from qlass.stats import Estimate, spearman
 from reporting.figures import STYLE, save
 

@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 
 import envs
-from environments import UserError
 from experiments.qval import code
 from experiments.qval.scorers import Call, Context, Scorer, Scores, by_signal, of, peek
+from qlass import UserError
 from qlass.chat import State, parse_action, uniforms
 from qlass.driver import Sample
-from qlass.metadata import sha256
+from qlass.files import sha256
 from qlass.policy import Policy
 from qlass.server import Endpoint
 

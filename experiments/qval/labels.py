@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 import envs
-from environments import UserError
+from qlass import UserError
 from qlass.chat import Rendering, State, parse_action, uniforms
 from qlass.driver import ask
-from qlass.jsonl import is_number
+from qlass.files import is_number
 
 REFERENCES = {
     "frozenlake": ("exact", "expert", "policy"),

@@ -12,8 +12,8 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import envs
-from environments import UserError
 from q_search import distinct as distinct_actions
+from qlass import UserError
 from qlass.chat import Rendering, State, parse_action, react, uniforms
 from qlass.driver import ask
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from environments import UserError
 from experiments.qval import metrics
 from experiments.qval.report import KINDS, by_point, cell
-from qlass.jsonl import read_object, wrong
-from qlass.stage import run_stage
+from qlass import UserError
+from qlass.cli import run_stage
+from qlass.files import read_object, wrong
 from qlass.stats import Estimate, bootstrap, spearman
 
 

@@ -17,12 +17,12 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from environments import UserError
 from experiments.qval import downstream, metrics
 from experiments.qval import labels as reference_labels
 from experiments.qval.metrics import Alignment, alignment, as_ranks
 from experiments.qval.points import Point
-from qlass.jsonl import is_number, is_text, maybe, read_object, replacing, wrong
+from qlass import UserError
+from qlass.files import is_number, is_text, maybe, read_object, replacing, wrong
 from qlass.stats import Estimate, bootstrap, by_task, holm, spearman
 from reporting.figures import SERIES, STYLE, save
 

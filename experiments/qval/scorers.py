@@ -21,17 +21,17 @@ import torch
 
 import bellman
 import envs
-from environments import UserError
 from experiments.qval import code
 from experiments.qval.labels import exact, references
 from q_search import load_qnet
+from qlass import UserError
 from qlass.chat import State, parse_action, react, uniforms
 from qlass.driver import Score, ask
-from qlass.jsonl import read_trees
-from qlass.packing import pairs_of
+from qlass.fast.packing import pairs_of
+from qlass.fast.token_tree import batches
+from qlass.files import read_trees
 from qlass.policy import Policy, load_agent
 from qlass.server import ServerPolicy
-from qlass.token_tree import batches
 from train_qnet import QNet
 
 Scores = Generator[Any, Any, list[float | None]]

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import envs
-from environments import UserError
 from experiments.qval import judges
 from experiments.qval.scorers import Call, Context, Scores, answer, available, family, need_no_weights, scorer
 from q_search import Scorer
+from qlass import UserError
 from qlass.chat import State, uniforms
 
 KNOWING = {"oracle", "state_value"}  # they know the true values: --method oracle_step is their search

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bellman
 from bellman import arguments, children_of, main
-from qlass.stage import run_stage
+from qlass.cli import run_stage
 
 __all__ = ["arguments", "main", "mc", "td"]
 

@@ -11,7 +11,7 @@ import torch
 
 from qlass.chat import Chat, State
 from qlass.driver import Score
-from qlass.token_tree import TokenTree, batches, tree_inputs
+from qlass.fast.token_tree import TokenTree, batches, tree_inputs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,80 @@
-"""JSON Lines between the stages: one object a line, UTF-8, written completely or not at all. Standard library only."""
+"""One writer to a file or folder at a time: a lock beside it, named after its holder. Standard library only."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import fcntl
+import hashlib
 import itertools
 import json
 import os
+import platform
 import re
 import shutil
+import subprocess
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from environments import UserError
-from qlass.locks import locked
+from qlass import UserError
+
+# ---------------------------------------------------------------------------------------------------------------- locks
+
+HELD: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()  # this process's own
+
+
+def only_writer(output: Path) -> Any:
+    """Hold the lock of an output for as long as the file returned is open; it ends with the process, however that ends.
+
+    UserError if another process holds it, with its id.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    path = output.with_name(f".{output.name}.lock")
+    lock = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise UserError(f"{output}: process {holder} is writing it; wait for it, or name another --out") from None
+    except OSError:  # a file system without locks
+        pass
+    if not path.exists() or path.stat().st_ino != os.fstat(lock.fileno()).st_ino:  # released in the meantime
+        lock.close()
+        return only_writer(output)
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    HELD[output.absolute()] = lock
+    return lock
+
+
+@contextlib.contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """For as long as the block runs, unless this process has the lock already."""
+    held = HELD.get(output.absolute())
+    if held is not None and not held.closed:
+        yield
+        return
+    lock = only_writer(output)
+    try:
+        yield
+    finally:
+        release(lock)
+
+
+def release(lock: Any) -> None:
+    if lock is not None:
+        Path(lock.name).unlink(missing_ok=True)
+        lock.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------- jsonl
 
 LARGEST = 1e30  # of a number: sums, squares and differences of such are finite
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a character, which no UTF-8 file can hold
@@ -340,3 +401,257 @@ class Resumable:
 
     def close(self) -> None:
         self.file.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- metadata
+
+# Arguments that may differ between a run and its resumption: of any stage, of one that samples, of one that trains.
+FREE = ("run", "out", "shard", "device", "overwrite", "debug")
+SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight", "server")
+TRAINING_FREE = ("save_every", "log", "fsdp", "micro_tokens", "gradient_checkpointing")
+HIDDEN = ("argv", "env_flags")  # of `parse` itself, no arguments
+
+
+def meta_path(output: str | Path) -> Path:
+    """trees.jsonl -> trees.meta.json; a checkpoint folder sft -> sft.meta.json."""
+    output = Path(output)
+    return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
+
+
+def read_meta(output: str | Path, needed: Iterable[str] = ()) -> dict[str, Any]:
+    """The metadata of an output, {} where there is none; UserError where they lack what is needed."""
+    path = meta_path(output)
+    if not path.exists():
+        return {}
+    way_out = f"not the metadata of {output}; delete it, or name another --out"
+    try:
+        meta = read_object(path)
+    except UserError as error:
+        raise UserError(f"{error}: {way_out}") from None
+    if mistake := wrong(meta, {"arguments": is_object, "inputs": is_object, "argv": is_words}, needed):
+        raise UserError(f"{path}: {mistake}: {way_out}")
+    return meta
+
+
+def is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def is_words(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_text, value))
+
+
+def recorded(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments as the metadata hold them."""
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in HIDDEN}
+
+
+def write_meta(
+    output: str | Path, args: argparse.Namespace, inputs: Iterable[Path | None] = (), **figures: Any
+) -> None:
+    """How `output` came about: arguments, versions, commit, hashes of the inputs, and the figures of the run.
+
+    A commit ends in -dirty where files were changed since.
+    """
+    versions = {}
+    for package in ("torch", "transformers", "numpy", "gymnasium"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    commit, clone = "", Path(__file__).parents[1]
+    with contextlib.suppress(OSError):  # a machine without git
+        if (clone / ".git").exists():  # else it is installed, perhaps below another project's repository
+            command = ["git", "-C", clone, "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    record = {
+        "arguments": recorded(args),
+        "argv": getattr(args, "argv", []),
+        "inputs": {str(p): sha256(Path(p)) for p in inputs if p and Path(p).exists()},
+        "commit": commit or None,
+        "python": platform.python_version(),
+        "versions": versions,
+        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **figures,
+    }
+    with replacing(meta_path(output)) as out:
+        json.dump(record, out, indent=1, ensure_ascii=False)
+
+
+DIGESTS: dict[tuple, str] = {}  # of the files of this process, by (path, size, time)
+
+
+def sha256(path: Path) -> str:
+    """Of a file, or of a folder's files one after the other in order of their names."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    key = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    if key not in DIGESTS:
+        digest = hashlib.sha256()
+        for file in files:
+            with open(file, "rb") as content:
+                while chunk := content.read(1 << 20):
+                    digest.update(chunk)
+        DIGESTS[key] = digest.hexdigest()
+    return DIGESTS[key]
+
+
+def located(arguments: dict[str, Any], named: str | Path, output: Path) -> Path | None:
+    """The file or folder that `output` was made from: of a moved run folder where it lies now, else where the metadata
+    say or, of one that came from elsewhere, beside the output."""
+    named, places = Path(named), [Path(named)]
+    folder = Path(arguments["out"]).parent if arguments.get("out") else None
+    if folder and named.is_absolute() == folder.is_absolute():
+        places.insert(0, output.parent / os.path.relpath(named, folder))
+    if not (folder and named.is_relative_to(folder)):
+        places.append(output.parent / named.name)
+    return next((path for path in places if path.exists()), None)
+
+
+def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
+    """(what was made, what it was made from and has changed since), of an output and of all that it comes from."""
+    meta = read_meta(output)
+    for source, digest in meta.get("inputs", {}).items():
+        path = located(meta.get("arguments", {}), source, output)
+        if path and path.resolve() != output.resolve():  # labels may be made anew in their own place
+            if sha256(path) != digest:
+                yield output, path
+            yield from outdated(path)
+
+
+def same_arguments(
+    output: str | Path, args: argparse.Namespace, free: Iterable[str] = (), inputs_too: bool = True,
+    way_out: str = "--overwrite starts again, another --out or --run keeps both",
+) -> None:  # fmt: skip
+    """Resuming is only sound with the arguments and the inputs that the output was begun with.
+
+    An input that lies elsewhere now, as in a run folder that was moved, is the same if its content is.
+    """
+    old = read_meta(output, ["arguments", "inputs"])
+    if not old:
+        return
+    begun, inputs = old["arguments"], dict(old["inputs"])
+    now = {name: value for name, value in recorded(args).items() if name not in (*FREE, *free)}
+    changed = {name: value for name, value in now.items() if begun.get(name, value) != value}
+    for name, value in list(changed.items()):
+        digest = inputs.get(begun[name]) if is_text(begun[name]) else None
+        if value and digest and Path(value).exists() and sha256(Path(value)) == digest:
+            del changed[name], inputs[begun[name]]
+    if changed:
+        flags = ", ".join(f"--{n.replace('_', '-')} {begun[n]}, not {value}" for n, value in changed.items())
+        raise UserError(f"{output} was begun with {flags}: {way_out}")
+    for source, digest in inputs.items() if inputs_too else ():
+        if Path(source).exists() and sha256(Path(source)) != digest:
+            raise UserError(f"{output} was begun with another {source}, which has changed since: {way_out}")
+
+
+# ------------------------------------------------------------------------------------------------------- demonstrations
+
+
+def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
+    """Each trajectory and the record that it is from, in our layout or in ETO's and QLASS's.
+
+    Theirs has `conversations` of {"from", "value"}, as a JSON list or as JSONL.
+    """
+    from qlass.chat import State
+
+    roles = {"human": "user", "gpt": "assistant"}
+    for where, record in records_of(path):
+        turns = record.get("messages")
+        try:
+            turns = turns or [
+                {"role": roles.get(t["from"], t["from"]), "content": t["value"]} for t in record["conversations"]
+            ]
+        except (KeyError, TypeError):
+            turns = None
+        if not is_chat(turns) or not any(turn["role"] == "assistant" for turn in turns):
+            raise UserError(f"{where}: no chat of user and assistant in turns (data/README.md shows the layout)")
+        if mistake := wrong(record, EXPERT_KINDS):
+            raise UserError(f"{where}: {mistake} (data/README.md shows the layout)")
+        yield State.load(turns, record.get("task") or ""), record
+
+
+EXPERT_KINDS = {"task_id": maybe(is_name), "task": maybe(is_text), "reward": maybe(is_number)}
+
+
+def records_of(path: Path) -> Iterator[tuple[str, dict]]:
+    """Each record of a JSON list or of a JSONL file, and where it stands."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file")
+    with open(path, "rb") as file:
+        is_list = file.read(100).lstrip().startswith(b"[")
+    if not is_list:
+        yield from ((f"{path}:{number}", record) for number, record in numbered(path))
+        return
+    try:
+        records = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; a list of trajectories is expected") from None
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict):
+            raise UserError(f"{path}: record {number}: a JSON object is expected, not {type(record).__name__}")
+        yield f"{path}: record {number}", record
+
+
+def first_observation(state: Any) -> tuple[int, str]:
+    """Which user message of a trajectory holds the first observation, and its text."""
+    told = [content for role, content in state.messages if role == "user"]
+    agreement = next(content for role, content in state.messages if role == "assistant")
+    at = int(len(told) > 1 and len(agreement) < 10)  # instruction, "OK", first observation
+    return at, told[at].strip()
+
+
+def known_id(record: dict, env: Any) -> str | None:
+    """The id of a record's task, its own or ETO's; None: only its words tell the task."""
+    return env.published_id(record) if record.get("task_id") is None else str(record["task_id"])
+
+
+def by_agent(record: dict) -> bool:
+    """Whether an agent did this itself: self-training keeps it in one file with the demonstrations."""
+    return record.get("source") == "policy"
+
+
+def actions_by_task(path: Path, env: Any, most: int | None = None) -> dict[str, list[str]]:
+    """The actions of each of the first `most` demonstrations, by its task's id or, where a file does not tell it, by
+    its first observation; [] for one that several tasks begin with."""
+    found: dict[str, list[str]] = {}
+    for state, record in itertools.islice(read_trajectories(path), most):
+        agreed, observation = first_observation(state)
+        actions = [content for role, content in state.messages if role == "assistant"][agreed:]
+        task_id = known_id(record, env)
+        if by_agent(record):
+            continue
+        if task_id is None and observation in found and not env.unique_tasks:
+            actions = []
+        found[observation if task_id is None else str(task_id)] = actions
+    return found
+
+
+def openings(path: Path, most: int | None = None) -> list[str]:
+    """The first observation of each of the first `most` demonstrations that has no task id."""
+    some = itertools.islice(read_trajectories(path), most)
+    return [first_observation(state)[1] for state, record in some if record.get("task_id") is None]
+
+
+def lineage(checkpoint: Path) -> Iterator[tuple[Path, dict]]:
+    """A checkpoint and those it was trained from, down to the one that was cloned, with the arguments of each."""
+    for _ in range(10):
+        checkpoint = checkpoint.absolute()
+        made = read_meta(checkpoint).get("arguments", {})
+        yield checkpoint, made
+        before = located(made, made["sft"], checkpoint) if is_text(made.get("sft")) else None
+        if is_cloned(made) or before is None:
+            return
+        checkpoint = before
+
+
+def is_cloned(made: dict) -> bool:
+    """By sft.py: a learner (experiments/learning.py) may have demonstrations too, and is trained from a clone."""
+    return is_text(made.get("expert")) and "budget_in" not in made
+
+
+def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
+    """The file of demonstrations that a checkpoint, or the one it was trained from, was cloned from (None: there is no
+    such file), and how many of them it was given (None: all)."""
+    for folder, made in lineage(checkpoint):
+        if is_cloned(made):
+            found = located(made, made["expert"], folder)
+            return (found, made.get("n_expert")) if found and found.is_file() else (None, None)
+    return None, None

@@ -17,10 +17,20 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from environments import UserError
-from qlass.jsonl import Resumable, complete_records, dumps, write_jsonl
-from qlass.locks import only_writer, release
-from qlass.metadata import meta_path, outdated, read_meta, same_arguments, write_meta
+from qlass import UserError
+from qlass.files import (
+    Resumable,
+    complete_records,
+    dumps,
+    meta_path,
+    only_writer,
+    outdated,
+    read_meta,
+    release,
+    same_arguments,
+    write_jsonl,
+    write_meta,
+)
 
 T = TypeVar("T")
 

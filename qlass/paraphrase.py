@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from environments import UserError
 from envs import TextEnv
+from qlass import UserError
 from qlass.chat import State
+from qlass.cli import at_least
 from qlass.driver import Candidate, Sample
 from qlass.server import Endpoint
-from qlass.stage import at_least
 
 
 def add_paraphrases(parser: argparse.ArgumentParser) -> None:

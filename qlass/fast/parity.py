@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from environments import UserError
-from qlass.prompt_cache import PromptCache
-from qlass.token_tree import TokenTree, tree_inputs
+from qlass import UserError
+from qlass.fast.cache import PromptCache
+from qlass.fast.token_tree import TokenTree, tree_inputs
 
 WINDOW = 4  # tokens; as small as the families below, so that these test the windows too
 EXACT = 1e-3  # of the outputs' mean size, for every sequence

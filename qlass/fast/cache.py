@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from qlass.token_tree import TokenTree, batches, tree_inputs
+from qlass.fast.token_tree import TokenTree, batches, tree_inputs
 
 Forward = Callable[[dict, torch.Tensor], torch.Tensor]  # (a model's inputs, columns) to outputs (B, len(columns), ...)
 Lists = Sequence[Sequence[Sequence[int]]]  # of each state lists of tokens: its messages', or those of its tails
