@@ -47,7 +47,7 @@ from qlass.models import add_loading
 from qlass.oracles import Scores, by_q_or_reward, by_true_value
 from qlass.paraphrase import Paraphrased, Server, add_paraphrases, by_rules
 from qlass.policy import add_sampling, load_agent, rendering_of
-from train_qnet import QNet
+from qlass.qnet import QNet
 
 PAPER = {"M": 2, "N": 1}  # App. A.2
 COMPARED = [2, 4, 6]  # M and N of `--method all`

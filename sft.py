@@ -29,13 +29,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 import envs
 from qlass import UserError, cli, files, loop, models
-from qlass.chat import MARK, Chat, Rendering, State, react
+from qlass.chat import Chat, Rendering, State, react
 from qlass.cli import at_least, choices, more, parse, parser, settle
 from qlass.driver import in_time
 from qlass.fast.token_tree import batches
 from qlass.files import checkpoint_folder, only_writer, read_trajectories, release
 from qlass.loop import Training, finish, is_trained
 from qlass.memory import check_memory, estimate
+from qlass.tiny import AIDS, observation_loss, tiny_model
 
 PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free", "micro_tokens": 8192}  # Table 5
 TINY = {"epochs": 12, "lr": 3e-3, "batch": 16, "candidates": "valid", "micro_tokens": 2048}
@@ -80,40 +81,6 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     return out.path
 
 
-# ----------------------------------------------------------------------------------------------------- the tiny model
-
-
-def tiny_model(states: list[State], vocabulary: int = 4096) -> tuple[Any, Any, Rendering]:
-    """A small Llama with random weights and a byte-level BPE trained on the demonstrations' own text."""
-    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
-    from tokenizers.models import BPE
-
-    rendering = Rendering(temperature=1.0, max_new_tokens=48, candidates="valid", mark_matches=True, compact=True)
-    bpe = Tokenizer(BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<end>", "<user>"]
-    bpe.train_from_iterator(
-        (content for state in states for _, content in state.messages),
-        trainers.BpeTrainer(
-            vocab_size=vocabulary, min_frequency=2, special_tokens=special, show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )  # fmt: skip
-    bpe.add_tokens([MARK, AddedToken("[SEP]", lstrip=True)])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<end>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'user' %}{{ '<user>' + m.content + '\n' }}"
-        "{% else %}{{ m.content + '<end>' }}{% endif %}{% endfor %}"
-    )
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=2,
-        max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.06,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config), tokenizer, rendering
-
-
 # ----------------------------------------------------------------------------------------------------------- training
 
 
@@ -143,14 +110,6 @@ def predictions(model: Any, ids: torch.Tensor, wrote: torch.Tensor, ends: bool =
 def sft_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Eq. (5): -sum_t log pi(a_t | s_t), summed over the agent's tokens. (B, K, V), (B, K) -> ()."""
     return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
-
-
-def observation_loss(logits: torch.Tensor, ids: torch.Tensor, wrote: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """-sum_j log p(o_j | s, a): tokens o_j of the next observation, each predicted where a ends. Logits with `ends`."""
-    end = wrote.mul(torch.arange(ids.shape[1], device=ids.device)).cummax(1).values  # of the last action so far
-    row, at = (~wrote & (end > 0) & (ids != pad_id)).nonzero(as_tuple=True)
-    k = torch.searchsorted(columns(wrote, True), end[row, at])
-    return -logits.float().log_softmax(-1)[row, k, ids[row, at]].sum()
 
 
 def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
@@ -221,7 +180,8 @@ def train(model: Any, chat: Chat, states: list[State], args: argparse.Namespace)
                     logits, targets = predictions(model, ids, wrote, bool(args.observation_loss))
                     loss = sft_loss(logits, targets) / n_wrote
                     if args.observation_loss and n_read:
-                        loss += args.observation_loss * observation_loss(logits, ids, wrote, pad_id) / n_read
+                        answers = observation_loss(logits, columns(wrote, True), ids, wrote, pad_id)
+                        loss += args.observation_loss * answers / n_read
                 fit.backward(loss, ids.numel())
             fit.step()
         figures = validate(model, chat, validation, args)
@@ -281,9 +241,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def to_train(args: argparse.Namespace, states: list[State], markov: bool) -> tuple[Any, Chat]:
     """The model before its first update."""
     if args.model == "tiny":
-        model, tokenizer, rendering = tiny_model(states)
-        rendering.markov = markov
-        chat = Chat(tokenizer, rendering)
+        model, tokenizer = tiny_model(content for state in states for _, content in state.messages)
+        chat = Chat(tokenizer, Rendering(**AIDS, markov=markov))
         model.to("cpu" if args.fsdp else models.device_and_dtype(args.device)[0])
     else:
         float32 = not args.lora and args.weights != "bf16"  # all weights are trained

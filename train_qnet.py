@@ -17,31 +17,24 @@ Held-out trees (one in ten) show whether QNet can rank *siblings*, which is all 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
 
 import envs
 from qlass import UserError, cli, files, loop, models
-from qlass.chat import PROMPTED, Chat, Rendering, State
+from qlass.chat import PROMPTED
 from qlass.checks import policy_scores, print_ranking, sibling_accuracy
 from qlass.cli import at_least, choices, more, parse, parser, settle
-from qlass.driver import Score
-from qlass.fast.cache import reader
-from qlass.fast.packing import PackedPairs, Pair, loss_tokens, pack_pairs, packed_loss, packed_scores, pairs_of
+from qlass.fast.packing import PackedPairs, pack_pairs, packed_loss, packed_scores
 from qlass.fast.token_tree import batches, like_a_tree
-from qlass.files import checkpoint_folder, only_writer, read_object, read_trees, release, replacing_folder, wrong
+from qlass.files import checkpoint_folder, only_writer, read_trees, release, replacing_folder
 from qlass.loop import Training, finish, is_trained
 from qlass.memory import check_memory, estimate
 from qlass.policy import Policy, add_prompted, rendering_of, warn_of_another_world
+from qlass.qnet import Pair, QNet, pair_loss, pairs_of, plain_scores
 
 # Table 5 and Eq. (11); why the tiny model's loss is on the last token: docs/last_token.md
 PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096, "micro_tokens": 8192}
@@ -50,107 +43,6 @@ SMALL = 50_000_000  # parameters, below which the settings are TINY's
 HELD_OUT = 10  # every tenth tree is not trained on
 TAKES = "10 to 15 minutes with the tiny model on two cores"
 MEASURED = 50  # trees at most, when training is over
-
-
-class QNet(nn.Module):
-    """Q(s, a): a HuggingFace causal LM without its output layer, and an MLP on each token's hidden state (Eq. 8)."""
-
-    def __init__(
-        self, backbone: Any, chat: Chat, hidden: int = 1024, readout: str = "last", budget: int = 16_384,
-        cache_gb: float | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.backbone, self.chat, self.readout = backbone, chat, readout
-        size = backbone.config.get_text_config().hidden_size
-        self.head = nn.Sequential(  # App. A.2: two hidden layers of 1024, ReLU
-            nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)
-        ).to(backbone.device)  # fmt: skip
-        self.budget, self.cache_gb = budget, cache_gb  # as Policy's
-        self._known: dict[tuple[State, str], float] = {}
-
-    def forward(self, at: Any = None, **inputs: Any) -> torch.Tensor:
-        """Values (B, L) of the tokens of `inputs` (ids, positions, mask as from `tree_inputs`), or, flat, of those
-        that `at` (B, L) marks, or at its indices: the head costs a tiny model more than its backbone."""
-        hidden = self.backbone(**inputs).last_hidden_state
-        hidden = hidden if at is None else hidden[at]
-        return self.head(hidden.to(self.head[0].weight.dtype)).squeeze(-1)
-
-    def train(self, mode: bool = True) -> QNet:
-        """Training changes the weights: what was computed with the old ones is forgotten."""
-        self.reader, self._known = reader(self.backbone, self.cache_gb), {}
-        return super().train(mode)
-
-    @torch.inference_mode()
-    def score(self, requests: list[Score]) -> list[list[float]]:
-        """Q(s, a) of each request's actions: the value at the action's last token, or their mean."""
-        if self.training:
-            self.eval()
-        fresh: dict[State, dict[str, None]] = {}
-        for r in requests:
-            for action in r.actions:
-                if (r.state, action) not in self._known:
-                    fresh.setdefault(r.state, {})[action] = None
-        states = list(fresh)
-        tails = [[self.chat.action(a, s.task) for a in fresh[s]] for s in states]
-
-        def values(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
-            return self(at=(slice(None), columns), **inputs).float()
-
-        prompts = [self.chat.prompt_tokens(s) for s in states]
-        for n, out, _, paths in self.reader.read(values, self.backbone, self.budget, prompts, tails):
-            v = out.cpu().numpy()
-            if not math.isfinite(v.sum()):
-                raise UserError("QNet's values are not finite, so they rank nothing: its training has diverged")
-            for action, at in zip(fresh[states[n]], paths, strict=True):
-                self._known[states[n], action] = float(v[at[-1]] if self.readout == "last" else v[at].mean())
-        return [[self._known[r.state, action] for action in r.actions] for r in requests]
-
-    def save_pretrained(self, folder: Path) -> None:
-        """The backbone by HuggingFace's save_pretrained, tokenizer and rendering, head.safetensors, qnet.json."""
-        self.backbone.save_pretrained(folder)
-        self.chat.save(folder)
-        save_file({k: v.contiguous() for k, v in self.head.state_dict().items()}, folder / "head.safetensors")
-        about = {"hidden": self.head[0].out_features, "readout": self.readout}
-        (folder / "qnet.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
-
-    @classmethod
-    def from_pretrained(
-        cls, folder: str | Path, device: str | None = None, readout: str | None = None, load_in: str | None = None,
-        plain: bool = False, rendering: Rendering | None = None, **options: Any,
-    ) -> QNet:  # fmt: skip
-        folder = Path(folder)
-        if not (folder / "qnet.json").exists():
-            raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
-        kind = transformers.AutoModel
-        backbone, chat = models.load_checkpoint(folder, kind, device, load_in, plain=plain, rendering=rendering)
-        about = read_object(folder / "qnet.json")
-        kinds = {"hidden": lambda v: type(v) is int and v > 0, "readout": lambda v: v in ("last", "mean")}
-        if mistake := wrong(about, kinds, kinds):
-            raise UserError(f"{folder / 'qnet.json'}: {mistake}; train_qnet.py writes one")
-        try:
-            qnet = cls(backbone, chat, about["hidden"], readout or about["readout"], **options)
-            qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
-        except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-            why = str(error).splitlines()[0]
-            said = f"no value head that fits its backbone ({why}): are these files of two checkpoints?"
-            raise UserError(f"{folder}: {said}") from None
-        return qnet.to(backbone.device).eval()
-
-
-# ------------------------------------------------------------------------------------------------------- the targets
-
-
-def pair_values(qnet: QNet, pair: Pair) -> tuple[torch.Tensor, int]:
-    """V of each token of (s, a), and how many of them are the prompt's."""
-    prompt, action = qnet.chat.prompt(pair.state), qnet.chat.action(pair.action, pair.state.task)
-    ids = torch.tensor([[*prompt, *action]], device=qnet.backbone.device)
-    return qnet(input_ids=ids, use_cache=False)[0].float(), len(prompt)
-
-
-def pair_loss(qnet: QNet, pair: Pair, loss_on: str = "all") -> torch.Tensor:
-    """Eq. (11) for one pair: 1/n sum_j (V_j - q)^2 over the n tokens of (s, a)."""
-    values, n_prompt = pair_values(qnet, pair)
-    return (values[loss_tokens(n_prompt, len(values), loss_on)] - pair.q).square().mean()
 
 
 # ----------------------------------------------------------------------------------------------------------- training
@@ -202,12 +94,6 @@ def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], args:
         values = plain_scores(qnet, pairs) if args.plain else packed_scores(qnet, packs, args.micro_tokens)
     mse = sum((p.q - v) ** 2 for p, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
     return {"mse": mse} | sibling_accuracy(trees, {(p.state, p.action): v for p, v in zip(pairs, values, strict=True)})
-
-
-@torch.no_grad()
-def plain_scores(qnet: QNet, pairs: list[Pair]) -> list[float]:
-    read = (pair_values(qnet, pair) for pair in pairs)
-    return [float(values[-1] if qnet.readout == "last" else values[n_prompt:].mean()) for values, n_prompt in read]
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bellman import TARGETS, label
 from qlass.chat import Chat, Rendering
 from qlass.checks import sibling_accuracy
-from qlass.fast.packing import PackedPairs, Pair, pack_pairs, pairs_of
+from qlass.fast.packing import PackedPairs, pack_pairs
 from qlass.files import read_trees
 from qlass.models import load_chat
+from qlass.qnet import Pair, pairs_of
 
 
 def packed(chat: Chat, pairs: list[Pair]) -> PackedPairs:

@@ -43,14 +43,16 @@ from environments.alfworld.games import load
 from environments.alfworld.textworld import TextWorldGame
 from experiments.plain import OneByOne, Replayed, WholeTrie, one_pair_at_a_time
 from qlass import UserError
-from qlass.chat import Chat, State
+from qlass.chat import Chat, Rendering
 from qlass.cli import run_stage
 from qlass.driver import Sample, drive
-from qlass.fast.packing import Pair, pack_pairs, packed_loss, pairs_of, qnet_scores
+from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import TokenTree, batches
 from qlass.policy import Policy
-from sft import demonstrate, tiny_model
-from train_qnet import TINY, QNet
+from qlass.qnet import Pair, QNet, pairs_of, qnet_scores
+from qlass.tiny import AIDS, tiny_model
+from sft import demonstrate
+from train_qnet import TINY
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 
@@ -94,7 +96,8 @@ def grow(env: Any, tasks: list[str], policy: Any, width: int) -> list[list[dict]
 def random_agent(env: envs.TextEnv, candidates: str) -> tuple[Any, Chat]:
     torch.manual_seed(0)
     demonstrations = [demonstrate(env, t) for t in env.task_ids("train")[:30]]
-    model, tokenizer, rendering = tiny_model([State.load(d["messages"], d["task"]) for d in demonstrations])
+    model, tokenizer = tiny_model(m["content"] for d in demonstrations for m in d["messages"])
+    rendering = Rendering(**AIDS)
     rendering = dataclasses.replace(rendering, candidates=candidates, max_new_tokens=17)  # a demonstration's mean
     return model, Chat(tokenizer, rendering)
 

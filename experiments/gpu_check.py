@@ -26,10 +26,12 @@ from qlass import UserError, memory, models
 from qlass.chat import Chat, Rendering, State
 from qlass.cli import run_stage
 from qlass.driver import Sample
-from qlass.fast.packing import PackedPairs, packed_loss, pairs_of
+from qlass.fast.packing import PackedPairs, packed_loss
 from qlass.files import read_trees
 from qlass.policy import Policy
-from sft import demonstrate, tiny_model
+from qlass.qnet import pairs_of
+from qlass.tiny import tiny_model
+from sft import demonstrate
 
 GPU = torch.cuda.is_available()
 LLAMA_2_7B = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
@@ -46,7 +48,7 @@ def make_model(folder: Path) -> None:
     """A checkpoint of random weights with a tokenizer trained on WebShop's demonstrations: nothing is downloaded."""
     env = envs.make("webshop")
     demonstrations = [demonstrate(env, task) for task in env.task_ids("train")[:50]]
-    _, tokenizer, _ = tiny_model([State.load(d["messages"], d["task"]) for d in demonstrations])
+    _, tokenizer = tiny_model(m["content"] for d in demonstrations for m in d["messages"])
     config = transformers.LlamaConfig(
         **(LLAMA_2_7B if GPU else SMALL), pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

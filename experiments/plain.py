@@ -10,9 +10,8 @@ import torch
 import envs
 from qlass.chat import Chat, uniforms
 from qlass.driver import Candidate, Sample
-from qlass.fast.packing import Pair
 from qlass.policy import Trie
-from train_qnet import QNet, pair_loss
+from qlass.qnet import Pair, QNet, pair_loss
 
 
 class Replayed:

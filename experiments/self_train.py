@@ -37,7 +37,6 @@ from qlass import UserError, costs
 from qlass.chat import Chat
 from qlass.cli import Output, at_least, handed_on, more, needed, parse, parser, run_stage
 from qlass.driver import Sample, Score, drive
-from qlass.fast.packing import states_of
 from qlass.files import (
     SAMPLING_FREE,
     cloned_from,
@@ -50,6 +49,7 @@ from qlass.files import (
 )
 from qlass.models import add_loading
 from qlass.policy import add_sampling, load_agent
+from qlass.qnet import states_of
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from qlass import UserError
 from qlass.files import is_flag, is_number, is_text, maybe, read_object, wrong
+from qlass.tiny import mark, unmark
 
 # ------------------------------------------------------------------------------------------------- states and actions
 
@@ -126,37 +127,6 @@ SETTINGS: dict[str, Callable[[Any], bool]] = {  # what a policy.json may hold
 
 PROMPTED = ("max_new_tokens", "truncate")  # settings by flag that a prompt depends on, for the agent and QNet alike
 RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all that have a flag
-
-
-MARK = "✓"
-_WORD = re.compile(r" ?(?:\d+ (?=\$))?(\$?[^\W_]+(?:[.'-][^\W_]+)*)")  # a price with its place on the page: "3 $9.50"
-_LIMIT = re.compile(r"price lower than (\d+\.\d+) dollars")
-_STOP_WORDS = frozenset("a an and are as at be by for from i in is it me my of on or than that the to with you".split())  # noqa: SIM905
-
-
-@functools.lru_cache(maxsize=4096)
-def task_words(task: str) -> frozenset[str]:
-    return frozenset(word.lower() for word in _WORD.findall(task)) - _STOP_WORDS
-
-
-@functools.lru_cache(maxsize=100_000)
-def mark(text: str, task: str) -> str:
-    """ "red cotton shirt" for the task "a red shirt" -> "✓red cotton✓ shirt"; so a price within its limit too.
-
-    The mark stands in front, of a price with its place before the place: an agent that chooses token by token sees it
-    before it has chosen.
-    """
-    words, limit = task_words(task), _LIMIT.search(task)
-
-    def marked(match: re.Match) -> str:
-        within = limit and re.fullmatch(r"\$\d+\.\d+", match[1]) and float(match[1][1:]) <= float(limit[1])
-        return MARK + match[0] if within or match[1].lower() in words else match[0]
-
-    return _WORD.sub(marked, text)
-
-
-def unmark(text: str) -> str:
-    return text.replace(MARK, "")
 
 
 SAME_PAGE = "(same page)"

@@ -18,9 +18,9 @@ from typing import Any
 
 from envs import TextEnv
 from qlass.chat import State
-from qlass.fast.packing import Pair
 from qlass.files import is_text, known_id, lineage, located, openings, records_of
 from qlass.policy import Policy
+from qlass.qnet import Pair
 from qlass.stats import spearman
 
 # -------------------------------------------------------------------------------------------------------------- leaks

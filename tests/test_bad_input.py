@@ -41,6 +41,7 @@ from qlass.files import (
     read_trajectories,
     read_trees,
 )
+from qlass.qnet import pairs_of
 from reporting import page
 from reporting.results import read_results
 
@@ -115,7 +116,7 @@ def test_as_deep_as_allowed_is_no_matter_of_recursion(tmp_path):
     (tmp_path / "trees.jsonl").write_text(tree(ROOT, *(node(i, i - 1) for i in range(1, DEEPEST + 1))))
     bellman.main(["--trees", str(tmp_path / "trees.jsonl"), "--out", str(tmp_path / "q.jsonl")])
     (labels,) = read_trees(tmp_path / "q.jsonl", ["q"])
-    train_qnet.pairs_of(labels)
+    pairs_of(labels)
     assert len(labels) == DEEPEST + 1
 
 
@@ -424,7 +425,7 @@ def household(folder: Path) -> Path:
 
 def read_labels(path: Path) -> None:
     for labels in read_trees(path, ["q", "messages"]):
-        train_qnet.pairs_of(labels)
+        pairs_of(labels)
 
 
 def read_any_trees(path: Path) -> None:

@@ -5,9 +5,8 @@ import pytest
 import envs
 from bellman import label
 from experiments import bench
-from qlass.fast.packing import pairs_of
 from qlass.policy import Policy
-from train_qnet import QNet
+from qlass.qnet import QNet, pairs_of
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from qlass import UserError
-from qlass.chat import MARK, Chat, Rendering, State, mark, parse_action, react, uniforms, unmark
+from qlass.chat import Chat, Rendering, State, parse_action, react, uniforms
+from qlass.tiny import MARK, mark, unmark
 
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
 MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=True))

@@ -15,7 +15,7 @@ import train_qnet
 from docs import make_models
 from qlass import UserError, models
 from qlass.policy import Policy
-from train_qnet import QNet
+from qlass.qnet import QNet
 
 CHAT = word_chat()
 IDS = torch.tensor([[5, 6, 7, 8, 9]])

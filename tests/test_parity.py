@@ -17,11 +17,11 @@ from qlass import UserError
 from qlass.chat import State
 from qlass.driver import Sample
 from qlass.fast import parity
-from qlass.fast.packing import Pair, pack_pairs, packed_loss
+from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import additive_masks, windows_of
 from qlass.models import context_of, load_checkpoint
 from qlass.policy import Policy
-from train_qnet import QNet, pair_loss
+from qlass.qnet import Pair, QNet, pair_loss
 
 CHAT = word_chat(temperature=0.8)
 ACTIONS = ("Action: left", "Action: right", "Action: left right", "Thought: hm Action: walk")

@@ -16,9 +16,10 @@ import envs
 import q_search
 import sft
 from environments.webshop import engine as webshop
-from qlass.chat import Chat, State
+from qlass.chat import Chat, Rendering, State
 from qlass.cli import run_stage
 from qlass.files import meta_path, read_jsonl, read_trees
+from qlass.tiny import AIDS, tiny_model
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("sft", "build_trees", "bellman", "train_qnet", "q_search")
@@ -145,7 +146,8 @@ def shopper(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shopper") / "sft"
     env = envs.make("webshop")
     played = [sft.demonstrate(env, task) for task in env.task_ids("train")[:5]]
-    _, tokenizer, rendering = sft.tiny_model([State.load(p["messages"], p["task"]) for p in played], vocabulary=600)
+    _, tokenizer = tiny_model((m["content"] for p in played for m in p["messages"]), vocabulary=600)
+    rendering = Rendering(**AIDS)
     chat = Chat(tokenizer, rendering)
     tiny_lm(chat, initializer_range=0.1).save_pretrained(folder)
     chat.save(folder)

@@ -11,7 +11,7 @@ from qlass.fast import cache as prompt_cache
 from qlass.fast.cache import PlainReader, PromptCache, reader
 from qlass.fast.token_tree import TokenTree
 from qlass.policy import Policy, Trie
-from train_qnet import QNet
+from qlass.qnet import QNet
 
 CHAT = word_chat()
 MODEL = tiny_lm(CHAT)

@@ -9,7 +9,7 @@ import transformers
 from fakes import FakeEnv
 
 from qlass.chat import Chat, Rendering
-from train_qnet import QNet
+from qlass.qnet import QNet
 
 PAGE = (Path(__file__).parents[1] / "docs" / "python.md").read_text(encoding="utf-8")
 

@@ -14,7 +14,7 @@ from qlass import UserError
 from qlass.chat import parse_action
 from qlass.driver import Likelihood, Sample, Score
 from qlass.files import read_jsonl
-from train_qnet import QNet
+from qlass.qnet import QNet
 
 CHAT = word_chat()
 BOTH = {path: "left right" for path in [(), ("left",), ("right",), ("left", "right"), ("right", "right")]}

@@ -15,10 +15,11 @@ from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, word_chat
 
 import sft
 from qlass import UserError
-from qlass.chat import MARK, Chat, Rendering, State
+from qlass.chat import Chat, Rendering, State
 from qlass.files import read_jsonl, read_trajectories
 from qlass.loop import cosine
 from qlass.policy import Policy
+from qlass.tiny import MARK, observation_loss
 
 CHAT = word_chat()
 STATE = State(
@@ -110,7 +111,10 @@ def test_the_loss_of_what_was_read_by_hand():
         for t, token in enumerate(tokens):
             end = t if mask[t] else end
             expected -= 0.0 if mask[t] or end is None else logp[end, token].item()
-    assert sft.observation_loss(logits, *batch, pad).item() == pytest.approx(expected, rel=1e-4) and expected > 1
+    assert (
+        observation_loss(logits, sft.columns(batch[1], True), *batch, pad).item() == pytest.approx(expected, rel=1e-4)
+        and expected > 1
+    )
     assert sft.sft_loss(logits, targets).item() == pytest.approx(loss_of(model, *batch).item(), rel=1e-5)  # not moved
 
 

@@ -24,9 +24,9 @@ from qlass.chat import Chat, Rendering, State
 from qlass.checks import sibling_accuracy
 from qlass.driver import Score
 from qlass.fast.cache import PromptCache
-from qlass.fast.packing import Pair, pack_pairs, packed_loss, packed_scores, pairs_of, qnet_scores
+from qlass.fast.packing import pack_pairs, packed_loss, packed_scores
 from qlass.policy import Policy
-from train_qnet import QNet, pair_loss
+from qlass.qnet import Pair, QNet, pair_loss, pairs_of, qnet_scores
 
 LOSSES = ["all", "action", "last"]
 

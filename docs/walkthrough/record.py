@@ -24,10 +24,10 @@ import q_search
 from qlass import UserError
 from qlass.chat import Chat
 from qlass.driver import Candidate, Sample, Score, drive
-from qlass.fast.packing import pairs_of, qnet_scores
 from qlass.files import meta_path, read_jsonl, read_trees
 from qlass.policy import Policy
-from train_qnet import HELD_OUT, QNet
+from qlass.qnet import QNet, pairs_of, qnet_scores
+from train_qnet import HELD_OUT
 
 RUN = "runs/walkthrough"
 STEPS = 8  # of an episode: six reach the goal from any start

@@ -25,7 +25,7 @@ import q_search
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.driver import Candidate, Sample, Score, drive
-from qlass.fast.packing import pairs_of, qnet_scores
+from qlass.qnet import pairs_of, qnet_scores
 
 RECORDING = Path(__file__).with_name("run.jsonl")
 AGAIN = "record it again: python docs/make_walkthrough.py --record"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from walkthrough.story import Story, boxed, number, table, wrapped
 
-from qlass.chat import MARK, State, parse_action
+from qlass.chat import State, parse_action
+from qlass.tiny import MARK
 
 PARTS_OF_REWARD = {"r_type": "kind of product", "r_att": "attributes", "r_option": "options", "r_price": "price"}
 

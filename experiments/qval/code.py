@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qlass import UserError
-from qlass.chat import State, parse_action, task_words
+from qlass.chat import State, parse_action
 from qlass.files import read_text
+from qlass.tiny import task_words
 
 Signal = Callable[[str, str, str], float]
 

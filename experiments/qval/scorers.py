@@ -27,12 +27,11 @@ from q_search import load_qnet
 from qlass import UserError
 from qlass.chat import State, parse_action, react, uniforms
 from qlass.driver import Score, ask
-from qlass.fast.packing import pairs_of
 from qlass.fast.token_tree import batches
 from qlass.files import read_trees
 from qlass.policy import Policy, load_agent
+from qlass.qnet import QNet, pairs_of
 from qlass.server import ServerPolicy
-from train_qnet import QNet
 
 Scores = Generator[Any, Any, list[float | None]]
 Scorer = Callable[[envs.TextEnv, State, list[str], tuple], Scores]

@@ -9,38 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from qlass.chat import Chat, State
-from qlass.driver import Score
+from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, batches, tree_inputs
-
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """One (s, a) of a tree with its target q; siblings have the same state."""
-
-    state: State
-    action: str
-    q: float
-    own: bool = True  # its node is the agent's; else the demonstrator's, who was the first to act so
-
-
-def states_of(tree: list[dict]) -> dict[Any, State]:
-    """The state that each node of a tree led to, by its id."""
-    states = {tree[0]["node_id"]: State.load(tree[0]["messages"], tree[0].get("task", ""))}
-    for node in tree[1:]:
-        states[node["node_id"]] = states[node["parent_id"]].then(node["action"], node["observation"])
-    return states
-
-
-def pairs_of(tree: list[dict]) -> list[Pair]:
-    """All (s, a, q) of a labelled tree, depth first."""
-    states = states_of(tree)
-    return [Pair(states[n["parent_id"]], n["action"], n["q"], n.get("source") != "expert") for n in tree[1:]]
-
-
-def loss_tokens(n_prompt: int, n: int, loss_on: str) -> slice:
-    """Which of the n tokens of (s, a) carry the loss: all (Eq. 11), the action's, or its last."""
-    return slice({"all": 0, "action": n_prompt, "last": n - 1}[loss_on], n)
+from qlass.qnet import Pair, loss_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +89,3 @@ def packed_scores(qnet: Any, packs: Sequence[PackedPairs], budget: int) -> list[
             for end, n in packs[i].ends.tolist():
                 scores[i].append(float(own[packs[i].tree.above(end)[:n] if qnet.readout == "mean" else end].mean()))
     return [score for some in scores for score in some]
-
-
-def qnet_scores(qnet: Any, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
-    """Q(s, a) of the trees' pairs as search asks for it."""
-    pairs = list(dict.fromkeys((p.state, p.action) for tree in trees for p in tree))
-    return dict(zip(pairs, (s[0] for s in qnet.score([Score(s, (a,)) for s, a in pairs])), strict=True))
