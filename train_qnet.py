@@ -31,9 +31,10 @@ from qlass.cli import at_least, choices, more, parse, parser, settle
 from qlass.fast.packing import PackedPairs, pack_pairs, packed_loss, packed_scores
 from qlass.fast.token_tree import batches, like_a_tree
 from qlass.files import checkpoint_folder, only_writer, read_trees, release, replacing_folder
+from qlass.flags import add_prompted, rendering_of, warn_of_another_world
 from qlass.loop import Training, finish, is_trained
 from qlass.memory import check_memory, estimate
-from qlass.policy import Policy, add_prompted, rendering_of, warn_of_another_world
+from qlass.policy import Policy
 from qlass.qnet import Pair, QNet, pair_loss, pairs_of, plain_scores
 
 # Table 5 and Eq. (11); why the tiny model's loss is on the last token: docs/last_token.md

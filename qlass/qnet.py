@@ -49,6 +49,11 @@ class QNet(nn.Module):
         self.reader, self._known = reader(self.backbone, self.cache_gb), {}
         return super().train(mode)
 
+    @property
+    def computed(self) -> int:
+        """Tokens put through the model so far; padding is not counted."""
+        return self.reader.computed
+
     @torch.inference_mode()
     def score(self, requests: list[Score]) -> list[list[float]]:
         """Q(s, a) of each request's actions: the value at the action's last token, or their mean."""

@@ -22,7 +22,8 @@ from qlass import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Sample
 from qlass.files import read_trees
-from qlass.policy import Policy, add_sampling, load_agent
+from qlass.flags import add_sampling, load_agent
+from qlass.policy import Policy
 from qlass.server import Endpoint, ServerPolicy
 
 CHAT = word_chat(temperature=0.8)

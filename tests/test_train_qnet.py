@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEnv, chat_tokenizer, dump, run, say, tiny_backbone, tiny_config, word_chat
+from fakes import FakeEnv, chat_tokenizer, dump, explore, run, say, tiny_backbone, tiny_config, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaModel
@@ -34,7 +34,7 @@ LOSSES = ["all", "action", "last"]
 def labelled_tree(task: str = "train0", **options) -> list[dict]:
     """A tree of the fake world, explored in all directions, with q."""
     directions = iter(["left", "right", "right", "left", "right", "left", "left", "right"] * 20)
-    tree = build_trees.exploration_tree(FakeEnv(), task, Rendering(), 2, 3, 20, True)
+    tree = explore(FakeEnv(), task, Rendering(), 2, 3, 20, True)
     root, _ = run(tree, lambda request: say(*(next(directions) for _ in range(request.n))))
     return bellman.label(build_trees.tree_records(FakeEnv(), task, root), "q", 0.9)
 
