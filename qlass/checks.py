@@ -47,7 +47,7 @@ def learned_from(checkpoint: Path, args: argparse.Namespace) -> Learned | str:
             return f"{folder.name} is of another environment, whose ids mean other tasks"
         for name, most in (("labels", "limit"), ("expert", "n_expert")):
             if is_text(made.get(name)):
-                path = located(made, made[name], folder)
+                path = located(folder, name)
                 if not path or not path.is_file():
                     return "the file is gone"
                 files.append((path, made.get(most)))

@@ -56,7 +56,7 @@ def spent(kind: str, arguments: dict, output: Path, counted: set[Path]) -> float
 
 def input_of(arguments: dict, name: str, output: Path) -> Path | None:
     """Where an input of `output` lies now, as it was recorded where it is gone."""
-    return (located(arguments, arguments[name], output) or Path(arguments[name])) if arguments.get(name) else None
+    return (located(output, name) or Path(arguments[name])) if arguments.get(name) else None
 
 
 def agent_of(label: str) -> tuple[str, bool]:

@@ -81,7 +81,7 @@ def recipe(output: Path, without: tuple[str, ...] = (), stages: int = 5) -> dict
     arguments, made = read_meta(output).get("arguments", {}), {}
     for name, value in arguments.items():
         if name in INPUTS and name not in without and is_text(value):
-            path = located(arguments, arguments[name], output)
+            path = located(output, name)
             made[name] = recipe(path, stages=stages - 1) if path and stages else {}
         elif name not in (*ANY, *INPUTS, *without):
             made[name] = value

@@ -187,7 +187,7 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
                 if line.strip():
                     try:
                         condition, result = parse_result(line, label, (path, number, offset))
-                    except ValueError as error:
+                    except (ValueError, UserError) as error:
                         if line.endswith(b"\n"):
                             raise UserError(f"{path}:{number}: {error}; fix or delete this line") from None
                         print(f"warning: {path}:{number}: skipped, cut short by a stopped run", file=sys.stderr)
@@ -241,7 +241,7 @@ KINDS = {
 
 def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple[Condition, Result]:
     """ValueError says what is wrong with a line."""
-    row = parse_json(line)
+    row = parse_json(line, "not a result")
     if not isinstance(row, dict):
         raise ValueError(f"a JSON object is expected, not {type(row).__name__}")
     if mistake := wrong(row, KINDS, ["task_id", "env", "method", "reward", "tokens"]):
