@@ -18,7 +18,7 @@ from typing import Any
 
 from envs import TextEnv
 from qlass.chat import State
-from qlass.files import is_text, known_id, lineage, located, openings, records_of
+from qlass.files import input_of, is_text, known_id, lineage, openings, records_of
 from qlass.policy import Policy
 from qlass.qnet import Pair
 from qlass.stats import spearman
@@ -47,7 +47,7 @@ def learned_from(checkpoint: Path, args: argparse.Namespace) -> Learned | str:
             return f"{folder.name} is of another environment, whose ids mean other tasks"
         for name, most in (("labels", "limit"), ("expert", "n_expert")):
             if is_text(made.get(name)):
-                path = located(folder, name)
+                path = input_of(folder, name)
                 if not path or not path.is_file():
                     return "the file is gone"
                 files.append((path, made.get(most)))

@@ -11,7 +11,6 @@ import importlib
 import shlex
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -117,16 +116,13 @@ def at_least(low: float, kind: Callable[[str], T] = int, below: float = float("i
     """A flag's type: a number within [low, below]."""
 
     def number(text: str) -> T:
-        try:
-            value = kind(text)
-        except ValueError:
-            expected = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
+        value = kind(text)  # argparse names what is none
         if not low <= value <= below or value == float("inf"):  # also refuses nan
             bounds = f"{low} or more" if below == float("inf") else f"{low} to {below}"
             raise argparse.ArgumentTypeError(f"{text} is out of range: {bounds}")
         return value
 
+    number.__name__ = kind.__name__
     return number
 
 
@@ -197,8 +193,7 @@ def run_stage(main: Callable[[], Any]) -> None:
     def terminated(number: int, _: Any) -> NoReturn:
         raise Terminated
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, terminated)  # whose default leaves temporary files
+    signal.signal(signal.SIGTERM, terminated)  # whose default leaves temporary files
     try:
         main()
     except (UserError, OSError) as error:

@@ -20,7 +20,7 @@ import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -55,6 +55,10 @@ def check_of(kind: Any) -> Check:
         return lambda value: all(part(value) for part in parts)
     if origin in (typing.Union, types.UnionType):
         return lambda value: any(part(value) for part in parts)
+    if origin is list:
+        return lambda value: isinstance(value, list) and all(map(parts[0], value))
+    if is_dataclass(kind):
+        return lambda value: isinstance(value, dict) and wrong(value, kind) is None
     if kind is float:
         return is_number
     return (lambda value: isinstance(value, kind)) if isinstance(kind, type) else kind
@@ -102,6 +106,19 @@ class TreeNode:
 
 
 @dataclass
+class Candidate:
+    action: str
+    q: float | None = None
+
+
+@dataclass
+class Step:
+    action: str
+    observation: str | None = None
+    candidates: list[Candidate] | None = None
+
+
+@dataclass
 class Result:
     """A line of results.jsonl."""
 
@@ -124,7 +141,7 @@ class Result:
     n_steps: float = 0
     env_steps: float = 0
     seconds: float = 0
-    steps: list | None = None
+    steps: list[Step] | None = None
 
 
 @dataclass
@@ -196,7 +213,7 @@ def records_of(path: str | Path, skip_cut: bool = False) -> Iterator[tuple[str, 
     if not Path(path).exists():
         raise UserError(f"{path}: no such file")
     with open(path, "rb") as lines:
-        if lines.peek(1).startswith(b"["):
+        if lines.peek(100).lstrip().startswith(b"["):
             for number, value in enumerate(parse_json(lines.read(), str(path)), 1):
                 where = f"{path}: record {number}"
                 yield where, an_object(value, where)
@@ -446,7 +463,7 @@ def checkpoint_folder(folder: Path, read: str | Path | None = None) -> Path:
 # Arguments that may differ between a run and its resumption: of any stage, of one that samples, of one that trains.
 FREE = ("run", "out", "device", "overwrite", "debug")
 SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight", "server")
-TRAINING_FREE = ("save_every", "log", "fsdp", "micro_tokens", "gradient_checkpointing")
+TRAINING_FREE = ("save_every", "log", "micro_tokens", "gradient_checkpointing")
 
 
 def meta_path(output: str | Path) -> Path:
@@ -562,7 +579,7 @@ def is_complete(output: Path) -> bool:
     return "seconds" in record if record else output.stat().st_size > 0
 
 
-def located(output: Path, name: str) -> Path | None:
+def input_of(output: Path, name: str) -> Path | None:
     """Where the file or folder lies that an output's argument `name` named: there or, if a folder moved, beside it."""
     named = read_meta(output).get("arguments", {}).get(name)
     places = [Path(named), output.parent / Path(named).name] if is_text(named) else []
@@ -576,7 +593,7 @@ def lineage(checkpoint: Path) -> Iterator[tuple[Path, dict]]:
         if start:
             arguments = read_meta(start).get("arguments", {})
             yield start, arguments
-            start = None if is_cloned(arguments) else located(start, "sft")
+            start = None if is_cloned(arguments) else input_of(start, "sft")
 
 
 def is_cloned(arguments: dict) -> bool:
@@ -588,7 +605,7 @@ def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
     """The file of demonstrations that a checkpoint, or the one it was trained from, was cloned from (None: there is no
     such file), and how many of them it was given (None: all)."""
     *_, (folder, arguments) = lineage(checkpoint)
-    expert = located(folder, "expert") if is_cloned(arguments) else None
+    expert = input_of(folder, "expert") if is_cloned(arguments) else None
     return (expert, arguments.get("n_expert")) if expert and expert.is_file() else (None, None)
 
 
@@ -676,7 +693,7 @@ class Output:
         rank, self.world = share() if identity else (0, 1)
         if self.world > 1 and arguments.get("overwrite"):
             raise UserError(
-                f"{self.out}: delete it: with WORLD_SIZE, --overwrite could delete what another has written"
+                f"{self.out}: delete it: of several processes, one would overwrite what others have written"
             )
         own = self.part(rank) if self.world > 1 else self.out
         self.open(own, only_writer(own))
@@ -688,10 +705,12 @@ class Output:
         """Read what is complete in a file that is locked; if it is the output, take over the parts."""
         parts = sorted(path.parent.glob(self.part("*", "*").name)) if self.identity else []
         others = [other for other in (self.out, *parts) if other != path and other.exists()]
+        if self.arguments.get("overwrite"):
+            while others:
+                delete(others.pop())
+            delete(path)
         for old in (path, *others):
-            if self.arguments.get("overwrite"):
-                delete(old)
-            elif old.exists() and old.stat().st_size:
+            if old.exists() and old.stat().st_size:
                 same_arguments(old, self.arguments, self.free)
                 if not read_meta(old) and not complete_records(old, self.complete)[0]:
                     raise UserError(f"{old}: holds something else, which would be lost: name another --out")
@@ -699,7 +718,6 @@ class Output:
         self.file = Resumable(path, self.complete)
         self.earlier = read_meta(path) if self.file.records else {}  # of the last call, which added up those before it
         self.elsewhere: list[dict] = []
-        others = [other for other in others if other.exists()]
         for other in others:
             present = set(map(self.identity, self.records))
             records, _ = complete_records(other, self.complete)

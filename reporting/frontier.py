@@ -14,7 +14,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from qlass.files import located, read_meta
+from qlass import files
+from qlass.files import read_meta
 from reporting.figures import STYLE, looks
 from reporting.pooling import inputs_of
 from reporting.results import Group
@@ -56,7 +57,7 @@ def spent(kind: str, arguments: dict, output: Path, counted: set[Path]) -> float
 
 def input_of(arguments: dict, name: str, output: Path) -> Path | None:
     """Where an input of `output` lies now, as it was recorded where it is gone."""
-    return (located(output, name) or Path(arguments[name])) if arguments.get(name) else None
+    return (files.input_of(output, name) or Path(arguments[name])) if arguments.get(name) else None
 
 
 def agent_of(label: str) -> tuple[str, bool]:

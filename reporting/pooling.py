@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from qlass import UserError
 from qlass.chat import RENDERED
-from qlass.files import FREE, SAMPLING_FREE, TRAINING_FREE, is_text, located, read_meta
+from qlass.files import FREE, SAMPLING_FREE, TRAINING_FREE, input_of, is_text, read_meta
 
 if TYPE_CHECKING:
     from reporting.results import Condition, Group
@@ -81,7 +81,7 @@ def recipe(output: Path, without: tuple[str, ...] = (), stages: int = 5) -> dict
     arguments, made = read_meta(output).get("arguments", {}), {}
     for name, value in arguments.items():
         if name in INPUTS and name not in without and is_text(value):
-            path = located(output, name)
+            path = input_of(output, name)
             made[name] = recipe(path, stages=stages - 1) if path and stages else {}
         elif name not in (*ANY, *INPUTS, *without):
             made[name] = value
