@@ -432,6 +432,10 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
             yield draft
             discard(folder)
             draft.rename(folder)
+        except Exception as error:
+            if "os error" in str(error):  # of safetensors, which knows no OSError
+                raise UserError(f"{folder}: {error}: make room, and the same command resumes") from None
+            raise
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
