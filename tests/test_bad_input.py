@@ -105,8 +105,6 @@ def test_a_bad_tree_is_named_and_the_labels_stay_as_they_were(content, says, tmp
     ("content", "says"),
     [
         (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q; run bellman.py on it"),
-        (tree(ROOT, {k: v for k, v in LEAF.items() if k != "q"}), ":2: no q; run bellman.py on it"),
-        (tree(ROOT, LEAF | {"q": float("nan")}), ":2: not valid JSON (NaN is not a number)"),
         (tree(ROOT, LEAF | {"q": None}), ":2: q can't be None"),
         (tree({k: v for k, v in ROOT.items() if k != "messages"}, LEAF), ":1: no messages"),
         (tree(ROOT | {"messages": [{"role": "user"}]}, LEAF), ":1: messages can't be"),
@@ -131,16 +129,11 @@ CHAT = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Act
         ('[{"conversations": ', "not valid JSON"),
         ("[1]", "record 1: a JSON object is expected"),
         ('[{"conversations": [{"from": "human"}]}]', "record 1: no chat"),
-        ('{"conversations": 5}\n', ":1: no chat"),
         (dump([{"messages": CHAT}, {"messages": CHAT[::-1]}]), ":2: no chat of user and assistant"),
-        (dump([{"messages": CHAT[:1]}]), ":1: no chat"),
         (dump([{"messages": [{"role": "system", "content": "s"}, CHAT[0]]}]), ":1: no chat"),
-        (dump([{"messages": [CHAT[0], {"role": "system", "content": "s"}]}]), ":1: no chat"),
-        (dump([{"messages": [{"role": "user", "content": None}, CHAT[1]]}]), ":1: no chat"),
         (dump([{"messages": CHAT, "reward": float("nan")}]), ":1: not valid JSON (NaN is not a number)"),
         (dump([{"messages": CHAT, "reward": "high"}]), ":1: reward can't be 'high'"),
         (dump([{"messages": CHAT, "task_id": ["a"]}]), ":1: task_id can't be ['a']"),
-        (b"\xff\xfe[", ":1: not valid JSON"),
     ],
 )
 def test_bad_demonstrations_are_named(content, says, tmp_path):
@@ -181,18 +174,12 @@ def test_demonstrations_of_another_kind_are_not_replayed_over(tmp_path, capsys):
         ("[]", "a JSON object is expected, not list"),
         ('{"temprature": 1}', "unknown setting 'temprature'"),
         ('{"temperature": NaN}', "NaN is not a number"),
-        ('{"temperature": -1}', "temperature can't be -1"),
         ('{"temperature": "hot"}', "temperature can't be 'hot'"),
-        ('{"max_new_tokens": 1.5}', "max_new_tokens can't be 1.5"),
         ('{"max_new_tokens": 0}', "max_new_tokens can't be 0"),
         ('{"candidates": "all"}', "candidates can't be 'all'"),
-        ('{"candidates": []}', "candidates can't be []"),
         ('{"compact": 1}', "compact can't be 1"),
-        ('{"stop": "\\n"}', "stop can't be"),
         ('{"stop": [""]}', "stop can't be"),
-        ('{"top_p": 0}', "top_p can't be 0"),
         ('{"date": "today"}', "date can't be 'today'"),
-        ('{"truncate": true}', "truncate can't be True"),
     ],
 )
 def test_a_bad_rendering_is_named(content, says, tmp_path):
@@ -210,18 +197,13 @@ def test_bad_metadata_are_named(content, tmp_path):
 
 @pytest.mark.parametrize("command", [build_trees.main, q_search.main])
 @pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ({"task_id": "a", "nodes": 0, "method": []}, "Name another --out"),
-        ({"task_id": "a", "nodes": -3, "method": "greedy", "reward": None}, "Name another --out"),
-        ({"nodes": 1}, "Name another --out"),
-    ],
+    "line", [{"task_id": "a", "nodes": 0, "method": []}, {"task_id": "a", "nodes": -3}, {"nodes": 1}]
 )
-def test_an_output_of_another_stage_is_not_written_to(command, line, says, tmp_path, agent, capsys):
+def test_an_output_of_another_stage_is_not_written_to(command, line, tmp_path, agent, capsys):
     (tmp_path / "mine.jsonl").write_text(dump([line]))
     argv = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--out", str(tmp_path / "mine.jsonl")]
     argv += ["--method", "greedy"] if command is q_search.main else []
-    assert says in mistake(lambda: command(argv), capsys)
+    assert "Name another --out" in mistake(lambda: command(argv), capsys)
     assert (tmp_path / "mine.jsonl").read_text() == dump([line])
 
 
@@ -281,17 +263,14 @@ def changed_value(content: bytes, rng: random.Random) -> bytes:
     """One value of one line, or of a JSON file, replaced or dropped."""
     lines = content.splitlines(keepends=True) if content.startswith(b'{"') else [content]
     at = rng.randrange(len(lines))
-    value = json.loads(lines[at])
+    value = parent = json.loads(lines[at])
     *above, last = rng.choice(list(places(value)))
-    parent = value
     for key in above:
         parent = parent[key]
+    parent[last] = rng.choice(INTERESTING)
     if rng.random() < 0.2:
         del parent[last]
-    else:
-        parent[last] = rng.choice(INTERESTING)
-    lines[at] = json.dumps(value).encode() + b"\n"
-    return b"".join(lines)
+    return b"".join([*lines[:at], json.dumps(value).encode() + b"\n", *lines[at + 1 :]])
 
 
 def changed_bytes(content: bytes, rng: random.Random) -> bytes:

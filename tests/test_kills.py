@@ -82,10 +82,8 @@ def killed(forks, stage: str, argv: list[str], folder: Path, after: float) -> bo
     return code != 0
 
 
-def survives(
-    forks, stage: str, undisturbed: tuple, folder: Path, kills: int, seed: int, overwrite: bool = False
-) -> int:
-    """Kill the stage up to `kills` times at random moments, let it finish, compare; returns how often it was killed.
+def survives(forks, stage: str, undisturbed: tuple, folder: Path, seed: int, overwrite: bool = False) -> int:
+    """Kill the stage up to three times at random moments, let it finish, compare; returns how often it was killed.
 
     overwrite: what is killed overwrites the output of another command, and so does what finishes.
     """
@@ -98,7 +96,7 @@ def survives(
         assert code == 0, error
         argv = [*argv, "--overwrite"]
     rng = random.Random(f"{seed}/{stage}")
-    hit = sum(killed(forks, stage, argv, folder, rng.random() * seconds[stage]) for _ in range(kills))
+    hit = sum(killed(forks, stage, argv, folder, rng.random() * seconds[stage]) for _ in range(3))
     code, _, error = forks.run(stage, folder, argv)
     assert code == 0, error
     assert content(folder / "run" / name) == content(run / name)
@@ -109,24 +107,12 @@ def survives(
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_killed_stage_completes_the_same_files(forks, stage, undisturbed, tmp_path):
     # Until a kill has struck: on an idle machine a stage may be over before.
-    assert any(survives(forks, stage, undisturbed, tmp_path / f"{stage}-{n}", 3, n) for n in range(50))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_however_often_it_is_killed(forks, stage, undisturbed, tmp_path):
-    """Until thirty kills have struck: runs that are killed up to six times each, every third an overwriting one."""
-    hit = tries = 0
-    while hit < 30:
-        assert tries < 150, f"only {hit} kills struck"
-        hit += survives(forks, stage, undisturbed, tmp_path / f"{stage}-{tries}", 6, 1 + tries, tries % 3 == 2)
-        tries += 1
-    print(f"{stage}: {hit} kills struck in {tries} runs, all complete")
+    assert any(survives(forks, stage, undisturbed, tmp_path / f"{stage}-{n}", n) for n in range(50))
 
 
 @pytest.mark.parametrize("stage", ["sft", "bellman"])
 def test_an_interrupted_overwrite_leaves_nothing_old_under_new_metadata(forks, stage, undisturbed, tmp_path):
-    survives(forks, stage, undisturbed, tmp_path / stage, 2, 0, overwrite=True)
+    survives(forks, stage, undisturbed, tmp_path / stage, 0, overwrite=True)
 
 
 # ------------------------------------------------------------------------------------------------------- signals, twice
