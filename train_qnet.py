@@ -35,7 +35,7 @@ from qlass.flags import add_prompted, rendering_of, warn_of_another_world
 from qlass.loop import Training, finish, is_trained
 from qlass.memory import check_memory, estimate
 from qlass.policy import Policy
-from qlass.qnet import Pair, QNet, pair_loss, pairs_of, plain_scores
+from qlass.qnet import Pair, QNet, pair_loss, pairs_of
 
 # Table 5 and Eq. (11); why the tiny model's loss is on the last token: docs/last_token.md
 PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096, "micro_tokens": 8192}
@@ -92,7 +92,9 @@ def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], args:
     qnet.eval()
     pairs = [p for tree in trees for p in tree]
     with models.mixed_precision(qnet.backbone):
-        values = plain_scores(qnet, pairs) if args.plain else packed_scores(qnet, packs, args.micro_tokens)
+        values = (
+            [qnet.q(p.state, p.action) for p in pairs] if args.plain else packed_scores(qnet, packs, args.micro_tokens)
+        )
     mse = sum((p.q - v) ** 2 for p, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
     return {"mse": mse} | sibling_accuracy(trees, {(p.state, p.action): v for p, v in zip(pairs, values, strict=True)})
 

@@ -19,7 +19,7 @@ from qlass.driver import Sample
 from qlass.fast import parity
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import additive_masks, windows_of
-from qlass.models import context_of, load_checkpoint
+from qlass.models import context_of
 from qlass.policy import Policy
 from qlass.qnet import Pair, QNet, pair_loss
 
@@ -66,8 +66,7 @@ def test_what_cannot_read_token_trees_is_refused_with_the_reason(name, why, tmp_
     with pytest.raises(UserError, match=f"{why}.*--plain") as error:
         Policy.load(tmp_path)
     assert "\n" not in str(error.value)
-    loaded, _ = load_checkpoint(tmp_path, transformers.AutoModelForCausalLM, None, plain=True)
-    assert loaded.plain and Policy.load(tmp_path, plain=True).sample([Sample(states()[0], 2, ("t",), 0.0)])
+    assert Policy.load(tmp_path, plain=True).sample([Sample(states()[0], 2, ("t",), 0.0)])
 
 
 def test_windows_by_hand():
@@ -107,9 +106,7 @@ def test_the_context_is_what_the_frequencies_were_made_for():
 
 def both(name: str) -> tuple[Policy, Policy]:
     model = model_of(name)
-    trees = Policy(model, CHAT)
-    model.plain = True
-    return trees, Policy(model, CHAT)
+    return Policy(model, CHAT), Policy(model, CHAT, fast=False)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])

@@ -166,7 +166,7 @@ def values_plainly(net: QNet, state: State, action: str) -> np.ndarray:
 def test_scores_do_not_depend_on_batch_padding_or_what_was_read_before(budget, room):
     for readout, of in (("last", lambda v: v[-1]), ("mean", np.mean)):
         net = qnet(readout=readout).eval()
-        net.budget, net.reader = budget, PromptCache(room)
+        net.fast.budget, net.fast.cache = budget, PromptCache(room)
         families: dict[State, list[str]] = {}
         for p in TREE:
             families.setdefault(p.state, []).append(p.action)
@@ -330,7 +330,7 @@ def test_packed_and_plain_scores_are_those_of_search(readout):
     for max_tokens, budget in ((10_000, 10_000), (45, 100), (1, 1)):
         packs = list(pack_pairs(net.chat, TREE, "last", max_tokens))
         assert packed_scores(net, packs, budget) == pytest.approx(searched, abs=1e-5)
-    assert train_qnet.plain_scores(net, TREE) == pytest.approx(searched, abs=1e-5)
+    assert [net.q(p.state, p.action) for p in TREE] == pytest.approx(searched, abs=1e-5)
 
 
 def test_packed_pairs_are_small():
@@ -415,7 +415,7 @@ def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, m
 
 def test_trees_that_were_grown_with_cut_prompts_are_measured_with_them(train, tmp_path, monkeypatch):
     monkeypatch.setattr("qlass.models.context_of", lambda config: 30)
-    monkeypatch.setattr(train_qnet.Chat, "stays", lambda *_: 1)  # as where the first message tells all
+    monkeypatch.setattr("qlass.chat.Chat.stays", lambda *_: 1)  # as where the first message tells all
     with pytest.raises(UserError, match="--truncate oldest"):
         train()
     train("--truncate", "oldest", out="cut")
