@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
+import operator
 from pathlib import Path
 
 import matplotlib as mpl
-import pandas as pd
+import numpy as np
 from matplotlib.figure import Figure
 
 from bellman import children_of
@@ -29,27 +31,27 @@ FIGURES = {
     "webshop": ("WebShop", "half of the demonstrations", "real products"),
     "alfworld": ("ALFWorld, unseen", "real games, unseen", "with thoughts, unseen"),
 }
-LINES = {  # method, select: label, colour, marker, line style
-    ("greedy", ""): ("agent, greedy", GREY, "o", "-"),
-    ("likeliest", ""): ("search by its log-probability", COLOURS["likeliest"], "^", "-"),
-    ("qlass", ""): ("QLASS, M actions a step", COLOURS["qlass"], "s", "-"),
-    ("best_of_n", "q"): ("best of N episodes by the same QNet", COLOURS["best_of_n"], "D", "-"),
-    ("best_of_n", "oracle"): ("best of N by the true reward (oracle)", COLOURS["best_of_n"], "D", ":"),
+LINES = {  # method, select: label, colour, marker and line
+    ("greedy", ""): ("agent, greedy", GREY, "o-"),
+    ("likeliest", ""): ("search by its log-probability", COLOURS["likeliest"], "^-"),
+    ("qlass", ""): ("QLASS, M actions a step", COLOURS["qlass"], "s-"),
+    ("best_of_n", "q"): ("best of N episodes by the same QNet", COLOURS["best_of_n"], "D-"),
+    ("best_of_n", "oracle"): ("best of N by the true reward (oracle)", COLOURS["best_of_n"], "D:"),
 }
 
 
-def tokens(results: pd.DataFrame, settings: tuple[str, ...]) -> Figure:
+def tokens(results: list[dict], settings: tuple[str, ...]) -> Figure:
     """Fig. 3: mean reward with its interval against all tokens a task, a panel a setting."""
+    columns = operator.itemgetter("environment", "split", "agent", "commit", "seed", "method", "select")
     figure = Figure(figsize=(3.1 * len(settings), 3.5), layout="constrained")
     for axes, title in zip(figure.subplots(1, len(settings)), settings, strict=True):
-        rows = results.set_index(["environment", "split", "agent", "commit", "seed"]).loc[(*SETTINGS[title], "all")]
-        for key, (label, color, marker, style) in LINES.items():
-            line = rows[(rows[["method", "select"]] == [*key]).all(axis=1)].sort_values("tokens")
-            errors = [line.reward - line.low, line.high - line.reward]
-            look = {"label": label, "color": color, "marker": marker, "linestyle": style, "markersize": 5}
-            axes.errorbar(line.tokens, line.reward, errors, elinewidth=0.7, capsize=2, **look)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("all tokens a task")
+        for key, (label, color, style) in LINES.items():
+            rows = [row for row in results if columns(row) == (*SETTINGS[title], "all", *key)]
+            points = [[float(row[name]) for name in ("tokens", "reward", "low", "high")] for row in rows]
+            x, y, low, high = np.array(sorted(points)).T
+            look = {"fmt": style, "label": label, "color": color, "markersize": 5, "elinewidth": 0.7, "capsize": 2}
+            axes.errorbar(x, y, [y - low, high - y], **look)
+        axes.set(title=title, xlabel="all tokens a task")
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.locator_params(axis="x", nbins=5)
         axes.grid(alpha=0.25)
@@ -71,9 +73,7 @@ def tree(nodes: list[dict]) -> Figure:
 
     place(0)
     figure = Figure(figsize=(9.3, 0.65 * next(rows)), layout="constrained")
-    axes = figure.subplots()
-    axes.axis("off")
-    axes.margins(0.07, 0.15)
+    axes = figure.add_subplot(frame_on=False, xticks=[], yticks=[], xmargin=0.07, ymargin=0.15)
     small = {"ha": "center", "va": "center", "fontsize": 9}
     for node, y in zip(nodes, heights, strict=True):
         x = node["depth"]
@@ -89,7 +89,7 @@ def tree(nodes: list[dict]) -> Figure:
 
 
 def main() -> None:
-    results = pd.read_csv(FOLDER / "results.csv").fillna({"select": ""})
+    results = list(csv.DictReader((FOLDER / "results.csv").read_text(encoding="utf-8").splitlines()))
     with mpl.rc_context(STYLE | {"savefig.dpi": 120}):
         for name, settings in FIGURES.items():
             tokens(results, settings).savefig(FOLDER / f"{name}.png")
