@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from qlass.jsonl import read_jsonl
+from qlass.files import read_jsonl
 
 from bellman import children_of
 from qlass.chat import parse_action

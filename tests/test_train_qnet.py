@@ -18,7 +18,6 @@ from transformers import LlamaModel
 import bellman
 import build_trees
 import train_qnet
-from docs.all_tokens import between_siblings, needs_the_action, packed, perfect_values
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.checks import sibling_accuracy
@@ -134,22 +133,6 @@ def test_a_pack_is_as_full_as_its_shared_beginnings_allow():
     longest = Pair(State((("user", "walk " * 50),)), "Action: left", 1.0)
     (alone,) = pack_pairs(chat, [longest], "all", 10)  # nothing is cut: search reads the state whole too
     assert len(alone.tree) == len(chat.prompt(longest.state)) + 3
-
-
-def test_what_the_loss_on_all_tokens_asks_of_an_actions_last_token():
-    """The mean q of all pairs whose tokens begin with this pair's, by brute force over all pairs."""
-    chat = word_chat()
-    paths = [(*chat.prompt(p.state), *chat.action(p.action, p.state.task)) for p in TREE]
-    expected = []
-    for path in paths:
-        below = [(1 / len(other), p.q) for other, p in zip(paths, TREE, strict=True) if other[: len(path)] == path]
-        expected.append(sum(w * q for w, q in below) / sum(w for w, _ in below))
-    pack = packed(chat, TREE)
-    assert perfect_values(pack)[pack.ends[:, 0]] == pytest.approx(expected, abs=1e-5)
-    assert max(abs(v - p.q) for v, p in zip(expected, TREE, strict=True)) > 0.05  # it is not Q(s, a)
-    two = [Pair(TREE[0].state, action, q) for action, q in (("Action: left", 0.0), ("Action: right", 1.0))]
-    assert between_siblings([two]) == needs_the_action([packed(chat, two)]) == pytest.approx(1.0)
-    assert between_siblings([two, [Pair(TREE[-1].state, "c", 3.5)]]) == pytest.approx(0.5 / (0.5 + 6.0))
 
 
 # ----------------------------------------------------------------------------------------------------- the network
