@@ -136,7 +136,7 @@ def tokens(n: int = 16) -> Iterator[Figure]:
         unique += len(tree)
     alone = sum(len(chat.prompt(p.state)) + len(chat.action(p.action, p.state.task)) for t in held_out for p in t)
     qnet_scores(net, held_out)
-    once = net.reader.computed
+    once = net.computed
     yield Figure("values of these trees' nodes, tokens", alone, once, "tokens")
     yield Figure("values of these trees' nodes, computed a unique token", alone / unique, once / unique, "")
 

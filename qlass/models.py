@@ -85,7 +85,6 @@ def load_checkpoint(
         raise UserError(f"{path}: its tokenizer has {len(tokenizer):,} tokens, its model {vocabulary:,}; "
                         "was the folder mixed from two?")  # fmt: skip
     model = model if load_in else model.to(where)
-    model.plain = plain
     if not plain:
         parity.check(model.eval(), str(path))
     return model, Chat(tokenizer, rendering, vocabulary, context_of(model.config))

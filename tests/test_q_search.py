@@ -380,7 +380,8 @@ def test_room_and_batch_are_qnets_too_and_change_no_result(search, monkeypatch):
     narrow = search(*asked, "--cache-gb", "0", "--decode-tokens", "99", out="narrow.jsonl")
     assert narrow == search(*asked)
     (narrow, usual) = nets
-    assert (narrow.reader.room, narrow.budget) == (0, 99) and usual.reader.room > 0 and usual.budget == 16_384
+    assert (narrow.fast.cache.room, narrow.fast.budget) == (0, 99)
+    assert usual.fast.cache.room > 0 and usual.fast.budget == 16_384
 
 
 def test_methods_may_be_added_one_after_the_other(search, tmp_path, agent, value_net):

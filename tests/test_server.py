@@ -277,7 +277,7 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     agent = load_agent(arguments(folder, *flags))
     r = agent.chat.rendering
     assert (r.max_new_tokens, r.top_p, r.top_k, r.stop, r.truncate) == (5, 0.5, 3, ("Observation:",), "oldest")
-    assert agent.budget == 99 and agent.reader.room == 1 << 29
+    assert agent.fast.budget == 99 and agent.fast.cache.room == 1 << 29
     url = fakes().url
     there = load_agent(arguments(folder, "--server", f"{url},{url}#second", "--top-k", "3"))
     assert [s.model for s in there.servers] == ["first", "second"] and there.chat.rendering.top_k == 3
