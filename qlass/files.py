@@ -548,15 +548,19 @@ def same_arguments(output: str | Path, arguments: dict[str, Any], free: Iterable
     An input is the same if its content is, wherever it lies.
     """
     begun = read_meta(output)
+    hashes = dict(begun.get("inputs", {}))
     changed = []
     for name, value in recorded(arguments).items() if begun else ():
         before = begun["arguments"].get(name, value)
-        content = begun["inputs"].get(before) if is_text(before) else None
+        content = hashes.pop(before, None) if is_text(before) else None
         is_input = bool(content and value and Path(value).exists())
         same = sha256(Path(value)) == content if is_input else before == value
         if not same and name not in (*FREE, *free):
             flag = f"--{name.replace('_', '-')} {before}"
             changed.append(f"another {flag}, which has changed since" if before == value else f"{flag}, not {value}")
+    for source, content in hashes.items():  # which no argument names
+        if Path(source).exists() and sha256(Path(source)) != content:
+            changed.append(f"another {source}, which has changed since")
     if changed:
         way_out = "--overwrite starts again, another --out or --run keeps both"
         raise UserError(f"{output} was begun with {', '.join(changed)}: {way_out}")

@@ -335,6 +335,10 @@ def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
     for folder in (moved, moved.rename(model)):
         with pytest.raises(UserError, match=r"begun with .*--sft .*/sft, (not .*/moved|which has changed)"):
             files.same_arguments(out, arguments | {"sft": folder} if folder.exists() else arguments)
+    files.write_meta(out, {}, [model])  # an input that no argument names
+    (model / "weights").write_text("333")
+    with pytest.raises(UserError, match=r"begun with another .*/sft, which has changed"):
+        files.same_arguments(out, {})
     (tmp_path / "trees.meta.json").write_text("[]")
     with pytest.raises(UserError, match="not the metadata of"):
         files.same_arguments(out, arguments)
