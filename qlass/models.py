@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,9 +35,10 @@ LR = 2e-4  # if none is given: updates that start from 0 take larger steps than 
 
 
 def device_and_dtype(device: str | None) -> tuple[torch.device, torch.dtype]:
-    """bf16 on a GPU, float32 on a CPU."""
+    """bf16 on a GPU, float32 on a CPU. device: None for the GPU of this process or, without any, the CPU."""
+    gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # of several processes on a machine, each has its own
     try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        chosen = torch.device(device or (gpu if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=chosen)
     except (AssertionError, RuntimeError) as error:
         raise UserError(f"--device {device}: not here ({str(error).splitlines()[0]})") from None
