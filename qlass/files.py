@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -336,6 +337,52 @@ def identity(record: dict) -> tuple:
     return (record["task_id"], record["method"], *(record.get(k) for k in ("split", "M", "N", "select", "player")))
 
 
+def is_tokens(value: Any) -> bool:
+    """{"prompt", "generated", "scored"}"""
+    return isinstance(value, dict) and all(map(is_number, value.values()))
+
+
+def is_candidate(value: Any) -> bool:
+    return isinstance(value, dict) and is_text(value.get("action")) and maybe(is_number)(value.get("q"))
+
+
+def is_steps(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(s, dict) and not wrong(s, STEP, ["action"]) for s in value)
+
+
+STEP = {
+    "action": is_text, "thought": maybe(is_text), "observation": maybe(is_text),
+    "candidates": maybe(lambda value: isinstance(value, list) and all(map(is_candidate, value))),
+}  # fmt: skip
+NEEDED = ["task_id", "env", "method", "reward", "tokens"]
+RESULT = {
+    "task_id": is_name, "env": lambda v: is_text(v) and bool(v.split()), "method": is_text, "reward": is_number,
+    "tokens": is_tokens, "steps": maybe(is_steps), "success": maybe(is_number), "env_steps": is_number,
+    "n_steps": is_number, "seconds": is_number, "task": maybe(is_text),
+    **dict.fromkeys(("split", "label", "player", "select", "type", "block"), maybe(is_text)),
+    **dict.fromkeys(("M", "N", "seed"), maybe(lambda value: type(value) is int)),
+}  # fmt: skip
+
+
+def read_results(path: str | Path) -> Iterator[dict]:
+    """The lines of results.jsonl, ids as they are written; a last one that a stop has cut short is left out."""
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = parse_json(line)
+                mistake = wrong(record, RESULT, NEEDED) if isinstance(record, dict) else "a JSON object is expected"
+                if mistake:
+                    raise ValueError(mistake)
+            except ValueError as error:
+                if line.endswith(b"\n"):
+                    raise UserError(f"{path}:{number}: {error}; fix or delete this line") from None
+                print(f"warning: {path}:{number}: skipped, cut short by a stopped run", file=sys.stderr)
+            else:
+                yield record
+
+
 def complete_results(records: list[dict]) -> int:
     """All of them, if each is a result."""
     for record in records:
@@ -502,6 +549,13 @@ def located(arguments: dict[str, Any], named: str | Path, output: Path) -> Path 
         places.insert(0, output.parent / os.path.relpath(named, folder))
     if not (folder and named.is_relative_to(folder)):
         places.append(output.parent / named.name)
+    return next((path for path in places if path.exists()), None)
+
+
+def input_of(output: Path, name: str) -> Path | None:
+    """Where the file or folder lies that an output's argument `name` named: there or, if a folder moved, beside it."""
+    named = read_meta(output).get("arguments", {}).get(name)
+    places = [Path(named), output.parent / Path(named).name] if is_text(named) else []
     return next((path for path in places if path.exists()), None)
 
 
