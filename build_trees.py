@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,36 +30,38 @@ from qlass.chat import Rendering, State, parse_action, react
 from qlass.cli import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Sample, ask, drive
 from qlass.files import KINDS, SAMPLING_FREE, actions_by_task, cloned_from, wrong
-from qlass.models import add_loading
-from qlass.policy import add_sampling, load_agent
+from qlass.flags import add_loading, add_sampling, load_agent
 
 # App. A.2: D = 3 on WebShop, 6 on ScienceWorld, 8 on ALFWorld (each environment's `tree_depth`). W = 3 and the bound on
 # the rollouts are ours: an unbounded tree takes up to W^(D+1).
 DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
 TAKES = "about two minutes with the tiny model on two cores"
-RETRIES = 2  # further draws and further rollouts for a node whose new child turned out to be a known one
+RETRIES = 2  # further draws and further rollouts for a node whose new child turned out to be an old one
+
+
+# -------------------------------------------------------------------------------------------------------- Algorithm 2
 
 
 @dataclass(eq=False)
-class TreeNode:
+class Node:
     """N of Alg. 2: the action N.a, the state N.s that it led to, its depth N.t, its children N.C."""
 
     state: State
     observation: str
     snapshot: Any
     t: int = 0
-    parent: TreeNode | None = None
+    parent: Node | None = None
     action: str | None = None
     reward: float = 0.0
     done: bool = False
-    cut: bool = False  # by the step limit, and so done
-    source: str = "root"
-    branch: int = 0
+    cut: bool = False  # by the agent's step limit, and so done
+    source: str = "root"  # who acted first: "policy" or "expert"
+    branch: int = 0  # the trajectory that made the node
     expert: bool = False  # on the expert's way, whoever came there first
     rollouts: int = 0
-    children: dict[str, TreeNode] = field(default_factory=dict)  # by parse_action
+    children: dict[str, Node] = field(default_factory=dict)  # by parse_action
 
-    def walk(self) -> Iterator[TreeNode]:
+    def walk(self) -> Iterator[Node]:
         """This node and all below it, parents first."""
         stack = [self]
         while stack:
@@ -67,106 +69,130 @@ class TreeNode:
             stack.extend(reversed(node.children.values()))
 
 
-def exploration_tree(
-    env: envs.TextEnv, task_id: str, rendering: Rendering, depth: int, width: int, rollouts: int, with_expert: bool,
-    prune: str = "branch", demonstrations: dict[str, list[str]] | None = None, steps: int | None = None,
-) -> Generator[Sample, list, TreeNode]:  # fmt: skip
+@dataclass
+class Exploration:
+    """What the parts of Alg. 2 share for one task."""
+
+    env: envs.TextEnv
+    task_id: str
+    rendering: Rendering
+    depth: int  # D
+    width: int = DEFAULTS["width"]  # W
+    steps: float = math.inf  # limit of the agent's trajectories; a demonstration has the environment's own
+    prune: str = "branch"
+    branches: int = 0  # trajectories so far
+
+
+def exploration_tree(x: Exploration, bound: float = math.inf, expert: dict | None = None) -> Generator:
     """Alg. 2. Yields Sample requests, returns the root U.
 
-    steps: limit of the agent's trajectories; None: the environment's own, which a demonstration keeps in any case.
-    demonstrations: the actions of tau_0, by task or by first observation; other tasks' the environment's expert plays.
+    bound: rollouts at most. expert: demonstrations (the actions of tau_0, by task or by first observation), of other
+    tasks the environment's expert plays; None: no expert branch, and no second pass.
     """
-    observation, info = env.reset(options={"task_id": task_id})
-    root = TreeNode(State.first(env, observation, info), observation, env.snapshot())  # lines 1-2
-    whole, steps = env.max_steps, steps or env.max_steps
-    env.max_steps = steps
-    if isinstance(steps, int):  # behind the limit, where a demonstration may lead, the agent has nothing to explore
-        depth = min(depth, steps - 1)
+    observation, info = x.env.reset(options={"task_id": x.task_id})
+    root = Node(State.first(x.env, observation, info), observation, x.env.snapshot())  # lines 1-2
     queue = deque([root])  # line 3
-    branches = 0
-
-    def child(node: TreeNode, action: str, source: str) -> TreeNode:
-        """The child of `node`, where `env` stands, by this action: the one that is there, or what a step makes."""
-        key = parse_action(action)
-        if key not in node.children:
-            observation, reward, terminated, truncated, _ = env.step(key)
-            message = env.message(observation)
-            node.children[key] = TreeNode(
-                node.state.then(action, message), message, env.snapshot(), node.t + 1, node, action,
-                float(reward), bool(terminated or truncated), bool(truncated and not terminated), source, branches,
-            )  # fmt: skip
-        return node.children[key]
-
-    def rollout(node: TreeNode) -> Generator[Sample, list, list[TreeNode]]:
-        """A trajectory from N.s, as the branch of nodes from N to its leaf."""
-        branch = [node]
-        while not (branch[-1].done or branch[-1].t == steps):  # a demonstration may have gone on there
-            node = branch[-1]
-            env.restore(node.snapshot)
-            # A new child is wanted where the branch begins; from there on the agent plays as it would.
-            draws = 1 + RETRIES if len(branch) == 1 else 1
-            candidates = yield ask(env, node.state, draws, (task_id, branches, node.t), rendering)
-            texts = [candidate.text for candidate in candidates]
-            fresh = (text for text in texts if parse_action(text) not in node.children)
-            branch.append(child(node, next(fresh, texts[0]) if len(branch) == 1 else texts[0], "policy"))
-        return branch
-
-    def expand(bound: float) -> Generator[Sample, list, None]:
-        nonlocal branches
-        while queue and branches < bound:  # line 4
-            node = queue.popleft()  # line 5: first in, first out
-            if node.t <= depth and len(node.children) < width and node.rollouts < width + RETRIES:  # line 6
-                node.rollouts += 1
-                branches += 1
-                branch = yield from rollout(node)  # lines 7-8
-                if branch[-1].reward == 0:  # line 9: stop expansion
-                    branch = branch[:2] if prune == "tail" else []
-                queue.extend(n for n in branch if n.t <= depth and not n.done)  # line 10
-
-    def expert_branch() -> list[TreeNode]:
-        """tau_0, merged at the root: the demonstration, to the environment's own limit."""
-        branch, known = [root], demonstrations or {}
-        env.max_steps = whole
-        env.reset(options={"task_id": task_id})
-        played = (react(thought, action) for thought, action in env.expert(task_id))
-        for action in known.get(task_id) or known.get(root.observation.strip()) or played:
-            made, key = branch[-1].children, parse_action(action)
-            if key in made and made[key].cut and steps != whole:
-                del made[key]  # where the agent's limit was, a demonstration goes on
-            branch.append(child(branch[-1], action, "expert"))
-            branch[-1].expert = True
-            env.restore(branch[-1].snapshot)
-            if branch[-1].done:
-                break
-        env.max_steps = steps
-        return branch
-
-    bound = rollouts or math.inf
-    yield from expand(bound / 2 if with_expert else bound)  # the bound leaves as much for the second pass
-    if with_expert:
-        branches += 1
-        branch = expert_branch()  # line 11
+    yield from process_queue(x, queue, bound if expert is None else bound / 2)  # lines 4-10
+    if expert is not None:  # the bound leaves as much for the second pass
+        branch = replay(x, root, expert.get(x.task_id) or expert.get(observation.strip()))  # line 11
         # In front: behind what the first pass left, a bound on the rollouts would never let them come up.
-        queue.extendleft(n for n in reversed(branch) if n.t <= depth and not n.done)  # line 12
-        yield from expand(bound + 1)  # line 13; the expert branch was no rollout
-    env.close()
+        queue.extendleft(node for node in reversed(branch) if node.t <= x.depth and not node.done)  # line 12
+        yield from process_queue(x, queue, bound + 1)  # line 13; the expert branch was no rollout
+    x.env.close()
     return root
 
 
-def tree_records(env: envs.TextEnv, task_id: str, root: TreeNode) -> list[dict]:
+def process_queue(x: Exploration, queue: deque[Node], bound: float) -> Generator:
+    """ProcessExpansionQueue: Alg. 2, lines 4-10."""
+    while queue and x.branches < bound:  # line 4
+        node = queue.popleft()  # line 5: first in, first out
+        if node.t <= x.depth and len(node.children) < x.width and node.rollouts < x.width + RETRIES:  # line 6
+            node.rollouts += 1
+            branch = yield from rollout(x, node)  # lines 7-8
+            if branch[-1].reward == 0:  # line 9: stop expansion
+                branch = branch[:2] if x.prune == "tail" else []
+            queue.extend(n for n in branch if n.t <= x.depth and not n.done)  # line 10
+
+
+def rollout(x: Exploration, node: Node) -> Generator:
+    """A trajectory of the agent from N.s, as the branch of nodes from N to its leaf."""
+    x.branches += 1
+    branch = [node]
+    while not (node.done or node.t == x.steps):  # a demonstration may have gone on behind the limit
+        x.env.restore(node.snapshot)
+        # A new child is wanted where the branch begins; from there on the agent plays as it would.
+        draws = 1 + RETRIES if len(branch) == 1 else 1
+        drawn = yield ask(x.env, node.state, draws, (x.task_id, x.branches, node.t), x.rendering)
+        actions = [candidate.text for candidate in drawn]
+        new = [action for action in actions if parse_action(action) not in node.children]
+        node = step(x, node, new[0] if new and len(branch) == 1 else actions[0], "policy")
+        branch.append(node)
+    return branch
+
+
+def replay(x: Exploration, root: Node, actions: Iterable[str] | None) -> list[Node]:
+    """tau_0, merged at the root: a demonstration, to the environment's own limit. None: its expert plays."""
+    x.branches += 1
+    x.env.reset(options={"task_id": x.task_id})
+    branch = [root]
+    for action in actions or (react(thought, action) for thought, action in x.env.expert(x.task_id)):
+        node = step(x, branch[-1], action, "expert")
+        node.expert = True
+        x.env.restore(node.snapshot)
+        branch.append(node)
+        if node.done and not node.cut:
+            break
+    for node in branch[:-1]:  # behind the agent's limit the demonstration went on: no leaf, so no outcome
+        if node.cut:
+            node.reward, node.done, node.cut = 0.0, False, False
+    return branch
+
+
+def step(x: Exploration, node: Node, action: str, source: str) -> Node:
+    """The child of a node, where the environment stands, by this action: the one that is there, or a new one."""
+    key = parse_action(action)
+    if key not in node.children:
+        observation, reward, terminated, truncated, _ = x.env.step(key)
+        observation = x.env.message(observation)
+        child = Node(
+            node.state.then(action, observation), observation, x.env.snapshot(), node.t + 1, node, action,
+            float(reward), terminated or truncated, source=source, branch=x.branches,
+        )  # fmt: skip
+        if source == "policy" and child.t == x.steps and not child.done:
+            child.reward, child.done, child.cut = x.env.reward_if_cut(), True, True
+        node.children[key] = child
+    return node.children[key]
+
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
     """A tree as lines of trees.jsonl, parents before children; the root carries the prompt and the number of nodes."""
     nodes = list(root.walk())
     number = {id(node): i for i, node in enumerate(nodes)}
-    records = [
-        {
-            "task_id": task_id, "node_id": number[id(n)], "parent_id": number[id(n.parent)] if n.parent else None,
-            "depth": n.t, "action": n.action, "observation": n.observation, "reward": n.reward, "done": n.done,
-            "source": n.source, "branch": n.branch, "expert": n.expert,
-        }
-        for n in nodes
-    ]  # fmt: skip
+    records = []
+    for i, node in enumerate(nodes):
+        parent = number[id(node.parent)] if node.parent else None
+        records.append({
+            "task_id": task_id, "node_id": i, "parent_id": parent, "depth": node.t, "action": node.action,
+            "observation": node.observation, "reward": node.reward, "done": node.done, "source": node.source,
+            "branch": node.branch, "expert": node.expert,
+        })  # fmt: skip
     records[0] |= {"env": env.name, "task": root.state.task, "messages": root.state.dump(), "nodes": len(nodes)}
     return records
+
+
+def step_limit(env: envs.TextEnv, asked: int | None) -> int:
+    """Of the agent's trajectories: --steps, else the lower of the environment's two."""
+    if asked and isinstance(env.max_steps, int) and asked > env.max_steps:
+        raise UserError(
+            f"--steps {asked}: {env.name} ends after {env.max_steps}; give --env-option max_steps={asked} too"
+        )
+    limits = [limit for limit in (asked, env.tree_steps, env.max_steps) if isinstance(limit, int)]
+    if not limits:
+        raise UserError(f"{env.name}: its trees have no limit of steps: give --steps, or tree_steps to its class")
+    return asked or min(limits)
 
 
 FIELDS = ("task_id", "node_id", "reward", "done", "source")
@@ -184,28 +210,28 @@ def complete_trees(records: list[dict]) -> int:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, epilog="App. A.2: D = 3 on WebShop.")
-    envs.add_arguments(made, argv)
-    add = made.add_argument
+    flags = parser(__doc__, epilog="App. A.2: D = 3 on WebShop.")
+    envs.add_arguments(flags, argv)
+    add = flags.add_argument
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--out", type=Path, help="default: RUN/trees.jsonl")
     add("--depth", type=at_least(0), help="D (default: 3 WebShop, 6 ScienceWorld, 8 ALFWorld and FrozenLake)")
     add("--width", type=at_least(1), default=DEFAULTS["width"], help="W (default: %(default)s)")
-    said = "trajectories a tree at most (default: %(default)s; 0, the paper: any)"
-    add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help=said)
+    bound = "trajectories a tree at most (default: %(default)s; 0, the paper: any)"
+    add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help=bound)
     add("--steps", type=at_least(1), help="step limit of the agent's trajectories (default: the environment's)")
-    said = "number of training tasks (default: %(default)s; 0: all)"
-    add("--limit", type=at_least(0), default=DEFAULTS["limit"], metavar="N", help=said)
+    tasks = "number of training tasks (default: %(default)s; 0: all)"
+    add("--limit", type=at_least(0), default=DEFAULTS["limit"], metavar="N", help=tasks)
     add("--shard", metavar="I/N", help="grow every N-th tree from the I-th on; without it, shards are joined")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
-    said = "demonstrations of the expert branch (default: those that the agent was cloned from)"
-    add("--expert", type=Path, metavar="FILE", help=said)
+    origin = "demonstrations of the expert branch (default: those that the agent was cloned from)"
+    add("--expert", type=Path, metavar="FILE", help=origin)
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
-    said = "a branch without reward queues nothing (branch, line 9), or its first new node alone (tail)"
-    add("--prune", choices=["branch", "tail"], default="branch", help=said)
+    line_9 = "a branch without reward queues nothing (branch, line 9), or its first new node alone (tail)"
+    add("--prune", choices=["branch", "tail"], default="branch", help=line_9)
     add("--device")
-    more(made, add_loading, add_sampling)
-    return parse(made, argv)
+    more(flags, add_loading, add_sampling)
+    return parse(flags, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -215,7 +241,10 @@ def main(argv: list[str] | None = None) -> None:
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
     must_exist(args.expert)
-    args.expert, shown = (args.expert, None) if args.expert else cloned_from(args.sft)
+    args.expert, first = (args.expert, None) if args.expert else cloned_from(args.sft)
+    expert = None if args.no_expert else actions_by_task(args.expert, env, first) if args.expert else {}
+    steps = step_limit(env, args.steps)
+    depth = min(args.depth, steps - 1)  # behind the limit, where a demonstration may lead, the agent explores nothing
 
     # From the far end of the training list: where there are more tasks than demonstrations, the agent gets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
@@ -223,43 +252,42 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.env}: no training tasks")
     trees = Output(args, complete_trees, [args.sft, args.expert], SAMPLING_FREE, about=lambda line: line["task_id"])
     finished = {record["task_id"] for record in trees.records}
-    limits = [n for n in (args.steps, env.tree_steps, env.max_steps) if isinstance(n, int)]
-    if not limits:
-        raise UserError(f"{env.name}: its trees have no limit of steps: give --steps, or tree_steps to its class")
-    steps = args.steps or min(limits)
-    demonstrations = actions_by_task(args.expert, env, shown) if args.expert else {}
-    mine = my_share(tasks, args.shard)
-    if todo := [t for t in mine if t not in finished]:
-        policy = load_agent(args)
-        rendering = policy.chat.rendering
+    share = my_share(tasks, args.shard)
+    todo = [task_id for task_id in share if task_id not in finished]
+    policy = load_agent(args) if todo else None
 
-        def explore(task_id: str) -> Generator:
-            root = yield from exploration_tree(
-                env.fork(), task_id, rendering, args.depth, args.width, args.rollouts, not args.no_expert, args.prune,
-                demonstrations, steps,
-            )  # fmt: skip
-            records = tree_records(env, task_id, root)
-            if rendering.truncate:
-                records[0]["cut_prompts"] = sum(policy.chat.is_cut(n.state) for n in root.walk() if n.children)
-            return records
+    def explore(task_id: str) -> Generator:
+        x = Exploration(env.fork(), task_id, policy.chat.rendering, depth, args.width, steps, args.prune)
+        root = yield from exploration_tree(x, args.rollouts or math.inf, expert)
+        records = tree_records(env, task_id, root)
+        if x.rendering.truncate:
+            records[0]["cut_prompts"] = sum(policy.chat.is_cut(n.state) for n in root.walk() if n.children)
+        return records
 
+    if todo:
         grown = drive(map(explore, todo), {Sample: policy.sample}, args.in_flight or env.side_by_side)
-        trees.grow(grown, "trees", len(mine), len(mine) - len(todo))
-    leaves = [r["reward"] for r in trees.records if r["done"] and r["source"] == "policy"]
-    n_trees = len({r["task_id"] for r in trees.records})
-    figures = {"trees": n_trees, "nodes": len(trees.records), "leaves": len(leaves)}
-    figures["mean_leaf_reward"] = sum(leaves) / max(1, len(leaves))
-    if cut := sum(r.get("cut_prompts", 0) for r in trees.records):
-        figures["cut_prompts"] = cut
-        print(f"{cut} prompts lost their oldest turns")
+        trees.grow(grown, "trees", len(share), len(share) - len(todo))
+    figures = figures_of(trees.records)
     rank = {task: n for n, task in enumerate(tasks)}
     # What an earlier call computed, before a stop, is not known.
-    figures["tokens"] = policy.computed if len(todo) == len(mine) else None
-    trees.finish(lambda r: rank.get(r["task_id"], len(rank)), **figures)
+    tokens = policy.computed if len(todo) == len(share) else None
+    trees.finish(lambda r: rank.get(r["task_id"], len(rank)), **figures, tokens=tokens)
     print(
-        f"{trees.path}: {n_trees} trees, {len(trees.records)} nodes, "
-        f"mean reward of the agent's {len(leaves)} leaves {figures['mean_leaf_reward']:.3f}"
+        f"{trees.path}: {figures['trees']} trees, {figures['nodes']} nodes, "
+        f"mean reward of the agent's {figures['leaves']} leaves {figures['mean_leaf_reward']:.3f}"
     )
+    if cut := figures.get("cut_prompts"):
+        print(f"{cut} prompts lost their oldest turns")
+
+
+def figures_of(records: list[dict]) -> dict[str, Any]:
+    """For the metadata: how many trees, nodes, leaves of the agent, and these leaves' mean reward."""
+    rewards = [r["reward"] for r in records if r["done"] and r["source"] == "policy"]
+    cut = sum(r.get("cut_prompts", 0) for r in records)
+    return {
+        "trees": len({r["task_id"] for r in records}), "nodes": len(records), "leaves": len(rewards),
+        "mean_leaf_reward": sum(rewards) / max(1, len(rewards)), **({"cut_prompts": cut} if cut else {}),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -153,6 +153,10 @@ class TextEnv(gymnasium.Env):
     def restore(self, snapshot: Any) -> None:
         raise NotImplementedError
 
+    def reward_if_cut(self) -> float:
+        """What the environment pays if the episode is cut here, by a limit of steps."""
+        return 0.0
+
     def reseed(self, seed: int) -> None:
         """Use other random numbers from here on, where the environment has any. A restored state brings its own."""
 

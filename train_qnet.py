@@ -6,7 +6,7 @@
     python train_qnet.py --sft runs/webshop/sft --labels runs/webshop/q_labels.jsonl
 
 QNet is the agent's own language model with a value head, regressed at *every* token of (s, a) onto that pair's Q-value
-(the tiny model's only at the last one: docs/last_token.md).
+(the tiny model's only at the last one: docs/differences.md).
 The pairs of a tree share their beginnings, and the loss is a square: sum_i w_i (v - q_i)^2 is (sum w_i) (v - mean q)^2
 plus a constant. So a tree goes through the backbone once, each token with a weight and a mean target, and gives the
 gradient of its pairs one by one (`pair_loss`, the readable form that the tests hold it to) at a fraction of the cost.
@@ -31,12 +31,13 @@ from qlass.cli import at_least, choices, more, parse, parser, settle
 from qlass.fast.packing import PackedPairs, pack_pairs, packed_loss, packed_scores
 from qlass.fast.token_tree import batches, like_a_tree
 from qlass.files import checkpoint_folder, only_writer, read_trees, release, replacing_folder
+from qlass.flags import add_prompted, rendering_of, warn_of_another_world
 from qlass.loop import Training, finish, is_trained
 from qlass.memory import check_memory, estimate
-from qlass.policy import Policy, add_prompted, rendering_of, warn_of_another_world
-from qlass.qnet import Pair, QNet, pair_loss, pairs_of, plain_scores
+from qlass.policy import Policy
+from qlass.qnet import Pair, QNet, pair_loss, pairs_of
 
-# Table 5 and Eq. (11); why the tiny model's loss is on the last token: docs/last_token.md
+# Table 5 and Eq. (11); why the tiny model's loss is on the last token: docs/differences.md
 PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096, "micro_tokens": 8192}
 TINY = {"epochs": 8, "lr": 1e-3, "batch": 64, "loss_on": "last", "max_tokens": 1024, "micro_tokens": 2048}
 SMALL = 50_000_000  # parameters, below which the settings are TINY's
@@ -91,7 +92,9 @@ def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], args:
     qnet.eval()
     pairs = [p for tree in trees for p in tree]
     with models.mixed_precision(qnet.backbone):
-        values = plain_scores(qnet, pairs) if args.plain else packed_scores(qnet, packs, args.micro_tokens)
+        values = (
+            [qnet.q(p.state, p.action) for p in pairs] if args.plain else packed_scores(qnet, packs, args.micro_tokens)
+        )
     mse = sum((p.q - v) ** 2 for p, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
     return {"mse": mse} | sibling_accuracy(trees, {(p.state, p.action): v for p, v in zip(pairs, values, strict=True)})
 

@@ -38,7 +38,7 @@ import torch
 
 import envs
 from bellman import label
-from build_trees import exploration_tree, tree_records
+from build_trees import Exploration, exploration_tree, tree_records
 from environments.alfworld.games import load
 from environments.alfworld.textworld import TextWorldGame
 from experiments.plain import OneByOne, Replayed, WholeTrie, one_pair_at_a_time
@@ -85,10 +85,9 @@ def grow(env: Any, tasks: list[str], policy: Any, width: int) -> list[list[dict]
     """The trees of these tasks, `width` of them side by side, as lines of trees.jsonl."""
 
     def tree(task: str) -> Iterator:
-        root = yield from exploration_tree(
-            fork := env(), task, policy.chat.rendering, depth=3, width=3, rollouts=6, with_expert=True
-        )
-        return tree_records(fork, task, root)
+        x = Exploration(env(), task, policy.chat.rendering, depth=3)
+        root = yield from exploration_tree(x, bound=6, expert={})
+        return tree_records(x.env, task, root)
 
     return list(drive(map(tree, tasks), {Sample: policy.sample}, width, in_order=True))
 
@@ -137,7 +136,7 @@ def tokens(n: int = 16) -> Iterator[Figure]:
         unique += len(tree)
     alone = sum(len(chat.prompt(p.state)) + len(chat.action(p.action, p.state.task)) for t in held_out for p in t)
     qnet_scores(net, held_out)
-    once = net.reader.computed
+    once = net.computed
     yield Figure("values of these trees' nodes, tokens", alone, once, "tokens")
     yield Figure("values of these trees' nodes, computed a unique token", alone / unique, once / unique, "")
 

@@ -15,8 +15,8 @@ import torch
 
 from qlass.chat import Chat, State
 from qlass.fast.token_tree import TokenTree, tree_inputs
+from qlass.fast.tries import Trie
 from qlass.models import mixed_precision
-from qlass.policy import Trie
 
 
 @dataclasses.dataclass(frozen=True)

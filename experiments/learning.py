@@ -27,9 +27,10 @@ from qlass.cli import Output, at_least, handed_on, more, must_exist, needed, par
 from qlass.driver import Sample, drive
 from qlass.fast.token_tree import like_a_tree
 from qlass.files import checkpoint_folder, write_meta
+from qlass.flags import add_prompted, rendering_of, warn_of_another_world
 from qlass.loop import read_state, write_state
 from qlass.memory import check_memory, estimate
-from qlass.policy import Policy, add_prompted, rendering_of, warn_of_another_world
+from qlass.policy import Policy
 from sft import sft_loss
 from train_qnet import SMALL
 

@@ -10,7 +10,7 @@ import torch
 import envs
 from qlass.chat import Chat, uniforms
 from qlass.driver import Candidate, Sample
-from qlass.policy import Trie
+from qlass.fast.tries import Trie
 from qlass.qnet import Pair, QNet, pair_loss
 
 

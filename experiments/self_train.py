@@ -32,7 +32,7 @@ from pathlib import Path
 
 import envs
 import sft
-from q_search import Method, episode, load_qnet
+from q_search import Method, episode
 from qlass import UserError, costs
 from qlass.chat import Chat
 from qlass.cli import Output, at_least, handed_on, more, needed, parse, parser, run_stage
@@ -47,8 +47,7 @@ from qlass.files import (
     write_jsonl,
     write_meta,
 )
-from qlass.models import add_loading
-from qlass.policy import add_sampling, load_agent
+from qlass.flags import add_loading, add_sampling, load_agent, load_qnet
 from qlass.qnet import states_of
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again

@@ -22,7 +22,7 @@ import numpy as np
 
 from qlass import UserError
 from qlass.files import is_flag, is_number, is_text, maybe, read_object, wrong
-from qlass.tiny import mark, unmark
+from qlass.tiny import mark, unmark, with_aids
 
 # ------------------------------------------------------------------------------------------------- states and actions
 
@@ -129,9 +129,6 @@ PROMPTED = ("max_new_tokens", "truncate")  # settings by flag that a prompt depe
 RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all that have a flag
 
 
-SAME_PAGE = "(same page)"
-
-
 class Chat:
     """Messages -> tokens, one list a message, so that a state's tokens are a prefix of every later state's.
 
@@ -232,23 +229,16 @@ class Chat:
 
         A system message stands in one list with the user's first.
         """
-        r, lists, seen = self.rendering, [], set()
         messages, begin = list(state.messages), self.begin
         if messages[0][0] == "system":
             begin = self.system + messages.pop(0)[1] + self.between
-        if r.compact and messages[1:2] == [("assistant", "OK")]:
-            del messages[:2]
-        if r.markov:
-            messages = messages[-1 - (messages[-1][0] == "assistant") :]
+        messages = with_aids(messages, state.task, self.rendering)
+        lists = []
         for i, (role, content) in enumerate(messages):
             if role == "assistant":
-                lists.append(self.action(content, state.task))
-                continue
-            if r.compact and i:
-                content = SAME_PAGE if content in seen else content.replace(state.task, "")
-                seen.add(messages[i][1])
-            content = mark(content, state.task) if r.mark_matches and i else content
-            lists.append(self._ids(self.turn if i else begin, content, self.ask))
+                lists.append(self._ids(self.lead, content, self.stop))
+            else:
+                lists.append(self._ids(self.turn if i else begin, content, self.ask))
         return lists
 
     def prompt_tokens(self, state: State) -> list[list[int]]:

@@ -58,25 +58,30 @@ def tokens(chat: Chat, trials: Sequence[Sequence[Any]], scored: Callable[[Any], 
     }
 
 
-def line(
-    chat: Chat, trials: Sequence[Any], best: Any, scored: Callable[[Any], list[str]], steps_all: bool, seconds: float
-) -> dict:
+def line(chat: Chat, trials: Sequence[Any], best: Any, scored: Callable[[Any], list[str]], step_each: bool) -> dict:
     """What some `q_search.Trajectory`s of a task cost, and the one of them that counts.
 
-    steps_all: each candidate was stepped in the environment too.
+    scored: as in `tokens`. step_each: every candidate was stepped in the environment too.
     """
-    steps = [
-        {"action": s.action, "observation": s.observation,
-         "candidates": [{"action": a, "q": round(float(q), 4) if is_number(q) else None}
-                        for a, q in zip(s.candidates, s.scores, strict=True)]}
-        for s in best.steps
-    ]  # fmt: skip
-    env_steps = sum(1 + len(s.candidates) * steps_all for trial in trials for s in trial.steps)
+    steps = []
+    for step in best.steps:
+        q = [round(float(score), 4) if is_number(score) else None for score in step.scores]
+        candidates = [{"action": a, "q": value} for a, value in zip(step.candidates, q, strict=True)]
+        steps.append({"action": step.action, "observation": step.observation, "candidates": candidates})
+    env_steps = sum(1 + len(step.candidates) * step_each for trial in trials for step in trial.steps)
     spent = tokens(chat, [trial.steps for trial in trials], scored)
-    row = result(best.steps[0].state.task, best.reward, steps, spent, env_steps, len(trials), seconds)
+    fields = result(
+        best.steps[0].state.task,
+        best.reward,
+        steps,
+        spent,
+        env_steps,
+        len(trials),
+        sum(trial.seconds for trial in trials),
+    )
     if chat.rendering.truncate:
-        row["cut_prompts"] = sum(chat.is_cut(step.state) for trial in trials for step in trial.steps)
-    return row
+        fields["cut_prompts"] = sum(chat.is_cut(step.state) for trial in trials for step in trial.steps)
+    return fields
 
 
 def result(

@@ -25,6 +25,7 @@ from qlass.chat import Chat, Rendering
 from qlass.cli import at_least
 from qlass.fast import parity
 from qlass.files import replacing_folder
+from qlass.flags import add_loading
 from qlass.loop import LOGS
 
 MORE_TOKENS = 64  # that a tokenizer may have and its model not: some are published so (gemma-3-1b-it has one)
@@ -84,7 +85,6 @@ def load_checkpoint(
         raise UserError(f"{path}: its tokenizer has {len(tokenizer):,} tokens, its model {vocabulary:,}; "
                         "was the folder mixed from two?")  # fmt: skip
     model = model if load_in else model.to(where)
-    model.plain = plain
     if not plain:
         parity.check(model.eval(), str(path))
     return model, Chat(tokenizer, rendering, vocabulary, context_of(model.config))
@@ -276,11 +276,6 @@ def needs_bitsandbytes(flag: str, where: torch.device) -> None:
         raise UserError(f"{flag}: {missing[0]} is missing: pip install -r requirements-gpu.txt")
     if where.type == "cpu":
         raise UserError(f"{flag}: needs a GPU; leave it out on a CPU")
-
-
-def add_loading(parser: argparse.ArgumentParser) -> None:
-    add, bits = parser.add_argument, ["4bit", "8bit"]
-    add("--load-in", choices=bits, metavar="BITS", help="4bit or 8bit: fewer bits a weight (bitsandbytes, GPU)")
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:

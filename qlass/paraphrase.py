@@ -14,6 +14,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from envs import TextEnv
 from qlass import UserError
@@ -106,3 +107,11 @@ class Server(Endpoint):
         with ThreadPoolExecutor(8) as pool:
             self.known |= zip(fresh, pool.map(self.ask, fresh), strict=True)
         return [self.known[r] if r.index else r.task for r in requests]
+
+
+def rewording(policy: Any, env: Any, wordings: int | None, server: str | None) -> Callable | None:
+    """What answers the Sample requests of a method, given it; None where nothing is to be reworded."""
+    if wordings is None or policy is None:
+        return None
+    paraphraser = Server(server) if server else by_rules(env)
+    return lambda method: Paraphrased(policy.sample, paraphraser, wordings or method.M * method.N)

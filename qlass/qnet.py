@@ -1,4 +1,8 @@
-"""QNet: a language model with a value head (Eq. 9-11), and the (s, a, q) pairs that it learns."""
+"""QNet: a language model with a value head (Eq. 9-11), and the (s, a, q) pairs that it learns.
+
+Everything here reads one sequence at a time. `qlass/fast/` gives the same values and the same loss, each token computed
+once; it is on by default and off with `fast=False` (--plain).
+"""
 
 from __future__ import annotations
 
@@ -17,62 +21,67 @@ from torch import nn
 from qlass import UserError, models
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
-from qlass.fast.cache import reader
 from qlass.files import read_object, wrong
 
 
 class QNet(nn.Module):
-    """Q(s, a): a HuggingFace causal LM without its output layer, and an MLP on each token's hidden state (Eq. 8)."""
+    """Q(s, a): a HuggingFace causal LM without its output layer, and an MLP on the hidden state of each token."""
 
     def __init__(
-        self, backbone: Any, chat: Chat, hidden: int = 1024, readout: str = "last", budget: int = 16_384,
-        cache_gb: float | None = None,
-    ) -> None:  # fmt: skip
+        self, backbone: Any, chat: Chat, hidden: int = 1024, readout: str = "last", fast: bool = True, **room: Any
+    ) -> None:
+        """readout: Q is the value at the action's "last" token, or the "mean" over the action's tokens. room: `budget`
+        (tokens of a batch) and `cache_gb` of the fast way."""
         super().__init__()
         self.backbone, self.chat, self.readout = backbone, chat, readout
         size = backbone.config.get_text_config().hidden_size
-        self.head = nn.Sequential(  # App. A.2: two hidden layers of 1024, ReLU
+        self.head = nn.Sequential(  # Eq. (10); App. A.2: two hidden layers of 1024, ReLU
             nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)
         ).to(backbone.device)  # fmt: skip
-        self.budget, self.cache_gb = budget, cache_gb  # as Policy's
-        self._known: dict[tuple[State, str], float] = {}
+        self.fast = None
+        self.room = room if fast else None
+        self.plain_tokens = 0
 
     def forward(self, at: Any = None, **inputs: Any) -> torch.Tensor:
-        """Values (B, L) of the tokens of `inputs` (ids, positions, mask as from `tree_inputs`), or, flat, of those
-        that `at` (B, L) marks, or at its indices: the head costs a tiny model more than its backbone."""
-        hidden = self.backbone(**inputs).last_hidden_state
-        hidden = hidden if at is None else hidden[at]
-        return self.head(hidden.to(self.head[0].weight.dtype)).squeeze(-1)
+        """Values V of tokens: (B, L) of all of `inputs` (ids, mask, positions: (B, L)), or those that `at` selects."""
+        hidden = self.backbone(**inputs).last_hidden_state  # Eq. (9): h_1 .. h_L, (B, L, D)
+        hidden = hidden if at is None else hidden[at]  # the head costs a tiny model more than its backbone
+        return self.head(hidden.to(self.head[0].weight.dtype)).squeeze(-1)  # Eq. (10)
 
-    def train(self, mode: bool = True) -> QNet:
-        """Training changes the weights: what was computed with the old ones is forgotten."""
-        self.reader, self._known = reader(self.backbone, self.cache_gb), {}
-        return super().train(mode)
+    def values(self, state: State, action: str) -> tuple[torch.Tensor, int]:
+        """V of each token of (s, a), (L,), and how many of them are the prompt's."""
+        prompt, ids = self.chat.prompt(state), self.chat.action(action, state.task)
+        tokens = torch.tensor([[*prompt, *ids]], device=self.backbone.device)
+        self.plain_tokens += tokens.numel()
+        return self(input_ids=tokens, use_cache=False)[0].float(), len(prompt)
 
-    @torch.inference_mode()
     def score(self, requests: list[Score]) -> list[list[float]]:
-        """Q(s, a) of each request's actions: the value at the action's last token, or their mean."""
+        """Q(s, a) of each request's actions."""
         if self.training:
             self.eval()
-        fresh: dict[State, dict[str, None]] = {}
-        for r in requests:
-            for action in r.actions:
-                if (r.state, action) not in self._known:
-                    fresh.setdefault(r.state, {})[action] = None
-        states = list(fresh)
-        tails = [[self.chat.action(a, s.task) for a in fresh[s]] for s in states]
+        scores = self.fast.score(requests) if self.fast else [[self.q(r.state, a) for a in r.actions] for r in requests]
+        if not all(math.isfinite(q) for values in scores for q in values):
+            raise UserError("QNet's values are not finite, so they rank nothing: its training has diverged")
+        return scores
 
-        def values(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
-            return self(at=(slice(None), columns), **inputs).float()
+    @torch.inference_mode()
+    def q(self, state: State, action: str) -> float:
+        values, n_prompt = self.values(state, action)
+        return float(values[-1] if self.readout == "last" else values[n_prompt:].mean())
 
-        prompts = [self.chat.prompt_tokens(s) for s in states]
-        for n, out, _, paths in self.reader.read(values, self.backbone, self.budget, prompts, tails):
-            v = out.cpu().numpy()
-            if not math.isfinite(v.sum()):
-                raise UserError("QNet's values are not finite, so they rank nothing: its training has diverged")
-            for action, at in zip(fresh[states[n]], paths, strict=True):
-                self._known[states[n], action] = float(v[at[-1]] if self.readout == "last" else v[at].mean())
-        return [[self._known[r.state, action] for action in r.actions] for r in requests]
+    @property
+    def computed(self) -> int:
+        """Tokens put through the model to score, padding aside."""
+        return self.fast.cache.computed if self.fast else self.plain_tokens
+
+    def train(self, mode: bool = True) -> QNet:
+        """Training changes the weights, so what was computed with the old ones is forgotten."""
+        self.fast = None
+        if self.room is not None and not mode:
+            from qlass.fast.score import FastQNet
+
+            self.fast = FastQNet(self, **self.room)
+        return super().train(mode)
 
     def save_pretrained(self, folder: Path) -> None:
         """The backbone by HuggingFace's save_pretrained, tokenizer and rendering, head.safetensors, qnet.json."""
@@ -85,7 +94,7 @@ class QNet(nn.Module):
     @classmethod
     def from_pretrained(
         cls, folder: str | Path, device: str | None = None, readout: str | None = None, load_in: str | None = None,
-        plain: bool = False, rendering: Rendering | None = None, **options: Any,
+        plain: bool = False, rendering: Rendering | None = None, **room: Any,
     ) -> QNet:  # fmt: skip
         folder = Path(folder)
         if not (folder / "qnet.json").exists():
@@ -97,13 +106,16 @@ class QNet(nn.Module):
         if mistake := wrong(about, kinds, kinds):
             raise UserError(f"{folder / 'qnet.json'}: {mistake}; train_qnet.py writes one")
         try:
-            qnet = cls(backbone, chat, about["hidden"], readout or about["readout"], **options)
+            qnet = cls(backbone, chat, about["hidden"], readout or about["readout"], not plain, **room)
             qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
         except (OSError, RuntimeError, SafetensorError, ValueError) as error:
             why = str(error).splitlines()[0]
             said = f"no value head that fits its backbone ({why}): are these files of two checkpoints?"
             raise UserError(f"{folder}: {said}") from None
         return qnet.to(backbone.device).eval()
+
+
+# ------------------------------------------------------------------------------------------------------------- pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,26 +147,13 @@ def loss_tokens(n_prompt: int, n: int, loss_on: str) -> slice:
     return slice({"all": 0, "action": n_prompt, "last": n - 1}[loss_on], n)
 
 
-def pair_values(qnet: QNet, pair: Pair) -> tuple[torch.Tensor, int]:
-    """V of each token of (s, a), and how many of them are the prompt's."""
-    prompt, action = qnet.chat.prompt(pair.state), qnet.chat.action(pair.action, pair.state.task)
-    ids = torch.tensor([[*prompt, *action]], device=qnet.backbone.device)
-    return qnet(input_ids=ids, use_cache=False)[0].float(), len(prompt)
-
-
 def pair_loss(qnet: QNet, pair: Pair, loss_on: str = "all") -> torch.Tensor:
-    """Eq. (11) for one pair: 1/n sum_j (V_j - q)^2 over the n tokens of (s, a)."""
-    values, n_prompt = pair_values(qnet, pair)
+    """Eq. (11) for one pair: 1/n sum_j (V_j - q)^2 over the n tokens of (s, a), or those that `loss_on` says."""
+    values, n_prompt = qnet.values(pair.state, pair.action)
     return (values[loss_tokens(n_prompt, len(values), loss_on)] - pair.q).square().mean()
 
 
-@torch.no_grad()
-def plain_scores(qnet: QNet, pairs: list[Pair]) -> list[float]:
-    read = (pair_values(qnet, pair) for pair in pairs)
-    return [float(values[-1] if qnet.readout == "last" else values[n_prompt:].mean()) for values, n_prompt in read]
-
-
-def qnet_scores(qnet: Any, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
+def qnet_scores(qnet: QNet, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
     """Q(s, a) of the trees' pairs as search asks for it."""
     pairs = list(dict.fromkeys((p.state, p.action) for tree in trees for p in tree))
-    return dict(zip(pairs, (s[0] for s in qnet.score([Score(s, (a,)) for s, a in pairs])), strict=True))
+    return dict(zip(pairs, (q[0] for q in qnet.score([Score(s, (a,)) for s, a in pairs])), strict=True))

@@ -41,6 +41,32 @@ def unmark(text: str) -> str:
     return text.replace(MARK, "")
 
 
+SAME_PAGE = "(same page)"
+
+
+def with_aids(messages: list[tuple[str, str]], task: str, rendering: Any) -> list[tuple[str, str]]:
+    """Messages (role, content) as a checkpoint with aids reads them.
+
+    compact: no instruction turn; in a page neither the task again nor a page shown before. markov: the last observation
+    alone. mark_matches: a mark before each word of the task, but in the first message.
+    """
+    if rendering.compact and messages[1:2] == [("assistant", "OK")]:
+        messages = messages[2:]
+    if rendering.markov:
+        messages = messages[-1 - (messages[-1][0] == "assistant") :]
+    shown: list[tuple[str, str]] = []
+    pages: set[str] = set()
+    for i, (role, content) in enumerate(messages):
+        text = content
+        if rendering.compact and i and role == "user":
+            text = SAME_PAGE if content in pages else content.replace(task, "")
+            pages.add(content)
+        if rendering.mark_matches and (i or role == "assistant"):
+            text = mark(text, task)
+        shown.append((role, text))
+    return shown
+
+
 # What its checkpoint's Rendering says.
 AIDS = {"temperature": 1.0, "max_new_tokens": 48, "candidates": "valid", "mark_matches": True, "compact": True}
 

@@ -2,7 +2,7 @@
 # What quickstart.sh leaves open, in its run folder: what the trees are worth without a QNet, process rewards (Fig. 4), half of
 # the demonstrations (Table 3) and what single choices are worth. QLASS with M = 4 on the same test tasks each time,
 # distinguished by --label. Six hours by estimate: a QNet takes almost half of one. 300 trees would take a third of that, but
-# teach QNet too little (reference_output/validation.md).
+# teach QNet too little.
 set -euo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"

@@ -1,6 +1,5 @@
 # Sourced by the scripts beside it, which name the environment ENV: an environment's settings for the tiny model, where a
-# run's files lie, and how stages are called. The settings were chosen on validation tasks
-# (reference_output/validation.md); which test tasks had been played before stands on each page.
+# run's files lie, and how stages are called. The settings were chosen on validation tasks.
 # Run a stopped script again: finished stages are kept, the others resume.
 # SEED=1 RUN=runs/webshop-seed1 bash runs/quickstart.sh for another seed; PYTHON=... for another Python; EPOCHS=3 for a
 # QNet trained for three of WebShop's eight epochs, as in `make demo`.

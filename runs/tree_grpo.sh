@@ -6,8 +6,7 @@
 #   bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [an environment's FLAG...]  (webshop, 3 seeds)
 #
 # Seed 0 uses the run folder runs/ENV of reproduce.sh, the others runs/ENV-seed1, ...; the report over all of them
-# is runs/ENV/tree_grpo.html. Which settings were chosen on validation tasks, and which test tasks had been played before, is
-# in reference_output/tree_grpo.md.
+# is runs/ENV/tree_grpo.html. The settings were chosen on validation tasks; reference_output/train_or_search.md has results.
 set -euo pipefail
 ENV=webshop SEEDS=3
 case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac

@@ -14,7 +14,7 @@ ENV=webshop
 [[ $SEEDS =~ ^[1-9][0-9]*$ && $# = 0 ]] || { echo "error: WEBSHOP=DIR bash runs/webshop_real.sh [--seeds N]" >&2 && exit 2; }
 # A product has a goal for each of its combinations of options: without a limit two products are a third of the test tasks.
 plain=("${common[@]}" --webshop-data "${WEBSHOP:-data/webshop}" --env-option per_product=16) runs=()
-# Warm trees, since the agent's own draws hardly differ (reference_output/validation.md).
+# Warm trees, since the agent's own draws hardly differ.
 tasks=(--limit 0) sft=(--n-expert 400 --epochs 16) trees=(--limit 700 --rollouts 5 --temperature 2) qnet=(--epochs 3)
 
 for ((seed = 0; seed < SEEDS; seed++)); do

@@ -6,6 +6,7 @@ No fake knows the answer that a test expects of it: worlds are data of the test,
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import envs
+from build_trees import Exploration, exploration_tree
 from qlass.chat import Chat, Rendering, State, parse_action, react
 from qlass.driver import Candidate, Sample, Score
 
@@ -99,6 +101,13 @@ def best(node: Any, gamma: float = 1.0) -> float:
 
 
 # -------------------------------------------------------------------------------------------------- scripted policies
+
+
+def explore(env, task_id, rendering, depth, width, rollouts, with_expert, prune="branch", expert=None, steps=None):
+    """`exploration_tree` as build_trees.py calls it: the agent explores no node behind its limit of steps."""
+    steps = steps or env.max_steps
+    x = Exploration(env, task_id, rendering, min(depth, steps - 1), width, steps, prune)
+    return exploration_tree(x, rollouts or math.inf, (expert or {}) if with_expert else None)
 
 
 def run(generator: Generator, answer: Callable[[Any], Any]) -> tuple[Any, list]:

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from fakes import WORLD, FakeEnv, Script, dump, path_of, run, say
+from fakes import WORLD, FakeEnv, Script, dump, explore, path_of, run, say
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import build_trees
 import envs
-from build_trees import RETRIES, exploration_tree
+from build_trees import RETRIES
 from qlass import UserError
 from qlass.chat import Rendering, parse_action
 from qlass.files import actions_by_task
@@ -21,7 +21,7 @@ def grow(script, depth=1, width=2, rollouts=64, with_expert=False, world=WORLD, 
     """The tree's nodes as {path: (reward, source, branch)}, and the requests as (path, n)."""
     env = FakeEnv(world, **options)
     answer = script if callable(script) else Script(script)
-    root, asked = run(exploration_tree(env, "train0", FREE, depth, width, rollouts, with_expert, prune), answer)
+    root, asked = run(explore(env, "train0", FREE, depth, width, rollouts, with_expert, prune), answer)
     nodes = {path_of(n.state): (n.reward, n.source, n.branch) for n in root.walk()}
     return nodes, [(path_of(r.state), r.n) for r in asked], root, env
 
@@ -93,7 +93,7 @@ def test_under_a_bound_the_experts_nodes_come_before_what_the_first_pass_left():
 def test_the_expert_branch_is_the_demonstration_where_there_is_one(key):
     known = {key: ["Thought: mine\nAction: left", "Action: right", "Action: left"], "other": ["Action: right"]}
     env = FakeEnv()
-    tree = exploration_tree(env, "train0", FREE, 0, 1, 0, True, demonstrations=known)
+    tree = explore(env, "train0", FREE, 0, 1, 0, True, expert=known)
     root, _ = run(tree, Script({(): "right", R: "left"}))
     assert [path_of(n.state) for n in root.walk() if n.expert] == [L, LR, (*LR, "left")]
     assert root.children["left"].action == "Thought: mine\nAction: left"
@@ -101,9 +101,7 @@ def test_the_expert_branch_is_the_demonstration_where_there_is_one(key):
 
 def test_a_demonstration_goes_on_behind_the_leaf_where_the_agents_limit_was():
     """Both go right twice; there the agent was stopped, and the demonstration earns its reward."""
-    root, _ = run(
-        exploration_tree(FakeEnv(), "train0", FREE, 0, 1, 1, True, steps=2), Script({(): "right", R: "right"})
-    )
+    root, _ = run(explore(FakeEnv(), "train0", FREE, 0, 1, 1, True, steps=2), Script({(): "right", R: "right"}))
     leaf = root.children["right"].children["right"].children["right"]
     assert (leaf.reward, leaf.done, leaf.source) == (1.0, True, "expert")
     assert not root.children["right"].children["right"].done
@@ -112,7 +110,7 @@ def test_a_demonstration_goes_on_behind_the_leaf_where_the_agents_limit_was():
 def test_what_the_agent_ended_at_its_limit_stays_its_own():
     """The demonstration ends where the agent did, with its third and last step: nothing is to be gone on with."""
     world = {"right": {"right": {"right": 1.0}}}
-    tree = exploration_tree(FakeEnv(world), "train0", FREE, 0, 1, 1, True, steps=3)
+    tree = explore(FakeEnv(world), "train0", FREE, 0, 1, 1, True, steps=3)
     root, _ = run(tree, lambda request: say("right"))
     leaf = root.children["right"].children["right"].children["right"]
     assert (leaf.reward, leaf.source, leaf.branch, leaf.expert) == (1.0, "policy", 1, True)
@@ -121,7 +119,7 @@ def test_what_the_agent_ended_at_its_limit_stays_its_own():
 def test_behind_the_agents_limit_no_branch_begins():
     """The demonstration has three steps, the agent's limit is one: it branches at the root alone."""
     world = {"right": {"right": {"right": 1.0, "left": 0.2}, "left": 0.2}, "left": 0.2}
-    tree = exploration_tree(FakeEnv(world), "train0", FREE, 5, 2, 9, True, steps=1)
+    tree = explore(FakeEnv(world), "train0", FREE, 5, 2, 9, True, steps=1)
     root, asked = run(tree, lambda request: say("left", "right", "left")[: request.n])
     assert {path_of(r.state) for r in asked} == {()}
     assert [n.source for n in root.walk() if n.t > 1] == ["expert", "expert"]
@@ -162,7 +160,7 @@ def test_a_demonstration_is_not_lost_to_another_spelling():
     task = alfworld.task_ids("train")[0]
     alfworld.reset(options={"task_id": task})
     first = next(action for _, action in alfworld.expert(task))
-    tree = exploration_tree(alfworld, task, FREE, 1, 1, 1, True, steps=1)
+    tree = explore(alfworld, task, FREE, 1, 1, 1, True, steps=1)
     root, _ = run(tree, lambda request: say(*[first.upper()] * request.n))
     assert next(iter(root.children.values())).observation.endswith("Nothing happens.")
     assert [node.reward for node in root.walk() if node.done and node.source == "expert"] == [1.0]

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from fakes import dump, tiny_backbone, tiny_lm, word_chat
+from families import tiny
 from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -12,7 +13,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import q_search
 import sft
 import train_qnet
-from docs import make_models
 from qlass import UserError, models
 from qlass.policy import Policy
 from qlass.qnet import QNet
@@ -49,7 +49,7 @@ def test_an_update_by_hand():
 def test_experts_are_refused_before_anything_is_trained():
     """PEFT would update them too, in a form that can't be merged into the weights."""
     with pytest.raises(UserError, match=r"--lora 2: not for this model .*Experts"):
-        models.add_lora(make_models.tiny("mixtral"), 2)
+        models.add_lora(tiny("mixtral"), 2)
 
 
 def test_a_merged_model_is_an_ordinary_one_that_says_the_same():

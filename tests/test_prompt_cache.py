@@ -8,9 +8,10 @@ from fakes import tiny_lm, word_chat
 from qlass.chat import State
 from qlass.driver import Sample, Score
 from qlass.fast import cache as prompt_cache
-from qlass.fast.cache import PlainReader, PromptCache, reader
+from qlass.fast.cache import PromptCache
 from qlass.fast.token_tree import TokenTree
-from qlass.policy import Policy, Trie
+from qlass.fast.tries import Trie
+from qlass.policy import Policy
 from qlass.qnet import QNet
 
 CHAT = word_chat()
@@ -145,7 +146,7 @@ def test_a_tree_costs_its_unique_tokens(row, monkeypatch):
     policy.logprobs(pairs)
     net.score([Score(s, (a,)) for s, a in pairs])
     assert policy.computed <= (1 if row > len(tree) else 1.9) * len(tree)
-    assert net.reader.computed == policy.computed
+    assert net.computed == policy.computed
 
 
 def test_rows_limited_or_not_give_the_same(monkeypatch):
@@ -156,10 +157,10 @@ def test_rows_limited_or_not_give_the_same(monkeypatch):
 
 
 def test_a_model_reads_with_a_cache_of_the_size_asked_for_or_plainly():
-    assert reader(MODEL, 0.5).room == 1 << 29 and reader(MODEL).room > 0
-    plain = tiny_lm(CHAT)
-    plain.plain = True
-    assert isinstance(reader(plain), PlainReader)
+    assert Policy(MODEL, CHAT, cache_gb=0.5).fast.cache.room == 1 << 29 and Policy(MODEL, CHAT).fast.cache.room > 0
+    plain = Policy(MODEL, CHAT, fast=False)
+    plain.logprobs([(State((("user", "left"),)), "Action: left")] * 2)
+    assert plain.fast is None and plain.computed == 2 * len(CHAT.prompt(State((("user", "left"),)))) + 2 * 3
 
 
 # ------------------------------------------------------------------------------------------ tries down to a branching

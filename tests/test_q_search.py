@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import q_search
-from q_search import Method, best_of
+from q_search import Method, play
 from qlass import UserError
 from qlass.chat import parse_action
 from qlass.driver import Likelihood, Sample, Score
@@ -17,6 +17,7 @@ from qlass.files import read_jsonl
 from qlass.qnet import QNet
 
 CHAT = word_chat()
+GREEDY = Method("greedy", temperature=0.0)
 BOTH = {path: "left right" for path in [(), ("left",), ("right",), ("left", "right"), ("right", "right")]}
 
 
@@ -36,7 +37,7 @@ def episode(method: Method, script=BOTH, q=never, env: FakeEnv | None = None, **
     """The record, the path taken, and the environment that was played."""
     env = env or FakeEnv(**options)
     draw = script if callable(script) else Script(script)
-    record, asked = run(best_of(env, "test0", method, CHAT), lambda r: draw(r) if isinstance(r, Sample) else q(r))
+    record, asked = run(play(env, "test0", method, CHAT, {}), lambda r: draw(r) if isinstance(r, Sample) else q(r))
     assert all(r.temperature == (0 if method.name == "greedy" else 0.7) for r in asked if isinstance(r, Sample))
     return record, tuple(parse_action(s["action"]) for s in record["steps"]), env
 
@@ -84,10 +85,10 @@ def test_one_action_is_one_candidate_whatever_was_thought():
     ]
 
 
-@pytest.mark.parametrize("name", ["greedy", "sample"])
-def test_the_agent_alone(name):
+@pytest.mark.parametrize("method", [GREEDY, Method("sample")])
+def test_the_agent_alone(method):
     script = {(): "right", ("right",): "right"}
-    record, path, _ = episode(Method(name), script)
+    record, path, _ = episode(method, script)
     assert path == ("right", "right", "left") and record["reward"] == 0
     assert record["steps"][0]["candidates"] == [{"action": "Thought: hm\nAction: right", "q": None}]
 
@@ -103,16 +104,17 @@ def test_the_likeliest_of_the_drawn_needs_no_qnet():
     assert [c["q"] for c in record["steps"][0]["candidates"]] == [-2.0, -0.5]
 
 
-def test_random_choice_is_of_the_drawn_and_depends_on_task_and_seed_alone():
+def test_random_choice_is_of_the_drawn_and_depends_on_task_and_seed_alone(monkeypatch):
     def told(seed: int) -> list:
-        method = Method("random", M=2, by=q_search.Scorer(q_search.at_random(seed)))
-        return [run(best_of(FakeEnv(), f"test{task}", method, CHAT), Script(BOTH))[0]["steps"] for task in range(9)]
+        monkeypatch.setitem(q_search.SCORERS, "random", q_search.by_chance(seed))
+        method = Method("random", M=2)
+        return [run(play(FakeEnv(), f"test{task}", method, CHAT, {}), Script(BOTH))[0]["steps"] for task in range(9)]
 
     assert told(0) == told(0) != told(1)
     paths = {}
     for task in range(30):
         env = FakeEnv()
-        taken = [run(best_of(env, f"test{task}", Method("random", M=2), CHAT), Script(BOTH))[0] for _ in range(2)]
+        taken = [run(play(env, f"test{task}", Method("random", M=2), CHAT, {}), Script(BOTH))[0] for _ in range(2)]
         assert taken[0]["steps"] == taken[1]["steps"]
         paths[tuple(parse_action(s["action"]) for s in taken[0]["steps"])] = taken[0]
     assert len(paths) == 6  # all the ends of the world are met
@@ -151,20 +153,20 @@ def test_what_was_sampled_for_one_method_serves_the_next():
         drawn.append(request.key)
         return THREE(request)
 
-    def play(method, sampled):
+    def played(method, sampled):
         return run(
-            best_of(FakeEnv(), "test0", method, CHAT, sampled),
+            play(FakeEnv(), "test0", method, CHAT, sampled),
             lambda r: draw(r) if isinstance(r, Sample) else true_q(r),
         )[0]
 
     for method in (Method("sample"), Method("best_of_n", N=3, select="q"), Method("best_of_n", N=2, select="oracle")):
-        shared, alone = play(method, sampled), play(method, None)
+        shared, alone = played(method, sampled), played(method, {})
         assert shared | {"seconds": 0} == alone | {"seconds": 0}
     assert list(sampled) == [("test0", 0), ("test0", 1), ("test0", 2)]
     drawn.clear()
-    play(Method("best_of_n", N=3, select="oracle"), sampled)
+    played(Method("best_of_n", N=3, select="oracle"), sampled)
     assert not drawn
-    play(Method("random", N=3), sampled)
+    played(Method("random", N=3), sampled)
     assert {key[1] for key in drawn} == {0, 1, 2}
 
 
@@ -191,7 +193,7 @@ def test_n_guided_trajectories():
 
 def test_the_expert():
     env = FakeEnv()
-    record = q_search.played(env, "test0", Method("expert"))
+    record, _ = run(play(env, "test0", Method("expert"), CHAT, {}), never)
     assert (record["reward"], record["n_steps"], record["env_steps"]) == (1.0, 3, 3)
     assert record["tokens"] == {"prompt": 0, "generated": 0, "scored": 0}
 
@@ -203,7 +205,7 @@ def test_an_action_that_means_nothing_costs_its_step():
 
 
 shuffled = st.permutations([0.0, 0.5, 0.2, 0.4, 0.0, 1.0])
-BLIND = [Method("greedy"), Method("sample"), Method("random", M=2), Method("qlass", M=2), Method("qlass", 2, 3, "q"),
+BLIND = [GREEDY, Method("sample"), Method("random", M=2), Method("qlass", M=2), Method("qlass", 2, 3, "q"),
          Method("best_of_n", N=3, select="q")]  # fmt: skip
 
 
@@ -233,7 +235,7 @@ def test_no_reward_is_looked_at_before_the_end(rewards, method):
     ("method", "script", "tokens", "env_steps"),
     [
         # left left: the words of the environment; two actions
-        (Method("greedy"), {}, {"prompt": 3 + 6 + 8, "generated": 2 * 3, "scored": 0}, 2),
+        (GREEDY, {}, {"prompt": 3 + 6 + 8, "generated": 2 * 3, "scored": 0}, 2),
         # right right right: two actions a step; each read and scored once
         (Method("qlass", M=2), BOTH, {"prompt": 26, "generated": 3 * 2 * 3, "scored": 26 + 3 * 2 * 5}, 3),
         # four draws a step, two candidates
@@ -267,13 +269,14 @@ def test_an_agent_without_a_memory_reads_each_observation_once(monkeypatch):
 
 
 def methods(*argv: str) -> list[Method]:
-    return q_search.methods(q_search.arguments(["--env", "frozenlake", *argv]), FakeEnv(), {})
+    args = q_search.arguments(["--env", "frozenlake", *argv])
+    return q_search.plan_of(FakeEnv(), args.method, args.M, args.N, args.select, bool(args.server))
 
 
 def test_flags_name_methods():
     assert methods() == [Method("qlass", M=2)]
     assert methods("--method", "qlass", "best_of_n", "greedy") == [
-        Method("qlass", M=2), Method("best_of_n", N=4, select="q"), Method("greedy")
+        Method("qlass", M=2), Method("best_of_n", N=4, select="q"), GREEDY
     ]  # fmt: skip
     assert methods("--method", "qlass", "-M", "2", "4", "-N", "1", "3", "--select", "oracle") == [
         Method("qlass", 2, 1), Method("qlass", 2, 3, "oracle"), Method("qlass", 4, 1), Method("qlass", 4, 3, "oracle")
@@ -353,7 +356,9 @@ def test_results_do_not_depend_on_the_batch_or_on_where_a_run_stopped(search, tm
 
 def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted(search, monkeypatch, capsys):
     monkeypatch.setattr("qlass.models.context_of", lambda config: 32)  # 20 tokens, and 12 of an action
-    monkeypatch.setattr(q_search.Chat, "stays", lambda *_: 1)  # as where the first message tells all: here all is short
+    monkeypatch.setattr(
+        "qlass.chat.Chat.stays", lambda *_: 1
+    )  # as where the first message tells all: here all is short
     asked = ("--method", "greedy", "qlass")
     with pytest.raises(UserError, match=r"more than the model's context of 32: --truncate oldest"):
         search(*asked)
@@ -370,14 +375,13 @@ def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted
 
 def test_room_and_batch_are_qnets_too_and_change_no_result(search, monkeypatch):
     nets, load = [], QNet.from_pretrained
-    monkeypatch.setattr(
-        q_search.QNet, "from_pretrained", lambda *args, **more: nets.append(load(*args, **more)) or nets[-1]
-    )
+    monkeypatch.setattr(QNet, "from_pretrained", lambda *args, **more: nets.append(load(*args, **more)) or nets[-1])
     asked = ("--method", "qlass", "-M", "4")
     narrow = search(*asked, "--cache-gb", "0", "--decode-tokens", "99", out="narrow.jsonl")
     assert narrow == search(*asked)
     (narrow, usual) = nets
-    assert (narrow.reader.room, narrow.budget) == (0, 99) and usual.reader.room > 0 and usual.budget == 16_384
+    assert (narrow.fast.cache.room, narrow.fast.budget) == (0, 99)
+    assert usual.fast.cache.room > 0 and usual.fast.budget == 16_384
 
 
 def test_methods_may_be_added_one_after_the_other(search, tmp_path, agent, value_net):
@@ -433,9 +437,6 @@ def test_wrong_inputs_are_named(search, tmp_path, agent, monkeypatch):
     (tmp_path / "broken.jsonl").write_text('{"method"\n{}\n')
     with pytest.raises(UserError, match=r"broken\.jsonl:1"):
         search(out="broken.jsonl")
-    with pytest.raises(UserError, match=r"--shard 1/9: there are 3 tasks"):
-        search("--shard", "1/9", out="shared.jsonl")
-    assert not list(tmp_path.glob("shared*"))
     monkeypatch.setattr(FakeEnv, "task_ids", lambda self, split: [])
     with pytest.raises(UserError, match="no tasks"):
         search(out="empty.jsonl")

@@ -22,7 +22,8 @@ from qlass import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Sample
 from qlass.files import read_trees
-from qlass.policy import Policy, add_sampling, load_agent
+from qlass.flags import add_sampling, load_agent
+from qlass.policy import Policy
 from qlass.server import Endpoint, ServerPolicy
 
 CHAT = word_chat(temperature=0.8)
@@ -276,7 +277,7 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     agent = load_agent(arguments(folder, *flags))
     r = agent.chat.rendering
     assert (r.max_new_tokens, r.top_p, r.top_k, r.stop, r.truncate) == (5, 0.5, 3, ("Observation:",), "oldest")
-    assert agent.budget == 99 and agent.reader.room == 1 << 29
+    assert agent.fast.budget == 99 and agent.fast.cache.room == 1 << 29
     url = fakes().url
     there = load_agent(arguments(folder, "--server", f"{url},{url}#second", "--top-k", "3"))
     assert [s.model for s in there.servers] == ["first", "second"] and there.chat.rendering.top_k == 3

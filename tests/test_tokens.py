@@ -219,7 +219,7 @@ def test_forgetting_prompts_changes_nothing(valid):
     expected = texts(in_chunks(asked, 8))
     for room in (0, 10_000):
         agent = policy()
-        agent.reader = PromptCache(room)
+        agent.fast.cache = PromptCache(room)
         answers = [a for start in range(0, 32, 8) for a in agent.sample(asked[start : start + 8])]
         assert texts(answers) == expected
 
@@ -269,11 +269,10 @@ def test_logprobs_of_the_valid_actions_equal_brute_force():
         Sample(state, 1, ("t",), temperature, ACTIONS[:n])
         for state, n, temperature in itertools.product(STATES[:6], (1, 3, 5), (1.0, 0.5))
     ]
-    tries = [[CHAT.action(a, r.state.task) for a in r.valid] for r in asked]
-    for request, logp in zip(asked, policy()._trie_logprobs(asked, tries), strict=True):
-        assert logp == pytest.approx(
-            logprobs_by_brute_force(request.state, request.valid, request.temperature), abs=1e-5
-        )
+    for request, logp in zip(asked, policy().fast.valid_logprobs(asked), strict=True):
+        expected = logprobs_by_brute_force(request.state, request.valid, request.temperature)
+        assert logp == pytest.approx(expected, abs=1e-5)
+        assert policy().valid_logprobs(request) == pytest.approx(expected, abs=1e-5)  # the plain way
         assert np.exp(logp).sum() == pytest.approx(1, abs=1e-9)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEnv, chat_tokenizer, dump, run, say, tiny_backbone, tiny_config, word_chat
+from fakes import FakeEnv, chat_tokenizer, dump, explore, run, say, tiny_backbone, tiny_config, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaModel
@@ -18,7 +18,6 @@ from transformers import LlamaModel
 import bellman
 import build_trees
 import train_qnet
-from docs.all_tokens import between_siblings, needs_the_action, packed, perfect_values
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.checks import sibling_accuracy
@@ -34,7 +33,7 @@ LOSSES = ["all", "action", "last"]
 def labelled_tree(task: str = "train0", **options) -> list[dict]:
     """A tree of the fake world, explored in all directions, with q."""
     directions = iter(["left", "right", "right", "left", "right", "left", "left", "right"] * 20)
-    tree = build_trees.exploration_tree(FakeEnv(), task, Rendering(), 2, 3, 20, True)
+    tree = explore(FakeEnv(), task, Rendering(), 2, 3, 20, True)
     root, _ = run(tree, lambda request: say(*(next(directions) for _ in range(request.n))))
     return bellman.label(build_trees.tree_records(FakeEnv(), task, root), "q", 0.9)
 
@@ -136,22 +135,6 @@ def test_a_pack_is_as_full_as_its_shared_beginnings_allow():
     assert len(alone.tree) == len(chat.prompt(longest.state)) + 3
 
 
-def test_what_the_loss_on_all_tokens_asks_of_an_actions_last_token():
-    """The mean q of all pairs whose tokens begin with this pair's, by brute force over all pairs."""
-    chat = word_chat()
-    paths = [(*chat.prompt(p.state), *chat.action(p.action, p.state.task)) for p in TREE]
-    expected = []
-    for path in paths:
-        below = [(1 / len(other), p.q) for other, p in zip(paths, TREE, strict=True) if other[: len(path)] == path]
-        expected.append(sum(w * q for w, q in below) / sum(w for w, _ in below))
-    pack = packed(chat, TREE)
-    assert perfect_values(pack)[pack.ends[:, 0]] == pytest.approx(expected, abs=1e-5)
-    assert max(abs(v - p.q) for v, p in zip(expected, TREE, strict=True)) > 0.05  # it is not Q(s, a)
-    two = [Pair(TREE[0].state, action, q) for action, q in (("Action: left", 0.0), ("Action: right", 1.0))]
-    assert between_siblings([two]) == needs_the_action([packed(chat, two)]) == pytest.approx(1.0)
-    assert between_siblings([two, [Pair(TREE[-1].state, "c", 3.5)]]) == pytest.approx(0.5 / (0.5 + 6.0))
-
-
 # ----------------------------------------------------------------------------------------------------- the network
 
 
@@ -166,7 +149,7 @@ def values_plainly(net: QNet, state: State, action: str) -> np.ndarray:
 def test_scores_do_not_depend_on_batch_padding_or_what_was_read_before(budget, room):
     for readout, of in (("last", lambda v: v[-1]), ("mean", np.mean)):
         net = qnet(readout=readout).eval()
-        net.budget, net.reader = budget, PromptCache(room)
+        net.fast.budget, net.fast.cache = budget, PromptCache(room)
         families: dict[State, list[str]] = {}
         for p in TREE:
             families.setdefault(p.state, []).append(p.action)
@@ -330,7 +313,7 @@ def test_packed_and_plain_scores_are_those_of_search(readout):
     for max_tokens, budget in ((10_000, 10_000), (45, 100), (1, 1)):
         packs = list(pack_pairs(net.chat, TREE, "last", max_tokens))
         assert packed_scores(net, packs, budget) == pytest.approx(searched, abs=1e-5)
-    assert train_qnet.plain_scores(net, TREE) == pytest.approx(searched, abs=1e-5)
+    assert [net.q(p.state, p.action) for p in TREE] == pytest.approx(searched, abs=1e-5)
 
 
 def test_packed_pairs_are_small():
@@ -415,7 +398,7 @@ def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, m
 
 def test_trees_that_were_grown_with_cut_prompts_are_measured_with_them(train, tmp_path, monkeypatch):
     monkeypatch.setattr("qlass.models.context_of", lambda config: 30)
-    monkeypatch.setattr(train_qnet.Chat, "stays", lambda *_: 1)  # as where the first message tells all
+    monkeypatch.setattr("qlass.chat.Chat.stays", lambda *_: 1)  # as where the first message tells all
     with pytest.raises(UserError, match="--truncate oldest"):
         train()
     train("--truncate", "oldest", out="cut")

@@ -95,8 +95,11 @@ class SciWorldEnv(TextEnv):
         self.best, self.steps = max(self.best, turn.score), self.steps + 1
         limit = tasks.eto_steps(self.task) if self.max_steps == "eto" else self.max_steps
         truncated = not turn.over and limit is not None and self.steps >= limit
-        reward = self.best if turn.over or truncated else 0.0
+        reward = self.reward_if_cut() if turn.over or truncated else 0.0
         return turn.observation, reward, turn.over, truncated, self._info(turn.observation, turn.score)
+
+    def reward_if_cut(self) -> float:
+        return self.best
 
     def _info(self, feedback: str, score: float) -> dict[str, Any]:
         task = self.pool.description(self.task).removeprefix("Task Description:\n")

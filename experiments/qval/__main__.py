@@ -30,8 +30,7 @@ from qlass.chat import Rendering
 from qlass.cli import at_least, more, must_exist, needed, parse, parser, progress, run_stage
 from qlass.driver import Sample, drive
 from qlass.files import read_jsonl, read_meta, same_arguments, sha256, write_jsonl, write_meta
-from qlass.models import add_loading
-from qlass.policy import add_sampling
+from qlass.flags import add_loading, add_sampling
 
 
 def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, Any, list[float | None]]:

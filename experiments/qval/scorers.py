@@ -23,13 +23,13 @@ import bellman
 import envs
 from experiments.qval import code
 from experiments.qval.labels import exact, references
-from q_search import load_qnet
 from qlass import UserError
 from qlass.chat import State, parse_action, react, uniforms
 from qlass.driver import Score, ask
 from qlass.fast.token_tree import batches
 from qlass.files import read_trees
-from qlass.policy import Policy, load_agent
+from qlass.flags import load_agent, load_qnet
+from qlass.policy import Policy
 from qlass.qnet import QNet, pairs_of
 from qlass.server import ServerPolicy
 

@@ -1,8 +1,4 @@
-"""Keys and values of the states read before, so that every token of a tree goes through a model once.
-
-PromptCache     states and what may follow them through a model in token trees, behind what it remembers of them
-PlainReader     the same answers from one sequence at a time, for models that take no tree mask
-"""
+"""Keys and values of the states read before, so that every token of a tree goes through a model once."""
 
 from __future__ import annotations
 
@@ -150,7 +146,7 @@ class PromptCache:
             rows.append(row)
         return rows, later
 
-    def cache(self, rows: Sequence[Row]) -> DynamicCache:
+    def batch(self, rows: Sequence[Row]) -> DynamicCache:
         """A batch's cache with what is known of each row, aligned on the right."""
         width = max(r.known for r in rows)
         if not width:
@@ -201,7 +197,7 @@ class PromptCache:
             # First reads are long and later ones short: side by side, half of what the model computes would be padding.
             for group in batches(rows, lambda r: len(r.tree), budget, before=lambda r: r.known, like=self.LIKE):
                 some = [rows[g] for g in group]
-                cache, before, width = self.cache(some), max(r.known for r in some), max(len(r.tree) for r in some)
+                cache, before, width = self.batch(some), max(r.known for r in some), max(len(r.tree) for r in some)
                 pads = [width - len(r.tree) for r in some]
                 asked = {p + t for r, p in zip(some, pads, strict=True) for _, last, paths in r.read
                          for path in ([last], *paths) for t in path}  # fmt: skip
@@ -236,28 +232,6 @@ def free_memory(device: torch.device) -> int:
     return max(0, free)
 
 
-def reader(model: Any, gigabytes: float | None = None) -> PromptCache | PlainReader:
-    """How a loaded model reads: with a cache of this size (default: a quarter of the free memory), or plainly."""
-    if getattr(model, "plain", False):
-        return PlainReader()
-    return PromptCache(int(free_memory(model.device) / 4 if gigabytes is None else gigabytes * (1 << 30)))
-
-
-class PlainReader:
-    """`PromptCache.read` for any causal LM: each tail behind its prompt, one sequence at a time, nothing kept."""
-
-    def __init__(self) -> None:
-        self.computed = 0  # as PromptCache's
-
-    def read(self, forward: Forward, model: Any, budget: int, states: Lists, tails: Lists) -> Iterator[Reading]:
-        for i, (messages, ends) in enumerate(zip(states, tails, strict=True)):
-            prompt = [token for tokens in messages for token in tokens]
-            outputs, paths, start = [], [], 0
-            for tail in ends or [[]]:
-                ids = torch.tensor([[*prompt, *tail]], device=model.device)
-                columns = torch.arange(len(prompt) - 1, ids.shape[1], device=model.device)
-                outputs.append(forward({"input_ids": ids, "use_cache": False}, columns)[0])
-                self.computed += ids.numel()
-                paths.append(list(range(start + 1, start + len(columns))))
-                start += len(columns)
-            yield i, torch.cat(outputs), 0, paths[: len(ends)]
+def room_for(model: Any, gigabytes: float | None = None) -> int:
+    """Bytes of a cache for this model; by default a quarter of the free memory."""
+    return int(free_memory(model.device) / 4 if gigabytes is None else gigabytes * (1 << 30))

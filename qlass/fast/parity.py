@@ -2,7 +2,7 @@
 
 Token trees ask of a model that it places tokens by `position_ids` and looks where a 4-D mask lets it. Most do. A model
 that carries a state from token to token, or that counts columns, would be silently wrong: it is refused with the
-reason, and `--plain` reads its sequences one at a time. docs/models.md has the table.
+reason, and `--plain` reads its sequences one at a time. docs/scale.md names the kinds that differ.
 """
 
 from __future__ import annotations

@@ -1,0 +1,168 @@
+"""What `policy.Policy` answers, in batches, each token computed once.
+
+Among the valid actions the trie of their texts goes through the model in one pass behind the prompt, which gives every
+conditional probability that decoding among them would meet. In free text a prompt is read once, its n candidates share
+its keys and values, and finished sequences leave the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from qlass.chat import State, uniforms
+from qlass.driver import Candidate, Sample
+from qlass.fast.cache import Lists, Prompt, PromptCache, Reading, Row, room_for
+from qlass.fast.token_tree import additive_masks, batches, tree_inputs, windows_of
+from qlass.fast.tries import Trie
+
+
+class FastPolicy:
+    """The same candidates as `Policy.write` and `Policy.choose`, and the same log-probabilities."""
+
+    def __init__(self, policy: Any, budget: int = 16_384, cache_gb: float | None = None) -> None:
+        """budget: padded tokens of a batch. cache_gb: room for read prompts (default: a quarter of the free memory)."""
+        self.policy, self.model, self.chat, self.budget = policy, policy.model, policy.chat, budget
+        self.cache = PromptCache(room_for(self.model, cache_gb))
+        self.known: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
+
+    def read(self, states: Lists, tails: Lists) -> Iterator[Reading]:
+        """`PromptCache.read` of the model's logits."""
+
+        def logits(inputs: dict, columns: torch.Tensor) -> torch.Tensor:  # (B, len(columns), V)
+            return self.model(**inputs, logits_to_keep=columns).logits.float()
+
+        return self.cache.read(logits, self.model, self.budget, states, tails)
+
+    def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
+        chosen, written = ([i for i, r in enumerate(requests) if bool(r.valid) is valid] for valid in (True, False))
+        answers = dict(zip(chosen, self.choose([requests[i] for i in chosen]), strict=True))
+        answers |= zip(written, self.write([requests[i] for i in written]), strict=True)
+        return [answers[i] for i in range(len(requests))]
+
+    def choose(self, requests: list[Sample]) -> list[list[Candidate]]:
+        logprobs = self.valid_logprobs(requests)
+        return [self.policy.choose(r, logp) for r, logp in zip(requests, logprobs, strict=True)]
+
+    @torch.inference_mode()
+    def valid_logprobs(self, requests: list[Sample]) -> list[np.ndarray]:
+        """log pi of each request's valid actions, (A,) each.
+
+        Where the trie of their texts has one way to go, that way has probability 1: only tokens above a branching are
+        computed.
+        """
+        if len(self.known) > 200_000:
+            self.known.clear()
+        keys = [(r.state, r.valid, r.temperature) for r in requests]
+        fresh: list[Sample] = []
+        tries: list[Trie] = []
+        for key, request in {key: r for key, r in zip(keys, requests, strict=True) if key not in self.known}.items():
+            trie = Trie([self.chat.action(action, request.state.task) for action in request.valid])
+            if trie.branches:
+                fresh.append(request)
+                tries.append(trie)
+            else:  # a single valid action
+                self.known[key] = np.zeros(len(request.valid))
+        states = [self.chat.prompt_tokens(r.state) for r in fresh]
+        for n, out, last, paths in self.read(states, [trie.tails for trie in tries]):
+            rows = [paths[a][t - 1] if t else last for a, t, _ in tries[n].branches]
+            tokens = [token for *_, token in tries[n].branches]
+            scores = out[torch.tensor(rows, device=out.device), torch.tensor(tokens, device=out.device)].cpu().numpy()
+            r = fresh[n]
+            self.known[r.state, r.valid, r.temperature] = tries[n].logprobs(scores / (r.temperature or 1.0))
+        return [self.known[key] for key in keys]
+
+    @torch.inference_mode()
+    def logprobs(self, pairs: list[tuple[State, str]]) -> list[float]:
+        """log pi(a | s) of actions as free text, each token of what they share computed once."""
+        which: dict[State, list[int]] = {}
+        for i, (state, _) in enumerate(pairs):
+            which.setdefault(state, []).append(i)
+        states = [self.chat.prompt_tokens(s) for s in which]
+        tails = [[self.chat.action(pairs[i][1], s.task) for i in some] for s, some in which.items()]
+        answers, members = [0.0] * len(pairs), list(which.values())
+        for n, out, last, paths in self.read(states, tails):
+            for i, ids, path in zip(members[n], tails[n], paths, strict=True):
+                logp = out[[last, *path[:-1]]].log_softmax(-1)
+                answers[i] = float(logp.gather(-1, torch.tensor(ids, device=out.device)[:, None]).double().sum())
+        return answers
+
+    def write(self, requests: list[Sample]) -> list[list[Candidate]]:
+        answers: dict[int, list[Candidate]] = {}
+        self.cache.round += 1
+        prompts = [self.cache.prompt(self.chat.prompt_tokens(r.state)) for r in requests]
+        room = self.chat.rendering.max_new_tokens
+        items = list(zip(prompts, requests, strict=True))
+        for group in batches(items, lambda item: len(item[0].ids) + room, self.budget, lambda item: item[1].n):
+            drawn = self.decode([prompts[i] for i in group], [requests[i] for i in group])
+            answers |= zip(group, drawn, strict=True)
+        return [answers[i] for i in range(len(requests))]
+
+    @torch.inference_mode()
+    def decode(self, prompts: list[Prompt], requests: list[Sample]) -> list[list[Candidate]]:
+        device, room = self.model.device, self.chat.rendering.max_new_tokens
+        owner = np.repeat(np.arange(len(requests)), [r.n for r in requests])
+        noise = np.stack([uniforms(room, self.policy.seed, *r.key, k) for r in requests for k in range(r.n)])
+        heat = np.array([r.temperature for r in requests])[owner]
+        cache, seen, logits = self.prefill(prompts)
+        each = torch.from_numpy(owner).to(device)  # from here on a row is a candidate
+        cache.batch_select_indices(each)
+        seen, logits = seen[each], logits[each]
+        positions = (seen.cumsum(-1) - 1).clamp(min=0)
+        windows = windows_of(self.model.config)
+
+        written: list[list[int]] = [[] for _ in owner]
+        logprobs: list[tuple[np.ndarray, torch.Tensor]] = []  # of the rows alive at each step
+        alive = np.arange(len(owner))  # which candidate each row of the batch is
+        for step in range(room):
+            tokens, logp = self.policy.draw(logits, heat[alive], noise[alive, step])
+            logprobs.append((alive, logp))
+            for row, token in zip(alive, tokens.tolist(), strict=True):  # the one wait for the device in a step
+                written[row].append(token)
+            going = [i for i, row in enumerate(alive) if not self.policy.ended(written[row])]
+            if not going or step == room - 1:
+                break
+            if len(going) < len(alive):
+                alive = alive[going]
+                rows = torch.tensor(going, device=device)
+                cache.batch_select_indices(rows)
+                seen, positions, tokens = seen[rows], positions[rows], tokens[rows]
+            seen = torch.cat([seen, seen.new_ones(len(seen), 1)], -1)
+            positions = torch.cat([positions, positions[:, -1:] + 1], -1)
+            masks = additive_masks(seen[:, None], positions[:, -1:], positions, windows, self.model.dtype)
+            self.cache.computed += len(alive)
+            out = self.model(
+                input_ids=tokens[:, None], attention_mask=masks, position_ids=positions[:, -1:], past_key_values=cache,
+                use_cache=True,
+            )  # fmt: skip
+            logits = out.logits[:, -1]
+
+        total = np.zeros(len(owner))
+        for rows, logp in logprobs:
+            total[rows] += logp.cpu().numpy()
+        answers: list[list[Candidate]] = [[] for _ in requests]
+        for row, ids in enumerate(written):
+            candidate = Candidate(self.chat.text(ids), len(ids), float(total[row]), tuple(ids))
+            answers[owner[row]].append(candidate)
+        return answers
+
+    def prefill(self, prompts: list[Prompt]) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """Read prompts: their cache, which of its columns hold a token (B, T), the logits of the last one (B, V)."""
+        rows = [Row.of(prompt) for prompt in prompts]
+        for row, prompt in zip(rows, prompts, strict=True):
+            row.add(prompt)
+        cache = self.cache.batch(rows)
+        before, width = max(r.known for r in rows), max(len(r.tree) for r in rows)
+        inputs = tree_inputs(self.model, [r.tree for r in rows], [r.known for r in rows])
+        out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.cache.computed += sum(len(r.tree) for r in rows)
+        seen = torch.zeros((len(rows), before + width), dtype=torch.bool)
+        for at, row in enumerate(rows):
+            start = before + width - len(row.tree)
+            self.cache.remember(row, cache, at, start)
+            seen[at, before - row.known : before] = True
+            seen[at, start:] = True
+        return cache, seen.to(self.model.device), out.logits[:, -1]

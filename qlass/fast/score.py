@@ -1,0 +1,42 @@
+"""What `qnet.QNet` answers, in batches, each token computed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qlass.chat import State
+from qlass.driver import Score
+from qlass.fast.cache import PromptCache, room_for
+
+
+class FastQNet:
+    """The same values as `QNet.q`. It remembers what it has read, so a QNet makes a new one when its weights change."""
+
+    def __init__(self, qnet: Any, budget: int = 16_384, cache_gb: float | None = None) -> None:
+        """budget: padded tokens of a batch. cache_gb: room for read prompts (default: a quarter of the free memory)."""
+        self.qnet, self.budget = qnet, budget
+        self.cache = PromptCache(room_for(qnet.backbone, cache_gb))
+        self.known: dict[tuple[State, str], float] = {}
+
+    @torch.inference_mode()
+    def score(self, requests: list[Score]) -> list[list[float]]:
+        chat = self.qnet.chat
+        fresh: dict[State, dict[str, None]] = {}
+        for r in requests:
+            for action in r.actions:
+                if (r.state, action) not in self.known:
+                    fresh.setdefault(r.state, {})[action] = None
+        states = list(fresh)
+        prompts = [chat.prompt_tokens(state) for state in states]
+        tails = [[chat.action(action, state.task) for action in fresh[state]] for state in states]
+
+        def values(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
+            return self.qnet(at=(slice(None), columns), **inputs).float()
+
+        for n, out, _, paths in self.cache.read(values, self.qnet.backbone, self.budget, prompts, tails):
+            v = out.cpu().numpy()
+            for action, at in zip(fresh[states[n]], paths, strict=True):
+                self.known[states[n], action] = float(v[at[-1]] if self.qnet.readout == "last" else v[at].mean())
+        return [[self.known[r.state, action] for action in r.actions] for r in requests]

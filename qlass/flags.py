@@ -1,0 +1,91 @@
+"""The flags of a stage that loads an agent or a QNet, and what they load."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qlass import UserError
+from qlass.chat import PROMPTED, RENDERED, SETTINGS, Rendering
+from qlass.cli import at_least
+from qlass.files import read_meta, wrong
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    add, bits = parser.add_argument, ["4bit", "8bit"]
+    add("--load-in", choices=bits, metavar="BITS", help="4bit or 8bit: fewer bits a weight (bitsandbytes, GPU)")
+
+
+def add_prompted(parser: Any) -> None:
+    """The flags of PROMPTED, which agent and QNet must share."""
+    parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
+    parser.add_argument(
+        "--truncate", choices=["oldest"], help="leave out the oldest turns of a prompt beyond the model's context"
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """The flags of a stage that samples from the agent, besides --temperature and --load-in; for `load_agent`."""
+    group = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)")
+    add_prompted(group)
+    add = group.add_argument
+    add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text: the likeliest that hold P together")
+    add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
+    add("--stop", nargs="+", metavar="TEXT", help="texts that end an action, as the end of the turn does")
+    add("--think", action="store_true", default=None, help="let a reasoning model think before it acts")
+    add("--plain", action="store_true", help="one sequence at a time, for models that read no token trees")
+    add("--cache-gb", type=at_least(0, float), metavar="G", help="room for read prompts (default: 1/4 of free memory)")
+    add("--decode-tokens", type=at_least(1), default=16_384, metavar="N", help="of a batch (default: %(default)s)")
+    add("--in-flight", type=at_least(1), metavar="N", help="trees or episodes side by side (default: 64; sciworld: 4)")
+    add("--server", metavar="URL", help="sample on an OpenAI-compatible server (URL[#MODEL]) of this checkpoint")
+
+
+def rendering_of(folder: Path, args: argparse.Namespace, names: Sequence[str] = RENDERED) -> Rendering:
+    """A checkpoint's rendering, but for what the flags of these names say."""
+    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    if mistake := wrong(given, SETTINGS):
+        name, _, reason = mistake.partition(" ")
+        raise UserError(f"--{name.replace('_', '-')} {reason}")
+    rendering = dataclasses.replace(Rendering.load(folder), **given)
+    rendering.stop = tuple(rendering.stop)
+    return rendering
+
+
+def warn_of_another_world(folder: Path, args: argparse.Namespace) -> None:
+    """A line for each flag of the environment that a checkpoint was trained with otherwise."""
+    trained = read_meta(folder.absolute()).get("arguments", {})
+    for name in ("env", *getattr(args, "env_flags", ())):
+        before, now = trained.get(name, getattr(args, name)), getattr(args, name)
+        if before != now:
+            flag = "--" + name.replace("_", "-")
+            print(f"warning: {folder} was trained with {flag} {before}, not with {now}", file=sys.stderr)
+
+
+def load_agent(args: argparse.Namespace) -> Any:
+    """The agent that the flags describe: the checkpoint --sft here, or its tokenizer with --server."""
+    from qlass.models import load_chat
+    from qlass.policy import Policy
+    from qlass.server import ServerPolicy
+
+    rendering = rendering_of(args.sft, args)
+    warn_of_another_world(args.sft, args)
+    if args.server:
+        return ServerPolicy(args.server.split(","), load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
+    return Policy.load(
+        args.sft, args.device, args.seed, args.load_in, args.plain, rendering,
+        budget=args.decode_tokens, cache_gb=args.cache_gb,
+    )  # fmt: skip
+
+
+def load_qnet(folder: Path, args: argparse.Namespace) -> Any:
+    """The QNet in a folder, with the agent's prompts; --readout is q_search.py's own flag."""
+    from qlass.qnet import QNet
+
+    return QNet.from_pretrained(
+        folder, args.device, getattr(args, "readout", None), args.load_in, args.plain,
+        rendering_of(folder, args, PROMPTED), budget=args.decode_tokens, cache_gb=args.cache_gb,
+    )  # fmt: skip
