@@ -134,16 +134,17 @@ def draw(groups: list[Group], out: Path) -> dict[str, str]:
 
 
 def expected(groups: list[Group], ranges: Path) -> list[str]:
-    """A line a figure: "SFT greedy .720, expected .70 to .73: ok"."""
+    """A line a figure: "agent .720, expected .70 to .73: ok"."""
     lines = []
     for row in csv.DictReader(read_text(ranges).splitlines()):
         key = row["method"], int(row["M"]), int(row["N"]), row["select"], ""
         for group in groups:
-            asked = group.condition
-            if (asked.method, asked.M or 1, asked.N or 1, asked.select or "", asked.label) == key:
+            condition = group.condition
+            if (condition.method, condition.M or 1, condition.N or 1, condition.select or "", condition.label) == key:
                 within = float(row["low"]) <= round(group.reward.mean, 2) <= float(row["high"])
                 mean, low, high = (f"{x}".lstrip("0") for x in (f"{group.reward.mean:.3f}", row["low"], row["high"]))
-                lines.append(f"{asked} {mean}, expected {low} to {high}: {'ok' if within else 'not as expected'}")
+                name = "agent" if condition.method == "greedy" else condition
+                lines.append(f"{name} {mean}, expected {low} to {high}: {'ok' if within else 'not as expected'}")
     return lines
 
 

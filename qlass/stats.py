@@ -84,7 +84,7 @@ def of_blocks(table: pd.DataFrame, blocks: Mapping[Hashable, Hashable]) -> np.nd
     The mean of tasks is a ratio, of a block's sum to its size; this is its linear part (Cochran 1977, ch. 6).
     """
     mean = table.to_numpy().mean()
-    sums = (table - mean).groupby([blocks.get(task, task) for task in table.index]).sum()
+    sums = (table - mean).groupby(lambda task: blocks.get(task, task), dropna=False).sum()
     return mean + sums.to_numpy().T * len(sums) / len(table)
 
 

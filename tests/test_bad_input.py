@@ -42,7 +42,7 @@ from qlass.files import (
     read_trees,
 )
 from qlass.qnet import pairs_of
-from reporting import page
+from reporting import page, tables
 from reporting.results import read_results
 
 HERE = Path(__file__).parent
@@ -447,8 +447,9 @@ def read_demonstrations(path: Path) -> None:
 
 def read_pages(path: Path) -> None:
     groups = read_results([("", path)])
-    report.results_table(groups), report.differences_table(groups), report.calibration_table(groups)
-    report.types_table(groups), report.cases(groups)
+    for table in (tables.results_table, tables.differences_table, tables.calibration_table, tables.types_table):
+        table(groups)
+    page.cases(groups)
 
 
 def read_pool(path: Path) -> None:
@@ -643,7 +644,7 @@ def test_a_qnet_of_few_trees_has_learned_from_no_others(tmp_path):
     args = argparse.Namespace(env="frozenlake", env_flags=[])
     for limit, known in (({}, None), ({"limit": None}, None), ({"limit": 3}, 3)):
         (tmp_path / "qnet.meta.json").write_text(json.dumps({"arguments": asked | limit}))
-        assert learned_from(qnet, args) == Learned([(labels, known)], False)
+        assert learned_from(qnet, vars(args)) == Learned([(labels, known)], False)
 
 
 def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tmp_path, capsys):
@@ -655,7 +656,7 @@ def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tm
         return tmp_path / name
 
     def found(checkpoint: Path) -> int | None:
-        return leaked(Shop(), ["1", "3", "7"], learned_from(checkpoint, args), "demonstrations")
+        return leaked(Shop(), ["1", "3", "7"], learned_from(checkpoint, vars(args)), "demonstrations")
 
     args = argparse.Namespace(env="shop", env_flags=[])
     expert, labels = tmp_path / "expert.jsonl", tmp_path / "q_labels.jsonl"
