@@ -38,6 +38,7 @@ METHODS = {  # in the order of the table
     "oracle_lookahead": "look-ahead of the released code (oracle)",
 }
 TARGET = re.compile(r"(?:^|target[ =:_-]*)(q|avg|reward)\b")  # a process reward, in a label
+APART = 'name the runs apart: python report.py "first=PATH" "second=PATH"'
 CONDITION = ["env", "method", "M", "N", "select", "label", "player"]
 
 # ------------------------------------------------------------------------------------------------------------- groups
@@ -126,9 +127,6 @@ class Group:
     def mean(self, name: str) -> float:
         return float(self.row.groupby("task", dropna=False)[name].mean().mean())
 
-    def zero_share(self) -> float:
-        return float((self.row["reward"] == 0).mean())
-
     def seeds(self) -> str:
         """The number of seeds, and the lowest and highest of their mean rewards."""
         means = self.row.groupby("seed", dropna=False)["reward"].mean()
@@ -159,11 +157,9 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
     UserError names file:line of a malformed line, both lines where two results claim the same method, task and seed
     but differ, and two files whose results are not to be pooled.
     """
-    rows = [
-        episode(record, label, path, line)
-        for label, path in sources
-        for line, record in enumerate(files.read_results(path), 1)
-    ]
+    rows = []
+    for label, path in sources:
+        rows += [episode(record, label, path, line) for line, record in enumerate(files.read_results(path), 1)]
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")
     table = pd.DataFrame.from_records(rows).astype({"M": "Int64", "N": "Int64"})
@@ -173,16 +169,13 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
         first, *others = twins.itertuples()
         for other in others:
             if (first.reward, first.total, first.q) != (other.reward, other.total, other.q):
-                raise UserError(
-                    f"{first.file}:{first.line} and {other.file}:{other.line}: two different results of {first.method} "
-                    f"for task {first.task}, seed {first.seed}; "
-                    'name the runs apart: python report.py "first=PATH" "second=PATH"'
-                )
+                places = f"{first.file}:{first.line} and {other.file}:{other.line}"
+                about = f"{first.method} for task {first.task}, seed {first.seed}"
+                raise UserError(f"{places}: two different results of {about}: {APART}")
     groups = []
     for key, episodes in table.drop_duplicates(same).groupby(CONDITION, dropna=False):
-        env, method, m, n, *texts = (None if pd.isna(value) else value for value in key)
-        select, label, player = texts
-        groups.append(Group(Condition(env, method, m, n, select, label or "", player or ""), episodes))
+        known = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}
+        groups.append(Group(Condition(**known), episodes))
     groups.sort(key=lambda group: group.condition.order())
     check_pools(groups)
     return groups
@@ -190,10 +183,10 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
 
 def episode(record: dict, label: str, path: Path, line: int) -> dict[str, Any]:
     """The numbers of a result, and where it stands, so that its texts need not stay in memory."""
-    steps, tokens, split = record.get("steps") or [], record["tokens"], record.get("split")
-    success = record.get("success")
+    steps, tokens, success = record.get("steps") or [], record["tokens"], record.get("success")
+    split = record.get("split") or "test"
     return {
-        "env": record["env"] if split in (None, "", "test") else f"{record['env']} {split}",
+        "env": record["env"] if split == "test" else f"{record['env']} {split}",
         **{name: record.get(name) for name in ("method", "M", "N", "select", "player")},
         "label": ", ".join(filter(None, (label, record.get("label")))) or None,
         "task": str(record["task_id"]),
@@ -237,28 +230,23 @@ OF_AN_AGENT = {*RENDERED, "load_in", "readout", "paraphrase", "paraphrase_server
 def check_pools(groups: Iterable[Group]) -> None:
     """UserError names two files in one row whose metadata tell of another agent, QNet or environment, or of another
     training than a seed's. What cannot be told is a warning."""
-    warnings: dict[str, None] = {}
+    warnings: list[str] = []
     for group in groups:
         name, used = group.condition.name, inputs_of(group.condition)
         seeds = group.episodes.groupby("file", dropna=False)["seed"].agg(set)
-        for path in seeds.index if len(seeds) > 1 else ():
-            if "arguments" not in files.read_meta(path):
-                warnings[
-                    f"{path}: no metadata beside it, so nothing tells whether its agent and QNet are the others'"
-                ] = None
+        unknown = [path for path in seeds.index if len(seeds) > 1 and "arguments" not in files.read_meta(path)]
+        warnings += [f"{path}: no metadata beside it, so its agent and QNet may be other ones" for path in unknown]
         for (a, of_a), (b, of_b) in combinations(seeds.items(), 2):
             ours, theirs, hashes = recipe(a, used), recipe(b, used), [input_hashes(path, used) for path in (a, b)]
             if of_a & of_b:
                 ours, theirs = ours | hashes[0], theirs | hashes[1]
             elif used and hashes[0] == hashes[1] and len(hashes[0]) == len(used):
-                warnings[f"{a} and {b}: {name} is of one model under two --seed, so not of two trainings"] = None
+                warnings.append(f"{a} and {b}: {name} is of one model under two --seed, so not of two trainings")
             for flag in ours:
                 if flag in theirs and ours[flag] != theirs[flag]:
-                    raise UserError(
-                        f"{a} and {b}: {name} with different {flag} ({ours[flag]}, {theirs[flag]}), which is not one "
-                        'row: name the runs apart: python report.py "first=PATH" "second=PATH"'
-                    )
-    for warning in warnings:
+                    mistake = f"{name} with different {flag} ({ours[flag]}, {theirs[flag]}), which is not one row"
+                    raise UserError(f"{a} and {b}: {mistake}: {APART}")
+    for warning in dict.fromkeys(warnings):
         print(f"warning: {warning}", file=sys.stderr)
 
 

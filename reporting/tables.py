@@ -56,7 +56,7 @@ def results_table(groups: Sequence[Group]) -> Table:
             "reward [95 %]": f"{group.reward}",
             "tasks": str(group.reward.n),
             "seeds (their means)": group.seeds(),
-            "zero reward": f"{group.zero_share():.3f}",
+            "zero reward": number((group.row["reward"] == 0).mean(), 3),
             "generated tokens": number(group.mean("generated")),
             **costs(group),
         }
