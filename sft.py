@@ -67,14 +67,14 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> Path:
     about = {name: getattr(args, name) for name in ("env", "run", *args.env_flags)}  # all that they depend on
     path = args.run / "expert.jsonl"
     again = args.overwrite and loop.first() and files.meta_path(path).exists()  # a file of another's is kept
-    asked = argparse.Namespace(**about, out=path, overwrite=again)
+    asked = about | {"out": path, "overwrite": again}
 
     def in_order(lines: list[dict]) -> int:
         if [line["task_id"] for line in lines] != tasks[: len(lines)]:
             raise ValueError("other demonstrations (--expert trains on them; delete the file to play them again)")
         return len(lines)
 
-    out = cli.Output(asked, in_order)
+    out = files.Output(path, asked, in_order)
     todo = tasks[len(out.records) : args.n_expert]
     out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(tasks[: args.n_expert]), len(out.records))
     out.finish()
@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None) -> None:
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures["expert_reward"] = sum(rewards) / len(rewards) if rewards else None
     figures |= {"trajectories": len(states), "epochs": args.epochs, "batch": args.batch}
-    files.write_meta(args.out, asked, [args.expert], **figures)
+    files.write_meta(args.out, vars(asked), [args.expert], **figures)
     finish(args.out)
     release(lock)
     size, loss = model.num_parameters() / 1e6, figures["loss"]

@@ -183,14 +183,14 @@ def main(argv: list[str] | None = None) -> None:
         if updates:
             models.save_adapter(qnet.backbone, updates, args.sft, folder / "adapter")
     about = {"trees": len(trees), **figures}
-    files.write_meta(args.out, args, [args.labels, args.sft], **about)
+    files.write_meta(args.out, vars(args), [args.labels, args.sft], **about)
 
     policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, qnet.chat.rendering)
     for name, some in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
         about[name] = ranking(qnet, some, packed_trees(qnet, some, args), args)
         of_policy = sibling_accuracy(some, policy_scores(policy, some))
         about[name] |= {f"policy_{key}": of_policy[key] for key in ("sibling_accuracy", "own_sibling_accuracy")}
-    files.write_meta(args.out, args, [args.labels, args.sft], **about)
+    files.write_meta(args.out, vars(args), [args.labels, args.sft], **about)
     finish(args.out)
     release(lock)
     print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "

@@ -23,10 +23,10 @@ import envs
 from q_search import Method, episode
 from qlass import UserError, loop, models
 from qlass.chat import PROMPTED, Chat, Rendering, uniforms
-from qlass.cli import Output, at_least, handed_on, more, must_exist, needed, parser, progress, settle
+from qlass.cli import at_least, handed_on, more, must_exist, needed, parser, settle
 from qlass.driver import Sample, drive
 from qlass.fast.token_tree import like_a_tree
-from qlass.files import checkpoint_folder, write_meta
+from qlass.files import Output, checkpoint_folder, progress, write_meta
 from qlass.flags import add_prompted, rendering_of, warn_of_another_world
 from qlass.loop import read_state, write_state
 from qlass.memory import check_memory, estimate
@@ -211,7 +211,7 @@ def learn(
         raise UserError(f"{args.env}: no validation tasks here, by which the best checkpoint is chosen")
     out, why = None, ""
     if loop.first():
-        out = Output(args, complete, [args.sft, *inputs], free=["budget", "budget_in", "fsdp"])
+        out = Output(args.out, vars(args), complete, [args.sft, *inputs], free=["budget", "budget_in", "fsdp"])
     lines = list(loop.same(out and out.records))
     if len(lines) > 1 and lines[-2][args.budget_in] >= args.budget:
         spent = f"{lines[-1][args.budget_in]:,} {args.budget_in} are spent already"
@@ -237,14 +237,14 @@ def learn(
                 whole = loop.undivided(model, lambda: to_train(args)[0])
                 if out:
                     models.save_checkpoint(whole, chat, folder)
-                    write_meta(folder, args, [args.sft, *inputs], best=line, last=line, passes=passes)
+                    write_meta(folder, vars(args), [args.sft, *inputs], best=line, last=line, passes=passes)
             state = {"model": loop.trained(model), "optimizer": optimizer.state_dict(), "lines": len(lines)}
             write_state(resume, state)
     best, last = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"]), lines[-1]
     figures = {"best": best, "last": last, "passes": passes, "stopped": why or None}
     if out:
         out.finish(**figures)
-        write_meta(folder, args, [args.sft, *inputs], **figures)
+        write_meta(folder, vars(args), [args.sft, *inputs], **figures)
     loop.say(f"stopped after batch {last['batch']}: {why}" if why else "the budget is spent")
     loop.say(f"{folder}: validation {lines[0]['val']:.3f} -> {best['val']:.3f} at batch {best['batch']} "
           f"({best['tokens']:,} tokens, {best['env_steps']:,} environment steps)")  # fmt: skip

@@ -35,10 +35,11 @@ import sft
 from q_search import Method, episode
 from qlass import UserError, costs
 from qlass.chat import Chat
-from qlass.cli import Output, at_least, handed_on, more, needed, parse, parser, run_stage
+from qlass.cli import at_least, handed_on, more, needed, parse, parser, run_stage
 from qlass.driver import Sample, Score, drive
 from qlass.files import (
     SAMPLING_FREE,
+    Output,
     cloned_from,
     meta_path,
     read_meta,
@@ -70,9 +71,10 @@ def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) ->
 
 def rollouts(args: argparse.Namespace, env: envs.TextEnv) -> list[dict]:
     """Trajectories on the training tasks, those of a stopped run included."""
-    asked = argparse.Namespace(**vars(args) | {"out": args.run / f"self_train-{args.name}.rollouts.jsonl"})
+    path = args.run / f"self_train-{args.name}.rollouts.jsonl"
+    asked = vars(args) | {"out": path}
     free = ["threshold", "no_train", *SAMPLING_FREE]
-    out = Output(asked, lambda records: len(records) // args.N * args.N, [args.sft, args.qnet], free)
+    out = Output(path, asked, lambda records: len(records) // args.N * args.N, [args.sft, args.qnet], free)
     done = {line["task_id"] for line in out.records}
     tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
     if todo := [t for t in tasks if t not in done]:
@@ -186,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new)}
     figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
     figures["mean_reward"] = sum(line["reward"] for line in lines) / max(1, len(lines))
-    write_meta(merged, args, [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
+    write_meta(merged, vars(args), [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
     print(
         f"{merged}: {len(new)} of {len(lines)} trajectories kept (mean reward {figures['mean_reward']:.3f}) "
         f"beside {len(expert)} demonstrations",

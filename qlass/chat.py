@@ -11,9 +11,11 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import itertools
 import json
+import math
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import numpy as np
 
 from qlass import UserError
 from qlass.files import is_flag, is_number, is_text, maybe, read_object, wrong
-from qlass.tiny import mark, unmark, with_aids
+from qlass.tiny import MARK, mark, unmark, with_aids
 
 # ------------------------------------------------------------------------------------------------- states and actions
 
@@ -73,6 +75,13 @@ def uniforms(n: int, *key: Hashable) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------- text into tokens
 
 
+RUN_ON = (
+    "\nObservation:",
+    "\nTask:",
+    "\n---",
+)  # where an answer goes on with what others say: ETO's own agents stop there
+
+
 @dataclasses.dataclass
 class Rendering:
     """How a checkpoint reads and writes; kept in its folder as `policy.json`, so that no later stage can disagree.
@@ -88,7 +97,7 @@ class Rendering:
     markov: bool = False  # the last observation alone, for an environment where it says all
     top_p: float = 1.0  # of free text, as top_k and stop are; 1: all
     top_k: int = 0  # 0: all
-    stop: tuple[str, ...] = ()  # texts that end an action, besides the end of the turn
+    stop: tuple[str, ...] = RUN_ON  # texts that end an action, besides the end of the turn
     think: bool = False  # leave a reasoning model its <think>; else the prompt closes it at once
     truncate: str | None = None  # "oldest": the oldest turns go where a prompt is beyond the model's context
     date: str | None = None  # what a template that prints today's date prints instead
@@ -106,7 +115,7 @@ class Rendering:
             raise UserError(f"{file}: unknown setting {unknown[0]!r}: it has {', '.join(SETTINGS)}")
         if mistake := wrong(given, SETTINGS):
             raise UserError(f"{file}: {mistake} (qlass/chat.py, Rendering, says what it means)")
-        return cls(**given | {"stop": tuple(given.get("stop", ()))})
+        return cls(**{name: tuple(value) if name == "stop" else value for name, value in given.items()})
 
 
 def is_date(value: Any) -> bool:
@@ -129,6 +138,11 @@ PROMPTED = ("max_new_tokens", "truncate")  # settings by flag that a prompt depe
 RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all that have a flag
 
 
+def either(texts: Iterable[str]) -> re.Pattern:
+    """Any of these texts, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
 class Chat:
     """Messages -> tokens, one list a message, so that a state's tokens are a prefix of every later state's.
 
@@ -136,9 +150,10 @@ class Chat:
 
         begin [system SYSTEM between] USER ask lead ASSISTANT stop turn USER ask lead ASSISTANT stop ...
 
-    where `lead` is a space or nothing, and `stop` ends with the token that ends the assistant's turn. What the
-    assistant writes, `stop` included, is what Eq. (5) trains; everything else is the user's. A message that holds the
-    text of a control token stays text.
+    where `lead` is a space or nothing, and `stop` ends with the token that ends the assistant's turn. What these
+    strings make of a conversation is compared with what the template writes. What the assistant writes, `stop`
+    included, is what Eq. (5) trains; everything else is the user's. A message that holds the text of a control token
+    stays text.
     """
 
     PLAIN = (  # for a model without a template of its own
@@ -148,40 +163,46 @@ class Chat:
     NO_THOUGHT = "<think>\n\n</think>\n\n"
 
     def __init__(
-        self, tokenizer: Any, rendering: Rendering, vocabulary: int | None = None, context: int | None = None
-    ) -> None:
-        """vocabulary, context: of the model; None: as large as they need be."""
+        self, tokenizer: Any, rendering: Rendering, vocabulary: int | None = None, context: int | None = None,
+        ends: Iterable[int] = (),
+    ) -> None:  # fmt: skip
+        """vocabulary, context: of the model; None: as large as they need be. ends: ids that end a turn too, by the
+        model's generation config."""
         self.tokenizer, self.rendering, self.vocabulary, self.context = tokenizer, rendering, vocabulary, context
-        specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-        self._specials = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
-        given, roles = tokenizer.chat_template, ["user", "assistant"] * 2
+        tokens = tokenizer.added_tokens_decoder.values()
+        self._specials = either(token.content for token in tokens if token.special)
+        given = tokenizer.chat_template
         if isinstance(given, dict):  # several by name, as Command R's
             given = given.get("default") or next(iter(given.values()))
         template = self._dated(given or self.PLAIN)
+        roles = ["user", "assistant"] * 2
         try:
             self.begin, self.ask, after, *_ = self._around(template, roles)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise UserError(
-                f"the tokenizer can't show a chat of user and assistant by its template ({error})"
-            ) from None
-        if not given and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]:
-            self.begin = tokenizer.bos_token + self.begin
+            raise UserError(f"its chat template can't show a chat of user and assistant ({error})") from None
         try:
             self.system, self.between, *_ = self._around(template, ["system", *roles])
-        except (jinja2.TemplateError, ValueError):  # the template knows no such role: before the user's first words
+        except jinja2.TemplateError:  # the template knows no such role: before the user's first words
             self.system, self.between = self.begin, "\n\n"
+        except ValueError:  # it shows the system message elsewhere
+            self.system = self.between = None
+        # The turn ends with the first token of its own behind the assistant's words, be it special or not.
+        added = either(token.content for token in tokens if token.content.strip() and token.content != MARK)
+        end = added.search(after)
+        self.stop, self.turn = (after[: end.end()], after[end.end() :]) if end else (tokenizer.eos_token, after)
+        self.trims = {role for role in ("user", "assistant") if self._trims(template, role)}
+        self._compare(template, "" if end else self.stop)
+
+        if not given and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]:
+            self.begin = tokenizer.bos_token + self.begin
         if "<think>" in template and "</think>" not in self.ask and not rendering.think:
             self.ask += self.NO_THOUGHT
         # A space before the assistant's words is the first word's, as in any text; SentencePiece adds it by itself.
         without = self.ask.rstrip(" ")
         prefixed = tokenizer.convert_ids_to_tokens(self._ids("", "a", ""))[0].startswith("▁")
         self.ask, self.lead = without, "" if prefixed else self.ask[len(without) :]
-        # The turn ends with the first special token behind the assistant's words, whether it has a name or not.
-        if end := self._specials.search(after):
-            self.stop, self.turn = after[: end.end()], after[end.end() :]
-        else:
-            self.stop, self.turn = tokenizer.eos_token, after
         self.stop_id = self._ids(self.stop, "", "")[-1]
+        self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} - {None}  # any of these ends what a model writes
         self._ids = functools.lru_cache(maxsize=100_000)(self._ids)  # type: ignore[method-assign]
 
     def save(self, folder: Path) -> None:
@@ -198,14 +219,50 @@ class Chat:
 
         return re.sub(r"""strftime_now\((['"])(.*?)\1\)""", pinned, template)
 
+    def _shown(self, template: str, messages: list[dict]) -> str:
+        return self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+
     def _around(self, template: str, roles: Sequence[str]) -> list[str]:
         """What the template writes before, between and behind the contents of messages with these roles."""
-        probe = [{"role": role, "content": f"§{i}§"} for i, role in enumerate(roles)]
-        text = self.tokenizer.apply_chat_template(probe, chat_template=template, tokenize=False)
-        parts = re.split(r"§\d§", text)
-        if len(parts) != len(roles) + 1:
-            raise ValueError("not all messages are shown")
-        return parts
+        text = self._shown(template, [{"role": role, "content": f"§{i}§"} for i, role in enumerate(roles)])
+        parts = re.split(r"§(\d)§", text)
+        if parts[1::2] != [str(i) for i in range(len(roles))]:
+            raise ValueError("not all messages are shown, each once and in turn")
+        return parts[::2]
+
+    def _trims(self, template: str, role: str) -> bool:
+        """Does the template show the words of this role without the spaces around them?"""
+        messages = [{"role": other, "content": f" §{other}§ "} for other in ("user", "assistant")]
+        return f" §{role}§ " not in self._shown(template, messages)
+
+    def _compare(self, template: str, unwritten: str) -> None:
+        """UserError unless conversations of one to four turns read as the template writes them.
+
+        unwritten: an end of the assistant's turns that is ours, where the template has none.
+        """
+        words = {"user": f"go to desk 1\nand look {self.stop.strip()} at it", "assistant": "Thought: a\nAction: b"}
+        for system in (False, True) if self.system is not None else (False,):
+            for turns in range(1, 5):
+                messages = [{"role": role, "content": words[role]} for role in ("user", "assistant") * turns]
+                text = self.begin
+                if system:
+                    messages.insert(0, {"role": "system", "content": "be brief"})
+                    text = f"{self.system}be brief{self.between}"
+                pair = f"{words['user']}{self.ask}{words['assistant']}{self.stop.removesuffix(unwritten)}"
+                text += self.turn.join([pair] * turns)
+                try:
+                    shown = self._shown(template, messages)
+                except jinja2.TemplateError:  # it knows no system message, which then stands in the user's words
+                    continue
+                # A reasoning model may show that it did not think in its last turn alone.
+                shown, text = (string.replace(self.NO_THOUGHT, "") for string in (shown, text))
+                if not shown.startswith(text):
+                    at = next(i for i, (a, b) in enumerate(zip(text + "\0", shown + "\1", strict=False)) if a != b)
+                    where = f"{turns} turns{' and a system message' if system else ''}"
+                    raise UserError(
+                        f"its chat template can't be read off: of {where} it writes {shown[max(0, at - 20) :][:40]!r}, "
+                        f"where two turns let expect {text[max(0, at - 20) :][:40]!r}"
+                    )
 
     def _ids(self, before: str, content: str, after: str) -> list[int]:
         """Tokens of the three texts joined; in the middle one, control tokens are no more than their characters."""
@@ -231,10 +288,15 @@ class Chat:
         """
         messages, begin = list(state.messages), self.begin
         if messages[0][0] == "system":
+            if self.system is None:
+                raise UserError(
+                    "its chat template moves a system message behind other words: put it into the instruction"
+                )
             begin = self.system + messages.pop(0)[1] + self.between
         messages = with_aids(messages, state.task, self.rendering)
         lists = []
         for i, (role, content) in enumerate(messages):
+            content = content.strip() if role in self.trims else content
             if role == "assistant":
                 lists.append(self._ids(self.lead, content, self.stop))
             else:
@@ -243,22 +305,45 @@ class Chat:
 
     def prompt_tokens(self, state: State) -> list[list[int]]:
         """`message_tokens` of a prompt that leaves the model room for an action; UserError where it does not."""
-        lists = self.message_tokens(state)
-        if self.context is None:
-            return lists
-        length, room = sum(map(len, lists)), self.context - self.rendering.max_new_tokens
-        if length > room and self.rendering.truncate == "oldest":
-            oldest = slice(self.stays(state), self.stays(state) + 2)
-            while length > room and len(lists) > oldest.stop:  # the last observation stays too
-                length -= sum(map(len, lists[oldest]))
-                del lists[oldest]
-        if length > room:
+        lists = self._cut(state)
+        length = sum(map(len, lists))
+        if length > self.room:
+            ways = [] if self.rendering.truncate else ["--truncate oldest leaves out the oldest turns"]
+            ways.append("--max-new-tokens makes room, as does a shorter --instruction")
             raise UserError(
                 f"a prompt of {length:,} tokens and an action of up to {self.rendering.max_new_tokens:,} are more than "
-                f"the model's context of {self.context:,}: --truncate oldest leaves out the oldest turns, "
-                "--max-new-tokens makes room"
+                f"the model's context of {self.context:,}: {', '.join(ways)}"
             )
         return lists
+
+    @property
+    def room(self) -> float:
+        """Tokens that a prompt may have."""
+        return math.inf if self.context is None else self.context - self.rendering.max_new_tokens
+
+    def _cut(self, state: State) -> list[list[int]]:
+        """`message_tokens`; with --truncate without the oldest turns, and at the last without the end of the last
+        observation, as far as the model's context asks for it."""
+        lists = self.message_tokens(state)
+        if self.rendering.truncate is None:
+            return lists
+        oldest = slice(self.stays(state), self.stays(state) + 2)
+        while sum(map(len, lists)) > self.room and len(lists) > oldest.stop:
+            del lists[oldest]
+        beyond = sum(map(len, lists)) - self.room
+        ask = self._ids("", "", self.ask)
+        if 0 < beyond <= len(lists[-1]) - len(ask):
+            lists[-1] = lists[-1][: len(lists[-1]) - len(ask) - int(beyond)] + ask
+        return lists
+
+    def fits(self, state: State) -> bool:
+        """Can the model read this state, cut as --truncate says, and write an action?"""
+        return sum(map(len, self._cut(state))) <= self.room
+
+    def is_cut(self, state: State) -> bool:
+        """Does its prompt lack what --truncate leaves out?"""
+        cut = self.rendering.truncate is not None
+        return cut and sum(map(len, self._cut(state))) < sum(map(len, self.message_tokens(state)))
 
     def stays(self, state: State) -> int:
         """How many lists at the front of a prompt are never cut: the instruction, and the task where it comes apart."""
@@ -269,18 +354,14 @@ class Chat:
     def prompt(self, state: State) -> list[int]:
         return [token for tokens in self.prompt_tokens(state) for token in tokens]
 
-    def is_cut(self, state: State) -> bool:
-        """Does its prompt lack the oldest turns?"""
-        return bool(self.rendering.truncate) and len(self.prompt_tokens(state)) < len(self.message_tokens(state))
-
     def action(self, text: str, task: str) -> list[int]:
         """Tokens of an action as the assistant writes it, the token that ends its turn included."""
+        text = text.strip() if "assistant" in self.trims else text
         return self._ids(self.lead, mark(text, task) if self.rendering.mark_matches else text, self.stop)
 
     def text(self, ids: Sequence[int]) -> str:
         """Tokens that a model wrote -> the action's text, as the environment and the tree files hold it."""
-        ids = list(ids)
-        ids = ids[: ids.index(self.stop_id)] if self.stop_id in ids else ids
+        ids = list(itertools.takewhile(lambda token: token not in self.stop_ids, ids))
         return self.said(self.tokenizer.decode(ids, skip_special_tokens=not self.rendering.think))
 
     def said(self, text: str) -> str:

@@ -53,10 +53,8 @@ def learned_from(checkpoint: Path, arguments: dict[str, Any]) -> Learned | str:
                     return "the file is gone"
                 files.append((path, recorded.get(most)))
         played |= "rounds" in recorded  # of experiments.tree_grpo
-        if (
-            is_text(recorded.get("labels")) and "budget_in" not in recorded
-        ):  # a QNet: its backbone is the agent's matter
-            break
+        if is_text(recorded.get("labels")) and "budget_in" not in recorded:
+            break  # a QNet: its backbone is the agent's matter
     return Learned(files, played) if files else "the file is gone"
 
 

@@ -343,7 +343,7 @@ class Training:
             digest.update(np.asarray(values).tobytes())
         self.about = {"examples": digest.hexdigest()}
         self.about |= {  # where inputs lie is no matter: they are among the examples, and in the metadata by their hash
-            name: value for name, value in recorded(args).items()
+            name: value for name, value in recorded(vars(args)).items()
             if name not in MAY_DIFFER and not isinstance(getattr(args, name), Path)
         }  # fmt: skip
         self.folder = partial_folder(args.out)
@@ -520,7 +520,7 @@ def is_trained(args: argparse.Namespace, inputs: Iterable[Path]) -> bool:
             meta_path(out).unlink(missing_ok=True)
             discard(out)
     elif (out / "config.json").exists() or (partial / "last.pt").exists():
-        same_arguments(out, args, MAY_DIFFER)
+        same_arguments(out, vars(args), MAY_DIFFER)
         if not partial.exists():
             if "steps" not in read_meta(out):
                 raise UserError(f"{out}: not made by this command: --overwrite replaces it, another --out keeps both")
@@ -528,7 +528,7 @@ def is_trained(args: argparse.Namespace, inputs: Iterable[Path]) -> bool:
             return True
     if first():
         partial.mkdir(parents=True, exist_ok=True)  # the mark of what is not complete
-        write_meta(out, args, inputs)
+        write_meta(out, vars(args), inputs)
     return False
 
 

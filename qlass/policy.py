@@ -88,11 +88,13 @@ class Policy:
         return tokens[:, 0], logp.gather(-1, tokens)[:, 0].double()
 
     def ended(self, written: list[int]) -> bool:
-        """Does the turn end here: by its end token, or by one of the checkpoint's stop texts?"""
-        if written[-1] == self.chat.stop_id:
+        """Does the turn end here: by a token that ends it, or by one of the checkpoint's stop texts?"""
+        if written[-1] in self.chat.stop_ids:
             return True
         stops = self.chat.rendering.stop
-        return bool(stops) and any(stop in self.chat.tokenizer.decode(written) for stop in stops)
+        longest = max(map(len, stops), default=0)
+        tail = self.chat.tokenizer.decode(written[-2 * longest :]) if stops else ""  # longer than any stop text
+        return any(stop in tail for stop in stops)
 
     # ----------------------------------------------------------------------------------------- among the valid actions
 

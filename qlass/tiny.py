@@ -68,7 +68,14 @@ def with_aids(messages: list[tuple[str, str]], task: str, rendering: Any) -> lis
 
 
 # What its checkpoint's Rendering says.
-AIDS = {"temperature": 1.0, "max_new_tokens": 48, "candidates": "valid", "mark_matches": True, "compact": True}
+AIDS = {
+    "temperature": 1.0,
+    "max_new_tokens": 48,
+    "candidates": "valid",
+    "mark_matches": True,
+    "compact": True,
+    "stop": (),
+}
 
 
 def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:

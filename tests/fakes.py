@@ -237,7 +237,7 @@ def word_chat(**rendering: Any) -> Chat:
         "{% for m in messages %}{% if m.role == 'user' %}{{ '<user> ' + m.content + ' <agent> ' }}"
         "{% else %}{{ m.content + ' <end> ' }}{% endif %}{% endfor %}"
     )
-    return Chat(tokenizer, Rendering(**{"max_new_tokens": 12} | rendering))
+    return Chat(tokenizer, Rendering(**{"max_new_tokens": 12, "stop": ()} | rendering))
 
 
 # ------------------------------------------------------------------------------------------------------------- models

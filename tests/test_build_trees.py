@@ -1,6 +1,7 @@
 """Algorithm 2 on a written world: the exact tree that scripted agents must grow, and what holds for any agent."""
 
 import json
+import re
 
 import pytest
 from fakes import WORLD, FakeEnv, Script, dump, explore, path_of, run, say
@@ -166,6 +167,27 @@ def test_a_demonstration_is_not_lost_to_another_spelling():
     assert [node.reward for node in root.walk() if node.done and node.source == "expert"] == [1.0]
 
 
+def test_a_demonstration_in_the_older_grammar_earns_its_reward():
+    """ETO's file says `put X in/on Y`, alfworld's games since 0.4 want `move X to Y`."""
+    alfworld = envs.make("alfworld", thoughts=False)
+    task = alfworld.task_ids("train")[0]
+    alfworld.reset(options={"task_id": task})
+    played = []
+    for _, action in alfworld.expert(task):
+        alfworld.step(action)
+        played.append(action)
+    older = ["Action: " + re.sub("^move (.*) to (.*)", r"put \1 in/on \2", action) for action in played]
+    assert any("in/on" in action for action in older)
+
+    def tree(actions: list[str]) -> list[dict]:
+        growing = explore(alfworld, task, FREE, 1, 1, 1, True, expert={task: actions})
+        return build_trees.tree_records(alfworld, task, run(growing, lambda r: say(*["look"] * r.n))[0])
+
+    assert [node["action"] for node in tree(older) if node["expert"]] == [f"Action: {action}" for action in played]
+    assert build_trees.figures_of(tree(older))["unrewarded_demonstrations"] == 0
+    assert build_trees.figures_of(tree(older[:-1]))["unrewarded_demonstrations"] == 1
+
+
 def test_an_action_that_means_nothing_is_a_node_like_any_other():
     nodes, _, root, _ = grow({(): "jump", ("jump",): "jump"}, max_steps=2)
     assert set(nodes) == {(), ("jump",), ("jump", "jump")}
@@ -308,15 +330,13 @@ def test_the_file_is_the_same_wherever_a_run_was_stopped(build, tmp_path, monkey
     assert build("--seed", "1", out="other.jsonl") != whole
 
 
-def test_shards_of_a_run_that_was_begun_whole_add_the_trees_it_lacks_and_no_line_of_those_it_has(build, tmp_path):
+def test_a_part_adds_the_trees_that_the_output_lacks_and_no_line_of_those_it_has(build, tmp_path):
     """A tree that was grown twice may differ a little, as in half precision: it counts once, as it was first."""
     whole = build().splitlines(keepends=True)
     first = json.loads(whole[0])["nodes"]
-    for i in (1, 2):
-        build("--shard", f"{i}/2")
-    (shard,) = (p for p in tmp_path.glob("trees.*-of-2.jsonl") if p.read_bytes().startswith(whole[0]))
     other = whole[0].replace(b'"nodes": ', b'"again": 1, "nodes": ')
-    shard.write_bytes(other + shard.read_bytes()[len(whole[0]) :])
+    (tmp_path / "trees.1-of-2.jsonl").write_bytes(other + b"".join(whole[1:]))
+    (tmp_path / "trees.1-of-2.meta.json").write_bytes((tmp_path / "trees.meta.json").read_bytes())
     (tmp_path / "trees.jsonl").write_bytes(b"".join(whole[:first]))
     assert build() == b"".join(whole)
 

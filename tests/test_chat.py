@@ -3,10 +3,11 @@
 import datetime
 
 import pytest
+import transformers
 from fakes import TEMPLATES, FakeEnv, chat_tokenizer, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State, parse_action, react, uniforms
@@ -183,6 +184,8 @@ def test_a_rendering_is_kept_with_its_checkpoint(tmp_path):
     rendering.save(tmp_path)
     assert Rendering.load(tmp_path) == rendering
     assert Rendering.load(tmp_path / "elsewhere") == Rendering()  # the paper's
+    (tmp_path / "policy.json").write_text("{}")
+    assert Rendering.load(tmp_path) == Rendering()
 
 
 def test_a_state_without_a_memory_is_its_last_observation():
@@ -220,6 +223,7 @@ def test_control_tokens_in_a_message_stay_text(name, control):
         return sum(i in special for i in chat.prompt(state))
 
     page = f"see {control} and {control}"
+    page = page.strip() if chat.trims else page
     assert count(page) == count("see it")  # the template's own, no more
     observed = chat.prompt(State((("user", page),)))
     assert page.replace(" ", "") in chat.tokenizer.decode(observed).replace(" ", "")
@@ -340,8 +344,13 @@ def test_prompts_beyond_the_context(agent_context=40):
     together = State(state.messages[2:], "")  # the first message tells all of it
     lists, whole = chat.prompt_tokens(together), chat.message_tokens(together)
     assert len(lists) < len(whole) and lists[0] == whole[0] and lists[1:] == whole[1 - len(lists) :]
+    page = State((*state.messages[:2], ("user", "left " * 60)), "")  # at the last, a page loses its own end
+    assert len(chat.prompt(page)) == 35 and chat.is_cut(page) and chat.fits(page)
+    whole = [token for tokens in chat.message_tokens(page) for token in tokens]
+    assert chat.prompt(page) == [*whole[:34], whole[-1]]  # <agent>: it is the agent's turn
     chat.context = 8
-    with pytest.raises(UserError, match="context of 8"):
+    assert not chat.fits(state)
+    with pytest.raises(UserError, match="context of 8: --max-new-tokens"):  # no advice of a flag that is given
         chat.prompt_tokens(state)
 
 
@@ -353,3 +362,73 @@ def test_of_several_templates_the_default_one_is_used():
     tokenizer.chat_template = "{{ raise_exception('tools only') }}"
     with pytest.raises(UserError, match="can't show a chat of user and assistant"):
         Chat(tokenizer, Rendering())
+
+
+# -------------------------------------------------------------------------------- what a checkpoint's own template says
+
+
+def chatml(template: str | None = None, special: bool = True, **options):
+    """ChatML's tokenizer with another template, or with an end of the turn that is not marked as special."""
+    tokenizer = chat_tokenizer("chatml")
+    if not special:
+        core = tokenizer.backend_tokenizer
+        plain = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>")
+        plain.add_tokens([AddedToken("<|im_end|>", special=False, normalized=False)])
+        plain.chat_template, tokenizer = tokenizer.chat_template, plain
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return tokenizer
+
+
+TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+LAST_USER = (  # as Mistral's: the system message stands in the last user turn
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'user' and loop.index0 >= (messages | selectattr('role', 'ne', 'system') | list | length) - 2 %}"
+    "{{ system }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+)
+
+
+def test_a_template_that_moves_the_system_message_takes_none():
+    chat = Chat(chatml(LAST_USER), Rendering())
+    assert chat.prompt(STATE) == CHATS["chatml"].prompt(STATE)
+    with pytest.raises(UserError, match="system message behind other words"):
+        chat.prompt(State((("system", "be brief"), *STATE.messages)))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}" + TURN + "{% if loop.index == 5 %}again: {% endif %}{% endfor %}",
+        "{% for m in messages %}{% if m.role == 'user' or loop.last %}" + TURN + "{% endif %}{% endfor %}",
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.replace('<|im_end|>', '') }}"
+        "{{ '<|im_end|>\n' }}{% endfor %}",
+    ],
+)
+def test_a_template_that_writes_later_turns_otherwise_is_refused(template):
+    with pytest.raises(UserError, match="chat template can't"):
+        Chat(chatml(template), Rendering())
+
+
+def test_a_turn_ends_by_whatever_model_tokenizer_and_template_say():
+    for chat in (CHATS["chatml"], Chat(chatml(special=False), Rendering())):
+        assert chat.tokenizer.convert_ids_to_tokens(chat.stop_id) == "<|im_end|>"
+        assert chat.tokenizer.eos_token_id in chat.stop_ids
+    chat = Chat(chatml(), Rendering(), ends=[7, 9])
+    ids = chat.tokenizer("Action: left", add_special_tokens=False).input_ids
+    for end in (7, 9, chat.stop_id, chat.tokenizer.eos_token_id):
+        assert chat.text([*ids, end, *ids]) == "Action: left"
+
+
+def test_an_answer_that_goes_on_for_the_environment_is_cut():
+    chat = CHATS["chatml"]
+    answer = "Thought: a\nAction: left\nObservation: you stand\nThought: b\nAction: right"
+    assert chat.said(answer) == "Thought: a\nAction: left"
+    assert Chat(chatml(), Rendering(stop=())).said(answer) == answer
+
+
+def test_spaces_that_a_template_trims_are_no_tokens():
+    state = State((("user", " walk \n"), ("assistant", "OK "), ("user", "you stand\n\n")))
+    clean = State(tuple((role, content.strip()) for role, content in state.messages))
+    for name, chat in CHATS.items():
+        assert (chat.prompt(state) == chat.prompt(clean)) == (chat.trims == {"user", "assistant"}), name
+    assert CHATS["llama-3"].trims and not CHATS["chatml"].trims

@@ -27,9 +27,9 @@ from experiments.qval.scorers import SCORERS, Call, Context, Scorer, answer, ava
 from experiments.qval.steering import made_of
 from qlass import UserError
 from qlass.chat import Rendering
-from qlass.cli import at_least, more, must_exist, needed, parse, parser, progress, run_stage
+from qlass.cli import at_least, more, must_exist, needed, parse, parser, run_stage
 from qlass.driver import Sample, drive
-from qlass.files import read_jsonl, read_meta, same_arguments, sha256, write_jsonl, write_meta
+from qlass.files import progress, read_jsonl, read_meta, same_arguments, sha256, write_jsonl, write_meta
 from qlass.flags import add_loading, add_sampling
 
 
@@ -121,12 +121,12 @@ def main(argv: list[str] | None = None) -> None:
         """Write what `records` yields to `path`, with how long it took, or keep what is there; then load each line."""
         depends = ("env", "run", "seed", *args.env_flags, *names)
         if path.exists():
-            same_arguments(path, argparse.Namespace(**{name: getattr(args, name) for name in depends}))
+            same_arguments(path, {name: getattr(args, name) for name in depends})
         else:
             started = time.process_time()
             made = list(progress(records(), path.stem, total))
             write_jsonl(path, made)
-            write_meta(path, args, [args.sft], cpu_seconds=time.process_time() - started)
+            write_meta(path, vars(args), [args.sft], cpu_seconds=time.process_time() - started)
         try:
             return [load(record) for record in read_jsonl(path)]
         except (KeyError, TypeError, ValueError):
@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
     study = report.Study(points, returns, predictions, families, args.against, spent, stale)
     title = " ".join([args.env, *args.env_option, f"({args.split}, {args.actor}, epsilon {args.epsilon})"])
     print(report.write(study, args.out, title, downstream.rewards(args.results, env.name) if args.results else {}))
-    write_meta(args.out / "report.md", args, [args.sft])
+    write_meta(args.out / "report.md", vars(args), [args.sft])
 
 
 if __name__ == "__main__":
