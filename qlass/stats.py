@@ -138,14 +138,6 @@ def paired_difference(a: pd.Series, b: pd.Series, blocks: Mapping[Hashable, Hash
     return t_interval(float(samples[0].mean()), parts, freedom, int(freedom[1:].sum()), len(tasks))
 
 
-def by_task(values: Mapping[tuple[Hashable, Hashable], float]) -> dict[Hashable, float]:
-    """{(task, ...): value} to {task: mean}."""
-    groups: dict[Hashable, list[float]] = {}
-    for (task, *_), value in values.items():
-        groups.setdefault(task, []).append(value)
-    return {task: sum(group) / len(group) for task, group in groups.items()}
-
-
 def holm(p: Sequence[float]) -> list[float]:
     """p values adjusted for as many tests as there are (Holm 1979)."""
     order = np.argsort(p, kind="stable")
@@ -162,7 +154,3 @@ def spearman(x: Iterable[float], y: Iterable[float]) -> float:
 def kendall(x: Iterable[float], y: Iterable[float]) -> float:
     """Kendall's tau-b of x (n,) and y (n,); NaN where one of them is constant."""
     return float(stats.kendalltau(list(x), list(y)).statistic)
-
-
-def ranks(values: Sequence[float]) -> np.ndarray:
-    return stats.rankdata(values) - 1
