@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test test-slow lint clean
 
 demo: $(VENV)/.installed
-	RUN=runs/demo EPOCHS=3 PYTHON=$(BIN)/python bash runs/quickstart.sh
+	RUN=runs/demo EPOCHS=3 EXPECTED=runs/reference_output/expected.csv PYTHON=$(BIN)/python bash runs/quickstart.sh
 
 test: $(VENV)/.installed $(VENV)/.textworld
 	$(BIN)/ruff check .

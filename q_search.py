@@ -343,7 +343,9 @@ def main(argv: list[str] | None = None, answers: dict | None = None, inputs: Seq
     free = ("method", "M", "N", "select", "split", "skip", *SAMPLING_FREE)  # each line says its own
     out = Output(args.out, vars(args), complete_results, [args.sft, args.qnet, *inputs], free, identity)
     learned = {"demonstrations": args.sft if policy else None, "trees": args.qnet if qnet else None}
-    leaks = {name: leaked(env, tasks, learned_from(path, args), name) if path else 0 for name, path in learned.items()}
+    leaks = {
+        name: leaked(env, tasks, learned_from(path, vars(args)), name) if path else 0 for name, path in learned.items()
+    }
     out.known["leaks"] = out.with_earlier("leaks", leaks, max)
     fields = {"split": args.split, "label": args.label, "seed": args.seed}
     search(env, my_share(tasks), plan, answers, policy and policy.chat, out, fields,

@@ -62,4 +62,6 @@ trees_best() {  # FLAG...: the agent cloned again from its demonstrations and th
     stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
     variant tree "SFT on trees' best" "$@" --method greedy --sft "$RUN/sft-tree"
 }
-report() { stage report.py --run "$RUN" --out "$RUN/report.html"; }
+report() {  # EXPECTED: a file of ranges, of which each is said to hold the run's reward or not
+    stage report.py --run "$RUN" --out "$RUN/report.html" ${EXPECTED:+--expected "$EXPECTED"}
+}

@@ -439,7 +439,7 @@ def test_a_qnet_of_few_trees_has_learned_from_no_others(tmp_path):
     args = argparse.Namespace(env="frozenlake", env_flags=[])
     for limit, known in (({}, None), ({"limit": None}, None), ({"limit": 3}, 3)):
         (tmp_path / "qnet.meta.json").write_text(json.dumps({"arguments": asked | limit}))
-        assert learned_from(qnet, args) == Learned([(labels, known)], False)
+        assert learned_from(qnet, vars(args)) == Learned([(labels, known)], False)
 
 
 def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tmp_path, capsys):
@@ -449,7 +449,7 @@ def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tm
         return tmp_path / name
 
     def found(checkpoint: Path) -> int | None:
-        return leaked(Shop(), ["1", "3", "7"], learned_from(checkpoint, args), "demonstrations")
+        return leaked(Shop(), ["1", "3", "7"], learned_from(checkpoint, vars(args)), "demonstrations")
 
     args = argparse.Namespace(env="shop", env_flags=[])
     expert, labels = tmp_path / "expert.jsonl", tmp_path / "q_labels.jsonl"
