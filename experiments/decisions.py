@@ -33,15 +33,15 @@ class Decision:
 
 
 class Place(NamedTuple):
-    """A token whose score is read. It belongs to a choice in free text, and to a fork where valid actions part."""
+    """A token whose score is read."""
 
-    of: int  # the number of the choice or of the fork
+    of: int  # its choice in free text, or its fork where valid actions part
     before: int  # the token of the tree that it follows
     id: int
 
 
 class Option(NamedTuple):
-    """A valid action of a choice: the branches on the way to it, and whether it is the one taken."""
+    """A valid action of a choice, and the branches on the way to it."""
 
     choice: int
     taken: bool
@@ -83,30 +83,28 @@ class PackedDecisions:
 
     def logprobs(self, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """log pi of each choice as it was made, and the entropy of its distribution; (C,) and (C,), float32."""
-        tokens, branches = (
-            torch.tensor(places, dtype=torch.long, device=model.device).reshape(-1, 3)
-            for places in (self.tokens, self.branches)
-        )
-        columns, row = torch.cat([tokens, branches])[:, 1].unique(return_inverse=True)
+        places = torch.tensor([*self.tokens, *self.branches], device=model.device)
+        columns, row = places[:, 1].unique(return_inverse=True)
         with mixed_precision(model):
             inputs = tree_inputs(model, [self.tree])
             logits = model(**inputs, use_cache=False, logits_to_keep=columns).logits[0].float()  # (P, V)
+        n = len(self.tokens)
         logp, entropy = logits.new_zeros(2, len(self.owner))
         if self.tokens:
-            choice, _, ids = tokens.T
-            every = logits[row[: len(tokens)]].log_softmax(-1)
+            choice, _, ids = places[:n].T
+            every = logits[row[:n]].log_softmax(-1)
             logp = logp.index_add(0, choice, every.gather(-1, ids[:, None])[:, 0])
             entropy = entropy.index_add(0, choice, -(every.exp() * every).sum(-1))
         if self.options:
             # Of each branch its probability among those of its fork; of each option the product on the way to it.
-            fork, _, ids = branches.T
-            score = logits[row[len(tokens) :], ids]
+            fork, _, ids = places[n:].T
+            score = logits[row[n:], ids]
             top = score.new_full((self.forks,), -torch.inf).scatter_reduce(0, fork, score.detach(), "amax")
             total = score.new_zeros(self.forks).index_add(0, fork, (score - top[fork]).exp())
             conditional = score - (top + total.log())[fork]
             ways = [(i, branch) for i, option in enumerate(self.options) for branch in option.branches]
-            option, branch = torch.tensor(ways, device=model.device).T
-            option_logp = score.new_zeros(len(self.options)).index_add(0, option, conditional[branch])
+            way, branch = torch.tensor(ways, device=model.device).T
+            option_logp = score.new_zeros(len(self.options)).index_add(0, way, conditional[branch])
             choice, taken = torch.tensor([option[:2] for option in self.options], device=model.device).T
             logp = logp.index_add(0, choice, taken * option_logp)
             entropy = entropy.index_add(0, choice, -option_logp.exp() * option_logp)

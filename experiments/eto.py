@@ -169,46 +169,42 @@ def pack_preferences(chat: Chat, preferences: Sequence[Preference], room: int) -
 # -------------------------------------------------------------------------------------------------------------- update
 
 
-def train(
-    learner: Learner, preferences: Sequence[Preference], updates: int, size: int, epochs: int, beta: float
-) -> dict:
-    """Passes over the pairs, `size` an update. Returns updates, tokens, and of the last pass mean loss and share ranked
-    right."""
-    tokens = loss = right = 0
+def train(learner: Learner, preferences: list[Preference], updates: int, size: int, epochs: int, beta: float) -> dict:
+    """Passes over the pairs, `size` an update. Returns what it spent, and of the last pass the mean loss and the share
+    of pairs that are ranked right."""
     groups = [preferences[i : i + size] for i in range(0, len(preferences), size)]
-    with torch.no_grad():  # before the first update the reference may be the model itself
-        packs = [learner.share(list(pack_preferences(learner.chat, group, learner.room))) for group in groups]
+    packs = [learner.share(list(pack_preferences(learner.chat, group, learner.room))) for group in groups]
+    with torch.no_grad():  # the reference may be the model itself, before its first update
         references = [[pack.logprobs(learner.reference) for pack in minibatch] for minibatch in packs]
+    learner.model.train()
     for _ in range(epochs):
         loss = right = 0
         for group, minibatch, anchors in zip(groups, packs, references, strict=True):
             for pack, reference in zip(minibatch, anchors, strict=True):
-                with learner.recomputed():
-                    logp = pack.logprobs(learner.model)
-                    losses = dpo_loss(*logp, *reference, beta)
-                    (losses.sum() / len(group)).backward()
-                win, lose = (logp - reference).detach()
+                logp = pack.logprobs(learner.model)
+                losses = dpo_loss(*logp, *reference, beta)
+                (losses.sum() / len(group)).backward()
+                win, lose = logp - reference
                 loss += losses.sum().item()
                 right += int((win > lose).sum())
-                tokens += len(pack.choices.tree)
             updates += 1
             learner.step(updates)
-    n = max(1, len(preferences))
+    tokens = epochs * sum(len(pack.choices.tree) for minibatch in packs for pack in minibatch)
     tokens, loss, right = learner.total(tokens, loss, right)
-    return {"updates": updates, "tokens": int(tokens), "loss": round(loss / n, 6), "right": round(right / n, 6)}
+    n = max(1, len(preferences))
+    return {"updates": updates, "tokens": tokens, "loss": round(loss / n, 6), "right": round(right / n, 6)}
 
 
 def explore(
     learner: Learner, env: envs.TextEnv, expert: dict[str, dict], last: dict, seed: int, size: int
 ) -> tuple[list[Preference], dict]:
     """The agent's sampled trajectories on demonstrated tasks against the expert's, and what they cost and earned."""
-    chat = learner.chat
     tasks = list(dict.fromkeys(batch_of(list(expert), seed, last["batch"], size)))  # each once
-    policy = Policy(learner.model, chat, seed + OTHER_LUCK * (last["batch"] + 1))
-    episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task in learner.share(tasks))
+    policy = Policy(learner.model, learner.chat, seed + OTHER_LUCK * (last["batch"] + 1))
+    episodes = (trajectories(env.fork(), task, Method("sample"), learner.chat) for task in learner.share(tasks))
     sampled = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
     played = learner.gather([line for (line,) in sampled])
-    preferences = list(failures(env, chat.rendering, played, expert))
+    preferences = list(failures(env, learner.chat.rendering, played, expert))
     tokens = sum(sum(line["tokens"].values()) for line in played)
     turns = sum(len(line["messages"]) // 2 - 1 for line in played)  # after the layout's "OK"
     return preferences, {
@@ -263,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
         args.expert = args.expert or args.run / "expert.jsonl"
         source, prefer = demonstrated(args.expert, env, args.n_expert), explore
     else:
-        if learner.accelerator.num_processes > 1:  # one process makes what is missing
+        if learner.processes.num_processes > 1:  # one process makes what is missing
             must_exist(args.labels or args.run / "q_labels.jsonl")
         args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
         source, prefer = list(read_trees(args.labels, ["q", "messages"])), compare
@@ -278,7 +274,7 @@ def main(argv: list[str] | None = None) -> None:
         return {"batch": last["batch"] + 1, **trained, **figures}
 
     # A token counts three times in an update, and goes through the reference once for all epochs.
-    learn(learner, env, iteration, args, [args.labels, args.expert], passes=3 + 1 / args.epochs)
+    learn(learner, env, iteration, vars(args), [args.labels, args.expert], passes=3 + 1 / args.epochs)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ one: what was spent so far, and figures of the batch. `learn` calls it until the
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import itertools
+import os
 import shlex
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -19,8 +19,7 @@ import accelerate
 import numpy as np
 import torch
 import transformers
-from accelerate.utils import gather_object
-from transformers.modeling_layers import GradientCheckpointingLayer
+from accelerate.utils import broadcast_object_list, gather_object
 
 import envs
 from q_search import Method, episode
@@ -30,7 +29,6 @@ from qlass.cli import Output, at_least, handed_on, more, must_exist, needed, par
 from qlass.driver import Sample, drive
 from qlass.files import checkpoint_folder, write_meta
 from qlass.flags import add_prompted, rendering_of, warn_of_another_world
-from qlass.loop import read_state, write_state
 from qlass.policy import Policy
 from train_qnet import SMALL
 
@@ -58,15 +56,14 @@ def learner_parser(doc: str, epilog: str, argv: list[str] | None, every: int) ->
 
 
 class Learner:
-    """The agent, its frozen reference, and its optimiser.
+    """The agent, its frozen reference and its optimiser.
 
-    With several processes (torchrun, accelerate launch) each has the whole model and its share of the work; gradients
-    are summed.
+    Each of several processes has all of them and works on its share of the tasks; gradients are summed.
     """
 
     def __init__(self, model: Any, reference: Any, chat: Chat, lr: float, optim: str = "adamw") -> None:
         self.model, self.reference, self.chat, self.lr = model, reference, chat, lr
-        self.accelerator = start()
+        self.processes = accelerate.PartialState()
         self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = models.adamw(self.weights.values(), lr, optim)
         # Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed again.
@@ -74,43 +71,24 @@ class Learner:
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """Every n-th of the items: what this one of n processes works on."""
-        return items[self.accelerator.process_index :: self.accelerator.num_processes]
+        return items[self.processes.process_index :: self.processes.num_processes]
 
     def gather(self, results: Sequence[T]) -> list[T]:
-        """The results of all processes, of `share`'s items in their order."""
+        """The results of all processes, in the order of the items that `share` gave out."""
         shares = gather_object([results])
         return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
 
     def total(self, *values: float) -> list[float]:
         """Sums over the processes."""
-        return self.accelerator.reduce(torch.tensor(values, dtype=torch.float64), "sum").tolist()
-
-    @contextlib.contextmanager
-    def recomputed(self) -> Iterator[None]:
-        """With --gradient-checkpointing, layers forget their activations and compute them again for backward.
-
-        They do so in training mode alone. Only they are put into it, not what they consist of, and nothing is dropped.
-        """
-        layers = [layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        for layer in layers:
-            layer.training = layer.gradient_checkpointing
-            if isinstance(getattr(layer, "dropout", None), float):  # OPT's
-                layer.dropout = 0.0
-        yield
-        for layer in layers:
-            layer.training = False
+        return [sum(column) for column in zip(*gather_object([values]), strict=True)]
 
     def step(self, number: int) -> None:
         """Update `number`, from 1: gradients summed and clipped; the rate rises linearly and then is constant."""
         for p in self.weights.values():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            p.grad = self.accelerator.reduce(p.grad, "sum")
-        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
-        if not norm.isfinite():
-            raise UserError(
-                f"update {number}: the gradient is not finite, so the training has diverged: --overwrite and a lower "
-                f"--lr than {self.lr:g} start again"
-            )
+            p.grad = accelerate.utils.reduce(torch.zeros_like(p) if p.grad is None else p.grad, "sum")
+        if not torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0).isfinite():
+            reason = f"update {number}: the gradient is not finite, so the training has diverged"
+            raise UserError(f"{reason}: --overwrite and a lower --lr than {self.lr:g} start again")
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * min(1.0, number / WARMUP)
         self.optimizer.step()
@@ -123,40 +101,62 @@ class Learner:
         rewards = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
         return sum(self.gather(list(rewards))) / len(tasks)
 
+    def save(self, path: Path, lines: int) -> None:
+        """Weights and moments after so many lines, under this name only when all are there."""
+        weights = {name: p.detach() for name, p in self.weights.items()}
+        draft = path.with_name(f"{path.name}.draft")
+        torch.save({"model": weights, "optimizer": self.optimizer.state_dict(), "lines": lines}, draft)
+        os.replace(draft, path)
 
-def start() -> accelerate.Accelerator:
-    return accelerate.Accelerator(cpu=not torch.cuda.is_available())
+    def resume(self, path: Path) -> int:
+        """What `save` wrote. Returns its number of lines."""
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
+            self.model.load_state_dict(saved["model"], strict=False)
+            self.optimizer.load_state_dict(saved["optimizer"])
+            return saved["lines"]
+        except Exception as error:  # of many kinds: cut short, zeros, another's
+            reason = next(iter(str(error).splitlines()), type(error).__name__)[:80]
+            raise UserError(f"{path}: can't be read ({reason}): --overwrite starts again") from None
+
+
+def greedy(env: envs.TextEnv, task_id: str, rendering: Rendering) -> Generator:
+    trajectory = yield from episode(env, task_id, Method("greedy", temperature=0.0), 0, rendering)
+    env.close()
+    return trajectory.reward
 
 
 def load(args: argparse.Namespace, lr: float, copied: bool = True) -> Learner:
-    """The beginning of a learner's `main`: the agent, with a copy or (not `copied`) itself as reference.
+    """The beginning of a learner's `main`. The reference is a copy of the agent or, not `copied`, the agent itself.
 
     Without --lr, `lr` is the tiny model's.
     """
     models.check_training(args)
-    if start().num_processes > 1:  # one process makes what is missing
+    if accelerate.PartialState(cpu=not torch.cuda.is_available()).num_processes > 1:  # one makes what is missing
         must_exist(args.sft or args.run / "sft")
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     warn_of_another_world(args.sft, args)
     torch.manual_seed(args.seed)
-    rendering = rendering_of(args.sft, args, PROMPTED)
     model, chat = models.load_checkpoint(
-        args.sft, transformers.AutoModelForCausalLM, args.device, args.load_in, train=not args.lora, rendering=rendering
-    )
+        args.sft, transformers.AutoModelForCausalLM, args.device, args.load_in, train=not args.lora,
+        rendering=rendering_of(args.sft, args, PROMPTED),
+    )  # fmt: skip
     models.save_memory(model, args)
-    model.eval()
-    # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
-    frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
-    reference = copy.deepcopy(model, frozen).requires_grad_(False) if copied else model
+    without_dropout(model)
     small = model.num_parameters() < SMALL
     settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
+    # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
+    frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+    reference = copy.deepcopy(model, frozen).requires_grad_(False).eval() if copied else model
     return Learner(model, reference, chat, args.lr, args.optim)
 
 
-def greedy(env: envs.TextEnv, task_id: str, rendering: Rendering) -> Generator:
-    trajectory = yield from episode(env, task_id, Method("greedy"), 0, rendering)
-    env.close()
-    return trajectory.reward
+def without_dropout(model: torch.nn.Module) -> None:
+    """Training mode, in which --gradient-checkpointing works, is to compute the probabilities that were sampled."""
+    for module in model.modules():
+        for name in ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def batch_of(tasks: Sequence[Any], seed: int, number: int, size: int) -> list[Any]:
@@ -167,104 +167,85 @@ def batch_of(tasks: Sequence[Any], seed: int, number: int, size: int) -> list[An
     return [tasks[i] for i in itertools.islice(order, number * size, (number + 1) * size)]
 
 
-def why_stop(lines: Sequence[dict], budget_in: str = "tokens", patience: int = 8) -> str:
+def why_stop(lines: Sequence[dict], unit: str = "tokens", patience: int = 8) -> str:
     """Why no more should be spent, "" if it should."""
-    if budget_in == "env_steps" and len(lines) > 1 and lines[-1]["env_steps"] == lines[-2]["env_steps"]:
+    if unit == "env_steps" and len(lines) > 1 and lines[-1][unit] == lines[-2][unit]:
         return "all trees have been read, so no more environment steps can be spent"
     scores = [line["val"] for line in lines if line["val"] is not None]
     if len(scores) > 2 and max(scores[-2:]) < 0.75 * max(scores):
         return f"validation fell from {max(scores):.3f} to {scores[-1]:.3f}: lower --lr"
     recent = lines[1:][-patience:]
-    if len(recent) == patience and np.mean([line.get("flat", 0) for line in recent]) > 0.95:
-        if np.mean([line["reward"] for line in recent]) > 0.9:
-            return "nearly all trajectories of a task earn the same high reward: nothing is left to learn"
-        if not any(line["reward"] for line in recent):
-            return "no trajectory earns anything, so there is nothing to learn from: begin with a better agent"
-        return (
-            "nearly all trajectories of a task earn the same, so nothing is learned: begin again with a lower --lr, "
-            "tree_grpo also with a higher --entropy"
-        )
-    return ""
+    if len(recent) < patience or np.mean([line.get("flat", 0) for line in recent]) <= 0.95:
+        return ""
+    if np.mean([line["reward"] for line in recent]) > 0.9:
+        return "nearly all trajectories of a task earn the same high reward: nothing is left to learn"
+    if not any(line["reward"] for line in recent):
+        return "no trajectory earns anything, so there is nothing to learn from: begin with a better agent"
+    wrong = "nearly all trajectories of a task earn the same, so nothing is learned"
+    return f"{wrong}: begin again with a lower --lr, tree_grpo also with a higher --entropy"
 
 
 def learn(
-    learner: Learner,
-    env: envs.TextEnv,
-    iterate: Callable[[dict], dict],
-    args: argparse.Namespace,
-    inputs: Sequence[Path | None],
-    passes: float,
-) -> None:
+    learner: Learner, env: envs.TextEnv, iterate: Callable[[dict], dict], settings: dict[str, Any],
+    inputs: Sequence[Path | None], passes: float,
+) -> None:  # fmt: skip
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
     larger --budget continues. The last batch of a smaller budget has been validated too.
 
-    inputs: what it reads besides the agent. passes: how often a token that was spent went forward, for the report; a
-    backward pass counts as two. "played" of a line, if it has that: tokens of trajectories, which went forward once.
+    settings: the flags. inputs: what is read besides the agent. passes: how often a token that was spent went forward,
+    for the report; a backward pass counts as two. "played" of a line, if it has that: tokens that went forward once.
     """
-    folder = checkpoint_folder(args.run / f"sft-{args.name}", args.sft)
-    args.out, resume = folder.with_name(folder.name + ".updates.jsonl"), folder.with_name(folder.name + ".resume.pt")
-    inputs = [args.sft, *inputs]
-    tasks = env.task_ids("val")[: args.val or None]
+    name, unit, budget = settings["name"], settings["budget_in"], settings["budget"]
+    folder = checkpoint_folder(settings["run"] / f"sft-{name}", settings["sft"])
+    log, resume = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
+    tasks = env.task_ids("val")[: settings["val"] or None]
     if not tasks:
-        raise UserError(f"{args.env}: no validation tasks here, by which the best checkpoint is chosen")
-    saved = {"lines": 0}
-    if resume.exists() and not args.overwrite:
-        saved = read_state(resume, ["lines", "model", "optimizer"])
+        raise UserError(f"{env.name}: no validation tasks here, by which the best checkpoint is chosen")
+    saved = learner.resume(resume) if resume.exists() and not settings["overwrite"] else 0
 
     def complete(lines: list[dict]) -> int:
-        if len(lines) > 1 and not saved["lines"]:
-            raise UserError(f"{resume}: missing, so {args.out} can't be continued: --overwrite starts it again")
-        if 0 < len(lines) < saved["lines"]:
-            raise UserError(f"{args.out}: has lost lines that {resume} knows of: --overwrite starts it again")
-        return saved["lines"] if lines else 0
+        if len(lines) < saved or (len(lines) > 1 and not saved):
+            raise UserError(f"{log}: has lost lines, or {resume} is missing: --overwrite starts again")
+        return saved
 
-    first = learner.accelerator.is_main_process  # which alone writes
+    args, inputs = argparse.Namespace(**settings | {"out": log}), [settings["sft"], *inputs]
+    first = learner.processes.is_main_process  # which alone writes
     out = Output(args, complete, inputs, free=["budget", "budget_in"]) if first else None
-    lines: list[dict] = accelerate.utils.broadcast_object_list([out and out.records])[0]
-    if len(lines) > 1 and lines[-2][args.budget_in] >= args.budget:
-        spent = f"{lines[-1][args.budget_in]:,} {args.budget_in} are spent already"
-        raise UserError(f"{args.out}: {spent}: raise --budget, or give another --name")
-    if lines:
-        learner.model.load_state_dict(saved["model"], strict=False)
-        learner.optimizer.load_state_dict(saved["optimizer"])
+    lines: list[dict] = broadcast_object_list([out and list(out.records)])[0]
+    if len(lines) > 1 and lines[-2][unit] >= budget:
+        spent = f"{lines[-1][unit]:,} {unit} are spent already"
+        raise UserError(f"{log}: {spent}: raise --budget, or give another --name")
 
-    def over() -> bool:
-        return lines[-1][args.budget_in] >= args.budget or bool(why_stop(lines, args.budget_in))
+    def over() -> str:
+        return "the budget is spent" if lines[-1][unit] >= budget else why_stop(lines, unit)
 
     def batches() -> Iterator[dict]:
         while not lines or not over():
             yield iterate(lines[-1]) if lines else SPENT
 
-    def best() -> dict:
-        return max((line for line in lines if line["val"] is not None), key=lambda line: line["val"])
+    def figures() -> dict:
+        best = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"])
+        return {"best": best, "last": lines[-1], "passes": passes}
 
-    for line in progress(batches(), f"{args.name}, batches"):
+    for line in progress(batches(), f"{name}, batches"):
         lines.append(line | {"val": None})
-        due = line["batch"] % args.every == 0 or over()
+        due = line["batch"] % settings["every"] == 0 or over()
         if due:
             lines[-1]["val"] = round(learner.validation(env, tasks), 6)
         if first:
             out.append(lines[-1:])
         if first and due:
-            if best() is lines[-1]:
+            if figures()["best"] is lines[-1]:
                 models.save_checkpoint(learner.model, learner.chat, folder)
-                write_meta(folder, args, inputs, best=lines[-1], last=lines[-1], passes=passes)
-            weights = {name: p.detach() for name, p in learner.weights.items()}
-            state = {"model": weights, "optimizer": learner.optimizer.state_dict(), "lines": len(lines)}
-            write_state(resume, state)
-    if not first:
-        return
-    why = "" if lines[-1][args.budget_in] >= args.budget else why_stop(lines, args.budget_in)
-    figures = {"best": best(), "last": lines[-1], "passes": passes, "stopped": why or None}
-    out.finish(**figures)
-    write_meta(folder, args, inputs, **figures)
-    print(f"stopped after batch {lines[-1]['batch']}: {why}" if why else "the budget is spent")
-    print(
-        f"{folder}: validation {lines[0]['val']:.3f} -> {best()['val']:.3f} at batch {best()['batch']} "
-        f"({best()['tokens']:,} tokens, {best()['env_steps']:,} environment steps)"
-    )
-    print(
-        f"next: python q_search.py {shlex.join(handed_on(args))} --sft {folder} --label {args.name} "
-        f"--method greedy --out {args.run}/results-{args.name}.jsonl",
-        flush=True,
-    )
+                write_meta(folder, args, inputs, **figures())
+            learner.save(resume, len(lines))
+    if first:
+        summary = figures() | {"stopped": None if lines[-1][unit] >= budget else over()}
+        out.finish(**summary)
+        write_meta(folder, args, inputs, **summary)
+        start, best = lines[0]["val"], summary["best"]
+        spent = f"{best['tokens']:,} tokens, {best['env_steps']:,} environment steps"
+        print(f"batch {lines[-1]['batch']}: {over()}")
+        print(f"{folder}: validation {start:.3f} -> {best['val']:.3f} at batch {best['batch']} ({spent})")
+        play = f"--sft {folder} --label {name} --method greedy --out {args.run}/results-{name}.jsonl"
+        print(f"next: python q_search.py {shlex.join(handed_on(args))} {play}", flush=True)

@@ -9,7 +9,7 @@
     python q_search.py --env webshop --method greedy --sft runs/webshop/sft-tree_grpo --label tree_grpo \\
                        --out runs/webshop/results-tree_grpo.jsonl
 
-A task's leaves are a group, and so are the leaves of each of its trees. A trajectory's advantage is how many standard
+A task's trajectories are a group, and so are those of each of its trees. A trajectory's advantage is how many standard
 deviations its reward lies above its group's mean, summed over both groups, and every action on it gets that advantage.
 An action above a branching is on several trajectories and learns from each: outcome rewards become a signal for steps,
 without a value network.
@@ -18,9 +18,8 @@ How this differs from the released code (AMAP-ML/Tree-GRPO), which is meant by "
 warm-up (there .5 and .285 of the run); log-probabilities are of the distribution that was sampled from (there top-p .95
 against the full softmax); a group of one has advantage 0 (there its reward); among valid actions the ratio is an
 action's, not a token's; validation keeps the best checkpoint (there the last). As there, equal siblings are not merged
-and all leaves count.
---advantage states replaces the groups of a tree's leaves by groups of visits to an equal observation (GiGPO, Feng et
-al. 2025).
+and all leaves count. --advantage states replaces a tree's group by groups of visits to an equal observation (GiGPO,
+Feng et al. 2025).
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -48,6 +48,7 @@ LR = {"alfworld": 1e-4}  # of the tiny model, others LR_TINY; the learning rate 
 LR_TINY = 3e-4
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
 CLIP, DUAL_CLIP = 0.2, 3.0
+FIGURES = ("reward", "flat", "kl", "entropy", "clipped")  # means of a batch
 PASSES = 6  # a token: the rollout, the old agent, the reference, and an update
 
 # ------------------------------------------------------------------------------------------------------------- rollout
@@ -55,7 +56,7 @@ PASSES = 6  # a token: the rollout, the old agent, the reference, and an update
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A state of a tree and the decisions that led to it."""
+    """A state of a tree, from which a chain may start, and the decisions that led to it."""
 
     state: State
     snapshot: Any
@@ -64,22 +65,13 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """A leaf of a tree."""
+    """What leads to a leaf of a tree. Trajectories of a tree share the decisions above their branching."""
 
     decisions: tuple[Decision, ...]
     reward: float
 
 
-@dataclasses.dataclass
-class Forest:
-    """A task's trees. An environment step above a branching was made once."""
-
-    trees: list[list[Trajectory]]
-    env_steps: int = 0
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        return [trajectory for tree in self.trees for trajectory in tree]
+Forest = list[list[Trajectory]]  # a task's trees
 
 
 def forest(
@@ -89,11 +81,11 @@ def forest(
     observation, info = env.reset(options={"task_id": task_id})
     root = Node(State.first(env, observation, info), env.snapshot())
     nodes = [[root] for _ in range(M)]  # of each tree, the root and what is no leaf
-    task = Forest([[] for _ in range(M)])
+    trees: Forest = [[] for _ in range(M)]
 
     def chain(tree: int, node: Node) -> Generator[Sample, list, None]:
         """The agent plays from a node of a tree to the end."""
-        name = (*key, task_id, len(task.trajectories))
+        name = (*key, task_id, sum(map(len, trees)))
         env.restore(node.snapshot)
         env.reseed(zlib.crc32(repr(name).encode()))  # else siblings would slip on the same ice
         done = False
@@ -101,15 +93,13 @@ def forest(
             request = ask(env, node.state, 1, (*name, len(node.decisions)), rendering, TEMPERATURE)
             (candidate,) = yield request
             observation, reward, terminated, truncated, _ = env.step(parse_action(candidate.text))
-            task.env_steps += 1
             done = terminated or truncated
             decision = Decision(node.state, candidate.text, request.valid, candidate.ids)
-            decisions = (*node.decisions, decision)
+            state = node.state.then(candidate.text, env.message(observation))
+            node = Node(state, None if done else env.snapshot(), (*node.decisions, decision))
             if not done:
-                state = node.state.then(candidate.text, env.message(observation))
-                node = Node(state, env.snapshot(), decisions)
                 nodes[tree].append(node)
-        task.trees[tree].append(Trajectory(decisions, float(reward)))
+        trees[tree].append(Trajectory(node.decisions, float(reward)))
 
     for tree in range(M):
         yield from chain(tree, root)
@@ -120,7 +110,12 @@ def forest(
         for tree, node in starts:
             yield from chain(tree, node)
     env.close()
-    return task
+    return trees
+
+
+def env_steps(trees: Forest) -> int:
+    """A step above a branching was made once: trajectories hold the same decision there."""
+    return len({id(decision) for trajectory in itertools.chain(*trees) for decision in trajectory.decisions})
 
 
 # ---------------------------------------------------------------------------------------------------------- advantages
@@ -132,24 +127,23 @@ def normalised(rewards: Sequence[float]) -> np.ndarray:
     return (r - r.mean()) / (r.std(ddof=1) + 1e-6) if len(r) > 1 else np.zeros(1)
 
 
-def advantages(trees: list[list[Trajectory]], kind: str = "both") -> list[np.ndarray]:
-    """A of each decision of each trajectory, tree by tree: of a trajectory's decisions all the same but with "states".
+def advantages(trees: Forest, kind: str = "both") -> list[np.ndarray]:
+    """A of each decision of each trajectory, tree by tree.
 
     A = A_inter + A_intra: the reward normalised among the trajectories of the task, and among those of its tree.
     """
-    rewards = [[trajectory.reward for trajectory in tree] for tree in trees]
-    inter = normalised(np.concatenate(rewards))
-    intra = np.concatenate([normalised(tree) for tree in rewards])
+    trajectories = list(itertools.chain(*trees))
+    inter = normalised([trajectory.reward for trajectory in trajectories])
+    intra = np.concatenate([normalised([trajectory.reward for trajectory in tree]) for tree in trees])
     outcome = {"inter": inter, "intra": intra, "both": inter + intra, "states": inter}[kind]
-    trajectories = [trajectory for tree in trees for trajectory in tree]
     steps = [np.full(len(t.decisions), a) for t, a in zip(trajectories, outcome, strict=True)]
     if kind == "states":
-        steps = [a + more for a, more in zip(steps, step_advantages(trajectories), strict=True)]
+        add_step_advantages(steps, trajectories)
     return steps
 
 
-def step_advantages(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
-    """Like GiGPO's second term, of each decision: its trajectory's reward among those of all from an equal message.
+def add_step_advantages(steps: list[np.ndarray], trajectories: Sequence[Trajectory]) -> None:
+    """Like GiGPO's second term: a decision's reward normalised among those of all from an equal observation.
 
     GiGPO discounts the reward by the steps that are left; here it is the trajectory's own.
     """
@@ -157,14 +151,24 @@ def step_advantages(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
     for i, trajectory in enumerate(trajectories):
         for t, decision in enumerate(trajectory.decisions):
             visits.setdefault(decision.state.messages[-1][1], []).append((i, t))
-    steps = [np.zeros(len(trajectory.decisions)) for trajectory in trajectories]
     for group in visits.values():
         for (i, t), a in zip(group, normalised([trajectories[i].reward for i, _ in group]), strict=True):
-            steps[i][t] = a
-    return steps
+            steps[i][t] += a
 
 
 # ---------------------------------------------------------------------------------------------------------------- loss
+
+
+@dataclasses.dataclass
+class Batch:
+    """Choices (C,) in one token tree, and what the loss reads besides the agent's log pi."""
+
+    choices: PackedDecisions
+    positive: torch.Tensor  # sum of A > 0 over the trajectories through the choice
+    negative: torch.Tensor  # sum of -A > 0
+    visits: torch.Tensor  # how many trajectories these are
+    old: torch.Tensor  # log pi of the agent that drew the trees
+    reference: torch.Tensor  # log pi of the cloned agent
 
 
 def dual_clip(ratio: torch.Tensor, positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
@@ -182,18 +186,6 @@ def low_variance_kl(logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor
     return (d.exp() - d - 1).clamp(max=10)
 
 
-@dataclasses.dataclass
-class Batch:
-    """Choices (C,) in one token tree, and what the loss reads besides the agent's log pi."""
-
-    choices: PackedDecisions
-    positive: torch.Tensor  # sum of A > 0 over the trajectories through the choice
-    negative: torch.Tensor  # sum of -A > 0
-    visits: torch.Tensor  # how many trajectories these are
-    old: torch.Tensor  # log pi of the agent that drew the trees
-    reference: torch.Tensor  # log pi of the cloned agent
-
-
 def policy_loss(logp: torch.Tensor, entropy: torch.Tensor, batch: Batch, kl: float, bonus: float) -> torch.Tensor:
     """The sum over choices and trajectories of dual_clip(r, A) + kl KL(pi || reference) - bonus H(pi)."""
     ratio = (logp - batch.old).clamp(-20, 20).exp()  # r = pi(a | s) / pi_old(a | s)
@@ -204,80 +196,75 @@ def policy_loss(logp: torch.Tensor, entropy: torch.Tensor, batch: Batch, kl: flo
 # -------------------------------------------------------------------------------------------------------------- update
 
 
-def weights(task: Forest, kind: str) -> dict[Decision, np.ndarray]:
+def weights(trees: Forest, kind: str) -> dict[Decision, np.ndarray]:
     """Of each decision, over the trajectories through it: sum of A > 0, sum of -A > 0, their number.
 
     That is all that `dual_clip` needs, so a shared prefix is computed once; equal decisions of siblings are one too.
     """
     sums: dict[Decision, np.ndarray] = {}
-    for trajectory, values in zip(task.trajectories, advantages(task.trees, kind), strict=True):
-        for decision, A in zip(trajectory.decisions, values, strict=True):
+    for trajectory, steps in zip(itertools.chain(*trees), advantages(trees, kind), strict=True):
+        for decision, A in zip(trajectory.decisions, steps, strict=True):
             sums[decision] = sums.get(decision, np.zeros(3)) + np.array([max(A, 0), max(-A, 0), 1])
     return sums
 
 
 @torch.no_grad()
 def batches(learner: Learner, forests: Sequence[Forest], kind: str) -> list[Batch]:
-    """The choices of these forests, packed: this process's share of the packs."""
-    pairs = [pair for task in forests for pair in weights(task, kind).items()]
-    sums = torch.tensor(np.array([w for _, w in pairs]), dtype=torch.float32, device=learner.model.device)
-    packs = list(pack_decisions(learner.chat, [decision for decision, _ in pairs], learner.room))
-    return [
-        Batch(pack, *sums[pack.owner].T, pack.logprobs(learner.model)[0], pack.logprobs(learner.reference)[0])
-        for pack in learner.share(packs)
-    ]
+    """The choices of these forests in packs, of which each process takes its share."""
+    decisions, sums = zip(*(item for trees in forests for item in weights(trees, kind).items()), strict=True)
+    rows = torch.tensor(np.array(sums), dtype=torch.float32, device=learner.model.device)
+    packs = learner.share(list(pack_decisions(learner.chat, decisions, learner.room)))
+    models = learner.model, learner.reference
+    return [Batch(pack, *rows[pack.owner].T, *(pack.logprobs(model)[0] for model in models)) for pack in packs]
 
 
-def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, number: int) -> dict[str, float]:
-    """One update on the mean loss over the choices of all trajectories. Returns its tokens and mean figures."""
-    visits = sum(float(batch.visits.sum()) for batch in minibatch)
-    n, tokens = learner.total(visits, sum(len(batch.choices.tree) for batch in minibatch))
-    sums = torch.zeros(3)
+def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, number: int) -> np.ndarray:
+    """An update on the mean loss over the choices of all trajectories. Returns its KL, entropy, share of clipped ratios
+    (means) and tokens."""
+    (n,) = learner.total(sum(float(batch.visits.sum()) for batch in minibatch))
+    figures = np.zeros(4)
+    learner.model.train()
     for batch in minibatch:
-        with learner.recomputed():
-            logp, entropy = batch.choices.logprobs(learner.model)
-            (policy_loss(logp, entropy, batch, kl, bonus) / n).backward()
+        logp, entropy = batch.choices.logprobs(learner.model)
+        (policy_loss(logp, entropy, batch, kl, bonus) / n).backward()
         clipped = ((logp - batch.old).exp() - 1).abs() > CLIP
-        figures = torch.stack([low_variance_kl(logp, batch.reference), entropy, clipped.float()]).detach()
-        sums += (figures * batch.visits / n).sum(1).cpu()
+        means = torch.stack([low_variance_kl(logp, batch.reference), entropy, clipped.float()]).detach()
+        figures += [*(means * batch.visits / n).sum(1).tolist(), len(batch.choices.tree)]
     learner.step(number)
-    return {"tokens": tokens, **dict(zip(("kl", "entropy", "clipped"), learner.total(*sums.tolist()), strict=True))}
+    return np.array(learner.total(*figures))
 
 
-def rollout(
-    learner: Learner, env: envs.TextEnv, tasks: Sequence[str], shape: tuple[int, int, int], seed: int, batch: int
-) -> list[Forest]:
-    """A forest of `shape` (M, N, L) for each task, drawn from the distribution that is trained."""
+def iteration(
+    learner: Learner, env: envs.TextEnv, last: dict, seed: int, shape: tuple[int, int, int], size: int, minibatch: int,
+    kind: str, kl: float, bonus: float,
+) -> dict:  # fmt: skip
+    """Forests of `shape` (M, N, L) for `size` tasks, and updates on `minibatch` of them: a line of updates.jsonl."""
+    number, tasks = last["batch"] + 1, batch_of(env.task_ids("train"), seed, last["batch"], size)
+
+    # Rollout, from the distribution that the ratios are of.
     chat = copy.copy(learner.chat)
     chat.rendering = dataclasses.replace(chat.rendering, top_p=1.0, top_k=0)
-    policy = Policy(learner.model, chat, seed)  # a new one: what the last one remembers is of the weights before
-    numbers = learner.share(range(len(tasks)))
-    forests = (forest(env.fork(), tasks[i], *shape, chat.rendering, ("grpo", seed, batch, i)) for i in numbers)
-    return learner.gather(list(drive(forests, {Sample: policy.sample}, env.side_by_side, in_order=True)))
+    policy = Policy(learner.model, chat, seed)  # a new one: the last one remembers the weights before
+    growing = (
+        forest(env.fork(), tasks[i], *shape, chat.rendering, ("grpo", seed, number, i))
+        for i in learner.share(range(len(tasks)))
+    )
+    forests = learner.gather(list(drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)))
+    del policy  # which need not remember during the updates
 
+    # Advantages, and log pi before the first update: of the agent that drew.
+    minibatches = [batches(learner, forests[i : i + minibatch], kind) for i in range(0, len(tasks), minibatch)]
 
-def iteration(learner: Learner, env: envs.TextEnv, last: dict, args: argparse.Namespace) -> dict:
-    """Trees of some tasks and the updates on them: the next line of updates.jsonl."""
-    tasks = batch_of(env.task_ids("train"), args.seed, last["batch"], args.batch_tasks)
-    forests = rollout(learner, env, tasks, (args.M, args.draws, args.rounds), args.seed, last["batch"] + 1)
-    starts = range(0, len(tasks), args.minibatch)
-    minibatches = [batches(learner, forests[i : i + args.minibatch], args.advantage) for i in starts]
-    updates = [
-        update(learner, minibatch, args.kl, args.entropy, number)
-        for number, minibatch in enumerate(minibatches, last["updates"] + 1)
-    ]
-    rewards = [[trajectory.reward for trajectory in task.trajectories] for task in forests]
-    figures = {
-        "reward": np.mean([np.mean(task) for task in rewards]),
-        "flat": np.mean([np.ptp(task) < 1e-9 for task in rewards]),  # tasks whose leaves earn the same
-        **{name: np.mean([one[name] for one in updates]) for name in ("kl", "entropy", "clipped")},
-    }
+    figures = [update(learner, one, kl, bonus, i) for i, one in enumerate(minibatches, last["updates"] + 1)]
+    rewards = [[trajectory.reward for trajectory in itertools.chain(*trees)] for trees in forests]
+    flat = np.mean([np.ptp(task) < 1e-9 for task in rewards])  # tasks whose trajectories earn the same
+    means = [np.mean([np.mean(task) for task in rewards]), flat, *np.mean(figures, 0)[:3]]
     return {
-        "batch": last["batch"] + 1,
-        "updates": last["updates"] + len(updates),
-        "tokens": last["tokens"] + int(sum(one["tokens"] for one in updates)),
-        "env_steps": last["env_steps"] + sum(task.env_steps for task in forests),
-        **{name: round(float(value), 6) for name, value in figures.items()},
+        "batch": number,
+        "updates": last["updates"] + len(minibatches),
+        "tokens": last["tokens"] + int(sum(tokens for *_, tokens in figures)),
+        "env_steps": last["env_steps"] + sum(map(env_steps, forests)),
+        **{name: round(float(x), 6) for name, x in zip(FIGURES, means, strict=True)},
     }
 
 
@@ -313,7 +300,9 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     learner = load(args, LR.get(args.env, LR_TINY))
-    learn(learner, env, lambda last: iteration(learner, env, last, args), args, [], PASSES)
+    shape = args.M, args.draws, args.rounds
+    settings = args.seed, shape, args.batch_tasks, args.minibatch, args.advantage, args.kl, args.entropy
+    learn(learner, env, lambda last: iteration(learner, env, last, *settings), vars(args), [], PASSES)
 
 
 if __name__ == "__main__":
