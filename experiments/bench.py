@@ -3,16 +3,15 @@
     python -m experiments.bench                     # a table; --json: a list of {name, plain, ours, ratio, goal, unit}
     python -m experiments.bench --only trees qnet   # some of: trees, tokens, qnet, webshop, alfworld, sciworld
 
-Each plain version (experiments/plain.py) is written for its simplicity and does the same work: the same tree nodes, the
-same loss, the same pages. `ratio` says how many times more is done a second, or how many times less is used, and `goal`
-what the ratio should be at least. Seconds are CPU time of one thread, which other work on the machine hardly affects
-(sciworld: time by the clock, since another process does the work).
+The plain way of a model is that of qlass/policy.py and qlass/qnet.py, one sequence at a time; ours is qlass/fast/. Both
+do the same work: the same tree nodes, the same loss, the same pages. `ratio` says how many times more is done a second,
+or how many times less is used, and `goal` what the ratio should be at least. Seconds are CPU time of one thread, which
+other work on the machine hardly affects (sciworld: time by the clock, since another process does the work).
 
     tokens    what goes through the models for such trees among the valid actions, and for the values of their nodes.
     trees     exploration trees on the bundled WebShop with a tiny Llama of random weights, which cost what trained ones
-              do. Plain: one sequence at a time with the keys and values of that sequence alone; any state that the
-              environment is not in is reached by playing from the start.
-    qnet      training on these trees, forward and backward. Plain: one (s, a) at a time (`train_qnet.pair_loss`).
+              do.
+    qnet      training on these trees, forward and backward. Plain: one (s, a) at a time (`qnet.pair_loss`).
     webshop   steps of a random shopper through fresh tasks, text and valid actions of each page included. Plain: what
               Princeton's engine does on its own 1,000 products, a recorded figure (--webshop-data names those files).
     alfworld  loads and steps of random walks. Plain: TextWorld, where requirements-alfworld.txt is installed.
@@ -32,7 +31,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -41,7 +39,6 @@ from bellman import label
 from build_trees import Exploration, exploration_tree, tree_records
 from environments.alfworld.games import load
 from environments.alfworld.textworld import TextWorldGame
-from experiments.plain import OneByOne, Replayed, WholeTrie, one_pair_at_a_time
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.cli import run_stage
@@ -49,7 +46,7 @@ from qlass.driver import Sample, drive
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import TokenTree, batches
 from qlass.policy import Policy
-from qlass.qnet import Pair, QNet, pairs_of, qnet_scores
+from qlass.qnet import Pair, QNet, pair_loss, pairs_of, qnet_scores
 from qlass.tiny import AIDS, tiny_model
 from sft import demonstrate
 from train_qnet import TINY
@@ -81,11 +78,11 @@ def timed(work: Callable[[], Any], clock: Callable[[], float] = time.process_tim
 # ------------------------------------------------------------------------------------------------- exploration trees
 
 
-def grow(env: Any, tasks: list[str], policy: Any, width: int) -> list[list[dict]]:
+def grow(env: envs.TextEnv, tasks: list[str], policy: Policy, width: int = 64) -> list[list[dict]]:
     """The trees of these tasks, `width` of them side by side, as lines of trees.jsonl."""
 
     def tree(task: str) -> Iterator:
-        x = Exploration(env(), task, policy.chat.rendering, depth=3)
+        x = Exploration(env.fork(), task, policy.chat.rendering, depth=3)
         root = yield from exploration_tree(x, bound=6, expert={})
         return tree_records(x.env, task, root)
 
@@ -106,45 +103,52 @@ def trees(candidates: str, n: int = 64, plain: int = 4) -> Iterator[Figure]:
     env = envs.make("webshop")
     model, chat = random_agent(env, candidates)
     tasks = env.task_ids("train")[100 : 100 + n]
-    slow, few = timed(lambda: grow(lambda: Replayed(env.fork()), tasks[:plain], OneByOne(model, chat), 1))
-    fast, many = timed(lambda: grow(env.fork, tasks, Policy(model, chat), 64))
-    rates = (sum(map(len, some)) / seconds for some, seconds in ((few, slow), (many, fast)))
+    slow, few = timed(lambda: grow(env, tasks[:plain], Policy(model, chat, fast=False), 1))
+    fast, many = timed(lambda: grow(env, tasks, Policy(model, chat)))
     wording = "written freely" if candidates == "free" else "among the valid ones"
+    rates = sum(map(len, few)) / slow, sum(map(len, many)) / fast
     yield Figure(f"exploration trees, actions {wording}", *rates, "nodes/s", goal=8)
 
 
-def tokens(n: int = 16) -> Iterator[Figure]:
-    """What goes through the models, padding aside, for trees among valid actions and for the values of their nodes.
-
-    Plain: every valid action to its end; one (s, a) at a time.
-    """
+def tokens(n: int = 4) -> Iterator[Figure]:
+    """What goes through the models, padding aside, for trees among valid actions and for the values of their nodes."""
     env = envs.make("webshop")
     model, chat = random_agent(env, "valid")
     tasks = env.task_ids("train")[100 : 100 + n]
-    every, ours = Policy(model, chat), Policy(model, chat)
-    with mock.patch("qlass.policy.Trie", WholeTrie):
-        grown = grow(env.fork, tasks, every, 64)
-    if grow(env.fork, tasks, ours, 64) != grown:
+    plain, ours = Policy(model, chat, fast=False), Policy(model, chat)
+    grown = grow(env, tasks, ours)
+    if grow(env, tasks, plain) != grown:
         raise AssertionError("other trees")
-    yield Figure("exploration trees among valid actions, tokens", every.computed, ours.computed, "tokens")
-    held_out = [pairs_of(label(tree, "q", 0.9)) for tree in grown[: n // 2]]
-    net, unique = QNet(model.model, chat).eval(), 0
-    for pairs in held_out:
+    yield Figure("exploration trees among valid actions, tokens", plain.computed, ours.computed, "tokens")
+    pairs = [pairs_of(label(tree, "q", 0.9)) for tree in grown]
+    alone, once = (QNet(model.model, chat, fast=fast).eval() for fast in (False, True))
+    for net in (alone, once):
+        qnet_scores(net, pairs)
+    unique = 0
+    for family in pairs:
         tree = TokenTree()
-        for p in pairs:
+        for p in family:
             tree.add([*chat.prompt(p.state), *chat.action(p.action, p.state.task)])
         unique += len(tree)
-    alone = sum(len(chat.prompt(p.state)) + len(chat.action(p.action, p.state.task)) for t in held_out for p in t)
-    qnet_scores(net, held_out)
-    once = net.computed
-    yield Figure("values of these trees' nodes, tokens", alone, once, "tokens")
-    yield Figure("values of these trees' nodes, computed a unique token", alone / unique, once / unique, "")
+    yield Figure("values of these trees' nodes, tokens", alone.computed, once.computed, "tokens")
+    name = "values of these trees' nodes, computed a unique token"
+    yield Figure(name, alone.computed / unique, once.computed / unique, "")
 
 
 # --------------------------------------------------------------------------------------------------------------- QNet
 
 
-def packed_trees(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
+def plain_epoch(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
+    """The loss of these pairs, its gradient left in the parameters, and the tokens that went through the net."""
+    total, before = 0.0, net.plain_tokens
+    for pair in pairs:
+        loss = pair_loss(net, pair)
+        loss.backward()
+        total += loss.item()
+    return total, net.plain_tokens - before
+
+
+def packed_epoch(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
     """The same, each token of the tree once."""
     total, packs = 0.0, list(pack_pairs(net.chat, pairs, "all", max_tokens=1024))
     for group in batches(packs, lambda p: len(p.tree), TINY["micro_tokens"]):
@@ -157,13 +161,13 @@ def packed_trees(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
 def qnet(n: int = 2) -> Iterator[Figure]:
     env = envs.make("webshop")
     model, chat = random_agent(env, "valid")
-    grown = grow(env.fork, env.task_ids("train")[100 : 100 + n], Policy(model, chat), 64)
+    grown = grow(env, env.task_ids("train")[100 : 100 + n], Policy(model, chat))
     net = QNet(model.model, chat).train()
     seconds, tokens = [0.0, 0.0], [0, 0]
     for tree in grown:
         pairs = pairs_of(label(tree, "q", 0.9))
-        for way, loss in enumerate((one_pair_at_a_time, packed_trees)):
-            spent, (_, computed) = timed(lambda loss=loss, pairs=pairs: loss(net, pairs))
+        for way, epoch in enumerate((plain_epoch, packed_epoch)):
+            spent, (_, computed) = timed(lambda epoch=epoch, pairs=pairs: epoch(net, pairs))
             seconds[way] += spent
             tokens[way] += computed
     yield Figure("QNet, tokens of an epoch", *tokens, "tokens", goal=4)
@@ -201,11 +205,11 @@ def random_walk(game: Any, steps: int, rng: random.Random) -> list[str]:
 
 def walk(game: Any, commands: list[str]) -> list[tuple[str, list[str]]]:
     """Feedback and next commands of each step, on our engine or on TextWorld."""
-    state, told = game.start, []
+    state, answers = game.start, []
     for command in commands:
         state, feedback = game.step(state, command)
-        told.append((feedback.strip(), sorted(state.commands)))
-    return told
+        answers.append((feedback.strip(), sorted(state.commands)))
+    return answers
 
 
 def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) -> Iterator[Figure]:
@@ -251,8 +255,8 @@ def sciworld(tasks: int = 5, depths: Iterable[int] = (5, 10, 20)) -> Iterator[Fi
         if spent:
             yield Figure(f"ScienceWorld, back to depth {depth} and one step", None, statistics.median(spent), "s")
     for simulator in env.pool.running[:1]:
-        told = subprocess.run(["ps", "-o", "rss=", "-p", str(simulator.process.pid)], capture_output=True, text=True)
-        yield Figure("ScienceWorld, memory of a simulator", None, int(told.stdout) / 1024, "MiB")
+        ps = subprocess.run(["ps", "-o", "rss=", "-p", str(simulator.process.pid)], capture_output=True, text=True)
+        yield Figure("ScienceWorld, memory of a simulator", None, int(ps.stdout) / 1024, "MiB")
 
 
 # --------------------------------------------------------------------------------------------------------------- main
@@ -269,11 +273,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def row(f: Figure) -> str:
+    plain = f"{f.plain:>10,.4g} -> " if f.plain is not None else " " * 14
+    ratio = f"{f.ratio:8,.1f}x" if f.ratio is not None else ""
+    return f"{f.name:60} {plain}{f.ours:>10,.4g} {f.unit:8}{ratio}" + (f" (goal: {f.goal}x)" if f.goal else "")
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     torch.set_num_threads(1)
     benches: dict[str, Callable[[], Iterable[Figure]]] = {
-        "trees": lambda: itertools.chain(*(trees(candidates) for candidates in ("free", "valid"))),
+        "trees": lambda: itertools.chain(trees("free"), trees("valid")),
         "tokens": tokens,
         "qnet": qnet,
         "webshop": lambda: webshop(args.webshop_data),
@@ -281,19 +291,12 @@ def main(argv: list[str] | None = None) -> None:
         "sciworld": sciworld,
     }
     figures = []
-    for name in args.only:
-        for figure in benches[name]():
-            figures.append(dataclasses.asdict(figure) | {"ratio": figure.ratio})
-            if not args.json:
-                print(row(figure), flush=True)
+    for figure in itertools.chain.from_iterable(benches[name]() for name in args.only):
+        figures.append(dataclasses.asdict(figure) | {"ratio": figure.ratio})
+        if not args.json:
+            print(row(figure), flush=True)
     if args.json:
         print(json.dumps(figures, indent=1))
-
-
-def row(f: Figure) -> str:
-    plain = f"{f.plain:>10,.4g} -> " if f.plain is not None else " " * 14
-    ratio = f"{f.ratio:8,.1f}x" if f.ratio is not None else ""
-    return f"{f.name:60} {plain}{f.ours:>10,.4g} {f.unit:8}{ratio}" + (f" (goal: {f.goal}x)" if f.goal else "")
 
 
 if __name__ == "__main__":

@@ -218,20 +218,20 @@ def batches(learner: Learner, forests: Sequence[Forest], kind: str) -> list[Batc
     return [Batch(pack, *rows[pack.owner].T, *(pack.logprobs(model)[0] for model in models)) for pack in packs]
 
 
-def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, number: int) -> np.ndarray:
+def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, number: int) -> list[float]:
     """An update on the mean loss over the choices of all trajectories. Returns its KL, entropy, share of clipped ratios
     (means) and tokens."""
     (n,) = learner.total(sum(float(batch.visits.sum()) for batch in minibatch))
-    figures = np.zeros(4)
+    figures = torch.zeros(4)
     learner.model.train()
     for batch in minibatch:
         logp, entropy = batch.choices.logprobs(learner.model)
         (policy_loss(logp, entropy, batch, kl, bonus) / n).backward()
         clipped = ((logp - batch.old).exp() - 1).abs() > CLIP
         means = torch.stack([low_variance_kl(logp, batch.reference), entropy, clipped.float()]).detach()
-        figures += [*(means * batch.visits / n).sum(1).tolist(), len(batch.choices.tree)]
+        figures += torch.tensor([*(means * batch.visits / n).sum(1), len(batch.choices.tree)])
     learner.step(number)
-    return np.array(learner.total(*figures))
+    return learner.total(*figures.tolist())
 
 
 def iteration(

@@ -10,10 +10,10 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from qlass.files import read_jsonl
 
 from bellman import children_of
 from qlass.chat import parse_action
+from qlass.files import read_jsonl
 from reporting.figures import COLOURS, GREY, INK, STYLE
 
 FOLDER = Path(__file__).parents[1] / "runs" / "reference_output"
