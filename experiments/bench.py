@@ -27,7 +27,6 @@ import itertools
 import json
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -44,7 +43,7 @@ from qlass.chat import Chat, Rendering
 from qlass.cli import run_stage
 from qlass.driver import Sample, drive
 from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.fast.token_tree import TokenTree, batches
+from qlass.fast.token_tree import batches
 from qlass.policy import Policy
 from qlass.qnet import Pair, QNet, pair_loss, pairs_of, qnet_scores
 from qlass.tiny import AIDS, tiny_model
@@ -124,15 +123,7 @@ def tokens(n: int = 4) -> Iterator[Figure]:
     alone, once = (QNet(model.model, chat, fast=fast).eval() for fast in (False, True))
     for net in (alone, once):
         qnet_scores(net, pairs)
-    unique = 0
-    for family in pairs:
-        tree = TokenTree()
-        for p in family:
-            tree.add([*chat.prompt(p.state), *chat.action(p.action, p.state.task)])
-        unique += len(tree)
     yield Figure("values of these trees' nodes, tokens", alone.computed, once.computed, "tokens")
-    name = "values of these trees' nodes, computed a unique token"
-    yield Figure(name, alone.computed / unique, once.computed / unique, "")
 
 
 # --------------------------------------------------------------------------------------------------------------- QNet
@@ -179,19 +170,16 @@ def qnet(n: int = 2) -> Iterator[Figure]:
 
 def webshop(data: str | None, seconds: float = 5) -> Iterator[Figure]:
     """A shopper who clicks at random, through one task after the other: the searches are new ones."""
-    env, rng, steps = envs.make("webshop", data=data), random.Random(0), 0
+    env, rng = envs.make("webshop", data=data), random.Random(0)
+    steps, done, tasks = 0, True, itertools.cycle(env.task_ids("all"))
     started = time.process_time()
-    for task in itertools.cycle(env.task_ids("all")):
-        _, info = env.reset(options={"task_id": task})
-        bought = out_of_steps = False
-        while not (bought or out_of_steps):
-            _, _, bought, out_of_steps, info = env.step(rng.choice(info["valid_actions"]))
-            steps += 1
-        if time.process_time() - started > seconds:
-            break
-    rate = steps / (time.process_time() - started)
+    while (spent := time.process_time() - started) < seconds:
+        if done:
+            _, info = env.reset(options={"task_id": next(tasks)})
+        _, _, bought, out_of_steps, info = env.step(rng.choice(info["valid_actions"]))
+        steps, done = steps + 1, bought or out_of_steps
     name = f"WebShop, {len(env.shop.products):,} products of {data or 'the bundled catalogue'}"
-    yield Figure(name, WEBSHOP_RECORDED if data else None, rate, "steps/s", goal=100 if data else None)
+    yield Figure(name, WEBSHOP_RECORDED if data else None, steps / spent, "steps/s", goal=100 if data else None)
 
 
 def random_walk(game: Any, steps: int, rng: random.Random) -> list[str]:
@@ -212,36 +200,38 @@ def walk(game: Any, commands: list[str]) -> list[tuple[str, list[str]]]:
     return answers
 
 
+def speeds(kind: Callable[[Any], Any], paths: list[Any], walks: list[list[str]]) -> tuple[float, float]:
+    """Games loaded a second, and steps of these walks."""
+    loading, games = timed(lambda: [kind(path) for path in paths])
+    walking, _ = timed(lambda: [walk(game, commands) for game, commands in zip(games, walks, strict=True)])
+    return len(paths) / loading, sum(map(len, walks)) / walking
+
+
 def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) -> Iterator[Figure]:
     """The first `plain` of `n` games on TextWorld too."""
     env, rng = envs.make("alfworld", data=data), random.Random(0)
-    tasks = random.Random(0).sample(env.task_ids("train"), n)
-    paths = [env.games.path(task) for task in tasks]
-    loading, games = timed(lambda: [load(path) for path in paths])
-    walks = [random_walk(game, steps, rng) for game in games]
-    walking, _ = timed(lambda: [walk(game, commands) for game, commands in zip(games, walks, strict=True)])
-    rates = [n / loading, sum(map(len, walks)) / walking]
-    theirs: list[float | None] = [None, None]
+    paths = [env.games.path(task) for task in random.Random(0).sample(env.task_ids("train"), n)]
+    walks = [random_walk(load(path), steps, rng) for path in paths]
+    ours, theirs = speeds(load, paths, walks), (None, None)
     with contextlib.suppress(UserError):  # not installed
-        loading, games = timed(lambda: [TextWorldGame(path) for path in paths[:plain]])
-        walking, _ = timed(lambda: [walk(game, commands) for game, commands in zip(games, walks, strict=False)])
-        theirs = [plain / loading, sum(map(len, walks[:plain])) / walking]
+        theirs = speeds(TextWorldGame, paths[:plain], walks[:plain])
     where = f"ALFWorld, games of {data}" if data else "ALFWorld, bundled games"
-    yield Figure(f"{where}, loaded", theirs[0], rates[0], "games/s")
-    yield Figure(f"{where}, played", theirs[1], rates[1], "steps/s", goal=theirs[1] and 500)
+    yield Figure(f"{where}, loaded", theirs[0], ours[0], "games/s")
+    yield Figure(f"{where}, played", theirs[1], ours[1], "steps/s", goal=theirs[1] and 500)
 
 
 def sciworld(tasks: int = 5, depths: Iterable[int] = (5, 10, 20)) -> Iterator[Figure]:
     """One gold path a task, then back into it. A restore is a replay, so the plain way is ours."""
     env = envs.make("sciworld", simulators=1, max_steps=None)
-    steps, seconds, back = 0, 0.0, {depth: [] for depth in depths}
+    forward: list[float] = []
+    back: dict[int, list[float]] = {depth: [] for depth in depths}
     for task in env.task_ids("train")[:tasks]:
         plan = [action for _, action in env.expert(task)]
         env.reset(options={"task_id": task})
         snapshots = [env.snapshot()]
         for action in plan:
             spent, (_, _, over, _, _) = timed(lambda action=action: env.step(action), time.perf_counter)
-            steps, seconds = steps + 1, seconds + spent
+            forward.append(spent)
             snapshots.append(env.snapshot())
             if over:
                 break
@@ -250,27 +240,13 @@ def sciworld(tasks: int = 5, depths: Iterable[int] = (5, 10, 20)) -> Iterator[Fi
                 env.pool.answers.clear()  # what was seen before is remembered, and would cost nothing
                 env.restore(snapshots[depth])
                 back[depth].append(timed(lambda: env.step("look around"), time.perf_counter)[0])
-    yield Figure("ScienceWorld, gold paths", None, steps / seconds, "steps/s")
+    yield Figure("ScienceWorld, gold paths", None, len(forward) / sum(forward), "steps/s")
     for depth, spent in back.items():
         if spent:
             yield Figure(f"ScienceWorld, back to depth {depth} and one step", None, statistics.median(spent), "s")
-    for simulator in env.pool.running[:1]:
-        ps = subprocess.run(["ps", "-o", "rss=", "-p", str(simulator.process.pid)], capture_output=True, text=True)
-        yield Figure("ScienceWorld, memory of a simulator", None, int(ps.stdout) / 1024, "MiB")
 
 
 # --------------------------------------------------------------------------------------------------------------- main
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add = parser.add_argument
-    add("--json", action="store_true", help="a list of {name, plain, ours, ratio, goal, unit}")
-    names = ["trees", "tokens", "qnet", "webshop", "alfworld", "sciworld"]
-    add("--only", nargs="+", choices=names, default=names[:-1], metavar="NAME", help=f"some of {', '.join(names)}")
-    add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
-    add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, else bundled ones)")
-    return parser.parse_args(argv)
 
 
 def row(f: Figure) -> str:
@@ -280,7 +256,14 @@ def row(f: Figure) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--json", action="store_true", help="a list of {name, plain, ours, ratio, goal, unit}")
+    names = ["trees", "tokens", "qnet", "webshop", "alfworld", "sciworld"]
+    add("--only", nargs="+", choices=names, default=names[:-1], metavar="NAME", help=f"some of {', '.join(names)}")
+    add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
+    add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, else bundled ones)")
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     benches: dict[str, Callable[[], Iterable[Figure]]] = {
         "trees": lambda: itertools.chain(trees("free"), trees("valid")),

@@ -195,38 +195,6 @@ def train(learner: Learner, preferences: list[Preference], updates: int, size: i
     return {"updates": updates, "tokens": tokens, "loss": round(loss / n, 6), "right": round(right / n, 6)}
 
 
-def explore(
-    learner: Learner, env: envs.TextEnv, expert: dict[str, dict], last: dict, seed: int, size: int
-) -> tuple[list[Preference], dict]:
-    """The agent's sampled trajectories on demonstrated tasks against the expert's, and what they cost and earned."""
-    tasks = list(dict.fromkeys(batch_of(list(expert), seed, last["batch"], size)))  # each once
-    policy = Policy(learner.model, learner.chat, seed + OTHER_LUCK * (last["batch"] + 1))
-    episodes = (trajectories(env.fork(), task, Method("sample"), learner.chat) for task in learner.share(tasks))
-    sampled = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
-    played = learner.gather([line for (line,) in sampled])
-    preferences = list(failures(env, learner.chat.rendering, played, expert))
-    tokens = sum(sum(line["tokens"].values()) for line in played)
-    turns = sum(len(line["messages"]) // 2 - 1 for line in played)  # after the layout's "OK"
-    return preferences, {
-        "reward": round(float(np.mean([line["reward"] for line in played])), 6),
-        "pairs": len(preferences),
-        "played": last.get("played", 0) + tokens,
-        "env_steps": last["env_steps"] + turns,
-        "flat": round(1 - len(preferences) / len(played), 6),
-    }
-
-
-def compare(
-    learner: Learner, env: envs.TextEnv, trees: Sequence[list[dict]], last: dict, seed: int, size: int
-) -> tuple[list[Preference], dict]:
-    """Siblings of some exploration trees, whose steps count when they are first read."""
-    drawn = list(dict.fromkeys(batch_of(range(len(trees)), seed, last["batch"], size)))  # each once
-    preferences = [pair for i in drawn for pair in siblings(env, learner.chat.rendering, trees[i])]
-    fresh = drawn[: max(0, len(trees) - last["batch"] * size)]
-    env_steps = last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)
-    return preferences, {"pairs": len(preferences), "env_steps": env_steps}
-
-
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
@@ -235,8 +203,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add = flags.add_argument
     add("--pairs", choices=["expert", "siblings"], default="expert", help="what is compared (default: %(default)s)")
     add("--beta", type=at_least(0, float), default=0.1, help="of the DPO loss (default: %(default)s)")
-    text = "tasks or trees an iteration (default: %(default)s)"
-    add("--batch-tasks", type=at_least(1), default=100, metavar="N", help=text)  # --tasks is ScienceWorld's
+    add("--batch-tasks", type=at_least(1), default=100, metavar="N", help="tasks or trees an iteration (%(default)s)")
     add("--epochs", type=at_least(1), default=3, metavar="N", help="passes over its pairs (default: %(default)s)")
     add("--batch", type=at_least(1), default=16, metavar="N", help="pairs an update (default: %(default)s)")
     add("--lr", type=at_least(0, float), help="1e-6 (--lora: 1e-5); tiny: webshop 2e-5, alfworld 3e-5, others 1e-4")
@@ -254,24 +221,55 @@ def main(argv: list[str] | None = None) -> None:
     must_exist(args.labels)
     # The reference of an iteration's failures is the agent that made them: itself, before its updates.
     learner = load(args, LR.get(args.env, LR_TINY), copied=args.pairs == "siblings")
+    chat = learner.chat
     if args.pairs == "expert":
         args.expert, args.n_expert = (args.expert, None) if args.expert else cloned_from(args.sft)
         args.expert = args.expert or args.run / "expert.jsonl"
-        source, prefer = demonstrated(args.expert, env, args.n_expert), explore
+        expert = demonstrated(args.expert, env, args.n_expert)
     else:
         if learner.processes.num_processes > 1:  # one process makes what is missing
             must_exist(args.labels or args.run / "q_labels.jsonl")
         args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
-        source, prefer = list(read_trees(args.labels, ["q", "messages"])), compare
-        if not any(any(siblings(env, Rendering(), tree)) for tree in source):
+        trees = list(read_trees(args.labels, ["q", "messages"]))
+        if not any(any(siblings(env, Rendering(), tree)) for tree in trees):
             raise UserError(f"{args.labels}: no siblings with different q, so nothing to compare")
+
+    def drawn(items: Sequence[Any], last: dict) -> list[Any]:
+        """The next batch, each item once, also where a pass ends in it and the next begins."""
+        return list(dict.fromkeys(batch_of(items, args.seed, last["batch"], args.batch_tasks)))
+
+    def explored(last: dict) -> tuple[list[Preference], dict]:
+        """Trajectories of the agent against the expert's, and what they cost and earned."""
+        tasks = learner.share(drawn(list(expert), last))
+        policy = Policy(learner.model, chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
+        episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task in tasks)
+        sampled = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
+        played = learner.gather([line for (line,) in sampled])
+        preferences = list(failures(env, chat.rendering, played, expert))
+        tokens = sum(sum(line["tokens"].values()) for line in played)
+        turns = sum(len(line["messages"]) // 2 - 1 for line in played)  # after the layout's "OK"
+        return preferences, {
+            "reward": round(float(np.mean([line["reward"] for line in played])), 6),
+            "pairs": len(preferences),
+            "played": last.get("played", 0) + tokens,
+            "env_steps": last["env_steps"] + turns,
+            "flat": round(1 - len(preferences) / len(played), 6),
+        }
+
+    def compared(last: dict) -> tuple[list[Preference], dict]:
+        """Siblings of some exploration trees, whose steps count when they are first read."""
+        numbers = drawn(range(len(trees)), last)
+        preferences = [pair for i in numbers for pair in siblings(env, chat.rendering, trees[i])]
+        fresh = numbers[: max(0, len(trees) - last["batch"] * args.batch_tasks)]
+        env_steps = last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)
+        return preferences, {"pairs": len(preferences), "env_steps": env_steps}
 
     def iteration(last: dict) -> dict:
         """The next line of updates.jsonl."""
-        preferences, figures = prefer(learner, env, source, last, args.seed, args.batch_tasks)
-        trained = train(learner, preferences, last["updates"], args.batch, args.epochs, args.beta)
-        trained["tokens"] += last["tokens"]
-        return {"batch": last["batch"] + 1, **trained, **figures}
+        preferences, figures = explored(last) if args.pairs == "expert" else compared(last)
+        spent = train(learner, preferences, last["updates"], args.batch, args.epochs, args.beta)
+        spent["tokens"] += last["tokens"]
+        return {"batch": last["batch"] + 1, **spent, **figures}
 
     # A token counts three times in an update, and goes through the reference once for all epochs.
     learn(learner, env, iteration, vars(args), [args.labels, args.expert], passes=3 + 1 / args.epochs)

@@ -47,8 +47,7 @@ def learner_parser(doc: str, epilog: str, argv: list[str] | None, every: int) ->
     add("--budget", type=at_least(0, float), default=1e6, metavar="N", help="what to spend (default: %(default).0f)")
     add("--budget-in", choices=["tokens", "env_steps"], default="tokens", help="default: tokens, each unique one once")
     add("--val", type=at_least(0), default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
-    text = "batches between validations (default: %(default)s)"
-    add("--every", type=at_least(1), default=every, metavar="N", help=text)
+    add("--every", type=at_least(1), default=every, metavar="N", help="batches a validation (default: %(default)s)")
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     more(flags, models.add_memory, add_prompted)
     add("--device")
@@ -175,14 +174,11 @@ def why_stop(lines: Sequence[dict], unit: str = "tokens", patience: int = 8) -> 
     if len(scores) > 2 and max(scores[-2:]) < 0.75 * max(scores):
         return f"validation fell from {max(scores):.3f} to {scores[-1]:.3f}: lower --lr"
     recent = lines[1:][-patience:]
-    if len(recent) < patience or np.mean([line.get("flat", 0) for line in recent]) <= 0.95:
-        return ""
-    if np.mean([line["reward"] for line in recent]) > 0.9:
-        return "nearly all trajectories of a task earn the same high reward: nothing is left to learn"
-    if not any(line["reward"] for line in recent):
-        return "no trajectory earns anything, so there is nothing to learn from: begin with a better agent"
-    wrong = "nearly all trajectories of a task earn the same, so nothing is learned"
-    return f"{wrong}: begin again with a lower --lr, tree_grpo also with a higher --entropy"
+    if len(recent) == patience and np.mean([line.get("flat", 0) for line in recent]) > 0.95:
+        reward = np.mean([line["reward"] for line in recent])
+        advice = "nothing is left to learn" if reward > 0.9 else "begin again with a lower --lr or a higher --entropy"
+        return f"nearly all trajectories of a task earn the same: {advice if reward else 'begin with a better agent'}"
+    return ""
 
 
 def learn(

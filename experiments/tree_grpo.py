@@ -12,14 +12,12 @@
 A task's trajectories are a group, and so are those of each of its trees. A trajectory's advantage is how many standard
 deviations its reward lies above its group's mean, summed over both groups, and every action on it gets that advantage.
 An action above a branching is on several trajectories and learns from each: outcome rewards become a signal for steps,
-without a value network.
-
-How this differs from the released code (AMAP-ML/Tree-GRPO), which is meant by "there": chains and trees have the same
-warm-up (there .5 and .285 of the run); log-probabilities are of the distribution that was sampled from (there top-p .95
-against the full softmax); a group of one has advantage 0 (there its reward); among valid actions the ratio is an
-action's, not a token's; validation keeps the best checkpoint (there the last). As there, equal siblings are not merged
-and all leaves count. --advantage states replaces a tree's group by groups of visits to an equal observation (GiGPO,
+without a value network. --advantage states replaces a tree's group by groups of visits to an equal observation (GiGPO,
 Feng et al. 2025).
+
+The released code (AMAP-ML/Tree-GRPO) differs: its chains and trees have another warm-up (.5 and .285 of the run); it
+samples with top-p .95 and trains the full softmax; a group of one has its reward as advantage (here 0); the ratio is a
+token's (here, among valid actions, an action's); the last checkpoint counts (here validation's best).
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ LR = {"alfworld": 1e-4}  # of the tiny model, others LR_TINY; the learning rate 
 LR_TINY = 3e-4
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
 CLIP, DUAL_CLIP = 0.2, 3.0
-FIGURES = ("reward", "flat", "kl", "entropy", "clipped")  # means of a batch
+FIGURES = ("reward", "flat", "kl", "entropy", "clipped")  # means; flat: tasks whose trajectories earn the same
 PASSES = 6  # a token: the rollout, the old agent, the reference, and an update
 
 # ------------------------------------------------------------------------------------------------------------- rollout
@@ -136,24 +134,16 @@ def advantages(trees: Forest, kind: str = "both") -> list[np.ndarray]:
     inter = normalised([trajectory.reward for trajectory in trajectories])
     intra = np.concatenate([normalised([trajectory.reward for trajectory in tree]) for tree in trees])
     outcome = {"inter": inter, "intra": intra, "both": inter + intra, "states": inter}[kind]
-    steps = [np.full(len(t.decisions), a) for t, a in zip(trajectories, outcome, strict=True)]
-    if kind == "states":
-        add_step_advantages(steps, trajectories)
-    return steps
-
-
-def add_step_advantages(steps: list[np.ndarray], trajectories: Sequence[Trajectory]) -> None:
-    """Like GiGPO's second term: a decision's reward normalised among those of all from an equal observation.
-
-    GiGPO discounts the reward by the steps that are left; here it is the trajectory's own.
-    """
-    visits: dict[str, list[tuple[int, int]]] = {}
-    for i, trajectory in enumerate(trajectories):
-        for t, decision in enumerate(trajectory.decisions):
-            visits.setdefault(decision.state.messages[-1][1], []).append((i, t))
-    for group in visits.values():
-        for (i, t), a in zip(group, normalised([trajectories[i].reward for i, _ in group]), strict=True):
-            steps[i][t] += a
+    A = [np.full(len(trajectory.decisions), a) for trajectory, a in zip(trajectories, outcome, strict=True)]
+    if kind == "states":  # GiGPO's second term; it discounts the reward by the steps that are left
+        visits: dict[str, list[tuple[int, int]]] = {}  # by observation: (trajectory, step)
+        for i, trajectory in enumerate(trajectories):
+            for t, decision in enumerate(trajectory.decisions):
+                visits.setdefault(decision.state.messages[-1][1], []).append((i, t))
+        for group in visits.values():
+            for (i, t), a in zip(group, normalised([trajectories[i].reward for i, _ in group]), strict=True):
+                A[i][t] += a
+    return A
 
 
 # ---------------------------------------------------------------------------------------------------------------- loss
@@ -219,8 +209,10 @@ def batches(learner: Learner, forests: Sequence[Forest], kind: str) -> list[Batc
 
 
 def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, number: int) -> list[float]:
-    """An update on the mean loss over the choices of all trajectories. Returns its KL, entropy, share of clipped ratios
-    (means) and tokens."""
+    """An update on the mean loss over the choices of all trajectories.
+
+    Returns KL, entropy and the share of clipped ratios, means over the choices, and the number of tokens.
+    """
     (n,) = learner.total(sum(float(batch.visits.sum()) for batch in minibatch))
     figures = torch.zeros(4)
     learner.model.train()
@@ -234,40 +226,6 @@ def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, nu
     return learner.total(*figures.tolist())
 
 
-def iteration(
-    learner: Learner, env: envs.TextEnv, last: dict, seed: int, shape: tuple[int, int, int], size: int, minibatch: int,
-    kind: str, kl: float, bonus: float,
-) -> dict:  # fmt: skip
-    """Forests of `shape` (M, N, L) for `size` tasks, and updates on `minibatch` of them: a line of updates.jsonl."""
-    number, tasks = last["batch"] + 1, batch_of(env.task_ids("train"), seed, last["batch"], size)
-
-    # Rollout, from the distribution that the ratios are of.
-    chat = copy.copy(learner.chat)
-    chat.rendering = dataclasses.replace(chat.rendering, top_p=1.0, top_k=0)
-    policy = Policy(learner.model, chat, seed)  # a new one: the last one remembers the weights before
-    growing = (
-        forest(env.fork(), tasks[i], *shape, chat.rendering, ("grpo", seed, number, i))
-        for i in learner.share(range(len(tasks)))
-    )
-    forests = learner.gather(list(drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)))
-    del policy  # which need not remember during the updates
-
-    # Advantages, and log pi before the first update: of the agent that drew.
-    minibatches = [batches(learner, forests[i : i + minibatch], kind) for i in range(0, len(tasks), minibatch)]
-
-    figures = [update(learner, one, kl, bonus, i) for i, one in enumerate(minibatches, last["updates"] + 1)]
-    rewards = [[trajectory.reward for trajectory in itertools.chain(*trees)] for trees in forests]
-    flat = np.mean([np.ptp(task) < 1e-9 for task in rewards])  # tasks whose trajectories earn the same
-    means = [np.mean([np.mean(task) for task in rewards]), flat, *np.mean(figures, 0)[:3]]
-    return {
-        "batch": number,
-        "updates": last["updates"] + len(minibatches),
-        "tokens": last["tokens"] + int(sum(tokens for *_, tokens in figures)),
-        "env_steps": last["env_steps"] + sum(map(env_steps, forests)),
-        **{name: round(float(x), 6) for name, x in zip(FIGURES, means, strict=True)},
-    }
-
-
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
@@ -277,12 +235,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("-M", type=at_least(1), default=2, help="trees a task (default: %(default)s)")
     add("--draws", type=at_least(1), default=2, metavar="N", help="branches a tree and round (default: %(default)s)")
     add("--rounds", type=at_least(0), default=1, metavar="L", help="rounds (default: %(default)s; 0: chain GRPO)")
-    kinds = ["both", "inter", "intra", "states"]
-    add("--advantage", choices=kinds, default="both", help="inter, intra, both (default), or states: as GiGPO's")
-    text = "tasks a batch (default: %(default)s; released: 512)"
-    add("--batch-tasks", type=at_least(1), default=32, metavar="N", help=text)  # --tasks is ScienceWorld's
-    text = "tasks an update (default: %(default)s; released: 64)"
-    add("--minibatch", type=at_least(1), default=16, metavar="N", help=text)
+    add("--advantage", choices=["both", "inter", "intra", "states"], default="both", help="default: %(default)s")
+    add(
+        "--batch-tasks", type=at_least(1), default=32, metavar="N", help="a batch (default: %(default)s; released: 512)"
+    )
+    add("--minibatch", type=at_least(1), default=16, metavar="N", help="tasks an update (%(default)s; released: 64)")
     add("--lr", type=at_least(0, float), help="default: 1e-6 (--lora: 1e-5); tiny: alfworld 1e-4, others 3e-4")
     add("--kl", type=at_least(0, float), default=1e-3, help="weight of the KL to --sft (default: %(default)s)")
     add("--entropy", type=at_least(0, float), default=1e-3, help="weight of the entropy bonus (default: %(default)s)")
@@ -300,9 +257,41 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     learner = load(args, LR.get(args.env, LR_TINY))
-    shape = args.M, args.draws, args.rounds
-    settings = args.seed, shape, args.batch_tasks, args.minibatch, args.advantage, args.kl, args.entropy
-    learn(learner, env, lambda last: iteration(learner, env, last, *settings), vars(args), [], PASSES)
+    chat = copy.copy(learner.chat)
+    chat.rendering = dataclasses.replace(chat.rendering, top_p=1.0, top_k=0)  # the distribution that is trained
+
+    def iteration(last: dict) -> dict:
+        """Trees of some tasks and the updates on them: the next line of updates.jsonl."""
+        batch = last["batch"] + 1
+        tasks = batch_of(env.task_ids("train"), args.seed, last["batch"], args.batch_tasks)
+
+        def grow(i: int) -> Generator[Sample, list, Forest]:
+            key = ("grpo", args.seed, batch, i)
+            return forest(env.fork(), tasks[i], args.M, args.draws, args.rounds, chat.rendering, key)
+
+        policy = Policy(learner.model, chat, args.seed)  # a new one: the last one remembers the weights before
+        growing = map(grow, learner.share(range(len(tasks))))
+        forests = learner.gather(list(drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)))
+        del policy  # what it remembers would take memory from the updates
+        groups = [forests[i : i + args.minibatch] for i in range(0, len(tasks), args.minibatch)]
+        minibatches = [batches(learner, group, args.advantage) for group in groups]  # before the first update
+        updates = range(last["updates"] + 1, last["updates"] + 1 + len(groups))
+        figures = [
+            update(learner, minibatch, args.kl, args.entropy, i)
+            for i, minibatch in zip(updates, minibatches, strict=True)
+        ]
+        rewards = [[trajectory.reward for trajectory in itertools.chain(*trees)] for trees in forests]
+        flat = np.mean([np.ptp(task) < 1e-9 for task in rewards])
+        means = [np.mean([np.mean(task) for task in rewards]), flat, *np.mean(figures, 0)[:3]]
+        return {
+            "batch": batch,
+            "updates": updates[-1],
+            "tokens": last["tokens"] + int(sum(tokens for *_, tokens in figures)),
+            "env_steps": last["env_steps"] + sum(map(env_steps, forests)),
+            **{name: round(float(x), 6) for name, x in zip(FIGURES, means, strict=True)},
+        }
+
+    learn(learner, env, iteration, vars(args), [], PASSES)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from torch.testing import assert_close
 import sft
 from experiments import eto
 from experiments.eto import Preference, dpo_loss, failures, pack_preferences, siblings
-from experiments.learning import Learner
 from qlass import UserError
 from qlass.chat import Rendering, State, parse_action, react
 from qlass.policy import Policy
@@ -232,14 +231,6 @@ def test_two_processes_train_what_one_does(start, agent, tmp_path, pairs):
         assert a == pytest.approx(b, abs=1e-4)
 
 
-def test_a_batch_that_holds_the_trees_twice_has_each_pair_once():
-    trees = [tree((0, "Action: left", 0.0), (0, "Action: right", 1.0)) for _ in range(3)]
-    chat = word_chat()
-    learner = Learner(tiny_lm(chat), None, chat, 1e-3)
-    pairs, figures = eto.compare(learner, FakeEnv(), trees, {"batch": 0, "env_steps": 0}, 0, 8)
-    assert len(pairs) == 3 and figures == {"pairs": 3, "env_steps": 6}
-
-
 def test_it_learns_from_siblings(start, agent, tmp_path):
     """The labels prefer "right" everywhere: so does the agent then."""
     state = State.load(trajectory("left")["messages"][:3], "find the purse")
@@ -254,6 +245,9 @@ def test_it_learns_from_siblings(start, agent, tmp_path):
         start(*flags, "--budget", "100", "--every", "100")
     lines = start(*flags, "--budget", "9", "--budget-in", "env_steps", "--name", "short", name="short")
     assert len(lines) == 3  # the second batch found no fresh step
+    (tmp_path / "labels.jsonl").write_text(dump([n | {"task_id": f"t{i}"} for i in range(3) for n in labelled]))
+    more = ["--batch-tasks", "8", "--budget", "1", "--name", "twice"]  # a batch that holds the trees twice
+    assert start(*flags, *more, name="twice")[1].items() >= {"pairs": 3, "env_steps": 6}.items()
 
     policy, margins = Policy.load(agent), []
     for weights in (

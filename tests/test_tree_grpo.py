@@ -346,8 +346,10 @@ def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(fake_world, agent, tm
 
 
 def test_an_early_stop_is_validated_and_final(fake_world, agent, tmp_path, monkeypatch, capsys):
-    real = tree_grpo.iteration
-    monkeypatch.setattr(tree_grpo, "iteration", lambda *args: real(*args) | {"flat": 1.0, "reward": 0.5})
+    def learn(learner, env, iterate, *rest):
+        learning.learn(learner, env, lambda last: iterate(last) | {"flat": 1.0, "reward": 0.5}, *rest)
+
+    monkeypatch.setattr(tree_grpo, "learn", learn)
     flags = ["--budget", "1e9", "--every", "5"]
     lines = train(tmp_path, agent, *flags)
     assert len(lines) == 9 and lines[-1]["val"] is not None  # eight flat batches; 8 is no multiple of 5
@@ -386,7 +388,7 @@ def contents(run):
 def test_a_stopped_run_ends_where_an_unbroken_one_does(fake_world, agent, tmp_path, monkeypatch):
     flags = ["--budget", "500", "--budget-in", "env_steps"]
     train(tmp_path / "whole", agent, *flags)
-    real, calls = tree_grpo.iteration, []
+    real, calls = tree_grpo.batch_of, []
 
     def stops(*args):
         calls.append(1)
@@ -394,7 +396,7 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(fake_world, agent, tmp_pa
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(tree_grpo, "iteration", stops)
+    monkeypatch.setattr(tree_grpo, "batch_of", stops)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "again", agent, *flags)
     meta = json.loads((tmp_path / "again" / "sft-tree_grpo.meta.json").read_text())  # of what can be played by now
@@ -437,7 +439,8 @@ def test_when_to_stop():
     assert why_stop([start, line(0.9), line(0.5), line(0.7)]) == ""
     flat = [line(flat=0.97) for _ in range(8)]
     assert "--entropy" in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
-    assert "nothing is left to learn" in why_stop([start, *(line(flat=1.0, reward=0.95) for _ in range(8))])
+    for reward, advice in ((0.95, "nothing is left to learn"), (0.0, "better agent")):
+        assert advice in why_stop([start, *(line(flat=1.0, reward=reward) for _ in range(8))])
     read = [start | {"env_steps": n} for n in (0, 60, 100, 100)]
     assert "no more environment steps" in why_stop(read, "env_steps")
     assert why_stop(read[:3], "env_steps") == "" and why_stop(read, "tokens") == ""
