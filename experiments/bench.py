@@ -1,21 +1,19 @@
 """How fast each part is, side by side with the plain way of doing the same, in one run.
 
     python -m experiments.bench                     # a table; --json: a list of {name, plain, ours, ratio, goal, unit}
-    python -m experiments.bench --only trees qnet   # some of: trees, tokens, qnet, webshop, alfworld, sciworld
+    python -m experiments.bench --only trees qnet   # some of: trees, qnet, webshop, alfworld
 
 The plain way of a model is that of qlass/policy.py and qlass/qnet.py, one sequence at a time; ours is qlass/fast/. Both
 do the same work: the same tree nodes, the same loss, the same pages. `ratio` says how many times more is done a second,
 or how many times less is used, and `goal` what the ratio should be at least. Seconds are CPU time of one thread, which
-other work on the machine hardly affects (sciworld: time by the clock, since another process does the work).
+other work on the machine hardly affects.
 
-    tokens    what goes through the models for such trees among the valid actions, and for the values of their nodes.
     trees     exploration trees on the bundled WebShop with a tiny Llama of random weights, which cost what trained ones
-              do.
-    qnet      training on these trees, forward and backward. Plain: one (s, a) at a time (`qnet.pair_loss`).
+              do, and the tokens that go through it.
+    qnet      training on these trees, forward and backward, and the tokens that their values take.
     webshop   steps of a random shopper through fresh tasks, text and valid actions of each page included. Plain: what
               Princeton's engine does on its own 1,000 products, a recorded figure (--webshop-data names those files).
     alfworld  loads and steps of random walks. Plain: TextWorld, where requirements-alfworld.txt is installed.
-    sciworld  steps of gold paths, and what it costs to return to a state. Starts Java, so it runs only on request.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import dataclasses
 import itertools
 import json
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -68,10 +65,10 @@ class Figure:
         return self.ours / self.plain if "/" in self.unit else self.plain / self.ours
 
 
-def timed(work: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> tuple[float, Any]:
-    started = clock()
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.process_time()
     result = work()
-    return clock() - started, result
+    return time.process_time() - started, result
 
 
 # ------------------------------------------------------------------------------------------------- exploration trees
@@ -97,33 +94,20 @@ def random_agent(env: envs.TextEnv, candidates: str) -> tuple[Any, Chat]:
     return model, Chat(tokenizer, rendering)
 
 
-def trees(candidates: str, n: int = 64, plain: int = 4) -> Iterator[Figure]:
-    """The plain way builds the first `plain` of our `n` trees."""
+def trees(candidates: str, n: int = 64, few: int = 4) -> Iterator[Figure]:
+    """The plain way builds the first few of our n trees."""
     env = envs.make("webshop")
     model, chat = random_agent(env, candidates)
     tasks = env.task_ids("train")[100 : 100 + n]
-    slow, few = timed(lambda: grow(env, tasks[:plain], Policy(model, chat, fast=False), 1))
-    fast, many = timed(lambda: grow(env, tasks, Policy(model, chat)))
-    wording = "written freely" if candidates == "free" else "among the valid ones"
-    rates = sum(map(len, few)) / slow, sum(map(len, many)) / fast
-    yield Figure(f"exploration trees, actions {wording}", *rates, "nodes/s", goal=8)
-
-
-def tokens(n: int = 4) -> Iterator[Figure]:
-    """What goes through the models, padding aside, for trees among valid actions and for the values of their nodes."""
-    env = envs.make("webshop")
-    model, chat = random_agent(env, "valid")
-    tasks = env.task_ids("train")[100 : 100 + n]
     plain, ours = Policy(model, chat, fast=False), Policy(model, chat)
-    grown = grow(env, tasks, ours)
-    if grow(env, tasks, plain) != grown:
+    slow, some = timed(lambda: grow(env, tasks[:few], plain, 1))
+    fast, every = timed(lambda: grow(env, tasks, Policy(model, chat)))
+    if grow(env, tasks[:few], ours) != some:
         raise AssertionError("other trees")
-    yield Figure("exploration trees among valid actions, tokens", plain.computed, ours.computed, "tokens")
-    pairs = [pairs_of(label(tree, "q", 0.9)) for tree in grown]
-    alone, once = (QNet(model.model, chat, fast=fast).eval() for fast in (False, True))
-    for net in (alone, once):
-        qnet_scores(net, pairs)
-    yield Figure("values of these trees' nodes, tokens", alone.computed, once.computed, "tokens")
+    actions = "actions written freely" if candidates == "free" else "actions among the valid ones"
+    rates = sum(map(len, some)) / slow, sum(map(len, every)) / fast
+    yield Figure(f"exploration trees, {actions}", *rates, "nodes/s", goal=8)
+    yield Figure(f"the same, {few} trees", plain.computed, ours.computed, "tokens")
 
 
 # --------------------------------------------------------------------------------------------------------------- QNet
@@ -153,16 +137,20 @@ def qnet(n: int = 2) -> Iterator[Figure]:
     env = envs.make("webshop")
     model, chat = random_agent(env, "valid")
     grown = grow(env, env.task_ids("train")[100 : 100 + n], Policy(model, chat))
-    net = QNet(model.model, chat).train()
+    pairs = [pairs_of(label(tree, "q", 0.9)) for tree in grown]
+    ways = [QNet(model.model, chat, fast=fast) for fast in (False, True)]
     seconds, tokens = [0.0, 0.0], [0, 0]
-    for tree in grown:
-        pairs = pairs_of(label(tree, "q", 0.9))
-        for way, epoch in enumerate((plain_epoch, packed_epoch)):
-            spent, (_, computed) = timed(lambda epoch=epoch, pairs=pairs: epoch(net, pairs))
+    for tree in pairs:
+        for way, (net, epoch) in enumerate(zip(ways, (plain_epoch, packed_epoch), strict=True)):
+            spent, (_, computed) = timed(lambda net=net, epoch=epoch, tree=tree: epoch(net, tree))
             seconds[way] += spent
             tokens[way] += computed
     yield Figure("QNet, tokens of an epoch", *tokens, "tokens", goal=4)
     yield Figure("QNet, time of an epoch", *seconds, "s", goal=4)
+    before = ways[0].plain_tokens
+    for net in ways:
+        qnet_scores(net.eval(), pairs)
+    yield Figure("values of these trees' nodes", ways[0].computed - before, ways[1].computed, "tokens")
 
 
 # ------------------------------------------------------------------------------------------------------- environments
@@ -220,32 +208,6 @@ def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) ->
     yield Figure(f"{where}, played", theirs[1], ours[1], "steps/s", goal=theirs[1] and 500)
 
 
-def sciworld(tasks: int = 5, depths: Iterable[int] = (5, 10, 20)) -> Iterator[Figure]:
-    """One gold path a task, then back into it. A restore is a replay, so the plain way is ours."""
-    env = envs.make("sciworld", simulators=1, max_steps=None)
-    forward: list[float] = []
-    back: dict[int, list[float]] = {depth: [] for depth in depths}
-    for task in env.task_ids("train")[:tasks]:
-        plan = [action for _, action in env.expert(task)]
-        env.reset(options={"task_id": task})
-        snapshots = [env.snapshot()]
-        for action in plan:
-            spent, (_, _, over, _, _) = timed(lambda action=action: env.step(action), time.perf_counter)
-            forward.append(spent)
-            snapshots.append(env.snapshot())
-            if over:
-                break
-        for depth in back:
-            if depth < len(snapshots):
-                env.pool.answers.clear()  # what was seen before is remembered, and would cost nothing
-                env.restore(snapshots[depth])
-                back[depth].append(timed(lambda: env.step("look around"), time.perf_counter)[0])
-    yield Figure("ScienceWorld, gold paths", None, len(forward) / sum(forward), "steps/s")
-    for depth, spent in back.items():
-        if spent:
-            yield Figure(f"ScienceWorld, back to depth {depth} and one step", None, statistics.median(spent), "s")
-
-
 # --------------------------------------------------------------------------------------------------------------- main
 
 
@@ -259,19 +221,17 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--json", action="store_true", help="a list of {name, plain, ours, ratio, goal, unit}")
-    names = ["trees", "tokens", "qnet", "webshop", "alfworld", "sciworld"]
-    add("--only", nargs="+", choices=names, default=names[:-1], metavar="NAME", help=f"some of {', '.join(names)}")
+    names = ["trees", "qnet", "webshop", "alfworld"]
+    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"some of {', '.join(names)}")
     add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
     add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, else bundled ones)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     benches: dict[str, Callable[[], Iterable[Figure]]] = {
         "trees": lambda: itertools.chain(trees("free"), trees("valid")),
-        "tokens": tokens,
         "qnet": qnet,
         "webshop": lambda: webshop(args.webshop_data),
         "alfworld": lambda: alfworld(args.alfworld_data),
-        "sciworld": sciworld,
     }
     figures = []
     for figure in itertools.chain.from_iterable(benches[name]() for name in args.only):

@@ -115,9 +115,9 @@ def demonstrations(checkpoint: Path, env: str) -> list[dict]:
         raise UserError(f"{checkpoint}: the demonstrations that it was cloned from are gone")
     lines = []
     for state, record in itertools.islice(read_trajectories(path), most):
-        line = {key: record[key] for key in ("task_id",) if key in record}  # first, as there
-        line |= {"env": env, "task": state.task, "messages": state.dump(), "reward": record.get("reward")}
-        lines.append(line | {key: record[key] for key in ("id", "game_file", "source") if key in record})
+        task = {key: record[key] for key in ("task_id",) if key in record}  # first, as there
+        fields = {"env": env, "task": state.task, "messages": state.dump(), "reward": record.get("reward")}
+        lines.append(task | fields | {key: record[key] for key in ("id", "game_file", "source") if key in record})
     return lines
 
 
@@ -134,12 +134,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--method", choices=["rft", "qlass", "tree"], default="qlass", help="default: %(default)s")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: the method)")
     add("-M", type=at_least(1), help="candidates a step (default: qlass 3, rft 1)")
-    text = "trajectories a task (default: qlass 1, rft 3, so that both sample three times the actions)"
-    add("-N", type=at_least(1), help=text)
-    text = "reward that a trajectory must reach (default: qlass 0, all; others 1)"
-    add("--threshold", type=at_least(0, float), help=text)
-    text = "number of training tasks (default: %(default)s; 0: all)"
-    add("--limit", type=at_least(0), default=300, metavar="N", help=text)
+    add("-N", type=at_least(1), help="trajectories a task (default: qlass 1, rft 3: both sample as many actions)")
+    add("--threshold", type=at_least(0, float), help="reward that it must reach (default: qlass 0, all; others 1)")
+    add("--limit", type=at_least(0), default=300, metavar="N", help="training tasks (default: %(default)s; 0: all)")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
