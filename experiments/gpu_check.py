@@ -127,12 +127,9 @@ def training(run: Path, option: Option) -> str:
     backbone, chat = models.load_checkpoint(
         run / "base", transformers.AutoModel, None, option.load_in, train=not option.lora
     )
-    if option.lora:
-        models.add_lora(backbone, option.lora)
-    if option.checkpointing:
-        backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    models.save_memory(backbone, option.lora, None, option.checkpointing)
     qnet = QNet(backbone, chat).train()
-    optimizer = models.adamw((p for p in qnet.parameters() if p.requires_grad), 1e-5, option.optim)
+    optimizer = models.adamw(qnet.parameters(), 1e-5, option.optim)
     pairs = [pair for tree in read_trees(run / "q_labels.jsonl", ["q", "messages"]) for pair in pairs_of(tree)]
     largest = max(pack_pairs(chat, pairs, "all", MICRO // 2), key=lambda pack: len(pack.tree))
     packs = [largest] * max(1, MICRO // len(largest.tree))

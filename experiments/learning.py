@@ -23,12 +23,12 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 import envs
 from q_search import Method, episode
-from qlass import UserError, models
+from qlass import UserError, loop, models
 from qlass.chat import PROMPTED, Chat, Rendering, uniforms
 from qlass.cli import Output, at_least, handed_on, more, must_exist, needed, parser, progress, settle
 from qlass.driver import Sample, drive
 from qlass.files import checkpoint_folder, write_meta
-from qlass.flags import add_prompted, rendering_of, warn_of_another_world
+from qlass.flags import add_memory, add_prompted, check_training, rendering_of, warn_of_another_world
 from qlass.policy import Policy
 from train_qnet import SMALL
 
@@ -49,7 +49,7 @@ def learner_parser(doc: str, epilog: str, argv: list[str] | None, every: int) ->
     add("--val", type=at_least(0), default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
     add("--every", type=at_least(1), default=every, metavar="N", help="batches a validation (default: %(default)s)")
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
-    more(flags, models.add_memory, add_prompted)
+    more(flags, add_memory, add_prompted)
     add("--device")
     return flags
 
@@ -60,9 +60,14 @@ class Learner:
     Each of several processes has all of them and works on its share of the tasks; gradients are summed.
     """
 
-    def __init__(self, model: Any, reference: Any, chat: Chat, lr: float, optim: str = "adamw") -> None:
+    def __init__(
+        self, model: Any, reference: Any, chat: Chat, lr: float, optim: str = "adamw", adapter: Any = None,
+        base: Callable[[], Any] | None = None,
+    ) -> None:  # fmt: skip
+        """adapter, base: LoRA's view of the model, and what loads the weights that it is merged into."""
         self.model, self.reference, self.chat, self.lr = model, reference, chat, lr
-        self.processes = accelerate.PartialState()
+        self.adapter, self.base = adapter, base
+        self.processes = loop.start(model.device.type)
         self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = models.adamw(self.weights.values(), lr, optim)
         # Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed again.
@@ -100,15 +105,19 @@ class Learner:
         rewards = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
         return sum(self.gather(list(rewards))) / len(tasks)
 
-    def save(self, path: Path, lines: int) -> None:
-        """Weights and moments after so many lines, under this name only when all are there."""
+    def save(self, folder: Path) -> None:
+        """The agent as a checkpoint; LoRA's updates are merged in a copy."""
+        models.save_checkpoint(self.model, self.chat, folder, copy.deepcopy(self.adapter), self.base)
+
+    def suspend(self, path: Path, lines: int) -> None:
+        """Write weights and moments after so many lines, under this name only when all are there."""
         weights = {name: p.detach() for name, p in self.weights.items()}
         draft = path.with_name(f"{path.name}.draft")
         torch.save({"model": weights, "optimizer": self.optimizer.state_dict(), "lines": lines}, draft)
         os.replace(draft, path)
 
     def resume(self, path: Path) -> int:
-        """What `save` wrote. Returns its number of lines."""
+        """Read what `suspend` wrote. Returns its number of lines."""
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
             self.model.load_state_dict(saved["model"], strict=False)
@@ -130,24 +139,32 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> Learner:
 
     Without --lr, `lr` is the tiny model's.
     """
-    models.check_training(args)
-    if accelerate.PartialState(cpu=not torch.cuda.is_available()).num_processes > 1:  # one makes what is missing
+    check_training(args)
+    processes = loop.start(args.device)
+    if loop.divides():
+        raise UserError(
+            "a learner's processes have the whole model each: leave --use_fsdp out (--lora needs less memory)"
+        )
+    if processes.num_processes > 1:  # one process makes what is missing
         must_exist(args.sft or args.run / "sft")
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     warn_of_another_world(args.sft, args)
     torch.manual_seed(args.seed)
-    model, chat = models.load_checkpoint(
-        args.sft, transformers.AutoModelForCausalLM, args.device, args.load_in, train=not args.lora,
-        rendering=rendering_of(args.sft, args, PROMPTED),
-    )  # fmt: skip
-    models.save_memory(model, args)
+
+    def begin(load_in: str | None = None) -> tuple[Any, Chat]:
+        kind, rendering = transformers.AutoModelForCausalLM, rendering_of(args.sft, args, PROMPTED)
+        return models.load_checkpoint(args.sft, kind, args.device, load_in, train=not args.lora, rendering=rendering)
+
+    model, chat = begin(args.load_in)
+    adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
     without_dropout(model)
     small = model.num_parameters() < SMALL
     settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
+    processes.print(models.memory_of(model, args.optim))
     # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
     frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
     reference = copy.deepcopy(model, frozen).requires_grad_(False).eval() if copied else model
-    return Learner(model, reference, chat, args.lr, args.optim)
+    return Learner(model, reference, chat, args.lr, args.optim, adapter, lambda: begin()[0])
 
 
 def without_dropout(model: torch.nn.Module) -> None:
@@ -204,9 +221,9 @@ def learn(
             raise UserError(f"{log}: has lost lines, or {resume} is missing: --overwrite starts again")
         return saved
 
-    args, inputs = argparse.Namespace(**settings | {"out": log}), [settings["sft"], *inputs]
+    settings, inputs = settings | {"out": log}, [settings["sft"], *inputs]
     first = learner.processes.is_main_process  # which alone writes
-    out = Output(args, complete, inputs, free=["budget", "budget_in"]) if first else None
+    out = Output(argparse.Namespace(**settings), complete, inputs, free=["budget", "budget_in"]) if first else None
     lines: list[dict] = broadcast_object_list([out and list(out.records)])[0]
     if len(lines) > 1 and lines[-2][unit] >= budget:
         spent = f"{lines[-1][unit]:,} {unit} are spent already"
@@ -232,16 +249,17 @@ def learn(
             out.append(lines[-1:])
         if first and due:
             if figures()["best"] is lines[-1]:
-                models.save_checkpoint(learner.model, learner.chat, folder)
-                write_meta(folder, args, inputs, **figures())
-            learner.save(resume, len(lines))
+                learner.save(folder)
+                write_meta(folder, settings, inputs, **figures())
+            learner.suspend(resume, len(lines))
     if first:
         summary = figures() | {"stopped": None if lines[-1][unit] >= budget else over()}
         out.finish(**summary)
-        write_meta(folder, args, inputs, **summary)
+        write_meta(folder, settings, inputs, **summary)
         start, best = lines[0]["val"], summary["best"]
         spent = f"{best['tokens']:,} tokens, {best['env_steps']:,} environment steps"
         print(f"batch {lines[-1]['batch']}: {over()}")
         print(f"{folder}: validation {start:.3f} -> {best['val']:.3f} at batch {best['batch']} ({spent})")
-        play = f"--sft {folder} --label {name} --method greedy --out {args.run}/results-{name}.jsonl"
-        print(f"next: python q_search.py {shlex.join(handed_on(args))} {play}", flush=True)
+        play = f"--sft {folder} --label {name} --method greedy --out {settings['run']}/results-{name}.jsonl"
+        flags = shlex.join(handed_on(argparse.Namespace(**settings)))
+        print(f"next: python q_search.py {flags} {play}", flush=True)

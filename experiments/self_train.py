@@ -175,9 +175,9 @@ def main(argv: list[str] | None = None) -> None:
     else:
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args) if args.method == "qlass" else None
         tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
-        settings = argparse.Namespace(**vars(args) | {"out": args.run / f"self_train-{args.name}.rollouts.jsonl"})
-        free = ["threshold", "no_train", *SAMPLING_FREE]
-        out = Output(settings, lambda records: len(records) // args.N * args.N, [args.sft, args.qnet], free)
+        path, free = args.run / f"self_train-{args.name}.rollouts.jsonl", ["threshold", "no_train", *SAMPLING_FREE]
+        settings, inputs = vars(args) | {"out": path}, [args.sft, args.qnet]
+        out = Output(argparse.Namespace(**settings), lambda records: len(records) // args.N * args.N, inputs, free)
         method = Method("qlass" if args.qnet else "sample", args.M, args.N)
         lines = rollouts(env, tasks, method, agent, out, args.name, args.in_flight or env.side_by_side)
     new = kept(lines, args.threshold, expert)
@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new)}
     figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
     figures["mean_reward"] = sum(line["reward"] for line in lines) / max(1, len(lines))
-    write_meta(merged, args, [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
+    write_meta(merged, vars(args), [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
     reward = f"mean reward {figures['mean_reward']:.3f}"
     print(f"{merged}: {len(new)} of {len(lines)} trajectories kept ({reward}) beside {len(expert)} demonstrations",
           flush=True)  # fmt: skip

@@ -236,9 +236,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--draws", type=at_least(1), default=2, metavar="N", help="branches a tree and round (default: %(default)s)")
     add("--rounds", type=at_least(0), default=1, metavar="L", help="rounds (default: %(default)s; 0: chain GRPO)")
     add("--advantage", choices=["both", "inter", "intra", "states"], default="both", help="default: %(default)s")
-    add(
-        "--batch-tasks", type=at_least(1), default=32, metavar="N", help="a batch (default: %(default)s; released: 512)"
-    )
+    add("--batch-tasks", type=at_least(1), default=32, metavar="N", help="tasks a batch (%(default)s; released: 512)")
     add("--minibatch", type=at_least(1), default=16, metavar="N", help="tasks an update (%(default)s; released: 64)")
     add("--lr", type=at_least(0, float), help="default: 1e-6 (--lora: 1e-5); tiny: alfworld 1e-4, others 3e-4")
     add("--kl", type=at_least(0, float), default=1e-3, help="weight of the KL to --sft (default: %(default)s)")
@@ -275,17 +273,14 @@ def main(argv: list[str] | None = None) -> None:
         del policy  # what it remembers would take memory from the updates
         groups = [forests[i : i + args.minibatch] for i in range(0, len(tasks), args.minibatch)]
         minibatches = [batches(learner, group, args.advantage) for group in groups]  # before the first update
-        updates = range(last["updates"] + 1, last["updates"] + 1 + len(groups))
-        figures = [
-            update(learner, minibatch, args.kl, args.entropy, i)
-            for i, minibatch in zip(updates, minibatches, strict=True)
-        ]
+        numbered = enumerate(minibatches, last["updates"] + 1)
+        figures = [update(learner, minibatch, args.kl, args.entropy, number) for number, minibatch in numbered]
         rewards = [[trajectory.reward for trajectory in itertools.chain(*trees)] for trees in forests]
         flat = np.mean([np.ptp(task) < 1e-9 for task in rewards])
         means = [np.mean([np.mean(task) for task in rewards]), flat, *np.mean(figures, 0)[:3]]
         return {
             "batch": batch,
-            "updates": updates[-1],
+            "updates": last["updates"] + len(figures),
             "tokens": last["tokens"] + int(sum(tokens for *_, tokens in figures)),
             "env_steps": last["env_steps"] + sum(map(env_steps, forests)),
             **{name: round(float(x), 6) for name, x in zip(FIGURES, means, strict=True)},

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 
 import pytest
 import torch
@@ -36,29 +35,18 @@ def decisions(line, candidates="free"):
 
 
 def test_decisions_are_what_the_agent_wrote_each_in_its_state():
-    written = decisions(trajectory("left", "right", "left"))
-    assert [parse_action(d.action) for d in written] == ["left", "right", "left"]
+    line, offered = trajectory("left", "right", "left"), {"Action: left", "Action: right"}
+    written, chosen = decisions(line), decisions(line, "valid")
+    assert [parse_action(d.action) for d in written] == ["left", "right", "left"]  # "OK" is the layout's
     assert [d.state.messages[-1][1] for d in written] == [
         "you stand at start", "you stand at start left", "you stand at start left right"]  # fmt: skip
-    assert not any(d.valid for d in written)  # "OK" is the layout's
     assert {d.state.task for d in written} == {"find the purse"}  # else its words have no marks
-
-
-def test_an_agent_that_chooses_among_the_valid_actions_is_trained_to_choose():
-    line = trajectory("left", "right", "left")
-    chosen = decisions(line, "valid")
-    assert [(d.state, d.action) for d in chosen] == [(d.state, d.action) for d in decisions(line)]
-    offered = {"Action: left", "Action: right"}
+    assert [(d.state, d.action) for d in chosen] == [(d.state, d.action) for d in written]
+    assert not any(d.valid for d in written)
     assert [set(d.valid) for d in chosen] == [offered | {d.action} for d in chosen]  # "hm" is no thought of FakeEnv's
     (pack,) = pack_preferences(word_chat(), [Preference(chosen, chosen[:1])], 2048)
     assert len(pack.choices.options) == 9 and not pack.choices.tokens
     assert pack.steps == [(0, 0), (0, 1), (0, 2), (1, 0)]
-
-    nodes = tree((0, "Action: right", 0.9), (1, "Action: left", 0.1), (1, "Action: right", 0.8), task="train0")
-    (pair,) = siblings(FakeEnv(), Rendering(candidates="valid"), nodes)
-    (win,), (lose,) = pair
-    assert (win.action, lose.action) == ("Action: right", "Action: left") and win.state == lose.state
-    assert set(win.valid) == set(lose.valid) == offered
 
 
 def test_the_only_valid_action_is_no_choice():
@@ -100,7 +88,10 @@ def test_the_best_sibling_is_preferred_to_each_that_is_worse_by_more_than_the_ga
     nodes = tree((0, "a", 0.9), (1, "c", 0.3), (1, "d", 1.0), (0, "b", 0.2), (0, "e", 0.88))
     pairs = [(*win, *lose) for win, lose in siblings(None, Rendering(), nodes)]
     assert [(win.action, lose.action) for win, lose in pairs] == [("a", "b"), ("d", "c")]
+    nodes = tree((0, "Action: right", 0.9), (1, "Action: left", 0.1), (1, "Action: right", 0.8), task="train0")
+    pairs += [(*win, *lose) for win, lose in siblings(FakeEnv(), Rendering(candidates="valid"), nodes)]
     assert all(win.state == lose.state for win, lose in pairs)
+    assert set(pairs[-1][0].valid) == set(pairs[-1][1].valid) == {"Action: left", "Action: right"}
 
 
 # ------------------------------------------------------------------------------------------------------------ the loss
@@ -233,7 +224,6 @@ def test_two_processes_train_what_one_does(start, agent, tmp_path, pairs):
 
 def test_it_learns_from_siblings(start, agent, tmp_path):
     """The labels prefer "right" everywhere: so does the agent then."""
-    state = State.load(trajectory("left")["messages"][:3], "find the purse")
     labelled = tree((0, "Action: left", 0.0), (0, "Action: right", 1.0))
     labelled[0] |= {"task": "find the purse"}
     (tmp_path / "labels.jsonl").write_text(dump(labelled))
@@ -249,27 +239,9 @@ def test_it_learns_from_siblings(start, agent, tmp_path):
     more = ["--batch-tasks", "8", "--budget", "1", "--name", "twice"]  # a batch that holds the trees twice
     assert start(*flags, *more, name="twice")[1].items() >= {"pairs": 3, "env_steps": 6}.items()
 
-    policy, margins = Policy.load(agent), []
-    for weights in (
-        policy.model.state_dict(),
-        torch.load(tmp_path / "sft-eto-siblings.resume.pt", weights_only=True)["model"],
-    ):
-        policy.model.load_state_dict(weights, strict=False)
-        left, right = Policy(policy.model, policy.chat).logprobs([(state, "Action: left"), (state, "Action: right")])
-        margins.append(right - left)
-    assert margins[1] > margins[0] + 1
-
 
 TURNS = [("user", "walk"), ("assistant", "OK"), ("user", "you stand at start"), ("assistant", "Action: left")]
-SHOWN = [{"role": role, "content": said} for role, said in TURNS]
-
-
-def test_an_agent_is_not_written_over_what_it_starts_from(start, agent, tmp_path):
-    (tmp_path / "labels.jsonl").write_text(dump(labelled_tree("train0")))
-    shutil.copytree(agent, tmp_path / "sft-mine")
-    with pytest.raises(UserError, match="what the training starts from"):
-        start("--pairs", "siblings", "--sft", f"{tmp_path}/sft-mine", "--name", "mine", "--labels",
-              f"{tmp_path}/labels.jsonl")  # fmt: skip
+SHOWN = [{"role": role, "content": content} for role, content in TURNS]
 
 
 def test_published_demonstrations_are_known_by_their_own_ids(tmp_path):
@@ -277,7 +249,7 @@ def test_published_demonstrations_are_known_by_their_own_ids(tmp_path):
         def published_id(self, record):
             return f"train{record['id']}"
 
-    turns = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": said} for role, said in TURNS]
+    turns = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": content} for role, content in TURNS]
     theirs = [{"id": i, "conversations": turns, "reward": 0.5} for i in (3, 4)]
     (tmp_path / "theirs.json").write_text(json.dumps(theirs))
     expert = eto.demonstrated(tmp_path / "theirs.json", Theirs(), None)
@@ -286,21 +258,15 @@ def test_published_demonstrations_are_known_by_their_own_ids(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "content", "says"),
+    ("flags", "records", "message"),
     [
-        (["--expert"], dump([{"messages": []}]), "no chat of user and assistant"),
-        (["--expert"], dump([{"messages": SHOWN, "reward": 1.0}]), "without task_id or reward"),
-        (["--expert"], dump([{"messages": SHOWN, "task_id": "train0"}]), "without task_id or reward"),
-        (["--expert"], "", "no tasks to learn from"),
-        (["--pairs", "siblings", "--labels"], dump(tree((0, "a", 0.5), (0, "b", 0.5))), "no siblings with different q"),
-        (
-            ["--pairs", "siblings", "--labels"],
-            dump([{k: v for k, v in n.items() if k != "q"} for n in tree((0, "a", 1))]),
-            "no q; run bellman",
-        ),
+        (["--expert"], [{"messages": SHOWN, "reward": 1.0}], "without task_id or reward"),
+        (["--expert"], [{"messages": SHOWN, "task_id": "train0"}], "without task_id or reward"),
+        (["--expert"], [], "no tasks to learn from"),
+        (["--pairs", "siblings", "--labels"], tree((0, "a", 0.5), (0, "b", 0.5)), "no siblings with different q"),
     ],
 )
-def test_mistakes(start, tmp_path, flags, content, says):
-    (tmp_path / "x.jsonl").write_text(content)
-    with pytest.raises(UserError, match=says):
+def test_mistakes(start, tmp_path, flags, records, message):
+    (tmp_path / "x.jsonl").write_text(dump(records))
+    with pytest.raises(UserError, match=message):
         start(*flags, str(tmp_path / "x.jsonl"))

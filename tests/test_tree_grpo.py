@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-from argparse import Namespace
 from collections import Counter
 
 import numpy as np
@@ -29,7 +28,6 @@ from experiments.tree_grpo import (
     forest,
     low_variance_kl,
     policy_loss,
-    update,
     weights,
 )
 from qlass import UserError, models
@@ -40,8 +38,8 @@ from qlass.policy import Policy
 # ------------------------------------------------------------------------------------------------------------- forests
 
 
-def grow(M, N, L, key=("k",), script=None, env=None):
-    env = env or FakeEnv()
+def grow(M, N, L, key=("k",), script=None):
+    env = FakeEnv()
     policy = script or Script({(): "left right right", ("right",): "left right", ("left",): "right left"}, "right left")
     return (*run(forest(env, "train0", M, N, L, Rendering(candidates="valid"), key), policy), env)
 
@@ -128,29 +126,14 @@ def test_steps_from_equal_observations_are_a_group():
         np.testing.assert_allclose(values, np.array(expected) * 0.5**0.5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "a", "loss"),
-    [
-        (1.0, 2.0, -2.0), (1.1, 2.0, -2.2), (0.5, 2.0, -1.0),  # A > 0: -A r, below too
-        (1.2, 2.0, -2.4), (1.7, 2.0, -2.4), (9.0, 2.0, -2.4),  # ... clipped above
-        (1.0, -2.0, 2.0), (0.9, -2.0, 1.8), (1.7, -2.0, 3.4),  # A < 0: -A r, above too
-        (0.5, -2.0, 1.6), (3.0, -2.0, 6.0), (50.0, -2.0, 6.0),  # ... clipped below, and by the dual clip
-        (1.7, 0.0, 0.0),
-    ],
-)  # fmt: skip
-def test_dual_clip_in_each_region(ratio, a, loss):
-    positive, negative = max(a, 0.0), max(-a, 0.0)
-    assert float(dual_clip(*map(torch.tensor, (ratio, positive, negative)))) == pytest.approx(loss)
-
-
 @given(st.floats(0.01, 20), st.lists(st.floats(-3, 3), min_size=1, max_size=6))
 def test_the_sum_over_trajectories_is_in_closed_form(ratio, several):
     def plain(a):  # as the released code writes it
         unclipped = max(-a * ratio, -a * min(max(ratio, 0.8), 1.2))
         return min(unclipped, -3 * a) if a < 0 else unclipped
 
-    up, down = sum(max(a, 0) for a in several), sum(max(-a, 0) for a in several)
-    value = dual_clip(*(torch.tensor(x, dtype=torch.float64) for x in (ratio, up, down)))
+    positive, negative = sum(max(a, 0) for a in several), sum(max(-a, 0) for a in several)
+    value = dual_clip(*(torch.tensor(x, dtype=torch.float64) for x in (ratio, positive, negative)))
     assert float(value) == pytest.approx(sum(map(plain, several)), abs=1e-9)
 
 
@@ -271,17 +254,6 @@ def test_trees_are_of_the_distribution_that_is_trained(temperature):
             assert 0 < h < np.log(len(decision.valid)) + 1e-6
 
 
-def test_the_first_update_has_ratio_one(world):
-    chat, model, _, _, forests = world
-    batch = batches(Learner(model, tiny_lm(chat, 9), chat, 1e-3), forests, "both")
-    for one in batch:
-        assert torch.equal(one.choices.logprobs(model)[0], one.old) and not torch.allclose(one.old, one.reference)
-    learner = Learner(model, model, chat, 1e-3)
-    kl, entropy, clipped, tokens = update(learner, batches(learner, forests, "both"), 0.1, 0.1, 1)
-    assert (kl, clipped) == (0.0, 0.0) and entropy > 0
-    assert tokens == sum(len(one.choices.tree) for one in batch)
-
-
 def test_a_shared_step_has_the_advantages_of_all_trajectories_through_it():
     a, b, c = (Decision(State((("user", x),)), x) for x in "abc")
     tree = [Trajectory(path, reward) for path, reward in [((a, b), 1.0), ((a, c), 0.0), ((c, c), 0.0)]]
@@ -295,43 +267,71 @@ def test_a_shared_step_has_the_advantages_of_all_trajectories_through_it():
 # ---------------------------------------------------------------------------------------------------------- the script
 
 FLAGS = ["--env", "frozenlake", "--lr", "0.003", "--batch-tasks", "8", "--minibatch", "4", "--every", "2", "--val", "2"]
+FLAGS += ["--budget-in", "env_steps"]
 
 
-def train(run, agent, *flags):
-    tree_grpo.main([*FLAGS, "--run", str(run), "--sft", str(agent), *flags])
-    return [json.loads(line) for line in (run / "sft-tree_grpo.updates.jsonl").read_text().splitlines()]
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "sft-tree_grpo.updates.jsonl").read_text().splitlines()]
 
 
-def test_it_learns_the_best_leaf_of_a_written_world(fake_world, agent, tmp_path, capsys):
-    lines = train(tmp_path, agent, "--budget", "4000", "--budget-in", "env_steps", "--lr", "0.01")
+def contents(folder):
+    names = "sft-tree_grpo.updates.jsonl", "sft-tree_grpo/model.safetensors"
+    return [(folder / name).read_bytes() for name in names]
+
+
+@pytest.fixture
+def train(fake_world, agent, tmp_path):
+    """Trains in a folder of that name; returns the lines of updates.jsonl."""
+
+    def start(name, budget, *flags, sft=agent):
+        tree_grpo.main([*FLAGS, "--run", str(tmp_path / name), "--sft", str(sft), "--budget", str(budget), *flags])
+        return lines_of(tmp_path / name)
+
+    return start
+
+
+@pytest.fixture
+def free(tmp_path):
+    """Makes an agent of random weights that writes free text."""
+
+    def save(name, **rendering):
+        chat = word_chat(max_new_tokens=6, **rendering)
+        tiny_lm(chat).save_pretrained(tmp_path / name)
+        chat.save(tmp_path / name)
+        return tmp_path / name
+
+    return save
+
+
+def test_it_learns_the_best_leaf_of_a_written_world(train, capsys):
+    lines = train("run", 4000, "--lr", "0.01")
     assert lines[0]["val"] < 1 and max(line["val"] or 0 for line in lines) == 1.0
     assert lines[1]["reward"] < 0.6 < 0.9 < lines[-1]["reward"]
     assert lines[-1]["entropy"] < lines[1]["entropy"] and lines[-1]["kl"] > lines[1]["kl"]
     assert "validation" in capsys.readouterr().out
 
 
-def test_no_luck_is_used_twice_and_each_seed_has_its_own(fake_world, agent, tmp_path, monkeypatch):
-    asked, sample = [], Policy.sample
-    monkeypatch.setattr(Policy, "sample", lambda self, requests: asked.extend(requests) or sample(self, requests))
-
-    def keys(seed):
-        asked.clear()
-        train(tmp_path / seed, agent, "--budget", "300", "--budget-in", "env_steps", "--seed", seed)
-        return [request.key for request in asked if request.temperature]  # validation is greedy
-
-    first, second = keys("0"), keys("1")
+def test_no_random_number_is_used_twice_and_each_seed_has_its_own(train, tmp_path, monkeypatch):
+    requests, sample = [], Policy.sample
+    monkeypatch.setattr(Policy, "sample", lambda self, some: requests.extend(some) or sample(self, some))
+    keys = []
+    for seed in ("0", "1"):
+        requests.clear()
+        train(seed, 300, "--seed", seed)
+        keys.append([request.key for request in requests if request.temperature])  # validation is greedy
+    first, second = keys
     assert len(set(first)) == len(first) > 50 and not set(first) & set(second)
+    monkeypatch.setattr(FakeEnv, "side_by_side", 3)
+    train("narrow", 300)
+    assert contents(tmp_path / "narrow") == contents(tmp_path / "0") != contents(tmp_path / "1")
 
 
-def test_later_minibatches_have_moved_away_from_the_agent_that_drew(fake_world, agent, tmp_path):
-    (_, still), (_, moved) = (
-        train(tmp_path / name, agent, "--lr", "0.1", "--budget", "1", "--minibatch", size)
-        for name, size in (("one", "8"), ("four", "2"))
-    )
+def test_later_minibatches_have_moved_away_from_the_agent_that_drew(train):
+    (_, still), (_, moved) = (train(size, 1, "--lr", "0.1", "--minibatch", size) for size in ("8", "2"))
     assert still["clipped"] == 0 < moved["clipped"]
 
 
-def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(fake_world, agent, tmp_path, monkeypatch):
+def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monkeypatch):
     states = []
 
     def validation(learner, *_):  # best after the first batch
@@ -339,136 +339,101 @@ def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(fake_world, agent, tm
         return {1: 0.1, 2: 0.6}.get(len(states), 0.5)
 
     monkeypatch.setattr(Learner, "validation", validation)
-    lines = train(tmp_path, agent, "--budget", "400", "--budget-in", "env_steps", "--every", "1")
-    assert [line["val"] for line in lines[:3]] == [0.1, 0.6, 0.5]
-    best = Policy.load(tmp_path / "sft-tree_grpo").model.state_dict()
+    assert [line["val"] for line in train("run", 400, "--every", "1")[:3]] == [0.1, 0.6, 0.5]
+    best = Policy.load(tmp_path / "run" / "sft-tree_grpo").model.state_dict()
     assert all(torch.equal(w, states[1][name]) for name, w in best.items())
 
 
-def test_an_early_stop_is_validated_and_final(fake_world, agent, tmp_path, monkeypatch, capsys):
+def test_an_early_stop_is_validated_and_final(train, monkeypatch, capsys):
     def learn(learner, env, iterate, *rest):
         learning.learn(learner, env, lambda last: iterate(last) | {"flat": 1.0, "reward": 0.5}, *rest)
 
     monkeypatch.setattr(tree_grpo, "learn", learn)
-    flags = ["--budget", "1e9", "--every", "5"]
-    lines = train(tmp_path, agent, *flags)
+    lines = train("run", 1e9, "--every", "5")
     assert len(lines) == 9 and lines[-1]["val"] is not None  # eight flat batches; 8 is no multiple of 5
     assert "lower --lr" in capsys.readouterr().out
-    assert train(tmp_path, agent, *flags) == lines
+    assert train("run", 1e9, "--every", "5") == lines
 
 
-def test_a_training_that_diverges_ends_with_a_message(fake_world, agent, tmp_path):
+def test_a_training_that_diverges_ends_with_a_message(train):
     with pytest.raises(UserError, match=r"update 2: the gradient is not finite.* lower --lr than 1e\+30"):
-        train(tmp_path, agent, "--budget", "1e9", "--lr", "1e30")
+        train("run", 1e9, "--lr", "1e30")
 
 
-def test_without_its_weights_a_training_is_not_begun_anew(fake_world, agent, tmp_path):
-    budget = ["--budget", "300", "--budget-in", "env_steps"]
-    lines, files = train(tmp_path, agent, *budget), contents(tmp_path)
-    log, resume = tmp_path / "sft-tree_grpo.updates.jsonl", tmp_path / "sft-tree_grpo.resume.pt"
+def test_without_its_weights_a_training_is_not_begun_anew(train, tmp_path):
+    lines, files = train("run", 300), contents(tmp_path / "run")
+    log, resume = (tmp_path / "run" / f"sft-tree_grpo.{ending}" for ending in ("updates.jsonl", "resume.pt"))
     log.write_bytes(files[0].splitlines(keepends=True)[0])
     with pytest.raises(UserError, match="has lost lines"):
-        train(tmp_path, agent, "--budget", "9e9")
+        train("run", 9e9)
     log.write_bytes(files[0])
     resume.write_bytes(b"cut short")
     with pytest.raises(UserError, match=r"resume\.pt: can't be read"):
-        train(tmp_path, agent, "--budget", "9e9")
+        train("run", 9e9)
     resume.unlink()
     with pytest.raises(UserError, match=r"resume\.pt is missing: --overwrite"):
-        train(tmp_path, agent, "--budget", "600", "--budget-in", "env_steps")
-    assert contents(tmp_path) == files
-    assert train(tmp_path, agent, *budget, "--overwrite") == lines
+        train("run", 600)
+    assert contents(tmp_path / "run") == files
+    assert train("run", 300, "--overwrite") == lines
 
 
-def contents(run):
-    names = "sft-tree_grpo.updates.jsonl", "sft-tree_grpo/model.safetensors"
-    return [(run / name).read_bytes() for name in names]
-
-
-def test_a_stopped_run_ends_where_an_unbroken_one_does(fake_world, agent, tmp_path, monkeypatch):
-    flags = ["--budget", "500", "--budget-in", "env_steps"]
-    train(tmp_path / "whole", agent, *flags)
-    real, calls = tree_grpo.batch_of, []
+def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypatch):
+    train("one", 500)
+    batch_of, calls = tree_grpo.batch_of, []
 
     def stops(*args):
         calls.append(1)
         if len(calls) == 4:  # between two validations, a line of which is already written
             raise KeyboardInterrupt
-        return real(*args)
+        return batch_of(*args)
 
     monkeypatch.setattr(tree_grpo, "batch_of", stops)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "again", agent, *flags)
+        train("again", 500)
     meta = json.loads((tmp_path / "again" / "sft-tree_grpo.meta.json").read_text())  # of what can be played by now
     assert meta["last"] == meta["best"] and meta["last"]["val"] is not None and meta["passes"]
-    train(tmp_path / "again", agent, *flags)
-    assert len(calls) > 4 and contents(tmp_path / "again") == contents(tmp_path / "whole")
-    done = len(calls)
-    train(tmp_path / "again", agent, *flags)
-    assert len(calls) == done  # nothing is left to do
+    train("again", 500)
+    finished = len(calls)
+    assert finished > 4 and contents(tmp_path / "again") == contents(tmp_path / "one")
+    train("again", 500)
+    assert len(calls) == finished  # nothing is left to do
     with pytest.raises(UserError, match="--kl"):
-        train(tmp_path / "again", agent, "--kl", "0.5")
-
-
-def test_the_same_seed_gives_the_same_files_at_any_batch_width(fake_world, agent, tmp_path, monkeypatch):
-    for name, width in (("wide", 64), ("narrow", 3)):
-        monkeypatch.setattr(FakeEnv, "side_by_side", width)
-        train(tmp_path / name, agent, "--budget", "300", "--budget-in", "env_steps")
-    assert contents(tmp_path / "wide") == contents(tmp_path / "narrow")
-    train(tmp_path / "other", agent, "--budget", "300", "--budget-in", "env_steps", "--seed", "1")
-    assert contents(tmp_path / "wide") != contents(tmp_path / "other")
+        train("again", 500, "--kl", "0.5")
 
 
 def test_chains_are_trees_without_rounds(fake_world, agent, tmp_path):
-    tree_grpo.main([*FLAGS, "--run", str(tmp_path), "--sft", str(agent), "--rounds", "0", "-M", "4", "--budget", "100"])
+    tree_grpo.main([*FLAGS, "--run", str(tmp_path), "--sft", str(agent), "--rounds", "0", "-M", "4", "--budget", "50"])
     assert (tmp_path / "sft-grpo" / "config.json").exists()
-    with pytest.raises(UserError, match="nothing to be compared with"):
-        tree_grpo.arguments(["--rounds", "0", "-M", "1"])
-    with pytest.raises(UserError, match="compare nothing"):
-        tree_grpo.arguments(["--rounds", "0", "-M", "4", "--advantage", "intra"])
-
-
-def line(val=None, flat=0.0, reward=0.5):
-    return {"val": val, "flat": flat, "reward": reward}
+    for flags, message in ((["-M", "1"], "nothing to be compared with"), (["--advantage", "intra"], "compare nothing")):
+        with pytest.raises(UserError, match=message):
+            tree_grpo.arguments(["--rounds", "0", *flags])
 
 
 def test_when_to_stop():
+    def line(val=None, flat=0.0, reward=0.5):
+        return {"val": val, "flat": flat, "reward": reward}
+
     start = line(0.8, None, None)
     assert why_stop([start, line(0.9), line(0.5)]) == ""  # once may be chance
     assert "lower --lr" in why_stop([start, line(0.9), line(0.5), line(0.6)])
     assert why_stop([start, line(0.9), line(0.5), line(0.7)]) == ""
-    flat = [line(flat=0.97) for _ in range(8)]
-    assert "--entropy" in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
-    for reward, advice in ((0.95, "nothing is left to learn"), (0.0, "better agent")):
-        assert advice in why_stop([start, *(line(flat=1.0, reward=reward) for _ in range(8))])
+    for reward, advice in ((0.95, "nothing is left to learn"), (0.5, "--entropy"), (0.0, "better agent")):
+        flat = [line(flat=0.97, reward=reward) for _ in range(8)]
+        assert advice in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
     read = [start | {"env_steps": n} for n in (0, 60, 100, 100)]
     assert "no more environment steps" in why_stop(read, "env_steps")
     assert why_stop(read[:3], "env_steps") == "" and why_stop(read, "tokens") == ""
 
 
 @pytest.mark.parametrize("flags", [[], ["--lora", "2"]])
-def test_free_text_and_lora_updates_train_too(fake_world, tmp_path, flags):
-    chat = word_chat(max_new_tokens=6)
-    tiny_lm(chat).save_pretrained(tmp_path / "free")
-    chat.save(tmp_path / "free")
-    lines = train(tmp_path, tmp_path / "free", "--budget", "100", "--budget-in", "env_steps",
-                  "--entropy", "0.1", *flags)  # fmt: skip
+def test_free_text_and_lora_updates_train_too(train, free, tmp_path, flags):
+    lines = train("run", 100, "--entropy", "0.1", *flags, sft=free("free"))
     assert lines[-1]["updates"] == 2 * lines[-1]["batch"] >= 2
     assert lines[-1]["entropy"] > 0 and lines[-1]["kl"] > 0  # words at random earn nothing: the bonus alone moves it
-    saved = Policy.load(tmp_path / "sft-tree_grpo").model.state_dict()
-    assert saved.keys() == tiny_lm(chat).state_dict().keys()  # merged
-
-
-def test_an_agent_that_samples_from_its_likeliest_tokens_is_trained_on_all(fake_world, tmp_path):
-    """The ratios are of the full distribution, so the trees are drawn from it too."""
-    lines = []
-    for name, top_p in (("all", 1.0), ("likeliest", 0.01)):
-        chat = word_chat(max_new_tokens=6, top_p=top_p)
-        tiny_lm(chat).save_pretrained(tmp_path / name)
-        chat.save(tmp_path / name)
-        budget = ["--budget", "100", "--budget-in", "env_steps"]
-        lines.append(train(tmp_path / f"run-{name}", tmp_path / name, *budget, "--entropy", "0.1"))
-    assert lines[0] == lines[1] and lines[0][-1]["updates"]
+    saved = Policy.load(tmp_path / "run" / "sft-tree_grpo").model.state_dict()
+    assert saved.keys() == tiny_lm(word_chat()).state_dict().keys()  # merged
+    likeliest = train("likeliest", 100, "--entropy", "0.1", *flags, sft=free("likeliest", top_p=0.01))
+    assert likeliest == lines  # the ratios are of the full distribution, so the trees are drawn from it too
 
 
 @pytest.mark.parametrize(("flags", "shared"), [([], False), (["--lora", "2"], True)])
@@ -487,13 +452,11 @@ def test_the_reference_stays_as_it_was_and_shares_what_is_frozen(fake_world, age
     assert not torch.allclose(model(ids).logits, before, atol=1e-4)
 
 
-def test_two_processes_train_what_one_does(fake_world, agent, tmp_path):
-    budget = ["--budget", "300", "--budget-in", "env_steps", "--sft", str(agent)]
-    budget += ["--batch-tasks", "7", "--val", "1"]  # so that one process plays more than the other
-    one = train(tmp_path / "one", agent, *budget)
-    launch(tree_grpo, [*FLAGS, *budget, "--run", str(tmp_path / "two")], 2)
-    two = [json.loads(line) for line in (tmp_path / "two" / "sft-tree_grpo.updates.jsonl").read_text().splitlines()]
-    for a, b in zip(one, two, strict=True):
+def test_two_processes_train_what_one_does(train, agent, tmp_path):
+    flags = ["--batch-tasks", "7", "--val", "1"]  # so that one process plays more than the other
+    one = train("one", 300, *flags)
+    launch(tree_grpo, [*FLAGS, *flags, "--sft", str(agent), "--budget", "300", "--run", str(tmp_path / "two")], 2)
+    for a, b in zip(one, lines_of(tmp_path / "two"), strict=True):
         assert a == pytest.approx(b, abs=1e-4)
     states = [Policy.load(tmp_path / name / "sft-tree_grpo").model.state_dict() for name in ("one", "two")]
     for name, w in states[0].items():
@@ -510,9 +473,9 @@ def test_recomputing_layers_changes_no_gradient_and_drops_nothing_out(kind):
     ids, calls, gradients = torch.arange(20)[None], [], []
     attention = next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
     attention.register_forward_pre_hook(lambda *_: calls.append(1))
-    for train, checkpointing in ((False, False), (True, True)):
-        models.save_memory(model, Namespace(lora=None, weights="float32", gradient_checkpointing=checkpointing))
-        model.train(train)(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for recomputed in (False, True):
+        models.save_memory(model, None, None, recomputed)
+        model.train(recomputed)(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
         model.zero_grad()
     assert len(calls) == 3  # once, then forward and backward
