@@ -10,7 +10,6 @@ import argparse
 import copy
 import itertools
 import os
-import shlex
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ import envs
 from q_search import Method, episode
 from qlass import UserError, loop, models
 from qlass.chat import PROMPTED, Chat, Rendering, uniforms
-from qlass.cli import Output, at_least, handed_on, more, must_exist, needed, parser, progress, settle
+from qlass.cli import Output, at_least, more, must_exist, needed, parser, progress, settle
 from qlass.driver import Sample, drive
 from qlass.files import checkpoint_folder, write_meta
 from qlass.flags import add_memory, add_prompted, check_training, rendering_of, warn_of_another_world
@@ -198,6 +197,7 @@ def why_stop(lines: Sequence[dict], unit: str = "tokens", patience: int = 8) -> 
     return ""
 
 
+@models.within_memory()
 def learn(
     learner: Learner, env: envs.TextEnv, iterate: Callable[[dict], dict], settings: dict[str, Any],
     inputs: Sequence[Path | None], passes: float,
@@ -259,7 +259,4 @@ def learn(
         start, best = lines[0]["val"], summary["best"]
         spent = f"{best['tokens']:,} tokens, {best['env_steps']:,} environment steps"
         print(f"batch {lines[-1]['batch']}: {over()}")
-        print(f"{folder}: validation {start:.3f} -> {best['val']:.3f} at batch {best['batch']} ({spent})")
-        play = f"--sft {folder} --label {name} --method greedy --out {settings['run']}/results-{name}.jsonl"
-        flags = shlex.join(handed_on(argparse.Namespace(**settings)))
-        print(f"next: python q_search.py {flags} {play}", flush=True)
+        print(f"{folder}: validation {start:.3f} -> {best['val']:.3f} at batch {best['batch']} ({spent})", flush=True)
