@@ -1,7 +1,6 @@
 """Self-training: which trajectories are made, which are kept, and what stage 1 is then asked to do."""
 
 import json
-import shutil
 
 import pytest
 from fakes import FakeEnv, Script, dump, run, word_chat
@@ -124,7 +123,7 @@ def stage(tmp_path, monkeypatch):
 
 
 def test_q_guided_trajectories_are_merged_and_trained_on(stage):
-    started = stage("--method", "qlass", "--name", "target-q")
+    flags = stage("--method", "qlass", "--name", "target-q")
     merged = list(read_jsonl(stage.run / "self_train-target-q.jsonl"))
     # Two demonstrations (n_expert), and the one best walk, which is the same text in all six tasks.
     assert [line.get("id") for line in merged] == ["mine/0", "mine/1", None]  # ETO's ids, not ours
@@ -132,20 +131,13 @@ def test_q_guided_trajectories_are_merged_and_trained_on(stage):
     assert [parse_action(m["content"]) for m in merged[2]["messages"][3::2]] == ["right", "right", "right"]
     assert len(list(read_jsonl(stage.run / "self_train-target-q.rollouts.jsonl"))) == 6
     assert {r.n for r in stage.sampled} == {3}  # M = 3
-    assert (started.expert, started.out) == (stage.run / "self_train-target-q.jsonl", stage.run / "sft-target-q")
-    assert (started.model, started.n_expert, started.lr, started.max_tokens, started.micro_tokens) == (
-        "tiny",
-        3,
-        0.5,
-        99,
-        11,
-    )
-    assert (started.epochs, started.batch, started.patience) == (7, 3, 5)  # a method may not win by longer training
-    (agent,), (net, flags) = stage.loaded
-    assert (agent.sft, net) == (
-        stage.run / "sft",
-        stage.run / "qnet",
-    ) and agent.seed != flags.seed
+    assert (flags.expert, flags.out) == (stage.run / "self_train-target-q.jsonl", stage.run / "sft-target-q")
+    # As it was trained before: a method may not win by longer training.
+    assert (flags.model, flags.n_expert) == ("tiny", 3)
+    again = {name: getattr(flags, name) for name in ("lr", "max_tokens", "micro_tokens", "epochs", "batch", "patience")}
+    assert again == {name: stage.record[name] for name in again}
+    (agent,), (qnet, settings) = stage.loaded
+    assert (agent.sft, qnet) == (stage.run / "sft", stage.run / "qnet") and agent.seed != settings.seed
 
 
 def test_rejection_sampling_needs_no_qnet(stage):
@@ -190,24 +182,14 @@ def test_the_trees_best_branches(stage):
 
 
 def test_mistakes(stage):
-    with pytest.raises(UserError, match="highest reward 1"):
-        stage("--method", "rft", "--threshold", "1.5")
-    with pytest.raises(UserError, match="no QNet"):
-        stage("--method", "rft", "-M", "2")
-    lacking = [{k: v for k, v in n.items() if k != "done"} for n in tree(node(1, 0, "a", 1.0, True))]
-    (stage.run / "trees.jsonl").write_text(dump(lacking))
-    with pytest.raises(UserError, match=r"trees\.jsonl:1: no done"):
-        stage("--method", "tree")
-    record = json.loads((stage.run / "sft.meta.json").read_text())
-    shutil.copytree(stage.run / "sft", stage.run / "sft-eto")
-    meta = {"arguments": {"sft": str(stage.run / "sft")}}  # as a learner's, that no sft.py made
-    (stage.run / "sft-eto.meta.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match="name an --sft that it made"):
-        stage("--method", "rft", "--sft", str(stage.run / "sft-eto"))
-    record["arguments"]["expert"] = str(stage.run / "gone.jsonl")
-    (stage.run / "sft.meta.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match="are gone"):
-        stage("--method", "rft")
-    (stage.run / "sft.meta.json").unlink()
-    with pytest.raises(UserError, match=r"sft\.meta"):
-        stage("--method", "rft")
+    for flags, message in ((["--threshold", "1.5"], "highest reward 1"), (["-M", "2"], "no QNet")):
+        with pytest.raises(UserError, match=message):
+            stage("--method", "rft", *flags)
+    meta = stage.run / "sft.meta.json"
+    for record, message in (
+        ({"sft": str(stage.run / "sft")}, "name an --sft that it made"),  # as a learner's, that no sft.py made
+        (stage.record | {"expert": str(stage.run / "gone.jsonl")}, "are gone"),
+    ):
+        meta.write_text(json.dumps({"arguments": record}))
+        with pytest.raises(UserError, match=message):
+            stage("--method", "rft")
