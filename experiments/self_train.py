@@ -62,16 +62,15 @@ def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) ->
 
 
 def rollouts(
-    env: envs.TextEnv, tasks: list[str], method: Method, agent: Callable[[], tuple[Chat, dict]], out: Output, name: str,
-    side_by_side: int,
-) -> list[dict]:  # fmt: skip
+    env: envs.TextEnv, tasks: list[str], method: Method, agent: Callable[[], tuple[Chat, dict]], out: Output, width: int
+) -> list[dict]:
     """Trajectories of the tasks, those of a stopped run included. `agent` loads what answers requests, if need be."""
     finished = {line["task_id"] for line in out.records}
     todo = [task for task in tasks if task not in finished]
     if todo:
         chat, answers = agent()
-        played = drive((trajectories(env.fork(), task, method, chat) for task in todo), answers, side_by_side)
-        out.grow(played, name, len(tasks), len(tasks) - len(todo))
+        played = drive((trajectories(env.fork(), task, method, chat) for task in todo), answers, width)
+        out.grow(played, str(method), len(tasks), len(tasks) - len(todo))
     rank = {task: n for n, task in enumerate(tasks)}
     out.finish(lambda line: rank.get(line["task_id"], len(rank)))
     return [line for line in out.records if line["task_id"] in rank]
@@ -173,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
         settings, inputs = vars(args) | {"out": path}, [args.sft, args.qnet]
         out = Output(argparse.Namespace(**settings), lambda records: len(records) // args.N * args.N, inputs, free)
         method = Method("qlass" if args.qnet else "sample", args.M, args.N)
-        lines = rollouts(env, tasks, method, agent, out, args.name, args.in_flight or env.side_by_side)
+        lines = rollouts(env, tasks, method, agent, out, args.in_flight or env.side_by_side)
     new = kept(lines, args.threshold, expert)
     if not new:
         best = max((line["reward"] for line in lines), default=0.0)
