@@ -408,7 +408,7 @@ class Resumable:
 # Arguments that may differ between a run and its resumption: of any stage, of one that samples, of one that trains.
 FREE = ("run", "out", "shard", "device", "overwrite", "debug")
 SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight", "server")
-TRAINING_FREE = ("save_every", "log", "fsdp", "micro_tokens", "gradient_checkpointing")
+TRAINING_FREE = ("save_every", "log", "micro_tokens", "gradient_checkpointing")
 HIDDEN = ("argv", "env_flags")  # of `parse` itself, no arguments
 
 
@@ -443,7 +443,8 @@ def is_words(value: Any) -> bool:
 
 def recorded(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments as the metadata hold them."""
-    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in HIDDEN}
+    arguments = args if isinstance(args, dict) else vars(args)
+    return {k: str(v) if isinstance(v, Path) else v for k, v in arguments.items() if k not in HIDDEN}
 
 
 def write_meta(
@@ -464,7 +465,7 @@ def write_meta(
             commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     record = {
         "arguments": recorded(args),
-        "argv": getattr(args, "argv", []),
+        "argv": (args if isinstance(args, dict) else vars(args)).get("argv", []),
         "inputs": {str(p): sha256(Path(p)) for p in inputs if p and Path(p).exists()},
         "commit": commit or None,
         "python": platform.python_version(),
