@@ -211,10 +211,8 @@ def to_train(
 def length(examples: int, batch: int | None, epochs: int | None) -> dict[str, int]:
     """Trajectories an update and epochs: what was asked for, else as suits the tiny model."""
     batch = batch or min(TINY["batch"], math.ceil(examples / 4))
-    return {
-        "batch": batch,
-        "epochs": epochs or max(TINY["epochs"], math.ceil(TINY_STEPS / math.ceil(examples / batch))),
-    }
+    enough = math.ceil(TINY_STEPS / math.ceil(examples / batch))
+    return {"batch": batch, "epochs": epochs or max(TINY["epochs"], enough)}
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -263,24 +261,25 @@ def main(argv: list[str] | None = None) -> None:
     if is_trained(vars(args), [args.expert]):
         return release(lock)
 
-    states = [state for state, _ in trajectories]
-    texts = [content for state in states for _, content in state.messages]
-
     def begin() -> tuple[Any, Chat, Any]:
+        texts = [content for state, _ in trajectories for _, content in state.messages]
         model, chat = to_train(args.model, texts, env.markov, args.device, args.load_in, float32=not args.lora)
         return model, chat, models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
 
     model, chat, adapter = begin()
     chat.rendering.candidates = args.candidates
-    training, held_out = hold_out(states)
-    examples = [e for s in training for e in examples_of(chat, s, args.max_tokens, args.observation_loss > 0)]
-    validation = [e for s in held_out for e in examples_of(chat, s, args.max_tokens, args.observation_loss > 0)]
+    examples, validation = (
+        [e for state in part for e in examples_of(chat, state, args.max_tokens, args.observation_loss > 0)]
+        for part in hold_out([state for state, _ in trajectories])
+    )
     limit = min(args.max_tokens, chat.context or args.max_tokens)
     cut = sum(len(ids) == limit for ids, _ in examples)
     if not examples:
         raise UserError(f"no trajectory holds an action within {limit} tokens (--max-tokens, or the model's context)")
     if cut:
-        print(f"{cut} of {len(examples)} demonstrations are cut at {limit} tokens (--max-tokens, the model's context)")
+        process.print(
+            f"{cut} of {len(examples)} demonstrations are cut at {limit} tokens (--max-tokens, the model's context)"
+        )
     settings = vars(args) | length(len(examples), args.batch, args.epochs)
     process.print(models.memory_of(model, args.optim))
     optimizer = models.adamw(model.parameters(), args.lr, args.optim)
@@ -295,14 +294,14 @@ def main(argv: list[str] | None = None) -> None:
         models.cast(model, models.device_and_dtype(args.device)[1])  # as later stages load it
     models.save_checkpoint(model, chat, args.out, adapter, lambda: to_train(args.model, [], False, args.device)[0])
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
-    figures = fit.figures() | ({"cut_trajectories": cut} if cut else {})
-    figures |= {"expert_reward": sum(rewards) / len(rewards) if rewards else None, "trajectories": len(states)}
+    figures = fit.figures() | ({"cut_trajectories": cut} if cut else {}) | {"trajectories": len(trajectories)}
+    figures |= {"expert_reward": sum(rewards) / len(rewards) if rewards else None}
     figures |= {name: settings[name] for name in ("epochs", "batch")}
     files.write_meta(args.out, vars(args), [args.expert], **figures)
     finish(args.out)
     release(lock)
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"{args.out}: {size:.2f} M parameters, {len(states)} trajectories, loss {figures['loss']:.3f}")
+    print(f"{args.out}: {size:.2f} M parameters, {len(trajectories)} trajectories, loss {figures['loss']:.3f}")
 
 
 if __name__ == "__main__":

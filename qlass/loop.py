@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from qlass import UserError, files
 
-MAY_DIFFER = (*files.TRAINING_FREE, *files.FREE)  # between the start of a training and its continuation
+MAY_DIFFER = (*files.TRAINING_FREE, *files.FREE)  # between a training and its continuation
 FIRST, EXPLODED = 20, 10  # that many updates with a loss of so many times the highest of the first ones: it diverges
 
 
@@ -94,7 +94,7 @@ def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
 
 @dataclasses.dataclass
 class Progress:
-    """Where a training stands: what its state holds beside weights, moments and random numbers."""
+    """Where a training stands: what a state holds beside weights, moments and random numbers."""
 
     update: int = 0  # completed, of the current epoch
     tokens: int = 0
@@ -104,10 +104,10 @@ class Progress:
     scores: list[float | None] = dataclasses.field(default_factory=list)  # likewise, by validation
 
     @property
-    def best(self) -> int | None:
-        """The epoch of the best validation, from 1."""
+    def best(self) -> int:
+        """The epoch of the best validation, from 1; the last one where there is none."""
         scores = [score for score in self.scores if score is not None]
-        return self.scores.index(max(scores)) + 1 if scores else None
+        return self.scores.index(max(scores)) + 1 if scores else len(self.curve)
 
 
 class Training:
@@ -129,9 +129,7 @@ class Training:
         self.name, self.settings, self.at = name, settings, Progress()
         batch, seed, out, log = (settings[key] for key in ("batch", "seed", "out", "log"))
         self.plans = [updates_of(sizes, batch, seed, epoch) for epoch in range(settings["epochs"])]
-        self.steps = sum(map(len, self.plans))
-        self.folder, cpu = partial_folder(out), on_cpu(settings.get("device"))
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.steps, self.folder, cpu = sum(map(len, self.plans)), partial_folder(out), on_cpu(settings.get("device"))
         if log != "jsonl" and find_spec(log) is None:
             raise UserError(f"--log {log}: pip install {log}, or leave it out")
         self.accelerator = accelerate.Accelerator(
@@ -143,6 +141,7 @@ class Training:
         if isinstance(self.model, DistributedDataParallel):
             self.model.__class__ = Replica
         self.accelerator.register_save_state_pre_hook(trained_alone)
+        self.folder.mkdir(parents=True, exist_ok=True)
         if states := self._states():
             self.at = self._load(states[-1])
 
@@ -150,22 +149,20 @@ class Training:
         self.lines = log_lines(out, step) if log == "jsonl" and first else None
         options = {"tensorboard": {"purge_step": step + 1}, "wandb": {"name": out.name}}
         self.accelerator.init_trackers(f"{out.name}.log" if log == "tensorboard" else "qlass", init_kwargs=options)
-        self.bar = tqdm(total=self.steps, initial=step, desc=name, disable=not first, mininterval=interval())
+        every = 0.1 if sys.stderr.isatty() else 30  # seconds; off a terminal a report is a line
+        self.bar = tqdm(total=self.steps, initial=step, desc=name, disable=not first, mininterval=every)
         self.weight, self.loss, self.tokens = self.accelerator.num_processes, 0.0, 0  # of the update at hand
-        self.saved = time.perf_counter()
-        self.began = self.saved - 1e-9, self.at.tokens
+        self.began, self.saved = (time.perf_counter(), self.at.tokens), time.perf_counter()
 
     # ------------------------------------------------------------------------------------------------- the loop's steps
 
     def epochs(self) -> Iterator[int]:
         """Epochs until --patience of them in a row bring no better validation, then the best one's weights."""
         at = self.at
-        while (
-            len(at.curve) < len(self.plans) and len(at.curve) - (at.best or len(at.curve)) < self.settings["patience"]
-        ):
+        while len(at.curve) < min(len(self.plans), at.best + self.settings["patience"]):
             self.model.train()
             yield len(at.curve)
-        if at.best not in (None, len(at.curve)):
+        if at.best < len(at.curve):
             self._load(self.folder / f"state-{at.best}-0")
         self.bar.close()
 
@@ -218,32 +215,31 @@ class Training:
     def validated(self, score: float | None, figures: dict) -> None:
         """The end of an epoch. Higher scores are better; None: there is nothing to validate on."""
         at = self.at
-        entry = {"epoch": len(at.curve) + 1, "step": len(at.losses)}
-        at.curve.append(entry | {"loss": sum(at.losses[-at.update :]) / at.update, **figures})
         at.scores += broadcast_object_list([score])
+        at.curve.append({"epoch": len(at.scores), "step": len(at.losses)})
+        at.curve[-1] |= {"loss": sum(at.losses[-at.update :]) / at.update, **figures}
         at.update = 0
-        self._log({"epoch": entry["epoch"]} | {k: v for k, v in figures.items() if v is not None})
+        self._log({"epoch": len(at.curve)} | {k: v for k, v in figures.items() if v is not None})
         self._save()
 
     def figures(self) -> dict:
         """For the metadata."""
-        at, epoch = self.at, self.at.best or len(self.at.curve)
+        at = self.at
         figures = {"steps": len(at.losses), "tokens": at.tokens, "seconds": at.seconds}
-        return figures | {"loss": at.curve[epoch - 1]["loss"], "best_epoch": epoch, "curve": at.curve}
+        return figures | {"loss": at.curve[at.best - 1]["loss"], "best_epoch": at.best, "curve": at.curve}
 
     def result(self, parts: tuple, again: Callable[[], tuple]) -> tuple:
-        """The parts that the training began with, the first of them the model, which is trained now.
-
-        What was divided is put together in the first process, in parts that `again()` makes.
-        """
+        """The parts that a training began with, the first of them the model; if divided, put together in new parts."""
         if not divides():
             self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
             return parts
-        weights = self.accelerator.get_state_dict(self.model)
+        weights = self.accelerator.get_state_dict(self.model)  # all of them, in the first process
         if self.accelerator.is_main_process:
             parts = again()
             parts[0].load_state_dict(weights, strict=False)
         return parts
+
+    # ------------------------------------------------------------------------------------------------- log and states
 
     def _log(self, figures: dict[str, float]) -> None:
         step = len(self.at.losses)
@@ -251,28 +247,25 @@ class Training:
         if self.lines:
             self.lines.append([{"step": step, **figures}])
 
-    # ----------------------------------------------------------------------------------------------------------- states
-
     def _states(self) -> list[Path]:
         return sorted(self.folder.glob("state-*"), key=lambda state: [int(n) for n in state.name.split("-")[1:]])
 
     def _save(self) -> None:
         """A state, under its name only when all of it is there. Of the older ones the best epoch's stays."""
-        now, draft = time.perf_counter(), self.folder / "draft"
+        now, draft, first = time.perf_counter(), self.folder / "draft", self.accelerator.is_main_process
         self.at.seconds, self.saved = self.at.seconds + now - self.saved, now
-        first, wait = self.accelerator.is_main_process, self.accelerator.wait_for_everyone
         if first:
             shutil.rmtree(draft, ignore_errors=True)
-        wait()
+        self.accelerator.wait_for_everyone()
         try:
             self.accelerator.save_state(str(draft))
+            state = {"processes": self.accelerator.num_processes, "progress": dataclasses.asdict(self.at)}
             if first:
-                state = {"processes": self.accelerator.num_processes, "progress": dataclasses.asdict(self.at)}
                 (draft / "progress.json").write_text(json.dumps(state))
         except Exception as error:  # torch and safetensors have their own
             why = str(error).splitlines()[0]
             raise UserError(f"{draft}: {why}: make room, and the same command resumes from the last state") from None
-        wait()
+        self.accelerator.wait_for_everyone()
         if first:
             state = draft.rename(self.folder / f"state-{len(self.at.curve)}-{self.at.update}")
             for older in self._states():
@@ -280,19 +273,19 @@ class Training:
                     shutil.rmtree(older)
 
     def _load(self, state: Path) -> Progress:
-        """Weights, moments and random numbers of a state, and where it stands; UserError where it is damaged."""
-        rank, n = self.accelerator.process_index, self.accelerator.num_processes
+        """Weights, moments and random numbers of a state, and where it stands."""
+        n, before = self.accelerator.num_processes, None
         try:
             saved = files.read_object(state / "progress.json")
-            if saved["processes"] == n:
-                accelerate.utils.load(state / f"random_states_{rank}.pkl")  # load_state passes over a missing one
-                self.accelerator.load_state(str(state), strict=False)
-            progress = Progress(**saved["progress"])
+            before, progress = saved["processes"], Progress(**saved["progress"])
+            if before == n:
+                accelerate.utils.load(state / f"random_states_{self.accelerator.process_index}.pkl")  # see below
+                self.accelerator.load_state(str(state), strict=False)  # it passes over missing random numbers
         except Exception as error:  # of many kinds: cut short, zeros, another's
             why = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
             raise UserError(f"{state}: can't be read ({why}): --overwrite starts again") from None
-        if saved["processes"] != n:
-            raise UserError(f"{state}: of {saved['processes']} processes, not {n}: start as many, or give --overwrite")
+        if before != n:
+            raise UserError(f"{state}: of {before} processes, not {n}: start as many, or give --overwrite")
         return progress
 
 
@@ -303,11 +296,6 @@ def trained_alone(models: list[nn.Module], weights: list[dict], _: str) -> None:
             del saved[name]
 
 
-def interval() -> float:
-    """Seconds between two reports of a bar: off a terminal each is a line of its own."""
-    return 0.1 if sys.stderr.isatty() else 30
-
-
 # ------------------------------------------------------------------------------------------------------------ the files
 
 
@@ -316,15 +304,12 @@ def partial_folder(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def log_path(out: Path) -> Path:
-    return out.with_name(out.name + ".log.jsonl")
-
-
 def log_lines(out: Path, step: int) -> files.Resumable:
     """OUT.log.jsonl at update `step`: what a stopped run logged behind it comes again, and is dropped."""
+    path = out.with_name(out.name + ".log.jsonl")
     if not step:
-        log_path(out).unlink(missing_ok=True)
-    return files.Resumable(log_path(out), lambda lines: sum(line["step"] <= step for line in lines))
+        path.unlink(missing_ok=True)
+    return files.Resumable(path, lambda lines: sum(line["step"] <= step for line in lines))
 
 
 def is_trained(arguments: dict[str, Any], inputs: Iterable[Path]) -> bool:

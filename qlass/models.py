@@ -185,7 +185,7 @@ def quantised(load_in: str | None, where: torch.device) -> dict:
 
 
 def adamw(parameters: Iterable[nn.Parameter], lr: float, name: str = "adamw") -> torch.optim.Optimizer:
-    """AdamW without weight decay (Table 5); "adamw8bit" keeps its moments in 8 bits."""
+    """AdamW of what is trained, without weight decay (Table 5); "adamw8bit" keeps its moments in 8 bits."""
     parameters = [p for p in parameters if p.requires_grad]
     kind: Any = torch.optim.AdamW
     if name == "adamw8bit":

@@ -25,7 +25,7 @@ from torch import nn
 
 from qlass import UserError, loop, models
 from qlass.files import read_jsonl
-from qlass.loop import Training, cosine, finish, is_trained, log_path, partial_folder, updates_of
+from qlass.loop import Training, cosine, finish, is_trained, partial_folder, updates_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -116,7 +116,7 @@ def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp
     assert same(final, expected) and again == figures
     final, again, weights = fit(settings, SCORES)  # stopped between the last epoch and the end of the stage
     assert same(final, expected) and again == figures and not weights
-    logs = [list(read_jsonl(log_path(tmp_path / name / "model"))) for name in ("one", "parts")]
+    logs = [list(read_jsonl(tmp_path / name / "model.log.jsonl")) for name in ("one", "parts")]
     assert all(line.pop("tokens_per_second", 1) > 0 for log in logs for line in log) and logs[0] == logs[1]
     assert [line["step"] for line in logs[0] if "loss" in line] == list(range(1, 17))
     assert logs[0][3]["lr"] == pytest.approx(0.1 * cosine(3, 24))
