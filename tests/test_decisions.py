@@ -35,12 +35,6 @@ def test_free_text_is_of_the_tokens_that_were_sampled(limit):
     assert any(len(c.ids) != len(chat.action(c.text, "find")) for c in drawn)  # read anew they would be others
 
 
-def test_an_only_valid_action_is_no_choice():
-    chat = word_chat()
-    state = State((("user", "walk"),), "find")
-    assert list(pack_decisions(chat, [Decision(state, "left", ("left",))], 2048)) == []
-
-
 def test_each_unique_token_is_computed_once_and_tails_without_a_fork_are_not():
     chat = word_chat()
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")

@@ -43,9 +43,6 @@ def test_best_branch_by_hand():
     assert [(m["role"], m["content"]) for m in line["messages"]] == [
         ("user", "start"), ("assistant", "a"), ("user", "saw a"), ("assistant", "b")]  # fmt: skip
     assert (line["task_id"], line["env"], line["task"], line["reward"]) == ("t", "fake", "find", 0.6)
-
-
-def test_a_tree_of_the_expert_alone_has_no_branch_of_the_agent():
     assert best_branch(tree(node(1, 0, "a", 1.0, True, source="expert"))) is None
     # The agent continues from the expert's node: its own branch all the same.
     assert best_branch(tree(node(1, 0, "a", source="expert"), node(2, 1, "b", 0.3, True, depth=2)))["reward"] == 0.3
@@ -122,12 +119,12 @@ def stage(tmp_path, monkeypatch):
         self_train.main(["--run", str(tmp_path), *argv])
         return calls[-1]
 
-    start.run, start.record, start.sampled, start.loaded = tmp_path, record, sampled, loaded
+    start.run, start.record, start.sampled, start.loaded, start.calls = tmp_path, record, sampled, loaded, calls
     return start
 
 
 def test_q_guided_trajectories_are_merged_and_trained_on(stage):
-    asked = stage("--method", "qlass", "--name", "target-q")
+    started = stage("--method", "qlass", "--name", "target-q")
     merged = list(read_jsonl(stage.run / "self_train-target-q.jsonl"))
     # Two demonstrations (n_expert), and the one best walk, which is the same text in all six tasks.
     assert [made.get("id") for made in merged] == ["mine/0", "mine/1", None]  # ETO's ids, not ours
@@ -135,9 +132,15 @@ def test_q_guided_trajectories_are_merged_and_trained_on(stage):
     assert [parse_action(m["content"]) for m in merged[2]["messages"][3::2]] == ["right", "right", "right"]
     assert len(list(read_jsonl(stage.run / "self_train-target-q.rollouts.jsonl"))) == 6
     assert {r.n for r in stage.sampled} == {3}  # M = 3
-    assert (asked.expert, asked.out) == (stage.run / "self_train-target-q.jsonl", stage.run / "sft-target-q")
-    assert (asked.model, asked.n_expert, asked.lr, asked.max_tokens, asked.micro_tokens) == ("tiny", 3, 0.5, 99, 11)
-    assert (asked.epochs, asked.batch, asked.patience) == (7, 3, 5)  # a method may not win by longer training
+    assert (started.expert, started.out) == (stage.run / "self_train-target-q.jsonl", stage.run / "sft-target-q")
+    assert (started.model, started.n_expert, started.lr, started.max_tokens, started.micro_tokens) == (
+        "tiny",
+        3,
+        0.5,
+        99,
+        11,
+    )
+    assert (started.epochs, started.batch, started.patience) == (7, 3, 5)  # a method may not win by longer training
     (agent,), (net, flags) = stage.loaded
     assert (agent.sft, net) == (
         stage.run / "sft",
@@ -145,20 +148,18 @@ def test_q_guided_trajectories_are_merged_and_trained_on(stage):
     ) and agent.seed != flags.seed
 
 
-def test_another_model_is_trained_as_it_was(stage):
-    (stage.run / "sft.meta.json").write_text(json.dumps({"arguments": stage.record | {"model": "some/llama"}}))
-    asked = stage("--method", "qlass")
-    assert (asked.model, asked.epochs, asked.batch) == ("some/llama", 7, 3)
-
-
 def test_rejection_sampling_needs_no_qnet(stage):
     (stage.run / "qnet").rmdir()
-    stage("--method", "rft", "--threshold", "0.4", "-N", "2")
+    self_train.main(["--run", str(stage.run), "--method", "rft", "--threshold", "0.4", "-N", "2", "--no-train"])
     rollouts = list(read_jsonl(stage.run / "self_train-rft.rollouts.jsonl"))
     assert len(rollouts) == 12 and {r.n for r in stage.sampled} == {1}
     merged = list(read_jsonl(stage.run / "self_train-rft.jsonl"))[2:]
-    assert 0 < len(merged) < 12 and all(made["reward"] >= 0.4 for made in merged)
-    assert len(stage.loaded) == 1
+    assert 0 < len(merged) < 12 and all(line["reward"] >= 0.4 for line in merged)
+    assert len(stage.loaded) == 1 and not stage.calls
+    (stage.run / "sft.meta.json").write_text(json.dumps({"arguments": stage.record | {"model": "some/llama"}}))
+    started = stage("--method", "rft", "--threshold", "0.4", "-N", "2")  # the same rollouts, now trained on
+    assert started.expert == stage.run / "self_train-rft.jsonl" and len(stage.loaded) == 1
+    assert (started.model, started.epochs, started.batch) == ("some/llama", 7, 3)
 
 
 def test_a_stopped_run_goes_on_and_a_finished_one_plays_nothing(stage):
@@ -187,14 +188,6 @@ def test_the_trees_best_branches(stage):
     stage("--method", "tree")
     assert [made.get("task_id") for made in read_jsonl(stage.run / "self_train-tree.jsonl")] == [None, None, "t"]
     assert not stage.loaded
-
-
-def test_the_training_may_be_left_to_stage_1(stage):
-    """Under torchrun, say: the trajectories are written, and nothing is trained here."""
-    self_train.main(["--run", str(stage.run), "--method", "rft", "--no-train"])
-    assert (stage.run / "self_train-rft.jsonl").exists()
-    asked = stage("--method", "rft")  # the same rollouts, now trained on
-    assert asked.expert == stage.run / "self_train-rft.jsonl"
 
 
 def test_mistakes(stage):
