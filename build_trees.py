@@ -135,7 +135,8 @@ def replay(x: Exploration, root: Node, actions: Iterable[str] | None) -> list[No
     x.branches += 1
     x.env.reset(options={"task_id": x.task_id})
     branch = [root]
-    for action in actions or (react(thought, action) for thought, action in x.env.expert(x.task_id)):
+    played = (react(thought, action) for thought, action in x.env.expert(x.task_id))
+    for action in map(x.env.in_own_words, actions) if actions else played:
         node = step(x, branch[-1], action, "expert")
         node.expert = True
         x.env.restore(node.snapshot)
@@ -278,16 +279,21 @@ def main(argv: list[str] | None = None) -> None:
     )
     if cut := figures.get("cut_prompts"):
         print(f"{cut} prompts lost their oldest turns")
+    if lost := figures["unrewarded_demonstrations"]:
+        print(f"{lost} of {figures['demonstrations']} demonstrations earned nothing here: are they of these tasks?")
 
 
 def figures_of(records: list[dict]) -> dict[str, Any]:
-    """For the metadata: how many trees, nodes, leaves of the agent, and these leaves' mean reward."""
+    """For the metadata: trees, nodes, the agent's leaves and their mean reward, demonstrations and what they earned."""
     rewards = [r["reward"] for r in records if r["done"] and r["source"] == "policy"]
-    cut = sum(r.get("cut_prompts", 0) for r in records)
-    return {
-        "trees": len({r["task_id"] for r in records}), "nodes": len(records), "leaves": len(rewards),
-        "mean_leaf_reward": sum(rewards) / max(1, len(rewards)), **({"cut_prompts": cut} if cut else {}),
-    }  # fmt: skip
+    ends = {r["task_id"]: r["reward"] for r in records if r["expert"]}  # of each demonstration its last node
+    figures = {"trees": len({r["task_id"] for r in records}), "nodes": len(records), "leaves": len(rewards)}
+    figures["mean_leaf_reward"] = sum(rewards) / max(1, len(rewards))
+    figures["demonstrations"] = len(ends)
+    figures["unrewarded_demonstrations"] = sum(reward == 0 for reward in ends.values())
+    if cut := sum(r.get("cut_prompts", 0) for r in records):
+        figures["cut_prompts"] = cut
+    return figures
 
 
 if __name__ == "__main__":

@@ -139,6 +139,10 @@ class TextEnv(gymnasium.Env):
         """Our id of the task of a record of ETO's and QLASS's files; None: only its words tell the task."""
         return None
 
+    def in_own_words(self, text: str) -> str:
+        """A message of a published demonstration, with actions and answers worded as this environment words them."""
+        return text
+
     def subject(self, task_id: str) -> str:
         """What a task is about: who has learned from one task of a subject has an advantage in the others."""
         return task_id

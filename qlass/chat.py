@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
@@ -304,22 +305,45 @@ class Chat:
 
     def prompt_tokens(self, state: State) -> list[list[int]]:
         """`message_tokens` of a prompt that leaves the model room for an action; UserError where it does not."""
-        lists = self.message_tokens(state)
-        if self.context is None:
-            return lists
-        length, room = sum(map(len, lists)), self.context - self.rendering.max_new_tokens
-        if length > room and self.rendering.truncate == "oldest":
-            oldest = slice(self.stays(state), self.stays(state) + 2)
-            while length > room and len(lists) > oldest.stop:  # the last observation stays too
-                length -= sum(map(len, lists[oldest]))
-                del lists[oldest]
-        if length > room:
+        lists = self._cut(state)
+        length = sum(map(len, lists))
+        if length > self.room:
+            ways = [] if self.rendering.truncate else ["--truncate oldest leaves out the oldest turns"]
+            ways.append("--max-new-tokens makes room, as does a shorter --instruction")
             raise UserError(
                 f"a prompt of {length:,} tokens and an action of up to {self.rendering.max_new_tokens:,} are more than "
-                f"the model's context of {self.context:,}: --truncate oldest leaves out the oldest turns, "
-                "--max-new-tokens makes room"
+                f"the model's context of {self.context:,}: {', '.join(ways)}"
             )
         return lists
+
+    @property
+    def room(self) -> float:
+        """Tokens that a prompt may have."""
+        return math.inf if self.context is None else self.context - self.rendering.max_new_tokens
+
+    def _cut(self, state: State) -> list[list[int]]:
+        """`message_tokens`; with --truncate without the oldest turns, and at the last without the end of the last
+        observation, as far as the model's context asks for it."""
+        lists = self.message_tokens(state)
+        if self.rendering.truncate is None:
+            return lists
+        oldest = slice(self.stays(state), self.stays(state) + 2)
+        while sum(map(len, lists)) > self.room and len(lists) > oldest.stop:
+            del lists[oldest]
+        beyond = sum(map(len, lists)) - self.room
+        ask = self._ids("", "", self.ask)
+        if 0 < beyond <= len(lists[-1]) - len(ask):
+            lists[-1] = lists[-1][: len(lists[-1]) - len(ask) - int(beyond)] + ask
+        return lists
+
+    def fits(self, state: State) -> bool:
+        """Can the model read this state, cut as --truncate says, and write an action?"""
+        return sum(map(len, self._cut(state))) <= self.room
+
+    def is_cut(self, state: State) -> bool:
+        """Does its prompt lack what --truncate leaves out?"""
+        cut = self.rendering.truncate is not None
+        return cut and sum(map(len, self._cut(state))) < sum(map(len, self.message_tokens(state)))
 
     def stays(self, state: State) -> int:
         """How many lists at the front of a prompt are never cut: the instruction, and the task where it comes apart."""
@@ -329,10 +353,6 @@ class Chat:
 
     def prompt(self, state: State) -> list[int]:
         return [token for tokens in self.prompt_tokens(state) for token in tokens]
-
-    def is_cut(self, state: State) -> bool:
-        """Does its prompt lack the oldest turns?"""
-        return bool(self.rendering.truncate) and len(self.prompt_tokens(state)) < len(self.message_tokens(state))
 
     def action(self, text: str, task: str) -> list[int]:
         """Tokens of an action as the assistant writes it, the token that ends its turn included."""

@@ -711,6 +711,14 @@ def test_problems_that_are_none(made, change, message):
         alfworld_data.parse(change(content["pddl_problem"]), content["grammar"])
 
 
+def test_messages_of_the_other_grammar_are_put_into_the_games_own(env):
+    """The bundled games are of the newer one; what names no object stays as it is."""
+    newer = "Thought: I put it in/on the desk.\nAction: move pen 1 to desk 2", "You move the pen 1 to the desk 2."
+    older = "Thought: I put it in/on the desk.\nAction: put pen 1 in/on desk 2", "You put the pen 1 in/on the desk 2."
+    assert tuple(map(env.in_own_words, older)) == newer == tuple(map(env.in_own_words, newer))
+    assert env.in_own_words("put {obj} in/on {recep}") == "move {obj} to {recep}"
+
+
 def test_an_instruction_of_ones_own_speaks_each_games_grammar(made, tmp_path):
     (tmp_path / "told.txt").write_text("Tidy up.\nPUT")
     env = envs.make("alfworld", data=made, instruction=tmp_path / "told.txt")

@@ -1,6 +1,7 @@
 """Algorithm 2 on a written world: the exact tree that scripted agents must grow, and what holds for any agent."""
 
 import json
+import re
 
 import pytest
 from fakes import WORLD, FakeEnv, Script, dump, explore, path_of, run, say
@@ -164,6 +165,27 @@ def test_a_demonstration_is_not_lost_to_another_spelling():
     root, _ = run(tree, lambda request: say(*[first.upper()] * request.n))
     assert next(iter(root.children.values())).observation.endswith("Nothing happens.")
     assert [node.reward for node in root.walk() if node.done and node.source == "expert"] == [1.0]
+
+
+def test_a_demonstration_in_the_older_grammar_earns_its_reward():
+    """ETO's file says `put X in/on Y`, alfworld's games since 0.4 want `move X to Y`."""
+    alfworld = envs.make("alfworld", thoughts=False)
+    task = alfworld.task_ids("train")[0]
+    alfworld.reset(options={"task_id": task})
+    played = []
+    for _, action in alfworld.expert(task):
+        alfworld.step(action)
+        played.append(action)
+    older = ["Action: " + re.sub("^move (.*) to (.*)", r"put \1 in/on \2", action) for action in played]
+    assert any("in/on" in action for action in older)
+
+    def tree(actions: list[str]) -> list[dict]:
+        growing = explore(alfworld, task, FREE, 1, 1, 1, True, expert={task: actions})
+        return build_trees.tree_records(alfworld, task, run(growing, lambda r: say(*["look"] * r.n))[0])
+
+    assert [node["action"] for node in tree(older) if node["expert"]] == [f"Action: {action}" for action in played]
+    assert build_trees.figures_of(tree(older))["unrewarded_demonstrations"] == 0
+    assert build_trees.figures_of(tree(older[:-1]))["unrewarded_demonstrations"] == 1
 
 
 def test_an_action_that_means_nothing_is_a_node_like_any_other():

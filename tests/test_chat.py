@@ -344,8 +344,13 @@ def test_prompts_beyond_the_context(agent_context=40):
     together = State(state.messages[2:], "")  # the first message tells all of it
     lists, whole = chat.prompt_tokens(together), chat.message_tokens(together)
     assert len(lists) < len(whole) and lists[0] == whole[0] and lists[1:] == whole[1 - len(lists) :]
+    page = State((*state.messages[:2], ("user", "left " * 60)), "")  # at the last, a page loses its own end
+    assert len(chat.prompt(page)) == 35 and chat.is_cut(page) and chat.fits(page)
+    whole = [token for tokens in chat.message_tokens(page) for token in tokens]
+    assert chat.prompt(page) == [*whole[:34], whole[-1]]  # <agent>: it is the agent's turn
     chat.context = 8
-    with pytest.raises(UserError, match="context of 8"):
+    assert not chat.fits(state)
+    with pytest.raises(UserError, match="context of 8: --max-new-tokens"):  # no advice of a flag that is given
         chat.prompt_tokens(state)
 
 

@@ -15,6 +15,9 @@ from qlass import UserError
 
 from . import engine, expert, games, textworld
 
+# An action and its answer, in games of the newer and of the older grammar.
+WORDINGS = (("move {} to {}", "put {} in/on {}"), ("You move the {} to the {}.", "You put the {} in/on the {}."))
+
 
 class ALFWorldEnv(TextEnv):
     """ALFWorld's household tasks on our engine of its game files (engine.py), or on TextWorld itself.
@@ -71,6 +74,16 @@ class ALFWorldEnv(TextEnv):
         folders = "|".join(games.FOLDERS)
         found = re.search(rf"(?<![^/])({folders})/[^/]+/trial_[^/]+", str(record.get("game_file")))
         return found and found[0]
+
+    def in_own_words(self, text: str) -> str:
+        """ETO's demonstrations are of the older grammar (put X in/on Y), alfworld's games since 0.4 of the newer."""
+        if self.task_id is None:
+            self._load(self.split_ids("train")[0])
+        for newer, older in WORDINGS:
+            theirs, ours = (newer, older) if self.game.old else (older, newer)
+            pattern = re.escape(theirs).replace(r"\{\}", r"([a-z]+ \d+|\{\w+\})")
+            text = re.sub(pattern, lambda match, ours=ours: ours.format(*match.groups()), text)
+        return text
 
     def task_type(self, task_id: str) -> str:
         return task_id.split("/")[1].split("-")[0]
