@@ -12,7 +12,7 @@ import itertools
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import accelerate
 import numpy as np
@@ -30,8 +30,6 @@ from qlass.files import checkpoint_folder, write_meta
 from qlass.flags import add_memory, add_prompted, check_training, rendering_of, warn_of_another_world
 from qlass.policy import Policy
 from train_qnet import SMALL
-
-T = TypeVar("T")
 
 WARMUP = 4  # updates
 LR_PRETRAINED, LR_LORA = 1e-6, 1e-5
@@ -72,11 +70,11 @@ class Learner:
         # Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed again.
         self.room = 512 if model.num_parameters() < SMALL else 4096
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
+    def share(self, items: Sequence[Any]) -> Sequence[Any]:
         """Every n-th of the items: what this one of n processes works on."""
         return items[self.processes.process_index :: self.processes.num_processes]
 
-    def gather(self, results: Sequence[T]) -> list[T]:
+    def gather(self, results: list[Any]) -> list[Any]:
         """The results of all processes, in the order of the items that `share` gave out."""
         shares = gather_object([results])
         return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
