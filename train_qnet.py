@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -27,13 +28,12 @@ import envs
 from qlass import UserError, cli, files, loop, models
 from qlass.chat import PROMPTED
 from qlass.checks import policy_scores, print_ranking, sibling_accuracy
-from qlass.cli import at_least, choices, more, parse, parser, settle
+from qlass.cli import at_least, choices, more, parse, settle
 from qlass.fast.packing import PackedPairs, pack_pairs, packed_loss, packed_scores
-from qlass.fast.token_tree import batches, like_a_tree
+from qlass.fast.token_tree import batches
 from qlass.files import checkpoint_folder, only_writer, read_trees, release, replacing_folder
-from qlass.flags import add_prompted, rendering_of, warn_of_another_world
+from qlass.flags import add_prompted, add_training, check_training, rendering_of, warn_of_another_world
 from qlass.loop import Training, finish, is_trained
-from qlass.memory import check_memory, estimate
 from qlass.policy import Policy
 from qlass.qnet import Pair, QNet, pair_loss, pairs_of
 
@@ -45,116 +45,97 @@ HELD_OUT = 10  # every tenth tree is not trained on
 TAKES = "10 to 15 minutes with the tiny model on two cores"
 MEASURED = 50  # trees at most, when training is over
 
+Tree = list[Pair]
 
 # ----------------------------------------------------------------------------------------------------------- training
 
 
-def packed_trees(qnet: QNet, trees: list[list[Pair]], args: argparse.Namespace) -> list[PackedPairs]:
-    """The trees' pairs as the loss reads them, in order; with --plain each by itself."""
-    room = 1 if args.plain else args.max_tokens
-    return [p for tree in trees for p in pack_pairs(qnet.chat, tree, args.loss_on, room)]
+def packed(qnet: QNet, trees: list[Tree], loss_on: str, max_tokens: int, fast: bool = True) -> list[PackedPairs]:
+    """The trees' pairs in the order in which they are trained on, as many together as `max_tokens` hold; else each."""
+    return [pack for tree in trees for pack in pack_pairs(qnet.chat, tree, loss_on, max_tokens if fast else 1)]
 
 
-def train(qnet: QNet, trees: list[list[Pair]], held_out: list[list[Pair]], args: argparse.Namespace) -> dict:
-    packs, validation = packed_trees(qnet, trees, args), packed_trees(qnet, held_out, args)
-    longest = max(len(p.tree) for p in packs)
-    memory = estimate(
-        qnet, qnet.backbone, lambda ids: qnet(**like_a_tree(qnet.backbone, ids), use_cache=False), args, longest
-    )
-    check_memory(memory, qnet.backbone.device)
-    optimizer = models.adamw((p for p in qnet.parameters() if p.requires_grad), args.lr, args.optim)
-    data = (values for p in packs for values in (p.tree.ids, p.weighted_q))
-    fit = Training("qnet", qnet, optimizer, args, [p.pairs for p in packs], data)
+def train(
+    fit: Training, packs: list[PackedPairs], held_out: list[Tree], validation: list[PackedPairs], loss_on: str,
+    micro_tokens: int, fast: bool = True,
+) -> None:  # fmt: skip
+    """Regress QNet onto the Q-values of (s, a). validation: the packs of the held-out trees."""
     for _ in fit.epochs():
         for update in fit.updates():  # complete packs
             batch = [packs[i] for i in update]
-            pairs = sum(p.pairs for p in batch)
-            for group in fit.share(batches(batch, lambda p: len(p.tree), args.micro_tokens)):
-                some = [batch[i] for i in group]
-                with models.mixed_precision(qnet.backbone):
-                    if args.plain:
-                        loss = sum(pair_loss(qnet, pair, args.loss_on) for p in some for pair in p.members)
-                    else:  # the same at a fraction of the cost
-                        loss = packed_loss(qnet, some)
-                fit.backward(loss / pairs, sum(len(p.tree) for p in some))
+            pairs = sum(pack.pairs for pack in batch)
+            for group in fit.share(list(batches(batch, lambda pack: len(pack.tree), micro_tokens))):
+                part = [batch[i] for i in group]
+                if not fast:
+                    loss = sum(
+                        pair_loss(fit.model, pair, loss_on) for pack in part for pair in pack.members
+                    )  # Eq. (11)
+                else:  # the same at a fraction of the cost
+                    loss = packed_loss(fit.model, part)
+                fit.backward(loss / pairs, sum(len(pack.tree) for pack in part))
             fit.step()
-        figures = ranking(qnet, held_out, validation, args)
-        fit.validated(-figures["mse"] if len(held_out) >= 5 else None, {f"held_out_{k}": v for k, v in figures.items()})
-    figures, each, once = fit.figures(), sum(p.tokens for p in packs), sum(len(p.tree) for p in packs)
-    return figures | {"tokens_pair_by_pair": figures["tokens"] // once * each}
+        figures = ranking(fit.model, held_out, validation, micro_tokens, fast)
+        score = -figures["mse"] if len(held_out) >= 5 else None
+        fit.validated(score, {f"held_out_{name}": value for name, value in figures.items()})
 
 
 # --------------------------------------------------------------------------------------------- can it rank siblings?
 
 
-def ranking(qnet: QNet, trees: list[list[Pair]], packs: list[PackedPairs], args: argparse.Namespace) -> dict:
-    """`sibling_accuracy` of QNet on these trees, given their packs, and the mean square error of its values."""
+def ranking(qnet: Any, trees: list[Tree], packs: list[PackedPairs], micro_tokens: int, fast: bool = True) -> dict:
+    """`sibling_accuracy` of QNet on these trees, given their packs, and the mean square error of its values (Eq. 8)."""
     qnet.eval()
-    pairs = [p for tree in trees for p in tree]
-    with models.mixed_precision(qnet.backbone):
-        values = (
-            [qnet.q(p.state, p.action) for p in pairs] if args.plain else packed_scores(qnet, packs, args.micro_tokens)
-        )
-    mse = sum((p.q - v) ** 2 for p, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
-    return {"mse": mse} | sibling_accuracy(trees, {(p.state, p.action): v for p, v in zip(pairs, values, strict=True)})
+    pairs = [pair for tree in trees for pair in tree]
+    values = packed_scores(qnet, packs, micro_tokens) if fast else [qnet.q(p.state, p.action) for p in pairs]
+    mse = sum((pair.q - v) ** 2 for pair, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
+    scores = {(pair.state, pair.action): v for pair, v in zip(pairs, values, strict=True)}
+    return {"mse": mse} | sibling_accuracy(trees, scores)
+
+
+# --------------------------------------------------------------------------------------------------------------- main
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
-    envs.add_arguments(made, argv)
-    add, said = made.add_argument, choices(PAPER, TINY)
+    flags = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
+    envs.add_arguments(flags, argv)
+    add, default = flags.add_argument, choices(PAPER, TINY)
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
-    add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
+    add("--labels", type=Path, help="default: RUN/q_labels.jsonl, flags if missing")
     add("--out", type=Path, help="default: RUN/qnet")
-    add("--epochs", type=at_least(1), help=f"at most ({said('epochs')})")
-    add("--lr", type=at_least(0, float), help=f"{said('lr')}; with --lora {models.LR}")
-    add("--batch", type=at_least(1), help=f"(s, a) pairs an update ({said('batch')})")
+    add("--epochs", type=at_least(1), help=f"at most ({default('epochs')})")
+    add("--lr", type=at_least(0, float), help=f"{default('lr')}; with --lora {models.LR}")
+    add("--batch", type=at_least(1), help=f"(s, a) pairs an update ({default('batch')})")
     tokens = ["all", "action", "last"]
-    add("--loss-on", choices=tokens, help=f"tokens of (s, a) that carry the loss ({said('loss_on')}; Eq. 11: all)")
+    add("--loss-on", choices=tokens, help=f"tokens of (s, a) that carry the loss ({default('loss_on')}; Eq. 11: all)")
     add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
     add("--freeze", action="store_true", help="train the head alone")
     add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
-    more(made, models.add_training)
-    add("--max-tokens", type=at_least(1), help=f"of a packed tree ({said('max_tokens')})")
-    add("--micro-tokens", type=at_least(1), help=f"padded tokens in memory at once ({said('micro_tokens')})")
+    more(flags, add_training)
+    add("--max-tokens", type=at_least(1), help=f"of a packed tree ({default('max_tokens')})")
+    add("--micro-tokens", type=at_least(1), help=f"padded tokens in memory at once ({default('micro_tokens')})")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
-    more(made, add_prompted)  # as the trees were grown
+    more(flags, add_prompted)  # as the trees were grown
     add("--device")
-    args = parse(made, argv)
+    args = parse(flags, argv)
     if args.lora and args.freeze:
         raise UserError("--lora and --freeze: give one of them")
-    if args.plain and args.fsdp:
-        raise UserError("--plain: makes a pass for each pair, and with --fsdp all must make as many: give one of them")
-    models.check_training(args)
+    if args.plain and loop.divides():
+        raise UserError(
+            "--plain: makes a pass for each pair, and with FSDP all must make as many: leave one of them out"
+        )
+    check_training(args)
     return args
-
-
-def to_train(args: argparse.Namespace) -> QNet:
-    """QNet before its first update. What no flag has set is as suits its size."""
-    torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or has just been made
-    float32 = not (args.lora or args.freeze or args.weights == "bf16")  # all weights are trained
-    backbone, chat = models.load_checkpoint(
-        args.sft, transformers.AutoModel, args.device, args.load_in, float32, args.plain,
-        rendering_of(args.sft, args, PROMPTED), args.fsdp,
-    )  # fmt: skip
-    qnet = QNet(backbone, chat, readout=args.readout)
-    small = sum(p.numel() for p in backbone.parameters()) < SMALL
-    settle(args, (TINY if small else PAPER) | ({"lr": models.LR} if args.lora else {}))
-    if args.freeze:
-        backbone.requires_grad_(False)
-    models.save_memory(backbone, args)
-    return qnet
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    args.fsdp = loop.start(args.fsdp)
+    process = loop.start(args.device)
     cli.must_exist(args.labels, args.sft)
-    if loop.count() > 1:  # one process makes what is missing
+    if process.num_processes > 1:  # one process makes what is missing
         cli.must_exist(args.labels or args.run / "q_labels.jsonl", args.sft or args.run / "sft")
     args.labels = cli.needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
     args.out = checkpoint_folder(args.out or args.run / "qnet", args.sft or args.run / "sft")
-    lock = only_writer(args.out) if loop.first() else None
+    lock = only_writer(args.out) if process.is_main_process else None
 
     trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
     if not any(trees):
@@ -166,35 +147,59 @@ def main(argv: list[str] | None = None) -> None:
 
     args.sft = cli.needed(args.sft, args.run / "sft", "sft", args)
     warn_of_another_world(args.sft, args)
-    with loop.in_turn(args.fsdp):
-        qnet = to_train(args)
-        models.divide(qnet, qnet.backbone, args, qnet.head)
-    if is_trained(args, [args.labels, args.sft]):
+    rendering = rendering_of(args.sft, args, PROMPTED)
+
+    def load(load_in: str | None, float32: bool) -> tuple[Any, Any]:
+        kind = transformers.AutoModel
+        return models.load_checkpoint(args.sft, kind, args.device, load_in, float32, args.plain, rendering)
+
+    def begin() -> tuple[QNet, Any]:
+        torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or is new
+        qnet = QNet(
+            *load(args.load_in, float32=not (args.lora or args.freeze)), readout=args.readout, fast=not args.plain
+        )
+        if args.freeze:
+            qnet.backbone.requires_grad_(False)
+        return qnet, models.save_memory(qnet.backbone, args.lora, args.lora_alpha, args.gradient_checkpointing)
+
+    qnet, adapter = begin()
+    small = sum(p.numel() for p in qnet.backbone.parameters()) < SMALL
+    settle(args, (TINY if small else PAPER) | ({"lr": models.LR} if args.lora else {}))
+    if is_trained(vars(args), [args.labels, args.sft]):
         return release(lock)
-    figures = train(qnet, training, held_out, args)
-    qnet = loop.undivided(qnet, lambda: to_train(args))
-    if not loop.first():
+
+    def packs_of(some: list[Tree]) -> list[PackedPairs]:
+        return packed(qnet, some, args.loss_on, args.max_tokens, fast=not args.plain)
+
+    packs = packs_of(training)
+    process.print(models.memory_of(qnet, args.optim))
+    optimizer = models.adamw(qnet.parameters(), args.lr, args.optim)
+    fit = Training("qnet", qnet, optimizer, vars(args), [pack.pairs for pack in packs])
+    with models.within_memory(), fit.bar:
+        train(fit, packs, held_out, packs_of(held_out), args.loss_on, args.micro_tokens, fast=not args.plain)
+    qnet, adapter = fit.result((qnet, adapter), begin)
+    if not process.is_main_process:
         return
-    updates = models.merge(qnet.backbone) if args.lora else {}
-    where, dtype = models.device_and_dtype(args.device)
-    models.cast(qnet.to(where).backbone, dtype)  # as q_search.py loads it
+
     with replacing_folder(args.out) as folder:
+        if adapter:
+            qnet.backbone = models.merge(adapter, folder / "adapter", lambda: load(None, float32=False)[0])
+        models.cast(qnet.backbone, models.device_and_dtype(args.device)[1])  # as q_search.py loads it
         qnet.save_pretrained(folder)
-        if updates:
-            models.save_adapter(qnet.backbone, updates, args.sft, folder / "adapter")
-    about = {"trees": len(trees), **figures}
+    figures, each, once = fit.figures(), sum(p.tokens for p in packs), sum(len(p.tree) for p in packs)
+    about = {"trees": len(trees), **figures, "tokens_pair_by_pair": figures["tokens"] // once * each}
     files.write_meta(args.out, vars(args), [args.labels, args.sft], **about)
 
     policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, qnet.chat.rendering)
     for name, some in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
-        about[name] = ranking(qnet, some, packed_trees(qnet, some, args), args)
+        about[name] = ranking(qnet, some, packs_of(some), args.micro_tokens, fast=not args.plain)
         of_policy = sibling_accuracy(some, policy_scores(policy, some))
         about[name] |= {f"policy_{key}": of_policy[key] for key in ("sibling_accuracy", "own_sibling_accuracy")}
     files.write_meta(args.out, vars(args), [args.labels, args.sft], **about)
     finish(args.out)
     release(lock)
     print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
-          f"{figures['tokens']:,} of {figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
+          f"{figures['tokens']:,} of {about['tokens_pair_by_pair']:,} tokens")  # fmt: skip
     for name in ("held_out", "training"):
         print_ranking(name, about[name])
 

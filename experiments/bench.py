@@ -1,22 +1,19 @@
 """How fast each part is, side by side with the plain way of doing the same, in one run.
 
     python -m experiments.bench                     # a table; --json: a list of {name, plain, ours, ratio, goal, unit}
-    python -m experiments.bench --only trees qnet   # some of: trees, tokens, qnet, webshop, alfworld, sciworld
+    python -m experiments.bench --only trees qnet   # some of: trees, qnet, webshop, alfworld
 
-Each plain version (experiments/plain.py) is written for its simplicity and does the same work: the same tree nodes, the
-same loss, the same pages. `ratio` says how many times more is done a second, or how many times less is used, and `goal`
-what the ratio should be at least. Seconds are CPU time of one thread, which other work on the machine hardly affects
-(sciworld: time by the clock, since another process does the work).
+The plain way of a model is that of qlass/policy.py and qlass/qnet.py, one sequence at a time; ours is qlass/fast/. Both
+do the same work: the same tree nodes, the same loss, the same pages. `ratio` says how many times more is done a second,
+or how many times less is used, and `goal` what the ratio should be at least. Seconds are CPU time of one thread, which
+other work on the machine hardly affects.
 
-    tokens    what goes through the models for such trees among the valid actions, and for the values of their nodes.
     trees     exploration trees on the bundled WebShop with a tiny Llama of random weights, which cost what trained ones
-              do. Plain: one sequence at a time with the keys and values of that sequence alone; any state that the
-              environment is not in is reached by playing from the start.
-    qnet      training on these trees, forward and backward. Plain: one (s, a) at a time (`train_qnet.pair_loss`).
+              do, and the tokens that go through it.
+    qnet      training on these trees, forward and backward, and the tokens that their values take.
     webshop   steps of a random shopper through fresh tasks, text and valid actions of each page included. Plain: what
               Princeton's engine does on its own 1,000 products, a recorded figure (--webshop-data names those files).
     alfworld  loads and steps of random walks. Plain: TextWorld, where requirements-alfworld.txt is installed.
-    sciworld  steps of gold paths, and what it costs to return to a state. Starts Java, so it runs only on request.
 """
 
 from __future__ import annotations
@@ -27,12 +24,9 @@ import dataclasses
 import itertools
 import json
 import random
-import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -41,15 +35,14 @@ from bellman import label
 from build_trees import Exploration, exploration_tree, tree_records
 from environments.alfworld.games import load
 from environments.alfworld.textworld import TextWorldGame
-from experiments.plain import OneByOne, Replayed, WholeTrie, one_pair_at_a_time
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.cli import run_stage
 from qlass.driver import Sample, drive
 from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.fast.token_tree import TokenTree, batches
+from qlass.fast.token_tree import batches
 from qlass.policy import Policy
-from qlass.qnet import Pair, QNet, pairs_of, qnet_scores
+from qlass.qnet import Pair, QNet, pair_loss, pairs_of, qnet_scores
 from qlass.tiny import AIDS, tiny_model
 from sft import demonstrate
 from train_qnet import TINY
@@ -72,20 +65,20 @@ class Figure:
         return self.ours / self.plain if "/" in self.unit else self.plain / self.ours
 
 
-def timed(work: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> tuple[float, Any]:
-    started = clock()
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.process_time()
     result = work()
-    return clock() - started, result
+    return time.process_time() - started, result
 
 
 # ------------------------------------------------------------------------------------------------- exploration trees
 
 
-def grow(env: Any, tasks: list[str], policy: Any, width: int) -> list[list[dict]]:
+def grow(env: envs.TextEnv, tasks: list[str], policy: Policy, width: int = 64) -> list[list[dict]]:
     """The trees of these tasks, `width` of them side by side, as lines of trees.jsonl."""
 
     def tree(task: str) -> Iterator:
-        x = Exploration(env(), task, policy.chat.rendering, depth=3)
+        x = Exploration(env.fork(), task, policy.chat.rendering, depth=3)
         root = yield from exploration_tree(x, bound=6, expert={})
         return tree_records(x.env, task, root)
 
@@ -101,50 +94,36 @@ def random_agent(env: envs.TextEnv, candidates: str) -> tuple[Any, Chat]:
     return model, Chat(tokenizer, rendering)
 
 
-def trees(candidates: str, n: int = 64, plain: int = 4) -> Iterator[Figure]:
-    """The plain way builds the first `plain` of our `n` trees."""
+def trees(candidates: str, n: int = 64, few: int = 4) -> Iterator[Figure]:
+    """The plain way builds the first few of our n trees."""
     env = envs.make("webshop")
     model, chat = random_agent(env, candidates)
     tasks = env.task_ids("train")[100 : 100 + n]
-    slow, few = timed(lambda: grow(lambda: Replayed(env.fork()), tasks[:plain], OneByOne(model, chat), 1))
-    fast, many = timed(lambda: grow(env.fork, tasks, Policy(model, chat), 64))
-    rates = (sum(map(len, some)) / seconds for some, seconds in ((few, slow), (many, fast)))
-    wording = "written freely" if candidates == "free" else "among the valid ones"
-    yield Figure(f"exploration trees, actions {wording}", *rates, "nodes/s", goal=8)
-
-
-def tokens(n: int = 16) -> Iterator[Figure]:
-    """What goes through the models, padding aside, for trees among valid actions and for the values of their nodes.
-
-    Plain: every valid action to its end; one (s, a) at a time.
-    """
-    env = envs.make("webshop")
-    model, chat = random_agent(env, "valid")
-    tasks = env.task_ids("train")[100 : 100 + n]
-    every, ours = Policy(model, chat), Policy(model, chat)
-    with mock.patch("qlass.policy.Trie", WholeTrie):
-        grown = grow(env.fork, tasks, every, 64)
-    if grow(env.fork, tasks, ours, 64) != grown:
+    plain, ours = Policy(model, chat, fast=False), Policy(model, chat)
+    slow, expected = timed(lambda: grow(env, tasks[:few], plain, 1))
+    fast, grown = timed(lambda: grow(env, tasks, Policy(model, chat)))
+    if grow(env, tasks[:few], ours) != expected:
         raise AssertionError("other trees")
-    yield Figure("exploration trees among valid actions, tokens", every.computed, ours.computed, "tokens")
-    held_out = [pairs_of(label(tree, "q", 0.9)) for tree in grown[: n // 2]]
-    net, unique = QNet(model.model, chat).eval(), 0
-    for pairs in held_out:
-        tree = TokenTree()
-        for p in pairs:
-            tree.add([*chat.prompt(p.state), *chat.action(p.action, p.state.task)])
-        unique += len(tree)
-    alone = sum(len(chat.prompt(p.state)) + len(chat.action(p.action, p.state.task)) for t in held_out for p in t)
-    qnet_scores(net, held_out)
-    once = net.computed
-    yield Figure("values of these trees' nodes, tokens", alone, once, "tokens")
-    yield Figure("values of these trees' nodes, computed a unique token", alone / unique, once / unique, "")
+    actions = "actions written freely" if candidates == "free" else "actions among the valid ones"
+    rates = sum(map(len, expected)) / slow, sum(map(len, grown)) / fast
+    yield Figure(f"exploration trees, {actions}", *rates, "nodes/s", goal=8)
+    yield Figure(f"the same, {few} trees", plain.computed, ours.computed, "tokens")
 
 
 # --------------------------------------------------------------------------------------------------------------- QNet
 
 
-def packed_trees(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
+def plain_epoch(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
+    """The loss of these pairs, its gradient left in the parameters, and the tokens that went through the net."""
+    total, before = 0.0, net.plain_tokens
+    for pair in pairs:
+        loss = pair_loss(net, pair)
+        loss.backward()
+        total += loss.item()
+    return total, net.plain_tokens - before
+
+
+def packed_epoch(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
     """The same, each token of the tree once."""
     total, packs = 0.0, list(pack_pairs(net.chat, pairs, "all", max_tokens=1024))
     for group in batches(packs, lambda p: len(p.tree), TINY["micro_tokens"]):
@@ -157,17 +136,21 @@ def packed_trees(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
 def qnet(n: int = 2) -> Iterator[Figure]:
     env = envs.make("webshop")
     model, chat = random_agent(env, "valid")
-    grown = grow(env.fork, env.task_ids("train")[100 : 100 + n], Policy(model, chat), 64)
-    net = QNet(model.model, chat).train()
+    grown = grow(env, env.task_ids("train")[100 : 100 + n], Policy(model, chat))
+    pairs = [pairs_of(label(tree, "q", 0.9)) for tree in grown]
+    ways = [QNet(model.model, chat, fast=fast) for fast in (False, True)]
     seconds, tokens = [0.0, 0.0], [0, 0]
-    for tree in grown:
-        pairs = pairs_of(label(tree, "q", 0.9))
-        for way, loss in enumerate((one_pair_at_a_time, packed_trees)):
-            spent, (_, computed) = timed(lambda loss=loss, pairs=pairs: loss(net, pairs))
+    for tree in pairs:
+        for way, (net, epoch) in enumerate(zip(ways, (plain_epoch, packed_epoch), strict=True)):
+            spent, (_, computed) = timed(lambda net=net, epoch=epoch, tree=tree: epoch(net, tree))
             seconds[way] += spent
             tokens[way] += computed
     yield Figure("QNet, tokens of an epoch", *tokens, "tokens", goal=4)
     yield Figure("QNet, time of an epoch", *seconds, "s", goal=4)
+    before = ways[0].plain_tokens
+    for net in ways:
+        qnet_scores(net.eval(), pairs)
+    yield Figure("values of these trees' nodes", ways[0].computed - before, ways[1].computed, "tokens")
 
 
 # ------------------------------------------------------------------------------------------------------- environments
@@ -175,19 +158,16 @@ def qnet(n: int = 2) -> Iterator[Figure]:
 
 def webshop(data: str | None, seconds: float = 5) -> Iterator[Figure]:
     """A shopper who clicks at random, through one task after the other: the searches are new ones."""
-    env, rng, steps = envs.make("webshop", data=data), random.Random(0), 0
+    env, rng = envs.make("webshop", data=data), random.Random(0)
+    steps, done, tasks = 0, True, itertools.cycle(env.task_ids("all"))
     started = time.process_time()
-    for task in itertools.cycle(env.task_ids("all")):
-        _, info = env.reset(options={"task_id": task})
-        bought = out_of_steps = False
-        while not (bought or out_of_steps):
-            _, _, bought, out_of_steps, info = env.step(rng.choice(info["valid_actions"]))
-            steps += 1
-        if time.process_time() - started > seconds:
-            break
-    rate = steps / (time.process_time() - started)
+    while (spent := time.process_time() - started) < seconds:
+        if done:
+            _, info = env.reset(options={"task_id": next(tasks)})
+        _, _, bought, out_of_steps, info = env.step(rng.choice(info["valid_actions"]))
+        steps, done = steps + 1, bought or out_of_steps
     name = f"WebShop, {len(env.shop.products):,} products of {data or 'the bundled catalogue'}"
-    yield Figure(name, WEBSHOP_RECORDED if data else None, rate, "steps/s", goal=100 if data else None)
+    yield Figure(name, WEBSHOP_RECORDED if data else None, steps / spent, "steps/s", goal=100 if data else None)
 
 
 def random_walk(game: Any, steps: int, rng: random.Random) -> list[str]:
@@ -201,99 +181,65 @@ def random_walk(game: Any, steps: int, rng: random.Random) -> list[str]:
 
 def walk(game: Any, commands: list[str]) -> list[tuple[str, list[str]]]:
     """Feedback and next commands of each step, on our engine or on TextWorld."""
-    state, told = game.start, []
+    state, answers = game.start, []
     for command in commands:
         state, feedback = game.step(state, command)
-        told.append((feedback.strip(), sorted(state.commands)))
-    return told
+        answers.append((feedback.strip(), sorted(state.commands)))
+    return answers
+
+
+def speeds(kind: Callable[[Any], Any], paths: list[Any], walks: list[list[str]]) -> tuple[float, float]:
+    """Games loaded a second, and steps of these walks."""
+    loading, games = timed(lambda: [kind(path) for path in paths])
+    walking, _ = timed(lambda: [walk(game, commands) for game, commands in zip(games, walks, strict=True)])
+    return len(paths) / loading, sum(map(len, walks)) / walking
 
 
 def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) -> Iterator[Figure]:
     """The first `plain` of `n` games on TextWorld too."""
     env, rng = envs.make("alfworld", data=data), random.Random(0)
-    tasks = random.Random(0).sample(env.task_ids("train"), n)
-    paths = [env.games.path(task) for task in tasks]
-    loading, games = timed(lambda: [load(path) for path in paths])
-    walks = [random_walk(game, steps, rng) for game in games]
-    walking, _ = timed(lambda: [walk(game, commands) for game, commands in zip(games, walks, strict=True)])
-    rates = [n / loading, sum(map(len, walks)) / walking]
-    theirs: list[float | None] = [None, None]
+    paths = [env.games.path(task) for task in random.Random(0).sample(env.task_ids("train"), n)]
+    walks = [random_walk(load(path), steps, rng) for path in paths]
+    ours, theirs = speeds(load, paths, walks), (None, None)
     with contextlib.suppress(UserError):  # not installed
-        loading, games = timed(lambda: [TextWorldGame(path) for path in paths[:plain]])
-        walking, _ = timed(lambda: [walk(game, commands) for game, commands in zip(games, walks, strict=False)])
-        theirs = [plain / loading, sum(map(len, walks[:plain])) / walking]
+        theirs = speeds(TextWorldGame, paths[:plain], walks[:plain])
     where = f"ALFWorld, games of {data}" if data else "ALFWorld, bundled games"
-    yield Figure(f"{where}, loaded", theirs[0], rates[0], "games/s")
-    yield Figure(f"{where}, played", theirs[1], rates[1], "steps/s", goal=theirs[1] and 500)
-
-
-def sciworld(tasks: int = 5, depths: Iterable[int] = (5, 10, 20)) -> Iterator[Figure]:
-    """One gold path a task, then back into it. A restore is a replay, so the plain way is ours."""
-    env = envs.make("sciworld", simulators=1, max_steps=None)
-    steps, seconds, back = 0, 0.0, {depth: [] for depth in depths}
-    for task in env.task_ids("train")[:tasks]:
-        plan = [action for _, action in env.expert(task)]
-        env.reset(options={"task_id": task})
-        snapshots = [env.snapshot()]
-        for action in plan:
-            spent, (_, _, over, _, _) = timed(lambda action=action: env.step(action), time.perf_counter)
-            steps, seconds = steps + 1, seconds + spent
-            snapshots.append(env.snapshot())
-            if over:
-                break
-        for depth in back:
-            if depth < len(snapshots):
-                env.pool.answers.clear()  # what was seen before is remembered, and would cost nothing
-                env.restore(snapshots[depth])
-                back[depth].append(timed(lambda: env.step("look around"), time.perf_counter)[0])
-    yield Figure("ScienceWorld, gold paths", None, steps / seconds, "steps/s")
-    for depth, spent in back.items():
-        if spent:
-            yield Figure(f"ScienceWorld, back to depth {depth} and one step", None, statistics.median(spent), "s")
-    for simulator in env.pool.running[:1]:
-        told = subprocess.run(["ps", "-o", "rss=", "-p", str(simulator.process.pid)], capture_output=True, text=True)
-        yield Figure("ScienceWorld, memory of a simulator", None, int(told.stdout) / 1024, "MiB")
+    yield Figure(f"{where}, loaded", theirs[0], ours[0], "games/s")
+    yield Figure(f"{where}, played", theirs[1], ours[1], "steps/s", goal=theirs[1] and 500)
 
 
 # --------------------------------------------------------------------------------------------------------------- main
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add = parser.add_argument
-    add("--json", action="store_true", help="a list of {name, plain, ours, ratio, goal, unit}")
-    names = ["trees", "tokens", "qnet", "webshop", "alfworld", "sciworld"]
-    add("--only", nargs="+", choices=names, default=names[:-1], metavar="NAME", help=f"some of {', '.join(names)}")
-    add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
-    add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, else bundled ones)")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    torch.set_num_threads(1)
-    benches: dict[str, Callable[[], Iterable[Figure]]] = {
-        "trees": lambda: itertools.chain(*(trees(candidates) for candidates in ("free", "valid"))),
-        "tokens": tokens,
-        "qnet": qnet,
-        "webshop": lambda: webshop(args.webshop_data),
-        "alfworld": lambda: alfworld(args.alfworld_data),
-        "sciworld": sciworld,
-    }
-    figures = []
-    for name in args.only:
-        for figure in benches[name]():
-            figures.append(dataclasses.asdict(figure) | {"ratio": figure.ratio})
-            if not args.json:
-                print(row(figure), flush=True)
-    if args.json:
-        print(json.dumps(figures, indent=1))
 
 
 def row(f: Figure) -> str:
     plain = f"{f.plain:>10,.4g} -> " if f.plain is not None else " " * 14
     ratio = f"{f.ratio:8,.1f}x" if f.ratio is not None else ""
     return f"{f.name:60} {plain}{f.ours:>10,.4g} {f.unit:8}{ratio}" + (f" (goal: {f.goal}x)" if f.goal else "")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--json", action="store_true", help="a list of {name, plain, ours, ratio, goal, unit}")
+    names = ["trees", "qnet", "webshop", "alfworld"]
+    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"some of {', '.join(names)}")
+    add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
+    add("--alfworld-data", metavar="DIR", help="ALFWorld's games (default: $ALFWORLD_DATA, else bundled ones)")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    benches: dict[str, Callable[[], Iterable[Figure]]] = {
+        "trees": lambda: itertools.chain(trees("free"), trees("valid")),
+        "qnet": qnet,
+        "webshop": lambda: webshop(args.webshop_data),
+        "alfworld": lambda: alfworld(args.alfworld_data),
+    }
+    figures = []
+    for figure in itertools.chain.from_iterable(benches[name]() for name in args.only):
+        figures.append(dataclasses.asdict(figure) | {"ratio": figure.ratio})
+        if not args.json:
+            print(row(figure), flush=True)
+    if args.json:
+        print(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,68 +32,80 @@ class Decision:
         return list(self.ids) or chat.action(self.action, self.state.task)
 
 
-@dataclasses.dataclass
-class PackedDecisions:
-    """Decisions as one token tree, and where in it their probabilities are read. An index a token, fork, option, ..."""
+class Place(NamedTuple):
+    """A token whose score is read."""
 
-    tree: TokenTree = dataclasses.field(default_factory=TokenTree)
-    owner: list[int] = dataclasses.field(default_factory=list)  # of each choice: the number of its decision
-    free: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # (choice, token before it, its id)
-    edges: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # (fork, token before it, its id)
-    ways: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (option, edge on the way to it)
-    options: list[tuple[int, bool]] = dataclasses.field(default_factory=list)  # (choice, is it the one taken?)
-    forks: int = 0
+    of: int  # its choice in free text, or its fork where valid actions part
+    before: int  # the token of the tree that it follows
+    id: int
+
+
+class Option(NamedTuple):
+    """A valid action of a choice, and the branches on the way to it."""
+
+    choice: int
+    taken: bool
+    branches: list[int]
+
+
+class PackedDecisions:
+    """Decisions as one token tree, and where in it their probabilities are read."""
+
+    def __init__(self) -> None:
+        self.tree = TokenTree()
+        self.owner: list[int] = []  # of each choice: the number of its decision
+        self.tokens: list[Place] = []  # of free text
+        self.branches: list[Place] = []  # the tokens that may follow at the forks
+        self.options: list[Option] = []
+        self.forks = 0
 
     def add(self, number: int, decision: Decision, chat: Chat) -> None:
         state, texts = decision.state, list(dict.fromkeys(decision.valid))
         if len(texts) == 1:  # forced, so no choice: it would dilute every mean
             return
         last = self.tree.add(chat.prompt(state))[-1]
-        if not decision.valid:
+        choice = len(self.owner)
+        if not texts:
             ids = decision.tokens(chat)
             before = [last, *self.tree.add(ids[:-1], last)]
-            self.free += [(len(self.owner) + i, *where) for i, where in enumerate(zip(before, ids, strict=True))]
+            self.tokens += [Place(choice + i, before[i], token) for i, token in enumerate(ids)]
             self.owner += [number] * len(ids)
             return
         trie = Trie([chat.action(text, state.task) for text in texts])
         before = [[last, *self.tree.add(tail, last)] for tail in trie.tails]
         for text, through in zip(texts, trie.through, strict=True):
-            self.ways += [(len(self.options), len(self.edges) + branch) for branch in through]
-            self.options.append((len(self.owner), text == decision.action))
-        forks = trie.forks.tolist()
-        self.edges += [(self.forks + f, before[a][t], i) for f, (a, t, i) in zip(forks, trie.branches, strict=True)]
-        self.forks += len(set(forks))
+            branches = [len(self.branches) + branch for branch in through]
+            self.options.append(Option(choice, text == decision.action, branches))
+        for fork, (action, depth, token) in zip(trie.forks.tolist(), trie.branches, strict=True):
+            self.branches.append(Place(self.forks + fork, before[action][depth], token))
+        self.forks += len(set(trie.forks.tolist()))
         self.owner.append(number)
 
     def logprobs(self, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """log pi of each choice as it was made, and the entropy of its distribution; (C,) and (C,), float32."""
-        device = model.device
-        at = sorted({token for _, token, _ in (*self.free, *self.edges)})
-        row = {token: i for i, token in enumerate(at)}
-        inputs = tree_inputs(model, [self.tree])
-        where = torch.tensor(at, dtype=torch.long, device=device)
+        places = torch.tensor([*self.tokens, *self.branches], device=model.device)
+        columns, row = places[:, 1].unique(return_inverse=True)
         with mixed_precision(model):
-            logits = model(**inputs, use_cache=False, logits_to_keep=where).logits[0].float()  # (P, V)
-
-        def columns(rows: Sequence[tuple[int, ...]], width: int) -> torch.Tensor:
-            return torch.tensor(rows, dtype=torch.long, device=device).reshape(-1, width).T
-
+            inputs = tree_inputs(model, [self.tree])
+            logits = model(**inputs, use_cache=False, logits_to_keep=columns).logits[0].float()  # (P, V)
+        n = len(self.tokens)
         logp, entropy = logits.new_zeros(2, len(self.owner))
-        if self.free:
-            choice, before, ids = columns([(c, row[token], i) for c, token, i in self.free], 3)
-            full = logits[before].log_softmax(-1)
-            logp = logp.index_add(0, choice, full.gather(-1, ids[:, None])[:, 0])
-            entropy = entropy.index_add(0, choice, -(full.exp() * full).sum(-1))
+        if self.tokens:
+            choice, _, ids = places[:n].T
+            every = logits[row[:n]].log_softmax(-1)
+            logp = logp.index_add(0, choice, every.gather(-1, ids[:, None])[:, 0])
+            entropy = entropy.index_add(0, choice, -(every.exp() * every).sum(-1))
         if self.options:
-            # Of each token its probability among its siblings; of each option the product on the way to it.
-            fork, before, ids = columns([(f, row[token], i) for f, token, i in self.edges], 3)
-            score = logits[before, ids]
+            # Of each branch its probability among those of its fork; of each option the product on the way to it.
+            fork, _, ids = places[n:].T
+            score = logits[row[n:], ids]
             top = score.new_full((self.forks,), -torch.inf).scatter_reduce(0, fork, score.detach(), "amax")
             total = score.new_zeros(self.forks).index_add(0, fork, (score - top[fork]).exp())
             conditional = score - (top + total.log())[fork]
-            option, edge = columns(self.ways, 2)
-            option_logp = score.new_zeros(len(self.options)).index_add(0, option, conditional[edge])
-            choice, taken = columns(self.options, 2)
+            ways = [(i, branch) for i, option in enumerate(self.options) for branch in option.branches]
+            way, branch = torch.tensor(ways, device=model.device).T
+            option_logp = score.new_zeros(len(self.options)).index_add(0, way, conditional[branch])
+            choice, taken = torch.tensor([option[:2] for option in self.options], device=model.device).T
             logp = logp.index_add(0, choice, taken * option_logp)
             entropy = entropy.index_add(0, choice, -option_logp.exp() * option_logp)
         return logp, entropy
@@ -104,16 +116,16 @@ def pack_decisions(chat: Chat, decisions: Sequence[Decision], room: int) -> Iter
 
     Up to four times as many, where a decision shares most of its prompt: in a new tree that would be computed again.
     """
-    current, first = PackedDecisions(), 0
+    pack, first = PackedDecisions(), 0
     for number, decision in enumerate(decisions):
         ids = chat.prompt(decision.state) + decision.tokens(chat)
-        growth = current.tree.growth(ids)
+        growth = pack.tree.growth(ids)
         most = room if 2 * growth > len(ids) else 4 * room
-        if current.owner and len(current.tree) + growth - first > most:
-            yield current
-            current = PackedDecisions()
-        if not current.owner:
+        if pack.owner and len(pack.tree) + growth - first > most:
+            yield pack
+            pack = PackedDecisions()
+        if not pack.owner:
             first = len(ids)
-        current.add(number, decision, chat)
-    if current.owner:
-        yield current
+        pack.add(number, decision, chat)
+    if pack.owner:
+        yield pack

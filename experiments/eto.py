@@ -25,7 +25,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,88 +33,91 @@ from torch.nn.functional import logsigmoid
 
 import envs
 from experiments.decisions import Decision, PackedDecisions
-from experiments.learning import batch_of, learn, learner, load, recomputed, room, step
+from experiments.learning import Learner, batch_of, learn, learner_parser, load
 from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
-from qlass import UserError, loop
+from qlass import UserError
 from qlass.chat import Chat, Rendering, State, parse_action
 from qlass.cli import at_least, must_exist, needed, parse, run_stage
 from qlass.driver import Sample, ask, drive
 from qlass.files import by_agent, cloned_from, first_observation, known_id, read_trajectories, read_trees
 from qlass.policy import Policy
-from qlass.qnet import pairs_of
+from qlass.qnet import Pair, pairs_of
 
 LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY
 LR_TINY = 1e-4
 GAP = 0.05  # siblings whose q differ by less are level
 
-Preference = tuple[list[Decision], list[Decision]]  # what is preferred, to what
-
-
 # --------------------------------------------------------------------------------------------------------- preferences
 
 
-def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, played: State) -> list[Decision]:
-    """What the agent wrote in a trajectory, after the layout's "OK".
+class Preference(NamedTuple):
+    """What was done in two trajectories of a task, or once each in a state: `win` is preferred to `lose`."""
+
+    win: list[Decision]
+    lose: list[Decision]
+
+
+def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, last: State) -> list[Decision]:
+    """What the agent wrote in the trajectory to the state `last`, after the layout's "OK".
 
     If it acts among the valid actions, `env` plays it again to know them; an expert's action beyond them joins them.
     """
-    wrote = [i for i, (role, _) in enumerate(played.messages) if role == "assistant"][first_observation(played)[0] :]
-    found = [Decision(State(played.messages[:i], played.task), played.messages[i][1]) for i in wrote]
+    turns = [i for i, (role, _) in enumerate(last.messages) if role == "assistant"][first_observation(last)[0] :]
+    written = [Decision(State(last.messages[:i], last.task), last.messages[i][1]) for i in turns]
     if rendering.candidates == "free":
-        return found
+        return written
     env.reset(options={"task_id": task_id})
-    for i, decision in enumerate(found):
+    chosen = []
+    for decision in written:
         valid = ask(env, decision.state, 1, (), rendering).valid
-        found[i] = dataclasses.replace(decision, valid=(*valid, decision.action))
+        chosen.append(dataclasses.replace(decision, valid=(*valid, decision.action)))
         env.step(parse_action(decision.action))
     env.close()
-    return found
+    return chosen
 
 
 def demonstrated(path: Path, env: envs.TextEnv, most: int | None) -> dict[str, dict]:
     """The first `most` demonstrations by task, as lines of expert.jsonl; those of an agent's own left out."""
-    found = {}
+    lines = {}
     for state, record in itertools.islice(read_trajectories(path), most):
         task, reward = known_id(record, env), record.get("reward")
-        if by_agent(record):
-            continue
-        if task is None or reward is None:
-            raise UserError(
-                f"{path}: a line without task_id or reward, so the agent can't play its task and be compared"
-            )
-        found[task] = {"task_id": task, "task": state.task, "messages": state.dump(), "reward": reward}
-    return found
+        if not by_agent(record):
+            if task is None or reward is None:
+                raise UserError(f"{path}: a line without task_id or reward can't be compared with the agent")
+            lines[task] = {"task_id": task, "task": state.task, "messages": state.dump(), "reward": reward}
+    return lines
 
 
 def failures(
     env: envs.TextEnv, rendering: Rendering, played: Sequence[dict], expert: dict[str, dict]
 ) -> Iterator[Preference]:
     """Trajectories of one task whose rewards differ: of the expert and of the agent, the better one first."""
-    for own in played:
-        shown = expert[own["task_id"]]
-        if abs(own["reward"] - shown["reward"]) > 1e-6:  # a published file may hold rounded ones
-            lines = sorted((own, shown), key=lambda line: -line["reward"])
-            states = [State.load(line["messages"], line.get("task", "")) for line in lines]
-            better, worse = (decisions(env, rendering, own["task_id"], state) for state in states)
-            yield better, worse
+    for line in played:
+        shown = expert[line["task_id"]]
+        if abs(line["reward"] - shown["reward"]) > 1e-6:  # a published file may hold rounded ones
+            pair = sorted((line, shown), key=lambda trajectory: -trajectory["reward"])
+            states = [State.load(trajectory["messages"], trajectory.get("task", "")) for trajectory in pair]
+            yield Preference(*(decisions(env, rendering, line["task_id"], state) for state in states))
 
 
 def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Iterator[Preference]:
     """Actions of one state, the best by q against each that is worse."""
-    families: dict[State, list] = {}
+    families: dict[State, list[Pair]] = {}
     for pair in pairs_of(tree):
         families.setdefault(pair.state, []).append(pair)
     for state, family in families.items():
         best = max(family, key=lambda pair: pair.q)
-        if worse := [pair.action for pair in family if best.q - pair.q > GAP]:
-            chosen = State((*state.messages, ("assistant", best.action)), state.task)
-            win = decisions(env, rendering, tree[0]["task_id"], chosen)[-1]
+        worse = [pair.action for pair in family if best.q - pair.q > GAP]
+        if worse:
+            last = State((*state.messages, ("assistant", best.action)), state.task)
+            win = decisions(env, rendering, tree[0]["task_id"], last)[-1]
             for action in worse:
-                yield [win], [dataclasses.replace(win, action=action, valid=win.valid and (*win.valid, action))]
+                valid = win.valid and (*win.valid, action)
+                yield Preference([win], [dataclasses.replace(win, action=action, valid=valid)])
 
 
-# ------------------------------------------------------------------------------------------------------------ the loss
+# ----------------------------------------------------------------------------------------------------- loss and update
 
 
 def dpo_loss(
@@ -124,117 +127,84 @@ def dpo_loss(
     return -logsigmoid(beta * ((win - reference_win) - (lose - reference_lose)))
 
 
-def pack_preferences(
-    chat: Chat, preferences: Sequence[Preference], most: int
-) -> Iterator[tuple[PackedDecisions, list[tuple[int, int, int]]]]:
-    """Some pairs as one token tree, and (pair, side, decision) of each step: side 0 is preferred to side 1."""
-    tree, steps, known, pairs = PackedDecisions(), [], {}, 0
-    for preference in preferences:
-        if pairs and len(tree.tree) > most:
-            yield tree, steps
-            tree, steps, known, pairs = PackedDecisions(), [], {}, 0
-        for side, trajectory in enumerate(preference):
+class PackedPreferences:
+    """B preferences as one token tree: what their trajectories share is computed once."""
+
+    def __init__(self) -> None:
+        self.choices = PackedDecisions()
+        self.numbers: dict[Decision, int] = {}
+        self.steps: list[tuple[int, int]] = []  # (trajectory, decision); 2 i is preferred to 2 i + 1
+        self.trajectories = 0
+
+    def add(self, preference: Preference, chat: Chat) -> None:
+        for trajectory in preference:
             for decision in trajectory:
-                if decision not in known:
-                    known[decision] = len(known)
-                    tree.add(known[decision], decision, chat)
-                steps.append((pairs, side, known[decision]))
-        pairs += 1
-    if pairs:
-        yield tree, steps
+                if decision not in self.numbers:
+                    self.numbers[decision] = len(self.numbers)
+                    self.choices.add(self.numbers[decision], decision, chat)
+                self.steps.append((self.trajectories, self.numbers[decision]))
+            self.trajectories += 1
+
+    def logprobs(self, model: Any) -> torch.Tensor:
+        """log pi of the actions of each trajectory, summed; (2, B): the preferred ones, the others."""
+        logp, _ = self.choices.logprobs(model)
+        owner = torch.tensor(self.choices.owner, device=logp.device)
+        each = logp.new_zeros(len(self.numbers)).index_add(0, owner, logp)
+        trajectory, decision = torch.tensor(self.steps, device=logp.device).T
+        return logp.new_zeros(self.trajectories).index_add(0, trajectory, each[decision]).view(-1, 2).T
 
 
-def trajectory_logprobs(model: Any, tree: PackedDecisions, steps: list[tuple[int, int, int]]) -> torch.Tensor:
-    """log pi of the actions of each trajectory, summed; (2, pairs): the preferred ones, the others."""
-    logp, _ = tree.logprobs(model)
-    pair, side, decision = torch.tensor(steps, device=logp.device).T
-    each = logp.new_zeros(int(decision.max()) + 1).index_add(0, torch.tensor(tree.owner, device=logp.device), logp)
-    pairs = int(pair.max()) + 1
-    return logp.new_zeros(2 * pairs).index_add(0, side * pairs + pair, each[decision]).view(2, pairs)
+def pack_preferences(chat: Chat, preferences: Sequence[Preference], room: int) -> Iterator[PackedPreferences]:
+    """Token trees of about `room` tokens, of one preference at least."""
+    pack = PackedPreferences()
+    for preference in preferences:
+        if pack.steps and len(pack.choices.tree) > room:
+            yield pack
+            pack = PackedPreferences()
+        pack.add(preference, chat)
+    if pack.steps:
+        yield pack
 
 
-def train(
-    model: Any, reference: Any, optimizer: torch.optim.Optimizer, chat: Chat, preferences: Sequence[Preference],
-    updates: int, args: argparse.Namespace,
-) -> dict:  # fmt: skip
-    """Passes over the pairs. Returns updates, tokens, and of the last pass the mean loss and the share ranked right."""
-    tokens = loss_sum = right = 0
-    batches = []  # packed, with the reference's log-probabilities, which may be the model's own: it has made no update
-    with loop.gathered(model), torch.no_grad():
-        for start in range(0, len(preferences), args.batch):
-            packs = list(pack_preferences(chat, preferences[start : start + args.batch], room(model)))
-            mine = loop.share(packs, loop.divided(model))
-            batches.append([(*pack, trajectory_logprobs(reference, *pack), counts) for pack, counts in mine])
-    for _ in range(args.epochs):
-        loss_sum = right = 0
-        for i, batch in enumerate(batches):
-            pairs = min(args.batch, len(preferences) - i * args.batch)
-            for tree, steps, anchor, counts in batch:
-                with recomputed(model):
-                    logp = trajectory_logprobs(model, tree, steps)
-                    losses = counts * dpo_loss(*logp, *anchor, args.beta)
-                    (losses.sum() / pairs).backward()
-                loss_sum += losses.sum().item()
-                right += counts * int(((logp - anchor)[0] > (logp - anchor)[1]).sum())
-                tokens += counts * len(tree.tree)
+def train(learner: Learner, preferences: list[Preference], updates: int, size: int, epochs: int, beta: float) -> dict:
+    """Passes over the pairs, `size` an update. Returns what it spent, and of the last pass the mean loss and the share
+    of pairs that are ranked right."""
+    groups = [preferences[i : i + size] for i in range(0, len(preferences), size)]
+    packs = [learner.share(list(pack_preferences(learner.chat, group, learner.room))) for group in groups]
+    with torch.no_grad():  # the reference may be the model itself, before its first update
+        references = [[pack.logprobs(learner.reference) for pack in minibatch] for minibatch in packs]
+    learner.model.train()
+    for _ in range(epochs):
+        loss = right = 0
+        for group, minibatch, anchors in zip(groups, packs, references, strict=True):
+            for pack, reference in zip(minibatch, anchors, strict=True):
+                logp = pack.logprobs(learner.model)
+                losses = dpo_loss(*logp, *reference, beta)
+                (losses.sum() / len(group)).backward()
+                win, lose = logp - reference
+                loss += losses.sum().item()
+                right += int((win > lose).sum())
             updates += 1
-            step(optimizer, args.lr, updates)
+            learner.step(updates)
+    tokens = epochs * sum(len(pack.choices.tree) for minibatch in packs for pack in minibatch)
+    tokens, loss, right = learner.total(tokens, loss, right)
     n = max(1, len(preferences))
-    tokens, loss_sum, right = loop.total(tokens, loss_sum, right)
-    return {"updates": updates, "tokens": int(tokens), "loss": round(loss_sum / n, 6), "right": round(right / n, 6)}
-
-
-# ---------------------------------------------------------------------------------------------------------------- main
-
-
-def distinct_of(items: Sequence[Any], last: dict, args: argparse.Namespace) -> list[Any]:
-    """The next batch of tasks or trees, each once, also where a pass ends in it and the next begins."""
-    return list(dict.fromkeys(batch_of(items, args.seed, last["batch"], args.batch_tasks)))
-
-
-def explored(
-    model: Any, chat: Chat, env: envs.TextEnv, expert: dict[str, dict], last: dict, args: argparse.Namespace
-) -> tuple[list[Preference], dict]:
-    """The agent's sampled trajectories on demonstrated tasks against the expert's, and what they cost and earned."""
-    tasks = distinct_of(list(expert), last, args)
-    policy = Policy(model, chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
-    mine = loop.share(tasks, in_step=False)
-    episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task, _ in mine)
-    with loop.gathered(model):
-        played = [line for (line,) in drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)]
-    played = [line for some in itertools.zip_longest(*loop.every(played)) for line in some if line]  # tasks' order
-    found = list(failures(env, chat.rendering, played, expert))
-    figures = {"reward": round(float(np.mean([line["reward"] for line in played])), 6), "pairs": len(found)}
-    figures["played"] = last.get("played", 0) + sum(sum(line["tokens"].values()) for line in played)
-    turns = sum(len(line["messages"]) // 2 - 1 for line in played)  # after the layout's "OK"
-    figures["env_steps"] = last["env_steps"] + turns
-    return found, figures | {"flat": round(1 - len(found) / len(played), 6)}
-
-
-def compared(
-    chat: Chat, env: envs.TextEnv, trees: Sequence[list[dict]], last: dict, args: argparse.Namespace
-) -> tuple[list[Preference], dict]:
-    """Siblings of some exploration trees, whose steps count when they are first read."""
-    drawn = distinct_of(range(len(trees)), last, args)
-    found = [pair for i in drawn for pair in siblings(env, chat.rendering, trees[i])]
-    fresh = drawn[: max(0, len(trees) - last["batch"] * args.batch_tasks)]
-    return found, {"pairs": len(found), "env_steps": last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)}
+    return {"updates": updates, "tokens": tokens, "loss": round(loss / n, 6), "right": round(right / n, 6)}
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    made = learner(__doc__, "ETO: beta .1, lr 1e-6, 3 epochs.", argv, every=1)
-    add = made.add_argument
+    flags = learner_parser(__doc__, "ETO: beta .1, lr 1e-6, 3 epochs.", argv, every=1)
+    add = flags.add_argument
     add("--pairs", choices=["expert", "siblings"], default="expert", help="what is compared (default: %(default)s)")
     add("--beta", type=at_least(0, float), default=0.1, help="of the DPO loss (default: %(default)s)")
-    said = "tasks or trees an iteration (default: %(default)s)"
-    add("--batch-tasks", type=at_least(1), default=100, metavar="N", help=said)  # --tasks is ScienceWorld's
+    add("--batch-tasks", type=at_least(1), default=100, metavar="N", help="tasks or trees an iteration (%(default)s)")
     add("--epochs", type=at_least(1), default=3, metavar="N", help="passes over its pairs (default: %(default)s)")
     add("--batch", type=at_least(1), default=16, metavar="N", help="pairs an update (default: %(default)s)")
     add("--lr", type=at_least(0, float), help="1e-6 (--lora: 1e-5); tiny: webshop 2e-5, alfworld 3e-5, others 1e-4")
     add("--expert", type=Path, help="demonstrations (default: those that the agent was cloned from)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: eto, or eto-siblings)")
-    args = parse(made, argv)
+    args = parse(flags, argv)
     args.name = args.name or ("eto" if args.pairs == "expert" else "eto-siblings")
     return args
 
@@ -244,32 +214,59 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_arguments(args)
     must_exist(args.labels)
     # The reference of an iteration's failures is the agent that made them: itself, before its updates.
-    model, reference, chat, optimizer = load(args, LR.get(args.env, LR_TINY), copied=args.pairs == "siblings")
+    learner = load(args, LR.get(args.env, LR_TINY), copied=args.pairs == "siblings")
+    chat = learner.chat
     if args.pairs == "expert":
-        args.expert, most = (args.expert, None) if args.expert else cloned_from(args.sft)
+        args.expert, args.n_expert = (args.expert, None) if args.expert else cloned_from(args.sft)
         args.expert = args.expert or args.run / "expert.jsonl"
-        args.n_expert = most  # in the metadata, as sft.py's
-        expert = demonstrated(args.expert, env, most)
+        expert = demonstrated(args.expert, env, args.n_expert)
     else:
-        if loop.count() > 1:  # one process makes what is missing
+        if learner.processes.num_processes > 1:  # one process makes what is missing
             must_exist(args.labels or args.run / "q_labels.jsonl")
         args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
         trees = list(read_trees(args.labels, ["q", "messages"]))
         if not any(any(siblings(env, Rendering(), tree)) for tree in trees):
             raise UserError(f"{args.labels}: no siblings with different q, so nothing to compare")
 
-    def batch(last: dict) -> dict:
+    def drawn(items: Sequence[Any], last: dict) -> list[Any]:
+        """The next batch, each item once, also where a pass ends in it and the next begins."""
+        return list(dict.fromkeys(batch_of(items, args.seed, last["batch"], args.batch_tasks)))
+
+    def explored(last: dict) -> tuple[list[Preference], dict]:
+        """Trajectories of the agent against the expert's, and what they cost and earned."""
+        tasks = learner.share(drawn(list(expert), last))
+        policy = Policy(learner.model, chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
+        episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task in tasks)
+        sampled = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
+        played = learner.gather([line for (line,) in sampled])
+        preferences = list(failures(env, chat.rendering, played, expert))
+        tokens = sum(sum(line["tokens"].values()) for line in played)
+        turns = sum(len(line["messages"]) // 2 - 1 for line in played)  # after the layout's "OK"
+        return preferences, {
+            "reward": round(float(np.mean([line["reward"] for line in played])), 6),
+            "pairs": len(preferences),
+            "played": last.get("played", 0) + tokens,
+            "env_steps": last["env_steps"] + turns,
+            "flat": round(1 - len(preferences) / len(played), 6),
+        }
+
+    def compared(last: dict) -> tuple[list[Preference], dict]:
+        """Siblings of some exploration trees, whose steps count when they are first read."""
+        numbers = drawn(range(len(trees)), last)
+        preferences = [pair for i in numbers for pair in siblings(env, chat.rendering, trees[i])]
+        fresh = numbers[: max(0, len(trees) - last["batch"] * args.batch_tasks)]
+        env_steps = last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)
+        return preferences, {"pairs": len(preferences), "env_steps": env_steps}
+
+    def iteration(last: dict) -> dict:
         """The next line of updates.jsonl."""
-        if args.pairs == "expert":
-            found, figures = explored(model, chat, env, expert, last, args)
-        else:
-            found, figures = compared(chat, env, trees, last, args)
-        trained = train(model, reference, optimizer, chat, found, last["updates"], args)
-        trained["tokens"] += last["tokens"]
-        return {"batch": last["batch"] + 1, **trained, **figures}
+        preferences, figures = explored(last) if args.pairs == "expert" else compared(last)
+        spent = train(learner, preferences, last["updates"], args.batch, args.epochs, args.beta)
+        spent["tokens"] += last["tokens"]
+        return {"batch": last["batch"] + 1, **spent, **figures}
 
     # A token counts three times in an update, and goes through the reference once for all epochs.
-    learn(args, env, model, chat, optimizer, batch, [args.labels, args.expert], passes=3 + 1 / args.epochs)
+    learn(learner, env, iteration, vars(args), [args.labels, args.expert], passes=3 + 1 / args.epochs)
 
 
 if __name__ == "__main__":

@@ -25,73 +25,60 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shlex
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
+from typing import Any
 
 import envs
 import sft
-from q_search import Method, episode
-from qlass import UserError, costs
+from q_search import Method, episode, read_by_qnet
+from qlass import UserError, costs, files
 from qlass.chat import Chat
 from qlass.cli import at_least, handed_on, more, needed, parse, parser, run_stage
 from qlass.driver import Sample, Score, drive
-from qlass.files import (
-    SAMPLING_FREE,
-    Output,
-    cloned_from,
-    meta_path,
-    read_meta,
-    read_trajectories,
-    read_trees,
-    write_jsonl,
-    write_meta,
-)
 from qlass.flags import add_loading, add_sampling, load_agent, load_qnet
 from qlass.qnet import states_of
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
+FIELDS = ("depth", "done", "source", "messages")  # of a tree, that not every one has
+AGAIN = ("epochs", "batch", "patience", "lr", "max_tokens", "micro_tokens", "candidates", "optim", "observation_loss",
+         "lora", "lora_alpha", "load_in")  # flags of RUN/sft's training that are given again  # fmt: skip
 
 
 def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
     """N trajectories of one task as lines of expert.jsonl, whatever they earned; the first has the tokens of all."""
     lines, steps = [], []
     for trial in range(method.N):
-        played = yield from episode(env, task_id, method, trial, chat.rendering)
-        last = played.steps[-1]
+        trajectory = yield from episode(env, task_id, method, trial, chat.rendering)
+        last = trajectory.steps[-1]
         messages = [*last.state.dump(), {"role": "assistant", "content": last.action}]
         line = {"task_id": task_id, "env": env.name, "task": last.state.task, "messages": messages}
-        lines.append(line | {"reward": played.reward, "tokens": {}})
-        steps.append(played.steps)
+        lines.append(line | {"reward": trajectory.reward, "tokens": {}})
+        steps.append(trajectory.steps)
     env.close()
-    lines[0]["tokens"] = costs.tokens(chat, steps, method.scored)
+    lines[0]["tokens"] = costs.tokens(chat, steps, lambda step: read_by_qnet(method, step))
     return lines
 
 
-def rollouts(args: argparse.Namespace, env: envs.TextEnv) -> list[dict]:
-    """Trajectories on the training tasks, those of a stopped run included."""
-    path = args.run / f"self_train-{args.name}.rollouts.jsonl"
-    asked = vars(args) | {"out": path}
-    free = ["threshold", "no_train", *SAMPLING_FREE]
-    out = Output(path, asked, lambda records: len(records) // args.N * args.N, [args.sft, args.qnet], free)
-    done = {line["task_id"] for line in out.records}
-    tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
-    if todo := [t for t in tasks if t not in done]:
-        policy = load_agent(argparse.Namespace(**vars(args) | {"seed": args.seed + OTHER_LUCK}))
-        answers = {Sample: policy.sample}
-        if args.qnet:
-            answers[Score] = load_qnet(args.qnet, args).score
-        method = Method("qlass" if args.qnet else "sample", args.M, args.N)
-        played = (trajectories(env.fork(), t, method, policy.chat) for t in todo)
-        grown = drive(played, answers, args.in_flight or env.side_by_side)
-        out.grow(grown, args.name, len(tasks), len(tasks) - len(todo))
+def rollouts(
+    env: envs.TextEnv,
+    tasks: list[str],
+    method: Method,
+    agent: Callable[[], tuple[Chat, dict]],
+    out: files.Output,
+    width: int,
+) -> list[dict]:
+    """Trajectories of the tasks, those of a stopped run included. `agent` loads what answers requests, if need be."""
+    finished = {line["task_id"] for line in out.records}
+    todo = [task for task in tasks if task not in finished]
+    if todo:
+        chat, answers = agent()
+        played = drive((trajectories(env.fork(), task, method, chat) for task in todo), answers, width)
+        out.grow(played, str(method), len(tasks), len(tasks) - len(todo))
     rank = {task: n for n, task in enumerate(tasks)}
     out.finish(lambda line: rank.get(line["task_id"], len(rank)))
     return [line for line in out.records if line["task_id"] in rank]
-
-
-FIELDS = ("depth", "done", "source", "messages")  # of a tree, that not every one has
 
 
 def best_branch(tree: list[dict]) -> dict | None:
@@ -101,61 +88,63 @@ def best_branch(tree: list[dict]) -> dict | None:
         return None
     leaf = max(leaves, key=lambda node: (node["reward"], -node["depth"]))
     messages = [*states_of(tree)[leaf["parent_id"]].dump(), {"role": "assistant", "content": leaf["action"]}]
-    about = {key: tree[0].get(key, "") for key in ("task_id", "env", "task")}
-    return about | {"messages": messages, "reward": leaf["reward"]}
+    origin = {key: tree[0].get(key, "") for key in ("task_id", "env", "task")}
+    return origin | {"messages": messages, "reward": leaf["reward"]}
 
 
-def kept(lines: Iterable[dict], threshold: float, known: Iterable[dict]) -> list[dict]:
-    """The distinct trajectories that earned enough and are not known yet; "source" tells them from demonstrations."""
-    seen = {json.dumps(line["messages"]) for line in known}
+def kept(lines: Iterable[dict], threshold: float, expert: Iterable[dict]) -> list[dict]:
+    """The distinct trajectories that earned enough and are not the expert's; "source" tells them from those."""
+    shown = {json.dumps(line["messages"]) for line in expert}
     good = {json.dumps(line["messages"]): line for line in lines if line["reward"] >= threshold - 1e-9}
-    return [
-        {key: line[key] for key in ("task_id", "env", "task", "messages", "reward")} | {"source": "policy"}
-        for text, line in good.items()
-        if text not in seen
-    ]
+    new = [line for text, line in good.items() if text not in shown]
+    fields = ("task_id", "env", "task", "messages", "reward")
+    return [{key: line[key] for key in fields} | {"source": "policy"} for line in new]
 
 
 def demonstrations(checkpoint: Path, env: str) -> list[dict]:
     """What a checkpoint was cloned from, as lines of expert.jsonl, each with what tells its task."""
-    path, most = cloned_from(checkpoint)
+    path, most = files.cloned_from(checkpoint)
     if path is None:
         raise UserError(f"{checkpoint}: the demonstrations that it was cloned from are gone")
-    return [  # task_id first, as there
-        {key: record[key] for key in ("task_id",) if key in record}
-        | {"env": env, "task": state.task, "messages": state.dump(), "reward": record.get("reward")}
-        | {key: record[key] for key in ("id", "game_file", "source") if key in record}
-        for state, record in itertools.islice(read_trajectories(path), most)
-    ]  # fmt: skip
+    lines = []
+    for state, record in itertools.islice(files.read_trajectories(path), most):
+        task = {key: record[key] for key in ("task_id",) if key in record}  # first, as there
+        fields = {"env": env, "task": state.task, "messages": state.dump(), "reward": record.get("reward")}
+        lines.append(task | fields | {key: record[key] for key in ("id", "game_file", "source") if key in record})
+    return lines
+
+
+def training_flags(record: dict[str, Any]) -> list[str]:
+    """The flags that RUN/sft was trained with; what was not given the tiny model chooses again, for the new number."""
+    flags = [f"--{name.replace('_', '-')}={record[name]}" for name in AGAIN if record.get(name) is not None]
+    return flags + ["--gradient-checkpointing"] * bool(record.get("gradient_checkpointing"))
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, epilog="Sec. 5.2: M = 3, N = 1.")
-    envs.add_arguments(made, argv)
-    add = made.add_argument
+    flags = parser(__doc__, epilog="Sec. 5.2: M = 3, N = 1.")
+    envs.add_arguments(flags, argv)
+    add = flags.add_argument
     add("--method", choices=["rft", "qlass", "tree"], default="qlass", help="default: %(default)s")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: the method)")
     add("-M", type=at_least(1), help="candidates a step (default: qlass 3, rft 1)")
-    said = "trajectories a task (default: qlass 1, rft 3, so that both sample three times the actions)"
-    add("-N", type=at_least(1), help=said)
-    said = "reward that a trajectory must reach (default: qlass 0, all; others 1)"
-    add("--threshold", type=at_least(0, float), help=said)
-    said = "number of training tasks (default: %(default)s; 0: all)"
-    add("--limit", type=at_least(0), default=300, metavar="N", help=said)
+    add("-N", type=at_least(1), help="trajectories a task (default: qlass 1, rft 3: both sample as many actions)")
+    add("--threshold", type=at_least(0, float), help="reward that it must reach (default: qlass 0, all; others 1)")
+    add("--limit", type=at_least(0), default=300, metavar="N", help="training tasks (default: %(default)s; 0: all)")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
     add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
-    said = "only write the trajectories: for sft.py --expert FILE --out RUN/sft-NAME, as by torchrun"
-    add("--no-train", action="store_true", help=said)
+    text = "only write the trajectories: for sft.py --expert FILE --out RUN/sft-NAME, as by torchrun"
+    add("--no-train", action="store_true", help=text)
     add("--device")
-    more(made, add_loading, add_sampling)
-    args = parse(made, argv)
-    if args.method == "rft" and (args.M or 1) > 1:
+    more(flags, add_loading, add_sampling)
+    args = parse(flags, argv)
+    rft = args.method == "rft"
+    if rft and (args.M or 1) > 1:
         raise UserError(f"-M {args.M}: rft has no QNet to choose among candidates; give -N, trajectories a task")
     args.name = args.name or args.method
     args.threshold = float(args.method != "qlass") if args.threshold is None else args.threshold
-    args.M, args.N = args.M or (1 if args.method == "rft" else 3), args.N or (3 if args.method == "rft" else 1)
+    args.M, args.N = args.M or (1 if rft else 3), args.N or (3 if rft else 1)
     return args
 
 
@@ -164,18 +153,31 @@ def main(argv: list[str] | None = None) -> None:
     started = time.time()
     env = envs.from_arguments(args)
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
-    record = read_meta(args.sft).get("arguments", {})
+    record = files.read_meta(args.sft).get("arguments", {})
     if "model" not in record:
-        raise UserError(f"{meta_path(args.sft)}: does not say how sft.py made {args.sft}; name an --sft that it made")
+        raise UserError(
+            f"{files.meta_path(args.sft)}: does not say how sft.py made {args.sft}; name an --sft that it made"
+        )
     expert = demonstrations(args.sft, env.name)
+
+    def agent() -> tuple[Chat, dict]:
+        policy = load_agent(argparse.Namespace(**vars(args) | {"seed": args.seed + OTHER_LUCK}))
+        return policy.chat, {Sample: policy.sample} | ({Score: load_qnet(args.qnet, args).score} if args.qnet else {})
+
     if args.method == "tree":
         args.trees, args.qnet = needed(args.trees, args.run / "trees.jsonl", "build_trees", args), None
-        lines = [line for tree in read_trees(args.trees, FIELDS) if (line := best_branch(tree))]
+        lines = list(filter(None, map(best_branch, files.read_trees(args.trees, FIELDS))))
     else:
-        args.qnet = None if args.method == "rft" else args.qnet
-        if args.method == "qlass":
-            args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args)
-        lines = rollouts(args, env)
+        args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args) if args.method == "qlass" else None
+        tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
+        path, free = (
+            args.run / f"self_train-{args.name}.rollouts.jsonl",
+            ["threshold", "no_train", *files.SAMPLING_FREE],
+        )
+        settings, inputs = vars(args) | {"out": path}, [args.sft, args.qnet]
+        out = files.Output(path, settings, lambda records: len(records) // args.N * args.N, inputs, free)
+        method = Method("qlass" if args.qnet else "sample", args.M, args.N)
+        lines = rollouts(env, tasks, method, agent, out, args.in_flight or env.side_by_side)
     new = kept(lines, args.threshold, expert)
     if not new:
         best = max((line["reward"] for line in lines), default=0.0)
@@ -184,30 +186,18 @@ def main(argv: list[str] | None = None) -> None:
             f"{best:.3f}): lower it, or play more tasks (--limit 0) or more trajectories (-N)"
         )
     merged, out = args.run / f"self_train-{args.name}.jsonl", args.run / f"sft-{args.name}"
-    write_jsonl(merged, expert + new)
+    files.write_jsonl(merged, expert + new)
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new)}
     figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
     figures["mean_reward"] = sum(line["reward"] for line in lines) / max(1, len(lines))
-    write_meta(merged, vars(args), [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
-    print(
-        f"{merged}: {len(new)} of {len(lines)} trajectories kept (mean reward {figures['mean_reward']:.3f}) "
-        f"beside {len(expert)} demonstrations",
-        flush=True,
-    )
-
+    files.write_meta(merged, vars(args), [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
+    reward = f"mean reward {figures['mean_reward']:.3f}"
+    print(f"{merged}: {len(new)} of {len(lines)} trajectories kept ({reward}) beside {len(expert)} demonstrations")
     if args.no_train:
         return
-    # What was not given to the first training the tiny model chooses again, for this number of trajectories.
-    again = ["epochs", "batch", "patience", "lr", "max_tokens", "micro_tokens", "candidates", "weights", "optim"]
-    again += ["observation_loss", "lora", "lora_alpha", "load_in"]
-    flags = [f"--{name.replace('_', '-')}={record[name]}" for name in again if record.get(name) is not None]
-    flags += ["--gradient-checkpointing"] * bool(record.get("gradient_checkpointing"))
-    flags += ["--device", args.device] if args.device else []
-    flags += ["--overwrite"] * args.overwrite
+    flags = training_flags(record) + ["--device", args.device] * bool(args.device) + ["--overwrite"] * args.overwrite
     flags += ["--model", record["model"], "--expert", str(merged), "--n-expert", str(len(expert) + len(new))]
     sft.main([*handed_on(args), *flags, "--out", str(out)])
-    print(f"next: python q_search.py {shlex.join(handed_on(args))} --sft {out} --label {args.name} --method greedy "
-          f"--out {args.run}/results-{args.name}.jsonl")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -20,6 +20,40 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     add("--load-in", choices=bits, metavar="BITS", help="4bit or 8bit: fewer bits a weight (bitsandbytes, GPU)")
 
 
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """The flags by which all who train a large model take less memory; for `check_training` and `save_memory`."""
+    add, names = parser.add_argument, ["adamw", "adamw8bit"]
+    add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank instead of the weights")
+    add("--lora-alpha", type=at_least(1), metavar="A", help="the updates' factor is A / RANK (default: twice the rank)")
+    add_loading(parser)
+    add("--optim", choices=names, default="adamw", metavar="NAME", help="adamw or adamw8bit (default: %(default)s)")
+    said = "keep one layer's activations at a time, compute a third more"
+    add("--gradient-checkpointing", action="store_true", help=said)
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """The flags of a stage that trains a model."""
+    add_memory(parser)
+    add = parser.add_argument
+    said = "epochs without a better validation before it stops (default: 2)"
+    add("--patience", type=at_least(1), default=2, help=said)
+    add(
+        "--log",
+        choices=["jsonl", "tensorboard", "wandb"],
+        default="jsonl",
+        metavar="NAME",
+        help="jsonl (OUT.log.jsonl), tensorboard or wandb",
+    )
+    add("--save-every", type=at_least(1), default=50, metavar="N", help="updates between checkpoints (default: 50)")
+
+
+def check_training(args: argparse.Namespace) -> None:
+    if args.lora_alpha and not args.lora:
+        raise UserError(f"--lora-alpha {args.lora_alpha}: stands beside --lora RANK; give both")
+    if args.load_in and not args.lora:
+        raise UserError(f"--load-in {args.load_in}: weights of so few bits can't be trained; give --lora RANK too")
+
+
 def add_prompted(parser: Any) -> None:
     """The flags of PROMPTED, which agent and QNet must share."""
     parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What only a GPU can show, in under ten minutes by estimate on one with 80 GB or more: a Llama-2-7B with random weights
-# through all stages on WebShop, decoding against the memory's bandwidth, model FLOP utilisation of QNet's training, and
-# peak memory by option against the estimate. Writes OUT/gpu_check.md.
+# through all stages on WebShop, decoding against the memory's bandwidth, and model FLOP utilisation and peak memory of
+# QNet's training by option. Writes OUT/gpu_check.md.
 #
 #   bash runs/gpu_check.sh                    # PYTHON=... for the machine's own torch and transformers; needs no network
 #

@@ -1,14 +1,16 @@
 """LoRA beside the plain model, what is trained and what a checkpoint holds; flags that need a GPU say so."""
 
+import copy
+import shutil
 import sys
 
 import pytest
 import torch
-from fakes import dump, tiny_backbone, tiny_lm, word_chat
+from fakes import dump, tiny_backbone, tiny_config, tiny_lm, word_chat
 from families import tiny
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 import q_search
 import sft
@@ -22,73 +24,79 @@ IDS = torch.tensor([[5, 6, 7, 8, 9]])
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def adapted(rank: int = 2, learnt: bool = True) -> nn.Module:
-    model = tiny_lm(CHAT)
-    models.add_lora(model, rank)
-    for name, p in model.named_parameters():
-        if learnt and "lora_B" in name:
-            nn.init.normal_(p)
-    return model
-
-
-@pytest.mark.parametrize("rank", [1, 4])
-def test_at_first_it_is_the_plain_model(rank):
-    assert torch.equal(adapted(rank, learnt=False)(IDS).logits, tiny_lm(CHAT)(IDS).logits)
-
-
-def test_an_update_by_hand():
-    model, plain = adapted(rank=3), tiny_lm(CHAT)
-    parts = dict(model.named_parameters())
-    a, b = (parts[f"model.layers.0.self_attn.v_proj.lora_{ab}.default.weight"] for ab in "AB")
-    assert a.shape == (3, 32) and b.shape == (16, 3) and a.dtype == torch.float32
-    models.merge(model)
-    at = "model.layers.0.self_attn.v_proj.weight"
-    torch.testing.assert_close(dict(model.named_parameters())[at], dict(plain.named_parameters())[at] + 2.0 * b @ a)
-
-
-def test_experts_are_refused_before_anything_is_trained():
-    """PEFT would update them too, in a form that can't be merged into the weights."""
-    with pytest.raises(UserError, match=r"--lora 2: not for this model .*Experts"):
-        models.add_lora(tiny("mixtral"), 2)
-
-
-def test_a_merged_model_is_an_ordinary_one_that_says_the_same():
-    model, plain = adapted(), tiny_lm(CHAT)
-    before = model(IDS).logits
-    models.merge(model)
-    torch.testing.assert_close(model(IDS).logits, before, atol=1e-5, rtol=1e-5)
-    assert (before - plain(IDS).logits).abs().max() > 1e-2
-    assert list(model.state_dict()) == list(plain.state_dict())
-
-
-def test_a_checkpoint_holds_the_merged_model_and_training_continues(tmp_path):
-    model = adapted()
-    before = model(IDS).logits
-    models.save_checkpoint(model, CHAT, tmp_path / "saved")
-    torch.testing.assert_close(Policy.load(tmp_path / "saved").model(IDS).logits, before, atol=1e-5, rtol=1e-5)
-    assert any(p.requires_grad for p in model.parameters()) and torch.equal(model(IDS).logits, before)
-
-
-def test_only_the_updates_are_trained():
-    trained = {name for name, p in adapted().named_parameters() if p.requires_grad}
-    assert {name.split(".")[-4] for name in trained} == LINEAR and all(".lora_" in name for name in trained)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "opt", "gpt_neox", "qwen3"])
-def test_any_architecture_has_its_linear_layers_updated_and_merged(kind):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 30, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 4, "head_dim": 8}  # fmt: skip
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, word_embed_proj_dim=32)).eval()
-    plain = model(IDS).logits
-    models.add_lora(model, 2)
+def adapted(model: nn.Module, rank: int = 2) -> nn.Module:
+    """PEFT's view of a model with updates that are no longer 0."""
+    adapter = models.add_lora(model, rank)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(p)
+    return adapter
+
+
+def close(x: torch.Tensor, y: torch.Tensor) -> None:
+    torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+
+
+def test_only_the_updates_are_trained_and_at_first_they_are_nothing():
+    model = tiny_lm(CHAT)
+    bits = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)  # as of weights of few bits
+    model.register_parameter("bits", bits)
+    models.add_lora(model, 2)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.split(".")[-4] for name in trained} == LINEAR and all(".lora_" in name for name in trained)
+    assert torch.equal(model(IDS).logits, tiny_lm(CHAT)(IDS).logits)
+
+
+def test_an_update_by_hand(tmp_path):
+    model, plain = tiny_lm(CHAT), tiny_lm(CHAT)
+    adapter = adapted(model, rank=3)
+    parts = dict(model.named_parameters())
+    a, b = (parts[f"model.layers.0.self_attn.v_proj.lora_{ab}.default.weight"].detach() for ab in "AB")
+    assert a.shape == (3, 32) and b.shape == (16, 3) and a.dtype == torch.float32
+    merged = models.merge(adapter, tmp_path)
+    at = "model.layers.0.self_attn.v_proj.weight"
+    close(dict(merged.named_parameters())[at], dict(plain.named_parameters())[at] + 2.0 * b @ a)
+    assert list(merged.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gpt_neox", "qwen3", "mixtral"])
+def test_any_architecture_has_its_linear_layers_updated_and_merged(kind, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 30, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 4, "head_dim": 8}  # fmt: skip
+    config = AutoConfig.for_model(kind, **sizes, word_embed_proj_dim=32)
+    model = (tiny(kind) if kind == "mixtral" else AutoModelForCausalLM.from_config(config)).eval()
+    plain = model(IDS).logits
+    adapter = adapted(model)
     updated = model(IDS).logits
-    models.merge(model)
-    torch.testing.assert_close(model(IDS).logits, updated, atol=1e-4, rtol=1e-4)
     assert (updated - plain).abs().max() > 1e-3
+    close(models.merge(adapter, tmp_path)(IDS).logits, updated)
+
+
+def test_a_checkpoint_holds_the_merged_model_and_training_continues(tmp_path):
+    model = tiny_lm(CHAT)
+    adapter = adapted(model)
+    before = model(IDS).logits
+    models.save_checkpoint(model, CHAT, tmp_path / "saved", copy.deepcopy(adapter))
+    close(Policy.load(tmp_path / "saved").model(IDS).logits, before)
+    assert any(p.requires_grad for p in model.parameters()) and torch.equal(model(IDS).logits, before)
+
+
+def test_weights_of_few_bits_get_all_their_bits_back_before_the_merge(tmp_path):
+    """Rounded weights stand for those of 4 bits: the updates go onto the base itself, and nothing says it has few."""
+    base, few = tiny_lm(CHAT), tiny_lm(CHAT)
+    models.cast(few, torch.bfloat16)
+    models.cast(few, torch.float32)
+    few.is_quantized, few.config.quantization_config = True, {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    adapter = adapted(few)
+    models.save_checkpoint(few, CHAT, tmp_path / "saved", adapter, lambda: tiny_lm(CHAT))
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+    saved = Policy.load(tmp_path / "saved").model
+    close(saved(IDS).logits, PeftModel.from_pretrained(base, tmp_path / "saved" / "adapter")(IDS).logits)
+    assert torch.equal(saved.model.embed_tokens.weight, tiny_lm(CHAT).model.embed_tokens.weight)  # not the rounded ones
+
+
+# ----------------------------------------------------------------------------------------------------------- the stages
 
 
 @pytest.fixture
@@ -99,10 +107,6 @@ def labels(tmp_path):
     return tmp_path / "labels.jsonl"
 
 
-def assert_same(x: torch.Tensor, y: torch.Tensor) -> None:
-    torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
-
-
 def moved(net: nn.Module, start: nn.Module) -> set[str]:
     before = dict(start.named_parameters())
     return {name.split(".")[-2] for name, p in net.named_parameters() if not torch.equal(p, before[name])}
@@ -110,35 +114,67 @@ def moved(net: nn.Module, start: nn.Module) -> set[str]:
 
 def test_the_stages_train_save_and_load_it(tmp_path, agent, labels):
     start = Policy.load(agent).model
-    common = [
-        "--env",
-        "frozenlake",
-        "--run",
-        str(tmp_path),
-        "--lora",
-        "2",
-        "--lora-alpha",
-        "3",
-        "--epochs",
-        "2",
-        "--lr",
-        "0.01",
-    ]
+    common = ["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "2", "--lr", "0.01"]
+    common += ["--lora", "2", "--lora-alpha", "3"]
     train_qnet.main([*common, "--sft", str(agent), "--labels", str(labels)])
     net = QNet.from_pretrained(tmp_path / "qnet")
-    adapted = PeftModel.from_pretrained(AutoModel.from_pretrained(agent), tmp_path / "qnet" / "adapter")
-    assert_same(adapted(IDS).last_hidden_state, net.backbone(IDS).last_hidden_state)
+    adapter = PeftModel.from_pretrained(AutoModel.from_pretrained(agent), tmp_path / "qnet" / "adapter")
+    close(adapter(IDS).last_hidden_state, net.backbone(IDS).last_hidden_state)
     assert moved(net.backbone, start.model) == LINEAR
     torch.manual_seed(0)
     assert not torch.equal(net.head[-1].weight, QNet(tiny_backbone(CHAT), CHAT).head[-1].weight)
+
     chats = [{"messages": [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "Action: left"}]}] * 3
     (tmp_path / "expert.jsonl").write_text(dump(chats))
     sft.main([*common, "--model", str(agent), "--expert", str(tmp_path / "expert.jsonl")])
     merged = Policy.load(tmp_path / "sft").model
     assert moved(merged, start) == LINEAR
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(agent), tmp_path / "sft" / "adapter")
-    assert_same(adapted(IDS).logits, merged(IDS).logits)
-    assert adapted.peft_config["default"].lora_alpha == 3
+    adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(agent), tmp_path / "sft" / "adapter")
+    close(adapter(IDS).logits, merged(IDS).logits)
+    assert adapter.peft_config["default"].lora_alpha == 3
+
+
+def test_an_adapter_is_loaded_as_its_base_with_the_updates(tmp_path, agent):
+    """As an agent, as a QNet's backbone and as a model to be trained, with its own tokenizer or its base's."""
+    chats = [{"messages": [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "Action: left"}]}] * 3
+    (tmp_path / "expert.jsonl").write_text(dump(chats))
+    sft.main(["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "2", "--lr", "0.01", "--lora", "2",
+              "--model", str(agent), "--expert", str(tmp_path / "expert.jsonl")])  # fmt: skip
+    merged, folder = Policy.load(tmp_path / "sft").model, tmp_path / "sft" / "adapter"
+    for kind, expected in ((AutoModelForCausalLM, merged), (AutoModel, merged.model)):
+        model, _ = models.load_checkpoint(folder, kind, None, train=True)
+        assert type(model) is type(expected) and all(p.requires_grad for p in model.parameters())
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            close(p, q)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match="adapter: not a checkpoint"):
+        Policy.load(folder)
+    other = LlamaForCausalLM(tiny_config(len(CHAT.tokenizer), num_hidden_layers=1))
+    models.add_lora(other, 2).save_pretrained(tmp_path / "other", save_embedding_layers=False)
+    shutil.copy(tmp_path / "other" / "adapter_model.safetensors", folder)
+    with pytest.raises(UserError, match="missing adapter keys"):  # of the second layer
+        Policy.load(folder)
+
+
+def test_checkpointing_changes_no_gradient():
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_lm(CHAT).train()
+        models.save_memory(model, None, None, checkpointing)
+        assert all(layer.gradient_checkpointing == checkpointing for layer in model.model.layers)
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_positions_are_not_rounded_with_the_weights():
+    """Rotary frequencies in bf16 would turn a prompt of 4,000 tokens by radians."""
+    model = tiny_lm(CHAT)
+    models.cast(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    rotary = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    assert rotary and {buffer.dtype for buffer in rotary} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -148,11 +184,8 @@ def test_the_stages_train_save_and_load_it(tmp_path, agent, labels):
         (sft, ["--load-in", "4bit", "--model", "x"], "give --lora RANK too"),
         (train_qnet, ["--lora", "0"], "--lora: 0 is out of range: 1 or more"),
         (train_qnet, ["--lora-alpha", "8"], "beside --lora RANK"),
-        (train_qnet, ["--fsdp", "--lora", "8", "--load-in", "4bit"], "can't be divided"),
         (train_qnet, ["--lora", "8", "--freeze"], "one of them"),
-        (train_qnet, ["--plain", "--fsdp"], "one of them"),
         (train_qnet, ["--load-in", "8bit"], "give --lora RANK too"),
-        (train_qnet, ["--load-in", "8bit", "--lora", "8", "--weights", "bf16"], "leave --weights bf16 out"),
     ],
 )
 def test_flags_that_do_not_go_together(stage, flags, says):
@@ -160,7 +193,7 @@ def test_flags_that_do_not_go_together(stage, flags, says):
         stage.arguments(flags)
 
 
-def test_what_needs_a_gpu_says_so(tmp_path, agent, labels, monkeypatch):
+def test_what_needs_a_gpu_or_a_package_says_so(tmp_path, agent, labels, monkeypatch):
     search = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--load-in", "4bit"]
     train = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--labels", str(labels)]
     calls = [
@@ -174,9 +207,6 @@ def test_what_needs_a_gpu_says_so(tmp_path, agent, labels, monkeypatch):
         monkeypatch.setattr(models, "find_spec", lambda name: sys)
         with pytest.raises(UserError, match=r"needs a GPU; leave it out on a CPU"):
             call()
-
-
-def test_without_peft_lora_says_so(monkeypatch):
     monkeypatch.setattr(models, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"peft is missing: pip install -r requirements\.txt"):
         models.add_lora(tiny_lm(CHAT), 2)

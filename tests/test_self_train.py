@@ -1,7 +1,6 @@
 """Self-training: which trajectories are made, which are kept, and what stage 1 is then asked to do."""
 
 import json
-import shutil
 
 import pytest
 from fakes import FakeEnv, Script, dump, run, word_chat
@@ -43,9 +42,6 @@ def test_best_branch_by_hand():
     assert [(m["role"], m["content"]) for m in line["messages"]] == [
         ("user", "start"), ("assistant", "a"), ("user", "saw a"), ("assistant", "b")]  # fmt: skip
     assert (line["task_id"], line["env"], line["task"], line["reward"]) == ("t", "fake", "find", 0.6)
-
-
-def test_a_tree_of_the_expert_alone_has_no_branch_of_the_agent():
     assert best_branch(tree(node(1, 0, "a", 1.0, True, source="expert"))) is None
     # The agent continues from the expert's node: its own branch all the same.
     assert best_branch(tree(node(1, 0, "a", source="expert"), node(2, 1, "b", 0.3, True, depth=2)))["reward"] == 0.3
@@ -73,14 +69,14 @@ def test_kept_are_new_distinct_and_good():
 def test_trajectories_are_whole_chats_with_their_reward():
     policy = Script({(): "left right", ("right",): "left right", ("right", "right"): "right"})
     lines, requests = run(self_train.trajectories(FakeEnv(), "train0", Method("sample", N=3), word_chat()), policy)
-    assert [tuple(parse_action(m["content"]) for m in made["messages"][3::2]) for made in lines] == [
+    assert [tuple(parse_action(m["content"]) for m in line["messages"][3::2]) for line in lines] == [
         ("left", "left"), ("right", "left"), ("left", "left")]  # fmt: skip
-    assert [made["reward"] for made in lines] == [0.0, 0.4, 0.0]
+    assert [line["reward"] for line in lines] == [0.0, 0.4, 0.0]
     (alone,), _ = run(self_train.trajectories(FakeEnv(), "train0", Method("sample"), word_chat()), policy)
     first = len(word_chat().prompt(State.load(alone["messages"][:3], alone["task"])))
     assert first < lines[0]["tokens"]["prompt"] < 3 * first  # what they begin with is read once
-    assert [made["tokens"] for made in lines[1:]] == [{}, {}]
-    assert all(made["messages"][-1]["role"] == "assistant" for made in lines)
+    assert [line["tokens"] for line in lines[1:]] == [{}, {}]
+    assert all(line["messages"][-1]["role"] == "assistant" for line in lines)
     assert len({r.key for r in requests}) == len(requests)
 
 
@@ -106,8 +102,8 @@ def stage(tmp_path, monkeypatch):
             return [[float("right" in action) for action in r.actions] for r in requests]
 
     demonstration = [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "OK"}]
-    about = {"messages": demonstration, "task": "find", "reward": 1.0}
-    (tmp_path / "expert.jsonl").write_text(dump([about | {"id": f"mine/{i}"} for i in range(3)]))
+    fields = {"messages": demonstration, "task": "find", "reward": 1.0}
+    (tmp_path / "expert.jsonl").write_text(dump([fields | {"id": f"mine/{i}"} for i in range(3)]))
     for name in ("sft", "qnet"):
         (tmp_path / name).mkdir()
     record = {"model": "tiny", "expert": str(tmp_path / "expert.jsonl"), "n_expert": 2, "lr": 0.5, "epochs": 7,
@@ -122,50 +118,46 @@ def stage(tmp_path, monkeypatch):
         self_train.main(["--run", str(tmp_path), *argv])
         return calls[-1]
 
-    start.run, start.record, start.sampled, start.loaded = tmp_path, record, sampled, loaded
+    start.run, start.record, start.sampled, start.loaded, start.calls = tmp_path, record, sampled, loaded, calls
     return start
 
 
 def test_q_guided_trajectories_are_merged_and_trained_on(stage):
-    asked = stage("--method", "qlass", "--name", "target-q")
+    flags = stage("--method", "qlass", "--name", "target-q")
     merged = list(read_jsonl(stage.run / "self_train-target-q.jsonl"))
     # Two demonstrations (n_expert), and the one best walk, which is the same text in all six tasks.
-    assert [made.get("id") for made in merged] == ["mine/0", "mine/1", None]  # ETO's ids, not ours
-    assert [made.get("task_id") for made in merged[:2]] == [None, None]
+    assert [line.get("id") for line in merged] == ["mine/0", "mine/1", None]  # ETO's ids, not ours
+    assert [line.get("task_id") for line in merged[:2]] == [None, None]
     assert [parse_action(m["content"]) for m in merged[2]["messages"][3::2]] == ["right", "right", "right"]
     assert len(list(read_jsonl(stage.run / "self_train-target-q.rollouts.jsonl"))) == 6
     assert {r.n for r in stage.sampled} == {3}  # M = 3
-    assert (asked.expert, asked.out) == (stage.run / "self_train-target-q.jsonl", stage.run / "sft-target-q")
-    assert (asked.model, asked.n_expert, asked.lr, asked.max_tokens, asked.micro_tokens) == ("tiny", 3, 0.5, 99, 11)
-    assert (asked.epochs, asked.batch, asked.patience) == (7, 3, 5)  # a method may not win by longer training
-    (agent,), (net, flags) = stage.loaded
-    assert (agent.sft, net) == (
-        stage.run / "sft",
-        stage.run / "qnet",
-    ) and agent.seed != flags.seed
-
-
-def test_another_model_is_trained_as_it_was(stage):
-    (stage.run / "sft.meta.json").write_text(json.dumps({"arguments": stage.record | {"model": "some/llama"}}))
-    asked = stage("--method", "qlass")
-    assert (asked.model, asked.epochs, asked.batch) == ("some/llama", 7, 3)
+    assert (flags.expert, flags.out) == (stage.run / "self_train-target-q.jsonl", stage.run / "sft-target-q")
+    # As it was trained before: a method may not win by longer training.
+    assert (flags.model, flags.n_expert) == ("tiny", 3)
+    again = {name: getattr(flags, name) for name in ("lr", "max_tokens", "micro_tokens", "epochs", "batch", "patience")}
+    assert again == {name: stage.record[name] for name in again}
+    (agent,), (qnet, settings) = stage.loaded
+    assert (agent.sft, qnet) == (stage.run / "sft", stage.run / "qnet") and agent.seed != settings.seed
 
 
 def test_rejection_sampling_needs_no_qnet(stage):
     (stage.run / "qnet").rmdir()
-    stage("--method", "rft", "--threshold", "0.4", "-N", "2")
+    self_train.main(["--run", str(stage.run), "--method", "rft", "--threshold", "0.4", "-N", "2", "--no-train"])
     rollouts = list(read_jsonl(stage.run / "self_train-rft.rollouts.jsonl"))
     assert len(rollouts) == 12 and {r.n for r in stage.sampled} == {1}
     merged = list(read_jsonl(stage.run / "self_train-rft.jsonl"))[2:]
-    assert 0 < len(merged) < 12 and all(made["reward"] >= 0.4 for made in merged)
-    assert len(stage.loaded) == 1
+    assert 0 < len(merged) < 12 and all(line["reward"] >= 0.4 for line in merged)
+    assert len(stage.loaded) == 1 and not stage.calls
+    (stage.run / "sft.meta.json").write_text(json.dumps({"arguments": stage.record | {"model": "some/llama"}}))
+    started = stage("--method", "rft", "--threshold", "0.4", "-N", "2")  # the same rollouts, now trained on
+    assert started.expert == stage.run / "self_train-rft.jsonl" and len(stage.loaded) == 1
+    assert (started.model, started.epochs, started.batch) == ("some/llama", 7, 3)
 
 
 def test_a_stopped_run_goes_on_and_a_finished_one_plays_nothing(stage):
     stage("--method", "rft", "-N", "2", "--threshold", "0")
     path = stage.run / "self_train-rft.rollouts.jsonl"
-    whole = path.read_bytes()
-    lines = whole.splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:5]) + lines[5][:20])  # two tasks and a half, the last line cut
     stage.sampled.clear()
     stage("--method", "rft", "-N", "2", "--threshold", "0")
@@ -185,37 +177,19 @@ def test_the_trees_best_branches(stage):
     bad = [n | {"task_id": "u"} for n in tree(node(1, 0, "a", 0.2, True))]
     (stage.run / "trees.jsonl").write_text(dump(good + bad))
     stage("--method", "tree")
-    assert [made.get("task_id") for made in read_jsonl(stage.run / "self_train-tree.jsonl")] == [None, None, "t"]
+    assert [line.get("task_id") for line in read_jsonl(stage.run / "self_train-tree.jsonl")] == [None, None, "t"]
     assert not stage.loaded
 
 
-def test_the_training_may_be_left_to_stage_1(stage):
-    """Under torchrun, say: the trajectories are written, and nothing is trained here."""
-    self_train.main(["--run", str(stage.run), "--method", "rft", "--no-train"])
-    assert (stage.run / "self_train-rft.jsonl").exists()
-    asked = stage("--method", "rft")  # the same rollouts, now trained on
-    assert asked.expert == stage.run / "self_train-rft.jsonl"
-
-
 def test_mistakes(stage):
-    with pytest.raises(UserError, match="highest reward 1"):
-        stage("--method", "rft", "--threshold", "1.5")
-    with pytest.raises(UserError, match="no QNet"):
-        stage("--method", "rft", "-M", "2")
-    lacking = [{k: v for k, v in n.items() if k != "done"} for n in tree(node(1, 0, "a", 1.0, True))]
-    (stage.run / "trees.jsonl").write_text(dump(lacking))
-    with pytest.raises(UserError, match=r"trees\.jsonl:1: no done"):
-        stage("--method", "tree")
-    record = json.loads((stage.run / "sft.meta.json").read_text())
-    shutil.copytree(stage.run / "sft", stage.run / "sft-eto")
-    meta = {"arguments": {"sft": str(stage.run / "sft")}}  # as a learner's, that no sft.py made
-    (stage.run / "sft-eto.meta.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match="name an --sft that it made"):
-        stage("--method", "rft", "--sft", str(stage.run / "sft-eto"))
-    record["arguments"]["expert"] = str(stage.run / "gone.jsonl")
-    (stage.run / "sft.meta.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match="are gone"):
-        stage("--method", "rft")
-    (stage.run / "sft.meta.json").unlink()
-    with pytest.raises(UserError, match=r"sft\.meta"):
-        stage("--method", "rft")
+    for flags, message in ((["--threshold", "1.5"], "highest reward 1"), (["-M", "2"], "no QNet")):
+        with pytest.raises(UserError, match=message):
+            stage("--method", "rft", *flags)
+    meta = stage.run / "sft.meta.json"
+    for record, message in (
+        ({"sft": str(stage.run / "sft")}, "name an --sft that it made"),  # as a learner's, that no sft.py made
+        (stage.record | {"expert": str(stage.run / "gone.jsonl")}, "are gone"),
+    ):
+        meta.write_text(json.dumps({"arguments": record}))
+        with pytest.raises(UserError, match=message):
+            stage("--method", "rft")

@@ -1,6 +1,5 @@
 """Stage 1: what counts in the loss, the learning rate, what expert files may look like, and that training trains."""
 
-import argparse
 import itertools
 import json
 import math
@@ -12,12 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, word_chat
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import sft
-from qlass import UserError
+from qlass import UserError, models
 from qlass.chat import Chat, Rendering, State
 from qlass.files import read_jsonl, read_trajectories
-from qlass.loop import cosine
+from qlass.loop import Training, cosine
 from qlass.policy import Policy
 from qlass.tiny import MARK, observation_loss
 
@@ -61,25 +62,41 @@ def test_the_mask_follows_the_compact_rendering():
     assert sft.tokens_and_mask(chat, only_ok, 100) == ([], [])
 
 
-def loss_of(model, ids, wrote):
-    return sft.sft_loss(*sft.predictions(model, ids, wrote))
+def loss_of(model, ids: torch.Tensor, wrote: torch.Tensor, fast: bool = True) -> torch.Tensor:
+    logits, labels, _ = sft.predictions(model, ids, ids.masked_fill(~wrote, -100), fast)
+    return sft.sft_loss(logits, labels)
 
 
 def test_the_loss_by_hand():
     logits = torch.tensor([[[0.0, 0.0], [math.log(3), 0.0], [0.0, 5.0], [9.0, 9.0]]])
     ids = torch.tensor([[0, 1, 0, 1]])
 
-    def model(logits_to_keep, **_):
+    def model(logits_to_keep=slice(None), **_):
         return SimpleNamespace(logits=logits[:, logits_to_keep])
 
     # Tokens 1 and 2 were written: -log(1/2) of the first position, -log(3/4) of the second.
-    loss = loss_of(model, ids, torch.tensor([[False, True, True, False]]))
-    assert loss.item() == pytest.approx(math.log(2) - math.log(3 / 4))
-    assert loss_of(model, ids, torch.tensor([[True, False, False, False]])).item() == 0  # nothing predicts it
+    by_hand = math.log(2) - math.log(3 / 4)
+    for fast in (True, False):
+        assert loss_of(model, ids, torch.tensor([[False, True, True, False]]), fast).item() == pytest.approx(by_hand)
+        assert loss_of(model, ids, torch.tensor([[True, False, False, False]]), fast).item() == 0  # none predicts it
     # In a second row other tokens were written: each row has the columns of both, and counts its own.
     ids, wrote = ids.repeat(2, 1), torch.tensor([[False, True, True, False], [False, False, False, True]])
     logits = logits.repeat(2, 1, 1)
-    assert loss_of(model, ids, wrote).item() == pytest.approx(loss.item() + math.log(1 + math.exp(-5)))
+    assert loss_of(model, ids, wrote).item() == pytest.approx(by_hand + math.log(1 + math.exp(-5)))
+
+
+@settings(max_examples=20)
+@given(st.lists(st.lists(st.booleans(), min_size=2, max_size=9), min_size=1, max_size=4))
+def test_the_logits_that_count_give_the_loss_and_gradients_of_all(rows):
+    model, gradients = tiny_lm(CHAT), []
+    ids, wrote = sft.collate([(list(range(5, 5 + len(row))), row) for row in rows], 0, "cpu")
+    for fast in (True, False):
+        model.zero_grad()
+        loss = loss_of(model, ids, wrote, fast)
+        loss.backward()
+        gradients.append((loss.detach(), *(p.grad for p in model.parameters())))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 def test_what_the_loss_does_not_see_does_not_move_it():
@@ -102,8 +119,7 @@ def test_the_loss_of_what_was_read_by_hand():
         sft.tokens_and_mask(CHAT, STATE, 100),
     )
     pad = CHAT.tokenizer.pad_token_id
-    batch = sft.collate([(ids, wrote), (short, wrote_short)], pad, "cpu")
-    logits, targets = sft.predictions(model, *batch, True)
+    ids_, wrote_ = sft.collate([(ids, wrote), (short, wrote_short)], pad, "cpu")
     expected = 0.0
     for tokens, mask in ((ids, wrote), (short, wrote_short)):
         logp = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
@@ -111,11 +127,11 @@ def test_the_loss_of_what_was_read_by_hand():
         for t, token in enumerate(tokens):
             end = t if mask[t] else end
             expected -= 0.0 if mask[t] or end is None else logp[end, token].item()
-    assert (
-        observation_loss(logits, sft.columns(batch[1], True), *batch, pad).item() == pytest.approx(expected, rel=1e-4)
-        and expected > 1
-    )
-    assert sft.sft_loss(logits, targets).item() == pytest.approx(loss_of(model, *batch).item(), rel=1e-5)  # not moved
+    assert expected > 1
+    for fast in (True, False):
+        logits, labels, at = sft.predictions(model, ids_, ids_.masked_fill(~wrote_, -100), fast, ends=True)
+        assert observation_loss(logits, at, ids_, wrote_, pad).item() == pytest.approx(expected, rel=1e-4)
+        assert sft.sft_loss(logits, labels).item() == pytest.approx(loss_of(model, ids_, wrote_).item(), rel=1e-5)
 
 
 def test_an_agent_learns_to_predict_what_will_answer_its_action():
@@ -127,7 +143,7 @@ def test_an_agent_learns_to_predict_what_will_answer_its_action():
         """How much likelier `stand` is than `nothing`, in logits, where each of the two actions ends."""
         torch.manual_seed(0)
         model, states = tiny_lm(CHAT), [world(i) for i in range(8)]
-        sft.train(model, CHAT, states, arguments(epochs=30, observation_loss=weight))
+        trained(model, CHAT, states, epochs=30, observation_loss=weight)
         stand, nothing = CHAT.tokenizer.convert_tokens_to_ids(["stand", "nothing"])
         ended = [CHAT.prompt(State(STATE.messages[:3])) + CHAT.action(f"Action: {m}", "") for m in ("left", "right")]
         logits = model(input_ids=torch.tensor(ended)).logits[:, -1]
@@ -158,13 +174,14 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def arguments(**more) -> argparse.Namespace:
-    defaults = {"max_tokens": 100, "micro_tokens": 1000, "lr": 1e-2, "batch": 4, "epochs": 2, "seed": 0, "model": "x",
-                "optim": "adamw",
-                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50, "overwrite": False,
-                "log": "jsonl", "lora": None, "observation_loss": 0.0,
-                "weights": "float32", "gradient_checkpointing": False, "fsdp": False, "load_in": None}  # fmt: skip
-    return argparse.Namespace(**defaults | more)
+def trained(model, chat: Chat, states: list[State], observation_loss: float = 0.0, **more) -> dict:
+    """Train a model on trajectories: the figures."""
+    settings = {"micro_tokens": 1000, "lr": 1e-2, "batch": 4, "epochs": 2, "seed": 0, "log": "jsonl",
+                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50} | more  # fmt: skip
+    examples = [e for s in states for e in sft.examples_of(chat, s, 100, observation_loss > 0)]
+    fit = Training("sft", model, models.adamw(model.parameters(), settings["lr"]), settings, [1] * len(examples))
+    sft.train(fit, chat, examples, [], settings["micro_tokens"], observation_loss)
+    return fit.figures()
 
 
 def others(n: int) -> list[State]:
@@ -172,24 +189,23 @@ def others(n: int) -> list[State]:
     return [State((*STATE.messages[:3], ("assistant", "Action: " + " ".join(words[: 1 + i % 5])))) for i in range(n)]
 
 
-def trained(**more) -> tuple[dict, dict]:
-    model = tiny_lm(CHAT)
-    figures = sft.train(model, CHAT, others(7), arguments(**more))
-    return figures, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 def test_accumulated_gradients_are_those_of_the_whole_batch():
-    (one, whole), (two, parts) = trained(), trained(micro_tokens=1)
+    def weights(**more) -> tuple[dict, dict]:
+        model = tiny_lm(CHAT)
+        figures = trained(model, CHAT, others(7), **more)
+        return figures, {name: p.detach() for name, p in model.named_parameters()}
+
+    (one, at_once), (two, in_parts), (_, other_order) = weights(), weights(micro_tokens=1), weights(seed=1)
     assert one["steps"] == two["steps"] == 4  # 7 trajectories in batches of 4, twice
     assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
-    for name, p in whole.items():
-        torch.testing.assert_close(p, parts[name], atol=1e-4, rtol=1e-4)
-    assert any(not torch.equal(p, trained(seed=1)[1][name]) for name, p in whole.items())
+    for name, p in at_once.items():
+        torch.testing.assert_close(p, in_parts[name], atol=1e-4, rtol=1e-4)
+    assert any(not torch.equal(p, other_order[name]) for name, p in at_once.items())
 
 
 def test_four_trajectories_are_learned_by_heart():
     model = tiny_lm(CHAT)
-    figures = sft.train(model, CHAT, others(4), arguments(epochs=80))
+    figures = trained(model, CHAT, others(4), epochs=80)
     assert figures["loss"] < math.log(4) / 2  # four answers to one question: log 4 over the tokens of an action
     agent = Policy(model, CHAT)
     likely = agent.logprobs([(State(s.messages[:-1]), s.messages[-1][1]) for s in others(4)])
@@ -215,7 +231,7 @@ def test_validation_by_hand():
     examples = [sft.tokens_and_mask(CHAT, s, 100) for s in states]
     model = tiny_lm(CHAT)
     loss = sum(loss_of(model, torch.tensor([i]), torch.tensor([w])).item() for i, w in examples)
-    figures = sft.validate(model, CHAT, examples, arguments())
+    figures = sft.validate(model, CHAT, examples, 1000)
     assert figures["held_out_loss"] == pytest.approx(loss / sum(sum(w) for _, w in examples), rel=1e-2)
 
     class Knows(torch.nn.Module):
@@ -230,8 +246,8 @@ def test_validation_by_hand():
             return SimpleNamespace(logits=logits[:, logits_to_keep])
 
     # STATE's actions are OK, left and right; the other's OK and left.
-    assert sft.validate(Knows(), CHAT, examples, arguments())["held_out_exact"] == pytest.approx(4 / 5)
-    assert sft.validate(Knows(), CHAT, [], arguments()) == {}
+    assert sft.validate(Knows(), CHAT, examples, 1000)["held_out_exact"] == pytest.approx(4 / 5)
+    assert sft.validate(Knows(), CHAT, [], 1000) == {}
 
 
 def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
@@ -240,16 +256,17 @@ def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     words = ["<user>", "Observation:", "nothing", "happens", "<agent>", "Action:", "right", "<end>"]
     assert chat.tokenizer.convert_ids_to_tokens(ids) == words and wrote == [False] * 5 + [True] * 3
     other = sft.tokens_and_mask(chat, State(STATE.messages[:4]), 100)
-    assert list(sft.examples_of(chat, STATE, arguments())) == [other, (ids, wrote)]
+    assert list(sft.examples_of(chat, STATE, 100)) == [other, (ids, wrote)]
     # With --observation-loss the answer stands behind the action, where there is one.
     answered = (other[0] + ids[:5], other[1] + [False] * 5)
-    assert list(sft.examples_of(chat, STATE, arguments(observation_loss=1.0))) == [answered, (ids, wrote)]
-    assert sft.train(tiny_lm(chat), chat, [STATE], arguments(batch=1, epochs=1))["steps"] == 2
+    assert list(sft.examples_of(chat, STATE, 100, answered=True)) == [answered, (ids, wrote)]
+    assert trained(tiny_lm(chat), chat, [STATE], batch=1, epochs=1)["steps"] == 2
 
 
-def test_a_limit_that_leaves_nothing_to_learn_is_an_error():
-    with pytest.raises(UserError, match="max-tokens"):
-        sft.train(tiny_lm(CHAT), CHAT, [State(STATE.messages[2:])], arguments(max_tokens=3))
+def test_a_limit_that_leaves_nothing_to_learn_is_an_error(tmp_path, agent, fake_world):
+    argv = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(agent), "--max-tokens", "3"]
+    with pytest.raises(UserError, match="no trajectory holds an action within 3 tokens"):
+        sft.main(argv)
 
 
 # -------------------------------------------------------------------------------------------------------- expert files
@@ -322,19 +339,14 @@ def test_a_demonstration_ends_with_the_experts_last_action():
 def test_a_stopped_demonstrator_plays_what_is_missing(tmp_path, monkeypatch):
     played, play = [], sft.demonstrate
     monkeypatch.setattr(sft, "demonstrate", lambda env, task: played.append(task) or play(env, task))
-    args = sft.arguments(["--env", "frozenlake", "--run", str(tmp_path), "--n-expert", "4"])
-    args.expert = tmp_path / "expert.jsonl"
-    sft.collect(FakeEnv(), args)
-    whole = args.expert.read_bytes()
-    args.expert.write_bytes(whole[: whole.rindex(b"messages")])  # in the middle of the last line
-    sft.collect(FakeEnv(), args)
-    assert args.expert.read_bytes() == whole and played == ["train0", "train1", "train2", "train3", "train3"]
-    args.seed = 1  # the agent's: the same demonstrations
-    sft.collect(FakeEnv(), args)
-    assert len(played) == 5
-    args.env = "webshop"
+    path, about = tmp_path / "expert.jsonl", {"env": "frozenlake", "run": tmp_path}
+    sft.collect(FakeEnv(), path, 4, dict(about), overwrite=False)
+    complete = path.read_bytes()
+    path.write_bytes(complete[: complete.rindex(b"messages")])  # in the middle of the last line
+    sft.collect(FakeEnv(), path, 4, dict(about), overwrite=False)
+    assert path.read_bytes() == complete and played == ["train0", "train1", "train2", "train3", "train3"]
     with pytest.raises(UserError, match="begun with --env frozenlake, not webshop"):
-        sft.collect(FakeEnv(), args)
+        sft.collect(FakeEnv(), path, 4, about | {"env": "webshop"}, overwrite=False)
 
 
 # -------------------------------------------------------------------------------------------------------- the command
@@ -421,13 +433,10 @@ def test_a_trajectory_is_cut_at_the_models_context():
     assert sft.tokens_and_mask(chat, STATE, 100) == sft.tokens_and_mask(CHAT, STATE, 9)
 
 
-def test_a_batch_that_was_asked_for_is_not_cut():
-    def batch(asked: int | None) -> int:
-        args = arguments(batch=asked, epochs=1)
-        sft.train(tiny_lm(CHAT), CHAT, [STATE] * 8, args)
-        return args.batch
-
-    assert (batch(8), batch(None)) == (8, 2)  # else a quarter of so few
+def test_few_demonstrations_make_small_batches_and_many_epochs():
+    assert sft.length(8, None, None) == {"batch": 2, "epochs": 50}
+    assert sft.length(1000, None, None) == {"batch": 16, "epochs": 12}
+    assert sft.length(8, 8, 1) == {"batch": 8, "epochs": 1}  # what was asked for is not cut
 
 
 def test_a_folder_that_is_none_is_named_in_one_line(tmp_path):

@@ -1,8 +1,8 @@
 """Tree-GRPO: how forests grow, what leaves are worth, the loss by hand, packed training against the plain form."""
 
+import dataclasses
 import itertools
 import json
-from argparse import Namespace
 from collections import Counter
 
 import numpy as np
@@ -18,19 +18,17 @@ from torch.testing import assert_close
 import envs
 from experiments import learning, tree_grpo
 from experiments.decisions import Decision, pack_decisions
-from experiments.learning import why_stop
+from experiments.learning import Learner, why_stop
 from experiments.tree_grpo import (
-    Node,
-    Tree,
+    Trajectory,
     advantages,
+    batches,
     dual_clip,
+    env_steps,
     forest,
-    gradients,
     low_variance_kl,
     policy_loss,
-    prepared,
-    shares,
-    step_advantages,
+    weights,
 )
 from qlass import UserError, models
 from qlass.chat import Rendering, State
@@ -40,8 +38,8 @@ from qlass.policy import Policy
 # ------------------------------------------------------------------------------------------------------------- forests
 
 
-def grow(M, N, L, key=("k",), script=None, env=None):
-    env = env or FakeEnv()
+def grow(M, N, L, key=("k",), script=None):
+    env = FakeEnv()
     policy = script or Script({(): "left right right", ("right",): "left right", ("left",): "right left"}, "right left")
     return (*run(forest(env, "train0", M, N, L, Rendering(candidates="valid"), key), policy), env)
 
@@ -49,43 +47,37 @@ def grow(M, N, L, key=("k",), script=None, env=None):
 @pytest.mark.parametrize(("M", "N", "L"), [(4, 2, 0), (1, 2, 1), (2, 2, 1), (3, 1, 4)])
 def test_number_of_leaves_and_each_edge_played_once(M, N, L):
     trees, requests, env = grow(M, N, L)
-    assert [len(tree.leaves) for tree in trees] == [N * L + 1] * M
-    assert len(env.played) == len(requests) == sum(tree.env_steps for tree in trees)
+    assert [len(tree) for tree in trees] == [N * L + 1] * M
+    assert len(env.played) == len(requests) == env_steps(trees)
+    assert len({request.key for request in requests}) == len(requests)  # no noise is used twice
     # Were each trajectory played from its start, there would be as many steps as all of them have.
-    whole = sum(len(leaf.path) for tree in trees for leaf in tree.leaves)
-    assert len(env.played) <= whole and (len(env.played) < whole or N * L == 0)
+    steps = sum(len(trajectory.decisions) for tree in trees for trajectory in tree)
+    assert len(env.played) < steps or (N * L == 0 and len(env.played) == steps)
 
 
 def test_leaves_earn_what_their_paths_pay():
-    for tree in grow(3, 3, 3)[0]:
-        for leaf in tree.leaves:
-            node = WORLD
-            for i, decision in enumerate(leaf.path):
-                assert path_of(decision.state) == tuple(d.action.split()[-1] for d in leaf.path[:i])
-                assert {text.split()[-1] for text in decision.valid} == set(node)
-                node = node[decision.action.split()[-1]]
-            assert leaf.reward == node and leaf.done
+    for trajectory in itertools.chain(*grow(3, 3, 3)[0]):
+        node = WORLD
+        for i, decision in enumerate(trajectory.decisions):
+            assert path_of(decision.state) == tuple(d.action.split()[-1] for d in trajectory.decisions[:i])
+            assert {text.split()[-1] for text in decision.valid} == set(node)
+            node = node[decision.action.split()[-1]]
+        assert trajectory.reward == node
 
 
 def test_a_round_is_drawn_before_any_of_it_is_grown(monkeypatch):
-    sizes = []
-    monkeypatch.setattr(tree_grpo, "uniforms", lambda n, *key: sizes.append(n) or np.full(n, 0.999))  # the newest node
-    (tree,), requests, _ = grow(1, 3, 1)
-    assert sizes == [3]
-    last = max((n for n in tree.nodes if n.path == tree.leaves[0].path[:-1]), key=lambda n: len(n.path))
-    assert [leaf.path[: len(last.path)] for leaf in tree.leaves] == [last.path] * 4
-    assert len({request.key for request in requests}) == len(requests)  # no noise is used twice
+    monkeypatch.setattr(tree_grpo, "uniforms", lambda n, *key: np.full(n, 0.999))  # the newest node
+    (tree,), _, _ = grow(1, 3, 1)
+    last = tree[0].decisions[:-1]
+    assert [trajectory.decisions[: len(last)] for trajectory in tree] == [last] * 4
 
 
 def test_the_drawn_nodes_are_the_root_and_what_is_no_leaf():
-    roots = Counter()
+    starts = Counter()
     for i in range(300):
-        (tree,), _, _ = grow(1, 1, 1, key=(i,), script=Script({}, "right"))
-        first, second = tree.leaves
-        shared = sum(a is b for a, b in zip(first.path, second.path, strict=False))
-        assert all(not node.done for node in tree.nodes)
-        roots[shared] += 1
-    assert set(roots) == {0, 1, 2} and min(roots.values()) > 70  # root, right, right right: a third each
+        ((first, second),), _, _ = grow(1, 1, 1, key=(i,), script=Script({}, "right"))
+        starts[sum(a is b for a, b in zip(first.decisions, second.decisions, strict=True))] += 1
+    assert set(starts) == {0, 1, 2} and min(starts.values()) > 70  # root, right, right right: a third each
 
 
 def test_siblings_on_slippery_ice_have_luck_of_their_own():
@@ -93,62 +85,45 @@ def test_siblings_on_slippery_ice_have_luck_of_their_own():
     chat = Rendering(candidates="valid", markov=True)
     task = env.task_ids("train")[0]
 
-    trees, _ = run(forest(env, task, 1, 12, 1, chat, ("k",)), lambda request: say("down"))
-    again, _ = run(forest(env, task, 1, 12, 1, chat, ("k",)), lambda request: say("down"))
-    ends = [leaf.state.messages[-1] for leaf in trees[0].leaves]
-    assert len(set(ends)) > 1
-    assert ends == [leaf.state.messages[-1] for leaf in again[0].leaves]
+    def ends():
+        (tree,), _ = run(forest(env, task, 1, 12, 1, chat, ("k",)), lambda request: say("down"))
+        return [(len(trajectory.decisions), trajectory.decisions[-1].state) for trajectory in tree]
+
+    assert len(set(ends())) > 1 and ends() == ends()
 
 
 # ---------------------------------------------------------------------------------------------- advantages and the loss
 
 
+def trees_of(rewards):
+    """Trees of trajectories with one decision each."""
+    start = Decision(State((("user", "start"),)), "go")
+    return [[Trajectory((start,), reward) for reward in tree] for tree in rewards]
+
+
 def test_advantages_by_hand():
-    rewards = [[1.0, 0.0, 0.5], [0.5, 0.5, 0.5]]
+    trees = trees_of([[1.0, 0.0, 0.5], [0.5, 0.5, 0.5]])
     # All six: mean .5, squares .25 + .25, unbiased variance .1. First tree: mean .5, std .5. Second tree: flat.
-    inter = [0.5 / 0.1**0.5, -0.5 / 0.1**0.5, 0.0]
-    for kind, first in (("inter", inter), ("intra", [1, -1, 0]), ("both", [inter[0] + 1, inter[1] - 1, 0])):
-        a, b = advantages(rewards, kind)
-        np.testing.assert_allclose(a, first, atol=1e-4)
-        np.testing.assert_array_equal(b, [0, 0, 0])
-
-
-def test_steps_from_equal_observations_are_a_group():
-    def leaf(reward, *observations):
-        return Node(None, None, tuple(Decision(State((("user", o),)), "go") for o in observations), reward)
-
-    start, again, alone = step_advantages(
-        [leaf(1.0, "start", "hall"), leaf(0.0, "start", "cave", "hall"), leaf(0.5, "x")]
-    )
-    np.testing.assert_allclose(start, [0.5**0.5, 0.5**0.5], atol=1e-5)
-    np.testing.assert_allclose(again, [-(0.5**0.5), 0, -(0.5**0.5)], atol=1e-5)
-    assert alone.tolist() == [0]
+    inter = [0.5 / 0.1**0.5, -0.5 / 0.1**0.5, 0, 0, 0, 0]
+    for kind, intra in (("inter", 0), ("intra", 1), ("both", 1)):
+        expected = np.array(inter) * (kind != "intra") + intra * np.array([1, -1, 0, 0, 0, 0])
+        np.testing.assert_allclose(np.concatenate(advantages(trees, kind)), expected, atol=1e-4)
 
 
 def test_flat_groups_and_groups_of_one_say_nothing():
-    assert [a.tolist() for a in advantages([[0.7, 0.7], [0.7, 0.7]])] == [[0, 0], [0, 0]]
-    chains = advantages([[1.0], [0.0]])  # chain GRPO: no tree compares anything
-    np.testing.assert_allclose(chains, advantages([[1.0], [0.0]], "inter"))
-    np.testing.assert_allclose(chains, [[0.5**0.5], [-(0.5**0.5)]], atol=1e-5)
+    assert not np.any(advantages(trees_of([[0.7, 0.7], [0.7, 0.7]])))
+    chains = advantages(trees_of([[1.0], [0.0]]))  # chain GRPO: no tree compares anything
+    np.testing.assert_allclose(np.concatenate(chains), [0.5**0.5, -(0.5**0.5)], atol=1e-5)
 
 
-def loss_of(ratio, a):
-    up, down = max(a, 0.0), max(-a, 0.0)
-    return float(dual_clip(*(torch.tensor(x) for x in (ratio, up, down))))
+def test_steps_from_equal_observations_are_a_group():
+    def trajectory(reward, *observations):
+        return Trajectory(tuple(Decision(State((("user", o),)), "go") for o in observations), reward)
 
-
-@pytest.mark.parametrize(
-    ("ratio", "a", "loss"),
-    [
-        (1.0, 2.0, -2.0), (1.1, 2.0, -2.2), (0.5, 2.0, -1.0),  # A > 0: -A r, below too
-        (1.2, 2.0, -2.4), (1.7, 2.0, -2.4), (9.0, 2.0, -2.4),  # ... clipped above
-        (1.0, -2.0, 2.0), (0.9, -2.0, 1.8), (1.7, -2.0, 3.4),  # A < 0: -A r, above too
-        (0.5, -2.0, 1.6), (3.0, -2.0, 6.0), (50.0, -2.0, 6.0),  # ... clipped below, and by the dual clip
-        (1.7, 0.0, 0.0),
-    ],
-)  # fmt: skip
-def test_dual_clip_in_each_region(ratio, a, loss):
-    assert loss_of(ratio, a) == pytest.approx(loss)
+    trees = [[trajectory(1.0, "start", "hall"), trajectory(0.0, "start", "cave", "hall"), trajectory(0.5, "x")]]
+    extra = [a - b for a, b in zip(advantages(trees, "states"), advantages(trees, "inter"), strict=True)]
+    for values, expected in zip(extra, ([1, 1], [-1, 0, -1], [0]), strict=True):
+        np.testing.assert_allclose(values, np.array(expected) * 0.5**0.5, atol=1e-5)
 
 
 @given(st.floats(0.01, 20), st.lists(st.floats(-3, 3), min_size=1, max_size=6))
@@ -157,8 +132,8 @@ def test_the_sum_over_trajectories_is_in_closed_form(ratio, several):
         unclipped = max(-a * ratio, -a * min(max(ratio, 0.8), 1.2))
         return min(unclipped, -3 * a) if a < 0 else unclipped
 
-    up, down = sum(max(a, 0) for a in several), sum(max(-a, 0) for a in several)
-    value = dual_clip(*(torch.tensor(x, dtype=torch.float64) for x in (ratio, up, down)))
+    positive, negative = sum(max(a, 0) for a in several), sum(max(-a, 0) for a in several)
+    value = dual_clip(*(torch.tensor(x, dtype=torch.float64) for x in (ratio, positive, negative)))
     assert float(value) == pytest.approx(sum(map(plain, several)), abs=1e-9)
 
 
@@ -175,10 +150,9 @@ def test_kl_is_never_negative_and_zero_at_equality():
 # ------------------------------------------------------------------------------------------ packed against step by step
 
 
-def played(chat, model, tasks=3):
-    policy = Policy(model, chat, seed=1)
+def played(chat, answer, tasks=3):
     growing = (forest(FakeEnv(), f"train{i}", 2, 2, 1, chat.rendering, (i,)) for i in range(tasks))
-    return list(drive(growing, {Sample: policy.sample}))
+    return list(drive(growing, {Sample: answer}))
 
 
 def plain_choices(model, chat, decision):
@@ -212,19 +186,14 @@ def world(request):
     chat = word_chat(candidates=request.param, temperature=1.0, max_new_tokens=7)
     # Weights small enough that all actions are drawn.
     model, old, reference = (tiny_lm(chat, seed, initializer_range=0.15) for seed in range(3))
+    answer = Policy(old, chat, seed=1).sample
     if request.param == "free":  # words at random reach no purse: what matters here is that rewards differ
-        texts = itertools.cycle([("left",), ("right",), ("find",), ("right",), ("left",)])
-
-        def answer(request):
-            return say(*next(texts))
-
-        forests = [run(forest(FakeEnv(), f"train{i}", 2, 2, 1, chat.rendering, (i,)), answer)[0] for i in range(2)]
-    else:
-        forests = played(chat, old)
-    for trees in forests:
-        for tree in trees:
-            for i, leaf in enumerate(tree.leaves):
-                leaf.reward += 0.1 * i
+        texts = itertools.cycle(["left", "right", "find", "right", "left"])
+        answer = lambda requests: [say(next(texts)) for _ in requests]  # noqa: E731
+    forests = [
+        [[dataclasses.replace(t, reward=t.reward + 0.1 * i) for i, t in enumerate(tree)] for tree in trees]
+        for trees in played(chat, answer, 2)
+    ]
     return chat, model, old, reference, forests
 
 
@@ -234,277 +203,243 @@ def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, 
     kl, bonus = 0.3, 0.2
     loss, n = torch.zeros(()), 0
     for trees in forests:  # every trajectory, every step, every advantage by itself
-        for tree, values in zip(trees, advantages([t.rewards for t in trees]), strict=True):
-            for leaf, a in zip(tree.leaves, values, strict=True):
-                for decision in leaf.path:
-                    three = [list(plain_choices(m, chat, decision)) for m in (model, old, reference)]
-                    for (logp, entropy), (before, _), (anchor, _) in zip(*three, strict=True):
-                        before, anchor, n = before.detach(), anchor.detach(), n + 1
-                        ratio = (logp - before).exp()
-                        surrogate = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
-                        surrogate = surrogate.clamp(max=-3 * a) if a < 0 else surrogate
-                        d = anchor - logp
-                        loss = loss + surrogate + kl * (d.exp() - d - 1).clamp(max=10) - bonus * entropy
+        for trajectory, steps in zip(itertools.chain(*trees), advantages(trees), strict=True):
+            for decision, a in zip(trajectory.decisions, steps, strict=True):
+                three = [list(plain_choices(m, chat, decision)) for m in (model, old, reference)]
+                for (logp, entropy), (before, _), (anchor, _) in zip(*three, strict=True):
+                    before, anchor, n = before.detach(), anchor.detach(), n + 1
+                    ratio = (logp - before).exp()
+                    surrogate = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+                    surrogate = surrogate.clamp(max=-3 * a) if a < 0 else surrogate
+                    d = anchor - logp
+                    loss = loss + surrogate + kl * (d.exp() - d - 1).clamp(max=10) - bonus * entropy
     (loss / n).backward()
     plain = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
 
-    found = shares(forests, "both")
-    weights, total = torch.tensor(list(found.values())).T, 0.0
-    packs = list(pack_decisions(chat, list(found), room))
+    learner = Learner(model, reference, chat, 1e-3)
+    learner.room = room
+    packs, total = batches(learner, forests, "both"), 0.0
     assert (len(packs) > 1) == (room == 5)
-    for p in packs:
+    for batch in packs:
         with torch.no_grad():
-            before, anchor = p.logprobs(old)[0], p.logprobs(reference)[0]
-        part = policy_loss(*p.logprobs(model), before, anchor, *weights[:, p.owner], kl, bonus) / n
+            batch.old = batch.choices.logprobs(old)[0]
+        part = policy_loss(*batch.choices.logprobs(model), batch, kl, bonus) / n
         part.backward()
         total += part.item()
-    assert sum(float(weights[2, p.owner].sum()) for p in packs) == n
+    assert sum(float(batch.visits.sum()) for batch in packs) == n
     assert total == pytest.approx(loss.item() / n, abs=1e-5)
     for name, p in model.named_parameters():
         assert_close(p.grad, plain[name], atol=2e-5, rtol=1e-3)
 
 
-def test_packed_probabilities_are_those_that_drew_the_actions():
-    chat = word_chat(candidates="valid", temperature=1.0)
-    model = tiny_lm(chat)
-    found = list(shares(played(chat, model), "both"))
-    policy = Policy(model, chat)
-    for p in pack_decisions(chat, found, 2048):
-        logp, entropy = p.logprobs(model)
-        for value, h, owner in zip(logp.tolist(), entropy.tolist(), p.owner, strict=True):
-            d = found[owner]
-            drawn = policy.sample([Sample(d.state, 50, ("x", owner), 1.0, d.valid)])[0]
-            known = {c.text: c.logprob for c in drawn}
-            assert 0 < h < np.log(len(d.valid)) + 1e-6
-            assert d.action not in known or value == pytest.approx(known[d.action], abs=1e-5)
-
-
-def test_the_first_minibatch_has_ratio_one(world):
-    chat, model, _, _, forests = world
-    found = [shares(forests, "both")]
-    batch, tokens = prepared(model, tiny_lm(chat, 9), chat, found)
-    assert tokens == sum(len(p.tree) for p, _ in batch)
-    for p, (*_, old, reference) in batch:
-        assert torch.equal(p.logprobs(model)[0], old)
-        assert not torch.allclose(old, reference)
-    batch, _ = prepared(model, model, chat, found)
-    kl, entropy, clipped = gradients(model, batch, 0.1, 0.1)
-    assert (kl, clipped) == (0.0, 0.0) and entropy > 0
-
-
-def test_trees_are_of_the_distribution_that_is_trained():
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_trees_are_of_the_distribution_that_is_trained(temperature):
     """Whatever the agent's own temperature: each action's probability when drawn is the one in the packed tree."""
-    chat, said = word_chat(candidates="valid", temperature=0.3), {}
+    chat, drawn = word_chat(candidates="valid", temperature=temperature), {}
     model = tiny_lm(chat)
     policy = Policy(model, chat, seed=1)
 
     def answer(requests):
-        found = policy.sample(requests)
-        said.update({(r.state, c.text): c.logprob for r, (c,) in zip(requests, found, strict=True)})
-        return found
+        answers = policy.sample(requests)
+        drawn.update({(r.state, c.text): c.logprob for r, (c,) in zip(requests, answers, strict=True)})
+        return answers
 
-    growing = [forest(FakeEnv(), f"train{i}", 2, 2, 1, chat.rendering, (i,)) for i in range(3)]
-    found = list(shares(drive(growing, {Sample: answer}), "both"))
-    for p in pack_decisions(chat, found, 2048):
-        for value, owner in zip(p.logprobs(model)[0].tolist(), p.owner, strict=True):
-            assert value == pytest.approx(said[found[owner].state, found[owner].action], abs=1e-5)
+    decisions = list(dict.fromkeys(d for trees in played(chat, answer) for d in weights(trees, "both")))
+    for pack in pack_decisions(chat, decisions, 2048):
+        logp, entropy = pack.logprobs(model)
+        for value, h, owner in zip(logp.tolist(), entropy.tolist(), pack.owner, strict=True):
+            decision = decisions[owner]
+            assert value == pytest.approx(drawn[decision.state, decision.action], abs=1e-5)
+            assert 0 < h < np.log(len(decision.valid)) + 1e-6
 
 
 def test_a_shared_step_has_the_advantages_of_all_trajectories_through_it():
     a, b, c = (Decision(State((("user", x),)), x) for x in "abc")
-    leaves = [Node(a.state, None, path, reward) for path, reward in [((a, b), 1.0), ((a, c), 0.0), ((c, c), 0.0)]]
-    found = shares([[Tree([], leaves)]], "inter")
+    tree = [Trajectory(path, reward) for path, reward in [((a, b), 1.0), ((a, c), 0.0), ((c, c), 0.0)]]
+    sums = weights([tree], "inter")
     std = (1 / 3) ** 0.5
-    np.testing.assert_allclose(found[a], (2 / 3 / std, 1 / 3 / std, 2), atol=1e-4)
-    np.testing.assert_allclose(found[b], (2 / 3 / std, 0, 1), atol=1e-4)
-    np.testing.assert_allclose(found[c], (0, 3 * 1 / 3 / std, 3), atol=1e-4)
+    np.testing.assert_allclose(sums[a], (2 / 3 / std, 1 / 3 / std, 2), atol=1e-4)
+    np.testing.assert_allclose(sums[b], (2 / 3 / std, 0, 1), atol=1e-4)
+    np.testing.assert_allclose(sums[c], (0, 3 * 1 / 3 / std, 3), atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------- the script
 
 FLAGS = ["--env", "frozenlake", "--lr", "0.003", "--batch-tasks", "8", "--minibatch", "4", "--every", "2", "--val", "2"]
+FLAGS += ["--budget-in", "env_steps"]
 
 
-def train(run, agent, *flags):
-    tree_grpo.main([*FLAGS, "--run", str(run), "--sft", str(agent), *flags])
-    return [json.loads(line) for line in (run / "sft-tree_grpo.updates.jsonl").read_text().splitlines()]
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "sft-tree_grpo.updates.jsonl").read_text().splitlines()]
 
 
-def test_it_learns_the_best_leaf_of_a_written_world(fake_world, agent, tmp_path, capsys):
-    lines = train(tmp_path, agent, "--budget", "4000", "--budget-in", "env_steps", "--lr", "0.01")
+def contents(folder):
+    names = "sft-tree_grpo.updates.jsonl", "sft-tree_grpo/model.safetensors"
+    return [(folder / name).read_bytes() for name in names]
+
+
+@pytest.fixture
+def train(fake_world, agent, tmp_path):
+    """Trains in a folder of that name; returns the lines of updates.jsonl."""
+
+    def start(name, budget, *flags, sft=agent):
+        tree_grpo.main([*FLAGS, "--run", str(tmp_path / name), "--sft", str(sft), "--budget", str(budget), *flags])
+        return lines_of(tmp_path / name)
+
+    return start
+
+
+@pytest.fixture
+def free(tmp_path):
+    """Makes an agent of random weights that writes free text."""
+
+    def save(name, **rendering):
+        chat = word_chat(max_new_tokens=6, **rendering)
+        tiny_lm(chat).save_pretrained(tmp_path / name)
+        chat.save(tmp_path / name)
+        return tmp_path / name
+
+    return save
+
+
+def test_it_learns_the_best_leaf_of_a_written_world(train, capsys):
+    lines = train("run", 4000, "--lr", "0.01")
     assert lines[0]["val"] < 1 and max(line["val"] or 0 for line in lines) == 1.0
     assert lines[1]["reward"] < 0.6 < 0.9 < lines[-1]["reward"]
     assert lines[-1]["entropy"] < lines[1]["entropy"] and lines[-1]["kl"] > lines[1]["kl"]
     assert "validation" in capsys.readouterr().out
-    policy = Policy.load(tmp_path / "sft-tree_grpo")  # the best one is kept
-    assert learning.validation(policy.model, policy.chat, FakeEnv(), ["test0"]) == 1.0
 
 
-def test_no_luck_is_used_twice_and_each_seed_has_its_own(fake_world, agent, tmp_path, monkeypatch):
-    asked, sample = [], Policy.sample
-    monkeypatch.setattr(Policy, "sample", lambda self, requests: asked.extend(requests) or sample(self, requests))
-
-    def keys(seed):
-        asked.clear()
-        train(tmp_path / seed, agent, "--budget", "300", "--budget-in", "env_steps", "--seed", seed)
-        return [request.key for request in asked if request.temperature]  # validation is greedy
-
-    first, second = keys("0"), keys("1")
+def test_no_random_number_is_used_twice_and_each_seed_has_its_own(train, tmp_path, monkeypatch):
+    requests, sample = [], Policy.sample
+    monkeypatch.setattr(Policy, "sample", lambda self, asked: requests.extend(asked) or sample(self, asked))
+    keys = []
+    for seed in ("0", "1"):
+        requests.clear()
+        train(seed, 300, "--seed", seed)
+        keys.append([request.key for request in requests if request.temperature])  # validation is greedy
+    first, second = keys
     assert len(set(first)) == len(first) > 50 and not set(first) & set(second)
+    monkeypatch.setattr(FakeEnv, "side_by_side", 3)
+    train("narrow", 300)
+    assert contents(tmp_path / "narrow") == contents(tmp_path / "0") != contents(tmp_path / "1")
 
 
-def test_later_minibatches_have_moved_away_from_the_agent_that_drew(fake_world, agent, tmp_path):
-    (_, still), (_, moved) = (
-        train(tmp_path / name, agent, "--lr", "0.1", "--budget", "1", "--minibatch", size)
-        for name, size in (("one", "8"), ("four", "2"))
-    )
+def test_later_minibatches_have_moved_away_from_the_agent_that_drew(train):
+    (_, still), (_, moved) = (train(size, 1, "--lr", "0.1", "--minibatch", size) for size in ("8", "2"))
     assert still["clipped"] == 0 < moved["clipped"]
 
 
-def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(fake_world, agent, tmp_path, monkeypatch):
-    weights = []
+def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monkeypatch):
+    states = []
 
-    def told(model, *_):  # best after the first batch
-        weights.append({name: w.clone() for name, w in model.state_dict().items()})
-        return {1: 0.1, 2: 0.6}.get(len(weights), 0.5)
+    def validation(learner, *_):  # best after the first batch
+        states.append({name: w.clone() for name, w in learner.model.state_dict().items()})
+        return {1: 0.1, 2: 0.6}.get(len(states), 0.5)
 
-    monkeypatch.setattr(learning, "validation", told)
-    lines = train(tmp_path, agent, "--budget", "400", "--budget-in", "env_steps", "--every", "1")
-    assert [line["val"] for line in lines[:3]] == [0.1, 0.6, 0.5]
-    kept = Policy.load(tmp_path / "sft-tree_grpo").model.state_dict()
-    assert all(torch.equal(w, weights[1][name]) for name, w in kept.items())
+    monkeypatch.setattr(Learner, "validation", validation)
+    assert [line["val"] for line in train("run", 400, "--every", "1")[:3]] == [0.1, 0.6, 0.5]
+    best = Policy.load(tmp_path / "run" / "sft-tree_grpo").model.state_dict()
+    assert all(torch.equal(w, states[1][name]) for name, w in best.items())
 
 
-def test_an_early_stop_is_validated_and_final(fake_world, agent, tmp_path, monkeypatch, capsys):
-    real = tree_grpo.one_batch
-    monkeypatch.setattr(tree_grpo, "one_batch", lambda *args: real(*args) | {"flat": 1.0, "reward": 0.5})
-    flags = ["--budget", "1e9", "--every", "5"]
-    lines = train(tmp_path, agent, *flags)
+def test_an_early_stop_is_validated_and_final(train, monkeypatch, capsys):
+    def learn(learner, env, iterate, *rest):
+        learning.learn(learner, env, lambda last: iterate(last) | {"flat": 1.0, "reward": 0.5}, *rest)
+
+    monkeypatch.setattr(tree_grpo, "learn", learn)
+    lines = train("run", 1e9, "--every", "5")
     assert len(lines) == 9 and lines[-1]["val"] is not None  # eight flat batches; 8 is no multiple of 5
     assert "lower --lr" in capsys.readouterr().out
-    assert train(tmp_path, agent, *flags) == lines
+    assert train("run", 1e9, "--every", "5") == lines
 
 
-def test_a_training_that_diverges_ends_with_a_message(fake_world, agent, tmp_path):
+def test_a_training_that_diverges_ends_with_a_message(train):
     with pytest.raises(UserError, match=r"update 2: the gradient is not finite.* lower --lr than 1e\+30"):
-        train(tmp_path, agent, "--budget", "1e9", "--lr", "1e30")
+        train("run", 1e9, "--lr", "1e30")
 
 
-def test_without_its_weights_a_training_is_not_begun_anew(fake_world, agent, tmp_path):
-    budget = ["--budget", "300", "--budget-in", "env_steps"]
-    lines, made = train(tmp_path, agent, *budget), contents(tmp_path)
-    log = tmp_path / "sft-tree_grpo.updates.jsonl"
-    log.write_bytes(made[0].splitlines(keepends=True)[0])
+def test_without_its_weights_a_training_is_not_begun_anew(train, tmp_path):
+    lines, files = train("run", 300), contents(tmp_path / "run")
+    log, resume = (tmp_path / "run" / f"sft-tree_grpo.{ending}" for ending in ("updates.jsonl", "resume.pt"))
+    log.write_bytes(files[0].splitlines(keepends=True)[0])
     with pytest.raises(UserError, match="has lost lines"):
-        train(tmp_path, agent, "--budget", "9e9")
-    log.write_bytes(made[0])
-    (tmp_path / "sft-tree_grpo.resume.pt").write_bytes(b"cut short")
+        train("run", 9e9)
+    log.write_bytes(files[0])
+    resume.write_bytes(b"cut short")
     with pytest.raises(UserError, match=r"resume\.pt: can't be read"):
-        train(tmp_path, agent, "--budget", "9e9")
-    (tmp_path / "sft-tree_grpo.resume.pt").unlink()
-    with pytest.raises(UserError, match=r"resume\.pt: missing, .*--overwrite"):
-        train(tmp_path, agent, "--budget", "600", "--budget-in", "env_steps")
-    assert contents(tmp_path) == made
-    assert train(tmp_path, agent, *budget, "--overwrite") == lines
+        train("run", 9e9)
+    resume.unlink()
+    with pytest.raises(UserError, match=r"resume\.pt is missing: --overwrite"):
+        train("run", 600)
+    assert contents(tmp_path / "run") == files
+    assert train("run", 300, "--overwrite") == lines
 
 
-def contents(run):
-    names = "sft-tree_grpo.updates.jsonl", "sft-tree_grpo/model.safetensors"
-    return [(run / name).read_bytes() for name in names]
-
-
-@pytest.mark.parametrize("weights", ["float32", "bf16"])  # the latter are rounded by chance
-def test_a_stopped_run_ends_where_an_unbroken_one_does(fake_world, agent, tmp_path, monkeypatch, weights):
-    flags = ["--budget", "500", "--budget-in", "env_steps", "--weights", weights]
-    train(tmp_path / "whole", agent, *flags)
-    real, calls = tree_grpo.one_batch, []
+def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypatch):
+    train("one", 500)
+    batch_of, calls = tree_grpo.batch_of, []
 
     def stops(*args):
         calls.append(1)
         if len(calls) == 4:  # between two validations, a line of which is already written
             raise KeyboardInterrupt
-        return real(*args)
+        return batch_of(*args)
 
-    monkeypatch.setattr(tree_grpo, "one_batch", stops)
+    monkeypatch.setattr(tree_grpo, "batch_of", stops)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "again", agent, *flags)
-    said = json.loads((tmp_path / "again" / "sft-tree_grpo.meta.json").read_text())  # of what can be played by now
-    assert said["last"] == said["best"] and said["last"]["val"] is not None and said["passes"]
-    train(tmp_path / "again", agent, *flags)
-    assert len(calls) > 4 and contents(tmp_path / "again") == contents(tmp_path / "whole")
-    done = len(calls)
-    train(tmp_path / "again", agent, *flags)
-    assert len(calls) == done  # nothing is left to do
+        train("again", 500)
+    meta = json.loads((tmp_path / "again" / "sft-tree_grpo.meta.json").read_text())  # of what can be played by now
+    assert meta["last"] == meta["best"] and meta["last"]["val"] is not None and meta["passes"]
+    train("again", 500)
+    finished = len(calls)
+    assert finished > 4 and contents(tmp_path / "again") == contents(tmp_path / "one")
+    train("again", 500)
+    assert len(calls) == finished  # nothing is left to do
     with pytest.raises(UserError, match="--kl"):
-        train(tmp_path / "again", agent, "--kl", "0.5", "--weights", weights)
-
-
-def test_the_same_seed_gives_the_same_files_at_any_batch_width(fake_world, agent, tmp_path, monkeypatch):
-    for name, width in (("wide", 64), ("narrow", 3)):
-        monkeypatch.setattr(FakeEnv, "side_by_side", width)
-        train(tmp_path / name, agent, "--budget", "300", "--budget-in", "env_steps")
-    assert contents(tmp_path / "wide") == contents(tmp_path / "narrow")
-    train(tmp_path / "other", agent, "--budget", "300", "--budget-in", "env_steps", "--seed", "1")
-    assert contents(tmp_path / "wide") != contents(tmp_path / "other")
+        train("again", 500, "--kl", "0.5")
 
 
 def test_chains_are_trees_without_rounds(fake_world, agent, tmp_path):
-    tree_grpo.main([*FLAGS, "--run", str(tmp_path), "--sft", str(agent), "--rounds", "0", "-M", "4", "--budget", "100"])
+    tree_grpo.main([*FLAGS, "--run", str(tmp_path), "--sft", str(agent), "--rounds", "0", "-M", "4", "--budget", "50"])
     assert (tmp_path / "sft-grpo" / "config.json").exists()
-    with pytest.raises(UserError, match="nothing to be compared with"):
-        tree_grpo.arguments(["--rounds", "0", "-M", "1"])
-    with pytest.raises(UserError, match="compare nothing"):
-        tree_grpo.arguments(["--rounds", "0", "-M", "4", "--advantage", "intra"])
-
-
-def line(val=None, flat=0.0, reward=0.5):
-    return {"val": val, "flat": flat, "reward": reward}
+    for flags, message in ((["-M", "1"], "nothing to be compared with"), (["--advantage", "intra"], "compare nothing")):
+        with pytest.raises(UserError, match=message):
+            tree_grpo.arguments(["--rounds", "0", *flags])
 
 
 def test_when_to_stop():
+    def line(val=None, flat=0.0, reward=0.5):
+        return {"val": val, "flat": flat, "reward": reward}
+
     start = line(0.8, None, None)
     assert why_stop([start, line(0.9), line(0.5)]) == ""  # once may be chance
     assert "lower --lr" in why_stop([start, line(0.9), line(0.5), line(0.6)])
     assert why_stop([start, line(0.9), line(0.5), line(0.7)]) == ""
-    flat = [line(flat=0.97) for _ in range(8)]
-    assert "--entropy" in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
-    assert "nothing is left to learn" in why_stop([start, *(line(flat=1.0, reward=0.95) for _ in range(8))])
+    for reward, advice in ((0.95, "nothing is left to learn"), (0.5, "--entropy"), (0.0, "better agent")):
+        flat = [line(flat=0.97, reward=reward) for _ in range(8)]
+        assert advice in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
     read = [start | {"env_steps": n} for n in (0, 60, 100, 100)]
     assert "no more environment steps" in why_stop(read, "env_steps")
     assert why_stop(read[:3], "env_steps") == "" and why_stop(read, "tokens") == ""
 
 
 @pytest.mark.parametrize("flags", [[], ["--lora", "2"]])
-def test_free_text_and_lora_updates_train_too(fake_world, tmp_path, flags):
-    chat = word_chat(max_new_tokens=6)
-    tiny_lm(chat).save_pretrained(tmp_path / "free")
-    chat.save(tmp_path / "free")
-    lines = train(tmp_path, tmp_path / "free", "--budget", "100", "--budget-in", "env_steps",
-                  "--entropy", "0.1", *flags)  # fmt: skip
+def test_free_text_and_lora_updates_train_too(train, free, tmp_path, flags):
+    lines = train("run", 100, "--entropy", "0.1", *flags, sft=free("free"))
     assert lines[-1]["updates"] == 2 * lines[-1]["batch"] >= 2
     assert lines[-1]["entropy"] > 0 and lines[-1]["kl"] > 0  # words at random earn nothing: the bonus alone moves it
-    saved = Policy.load(tmp_path / "sft-tree_grpo").model.state_dict()
-    assert saved.keys() == tiny_lm(chat).state_dict().keys()  # merged
-
-
-def test_an_agent_that_samples_from_its_likeliest_tokens_is_trained_on_all(fake_world, tmp_path):
-    """The ratios are of the full distribution, so the trees are drawn from it too."""
-    lines = []
-    for name, top_p in (("all", 1.0), ("likeliest", 0.01)):
-        chat = word_chat(max_new_tokens=6, top_p=top_p)
-        tiny_lm(chat).save_pretrained(tmp_path / name)
-        chat.save(tmp_path / name)
-        budget = ["--budget", "100", "--budget-in", "env_steps"]
-        lines.append(train(tmp_path / f"run-{name}", tmp_path / name, *budget, "--entropy", "0.1"))
-    assert lines[0] == lines[1] and lines[0][-1]["updates"]
+    saved = Policy.load(tmp_path / "run" / "sft-tree_grpo").model.state_dict()
+    assert saved.keys() == tiny_lm(word_chat()).state_dict().keys()  # merged
+    likeliest = train("likeliest", 100, "--entropy", "0.1", *flags, sft=free("likeliest", top_p=0.01))
+    assert likeliest == lines  # the ratios are of the full distribution, so the trees are drawn from it too
 
 
 @pytest.mark.parametrize(("flags", "shared"), [([], False), (["--lora", "2"], True)])
-def test_the_reference_stays_as_it_was_and_shares_what_is_frozen(fake_world, agent, tmp_path, capsys, flags, shared):
-    args = tree_grpo.arguments(["--run", str(tmp_path), "--sft", str(agent), *flags])
-    model, reference, _, optimizer = learning.load(args, 1e-2)
-    assert "memory: weights" in capsys.readouterr().out
+def test_the_reference_stays_as_it_was_and_shares_what_is_frozen(fake_world, agent, tmp_path, flags, shared):
+    learner = learning.load(tree_grpo.arguments(["--run", str(tmp_path), "--sft", str(agent), *flags]), 1e-2)
+    model, reference = learner.model, learner.reference
     own = {p.data_ptr() for p in model.parameters()}
     copies = [name for name, p in reference.named_parameters() if p.data_ptr() not in own]
     assert copies and all((".lora_" in name) == shared for name in copies)
@@ -512,59 +447,37 @@ def test_the_reference_stays_as_it_was_and_shares_what_is_frozen(fake_world, age
     before = reference(ids).logits.clone()
     for _ in range(2):  # the first moves LoRA's B, which begins at 0
         model(ids).logits.square().sum().backward()
-        learning.step(optimizer, 1e-2, 4)
+        learner.step(4)
     assert torch.equal(reference(ids).logits, before)
     assert not torch.allclose(model(ids).logits, before, atol=1e-4)
 
 
-@pytest.mark.parametrize("flags", [[], ["--fsdp"], ["--fsdp", "--gradient-checkpointing"]])
-def test_two_processes_train_what_one_does(fake_world, agent, tmp_path, flags):
-    """Each with the whole model, or with half of the weights, gradients and moments."""
-    budget = ["--budget", "300", "--budget-in", "env_steps", "--sft", str(agent)]
-    budget += ["--batch-tasks", "7", "--val", "1"]  # so that one process plays more than the other
-    train(tmp_path / "one", agent, *budget)
-    launch(tree_grpo, [*FLAGS, *budget, *flags, "--run", str(tmp_path / "two")], 2)
-    assert_equal_runs(tmp_path / "one", tmp_path / "two")
-
-
-def assert_equal_runs(*folders):
-    one, two = (
-        [json.loads(line) for line in (folder / "sft-tree_grpo.updates.jsonl").read_text().splitlines()]
-        for folder in folders
-    )
-    for a, b in zip(one, two, strict=True):
+def test_two_processes_train_what_one_does(train, agent, tmp_path):
+    flags = ["--batch-tasks", "7", "--val", "1"]  # so that one process plays more than the other
+    one = train("one", 300, *flags)
+    launch(tree_grpo, [*FLAGS, *flags, "--sft", str(agent), "--budget", "300", "--run", str(tmp_path / "two")], 2)
+    for a, b in zip(one, lines_of(tmp_path / "two"), strict=True):
         assert a == pytest.approx(b, abs=1e-4)
-    weights = [Policy.load(folder / "sft-tree_grpo").model.state_dict() for folder in folders]
-    for name, w in weights[0].items():
-        assert_close(weights[1][name], w, atol=1e-4, rtol=1e-3)
-
-
-def test_a_divided_training_resumes_what_one_process_began_and_the_reverse(fake_world, agent, tmp_path):
-    flags = ["--every", "1", "--budget-in", "env_steps", "--sft", str(agent), "--fsdp", "--budget"]
-    train(tmp_path / "whole", agent, *flags, "300")
-    for name, first in (("from-one", 1), ("from-two", 2)):
-        for count, budget in ((first, "100"), (3 - first, "300")):
-            launch(tree_grpo, [*FLAGS, *flags, budget, "--run", str(tmp_path / name)], count)
-        assert_equal_runs(tmp_path / "whole", tmp_path / name)
+    states = [Policy.load(tmp_path / name / "sft-tree_grpo").model.state_dict() for name in ("one", "two")]
+    for name, w in states[0].items():
+        assert_close(states[1][name], w, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", [transformers.LlamaConfig, transformers.OPTConfig])
 def test_recomputing_layers_changes_no_gradient_and_drops_nothing_out(kind):
-    """OPT has dropout, of which its layers themselves do a part."""
     torch.manual_seed(0)
     config = kind(hidden_size=32, ffn_dim=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
                   word_embed_proj_dim=32, vocab_size=50, max_position_embeddings=64)  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    ids, calls, found = torch.arange(20)[None], [], []
-    attention = next(m for m in models.layers_of(model.base_model)[0].children() if "Attention" in type(m).__name__)
+    learning.without_dropout(model)
+    ids, calls, gradients = torch.arange(20)[None], [], []
+    attention = next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
     attention.register_forward_pre_hook(lambda *_: calls.append(1))
-    for checkpointing in (False, True):
-        models.save_memory(model, Namespace(lora=None, weights="float32", gradient_checkpointing=checkpointing))
-        with learning.recomputed(model):
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        found.append([p.grad.clone() for p in model.parameters()])
+    for recomputed in (False, True):
+        models.save_memory(model, None, None, recomputed)
+        model.train(recomputed)(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
         model.zero_grad()
     assert len(calls) == 3  # once, then forward and backward
-    assert not any(module.training for module in model.modules())
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*gradients, strict=True):
         assert_close(a, b)
