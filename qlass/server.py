@@ -33,7 +33,7 @@ class Endpoint:
         try:
             import openai
         except ImportError:
-            raise UserError(f"{flag}: openai is missing: pip install -r requirements-serve.txt") from None
+            raise UserError(f"{flag}: openai is missing: pip install openai") from None
         self.url, _, self.model = url.partition("#")
         local = urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")  # where no proxy is to answer
         self.name = f"{flag} {self.url}" + (f" (by proxies {getproxies()})" if getproxies() and not local else "")
