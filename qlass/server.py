@@ -60,12 +60,12 @@ class Endpoint:
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             raise UserError(f"{self.name}: not what an OpenAI-compatible server answers ({error})") from error
 
-    def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> tuple[str, Any]:
+    def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> tuple[str, dict]:
         """The text of a chat completion's first choice, and that choice; messages are (role, content)."""
         turns = [{"role": role, "content": content} for role, content in messages]
         with self.one_line():
             choice = self.client.chat.completions.create(model=self.model, messages=turns, **options).choices[0]
-            return choice.message.content or "", choice
+            return choice.message.content or "", choice.to_dict()
 
 
 class ServerPolicy:

@@ -308,7 +308,9 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
 
 def test_a_server_does_not_tell_how_likely_a_text_is(tmp_path, fakes):
     common = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(saved(tmp_path / "sft", word_chat()))]
-    with pytest.raises(UserError, match="--server: a server does not tell the log-probability of a text: leave --method likeliest"):
+    with pytest.raises(
+        UserError, match="--server: a server does not tell the log-probability of a text: leave --method likeliest"
+    ):
         q_search.main([*common, "--method", "greedy", "likeliest", "--server", fakes().url])
     plan = q_search.plan_of(FakeEnv(), ["all"], [2], None, "q", server=True)
     assert plan and "likeliest" not in {method.name for method in plan}

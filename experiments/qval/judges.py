@@ -56,7 +56,7 @@ class ChatServer:
         self.server = Endpoint(url, "--judge")
         self.name, self.side_by_side = slug(self.server.model), side_by_side
 
-    def _ask(self, question: Question, **options: Any) -> tuple[str, Any]:
+    def _ask(self, question: Question, **options: Any) -> tuple[str, dict]:
         seed = int(uniforms(1, *question.key)[0] * 2**31)
         options = {"temperature": question.temperature, "seed": seed, "max_tokens": ROOM} | options
         return self.server.chat(question.messages, **options)
@@ -71,12 +71,12 @@ class ChatServer:
         def first(item: tuple[Question, tuple[str, ...]]) -> list[float] | None:
             _, choice = self._ask(item[0], max_tokens=1, logprobs=True, top_logprobs=20)
             try:
-                top = choice.logprobs.content[0].top_logprobs
-            except (AttributeError, IndexError, TypeError):
+                top = choice["logprobs"]["content"][0]["top_logprobs"]
+            except (KeyError, IndexError, TypeError):
                 return None
             known: dict[str, float] = {}
             for t in reversed(top):
-                known[t.token.strip()] = t.logprob
+                known[t["token"].strip()] = t["logprob"]
             return [known.get(option, -math.inf) for option in item[1]]
 
         with ThreadPoolExecutor(self.side_by_side) as pool:
