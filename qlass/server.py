@@ -44,7 +44,7 @@ class Endpoint:
         )  # fmt: skip
         if not self.model:
             with self.one_line():
-                self.model = self.client.models.list().data[0].id
+                self.model = next((model.id for model in self.client.models.list().data or ()), "")
 
     @contextlib.contextmanager
     def one_line(self) -> Iterator[None]:

@@ -76,14 +76,14 @@ class Fake:
 
 @pytest.fixture
 def fakes():
-    made = []
+    started_ones = []
 
     def make(*options):
-        made.append(Fake(*options))
-        return made[-1]
+        started_ones.append(Fake(*options))
+        return started_ones[-1]
 
     yield make
-    for fake in made:
+    for fake in started_ones:
         stopped(fake.http)
 
 
@@ -91,49 +91,40 @@ def served(fake: Fake, chat: Chat = CHAT, **options) -> ServerPolicy:
     return ServerPolicy(fake.url, chat, **options)
 
 
+def texts(policy: ServerPolicy, *requests: Sample) -> list[str]:
+    return [c.text for drawn in policy.sample(list(requests)) for c in drawn]
+
+
 def test_a_candidate_is_one_completion_of_token_ids(fakes):
     fake = fakes()
     policy = served(fake)
     (drawn,) = policy.sample([asked(3)])
-    bodies = fake.sampled()
-    assert {f"Action: left {body['seed']}" for body in bodies} == {c.text for c in drawn} and len(bodies) == 3
-    assert all(body["prompt"] == CHAT.prompt(STATE) and body["model"] == "first" for body in bodies)
-    settings = (0.8, CHAT.rendering.max_new_tokens, 1.0, "<end>")
-    assert {(b["temperature"], b["max_tokens"], b["top_p"], *b["stop"]) for b in bodies} == {settings}
-    assert bodies[0]["stop_token_ids"] == [CHAT.stop_id] and bodies[0].keys() >= EXTRA
-    assert len({c.text for c in drawn}) == 3 and {c.tokens for c in drawn} == {3} and policy.computed == 21
-    assert all(math.isnan(c.logprob) for c in drawn)
-    (again,) = served(fake).sample([asked(3)])
-    assert [c.text for c in again] == [c.text for c in drawn]  # the same seeds
-    assert [c.text for c in served(fake).sample([asked(2)])[0]] == [c.text for c in drawn[:2]]
-    for other in (served(fake, seed=1).sample([asked(3)]), policy.sample([asked(3, ("t", 1))])):
-        assert not {c.text for c in other[0]} & {c.text for c in drawn}
+    assert len(fake.sampled()) == len(drawn) == 3 and policy.computed == 21
+    assert all((c.tokens, math.isnan(c.logprob)) == (3, True) for c in drawn)
+    for body in fake.sampled():
+        assert (body["prompt"], body["model"], body["temperature"]) == (CHAT.prompt(STATE), "first", 0.8)
+        assert (body["max_tokens"], body["top_p"]) == (CHAT.rendering.max_new_tokens, 1.0)
+        assert (body["stop"], body["stop_token_ids"]) == (["<end>"], [CHAT.stop_id]) and body.keys() >= EXTRA
+    first = [c.text for c in drawn]
+    assert set(first) == {f"Action: left {body['seed']}" for body in fake.sampled()} and len(set(first)) == 3
+    assert texts(served(fake), asked(3)) == first and texts(policy, asked(2)) == first[:2]  # the same seeds
+    assert not {*texts(served(fake, seed=1), asked(3)), *texts(policy, asked(3, ("t", 1)))} & set(first)
 
 
 def test_greedy_is_asked_for_once(fakes):
     fake = fakes()
-    (drawn,) = served(fake).sample([asked(4, temperature=0.0)])
-    assert len(drawn) == 4 and len({c.text for c in drawn}) == 1 and len(fake.sampled()) == 1
-
-
-def test_a_prompt_that_is_too_long_is_no_fault_of_the_server(fakes):
-    policy = served(fakes(), chat=word_chat(max_new_tokens=7))
-    policy.chat.context = 8
-    with pytest.raises(UserError, match="--truncate oldest"):
-        policy.sample([asked()])
+    drawn = texts(served(fake), asked(4, temperature=0.0))
+    assert len(drawn) == 4 and len(set(drawn)) == 1 and len(fake.sampled()) == 1
 
 
 def test_many_requests_are_under_way_at_once_and_answered_in_order(fakes, monkeypatch):
     fake = fakes()
-    policy, prompt, callers = served(fake, parallel=8), CHAT.prompt, []
+    policy, prompt, callers = served(fake, parallel=8), CHAT.prompt, set()
     # Where a text holds a special token's, the tokenizer has another setting for as long as it reads that text.
-    monkeypatch.setattr(
-        policy.chat, "prompt", lambda state: callers.append(threading.current_thread()) or prompt(state)
-    )
+    monkeypatch.setattr(policy.chat, "prompt", lambda state: callers.add(threading.current_thread()) or prompt(state))
     requests = [asked(1, ("t", i)) for i in range(24)]
-    drawn = [c.text for (c,) in policy.sample(requests)]
-    assert drawn == [policy.sample([r])[0][0].text for r in requests] and 2 <= fake.peak <= 8
-    assert set(callers) == {threading.main_thread()}
+    assert texts(policy, *requests) == [texts(policy, r)[0] for r in requests] and 2 <= fake.peak <= 8
+    assert callers == {threading.main_thread()}
 
 
 # ------------------------------------------------------------------------------------------- what a server understands
@@ -167,13 +158,17 @@ def test_sampling_settings_reach_the_server(fakes):
         served(fakes(lambda body: "top_k" in body), chat=chat)
 
 
-def test_stop_texts_beyond_what_a_server_takes_cut_the_answer_here(fakes):
+def test_an_answer_is_cut_here_too(fakes):
+    """At the end of the turn, and at stop texts beyond the four that a server takes."""
     stops = ("Observation:", "Task:", "User:", "Thought:", "\n\n")
     fake = fakes(lambda body: len(body["stop"]) > 4)
     policy = served(fake, chat=word_chat(stop=stops))
-    fake.script += [choice("Action: left\nThought: more"), choice("Action: right\n\nAction: left")]
-    assert [policy.sample([asked()])[0][0].text for _ in range(2)] == ["Action: left", "Action: right"]
+    for end in (" <end> more", "\nThought: more", "\n\nAction: right"):
+        fake.script += [choice("Action: left" + end)]
+        assert texts(policy, asked()) == ["Action: left"]
     assert fake.sampled()[0]["stop"] == ["<end>", *stops[:3]]
+    fake.script += [choice("Action: left")]
+    assert policy.sample([asked()])[0][0].tokens == 3  # counted here where the server does not: Action: left <end>
 
 
 def test_a_server_of_another_model_is_noticed(capsys):
@@ -184,11 +179,6 @@ def test_a_server_of_another_model_is_noticed(capsys):
     assert "reads 99 tokens where the checkpoint has" in capsys.readouterr().err
 
 
-def test_a_valid_action_needs_a_model_here(fakes):
-    with pytest.raises(UserError, match="--candidates free"):
-        ServerPolicy(fakes().url, word_chat(candidates="valid"))
-
-
 # -------------------------------------------------------------------------------------------------------------- faults
 
 
@@ -196,36 +186,19 @@ def test_faults_that_pass(fakes):
     fake = fakes()
     policy = served(fake, timeout=0.5)
     fake.script += [503, 429, 2.0]  # overloaded, too often, stalled
-    (drawn,) = policy.sample([asked()])
-    assert len(drawn) == 1 and len(fake.sampled()) == 4
+    assert len(texts(policy, asked())) == 1 and len(fake.sampled()) == 4
 
 
 LIES = [{"choices": [{"message": {"content": "a chat"}}]}, {"choices": "none"}, {"choices": []}, choice(None), [1, 2]]
+FAULTS = [*((status, str(status)) for status in (400, 401, 404)), *((lie, "not what an Op.* answers") for lie in LIES)]
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_answers_that_are_no_completions(fakes, lie):
+@pytest.mark.parametrize(("turn", "message"), FAULTS)
+def test_faults_that_stay(fakes, turn, message):
     fake = fakes()
     policy = served(fake)
-    fake.script += [lie]
-    with pytest.raises(UserError, match="not what an OpenAI-compatible server answers"):
-        policy.sample([asked()])
-
-
-def test_what_a_server_leaves_out_or_adds(fakes):
-    fake = fakes()
-    policy = served(fake)
-    fake.script += [choice("Action: left <end> more")]
-    ((drawn,),) = policy.sample([asked()])
-    assert drawn.text == "Action: left" and drawn.tokens == 3  # up to the end of the turn; counted here: ... <end>
-
-
-@pytest.mark.parametrize("status", [400, 401, 404])
-def test_a_refusal_is_final(fakes, status):
-    fake = fakes()
-    policy = served(fake)
-    fake.script += [status]
-    with pytest.raises(UserError, match=str(status)) as error:
+    fake.script += [turn]
+    with pytest.raises(UserError, match=f"--server {fake.url}: {message}") as error:
         policy.sample([asked()])
     assert len(fake.sampled()) == 1 and "\n" not in str(error.value)
 
@@ -239,11 +212,10 @@ def test_nobody_there(url):
 
 def test_the_key_is_sent(fakes, monkeypatch):
     fake = fakes()
-    served(fake)
-    assert fake.http.authorization == "Bearer none"
-    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    served(fake)
-    assert fake.http.authorization == "Bearer sesame"
+    for key, sent in (("", "none"), ("sesame", "sesame")):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        served(fake)
+        assert fake.http.authorization == f"Bearer {sent}"
 
 
 def test_a_proxy_of_the_environment_is_not_asked_for_this_machine_and_is_named_for_others(fakes, monkeypatch):
@@ -254,20 +226,21 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine_and_is_named_f
         Endpoint("http://gpu7/v1", retries=0)
 
 
-def test_what_has_gone_or_is_missing_is_one_line(fakes, monkeypatch):
+def test_what_is_asked_of_no_server(fakes, monkeypatch):
+    http = started(json_server(lambda body: (200, choice("x")), ()))
+    assert Endpoint(http.url).model == "" and Endpoint(http.url + "#mine").model == "mine"  # it lists no model
+    stopped(http)
+    policy = served(fakes(), chat=word_chat(max_new_tokens=7))
+    policy.chat.context = 8
+    with pytest.raises(UserError, match="--truncate oldest"):
+        policy.sample([asked()])
+    with pytest.raises(UserError, match="--candidates free"):
+        ServerPolicy("http://a/v1", word_chat(candidates="valid"))
     with pytest.raises(UserError, match="several engines: a router in front"):
         Endpoint("http://a/v1,http://b/v1")
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(UserError, match="openai is missing: pip install"):
         Endpoint("http://a/v1")
-
-
-def test_a_server_that_lists_no_model():
-    http = started(json_server(lambda body: (200, choice("x")), ()))
-    with pytest.raises(UserError, match="not what an OpenAI-compatible server answers"):
-        Endpoint(http.url)
-    assert Endpoint(http.url + "#mine").model == "mine"
-    stopped(http)
 
 
 # --------------------------------------------------------------------------------------------------- flags and engines
@@ -308,10 +281,8 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
 
 def test_a_server_does_not_tell_how_likely_a_text_is(tmp_path, fakes):
     common = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(saved(tmp_path / "sft", word_chat()))]
-    with pytest.raises(
-        UserError, match="--server: a server does not tell the log-probability of a text: leave --method likeliest"
-    ):
-        q_search.main([*common, "--method", "greedy", "likeliest", "--server", fakes().url])
+    with pytest.raises(UserError, match=r"--server: a server does not tell .*: leave --method likeliest out"):
+        q_search.main([*common, "--limit", "1", "--method", "likeliest", "--server", fakes().url])
     plan = q_search.plan_of(FakeEnv(), ["all"], [2], None, "q", server=True)
     assert plan and "likeliest" not in {method.name for method in plan}
 
