@@ -53,7 +53,7 @@ class ChatServer:
     """A judge behind an OpenAI-compatible server: http://HOST:PORT/v1#MODEL."""
 
     def __init__(self, url: str, side_by_side: int = 16) -> None:
-        self.server = Endpoint(url, "--judge", otherwise="name a checkpoint")
+        self.server = Endpoint(url, "--judge")
         self.name, self.side_by_side = slug(self.server.model), side_by_side
 
     def _ask(self, question: Question, **options: Any) -> tuple[str, dict]:
