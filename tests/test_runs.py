@@ -148,7 +148,8 @@ def test_self_training_compares_three_process_rewards_on_the_same_trees(stage):
 def test_qval_judges_the_agent_and_the_trees_of_the_run(stage, env, split, nets):
     asked = stages(stage("runs/qval.sh", env, JUDGE="http://host/v1#model"))
     assert {s.run for some in asked.values() for s in some} == {Path("runs", env)}
-    studies, played = asked["experiments.qval"], asked.get("q_search.py", [])
+    studies = [s for s in asked["experiments.qval"] if not hasattr(s, "scorer")]
+    played = [s for s in asked["experiments.qval"] if hasattr(s, "scorer")]  # experiments.qval search
     assert {s.split for s in studies} == {split}
     assert {s.results for s in studies} - {None} == {s.out for s in played}
     labels = {s.labels or s.run / "q_labels.jsonl" for s in asked.get("train_qnet.py", [])}

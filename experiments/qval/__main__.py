@@ -44,7 +44,9 @@ from qlass.files import read_jsonl, read_meta, same_arguments, write_jsonl, writ
 from qlass.flags import add_loading, add_sampling
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str]) -> argparse.Namespace:
+    if argv[:1] == ["search"]:
+        return search.arguments(argv[1:])
     flags = parser(__doc__)
     envs.add_arguments(flags, argv)
     add = flags.add_argument

@@ -71,18 +71,21 @@ def register(names: Sequence[str], args: argparse.Namespace, answers: dict) -> t
     return methods, paths
 
 
-def main(argv: list[str]) -> None:
-    more = "further flags: those of q_search.py, but for --method"
-    parser = argparse.ArgumentParser(
-        "python -m experiments.qval search", description=__doc__.split("\n")[0], epilog=more
-    )
+def arguments(argv: list[str]) -> argparse.Namespace:
+    flags = argparse.ArgumentParser(
+        "python -m experiments.qval search", description=__doc__.split("\n")[0], allow_abbrev=False,
+        epilog="further flags: those of q_search.py, but for --method",
+    )  # fmt: skip
     what = "scores, judges as JUDGE=URL#MODEL (default: all scores whose inputs are there, but judges)"
-    parser.add_argument("--scorer", nargs="+", default=[], metavar="NAME", help=what)
-    own, rest = parser.parse_known_args(argv)
+    flags.add_argument("--scorer", nargs="+", default=[], metavar="NAME", help=what)
+    own, rest = flags.parse_known_args(argv)
     args = q_search.arguments(rest)
     if args.method != ["qlass"]:
         raise UserError("--method: search follows what --scorer names; q_search.py plays the methods")
-    args.base, args.code, args.gamma = None, [], 0.95
-    answers = {Call: answer}
-    methods, paths = register(own.scorer, args, answers)
-    q_search.main([*rest, "--method", *methods], answers, paths)
+    return argparse.Namespace(**vars(args) | {"scorer": own.scorer, "base": None, "code": [], "gamma": 0.95})
+
+
+def main(argv: list[str]) -> None:
+    args, answers = arguments(argv), {Call: answer}
+    methods, paths = register(args.scorer, args, answers)
+    q_search.main([*args.argv, "--method", *methods], answers, paths)
