@@ -24,7 +24,6 @@ import q_search
 import report as report_page
 from experiments.qval import __main__ as qval
 from experiments.qval import code, downstream, judges, labels, metrics, published, report, search, targets
-from experiments.qval.metrics import series
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import SCORERS, Call, Context, answer, available, embeddings, scorer
 from qlass import UserError, driver
@@ -36,6 +35,12 @@ from qlass.policy import Policy
 from qlass.stats import bootstrap, holm
 
 RENDERING = Rendering()
+
+
+def series(values, blocks=(), taken=()):
+    return metrics.series(values, metrics.index([len(state) for state in values], blocks, taken))
+
+
 ACTIONS = [react("hm", action) for action in ("left", "right")]
 
 
@@ -302,16 +307,16 @@ def test_predictions_in_qvals_layout_and_back(tmp_path):
         return published.read_folder(tmp_path, points, lambda name: {})
 
     published.write(tmp_path, "mine", points, values, {"family": "code"})
-    assert read() == ({"mine": values}, {"mine": "code"}, [])
+    assert read() == ({"mine": ("code", values)}, [])
     single, ranking = (json.loads((tmp_path / f"mine{end}.json").read_text()) for end in ("", "_ranking"))
     assert single["values"] == [0.5, 1.0] and single["method_type"] == "eval"  # the actions taken: 0, then 1
     assert ranking["values"] == [2.0, None, 1.0, 1.5, 1.5, 3.0]
     assert ranking["config"]["candidate_counts"] == [3, 3]
     (tmp_path / "mine.json").unlink()
-    assert read()[0] == {"mine": [[-2.0, None, -1.0], [-1.5, -1.5, -3.0]]}
+    assert read()[0] == {"mine": ("code", [[-2.0, None, -1.0], [-1.5, -1.5, -3.0]])}
     del single["metadata"]  # a file with one value a point
     (tmp_path / "theirs.json").write_text(json.dumps(single | {"method_name": "theirs"}))
-    assert read()[0]["theirs"] == [[0.5, None, None], [None, 1.0, None]]
+    assert read()[0]["theirs"][1] == [[0.5, None, None], [None, 1.0, None]]
     with pytest.raises(UserError, match="other points"):
         read(points[:1])
     (tmp_path / "zzz.json").write_text((tmp_path / "theirs.json").read_text())
@@ -499,11 +504,14 @@ def test_a_learned_value_before_and_after(context):
             return [[float("right" in a) + 0.1 * len(r.state.messages) for a in r.actions] for r in requests]
 
     context.cache["qnet"] = Net()
+    assert "value_gain" not in available(context) and {"oracle", "logprob", "neighbours"} <= set(available(context))
+    (context.args.run / "qnet").mkdir()
+    (context.args.run / "qnet" / "qnet.json").touch()
+    assert {"qnet", "value_gain"} <= set(available(context))
     env = FakeEnv({"left": 0.7, "right": {"left": {"left": 0.0}, "right": 1.0}})
     assert scored("qnet", context, env=env) == pytest.approx([0.3, 1.3])
     # "left" ends the episode: its own Q, not its reward of .7.
     assert scored("value_gain", context, env=env) == pytest.approx([0.3 - 1.3, 1.5 - 1.3])
-    assert "value_gain" not in available(context) and {"oracle", "logprob", "neighbours"} <= set(available(context))
 
 
 # --------------------------------------------------------------------------------------------------------------- search
@@ -524,6 +532,7 @@ def test_scores_are_entered_into_search(context, monkeypatch):
 
     assert steered("scorer:logprob") == pytest.approx(context.agent().logprobs([(root(env), a) for a in ACTIONS]))
     (context.args.run / "qnet").mkdir()
+    (context.args.run / "qnet" / "qnet.json").touch()
     loaded = []
 
     def load(folder, args):

@@ -3,11 +3,12 @@
 import json
 import re
 
+import pandas as pd
 import pytest
+from test_qval import series
 
 from experiments.qval import __main__ as qval
 from experiments.qval import judges, metrics, report
-from experiments.qval.metrics import series
 from experiments.qval.points import Point
 from qlass import UserError
 from qlass.files import meta_path
@@ -148,8 +149,8 @@ def test_the_ceiling_of_noise_is_told_where_it_is_known(study, flags, options, c
 
 def test_all_tied_labels_have_no_ceiling(tmp_path):
     study = report.Study([Point("t", (), ("Action: a", "Action: b"), 0, "o", "0" * 16)])
-    study.add_labels("policy", [[[0.5, 0.5], [0.5, 0.5]]])
-    study.add_predictions({"random": [[1.0, 2.0]]}, {"random": "control"})
+    study.returns["policy"] = pd.DataFrame([[0.5, 0.5], [0.5, 0.5]], study.index)
+    study.scores["random"], study.families["random"] = pd.Series([1.0, 2.0], study.index), "control"
     assert "Ceilings per state: – for the labels' noise, – for a ranking" in report.write(study, tmp_path, "tied", {})
 
 

@@ -15,14 +15,17 @@ LIV, VLM-RM, ...) are out of scope: these environments are text.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 import envs
-from experiments.qval import downstream, judges, labels, published, report, search
+from experiments.qval import downstream, judges, labels, metrics, published, report, search
 from experiments.qval.points import Point, distinct, trajectory
 from experiments.qval.scorers import (
     SCORERS,
@@ -159,10 +162,11 @@ def main(argv: list[str] | None = None) -> None:
         records = kept(path, args, flags, lines, len(points), labels.load)
         if [point for point, _ in records] != [point.hash for point in points]:
             raise UserError(f"{path}: labels of other points; delete it, or start the study again with --overwrite")
-        study.add_labels(reference, [returns for _, returns in records], read_meta(path).get("cpu_seconds"))
-        for name, values in labels.variants(reference, study.returns[reference]).items():
-            config = {"reference": reference, "rollouts": study.returns[reference].shape[1]}
-            config["discount_factor"] = args.gamma
+        returns = pd.DataFrame([row for _, state in records for row in state], study.index)
+        study.returns[reference] = returns
+        study.seconds[reference] = read_meta(path).get("cpu_seconds", math.nan)
+        for name, values in labels.variants(reference, returns).items():
+            config = {"reference": reference, "rollouts": returns.shape[1], "discount_factor": args.gamma}
             nested = [state.tolist() for _, state in values.groupby("state")]
             published.write(args.out / "labels", name.replace(" ", "-"), points, nested, config, "gt")
 
@@ -176,7 +180,10 @@ def main(argv: list[str] | None = None) -> None:
         config = {"family": entry(name, context).family, "discount_factor": args.gamma, "judge": args.judge}
         config |= {"made_from": made_from, "cpu_seconds": round(time.process_time() - started, 2)}
         published.write(folder, name, points, values, config)
-    study.add_predictions(*published.read_folder(folder, points, lambda name: sources(name, context)))
+    predictions, study.stale = published.read_folder(folder, points, lambda name: sources(name, context))
+    for name, (family, values) in predictions.items():
+        study.scores[name] = metrics.series(values, study.index)
+        study.families[name] = family if family in report.FAMILIES else "judge"
 
     title = " ".join([args.env, *args.env_option, f"({args.split}, {args.actor}, epsilon {args.epsilon})"])
     print(report.write(study, args.out, title, downstream.rewards(args.results, env.name) if args.results else {}))

@@ -50,9 +50,6 @@ class Question:
     key: tuple = ()
 
 
-Choice = tuple[Question, tuple[str, ...]]  # and the options to choose among
-
-
 class ChatServer:
     """A judge behind an OpenAI-compatible server: http://HOST:PORT/v1#MODEL."""
 
@@ -72,7 +69,7 @@ class ChatServer:
     def write(self, questions: list[Question]) -> list[str]:
         return [text for text, _ in self._ask(questions)]
 
-    def choose(self, choices: list[Choice]) -> list[list[float] | None]:
+    def choose(self, choices: list[tuple[Question, tuple[str, ...]]]) -> list[list[float] | None]:
         """log p of each option as the answer's first token, -inf where it is not among the 20 likeliest."""
         replies = self._ask([question for question, _ in choices], max_tokens=1, logprobs=True, top_logprobs=20)
         return [first_token(reply, options) for (_, reply), (_, options) in zip(replies, choices, strict=True)]
@@ -98,7 +95,7 @@ class Checkpoint:
         requests = [Sample(State(q.messages), 1, ("judge", q.messages, *q.key), q.temperature) for q in questions]
         return [answer[0].text for answer in self.policy.sample(requests)]
 
-    def choose(self, choices: list[Choice]) -> list[list[float] | None]:
+    def choose(self, choices: list[tuple[Question, tuple[str, ...]]]) -> list[list[float] | None]:
         logp = iter(self.policy.logprobs([(State(q.messages), o) for q, options in choices for o in options]))
         return [[next(logp) for _ in options] for _, options in choices]
 
@@ -120,9 +117,6 @@ def slug(model: str) -> str:
 def full_name(name: str, judge: Any) -> str:
     """direct -> direct=MODEL: what judgements are kept by, whichever server they came from. Other scores' as it is."""
     return f"{name}={judge.name}" if judge and name in JUDGES else name
-
-
-# -------------------------------------------------------------------------------------------------------------- prompts
 
 
 def brief(state: State) -> str:
@@ -165,9 +159,6 @@ def mean(values: list[float | None]) -> float | None:
     """Of the values that there are."""
     numbers = [value for value in values if value is not None]
     return float(np.mean(numbers)) if numbers else None
-
-
-# --------------------------------------------------------------------------------------------------------------- judges
 
 
 def direct(
@@ -251,9 +242,6 @@ def gvl(context: Context, env: envs.TextEnv, state: State, candidates: list[str]
         calls.append(Call(context.judge.write, user(text, key=key)))
     replies = yield calls
     return [listed(reply, n)[place] for reply, (place, n) in zip(replies, places, strict=True)]
-
-
-# ----------------------------------------------------------------------------------------------------- code generation
 
 
 def programs(context: Context, text: str, n: int, key: tuple) -> list[tuple[str, code.Signal]]:

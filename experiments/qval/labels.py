@@ -34,7 +34,8 @@ EXACT = ("exact", "planner")  # without noise
 
 
 def references(env: str) -> tuple[str, ...]:
-    return REFERENCES.get(env, ("policy",))  # of an environment of your own: nobody knows its values
+    """Of an environment of your own nobody knows the values."""
+    return REFERENCES.get(env, ("policy",))
 
 
 def check(env: str, reference: str) -> None:
@@ -134,6 +135,5 @@ def load(record: dict) -> tuple[str, list[list[float]]]:
 
 def variants(reference: str, returns: pd.DataFrame) -> dict[str, pd.Series]:
     """{name: labels} of the returns (candidates, K): their maximum and their mean, rounded so that equals are equal."""
-    if returns.shape[1] == 1:
-        return {reference: returns.max(axis=1).map(lambda value: round(value, 9))}
-    return {f"{reference} {how}": returns.agg(how, axis=1).map(lambda v: round(v, 9)) for how in ("max", "mean")}
+    names = {f"{reference} max": "max", f"{reference} mean": "mean"} if returns.shape[1] > 1 else {reference: "max"}
+    return {name: returns.agg(how, axis=1).map(lambda v: round(v, 9)) for name, how in names.items()}

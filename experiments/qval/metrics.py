@@ -24,11 +24,14 @@ Values = Sequence[Sequence[float | None]]  # of each state's candidates
 STATE = ["block", "state"]
 
 
-def series(values: Values, blocks: Sequence[str] = (), taken: Sequence[int] = ()) -> pd.Series:
-    """The values of each state's candidates; without `blocks` each state is one of its own."""
+def index(counts: Sequence[int], blocks: Sequence[str] = (), taken: Sequence[int] = ()) -> pd.MultiIndex:
+    """A row for each candidate of each state; without `blocks` each state is one of its own."""
     rows = [(blocks[state] if blocks else str(state), state, action, bool(taken) and taken[state] == action)
-            for state, actions in enumerate(values) for action in range(len(actions))]  # fmt: skip
-    index = pd.MultiIndex.from_tuples(rows, names=[*STATE, "action", "taken"])
+            for state, n in enumerate(counts) for action in range(n)]  # fmt: skip
+    return pd.MultiIndex.from_tuples(rows, names=[*STATE, "action", "taken"])
+
+
+def series(values: Values, index: pd.MultiIndex) -> pd.Series:
     return pd.Series([value for actions in values for value in actions], index, dtype=float)
 
 

@@ -47,15 +47,13 @@ def write(folder: Path, name: str, points: Sequence[Point], values: Values, conf
     metadata = {"ranking_point_hashes": [point.hash for point in points], "num_ranking_points": len(points),
                 "total_candidates": sum(counts)}  # fmt: skip
     taken = [scores[point.taken] for scores, point in zip(values, points, strict=True)]
-    single = {"method_name": name, "method_type": kind, "values": taken, "config": config}
-    single["metadata"] = {**metadata, "candidate_values": [list(scores) for scores in values]}
     ranks = [rank for scores in values for rank in as_ranks(scores)]
-    ranking = {"method_name": name, "method_type": kind, "values": ranks}
-    ranking["config"] = {**config, "prediction_format": "ranking_predicted", "candidate_counts": counts}
-    ranking["metadata"] = metadata
-    for file, record in ((f"{name}.json", single), (f"{name}_ranking.json", ranking)):
-        with replacing(folder / file) as out:
-            json.dump(record, out, indent=1)
+    ranking = {**config, "prediction_format": "ranking_predicted", "candidate_counts": counts}
+    complete = {**metadata, "candidate_values": [list(scores) for scores in values]}
+    for ending, *fields in (("", taken, config, complete), ("_ranking", ranks, ranking, metadata)):
+        record = {"method_name": name, "method_type": kind}
+        with replacing(folder / f"{name}{ending}.json") as out:
+            json.dump(record | dict(zip(("values", "config", "metadata"), fields, strict=True)), out, indent=1)
 
 
 def read(path: Path) -> dict:
@@ -97,12 +95,10 @@ def is_current(record: dict, sources: dict[str, str]) -> bool:
 
 def read_folder(
     folder: Path, points: Sequence[Point], sources: Callable[[str], dict[str, str]]
-) -> tuple[dict[str, Values], dict[str, str | None], list[str]]:
-    """{name: values} and {name: family} of what is there; a ranking counts where it stands alone.
-
-    sources(name): what a score would be made from now. The names of those made from something else come last.
-    """
-    values, families, stale = {}, {}, []
+) -> tuple[dict[str, tuple[str | None, Values]], list[str]]:
+    """{name: (family, values)} of what is there, and the names of what was made from something else than `sources`
+    gives now. A ranking counts where it stands alone."""
+    predictions, stale = {}, []
     for path in sorted(folder.glob("*.json")):
         name = path.stem.removesuffix("_ranking")
         if name != path.stem and path.with_stem(name).exists():
@@ -111,20 +107,19 @@ def read_folder(
         method = record["method_name"]
         if not is_current(record, sources(name)):
             stale.append(name)
-        elif method in values:
-            raise UserError(
-                f"{folder}: two files are predictions of {method!r}: rename one's method_name, or delete it"
-            )
-        else:
-            values[method], families[method] = values_of(record, path, points), record["config"].get("family")
-    return values, families, stale
+            continue
+        if method in predictions:
+            raise UserError(f"{folder}: two files are predictions of {method!r}: rename one's method_name")
+        predictions[method] = record["config"].get("family"), values_of(record, path, points)
+    return predictions, stale
 
 
 def agreement(truth: Values, values: Values, draws: int = 2000) -> dict[str, object]:
     """Coverage; Spearman of what was parsed (mean over rankings, or global), 95 % over points; with failures last."""
     if [len(labels) for labels in truth] != [len(scores) for scores in values]:
         raise UserError("the two files are of other points")
-    scores, labels = series(values), series(truth)
+    index = metrics.index([len(labels) for labels in truth])
+    scores, labels = series(values, index), series(truth, index)
     row = {"parsed": float(scores.notna().mean())}
     if len(truth) > 1:
         complete = scores.notna().groupby("state").transform("all")  # QVAL skips a ranking with a failure

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from experiments.qval import downstream, metrics
 from experiments.qval.labels import EXACT, variants
-from experiments.qval.metrics import Values, alignment, cell, markdown
+from experiments.qval.metrics import alignment, cell, markdown
 from experiments.qval.points import Point
 from qlass.files import replacing
 from qlass.stats import bootstrap, holm
@@ -36,7 +36,7 @@ NOTE = (
 
 @dataclasses.dataclass
 class Study:
-    """Some points with their reference labels and the scores that are judged; a row of each table is a candidate."""
+    """Points with their reference labels and the scores that are judged; a row of each table is a candidate."""
 
     points: list[Point]
     against: str = "random"
@@ -46,39 +46,29 @@ class Study:
     families: dict[str, str] = dataclasses.field(default_factory=dict)
     stale: Sequence[str] = ()  # scores that are left out
 
-    def series(self, values: Values) -> pd.Series:
+    def __post_init__(self) -> None:
         blocks = [point.block or point.task_id for point in self.points]
-        return metrics.series(values, blocks, [point.taken for point in self.points])
-
-    def add_labels(self, reference: str, returns: list[list[list[float]]], seconds: float | None = None) -> None:
-        index = self.series([[0.0] * len(state) for state in returns]).index
-        self.returns[reference] = pd.DataFrame([row for state in returns for row in state], index)
-        self.seconds |= {reference: seconds} if seconds is not None else {}
-
-    def add_predictions(self, values: dict[str, Values], families: dict, stale: Sequence[str] = ()) -> None:
-        self.scores = {name: self.series(scores) for name, scores in values.items()}
-        self.families = {name: family if family in FAMILIES else "judge" for name, family in families.items()}
-        self.stale = stale
+        self.index = metrics.index([len(p.candidates) for p in self.points], blocks, [p.taken for p in self.points])
 
     def labels(self) -> dict[str, tuple[str, pd.Series]]:
         """{name of a set of labels: its reference and the labels}."""
         return {name: (reference, labels) for reference, returns in self.returns.items()
                 for name, labels in variants(reference, returns).items()}  # fmt: skip
 
-    def alignments(self, labels: pd.Series) -> pd.DataFrame:
-        """A row a score, best first within a family, families in their order; with the difference to `against`."""
-        rows = pd.DataFrame([alignment(scores, labels) for scores in self.scores.values()], list(self.scores))
-        rows.insert(0, "family", [self.families[name] for name in rows.index])
-        order = pd.DataFrame({"family": rows.family.map(list(FAMILIES).index), "rho": -means(rows)})
-        rows = rows.loc[order.sort_values(["family", "rho"], kind="stable").index]
-        rival = self.scores.get(self.against)
-        beyond = {name: metrics.difference(scores, rival, labels).dropna()
-                  for name, scores in self.scores.items() if rival is not None and name != self.against}  # fmt: skip
-        beyond = {name: blocks for name, blocks in beyond.items() if len(blocks)}
-        p = holm([metrics.sign_flip(blocks) for blocks in beyond.values()])
-        rows["minus"] = pd.Series({name: f"{bootstrap(blocks):+}" for name, blocks in beyond.items()}, dtype=object)
-        rows["p"] = pd.Series(dict(zip(beyond, p, strict=True)), dtype=float)
-        return rows.fillna({"minus": "–"})
+
+def alignments(study: Study, labels: pd.Series) -> pd.DataFrame:
+    """A row a score, best first within a family, families in their order; with the difference to `against`."""
+    rows = pd.DataFrame([alignment(scores, labels) for scores in study.scores.values()], list(study.scores))
+    rows.insert(0, "family", pd.Categorical([study.families[name] for name in rows.index], list(FAMILIES)))
+    rows = rows.assign(order=-means(rows)).sort_values(["family", "order"], kind="stable").drop(columns="order")
+    beyond = {}
+    for name in rows.index.drop(study.against) if study.against in rows.index else ():
+        blocks = metrics.difference(study.scores[name], study.scores[study.against], labels).dropna()
+        beyond |= {name: blocks} if len(blocks) else {}
+    p = holm([metrics.sign_flip(blocks) for blocks in beyond.values()])
+    rows["minus"] = [f"{bootstrap(beyond[name]):+}" if name in beyond else "–" for name in rows.index]
+    rows["p"] = pd.Series(dict(zip(beyond, p, strict=True)), dtype=float)
+    return rows
 
 
 def means(rows: pd.DataFrame) -> pd.Series:
@@ -146,13 +136,13 @@ def rollouts_table(study: Study) -> str:
 def forest(rows: pd.DataFrame) -> Figure:
     """rho per state with its interval, and the global one beside it."""
     rows = rows[::-1]
-    colours = rows.family.map(FAMILIES)
+    colours = [FAMILIES[family] for family in rows.family]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.5, 1 + 0.27 * len(rows)), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(2, 1))
         left.hlines(range(len(rows)), rows.rho.map(lambda e: e.low), rows.rho.map(lambda e: e.high), colours)
         left.scatter(rows.rho.map(lambda e: e.mean), range(len(rows)), c=colours)
-        left.set_yticks(range(len(rows)), rows.index + " (" + rows.family + ")")
+        left.set_yticks(range(len(rows)), [f"{name} ({family})" for name, family in rows.family.items()])
         left.axvline(0, color=FAMILIES["control"], linewidth=0.8)
         left.set_xlabel("Spearman per state")
         right.scatter(rows.overall, rows.rho.map(lambda e: e.mean), c=colours)
@@ -173,7 +163,7 @@ def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, f
     rows, record = {}, {}
     orders = {name: bool(metrics.ordered(metrics.last(scores)).any()) for name, scores in study.scores.items()}
     for name, (reference, labels) in study.labels().items():
-        rows[name] = study.alignments(labels)
+        rows[name] = alignments(study, labels)
         parts.append(table(study, name, reference, labels, rows[name]))
         draw(forest(rows[name]), folder / f"forest-{name.replace(' ', '-')}.png")
         fields = rows[name].drop(columns=["minus", "p"]).assign(rho=rows[name].rho.map(dataclasses.asdict))

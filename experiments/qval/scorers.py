@@ -91,9 +91,6 @@ class Context:
             yield from pairs_of(bellman.label(tree, target, self.args.gamma))
 
 
-# -------------------------------------------------------------------------------------------------- without a model
-
-
 def each(value: Callable[..., float | None]) -> Callable[..., Scores]:
     """A score by a function (context, env, state, action, key) of one action at a time."""
 
@@ -137,20 +134,18 @@ def in_trees(target: str) -> Callable[..., Scores]:
         turns = [parse_action(text) if role == "assistant" else text for role, text in state.messages[2:]]
         return (*turns[-1 if markov else 0 :], parse_action(action))
 
-    def value(context: Context, env: envs.TextEnv, state: State, action: str, key: tuple) -> float | None:
-        def table() -> dict[tuple, list[float]]:
-            values = defaultdict(list)
-            for pair in context.pairs(target):
-                values[place(pair.state, pair.action, env.markov)].append(pair.q)
-            return values
+    def table(context: Context, markov: bool) -> dict[tuple, list[float]]:
+        labels = defaultdict(list)
+        for pair in context.pairs(target):
+            labels[place(pair.state, pair.action, markov)].append(pair.q)
+        return labels
 
-        labels = context.cached(("in trees", target), table).get(place(state, action, env.markov))
-        return float(np.mean(labels)) if labels else None
+    def value(context: Context, env: envs.TextEnv, state: State, action: str, key: tuple) -> float | None:
+        labels = context.cached(("in trees", target), lambda: table(context, env.markov))
+        q = labels.get(place(state, action, env.markov))
+        return float(np.mean(q)) if q else None
 
     return each(value)
-
-
-# ---------------------------------------------------------------------------------------- by the agent and by QNets
 
 
 def by_logprob(form: Callable[[np.ndarray, np.ndarray], Any], base: bool = False) -> Callable[..., Scores]:
@@ -220,7 +215,7 @@ def embeddings(policy: Policy, pairs: list[tuple[State, str]]) -> np.ndarray:
     actions = [chat.action(action, state.task) if action else [] for state, action in pairs]
     rows = [[*chat.prompt(state), *action] for (state, _), action in zip(pairs, actions, strict=True)]
     means: list[Any] = [None] * len(pairs)
-    for group in batches(rows, len, policy.budget):
+    for group in batches(rows, len, policy.fast.budget if policy.fast else 1):
         ids = [torch.tensor(rows[i], device=model.device) for i in group]  # padded on the right, which nothing sees
         padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=chat.tokenizer.pad_token_id)
         hidden = model.base_model(input_ids=padded, use_cache=False).last_hidden_state.float()
@@ -250,9 +245,6 @@ def neighbours(context: Context, env: envs.TextEnv, state: State, candidates: li
     vectors, q = context.cached("neighbours", table)
     near = embeddings(context.agent(), [(state, action) for action in candidates]) @ vectors.T
     return [float(q[np.argsort(-row)[:8]].mean()) for row in near]
-
-
-# -------------------------------------------------------------------------------------------------------- the table
 
 
 class Entry(NamedTuple):
@@ -286,13 +278,16 @@ SCORERS = {  # judges.py adds its own
 SOURCES = {"policy": ("sft", "base"), "hindsight": ("sft", "qnet"), "embedding": ("sft", "trees")}
 
 
+def entries(context: Context) -> dict[str, Entry]:
+    """SCORERS, the nets in folders RUN/qnet*, and the functions of --code."""
+    nets = sorted(path.name for path in context.args.run.glob("qnet*") if (path / "qnet.json").exists())
+    named = {name: Entry("learned", functools.partial(by_qnet, name=name), (name,)) for name in nets}
+    named |= {name: Entry("code", each(functools.partial(by_file, name)), (name,)) for name in context.files}
+    return SCORERS | named
+
+
 def entry(name: str, context: Context) -> Entry | None:
-    """Of SCORERS (a judge also as JUDGE=MODEL), of a file of --code, or of a folder RUN/qnet*."""
-    if name.startswith("qnet"):
-        return Entry("learned", functools.partial(by_qnet, name=name), (name,))
-    if name in context.files:
-        return Entry("code", each(functools.partial(by_file, name)), (name,))
-    return SCORERS.get(name.partition("=")[0])
+    return entries(context).get(name.partition("=")[0])  # a judge is JUDGE or JUDGE=MODEL
 
 
 def scorer(name: str, context: Context) -> Scorer:
@@ -307,7 +302,7 @@ def scorer(name: str, context: Context) -> Scorer:
 def inputs(name: str, context: Context) -> list[Path]:
     """The files and checkpoints that a score is made from, those that are there."""
     known = entry(name, context)
-    parts = SOURCES.get(known.family, known.needs) if known and known.family != "judge" else ()
+    parts = SOURCES.get(known.family, known.needs) if known else ()
     return [path for path in map(context.path, parts) if path.exists()]
 
 
@@ -323,10 +318,8 @@ def available(context: Context) -> list[str]:
     """The scores whose inputs are there; those of a judge have to be asked for by name."""
     env = context.args.env
     there = {"judge": False, "truth": references(env) != ("policy",), "rules": env in code.WRITTEN}
-    names = [name for name, (_, _, needs) in SCORERS.items()
-             if all(there.get(part, context.path(part).exists()) for part in needs)]  # fmt: skip
-    nets = sorted(path.name for path in context.args.run.glob("qnet*") if (path / "qnet.json").exists())
-    return [*names, *nets, *context.files]
+    return [name for name, (_, _, needs) in entries(context).items()
+            if all(there.get(part, context.path(part).exists()) for part in needs)]  # fmt: skip
 
 
 def need_no_weights(names: Iterable[str], context: Context) -> None:

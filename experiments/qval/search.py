@@ -16,7 +16,7 @@ from pathlib import Path
 import envs
 import q_search
 from experiments.qval import judges
-from experiments.qval.scorers import Call, Context, Scores, answer, available, inputs, need_no_weights, scorer
+from experiments.qval.scorers import Call, Context, Scorer, Scores, answer, available, inputs, need_no_weights, scorer
 from qlass import UserError
 from qlass.chat import State, uniforms
 from qlass.driver import Sample
@@ -37,14 +37,13 @@ def decided(scores: Sequence[float | None], key: tuple) -> list[float]:
     return values
 
 
-def steering(name: str, context: Context, answers: dict) -> Callable[..., Scores]:
+def steering(score: Scorer, context: Context, answers: dict) -> Callable[..., Scores]:
     """A score as q_search.SCORERS has them; `answers` are those of the search."""
 
     def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
         sample = answers[Sample]  # of the agent that the search has loaded, below its wordings with --paraphrase
         context.cache.setdefault("sft", getattr(sample, "sample", sample).__self__)
-        values = yield from scorer(name, context)(env, state, candidates, key)
-        return decided(values, (context.args.seed, *key))
+        return decided((yield from score(env, state, candidates, key)), (context.args.seed, *key))
 
     return scores
 
@@ -62,12 +61,12 @@ def register(names: Sequence[str], args: argparse.Namespace, answers: dict) -> t
     methods, paths = [], []
     for name, _, model in (given.partition("=") for given in names):
         judge = judges.load(model, args.device, args.seed, args.plain) if model else None
-        full_name = judges.full_name(name, judge)
-        score = steering(full_name, dataclasses.replace(context, judge=judge), answers)
-        q_search.SCORERS[f"scorer:{full_name}"] = score
-        q_search.STEP_EACH |= {score} if name in PEEKING else set()
-        methods.append(f"scorer:{full_name}")
+        judged = dataclasses.replace(context, judge=judge)
+        score = steering(scorer(name, judged), judged, answers)
+        methods.append(f"scorer:{judges.full_name(name, judge)}")
         paths += inputs(name, context)
+        q_search.SCORERS[methods[-1]] = score
+        q_search.STEP_EACH |= {score} if name in PEEKING else set()
     return methods, paths
 
 
