@@ -164,12 +164,10 @@ def mean(values: list[float | None]) -> float | None:
 def direct(
     context: Context, env: envs.TextEnv, state: State, candidates: list[str], key: tuple, samples: int = 1
 ) -> Scores:
-    calls = []
-    for action in candidates:
-        text = f"{brief(state)}It considers this action:\n{action}\n\nJudge {VALUE}\nEnd with `Score: N`."
-        questions = [user(text, temperature=0.7 * (samples > 1), key=(*key, i)) for i in range(samples)]
-        calls += [Call(context.judge.write, question) for question in questions]
-    numbers = [number(text) for text in (yield calls)]
+    asks = [f"It considers this action:\n{action}\n\nJudge {VALUE}\nEnd with `Score: N`." for action in candidates]
+    heat = 0.7 if samples > 1 else 0.0
+    questions = [user(brief(state) + ask, temperature=heat, key=(*key, i)) for ask in asks for i in range(samples)]
+    numbers = [number(text) for text in (yield [Call(context.judge.write, question) for question in questions])]
     return [mean(numbers[i : i + samples]) for i in range(0, len(numbers), samples)]
 
 

@@ -135,7 +135,8 @@ def markdown(table: pd.DataFrame) -> str:
 
 
 def cell(value: Any) -> str:
-    mean = value.mean if isinstance(value, Estimate) else value
-    if isinstance(mean, float):
-        return "–" if math.isnan(mean) else f"{value}" if isinstance(value, Estimate) else f"{value:.3f}"
+    if isinstance(value, Estimate):
+        return "–" if math.isnan(value.mean) else f"{value}"
+    if isinstance(value, float):
+        return "–" if math.isnan(value) else f"{round(value, 3) + 0.0:.3f}"  # + 0.0: no -0.000
     return str(value)

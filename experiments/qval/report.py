@@ -123,9 +123,10 @@ def rollouts_table(study: Study) -> str:
     """Labels from the first K rollouts against the exact ones: what K buys, for the maximum and for the mean."""
     truth = next((reference for reference in EXACT if reference in study.returns), None)
     lines = []
-    for reference, returns in study.returns.items() if truth else ():
+    sampled = {reference: returns for reference, returns in study.returns.items() if returns.shape[1] > 1}
+    for reference, returns in sampled.items() if truth else ():
         exact = study.labels()[truth][1]
-        for k in (2**i for i in range(1, returns.shape[1].bit_length())):
+        for k in (2**i for i in range(returns.shape[1].bit_length())):
             for name, labels in variants(reference, returns.iloc[:, :k]).items():
                 a = alignment(labels, exact)
                 lines.append((name, k, a["rho"], a["overall"], a["top_1"]))
