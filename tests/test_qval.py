@@ -375,17 +375,7 @@ def test_controls_and_what_they_know(tmp_path):
 
 
 def test_calls_of_one_function_share_a_batch():
-    batches = []
-
-    def double(items):
-        batches.append(items)
-        return [2 * i for i in items]
-
-    def add(items):
-        return [sum(item) for item in items]
-
-    assert answer([Call(double, 1), Call(add, (1, 2)), Call(double, 3)]) == [2, 3, 6]
-    assert batches == [[1, 3]]
+    assert answer([Call(sorted, 3), Call(list, 7), Call(sorted, 1)]) == [1, 7, 3]  # sorted has seen [3, 1]
 
 
 def test_handwritten_code_knows_holes_edges_and_the_goal():
@@ -749,7 +739,7 @@ def test_which_metric_predicts_the_reward(tmp_path, capsys):
     flags = [*map(str, folders), "--out", str(tmp_path / "all.md")]
     downstream.main(flags)
     assert "| rho per state | 1.000 [1.000, 1.000] | 0.900" in capsys.readouterr().out
-    assert (tmp_path / "all.png").exists() and "5 scorers" in (tmp_path / "all.md").read_text()
+    assert "5 scorers" in (tmp_path / "all.md").read_text()
     for text, says in ((json.dumps(blind), "--results"), ('{"labels": ', "not what experiments")):
         (folders[0] / "alignment.json").write_text(text)
         with pytest.raises(UserError, match=says):

@@ -57,20 +57,6 @@ def test_each_judge_has_judgements_of_its_own(study, tmp_path):
         study("--judge", "http://host:1/v1#a", scorers=["batched=c"])
 
 
-def test_judgements_that_name_no_judge_are_left_out(study, tmp_path):
-    study("--judge", "http://host/v1#a", scorers=["batched", "random"])
-    for name, path in predictions(tmp_path).items():
-        if name.startswith("batched"):  # as they were kept before
-            record = json.loads(path.read_text())
-            record["config"] |= {"made_from": {}, "judge": "http://host/v1#a"}
-            path.with_name(name.replace("=a", "")).write_text(json.dumps(record | {"method_name": "batched"}))
-            path.unlink()
-    found, said = study()
-    assert found["exact"] == {"random", "code"} and "names: batched." in said
-    with pytest.raises(UserError, match="--judge"):
-        study(scorers=["batched"])
-
-
 def test_a_judge_without_anything_to_judge_is_refused():
     with pytest.raises(UserError, match="--judge: say with --scorers what it judges: direct"):
         qval.arguments(["--judge", "http://host/v1#a"])

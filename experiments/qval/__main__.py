@@ -15,7 +15,6 @@ LIV, VLM-RM, ...) are out of scope: these environments are text.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -43,7 +42,7 @@ from qlass import UserError
 from qlass.chat import Rendering
 from qlass.cli import at_least, more, must_exist, needed, parse, parser, progress, run_stage
 from qlass.driver import Sample, drive
-from qlass.files import read_jsonl, read_meta, same_arguments, write_jsonl, write_meta
+from qlass.files import read_jsonl, same_arguments, write_jsonl, write_meta
 from qlass.flags import add_loading, add_sampling
 
 
@@ -85,14 +84,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, Any, list[float | None]]:
-    """A score's values of a point's candidates."""
-    state = point.restore(env)
-    values = yield from score(env, state, list(point.candidates), (point.task_id, "score", point.hash))
-    env.close()
-    return [None if value is None else float(value) for value in values]
-
-
 def start_again(folder: Path) -> None:
     """Delete what this script writes; predictions from elsewhere, which do not say what they are made from, stay."""
     figures = [f"{name}.{kind}" for name in ("forest-*", "rollouts", "downstream") for kind in ("png", "svg")]
@@ -121,6 +112,59 @@ def kept(path: Path, args: argparse.Namespace, names: Iterable[str], records: It
         raise UserError(f"{path}: has lines that this script did not write; {again}") from None
 
 
+def collected(args: argparse.Namespace, env: envs.TextEnv, driven: Callable, rendering: Rendering) -> list[Point]:
+    """points.jsonl: the states that the behaviour policy visits."""
+    walks = (
+        trajectory(env.fork(), task, number, args.actor, args.epsilon, args.candidates, rendering, args.seed)
+        for number in range(args.trajectories) for task in env.task_ids(args.split)
+    )  # fmt: skip
+    flags = ["points", "split", "trajectories", "actor", "epsilon", "candidates", *["sft"] * (args.actor == "agent")]
+    records = (vars(point) for point in distinct(driven(walks), args.points))
+    points = kept(args.out / "points.jsonl", args, flags, records, args.points, Point.load)
+    if not points:
+        raise UserError(f"{args.env}: no trajectory of --split {args.split} is longer than three turns")
+    return points
+
+
+def labelled(args: argparse.Namespace, env: envs.TextEnv, driven: Callable, rendering: Rendering, reference: str,
+             study: report.Study) -> pd.DataFrame:  # fmt: skip
+    """labels-REFERENCE.jsonl and, in QVAL's layout, labels/: the returns of each candidate (candidates, K)."""
+    points, path = study.points, args.out / f"labels-{reference}.jsonl"
+    lines = driven(labels.label(env.fork(), p, reference, args.K, args.gamma, rendering) for p in points)
+    flags = ["gamma", *["K"] * labels.drawn(reference, points[0].task_id), *["sft"] * (reference == "policy")]
+    records = kept(path, args, flags, lines, len(points), labels.load)
+    if [point for point, _ in records] != [point.hash for point in points]:
+        raise UserError(f"{path}: labels of other points; delete it, or start the study again with --overwrite")
+    returns = pd.DataFrame([row for _, state in records for row in state], study.index)
+    config = {"reference": reference, "rollouts": returns.shape[1], "discount_factor": args.gamma}
+    for name, values in labels.variants(reference, returns).items():
+        nested = [state.tolist() for _, state in values.groupby("state")]
+        published.write(args.out / "labels", name.replace(" ", "-"), points, nested, config, "gt")
+    return returns
+
+
+def predict(env: envs.TextEnv, point: Point, score: Scorer) -> Generator[Any, Any, list[float | None]]:
+    """A score's values of a point's candidates."""
+    state = point.restore(env)
+    values = yield from score(env, state, list(point.candidates), (point.task_id, "score", point.hash))
+    env.close()
+    return [None if value is None else float(value) for value in values]
+
+
+def scored(name: str, context: Context, env: envs.TextEnv, driven: Callable, points: list[Point]) -> None:
+    """predictions/NAME.json, if there is none that is made from what there is now."""
+    args, made_from = context.args, sources(name, context)
+    folder = args.out / "predictions"
+    path = folder / f"{name}.json"
+    if path.exists() and published.is_current(published.read(path), made_from):
+        return
+    score, started = scorer(name, context), time.process_time()
+    values = list(progress(driven(predict(env.fork(), point, score) for point in points), name, len(points)))
+    config = {"family": entry(name, context).family, "discount_factor": args.gamma, "judge": args.judge}
+    config |= {"made_from": made_from, "cpu_seconds": round(time.process_time() - started, 2)}
+    published.write(folder, name, points, values, config)
+
+
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["search"]:
@@ -131,9 +175,8 @@ def main(argv: list[str] | None = None) -> None:
     must_exist(args.results)
     if args.actor == "agent" or "policy" in args.references:
         args.sft = needed(args.sft, args.run / "sft", "sft", args)
-    judge = judges.load(args.judge, args.device, args.seed, args.plain) if args.judge else None
-    context = Context(args, judge)
-    names = [judges.full_name(name, judge) for name in args.scorers or available(context)]
+    context = Context(args, judges.load(args.judge, args.device, args.seed, args.plain) if args.judge else None)
+    names = [judges.full_name(name, context.judge) for name in args.scorers or available(context)]
     if args.server:
         need_no_weights(names, context)
     rendering = context.agent().chat.rendering if args.sft else Rendering()
@@ -144,47 +187,17 @@ def main(argv: list[str] | None = None) -> None:
 
     if args.overwrite and env.task_ids(args.split):  # a wrong split is told before anything is lost
         start_again(args.out)
-    walks = (
-        trajectory(env.fork(), task, number, args.actor, args.epsilon, args.candidates, rendering, args.seed)
-        for number in range(args.trajectories) for task in env.task_ids(args.split)
-    )  # fmt: skip
-    flags = ["points", "split", "trajectories", "actor", "epsilon", "candidates", *["sft"] * (args.actor == "agent")]
-    collected = (vars(point) for point in distinct(driven(walks), args.points))
-    points = kept(args.out / "points.jsonl", args, flags, collected, args.points, Point.load)
-    if not points:
-        raise UserError(f"{args.env}: no trajectory of --split {args.split} is longer than three turns")
-    study = report.Study(points, against=args.against)
-
+    study = report.Study(collected(args, env, driven, rendering), args.against)
     for reference in args.references:
-        lines = driven(labels.label(env.fork(), p, reference, args.K, args.gamma, rendering) for p in points)
-        path = args.out / f"labels-{reference}.jsonl"
-        flags = ["gamma", *["K"] * labels.drawn(reference, points[0].task_id), *["sft"] * (reference == "policy")]
-        records = kept(path, args, flags, lines, len(points), labels.load)
-        if [point for point, _ in records] != [point.hash for point in points]:
-            raise UserError(f"{path}: labels of other points; delete it, or start the study again with --overwrite")
-        returns = pd.DataFrame([row for _, state in records for row in state], study.index)
-        study.returns[reference] = returns
-        study.seconds[reference] = read_meta(path).get("cpu_seconds", math.nan)
-        for name, values in labels.variants(reference, returns).items():
-            config = {"reference": reference, "rollouts": returns.shape[1], "discount_factor": args.gamma}
-            nested = [state.tolist() for _, state in values.groupby("state")]
-            published.write(args.out / "labels", name.replace(" ", "-"), points, nested, config, "gt")
-
-    folder = args.out / "predictions"
+        study.returns[reference] = labelled(args, env, driven, rendering, reference, study)
     for name in names:
-        made_from, path = sources(name, context), folder / f"{name}.json"
-        if path.exists() and published.is_current(published.read(path), made_from):
-            continue
-        score, started = scorer(name, context), time.process_time()
-        values = list(progress(driven(predict(env.fork(), point, score) for point in points), name, len(points)))
-        config = {"family": entry(name, context).family, "discount_factor": args.gamma, "judge": args.judge}
-        config |= {"made_from": made_from, "cpu_seconds": round(time.process_time() - started, 2)}
-        published.write(folder, name, points, values, config)
-    predictions, study.stale = published.read_folder(folder, points, lambda name: sources(name, context))
+        scored(name, context, env, driven, study.points)
+    predictions, study.stale = published.read_folder(
+        args.out / "predictions", study.points, lambda name: sources(name, context)
+    )
     for name, (family, values) in predictions.items():
         study.scores[name] = metrics.series(values, study.index)
         study.families[name] = family if family in report.FAMILIES else "judge"
-
     title = " ".join([args.env, *args.env_option, f"({args.split}, {args.actor}, epsilon {args.epsilon})"])
     print(report.write(study, args.out, title, downstream.rewards(args.results, env.name) if args.results else {}))
     write_meta(args.out / "report.md", args, [args.sft])

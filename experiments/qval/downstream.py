@@ -14,10 +14,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from scipy.stats import rankdata
 
 from experiments.qval.metrics import markdown
@@ -25,7 +23,6 @@ from qlass import UserError
 from qlass.cli import run_stage
 from qlass.files import is_number, is_text, read_jsonl, replacing, wrong
 from qlass.stats import Estimate
-from reporting.figures import STYLE, save
 
 # The figures of alignment.json that are to predict the reward; rho is the per-state one.
 METRICS = {"rho": "rho per state", "failed_last": "failures last", "top_1": "top-1", "gain": "gain",
@@ -117,23 +114,10 @@ def table(studies: Sequence[Played]) -> str:
     return "\n\n".join(markdown(rows.reset_index()) for rows in tables)
 
 
-def figure(studies: Sequence[Played]) -> Figure:
-    """Mean reward against the per-state and the global figure, a row an environment."""
-    with mpl.rc_context(STYLE):
-        plot = Figure(figsize=(8.5, 3.4 * len(studies)), layout="constrained")
-        for study, row in zip(studies, plot.subplots(len(studies), 2, sharey="row", squeeze=False), strict=True):
-            for axes, metric in zip(row, ("rho per state", "global"), strict=True):
-                axes.plot(study.alignment[metric], study.rewards.mean(axis=1), "o")
-                axes.set_xlabel(metric)
-            row[0].set_ylabel("mean reward of the search")
-            row[0].set_title(study.title, loc="left", fontsize=10)
-    return plot
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", type=Path, nargs="+", help="with alignment.json, one an environment")
-    parser.add_argument("--out", type=Path, default=Path("downstream.md"), help="table; the figure goes beside it")
+    parser.add_argument("--out", type=Path, default=Path("downstream.md"), help="table (default: %(default)s)")
     args, studies = parser.parse_args(argv), []
     for path in (folder / "alignment.json" for folder in args.folders):
         try:
@@ -146,7 +130,6 @@ def main(argv: list[str] | None = None) -> None:
     text = table(studies) + "\n"
     with replacing(args.out) as out:
         out.write(text)
-    save(figure(studies), args.out.with_suffix(".png"))
     print(text)
 
 

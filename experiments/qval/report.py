@@ -41,7 +41,6 @@ class Study:
     points: list[Point]
     against: str = "random"
     returns: dict[str, pd.DataFrame] = dataclasses.field(default_factory=dict)  # of a reference: (candidates, K)
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # CPU time of a reference's labels
     scores: dict[str, pd.Series] = dataclasses.field(default_factory=dict)
     families: dict[str, str] = dataclasses.field(default_factory=dict)
     stale: Sequence[str] = ()  # scores that are left out
@@ -134,8 +133,8 @@ def rollouts_table(study: Study) -> str:
     return markdown(pd.DataFrame(lines, columns=heads)) if lines else ""
 
 
-def forest(rows: pd.DataFrame) -> Figure:
-    """rho per state with its interval, and the global one beside it."""
+def forest(rows: pd.DataFrame, path: Path) -> None:
+    """rho per state with its interval, and the global one beside it, as PNG and SVG."""
     rows = rows[::-1]
     colours = [FAMILIES[family] for family in rows.family]
     with mpl.rc_context(STYLE):
@@ -149,15 +148,12 @@ def forest(rows: pd.DataFrame) -> Figure:
         right.scatter(rows.overall, rows.rho.map(lambda e: e.mean), c=colours)
         right.set_xlabel("global Spearman")
         right.set_ylabel("per state")
-    return figure
+    path.with_suffix(".svg").write_text(save(figure, path), encoding="utf-8")
 
 
 def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, float]]) -> str:
     """report.md, the figures and alignment.json in `folder`; returns the report."""
     parts = [f"## {title}", NOTE.format(against=study.against)]
-    if study.seconds:
-        seconds = ", ".join(f"{reference} {s:.2f}" for reference, s in study.seconds.items())
-        parts.append(f"CPU seconds of the labels: {seconds}.")
     if study.stale:
         names = ", ".join(study.stale)
         parts.append(f"Left out, as made from something else than there is now, or than this call names: {names}.")
@@ -166,7 +162,7 @@ def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, f
     for name, (reference, labels) in study.labels().items():
         rows[name] = alignments(study, labels)
         parts.append(table(study, name, reference, labels, rows[name]))
-        draw(forest(rows[name]), folder / f"forest-{name.replace(' ', '-')}.png")
+        forest(rows[name], folder / f"forest-{name.replace(' ', '-')}.png")
         fields = rows[name].drop(columns=["minus", "p"]).assign(rho=rows[name].rho.map(dataclasses.asdict))
         record[name] = {
             scorer: {"family": row.pop("family"), "orders": orders[scorer], **row}
@@ -175,15 +171,10 @@ def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, f
     summary = {"title": title, "labels": record, "rewards": rewards}
     with replacing(folder / "alignment.json") as out:
         json.dump(summary, out, indent=1)
-    if played := downstream.played(summary):
-        draw(downstream.figure([played]), folder / "downstream.png")
     sections = {"References": references_table(study, rows), "What rollouts buy": rollouts_table(study)}
+    played = downstream.played(summary)
     sections["Alignment against downstream reward"] = downstream.table([played]) if played else ""
     parts += [f"### {heading}\n\n{text}" for heading, text in sections.items() if text]
     text = "\n\n".join(parts) + "\n"
     (folder / "report.md").write_text(text, encoding="utf-8")
     return text
-
-
-def draw(figure: Figure, path: Path) -> None:
-    path.with_suffix(".svg").write_text(save(figure, path), encoding="utf-8")
