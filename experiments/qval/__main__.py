@@ -100,11 +100,11 @@ def kept(path: Path, args: argparse.Namespace, names: Iterable[str], records: It
     """The lines of a file, written first if it is not there. names: the flags that it depends on."""
     names = ("env", "run", "seed", *args.env_flags, *names)
     if path.exists():
-        same_arguments(path, argparse.Namespace(**{name: getattr(args, name) for name in names}))
+        same_arguments(path, {name: getattr(args, name) for name in names})
     else:
         started = time.process_time()
         write_jsonl(path, list(progress(records, path.stem, total)))
-        write_meta(path, args, [args.sft], cpu_seconds=time.process_time() - started)
+        write_meta(path, vars(args), [args.sft], cpu_seconds=time.process_time() - started)
     try:
         return [load(record) for record in read_jsonl(path)]
     except (KeyError, TypeError, ValueError):
