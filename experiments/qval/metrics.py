@@ -117,8 +117,8 @@ def label_ceiling(returns: pd.DataFrame) -> float:
 
 def difference(scores: pd.Series, rival: pd.Series, labels: pd.Series) -> pd.Series:
     """Of each block, how far a score's per-state rho is above its rival's, on the candidates that both have scored."""
-    both = scores.notna() & rival.notna()
-    return of_blocks(per_state(scores[both], labels[both]) - per_state(rival[both], labels[both]))
+    shared = scores.notna() & rival.notna()
+    return of_blocks(per_state(scores[shared], labels[shared]) - per_state(rival[shared], labels[shared]))
 
 
 def sign_flip(differences: pd.Series) -> float:

@@ -21,14 +21,13 @@ import numpy as np
 import pandas as pd
 
 from experiments.qval import metrics
-from experiments.qval.metrics import Values, last, per_state, series
+from experiments.qval.metrics import Values, correlation, last, per_state, series
 from experiments.qval.points import Point
 from qlass import UserError
 from qlass.cli import run_stage
 from qlass.files import is_number, is_text, maybe, read_object, replacing, wrong
 from qlass.stats import Estimate, bootstrap
 
-HEAD = "Spearman [95 % over points]"
 KINDS = {
     "method_name": is_text, "values": lambda v: isinstance(v, list) and all(map(maybe(is_number), v)),
     "config": maybe(lambda v: isinstance(v, dict)), "metadata": maybe(lambda v: isinstance(v, dict)),
@@ -120,17 +119,17 @@ def agreement(truth: Values, values: Values, draws: int = 2000) -> dict[str, obj
         raise UserError("the two files are of other points")
     index = metrics.index([len(labels) for labels in truth])
     scores, labels = series(values, index), series(truth, index)
-    row = {"parsed": float(scores.notna().mean())}
-    if len(truth) > 1:
-        complete = scores.notna().groupby("state").transform("all")  # QVAL skips a ranking with a failure
-        parsed = bootstrap(per_state(scores[complete], labels[complete]))
-        return row | {HEAD: parsed, "failures last": float(per_state(last(scores), labels).mean())}
     pairs = pd.DataFrame({"score": scores, "label": labels})
-    known, all_ranked = pairs.dropna(), metrics.correlation(pairs.assign(score=last(scores)))
-    rng = np.random.default_rng(0)
-    drawn = [metrics.correlation(known.sample(frac=1, replace=True, random_state=rng)) for _ in range(draws)]
-    spread = np.nanquantile(drawn, [0.025, 0.975]).tolist() if len(known) > 1 else [np.nan] * 2
-    return row | {HEAD: Estimate(metrics.correlation(known), *spread, len(known)), "failures last": all_ranked}
+    if len(truth) > 1:
+        complete = pairs[scores.notna().groupby("state").transform("all")]  # QVAL skips a ranking with a failure
+        figure = bootstrap(per_state(complete.score, complete.label))
+        failed_last = float(per_state(last(scores), labels).mean())
+    else:
+        parsed, rng = pairs.dropna(), np.random.default_rng(0)
+        drawn = [correlation(parsed.sample(frac=1, replace=True, random_state=rng)) for _ in range(draws)]
+        figure = Estimate(correlation(parsed), *pd.Series(drawn).quantile([0.025, 0.975]), len(parsed))
+        failed_last = correlation(pairs.assign(score=last(scores)))
+    return {"parsed": float(scores.notna().mean()), "Spearman [95 % over points]": figure, "failures last": failed_last}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -278,6 +278,9 @@ SCORERS = {  # judges.py adds its own
 SOURCES = {"policy": ("sft", "base"), "hindsight": ("sft", "qnet"), "embedding": ("sft", "trees")}
 
 
+ELSEWHERE = Entry("judge", each(lambda *_: None))  # of predictions that others made
+
+
 def entries(context: Context) -> dict[str, Entry]:
     """SCORERS, the nets in folders RUN/qnet*, and the functions of --code."""
     nets = sorted(path.name for path in context.args.run.glob("qnet*") if (path / "qnet.json").exists())
@@ -286,30 +289,29 @@ def entries(context: Context) -> dict[str, Entry]:
     return SCORERS | named
 
 
-def entry(name: str, context: Context) -> Entry | None:
-    return entries(context).get(name.partition("=")[0])  # a judge is JUDGE or JUDGE=MODEL
+def entry(name: str, context: Context) -> Entry:
+    """Of a score's name; a judge is JUDGE or JUDGE=MODEL."""
+    return entries(context).get(name.partition("=")[0], ELSEWHERE)
 
 
 def scorer(name: str, context: Context) -> Scorer:
-    known, model = entry(name, context), name.partition("=")[2]
-    if known is None:
+    score, model = entry(name, context), name.partition("=")[2]
+    if score is ELSEWHERE:
         raise UserError(f"unknown scorer {name!r}: choose among {', '.join([*SCORERS, 'qnet*'])}")
-    if known.family == "judge" and (context.judge is None or model not in ("", context.judge.name)):
+    if score.family == "judge" and (context.judge is None or model not in ("", context.judge.name)):
         raise UserError(f"{name}: needs its language model: --judge URL#MODEL or --judge CHECKPOINT")
-    return functools.partial(known.scores, context)
+    return functools.partial(score.scores, context)
 
 
 def inputs(name: str, context: Context) -> list[Path]:
     """The files and checkpoints that a score is made from, those that are there."""
-    known = entry(name, context)
-    parts = SOURCES.get(known.family, known.needs) if known else ()
-    return [path for path in map(context.path, parts) if path.exists()]
+    family, _, needs = entry(name, context)
+    return [path for path in map(context.path, SOURCES.get(family, needs)) if path.exists()]
 
 
 def sources(name: str, context: Context) -> dict[str, str]:
     """{what a score is made from: its hash, of a judge its model}; where that has changed, it is scored again."""
-    known = entry(name, context)
-    if known is None or known.family == "judge":
+    if entry(name, context).family == "judge":
         return {"judge": name.partition("=")[2]}
     return {path.name: sha256(path) for path in inputs(name, context)}
 
@@ -325,5 +327,5 @@ def available(context: Context) -> list[str]:
 def need_no_weights(names: Iterable[str], context: Context) -> None:
     """UserError where a score asks more of the agent than a server can do, which samples."""
     for name in set(names) - {"vote_share", "value_gain"}:
-        if (known := entry(name, context)) and known.family in ("policy", "hindsight", "embedding"):
+        if entry(name, context).family in ("policy", "hindsight", "embedding"):
             raise UserError(f"scorer {name}: --server does not tell log-probabilities: name other scorers")
