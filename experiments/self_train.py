@@ -37,6 +37,7 @@ from qlass import UserError, costs, files
 from qlass.chat import Chat
 from qlass.cli import at_least, handed_on, more, needed, parse, parser, run_stage
 from qlass.driver import Sample, Score, drive
+from qlass.files import Output
 from qlass.flags import add_loading, add_sampling, load_agent, load_qnet
 from qlass.qnet import states_of
 
@@ -62,12 +63,7 @@ def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) ->
 
 
 def rollouts(
-    env: envs.TextEnv,
-    tasks: list[str],
-    method: Method,
-    agent: Callable[[], tuple[Chat, dict]],
-    out: files.Output,
-    width: int,
+    env: envs.TextEnv, tasks: list[str], method: Method, agent: Callable[[], tuple[Chat, dict]], out: Output, width: int
 ) -> list[dict]:
     """Trajectories of the tasks, those of a stopped run included. `agent` loads what answers requests, if need be."""
     finished = {line["task_id"] for line in out.records}
@@ -175,7 +171,7 @@ def main(argv: list[str] | None = None) -> None:
             ["threshold", "no_train", *files.SAMPLING_FREE],
         )
         settings, inputs = vars(args) | {"out": path}, [args.sft, args.qnet]
-        out = files.Output(path, settings, lambda records: len(records) // args.N * args.N, inputs, free)
+        out = Output(path, settings, lambda records: len(records) // args.N * args.N, inputs, free)
         method = Method("qlass" if args.qnet else "sample", args.M, args.N)
         lines = rollouts(env, tasks, method, agent, out, args.in_flight or env.side_by_side)
     new = kept(lines, args.threshold, expert)
