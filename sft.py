@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> None:
     process.print(models.memory_of(model, args.optim))
     optimizer = models.adamw(model.parameters(), args.lr, args.optim)
     fit = Training("sft", model, optimizer, settings, [1] * len(examples))
-    with models.within_memory():
+    with models.within_memory(), fit.bar:
         train(fit, chat, examples, validation, args.micro_tokens, args.observation_loss, fast=not args.plain)
     model, _, adapter = fit.result((model, chat, adapter), begin)
     if not process.is_main_process:

@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> None:
     process.print(models.memory_of(qnet, args.optim))
     optimizer = models.adamw(qnet.parameters(), args.lr, args.optim)
     fit = Training("qnet", qnet, optimizer, vars(args), [pack.pairs for pack in packs])
-    with models.within_memory():
+    with models.within_memory(), fit.bar:
         train(fit, packs, held_out, packs_of(held_out), args.loss_on, args.micro_tokens, fast=not args.plain)
     qnet, adapter = fit.result((qnet, adapter), begin)
     if not process.is_main_process:

@@ -164,7 +164,6 @@ class Training:
             yield len(at.curve)
         if at.best < len(at.curve):
             self._load(self.folder / f"state-{at.best}-0")
-        self.bar.close()
 
     def updates(self) -> Iterator[list[int]]:
         yield from self.plans[len(self.at.curve)][self.at.update :]

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_training import arguments, fit
+from test_training import arguments, fit, stopped
 
 from qlass import UserError
-from qlass.loop import partial_folder
 from qlass.models import load_chat
 from qlass.policy import Policy
 
@@ -91,19 +90,10 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path, agent, load):
     assert "\n" not in str(error.value) and not struck.exists()
 
 
-@pytest.mark.parametrize("content", ["bomb", "cut", "zeros", "other"])
-def test_a_bad_checkpoint_of_a_training_is_one_line_and_not_run(tmp_path, content):
-    args, struck = arguments(tmp_path), tmp_path / "struck"
-    with pytest.raises(Exception):  # noqa: B017  (test_training.Stopped)
-        fit(args, [1.0] * 6, 5)
-    path = partial_folder(args.out) / "last.pt"
-    sound = path.read_bytes()
-    if content == "bomb":
-        torch.save({"about": Bomb(struck)}, path)
-    elif content == "other":
-        torch.save({"x": torch.ones(1)}, path)
-    else:
-        path.write_bytes({"cut": sound[: len(sound) // 2], "zeros": bytes(len(sound))}[content])
-    with pytest.raises(UserError, match=r"last.pt: .*: --overwrite starts again$") as error:
-        fit(args, [1.0] * 6)
+@pytest.mark.parametrize("file", ["optimizer.bin", "random_states_0.pkl"])
+def test_a_state_of_a_training_is_read_and_not_run(tmp_path, file):
+    settings, struck = arguments(tmp_path), tmp_path / "struck"
+    torch.save({"state": Bomb(struck)}, stopped(settings) / file)
+    with pytest.raises(UserError, match=r"state-1-0: can't be read .*: --overwrite starts again$") as error:
+        fit(settings, [1.0] * 6)
     assert "\n" not in str(error.value) and not struck.exists()
