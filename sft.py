@@ -122,6 +122,18 @@ def examples_of(chat: Chat, state: State, limit: int, answered: bool = False) ->
             yield ids, wrote
 
 
+def examples_for(
+    chat: Chat, states: list[State], limit: int, answered: bool
+) -> tuple[list[Example], list[Example], int]:
+    """Examples to train on, to validate on, and how many of the former are cut at `limit` or the model's context."""
+    parts = hold_out(states)
+    training, validation = ([e for s in part for e in examples_of(chat, s, limit, answered)] for part in parts)
+    limit = min(limit, chat.context or limit)
+    if not training:
+        raise UserError(f"no trajectory holds an action within {limit} tokens (--max-tokens, or the model's context)")
+    return training, validation, sum(len(ids) == limit for ids, _ in training)
+
+
 def collate(examples: list[Example], pad_id: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and which of them the agent wrote, (B, T) each.
 
@@ -268,18 +280,10 @@ def main(argv: list[str] | None = None) -> None:
 
     model, chat, adapter = begin()
     chat.rendering.candidates = args.candidates
-    examples, validation = (
-        [e for state in part for e in examples_of(chat, state, args.max_tokens, args.observation_loss > 0)]
-        for part in hold_out([state for state, _ in trajectories])
-    )
-    limit = min(args.max_tokens, chat.context or args.max_tokens)
-    cut = sum(len(ids) == limit for ids, _ in examples)
-    if not examples:
-        raise UserError(f"no trajectory holds an action within {limit} tokens (--max-tokens, or the model's context)")
+    states = [state for state, _ in trajectories]
+    examples, validation, cut = examples_for(chat, states, args.max_tokens, args.observation_loss > 0)
     if cut:
-        process.print(
-            f"{cut} of {len(examples)} demonstrations are cut at {limit} tokens (--max-tokens, the model's context)"
-        )
+        process.print(f"{cut} of {len(examples)} demonstrations are cut (--max-tokens, the model's context)")
     settings = vars(args) | length(len(examples), args.batch, args.epochs)
     process.print(models.memory_of(model, args.optim))
     optimizer = models.adamw(model.parameters(), args.lr, args.optim)

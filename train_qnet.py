@@ -50,6 +50,15 @@ Tree = list[Pair]
 # ----------------------------------------------------------------------------------------------------------- training
 
 
+def hold_out(trees: list[Tree]) -> tuple[list[Tree], list[Tree]]:
+    """Every tenth tree, from the first one on, to measure on; the others to train on."""
+    held_out, training = trees[::HELD_OUT], [tree for i, tree in enumerate(trees) if i % HELD_OUT]
+    tasks = {tree[0].state for tree in training if tree}
+    if both := sum(tree[0].state in tasks for tree in held_out if tree):
+        print(f"warning: {both} of {len(held_out)} held-out trees are of tasks that are trained on", file=sys.stderr)
+    return held_out, training or trees
+
+
 def packed(qnet: QNet, trees: list[Tree], loss_on: str, max_tokens: int, fast: bool = True) -> list[PackedPairs]:
     """The trees' pairs in the order in which they are trained on, as many together as `max_tokens` hold; else each."""
     return [pack for tree in trees for pack in pack_pairs(qnet.chat, tree, loss_on, max_tokens if fast else 1)]
@@ -90,6 +99,13 @@ def ranking(qnet: Any, trees: list[Tree], packs: list[PackedPairs], micro_tokens
     mse = sum((pair.q - v) ** 2 for pair, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
     scores = {(pair.state, pair.action): v for pair, v in zip(pairs, values, strict=True)}
     return {"mse": mse} | sibling_accuracy(trees, scores)
+
+
+def beside_policy(qnet: Any, policy: Policy, trees: list[Tree], *ranked: Any) -> dict:
+    """`ranking` of QNet, and how well the agent's own log-probability ranks the same siblings."""
+    of_policy = sibling_accuracy(trees, policy_scores(policy, trees))
+    own = {f"policy_{name}": of_policy[name] for name in ("sibling_accuracy", "own_sibling_accuracy")}
+    return ranking(qnet, trees, *ranked) | own
 
 
 # --------------------------------------------------------------------------------------------------------------- main
@@ -140,10 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
     if not any(trees):
         raise UserError(f"{args.labels}: no trees with actions")
-    held_out, training = trees[::HELD_OUT], [t for i, t in enumerate(trees) if i % HELD_OUT] or trees
-    trained_on = {t[0].state for t in training if t}
-    if both := sum(t[0].state in trained_on for t in held_out if t) * (training is not trees):
-        print(f"warning: {both} of {len(held_out)} held-out trees are of tasks that are trained on", file=sys.stderr)
+    held_out, training = hold_out(trees)
 
     args.sft = cli.needed(args.sft, args.run / "sft", "sft", args)
     warn_of_another_world(args.sft, args)
@@ -191,10 +204,8 @@ def main(argv: list[str] | None = None) -> None:
     files.write_meta(args.out, vars(args), [args.labels, args.sft], **about)
 
     policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, qnet.chat.rendering)
-    for name, some in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
-        about[name] = ranking(qnet, some, packs_of(some), args.micro_tokens, fast=not args.plain)
-        of_policy = sibling_accuracy(some, policy_scores(policy, some))
-        about[name] |= {f"policy_{key}": of_policy[key] for key in ("sibling_accuracy", "own_sibling_accuracy")}
+    for name, part in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
+        about[name] = beside_policy(qnet, policy, part, packs_of(part), args.micro_tokens, not args.plain)
     files.write_meta(args.out, vars(args), [args.labels, args.sft], **about)
     finish(args.out)
     release(lock)

@@ -20,7 +20,7 @@ from qlass.chat import Chat, Rendering, State
 from qlass.files import read_jsonl, read_trajectories
 from qlass.loop import Training, cosine
 from qlass.policy import Policy
-from qlass.tiny import MARK, observation_loss
+from qlass.tiny import AIDS, MARK, observation_loss
 
 CHAT = word_chat()
 STATE = State(
@@ -357,7 +357,7 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world, 
     sft.main(["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "1", "--n-expert", "4"])
     assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == ["train0", "train1", "train2", "train3"]
     chat = Policy.load(tmp_path / "sft").chat
-    assert chat.rendering == Rendering(1.0, 48, "valid", True, True)
+    assert chat.rendering == Rendering(**AIDS)
     state = State(STATE.messages[:3], "find the purse").then(
         "Thought: the purse\nAction: left", "Observation: the purse"
     )
