@@ -79,7 +79,7 @@ class ServerPolicy:
         self.computed = 0  # tokens read and written, as the server counts them
         # By trial: prompts as token ids or as text, and settings for which a server may have defaults of its own.
         ids, k = chat.prompt(State((("user", "a"),))), chat.rendering.top_k
-        more = {"stop_token_ids": [chat.stop_id], "min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1}
+        more = {"stop_token_ids": sorted(chat.stop_ids), "min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1}
         extras = [{**more, "top_k": k}] if k else [{**more, "top_k": -1}, {**more, "top_k": 0}, {}]  # all: -1 or 0
         for self.by_ids, self.extra in itertools.product((True, False), extras):
             try:
