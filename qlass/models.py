@@ -91,7 +91,8 @@ def load_checkpoint(
     model = model if load_in else model.to(where)
     if not plain:
         parity.check(model.eval(), str(path))
-    return model, Chat(tokenizer, rendering, vocabulary, context_of(model.config))
+    ends = ends_of(getattr(model, "generation_config", None))
+    return model, Chat(tokenizer, rendering, vocabulary, context_of(model.config), ends)
 
 
 def base_of(adapter: str | Path, load_in: str | None) -> str:
@@ -113,10 +114,19 @@ def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     """A checkpoint's Chat without its weights, which a server holds."""
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        return Chat(load_tokenizer(path), rendering, context=context_of(config))
+        generation = None
+        with contextlib.suppress(OSError):  # not every checkpoint has one
+            generation = transformers.GenerationConfig.from_pretrained(path)
+        return Chat(load_tokenizer(path), rendering, None, context_of(config), ends_of(generation))
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"{path}: no tokenizer and config ({why})") from None
+
+
+def ends_of(generation: Any) -> list[int]:
+    """The tokens that end a turn, by a model's generation config (Llama 3 lists two)."""
+    ids = getattr(generation, "eos_token_id", None)
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def context_of(config: Any) -> int | None:
