@@ -241,8 +241,6 @@ def main(argv: list[str] | None = None) -> None:
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
     must_exist(args.expert)
-    args.expert, first = (args.expert, None) if args.expert else cloned_from(args.sft)
-    expert = None if args.no_expert else actions_by_task(args.expert, env, first) if args.expert else {}
     steps = step_limit(env, args.steps)
     depth = min(args.depth, steps - 1)  # behind the limit, where a demonstration may lead, the agent explores nothing
 
@@ -250,19 +248,25 @@ def main(argv: list[str] | None = None) -> None:
     tasks = env.task_ids("train")[::-1][: args.limit or None]
     if not tasks:
         raise UserError(f"{args.env}: no training tasks")
+    named = args.expert is not None and not args.no_expert
+    args.expert, first = (args.expert, None) if args.expert else cloned_from(args.sft)
+    expert = None if args.no_expert else actions_by_task(args.expert, env, first) if args.expert else {}
+    if named:
+        tell_matches(env, tasks, expert, args.expert)
     inputs, identity = [args.sft, args.expert], lambda line: line["task_id"]
     trees = Output(args.out, vars(args), complete_trees, inputs, SAMPLING_FREE, identity)
     finished = {record["task_id"] for record in trees.records}
     share = my_share(tasks)
     todo = [task_id for task_id in share if task_id not in finished]
-    policy = load_agent(args) if todo else None
+    policy = load_agent(args, env) if todo else None
 
     def explore(task_id: str) -> Generator:
         x = Exploration(env.fork(), task_id, policy.chat.rendering, depth, args.width, steps, args.prune)
         root = yield from exploration_tree(x, args.rollouts or math.inf, expert)
         records = tree_records(env, task_id, root)
         if x.rendering.truncate:
-            records[0]["cut_prompts"] = sum(policy.chat.is_cut(n.state) for n in root.walk() if n.children)
+            read = [n for n in root.walk() if any(child.source == "policy" for child in n.children.values())]
+            records[0]["cut_prompts"] = sum(policy.chat.is_cut(n.state) for n in read)
         return records
 
     if todo:
@@ -282,6 +286,19 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{cut} prompts lost their oldest turns")
     if lost := figures["unrewarded_demonstrations"]:
         print(f"{lost} of {figures['demonstrations']} demonstrations earned nothing here: are they of these tasks?")
+
+
+def tell_matches(env: envs.TextEnv, tasks: list[str], expert: dict[str, list[str]], file: Path) -> None:
+    """Say for how many of the tasks a file has demonstrations; UserError if for none."""
+
+    def begins(task_id: str) -> str:
+        return env.reset(options={"task_id": task_id})[0].strip()
+
+    matches = sum(task_id in expert or begins(task_id) in expert for task_id in tasks)
+    if not matches:
+        raise UserError(f"{file}: none of its {len(expert)} demonstrations is of a task here: --no-expert does without")
+    if matches < len(tasks):
+        print(f"{file}: demonstrations of {matches} of {len(tasks)} tasks; the environment's expert plays the others")
 
 
 def figures_of(records: list[dict]) -> dict[str, Any]:

@@ -78,6 +78,8 @@ class TextEnv(gymnasium.Env):
 
     name = ""
     instruction = ""  # the first user message of ETO's layout: what the environment is and how to answer
+    agreement = "OK"  # the agent's answer to it
+    system = ""  # a system message before it
     prefix = "Observation: "  # ETO puts this in front of every observation but the first
     max_steps: int | None = 40  # inference (App. A.2)
     tree_steps = 18  # exploration trees
@@ -106,6 +108,10 @@ class TextEnv(gymnasium.Env):
         self.observation_space = AnyText()
         self.action_space = AnyText()
         self.steps = 0
+
+    def instruct(self, instruction: str) -> None:
+        """Begin with another first user message."""
+        self.instruction = instruction
 
     def message(self, observation: str) -> str:
         """The user message that carries an observation (all but the first) to the model."""

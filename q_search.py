@@ -334,7 +334,7 @@ def main(argv: list[str] | None = None, answers: dict | None = None, inputs: Seq
         answers[Score] = qnet.score
     if any(method.name not in PLAYERS for method in plan):
         args.sft = needed(args.sft, args.run / "sft", "sft", args)
-        policy = load_agent(args)
+        policy = load_agent(args, env)
         answers |= {Sample: policy.sample, Likelihood: policy.likelihoods}
     reword = rewording(policy, env, args.paraphrase, args.paraphrase_server)
 

@@ -15,6 +15,9 @@ it reads with the aids of `tiny.AIDS`. Any other model keeps its tokenizer, its 
 from __future__ import annotations
 
 import argparse
+import collections
+import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +35,7 @@ from qlass.cli import at_least, choices, more, parse, settle
 from qlass.driver import in_time
 from qlass.fast.logits import predictions as predictions_that_count
 from qlass.fast.token_tree import batches
-from qlass.files import checkpoint_folder, only_writer, read_trajectories, release
+from qlass.files import agreed, checkpoint_folder, only_writer, read_trajectories, release
 from qlass.flags import add_training, check_training
 from qlass.loop import Training, finish, is_trained
 from qlass.tiny import AIDS, observation_loss, tiny_model
@@ -85,6 +88,28 @@ def opening(state: State) -> tuple[tuple[str, str], ...]:
     return state.messages[: 3 + (state.messages[0][0] == "system")]
 
 
+def first_messages(env: envs.TextEnv, states: list[State]) -> dict[str, str]:
+    """System message, instruction and agreement that demonstrations share, where they are not the environment's own."""
+    beginnings: collections.Counter = collections.Counter()
+    for state in states:
+        messages = [content for _, content in state.messages[:3]]
+        if agreed(state.messages):
+            beginnings[tuple(messages if state.messages[0][0] == "system" else ["", *messages[:2]])] += 1
+    if not beginnings:
+        return {}
+    (common, n), *others = beginnings.most_common()
+    if others:
+        print(f"{n} of {len(states)} demonstrations begin alike; at inference all do so, by policy.json")
+    own = env.system, env.instruction, env.agreement
+    names = ("system", "instruction", "agreement")
+    return {name: words for name, words, ours in zip(names, common, own, strict=True) if words != ours}
+
+
+def in_own_words(env: envs.TextEnv, state: State) -> State:
+    """A demonstration as the environment words actions and answers."""
+    return State(tuple((role, env.in_own_words(content)) for role, content in state.messages), state.task)
+
+
 def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
     """Demonstrations to train on, and those of every twentieth task to validate (at least 16; of under 64, none)."""
     tasks = list(dict.fromkeys(map(opening, states)))
@@ -134,13 +159,14 @@ def examples_for(
     return training, validation, sum(len(ids) == limit for ids, _ in training)
 
 
-def collate(examples: list[Example], pad_id: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and which of them the agent wrote, (B, T) each.
+def collate(examples: list[Example], device: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, which of them the agent wrote, and which are no padding, (B, T) each.
 
-    Padding is on the right and attention is causal: nothing that counts can see it.
+    Padding is on the right and attention is causal: nothing that counts can see it, so any token will do.
     """
     ids, wrote = ([torch.tensor(part) for part in parts] for parts in zip(*examples, strict=True))
-    return pad_sequence(ids, True, pad_id).to(device), pad_sequence(wrote, True, False).to(device)
+    ids, wrote = pad_sequence(ids, True, -1).to(device), pad_sequence(wrote, True, False).to(device)
+    return ids.clamp(min=0), wrote, ids >= 0
 
 
 def predictions(
@@ -162,38 +188,37 @@ def sft_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def train(
-    fit: Training, chat: Chat, examples: list[Example], validation: list[Example], micro_tokens: int,
+    fit: Training, examples: list[Example], validation: list[Example], micro_tokens: int,
     observation_weight: float = 0.0, fast: bool = True,
 ) -> None:  # fmt: skip
     """Maximise the likelihood of what the expert wrote, given its history."""
-    pad_id = chat.tokenizer.pad_token_id
     for _ in fit.epochs():
         for update in fit.updates():
             batch = [examples[i] for i in update]
             n_wrote = sum(sum(wrote[1:]) for _, wrote in batch)
             n_read = sum(wrote[wrote.index(True) :].count(False) for _, wrote in batch)  # behind an action
             for group in fit.share(list(batches(batch, lambda e: len(e[0]), micro_tokens))):  # gradient accumulation
-                ids, wrote = collate([batch[i] for i in group], pad_id, fit.model.device)
+                ids, wrote, real = collate([batch[i] for i in group], fit.model.device)
                 labels = ids.masked_fill(~wrote, -100)  # instruction, observations and padding are context
                 logits, targets, at = predictions(fit.model, ids, labels, fast, ends=bool(observation_weight))
                 loss = sft_loss(logits, targets) / n_wrote
                 if observation_weight and n_read:
-                    loss += observation_weight * observation_loss(logits, at, ids, wrote, pad_id) / n_read
+                    loss += observation_weight * observation_loss(logits, at, ids, wrote, real) / n_read
                 fit.backward(loss, ids.numel())
             fit.step()
-        figures = validate(fit.model, chat, validation, micro_tokens, fast)
+        figures = validate(fit.model, validation, micro_tokens, fast)
         fit.validated(-figures["held_out_loss"] if figures else None, figures)
 
 
 @torch.no_grad()
-def validate(model: Any, chat: Chat, examples: list[Example], micro_tokens: int, fast: bool = True) -> dict:
+def validate(model: Any, examples: list[Example], micro_tokens: int, fast: bool = True) -> dict:
     """Loss a token, and the share of actions whose every token is the likeliest, given the expert's own history."""
     if not examples:
         return {}
     model.eval()
     loss, tokens, actions, exact = 0.0, 0, 0, 0
     for group in batches(examples, lambda e: len(e[0]), micro_tokens):
-        ids, wrote = collate([examples[i] for i in group], chat.tokenizer.pad_token_id, model.device)
+        ids, wrote, _ = collate([examples[i] for i in group], model.device)
         labels = ids.masked_fill(~wrote, -100)
         logits, targets, at = predictions(model, ids, labels, fast)
         loss += sft_loss(logits, targets).item()
@@ -267,20 +292,20 @@ def main(argv: list[str] | None = None) -> None:
         about = {name: getattr(args, name) for name in ("env", "run", *args.env_flags)}
         again = args.overwrite and process.is_main_process
         args.expert = args.expert or collect(env, args.run / "expert.jsonl", args.n_expert, about, again)
-    trajectories = list(read_trajectories(args.expert))[: args.n_expert]
+    trajectories = list(itertools.islice(read_trajectories(args.expert), args.n_expert))
     if not trajectories:
         raise UserError(f"{args.expert}: no trajectories")
+    states = [in_own_words(env, state) for state, _ in trajectories]
     if is_trained(vars(args), [args.expert]):
         return release(lock)
 
     def begin() -> tuple[Any, Chat, Any]:
-        texts = [content for state, _ in trajectories for _, content in state.messages]
+        texts = [content for state in states for _, content in state.messages]
         model, chat = to_train(args.model, texts, env.markov, args.device, args.load_in, float32=not args.lora)
         return model, chat, models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
 
     model, chat, adapter = begin()
-    chat.rendering.candidates = args.candidates
-    states = [state for state, _ in trajectories]
+    chat.rendering = dataclasses.replace(chat.rendering, candidates=args.candidates, **first_messages(env, states))
     examples, validation, cut = examples_for(chat, states, args.max_tokens, args.observation_loss > 0)
     if cut:
         process.print(f"{cut} of {len(examples)} demonstrations are cut (--max-tokens, the model's context)")
@@ -289,7 +314,7 @@ def main(argv: list[str] | None = None) -> None:
     optimizer = models.adamw(model.parameters(), args.lr, args.optim)
     fit = Training("sft", model, optimizer, settings, [1] * len(examples))
     with models.within_memory(), fit.bar:
-        train(fit, chat, examples, validation, args.micro_tokens, args.observation_loss, fast=not args.plain)
+        train(fit, examples, validation, args.micro_tokens, args.observation_loss, fast=not args.plain)
     model, _, adapter = fit.result((model, chat, adapter), begin)
     if not process.is_main_process:
         return

@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
     expert = demonstrations(args.sft, env.name)
 
     def agent() -> tuple[Chat, dict]:
-        policy = load_agent(argparse.Namespace(**vars(args) | {"seed": args.seed + OTHER_LUCK}))
+        policy = load_agent(argparse.Namespace(**vars(args) | {"seed": args.seed + OTHER_LUCK}), env)
         return policy.chat, {Sample: policy.sample} | ({Score: load_qnet(args.qnet, args).score} if args.qnet else {})
 
     if args.method == "tree":

@@ -42,7 +42,9 @@ class State:
     @staticmethod
     def first(env: Any, observation: str, info: dict) -> State:
         """ETO's layout: the environment's instruction, "OK", the first observation without its prefix."""
-        return State((("user", env.instruction), ("assistant", "OK"), ("user", observation)), info["task"])
+        system = (("system", env.system),) if env.system else ()
+        first = ("user", env.instruction), ("assistant", env.agreement), ("user", observation)
+        return State((*system, *first), info["task"])
 
     @staticmethod
     def load(messages: list[dict], task: str) -> State:
@@ -101,6 +103,10 @@ class Rendering:
     think: bool = False  # leave a reasoning model its <think>; else the prompt closes it at once
     truncate: str | None = None  # "oldest": the oldest turns go where a prompt is beyond the model's context
     date: str | None = None  # what a template that prints today's date prints instead
+    # The first messages that it was cloned with, where they are not the environment's own.
+    system: str | None = None
+    instruction: str | None = None
+    agreement: str | None = None
 
     FILE = "policy.json"
 
@@ -131,6 +137,7 @@ SETTINGS: dict[str, Callable[[Any], bool]] = {  # what a policy.json may hold
     "top_p": lambda v: is_number(v) and 0 < v <= 1, "top_k": lambda v: type(v) is int and v >= 0,
     "stop": lambda v: isinstance(v, list) and all(v) and all(map(is_text, v)), "think": is_flag,
     "truncate": lambda v: v in (None, "oldest"), "date": maybe(is_date),
+    "system": maybe(is_text), "instruction": maybe(is_text), "agreement": maybe(is_text),
 }  # fmt: skip
 
 
@@ -348,7 +355,8 @@ class Chat:
     def stays(self, state: State) -> int:
         """How many lists at the front of a prompt are never cut: the instruction, and the task where it comes apart."""
         said = [message for message in state.messages if message[0] != "system"]
-        alone = self.rendering.compact or self.rendering.markov or said[1:2] != [("assistant", "OK")]
+        agreement = ("assistant", self.rendering.agreement or "OK")
+        alone = self.rendering.compact or self.rendering.markov or said[1:2] != [agreement]
         return 1 if alone else 3
 
     def prompt(self, state: State) -> list[int]:

@@ -6,6 +6,7 @@ Standard library and filelock only.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import hashlib
@@ -200,7 +201,7 @@ def read_object(path: Path) -> dict:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # a byte-order mark is no character of a prompt
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: can't be read ({error})") from None
 
@@ -213,7 +214,7 @@ def records_of(path: str | Path, skip_cut: bool = False) -> Iterator[tuple[str, 
     if not Path(path).exists():
         raise UserError(f"{path}: no such file")
     with open(path, "rb") as lines:
-        if lines.peek(100).lstrip().startswith(b"["):
+        if lines.peek(100).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             for number, value in enumerate(parse_json(lines.read(), str(path)), 1):
                 where = f"{path}: record {number}"
                 yield where, an_object(value, where)
@@ -299,32 +300,63 @@ def complete_results(records: list[dict]) -> int:
 # ------------------------------------------------------------------------------------------------------- demonstrations
 
 
+USED = {"id", "game_file", "env", "source", "system", "conversations"}  # by somebody, beside `Trajectory`'s fields
+ROLES = {"human": "user", "gpt": "assistant"}
+NAMED: set[Path] = set()  # files whose unused fields have been named
+
+
 def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
     """Each trajectory as a State, and its record, in our layout or in ETO's and QLASS's.
 
-    Theirs has `conversations` of {"from", "value"}, as a JSON list or as JSONL.
+    Theirs has `conversations` of {"from", "value"}, as a JSON list or as JSONL, and may have a `system` text beside.
     """
     from qlass.chat import State
 
-    roles = {"human": "user", "gpt": "assistant"}
     for where, record in records_of(path):
         turns = record.get("messages")
         with contextlib.suppress(KeyError, TypeError):
             turns = turns or [
-                {"role": roles.get(t["from"], t["from"]), "content": t["value"]} for t in record["conversations"]
+                {"role": ROLES.get(t["from"], t["from"]), "content": t["value"]} for t in record["conversations"]
             ]
+        if is_text(record.get("system")) and record["system"] and turns and turns[0]["role"] != "system":
+            turns = [{"role": "system", "content": record["system"]}, *turns]
         mistake = wrong(record | {"messages": turns}, Trajectory)
         if not is_chat(turns) or not any(turn["role"] == "assistant" for turn in turns):
             mistake = "no chat of user and assistant in turns"
         if mistake:
             raise UserError(f"{where}: {mistake} (data/README.md shows the layout)")
+        name_unused(path, record)
         yield State.load(turns, record.get("task") or ""), record
+
+
+def name_unused(path: Path, record: dict) -> None:
+    """A line on what a file's first record holds and nobody uses."""
+    if path in NAMED:
+        return
+    NAMED.add(path)
+    unused = sorted(record.keys() - schema(Trajectory)[0].keys() - USED)
+    turns = record.get("messages") or record.get("conversations") or []
+    unused += sorted(
+        f"{key} of a turn" for key in {key for turn in turns for key in turn} - {"role", "content", "from", "value"}
+    )
+    if unused:
+        print(f"note: {path}: not used: {', '.join(unused)}", file=sys.stderr)
+
+
+def agreed(messages: Iterable[tuple[str, str]]) -> bool:
+    """Do the agent's first words in a trajectory, of messages (role, content), agree to the instruction?
+
+    ETO has "OK" there, AgentGym a longer sentence. Else they are an action.
+    """
+    users = sum(role == "user" for role, _ in messages)
+    first, *later = [text for role, text in messages if role == "assistant"]
+    return users > 1 and "Action:" not in first and (len(first) < 10 or any("Action:" in text for text in later))
 
 
 def first_observation(state: Any) -> tuple[int, str]:
     """Which user message of a trajectory holds the first observation, and its text."""
-    users, assistants = ([text for role, text in state.messages if role == who] for who in ("user", "assistant"))
-    at = int(len(users) > 1 and len(assistants[0]) < 10)  # instruction, "OK", first observation
+    users = [text for role, text in state.messages if role == "user"]
+    at = int(agreed(state.messages))  # instruction, agreement, first observation
     return at, users[at].strip()
 
 

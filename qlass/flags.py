@@ -99,14 +99,28 @@ def warn_of_another_world(folder: Path, args: argparse.Namespace) -> None:
             print(f"warning: {folder} was trained with {flag} {before}, not with {now}", file=sys.stderr)
 
 
-def load_agent(args: argparse.Namespace) -> Any:
-    """The agent that the flags describe: the checkpoint --sft here, or its tokenizer with --server."""
+def begin_as_cloned(env: Any, rendering: Rendering, args: argparse.Namespace) -> None:
+    """Let the environment begin with the messages that the agent was cloned with; --instruction overrides its part."""
+    env.system = rendering.system or env.system
+    env.agreement = rendering.agreement or env.agreement
+    if rendering.instruction in (None, env.instruction):
+        return
+    if getattr(args, "instruction", None):
+        print(f"warning: {args.sft} was cloned with another instruction than --instruction", file=sys.stderr)
+    else:
+        env.instruct(rendering.instruction)
+
+
+def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
+    """The agent that the flags describe, and that is to play `env`: --sft here, or its tokenizer with --server."""
     from qlass.models import load_chat
     from qlass.policy import Policy
     from qlass.server import ServerPolicy
 
     rendering = rendering_of(args.sft, args)
     warn_of_another_world(args.sft, args)
+    if env:
+        begin_as_cloned(env, rendering, args)
     if args.server:
         return ServerPolicy(args.server, load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
     return Policy.load(

@@ -50,7 +50,7 @@ def with_aids(messages: list[tuple[str, str]], task: str, rendering: Any) -> lis
     compact: no instruction turn; in a page neither the task again nor a page shown before. markov: the last observation
     alone. mark_matches: a mark before each word of the task, but in the first message.
     """
-    if rendering.compact and messages[1:2] == [("assistant", "OK")]:
+    if rendering.compact and messages[1:2] == [("assistant", rendering.agreement or "OK")]:
         messages = messages[2:]
     if rendering.markov:
         messages = messages[-1 - (messages[-1][0] == "assistant") :]
@@ -109,13 +109,13 @@ def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
 
 
 def observation_loss(
-    logits: torch.Tensor, kept: torch.Tensor, ids: torch.Tensor, wrote: torch.Tensor, pad_id: int
+    logits: torch.Tensor, kept: torch.Tensor, ids: torch.Tensor, wrote: torch.Tensor, real: torch.Tensor
 ) -> torch.Tensor:
     """-sum_j log p(o_j | s, a): tokens o_j of the next observation, each predicted where a ends.
 
-    logits (B, K, V) of the positions `kept` (K,), which hold all these ends; ids, wrote (B, T). Returns a scalar.
+    logits (B, K, V) of the positions `kept` (K,), which hold all these ends; ids, wrote, real (not padding) (B, T).
     """
     end = wrote.mul(torch.arange(ids.shape[1], device=ids.device)).cummax(1).values  # of the last action so far
-    row, at = (~wrote & (end > 0) & (ids != pad_id)).nonzero(as_tuple=True)
+    row, at = (~wrote & (end > 0) & real).nonzero(as_tuple=True)
     k = torch.searchsorted(kept, end[row, at])
     return -logits.float().log_softmax(-1)[row, k, ids[row, at]].sum()

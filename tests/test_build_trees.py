@@ -369,3 +369,17 @@ def test_a_run_goes_on_only_as_it_was_begun(build, tmp_path):
     (tmp_path / "results.jsonl").write_text(dump([{"task_id": "t", "reward": 1.0}]))
     with pytest.raises(UserError, match=r"results\.jsonl"):
         build(out="results.jsonl")
+
+
+def test_demonstrations_of_few_tasks_are_told_and_of_none_are_an_error(build, tmp_path, capsys):
+    messages = [("user", "walk"), ("assistant", "OK"), ("user", "you stand"), ("assistant", "Action: right")]
+    record = {"messages": [{"role": role, "content": content} for role, content in messages]}
+    for task_id, told in (("train3", "demonstrations of 1 of 4 tasks"), ("test1", None), (None, None)):
+        (tmp_path / "expert.jsonl").write_text(dump([record | {"task_id": task_id}]))
+        flags = ["--expert", str(tmp_path / "expert.jsonl")]
+        if told:
+            build(*flags, out="few.jsonl")
+            assert told in capsys.readouterr().out
+        else:
+            with pytest.raises(UserError, match="none of its 1 demonstrations is of a task here"):
+                build(*flags, out="none.jsonl")

@@ -1,5 +1,6 @@
 """Stage 1: what counts in the loss, the learning rate, what expert files may look like, and that training trains."""
 
+import argparse
 import itertools
 import json
 import math
@@ -14,10 +15,12 @@ from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import q_search
 import sft
 from qlass import UserError, models
 from qlass.chat import Chat, Rendering, State
-from qlass.files import read_jsonl, read_trajectories
+from qlass.files import first_observation, read_jsonl, read_trajectories
+from qlass.flags import begin_as_cloned
 from qlass.loop import Training, cosine
 from qlass.policy import Policy
 from qlass.tiny import AIDS, MARK, observation_loss
@@ -89,7 +92,7 @@ def test_the_loss_by_hand():
 @given(st.lists(st.lists(st.booleans(), min_size=2, max_size=9), min_size=1, max_size=4))
 def test_the_logits_that_count_give_the_loss_and_gradients_of_all(rows):
     model, gradients = tiny_lm(CHAT), []
-    ids, wrote = sft.collate([(list(range(5, 5 + len(row))), row) for row in rows], 0, "cpu")
+    ids, wrote, _ = sft.collate([(list(range(5, 5 + len(row))), row) for row in rows], "cpu")
     for fast in (True, False):
         model.zero_grad()
         loss = loss_of(model, ids, wrote, fast)
@@ -118,8 +121,7 @@ def test_the_loss_of_what_was_read_by_hand():
         sft.tokens_and_mask(CHAT, State(STATE.messages[:3]), 100),
         sft.tokens_and_mask(CHAT, STATE, 100),
     )
-    pad = CHAT.tokenizer.pad_token_id
-    ids_, wrote_ = sft.collate([(ids, wrote), (short, wrote_short)], pad, "cpu")
+    ids_, wrote_, real = sft.collate([(ids, wrote), (short, wrote_short)], "cpu")
     expected = 0.0
     for tokens, mask in ((ids, wrote), (short, wrote_short)):
         logp = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
@@ -130,7 +132,7 @@ def test_the_loss_of_what_was_read_by_hand():
     assert expected > 1
     for fast in (True, False):
         logits, labels, at = sft.predictions(model, ids_, ids_.masked_fill(~wrote_, -100), fast, ends=True)
-        assert observation_loss(logits, at, ids_, wrote_, pad).item() == pytest.approx(expected, rel=1e-4)
+        assert observation_loss(logits, at, ids_, wrote_, real).item() == pytest.approx(expected, rel=1e-4)
         assert sft.sft_loss(logits, labels).item() == pytest.approx(loss_of(model, ids_, wrote_).item(), rel=1e-5)
 
 
@@ -180,7 +182,7 @@ def trained(model, chat: Chat, states: list[State], observation_loss: float = 0.
                 "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50} | more  # fmt: skip
     examples = [e for s in states for e in sft.examples_of(chat, s, 100, observation_loss > 0)]
     fit = Training("sft", model, models.adamw(model.parameters(), settings["lr"]), settings, [1] * len(examples))
-    sft.train(fit, chat, examples, [], settings["micro_tokens"], observation_loss)
+    sft.train(fit, examples, [], settings["micro_tokens"], observation_loss)
     return fit.figures()
 
 
@@ -231,7 +233,7 @@ def test_validation_by_hand():
     examples = [sft.tokens_and_mask(CHAT, s, 100) for s in states]
     model = tiny_lm(CHAT)
     loss = sum(loss_of(model, torch.tensor([i]), torch.tensor([w])).item() for i, w in examples)
-    figures = sft.validate(model, CHAT, examples, 1000)
+    figures = sft.validate(model, examples, 1000)
     assert figures["held_out_loss"] == pytest.approx(loss / sum(sum(w) for _, w in examples), rel=1e-2)
 
     class Knows(torch.nn.Module):
@@ -246,8 +248,8 @@ def test_validation_by_hand():
             return SimpleNamespace(logits=logits[:, logits_to_keep])
 
     # STATE's actions are OK, left and right; the other's OK and left.
-    assert sft.validate(Knows(), CHAT, examples, 1000)["held_out_exact"] == pytest.approx(4 / 5)
-    assert sft.validate(Knows(), CHAT, [], 1000) == {}
+    assert sft.validate(Knows(), examples, 1000)["held_out_exact"] == pytest.approx(4 / 5)
+    assert sft.validate(Knows(), [], 1000) == {}
 
 
 def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
@@ -379,8 +381,46 @@ def test_another_model_keeps_its_tokenizer_and_the_papers_rendering(tmp_path, ag
     argv = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(tmp_path / "model")]
     sft.main([*argv, "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
     agent = Policy.load(tmp_path / "sft")
-    assert agent.chat.rendering == Rendering() and agent.model.config.hidden_size == 32
+    assert agent.chat.rendering == Rendering(instruction="You are shopping.")  # not the environment's own
+    assert agent.model.config.hidden_size == 32
     assert not (tmp_path / "expert.jsonl").exists() and not list(tmp_path.glob("*.draft"))
+
+
+def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, agent, fake_world, capsys):
+    """A system text beside the turns, and AgentGym's long agreement; what nobody uses is named."""
+    turns = [turn | {"loss": True} for turn in ETO["conversations"]]
+    turns[1]["value"] = "OK. I'll follow your instructions and try my best to solve the task."
+    record = {"item_id": "x", "system": "Be brief.", "conversations": turns}
+    (tmp_path / "expert.json").write_text("\ufeff" + json.dumps([record] * 3))
+    run = ["--env", "frozenlake", "--run", str(tmp_path)]
+    sft.main([*run, "--model", str(agent), "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
+    assert capsys.readouterr().err.count("not used: item_id, loss of a turn") == 1
+    chat, env = Policy.load(tmp_path / "sft").chat, FakeEnv()
+    begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", instruction=None))
+    observation, info = env.reset()
+    state = State.first(env, observation, info)
+    assert state.messages == (
+        ("system", "Be brief."), ("user", "You are shopping."), ("assistant", turns[1]["value"]), ("user", observation)
+    )  # fmt: skip
+    cloned, _ = next(read_trajectories(tmp_path / "expert.json"))
+    assert cloned.messages[:3] == state.messages[:3] and first_observation(cloned) == (1, "Find a shirt.")
+    q_search.main([*run, "--method", "greedy", "--limit", "1"])
+    env.instruction = "another"
+    begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", instruction="FILE"))
+    assert env.instruction == "another" and "cloned with another instruction" in capsys.readouterr().err
+
+
+def test_a_padding_token_that_the_model_lacks_does_no_harm(tmp_path, agent, fake_world):
+    shutil.copytree(agent, tmp_path / "model")
+    tokenizer = Policy.load(agent).chat.tokenizer
+    vocabulary = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == vocabulary
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "expert.json").write_text(json.dumps([ETO, ETO | {"conversations": ETO["conversations"] * 2}]))
+    run = ["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "1"]
+    sft.main([*run, "--model", str(tmp_path / "model"), "--expert", str(tmp_path / "expert.json")])
+    assert (tmp_path / "sft" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("damage", ["empty", "no weights", "cut weights", "other vocabulary", "bad json", "bad policy"])

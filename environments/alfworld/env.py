@@ -75,6 +75,9 @@ class ALFWorldEnv(TextEnv):
         found = re.search(rf"(?<![^/])({folders})/[^/]+/trial_[^/]+", str(record.get("game_file")))
         return found and found[0]
 
+    def instruct(self, instruction: str) -> None:
+        self.told = self.instruction = instruction
+
     def in_own_words(self, text: str) -> str:
         """ETO's demonstrations are of the older grammar (put X in/on Y), alfworld's games since 0.4 of the newer."""
         if self.task_id is None:

@@ -43,7 +43,7 @@ from qlass.chat import Rendering
 from qlass.cli import at_least, more, must_exist, needed, parse, parser, run_stage
 from qlass.driver import Sample, drive
 from qlass.files import progress, read_jsonl, same_arguments, write_jsonl, write_meta
-from qlass.flags import add_loading, add_sampling
+from qlass.flags import add_loading, add_sampling, begin_as_cloned
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -180,6 +180,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.server:
         need_no_weights(names, context)
     rendering = context.agent().chat.rendering if args.sft else Rendering()
+    begin_as_cloned(env, rendering, args)
     answers = {Sample: lambda requests: context.agent().sample(requests), Call: answer}
 
     def driven(generators: Iterable[Generator]) -> Iterable[Any]:
