@@ -1,4 +1,4 @@
-"""Stage 3: Q-values on the trees (Eq. 7, Alg. 3). Standard library only.
+"""Stage 3: Q-values on the trees (Eq. 7, Alg. 3). Standard library and filelock.
 
     reads   RUN/trees.jsonl
     writes  RUN/q_labels.jsonl: the same lines with `q_raw` (Eq. 7) and `q` (min-max normalised within the tree)
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     trees = nodes = flat = 0
     with locked(args.out):
         if args.out.exists() and not args.overwrite:
-            same_arguments(args.out, args, ["chat"], inputs_too=False)  # of more trees there are more labels
+            same_arguments(args.out, vars(args), ["chat", "trees"])  # of more trees there are more labels
         with replacing(args.out) as out, replacing(args.chat) if args.chat else nullcontext() as chat:
             for tree in read_trees(args.trees, also):  # one tree in memory at a time
                 labels = label(tree, args.target, args.gamma)
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
             if not trees:
                 raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
         figures = {"trees": trees, "nodes": nodes, "flat_trees": flat}
-        write_meta(args.out, args, [args.trees], **figures, seconds=time.time() - started)
+        write_meta(args.out, vars(args), [args.trees], **figures, seconds=time.time() - started)
     print(f"{args.out}: {nodes} nodes of {trees} trees, {flat} of them with all values equal (q = 0)")
 
 

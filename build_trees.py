@@ -27,9 +27,9 @@ from typing import Any
 import envs
 from qlass import UserError
 from qlass.chat import Rendering, State, parse_action, react
-from qlass.cli import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
+from qlass.cli import at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Sample, ask, drive
-from qlass.files import KINDS, SAMPLING_FREE, actions_by_task, cloned_from, wrong
+from qlass.files import SAMPLING_FREE, Output, TreeNode, actions_by_task, cloned_from, wrong
 from qlass.flags import add_loading, add_sampling, load_agent
 
 # App. A.2: D = 3 on WebShop, 6 on ScienceWorld, 8 on ALFWorld (each environment's `tree_depth`). W = 3 and the bound on
@@ -196,7 +196,7 @@ def step_limit(env: envs.TextEnv, asked: int | None) -> int:
     return asked or min(limits)
 
 
-FIELDS = ("task_id", "node_id", "reward", "done", "source")
+FIELDS = ("done", "source")
 
 
 def complete_trees(records: list[dict]) -> int:
@@ -204,7 +204,7 @@ def complete_trees(records: list[dict]) -> int:
     complete = 0
     while complete < len(records) and complete + records[complete]["nodes"] <= len(records):
         tree = records[complete : complete + records[complete]["nodes"]]
-        if not tree or any(wrong(node, KINDS, FIELDS) for node in tree):
+        if not tree or any(wrong(node, TreeNode, FIELDS) for node in tree):
             raise ValueError(f"the tree of task {records[complete].get('task_id')} is damaged")
         complete += len(tree)
     return complete
@@ -223,7 +223,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--steps", type=at_least(1), help="step limit of the agent's trajectories (default: the environment's)")
     tasks = "number of training tasks (default: %(default)s; 0: all)"
     add("--limit", type=at_least(0), default=DEFAULTS["limit"], metavar="N", help=tasks)
-    add("--shard", metavar="I/N", help="grow every N-th tree from the I-th on; without it, shards are joined")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
     origin = "demonstrations of the expert branch (default: those that the agent was cloned from)"
     add("--expert", type=Path, metavar="FILE", help=origin)
@@ -251,9 +250,10 @@ def main(argv: list[str] | None = None) -> None:
     tasks = env.task_ids("train")[::-1][: args.limit or None]
     if not tasks:
         raise UserError(f"{args.env}: no training tasks")
-    trees = Output(args, complete_trees, [args.sft, args.expert], SAMPLING_FREE, about=lambda line: line["task_id"])
+    inputs, identity = [args.sft, args.expert], lambda line: line["task_id"]
+    trees = Output(args.out, vars(args), complete_trees, inputs, SAMPLING_FREE, identity)
     finished = {record["task_id"] for record in trees.records}
-    share = my_share(tasks, args.shard)
+    share = my_share(tasks)
     todo = [task_id for task_id in share if task_id not in finished]
     policy = load_agent(args) if todo else None
 
@@ -268,10 +268,11 @@ def main(argv: list[str] | None = None) -> None:
     if todo:
         grown = drive(map(explore, todo), {Sample: policy.sample}, args.in_flight or env.side_by_side)
         trees.grow(grown, "trees", len(share), len(share) - len(todo))
+    trees.join()
     figures = figures_of(trees.records)
     rank = {task: n for n, task in enumerate(tasks)}
-    # What an earlier call computed, before a stop, is not known.
-    tokens = policy.computed if len(todo) == len(share) else None
+    # What another process or an earlier call computed, before a stop, is not known.
+    tokens = policy.computed if len(todo) == len(tasks) else None
     trees.finish(lambda r: rank.get(r["task_id"], len(rank)), **figures, tokens=tokens)
     print(
         f"{trees.path}: {figures['trees']} trees, {figures['nodes']} nodes, "

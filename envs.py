@@ -218,12 +218,12 @@ def environment_class(name: str) -> type[TextEnv]:
     if name not in ENVIRONMENTS and "" not in sys.path:
         sys.path.append("")  # a module of the folder at hand, as with `python -m`
     try:
-        found = getattr(importlib.import_module(module), kind)
+        environment = getattr(importlib.import_module(module), kind)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"--env {name}: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, TextEnv)):
+    if not (isinstance(environment, type) and issubclass(environment, TextEnv)):
         raise UserError(f"--env {name}: not a class that is derived from envs.TextEnv")
-    return found
+    return environment
 
 
 def make(name: str, **options: Any) -> TextEnv:
@@ -237,15 +237,15 @@ def add_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> No
     first.add_argument("--env", default="webshop")
     flags = environment_class(first.parse_known_args(argv)[0].env).flags
 
-    def declared(made: argparse.ArgumentParser) -> None:
-        for flag, (_, said) in flags.items():
-            metavar, _, hint = said.partition(" ")
-            switch = {"action": "store_true"} if metavar == "[]" else {"metavar": metavar}
+    def declared(parser: argparse.ArgumentParser) -> None:
+        for flag, (_, description) in flags.items():
+            metavar, _, hint = description.partition(" ")
+            settings = {"action": "store_true"} if metavar == "[]" else {"metavar": metavar}
             if "$" + flag.upper() in hint:  # its value stands in the metadata, so no run is resumed on other data
-                switch["default"] = os.environ.get(flag.upper()) or None
-            made.add_argument("--" + flag.replace("_", "-"), **switch, help=hint)
+                settings["default"] = os.environ.get(flag.upper()) or None
+            parser.add_argument("--" + flag.replace("_", "-"), **settings, help=hint)
         hint = "any other option of the environment's class"
-        made.add_argument("--env-option", action="append", default=[], metavar="NAME=VALUE", help=hint)
+        parser.add_argument("--env-option", action="append", default=[], metavar="NAME=VALUE", help=hint)
 
     more(parser, declared)
     parser.set_defaults(env_flags=[*flags, "env_option"])
@@ -255,7 +255,8 @@ def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     """The environment that the flags name; `options` are the stage's own (`max_steps`)."""
     kind = environment_class(args.env)
     for flag, (option, _) in kind.flags.items():
-        if (value := getattr(args, flag)) == "":  # of an unset variable: not what is bundled
+        value = getattr(args, flag)
+        if value == "":  # of an unset variable: not what is bundled
             raise UserError(f"--{flag.replace('_', '-')}: is empty; leave it out for the default")
         options |= {option: value} if value else {}
     parameters = inspect.signature(kind).parameters

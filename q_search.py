@@ -39,9 +39,9 @@ import envs
 from qlass import UserError, costs
 from qlass.chat import Rendering, State, parse_action, react, uniforms
 from qlass.checks import leaked, learned_from
-from qlass.cli import Output, at_least, more, must_exist, my_share, needed, parse, parser, run_stage
+from qlass.cli import at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Candidate, Likelihood, Sample, Score, ask, drive
-from qlass.files import SAMPLING_FREE, complete_results, identity
+from qlass.files import SAMPLING_FREE, Output, complete_results, identity
 from qlass.flags import add_loading, add_sampling, load_agent, load_qnet
 from qlass.oracles import Scores, by_q_or_reward, by_true_value
 from qlass.paraphrase import add_paraphrases, rewording
@@ -297,7 +297,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--split", default="test", help="tasks to play (default: %(default)s)")
     add("--limit", type=at_least(0), default=400, metavar="N", help="tasks (default: %(default)s; 0: all)")
     add("--skip", type=at_least(0), default=0, metavar="N", help="leave out the first N tasks, say those played before")
-    add("--shard", metavar="I/N", help="play every N-th task from the I-th on; without it, shards are joined")
     add("--sft", type=Path, help="the agent's checkpoint (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
     add("--readout", choices=["last", "mean"], help="how an action's values become one (default: QNet's)")
@@ -342,16 +341,19 @@ def main(argv: list[str] | None = None, answers: dict | None = None, inputs: Seq
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     free = ("method", "M", "N", "select", "split", "skip", *SAMPLING_FREE)  # each line says its own
-    out = Output(args, complete_results, [args.sft, args.qnet, *inputs], free, identity)
+    out = Output(args.out, vars(args), complete_results, [args.sft, args.qnet, *inputs], free, identity)
     learned = {"demonstrations": args.sft if policy else None, "trees": args.qnet if qnet else None}
-    leaks = {name: leaked(env, tasks, learned_from(path, args), name) if path else 0 for name, path in learned.items()}
+    leaks = {
+        name: leaked(env, tasks, learned_from(path, vars(args)), name) if path else 0 for name, path in learned.items()
+    }
     out.known["leaks"] = out.with_earlier("leaks", leaks, max)
     fields = {"split": args.split, "label": args.label, "seed": args.seed}
-    search(env, my_share(tasks, args.shard), plan, answers, policy and policy.chat, out, fields,
+    search(env, my_share(tasks), plan, answers, policy and policy.chat, out, fields,
            args.in_flight or env.side_by_side, reword)  # fmt: skip
 
     computed = {"policy": policy.computed if policy else 0, "qnet": qnet.computed if qnet else 0}
     computed = out.with_earlier("computed_tokens", computed, operator.add, stopped=None)
+    out.join()
     out.finish(in_order(out.records, env.task_ids(args.split)), computed_tokens=computed)
 
 

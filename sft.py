@@ -73,7 +73,7 @@ def collect(env: envs.TextEnv, path: Path, limit: int | None, arguments: dict[st
             raise ValueError("other demonstrations (--expert trains on them; delete the file to play them again)")
         return len(lines)
 
-    out = cli.Output(argparse.Namespace(**arguments), in_order)
+    out = files.Output(path, arguments, in_order)
     todo = tasks[len(out.records) : limit]
     out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(tasks[:limit]), len(out.records))
     out.finish()

@@ -100,12 +100,12 @@ def trees(candidates: str, n: int = 64, few: int = 4) -> Iterator[Figure]:
     model, chat = random_agent(env, candidates)
     tasks = env.task_ids("train")[100 : 100 + n]
     plain, ours = Policy(model, chat, fast=False), Policy(model, chat)
-    slow, some = timed(lambda: grow(env, tasks[:few], plain, 1))
-    fast, every = timed(lambda: grow(env, tasks, Policy(model, chat)))
-    if grow(env, tasks[:few], ours) != some:
+    slow, expected = timed(lambda: grow(env, tasks[:few], plain, 1))
+    fast, grown = timed(lambda: grow(env, tasks, Policy(model, chat)))
+    if grow(env, tasks[:few], ours) != expected:
         raise AssertionError("other trees")
     actions = "actions written freely" if candidates == "free" else "actions among the valid ones"
-    rates = sum(map(len, some)) / slow, sum(map(len, every)) / fast
+    rates = sum(map(len, expected)) / slow, sum(map(len, grown)) / fast
     yield Figure(f"exploration trees, {actions}", *rates, "nodes/s", goal=8)
     yield Figure(f"the same, {few} trees", plain.computed, ours.computed, "tokens")
 

@@ -117,7 +117,7 @@ def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Itera
                 yield Preference([win], [dataclasses.replace(win, action=action, valid=valid)])
 
 
-# ---------------------------------------------------------------------------------------------------------------- loss
+# ----------------------------------------------------------------------------------------------------- loss and update
 
 
 def dpo_loss(
@@ -166,9 +166,6 @@ def pack_preferences(chat: Chat, preferences: Sequence[Preference], room: int) -
         yield pack
 
 
-# -------------------------------------------------------------------------------------------------------------- update
-
-
 def train(learner: Learner, preferences: list[Preference], updates: int, size: int, epochs: int, beta: float) -> dict:
     """Passes over the pairs, `size` an update. Returns what it spent, and of the last pass the mean loss and the share
     of pairs that are ranked right."""
@@ -193,9 +190,6 @@ def train(learner: Learner, preferences: list[Preference], updates: int, size: i
     tokens, loss, right = learner.total(tokens, loss, right)
     n = max(1, len(preferences))
     return {"updates": updates, "tokens": tokens, "loss": round(loss / n, 6), "right": round(right / n, 6)}
-
-
-# ---------------------------------------------------------------------------------------------------------------- main
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

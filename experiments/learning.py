@@ -10,10 +10,9 @@ import argparse
 import copy
 import itertools
 import os
-import shlex
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import accelerate
 import numpy as np
@@ -25,14 +24,12 @@ import envs
 from q_search import Method, episode
 from qlass import UserError, loop, models
 from qlass.chat import PROMPTED, Chat, Rendering, uniforms
-from qlass.cli import Output, at_least, handed_on, more, must_exist, needed, parser, progress, settle
+from qlass.cli import at_least, more, must_exist, needed, parser, settle
 from qlass.driver import Sample, drive
-from qlass.files import checkpoint_folder, write_meta
+from qlass.files import Output, checkpoint_folder, progress, write_meta
 from qlass.flags import add_memory, add_prompted, check_training, rendering_of, warn_of_another_world
 from qlass.policy import Policy
 from train_qnet import SMALL
-
-T = TypeVar("T")
 
 WARMUP = 4  # updates
 LR_PRETRAINED, LR_LORA = 1e-6, 1e-5
@@ -73,11 +70,11 @@ class Learner:
         # Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed again.
         self.room = 512 if model.num_parameters() < SMALL else 4096
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
+    def share(self, items: Sequence[Any]) -> Sequence[Any]:
         """Every n-th of the items: what this one of n processes works on."""
         return items[self.processes.process_index :: self.processes.num_processes]
 
-    def gather(self, results: Sequence[T]) -> list[T]:
+    def gather(self, results: list[Any]) -> list[Any]:
         """The results of all processes, in the order of the items that `share` gave out."""
         shares = gather_object([results])
         return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
@@ -198,6 +195,7 @@ def why_stop(lines: Sequence[dict], unit: str = "tokens", patience: int = 8) -> 
     return ""
 
 
+@models.within_memory()
 def learn(
     learner: Learner, env: envs.TextEnv, iterate: Callable[[dict], dict], settings: dict[str, Any],
     inputs: Sequence[Path | None], passes: float,
@@ -223,7 +221,7 @@ def learn(
 
     settings, inputs = settings | {"out": log}, [settings["sft"], *inputs]
     first = learner.processes.is_main_process  # which alone writes
-    out = Output(argparse.Namespace(**settings), complete, inputs, free=["budget", "budget_in"]) if first else None
+    out = Output(log, settings, complete, inputs, free=["budget", "budget_in"]) if first else None
     lines: list[dict] = broadcast_object_list([out and list(out.records)])[0]
     if len(lines) > 1 and lines[-2][unit] >= budget:
         spent = f"{lines[-1][unit]:,} {unit} are spent already"
@@ -259,7 +257,4 @@ def learn(
         start, best = lines[0]["val"], summary["best"]
         spent = f"{best['tokens']:,} tokens, {best['env_steps']:,} environment steps"
         print(f"batch {lines[-1]['batch']}: {over()}")
-        print(f"{folder}: validation {start:.3f} -> {best['val']:.3f} at batch {best['batch']} ({spent})")
-        play = f"--sft {folder} --label {name} --method greedy --out {settings['run']}/results-{name}.jsonl"
-        flags = shlex.join(handed_on(argparse.Namespace(**settings)))
-        print(f"next: python q_search.py {flags} {play}", flush=True)
+        print(f"{folder}: validation {start:.3f} -> {best['val']:.3f} at batch {best['batch']} ({spent})", flush=True)

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shlex
 import time
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
@@ -34,20 +33,11 @@ from typing import Any
 import envs
 import sft
 from q_search import Method, episode, read_by_qnet
-from qlass import UserError, costs
+from qlass import UserError, costs, files
 from qlass.chat import Chat
-from qlass.cli import Output, at_least, handed_on, more, needed, parse, parser, run_stage
+from qlass.cli import at_least, handed_on, more, needed, parse, parser, run_stage
 from qlass.driver import Sample, Score, drive
-from qlass.files import (
-    SAMPLING_FREE,
-    cloned_from,
-    meta_path,
-    read_meta,
-    read_trajectories,
-    read_trees,
-    write_jsonl,
-    write_meta,
-)
+from qlass.files import Output
 from qlass.flags import add_loading, add_sampling, load_agent, load_qnet
 from qlass.qnet import states_of
 
@@ -73,16 +63,15 @@ def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) ->
 
 
 def rollouts(
-    env: envs.TextEnv, tasks: list[str], method: Method, agent: Callable[[], tuple[Chat, dict]], out: Output, name: str,
-    side_by_side: int,
-) -> list[dict]:  # fmt: skip
+    env: envs.TextEnv, tasks: list[str], method: Method, agent: Callable[[], tuple[Chat, dict]], out: Output, width: int
+) -> list[dict]:
     """Trajectories of the tasks, those of a stopped run included. `agent` loads what answers requests, if need be."""
     finished = {line["task_id"] for line in out.records}
     todo = [task for task in tasks if task not in finished]
     if todo:
         chat, answers = agent()
-        played = drive((trajectories(env.fork(), task, method, chat) for task in todo), answers, side_by_side)
-        out.grow(played, name, len(tasks), len(tasks) - len(todo))
+        played = drive((trajectories(env.fork(), task, method, chat) for task in todo), answers, width)
+        out.grow(played, str(method), len(tasks), len(tasks) - len(todo))
     rank = {task: n for n, task in enumerate(tasks)}
     out.finish(lambda line: rank.get(line["task_id"], len(rank)))
     return [line for line in out.records if line["task_id"] in rank]
@@ -103,18 +92,18 @@ def kept(lines: Iterable[dict], threshold: float, expert: Iterable[dict]) -> lis
     """The distinct trajectories that earned enough and are not the expert's; "source" tells them from those."""
     shown = {json.dumps(line["messages"]) for line in expert}
     good = {json.dumps(line["messages"]): line for line in lines if line["reward"] >= threshold - 1e-9}
-    fields = ("task_id", "env", "task", "messages", "reward")
     new = [line for text, line in good.items() if text not in shown]
+    fields = ("task_id", "env", "task", "messages", "reward")
     return [{key: line[key] for key in fields} | {"source": "policy"} for line in new]
 
 
 def demonstrations(checkpoint: Path, env: str) -> list[dict]:
     """What a checkpoint was cloned from, as lines of expert.jsonl, each with what tells its task."""
-    path, most = cloned_from(checkpoint)
+    path, most = files.cloned_from(checkpoint)
     if path is None:
         raise UserError(f"{checkpoint}: the demonstrations that it was cloned from are gone")
     lines = []
-    for state, record in itertools.islice(read_trajectories(path), most):
+    for state, record in itertools.islice(files.read_trajectories(path), most):
         task = {key: record[key] for key in ("task_id",) if key in record}  # first, as there
         fields = {"env": env, "task": state.task, "messages": state.dump(), "reward": record.get("reward")}
         lines.append(task | fields | {key: record[key] for key in ("id", "game_file", "source") if key in record})
@@ -160,9 +149,11 @@ def main(argv: list[str] | None = None) -> None:
     started = time.time()
     env = envs.from_arguments(args)
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
-    record = read_meta(args.sft).get("arguments", {})
+    record = files.read_meta(args.sft).get("arguments", {})
     if "model" not in record:
-        raise UserError(f"{meta_path(args.sft)}: does not say how sft.py made {args.sft}; name an --sft that it made")
+        raise UserError(
+            f"{files.meta_path(args.sft)}: does not say how sft.py made {args.sft}; name an --sft that it made"
+        )
     expert = demonstrations(args.sft, env.name)
 
     def agent() -> tuple[Chat, dict]:
@@ -171,15 +162,18 @@ def main(argv: list[str] | None = None) -> None:
 
     if args.method == "tree":
         args.trees, args.qnet = needed(args.trees, args.run / "trees.jsonl", "build_trees", args), None
-        lines = [line for tree in read_trees(args.trees, FIELDS) if (line := best_branch(tree))]
+        lines = list(filter(None, map(best_branch, files.read_trees(args.trees, FIELDS))))
     else:
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args) if args.method == "qlass" else None
         tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
-        path, free = args.run / f"self_train-{args.name}.rollouts.jsonl", ["threshold", "no_train", *SAMPLING_FREE]
+        path, free = (
+            args.run / f"self_train-{args.name}.rollouts.jsonl",
+            ["threshold", "no_train", *files.SAMPLING_FREE],
+        )
         settings, inputs = vars(args) | {"out": path}, [args.sft, args.qnet]
-        out = Output(argparse.Namespace(**settings), lambda records: len(records) // args.N * args.N, inputs, free)
+        out = Output(path, settings, lambda records: len(records) // args.N * args.N, inputs, free)
         method = Method("qlass" if args.qnet else "sample", args.M, args.N)
-        lines = rollouts(env, tasks, method, agent, out, args.name, args.in_flight or env.side_by_side)
+        lines = rollouts(env, tasks, method, agent, out, args.in_flight or env.side_by_side)
     new = kept(lines, args.threshold, expert)
     if not new:
         best = max((line["reward"] for line in lines), default=0.0)
@@ -188,21 +182,18 @@ def main(argv: list[str] | None = None) -> None:
             f"{best:.3f}): lower it, or play more tasks (--limit 0) or more trajectories (-N)"
         )
     merged, out = args.run / f"self_train-{args.name}.jsonl", args.run / f"sft-{args.name}"
-    write_jsonl(merged, expert + new)
+    files.write_jsonl(merged, expert + new)
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new)}
     figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
     figures["mean_reward"] = sum(line["reward"] for line in lines) / max(1, len(lines))
-    write_meta(merged, vars(args), [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
+    files.write_meta(merged, vars(args), [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
     reward = f"mean reward {figures['mean_reward']:.3f}"
-    print(f"{merged}: {len(new)} of {len(lines)} trajectories kept ({reward}) beside {len(expert)} demonstrations",
-          flush=True)  # fmt: skip
+    print(f"{merged}: {len(new)} of {len(lines)} trajectories kept ({reward}) beside {len(expert)} demonstrations")
     if args.no_train:
         return
     flags = training_flags(record) + ["--device", args.device] * bool(args.device) + ["--overwrite"] * args.overwrite
     flags += ["--model", record["model"], "--expert", str(merged), "--n-expert", str(len(expert) + len(new))]
     sft.main([*handed_on(args), *flags, "--out", str(out)])
-    play = f"--sft {out} --label {args.name} --method greedy --out {args.run}/results-{args.name}.jsonl"
-    print(f"next: python q_search.py {shlex.join(handed_on(args))} {play}")
 
 
 if __name__ == "__main__":

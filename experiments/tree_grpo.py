@@ -146,7 +146,7 @@ def advantages(trees: Forest, kind: str = "both") -> list[np.ndarray]:
     return A
 
 
-# ---------------------------------------------------------------------------------------------------------------- loss
+# ----------------------------------------------------------------------------------------------------- loss and update
 
 
 @dataclasses.dataclass
@@ -181,9 +181,6 @@ def policy_loss(logp: torch.Tensor, entropy: torch.Tensor, batch: Batch, kl: flo
     ratio = (logp - batch.old).clamp(-20, 20).exp()  # r = pi(a | s) / pi_old(a | s)
     regularisers = kl * low_variance_kl(logp, batch.reference) - bonus * entropy
     return (dual_clip(ratio, batch.positive, batch.negative) + batch.visits * regularisers).sum()
-
-
-# -------------------------------------------------------------------------------------------------------------- update
 
 
 def weights(trees: Forest, kind: str) -> dict[Decision, np.ndarray]:
@@ -224,9 +221,6 @@ def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, nu
         figures += torch.tensor([*(means * batch.visits / n).sum(1), len(batch.choices.tree)])
     learner.step(number)
     return learner.total(*figures.tolist())
-
-
-# ---------------------------------------------------------------------------------------------------------------- main
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

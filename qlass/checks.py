@@ -1,12 +1,11 @@
-"""Were the tasks that are played also learned from?
+"""Two checks: were the tasks that are played also learned from, and does a value order sibling actions as q does?
 
-A published split may overlap (WebShop's do, in 21 tasks), so what is found is a warning and a figure, no refusal. What
-is not known is said too: None is not 0.
+A published split may overlap (WebShop's do, in 21 tasks), so a leak is a warning and a figure, no refusal. What cannot
+be told is None, not 0.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import re
@@ -14,16 +13,15 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from envs import TextEnv
 from qlass.chat import State
-from qlass.files import is_text, known_id, lineage, located, openings, records_of
+from qlass.files import input_of, is_text, known_id, lineage, openings, records_of
 from qlass.policy import Policy
 from qlass.qnet import Pair
-from qlass.stats import spearman
 
-# -------------------------------------------------------------------------------------------------------------- leaks
+if TYPE_CHECKING:
+    from envs import TextEnv
 
 TRIED = 100  # training tasks, by whose words it is seen whether demonstrations without ids are of this environment
 
@@ -36,24 +34,27 @@ class Learned:
     played: bool  # it also learned from playing the training tasks itself
 
 
-def learned_from(checkpoint: Path, args: argparse.Namespace) -> Learned | str:
-    """What a checkpoint and those it was trained from have learned from; text: why that is not known."""
+def learned_from(checkpoint: Path, arguments: dict[str, Any]) -> Learned | str:
+    """What a checkpoint and those it was trained from have learned from; text: why that cannot be told.
+
+    arguments: of the environment that is played now, "env" and the names in "env_flags".
+    """
     files: list[tuple[Path, int | None]] = []
     played = False
-    for folder, made in lineage(checkpoint):
-        if not made:
+    for folder, recorded in lineage(checkpoint):
+        if not recorded:
             return f"{folder.name} has no metadata"
-        if any(made.get(name) != getattr(args, name) for name in ("env", *args.env_flags)):
+        if any(recorded.get(name) != arguments[name] for name in ("env", *arguments["env_flags"])):
             return f"{folder.name} is of another environment, whose ids mean other tasks"
         for name, most in (("labels", "limit"), ("expert", "n_expert")):
-            if is_text(made.get(name)):
-                path = located(made, made[name], folder)
+            if is_text(recorded.get(name)):
+                path = input_of(folder, name)
                 if not path or not path.is_file():
                     return "the file is gone"
-                files.append((path, made.get(most)))
-        played |= "rounds" in made  # of experiments.tree_grpo
-        if is_text(made.get("labels")) and "budget_in" not in made:  # a QNet: its backbone is the agent's matter
-            break
+                files.append((path, recorded.get(most)))
+        played |= "rounds" in recorded  # of experiments.tree_grpo
+        if is_text(recorded.get("labels")) and "budget_in" not in recorded:
+            break  # a QNet: its backbone is the agent's matter
     return Learned(files, played) if files else "the file is gone"
 
 
@@ -72,8 +73,8 @@ def leaked(env: TextEnv, tasks: Iterable[str], learned: Learned | str, source: s
             texts += [words(text) for text in openings(path, most)] if None in known else []
             ids |= set(known) - {None}
         subjects = {env.subject(str(task)) for task in ids}
-        n = sum(env.subject(task) in subjects or told(player, task, texts) for task in tasks)
-        if texts and not n and not any(told(player, task, texts) for task in env.task_ids("train")[:TRIED]):
+        n = sum(env.subject(task) in subjects or is_told(player, task, texts) for task in tasks)
+        if texts and not n and not any(is_told(player, task, texts) for task in env.task_ids("train")[:TRIED]):
             names = ", ".join(path.name for path, _ in learned.files)
             n, learned = None, f"{names}: no task ids, and none of the texts is of a task known here"
         player.close()
@@ -88,17 +89,11 @@ def words(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
-def told(env: TextEnv, task: str, texts: list[str]) -> bool:
+def is_told(env: TextEnv, task: str, texts: list[str]) -> bool:
     """Whether one of these texts tells a player the task."""
-    if not texts:
-        return False
-    observation, info = env.reset(options={"task_id": task})
-    if any(words(observation) in text for text in texts):
-        return True
-    return env.unique_tasks and any(words(info["task"]) in text for text in texts)
-
-
-# -------------------------------------------------------------------------------------------------------------- ranking
+    observation, info = env.reset(options={"task_id": task}) if texts else ("", {})
+    phrases = [observation, info.get("task", "")] if env.unique_tasks else [observation]
+    return any(words(phrase) in text for phrase in phrases for text in texts)
 
 
 def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], float], gap: float = 0.05) -> dict:
@@ -108,22 +103,24 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
     action. `own_...`: of pairs without a node of the demonstrator's, since search compares draws of the agent.
     `spearman` is the global rank correlation, which a net that only knows V(s) can reach too.
     """
+    from qlass.stats import spearman
+
     flat = [(p.q, scores[p.state, p.action]) for tree in trees for p in tree]
-    rank = float(spearman(*zip(*flat, strict=True))) if len(flat) > 2 else math.nan  # also where all are equal
-    figures: dict[str, Any] = {"spearman": rank if math.isfinite(rank) else None}
-    for of, some in (("sibling", trees), ("own_sibling", [[p for p in tree if p.own] for tree in trees])):
-        right, total, apart, labelled = 0.0, 0, 0.0, 0.0
-        for tree in some:
+    rank = spearman(*zip(*flat, strict=True)) if len(flat) > 2 else math.nan
+    figures: dict[str, Any] = {"spearman": rank if math.isfinite(rank) else None}  # NaN: all are equal
+    for name, own in (("sibling", False), ("own_sibling", True)):
+        differences = []
+        for tree in trees:
             siblings: dict[State, list[Pair]] = {}
             for p in tree:
-                siblings.setdefault(p.state, []).append(p)
+                siblings.setdefault(p.state, []).extend([p] * (p.own or not own))
             for a, b in itertools.chain(*(itertools.combinations(family, 2) for family in siblings.values())):
                 if abs(a.q - b.q) > gap:
-                    x, y = scores[a.state, a.action], scores[b.state, b.action]
-                    right += 0.5 if x == y else float((x > y) == (a.q > b.q))
-                    total, apart, labelled = total + 1, apart + abs(x - y), labelled + abs(a.q - b.q)
-        share = (right / total, apart / labelled) if total else (None, None)
-        figures |= {f"{of}_accuracy": share[0], f"{of}_pairs": total, f"{of}_gap": share[1]}
+                    differences.append((a.q - b.q, scores[a.state, a.action] - scores[b.state, b.action]))
+        right = sum(0.5 if score == 0 else float((score > 0) == (q > 0)) for q, score in differences)
+        labelled, apart = (sum(abs(pair[i]) for pair in differences) for i in (0, 1))
+        shares = (right / len(differences), apart / labelled) if differences else (None, None)
+        figures |= {f"{name}_accuracy": shares[0], f"{name}_pairs": len(differences), f"{name}_gap": shares[1]}
     return figures
 
 
@@ -135,12 +132,8 @@ def policy_scores(policy: Policy, trees: list[list[Pair]]) -> dict[tuple[State, 
 
 def print_ranking(trees: str, figures: dict) -> None:
     """`sibling_accuracy` in words, with the policy's beside it."""
-    f = figures
-    if f["sibling_pairs"]:
-        print(f"  {trees} trees: sibling pairs ranked right {f['sibling_accuracy']:.3f} of {f['sibling_pairs']} "
-              f"(chance .5, policy's log-probability {f['policy_sibling_accuracy']:.3f}), "
-              f"{f['sibling_gap']:.2f} times as far apart as their q, "
-              f"Spearman {'undefined' if f['spearman'] is None else round(f['spearman'], 3)}")  # fmt: skip
-    if 0 < f["own_sibling_pairs"] < f["sibling_pairs"]:
-        print(f"    without the demonstrator's nodes {f['own_sibling_accuracy']:.3f} of {f['own_sibling_pairs']} "
-              f"({f['policy_own_sibling_accuracy']:.3f})")  # fmt: skip
+    for kind, of in (("sibling", ""), ("own_sibling", " without the demonstrator's nodes")):
+        if figures[f"{kind}_pairs"]:
+            right = f"ranked right{of} {figures[f'{kind}_accuracy']:.3f} of {figures[f'{kind}_pairs']}"
+            policy = f"policy's log-probability {figures[f'policy_{kind}_accuracy']:.3f}"
+            print(f"  {trees} trees: sibling pairs {right} (chance .5, {policy})")

@@ -1,138 +1,201 @@
-"""One writer to a file or folder at a time: a lock beside it, named after its holder. Standard library only."""
+"""The files between the stages: what a line holds, how it is read, how files grow, are replaced and are described.
+
+data/README.md shows a line of each. Records stay the dicts that JSON gives, so that fields beyond the schema are kept.
+Standard library and filelock only.
+"""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import fcntl
+import functools
 import hashlib
 import itertools
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
+import sys
 import time
-import weakref
+import types
+import typing
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from filelock import FileLock, Timeout
 
 from qlass import UserError
 
-# ---------------------------------------------------------------------------------------------------------------- locks
+T = TypeVar("T")
+Check = Callable[[Any], bool]
 
-HELD: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()  # this process's own
-
-
-def only_writer(output: Path) -> Any:
-    """Hold the lock of an output for as long as the file returned is open; it ends with the process, however that ends.
-
-    UserError if another process holds it, with its id.
-    """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    path = output.with_name(f".{output.name}.lock")
-    lock = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read().strip() or "unknown"
-        lock.close()
-        raise UserError(f"{output}: process {holder} is writing it; wait for it, or name another --out") from None
-    except OSError:  # a file system without locks
-        pass
-    if not path.exists() or path.stat().st_ino != os.fstat(lock.fileno()).st_ino:  # released in the meantime
-        lock.close()
-        return only_writer(output)
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    HELD[output.absolute()] = lock
-    return lock
+# ----------------------------------------------------------------------------------------------------------- the schema
 
 
-@contextlib.contextmanager
-def locked(output: Path) -> Iterator[None]:
-    """For as long as the block runs, unless this process has the lock already."""
-    held = HELD.get(output.absolute())
-    if held is not None and not held.closed:
-        yield
-        return
-    lock = only_writer(output)
-    try:
-        yield
-    finally:
-        release(lock)
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= 1e30  # not NaN; sums and squares of such are finite
 
 
-def release(lock: Any) -> None:
-    if lock is not None:
-        Path(lock.name).unlink(missing_ok=True)
-        lock.close()
+def is_chat(value: Any) -> bool:
+    """Messages of user and assistant in turns, the user first, behind a system message if there is one."""
+    if not isinstance(value, list) or not all(isinstance(m, dict) and is_text(m.get("content")) for m in value):
+        return False
+    roles = [message.get("role") for message in value]
+    roles = roles[roles[:1] == ["system"] :]
+    return bool(roles) and all(role == ("user", "assistant")[i % 2] for i, role in enumerate(roles))
 
 
-# ---------------------------------------------------------------------------------------------------------------- jsonl
+def check_of(kind: Any) -> Check:
+    """Whether a value is of a field's type, as a function. Numbers are finite; `Annotated` adds a check to a type."""
+    origin, parts = typing.get_origin(kind), [check_of(part) for part in typing.get_args(kind)]
+    if origin is Annotated:
+        return lambda value: all(part(value) for part in parts)
+    if origin in (typing.Union, types.UnionType):
+        return lambda value: any(part(value) for part in parts)
+    if origin is list:
+        return lambda value: isinstance(value, list) and all(map(parts[0], value))
+    if is_dataclass(kind):
+        return lambda value: isinstance(value, dict) and wrong(value, kind) is None
+    if kind is float:
+        return is_number
+    return (lambda value: isinstance(value, kind)) if isinstance(kind, type) else kind
 
-LARGEST = 1e30  # of a number: sums, squares and differences of such are finite
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a character, which no UTF-8 file can hold
+
+def maybe(check: Check) -> Check:
+    return lambda value: value is None or check(value)
 
 
-def parse_json(content: bytes) -> Any:
-    """The value of JSON; NaN and Infinity, which Python's reader allows, are none. ValueError says what is wrong."""
+is_text, is_flag, is_name = check_of(str), check_of(bool), check_of(str | int)
+Name = str | int  # an id
+Chat = Annotated[list, is_chat]
+Counts = Annotated[dict, lambda counts: all(map(is_number, counts.values()))]
+
+
+@dataclass
+class Trajectory:
+    """A line of expert.jsonl. ETO's and QLASS's files have `conversations` in place of `messages`."""
+
+    messages: Chat
+    task_id: Name | None = None
+    task: str | None = None
+    reward: float | None = None
+
+
+@dataclass
+class TreeNode:
+    """A line of trees.jsonl and, with the values that bellman.py adds, of q_labels.jsonl."""
+
+    task_id: Name
+    node_id: Name
+    parent_id: Name | None
+    action: str | None
+    observation: str
+    reward: float
+    done: bool = False
+    source: str = "policy"
+    branch: Name = 0
+    expert: bool = False
+    q_raw: float = 0.0
+    q: float = 0.0
+    task: str = ""  # of a root, as are the next two
+    messages: Chat = field(default_factory=list)
+    nodes: Name = 0
+
+
+@dataclass
+class Candidate:
+    action: str
+    q: float | None = None
+
+
+@dataclass
+class Step:
+    action: str
+    observation: str | None = None
+    candidates: list[Candidate] | None = None
+
+
+@dataclass
+class Result:
+    """A line of results.jsonl."""
+
+    task_id: Name
+    env: Annotated[str, str.split]  # more than blanks
+    method: str
+    reward: float
+    tokens: Counts
+    M: int | None = None
+    N: int | None = None
+    select: str | None = None
+    player: str | None = None
+    split: str | None = None
+    label: str | None = None
+    seed: int | None = None
+    type: str | None = None
+    block: str | None = None
+    task: str | None = None
+    success: float | None = None
+    n_steps: float = 0
+    env_steps: float = 0
+    seconds: float = 0
+    steps: list[Step] | None = None
+
+
+@dataclass
+class Metadata:
+    """OUT.meta.json; versions, commit and the figures of the run stand beside these."""
+
+    arguments: dict = field(default_factory=dict)
+    inputs: dict = field(default_factory=dict)  # path: hash
+
+
+@functools.cache
+def schema(kind: type) -> tuple[dict[str, Check], list[str]]:
+    """The check of each field of a dataclass, and the fields without a default, which a record must have."""
+    checks = {name: check_of(of) for name, of in typing.get_type_hints(kind, include_extras=True).items()}
+    return checks, [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+
+
+def wrong(record: dict, kind: type | dict[str, Check], needed: Iterable[str] = ()) -> str | None:
+    """What is wrong with a record: a field that it lacks, or one that is not of its kind. None: nothing."""
+    checks, required = schema(kind) if isinstance(kind, type) else (kind, [])
+    for name in (*required, *needed):
+        if name not in record:
+            return f"no {name}"
+    for name, value in record.items():
+        if name in checks and not checks[name](value):
+            shown = repr(value)
+            return f"{name} can't be {shown if len(shown) < 40 else shown[:36] + ' ...'}"
+    return None
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+def parse_json(content: bytes, where: str, hint: str = "") -> Any:
+    """The value of JSON; NaN and Infinity, which Python's reader allows, are none. UserError says where it stands."""
 
     def no_number(name: str) -> NoReturn:
-        raise ValueError(f"not valid JSON ({name} is not a number)")
+        raise ValueError(f"{name} is not a number")
 
     try:
-        value = json.loads(content.decode("utf-8-sig"), parse_constant=no_number)
-        if SURROGATE.search(content):
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8 text") from None
-    except UnicodeEncodeError:
-        raise ValueError("half a character (an unpaired surrogate)") from None
-    except json.JSONDecodeError as error:
-        line = f", line {error.lineno}" if error.lineno > 1 else ""
-        raise ValueError(f"not valid JSON ({error.msg}{line})") from None
-    except RecursionError:
-        raise ValueError("not valid JSON (nested too deeply)") from None
+        return json.loads(content.decode("utf-8-sig"), parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON ({error}){hint}") from None
+
+
+def an_object(value: Any, where: str) -> dict:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: a JSON object is expected, not {type(value).__name__}")
     return value
-
-
-def numbered(path: str | Path) -> Iterator[tuple[int, dict]]:
-    """Each line's number and object. UserError names file:line where one is malformed or the file is missing."""
-    if not Path(path).exists():
-        raise UserError(f"{path}: no such file")
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    record = parse_json(line)
-                except ValueError as error:
-                    hint = "a truncated line?" if not line.endswith(b"\n") else "one JSON object a line is expected"
-                    raise UserError(f"{path}:{number}: {error}; {hint}") from None
-                if not isinstance(record, dict):
-                    raise UserError(f"{path}:{number}: a JSON object is expected, not {type(record).__name__}")
-                yield number, record
-
-
-def read_jsonl(path: str | Path) -> Iterator[dict]:
-    """Each line's object; see `numbered`."""
-    return (record for _, record in numbered(path))
 
 
 def read_object(path: Path) -> dict:
-    """The one JSON object that a file holds; UserError where it holds none."""
-    try:
-        value = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: a JSON object is expected, not {type(value).__name__}")
-    return value
+    """The one JSON object that a file holds."""
+    return an_object(parse_json(path.read_bytes(), str(path)), str(path))
 
 
 def read_text(path: Path) -> str:
@@ -142,93 +205,220 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: can't be read ({error})") from None
 
 
-# --------------------------------------------------------------------------------------------------- what is expected
+def records_of(path: str | Path, skip_cut: bool = False) -> Iterator[tuple[str, dict]]:
+    """Each object of JSON Lines, or of a JSON list as in ETO's files, and where it stands: "FILE:LINE".
+
+    skip_cut: a last line that a stopped run has cut short is left out, with a warning.
+    """
+    if not Path(path).exists():
+        raise UserError(f"{path}: no such file")
+    with open(path, "rb") as lines:
+        if lines.peek(100).lstrip().startswith(b"["):
+            for number, value in enumerate(parse_json(lines.read(), str(path)), 1):
+                where = f"{path}: record {number}"
+                yield where, an_object(value, where)
+        for number, line in enumerate(lines, 1):
+            where, cut = f"{path}:{number}", not line.endswith(b"\n")
+            hint = "; a truncated line?" if cut else "; one JSON object a line is expected"
+            try:
+                if line.strip():
+                    yield where, an_object(parse_json(line, where, hint), where)
+            except UserError:
+                if not (cut and skip_cut):
+                    raise
+                print(f"warning: {where}: skipped, cut short by a stopped run", file=sys.stderr)
 
 
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def read_jsonl(path: str | Path) -> Iterator[dict]:
+    """The records of a file. UserError names FILE:LINE where one is malformed."""
+    return (record for _, record in records_of(path))
 
 
-def is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
+def fields_of(path: Path) -> set[str] | None:
+    """The fields of a file's first record, none if it is no object; None: there is nothing to lose."""
+    if not path.exists() or not path.stat().st_size:
+        return None
+    try:
+        return set(next(read_jsonl(path), ()))
+    except UserError:
+        return set()
 
 
-def is_name(value: Any) -> bool:
-    return isinstance(value, str | int)
+def read_trees(path: str | Path, needed: Iterable[str] = ()) -> Iterator[list[dict]]:
+    """Yield one tree at a time as its list of nodes, the root first (trees.jsonl, q_labels.jsonl).
+
+    needed: fields that a node must have besides those of every tree; "messages" the root alone.
+    """
+    of_root = list(needed)
+    of_node = [name for name in of_root if name != "messages"]
+    lines = records_of(path)
+    for where, root in lines:
+        tree: list[dict] = []
+        ids: set = {None}
+        for place, node in itertools.chain([(where, root)], lines):
+            if mistake := wrong(node, TreeNode, of_node if tree else of_root):
+                hint = "run bellman.py on it and name its output" if mistake == "no q" else "is this a trees.jsonl?"
+                raise UserError(f"{place}: {mistake}; {hint}")
+            if node["parent_id"] not in ids or node["node_id"] in ids or node["task_id"] != root["task_id"]:
+                name = f"node {node['node_id']} of task {node['task_id']}"
+                raise UserError(f"{place}: {name} stands before its parent, twice, or in another task's tree")
+            tree.append(node)
+            ids.discard(None)
+            ids.add(node["node_id"])
+            if len(tree) == root.get("nodes"):
+                break
+        else:
+            raise UserError(
+                f"{path}: the tree of task {root['task_id']} has {len(tree)} of {root.get('nodes')} nodes; "
+                "run build_trees.py again with the same arguments to complete it"
+            )
+        yield tree
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and -LARGEST <= value <= LARGEST  # which NaN is not
+def read_results(path: str | Path) -> Iterator[dict]:
+    """The lines of results.jsonl, ids as they are written; a last one that a stop has cut short is left out."""
+    for where, record in records_of(path, skip_cut=True):
+        if mistake := wrong(record, Result):
+            raise UserError(f"{where}: {mistake}; fix or delete this line")
+        yield record
 
 
-def is_chat(value: Any) -> bool:
-    """Messages of user and assistant in turns, the user first, behind a system message if there is one."""
-    if not isinstance(value, list) or not all(isinstance(m, dict) and is_text(m.get("content")) for m in value):
-        return False
-    roles = [m.get("role") for m in value]
-    roles = roles[roles[:1] == ["system"] :]
-    return bool(roles) and all(role == ("user", "assistant")[i % 2] for i, role in enumerate(roles))
+def identity(record: dict) -> tuple:
+    """What a line of results.jsonl is about; no two lines are about the same."""
+    return (record["task_id"], record["method"], *(record.get(k) for k in ("split", "M", "N", "select", "player")))
 
 
-def maybe(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or kind(value)
+def complete_results(records: list[dict]) -> int:
+    """All of them, if each is a result."""
+    for record in records:
+        if mistake := wrong(record, Result):
+            raise ValueError(mistake)
+    return len(records)
 
 
-def wrong(record: dict, kinds: dict[str, Callable[[Any], bool]], needed: Iterable[str] = ()) -> str | None:
-    """What is wrong with a record: a needed field that it lacks, or one that is not of its kind. None: nothing."""
-    for name in needed:
-        if name not in record:
-            return f"no {name}"
-    for name, kind in kinds.items():
-        if name in record and not kind(record[name]):
-            shown = repr(record[name])
-            return f"{name} can't be {shown if len(shown) < 40 else shown[:36] + ' ...'}"
-    return None
+# ------------------------------------------------------------------------------------------------------- demonstrations
 
 
-# -------------------------------------------------------------------------------------------------- whole or not at all
+def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
+    """Each trajectory as a State, and its record, in our layout or in ETO's and QLASS's.
+
+    Theirs has `conversations` of {"from", "value"}, as a JSON list or as JSONL.
+    """
+    from qlass.chat import State
+
+    roles = {"human": "user", "gpt": "assistant"}
+    for where, record in records_of(path):
+        turns = record.get("messages")
+        with contextlib.suppress(KeyError, TypeError):
+            turns = turns or [
+                {"role": roles.get(t["from"], t["from"]), "content": t["value"]} for t in record["conversations"]
+            ]
+        mistake = wrong(record | {"messages": turns}, Trajectory)
+        if not is_chat(turns) or not any(turn["role"] == "assistant" for turn in turns):
+            mistake = "no chat of user and assistant in turns"
+        if mistake:
+            raise UserError(f"{where}: {mistake} (data/README.md shows the layout)")
+        yield State.load(turns, record.get("task") or ""), record
 
 
-def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
-    """Write all records, or leave the old file as it was: the new one takes its name only when it is whole."""
-    with replacing(path) as out:
-        out.writelines(map(dumps, records))
+def first_observation(state: Any) -> tuple[int, str]:
+    """Which user message of a trajectory holds the first observation, and its text."""
+    users, assistants = ([text for role, text in state.messages if role == who] for who in ("user", "assistant"))
+    at = int(len(users) > 1 and len(assistants[0]) < 10)  # instruction, "OK", first observation
+    return at, users[at].strip()
+
+
+def known_id(record: dict, env: Any) -> str | None:
+    """The id of a record's task, its own or ETO's; None: only its words tell the task."""
+    return env.published_id(record) if record.get("task_id") is None else str(record["task_id"])
+
+
+def by_agent(record: dict) -> bool:
+    """Whether an agent did this itself: self-training keeps it in one file with the demonstrations."""
+    return record.get("source") == "policy"
+
+
+def actions_by_task(path: Path, env: Any, most: int | None = None) -> dict[str, list[str]]:
+    """The actions of each of the first `most` demonstrations, by its task's id or, where a file does not tell it, by
+    its first observation; [] for one that several tasks begin with."""
+    demonstrations: dict[str, list[str]] = {}
+    for state, record in itertools.islice(read_trajectories(path), most):
+        agreed, observation = first_observation(state)
+        actions = [content for role, content in state.messages if role == "assistant"][agreed:]
+        task_id = known_id(record, env)
+        if task_id is None and observation in demonstrations and not env.unique_tasks:
+            actions = []
+        if not by_agent(record):
+            demonstrations[observation if task_id is None else task_id] = actions
+    return demonstrations
+
+
+def openings(path: Path, most: int | None = None) -> list[str]:
+    """The first observation of each of the first `most` demonstrations that has no task id."""
+    trajectories = itertools.islice(read_trajectories(path), most)
+    return [first_observation(state)[1] for state, record in trajectories if record.get("task_id") is None]
+
+
+# ----------------------------------------------------------------------------------- one writer, complete or not at all
+
+
+def only_writer(output: Path) -> FileLock:
+    """The lock of an output, beside it, until `release` or the end of this process, however that comes.
+
+    Who holds it may take it again. UserError, with its id, where another process holds it.
+    """
+    path = output.absolute().with_name(f".{output.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, timeout=0, is_singleton=True)
+    try:
+        lock.acquire()
+    except Timeout:
+        holder = path.read_text() if path.exists() else ""
+        raise UserError(f"{output}: process {holder} is writing it; wait for it, or name another --out") from None
+    path.write_text(str(os.getpid()))
+    return lock
+
+
+def release(lock: FileLock | None) -> None:
+    if lock:
+        if lock.lock_counter == 1:
+            Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+@contextlib.contextmanager
+def locked(output: Path) -> Iterator[None]:
+    lock = only_writer(output)
+    try:
+        yield
+    finally:
+        release(lock)
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Any]:
+    """A file opened for writing that takes the place of `path` when the block ends without an error."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: a folder or a device, where a file is to be written: name another")
+    draft = path.with_name(f".{path.name}.draft")
+    with locked(path):
+        try:
+            with open(draft, "w", encoding="utf-8") as out:
+                yield out
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def dumps(record: dict) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
-@contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[Any]:
-    """A file opened for writing that takes the place of `path` when the block ends without an error.
-
-    One process at a time writes it. A draft that a killed one left is written over.
-    """
-    path = Path(path)
-    if path.exists() and not path.is_file():
-        kind = "a folder" if path.is_dir() else "a device"
-        raise UserError(f"{path}: {kind}, where a file is to be written: name another")
-    draft = path.with_name(f".{path.name}.draft")
-    with locked(path):
-        try:
-            with naming(path), open(draft, "w", encoding="utf-8") as out:
-                yield out
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """An error in writing that names no file, as on a full disk, names this one."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        kept = f"{error.strerror}: what was complete is kept; make room, and the same command resumes"
-        raise OSError(error.errno, kept, str(path)) from None
+def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
+    """Write all records, or leave the old file as it was."""
+    with replacing(path) as out:
+        out.writelines(map(dumps, records))
 
 
 @contextlib.contextmanager
@@ -239,15 +429,15 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)  # of a killed process
         draft.mkdir(parents=True)
         try:
-            with naming(folder):
-                yield draft
-        except BaseException as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            if "os error" in str(error):  # safetensors' own
+            yield draft
+            discard(folder)
+            draft.rename(folder)
+        except Exception as error:
+            if "os error" in str(error):  # of safetensors, which knows no OSError
                 raise UserError(f"{folder}: {error}: make room, and the same command resumes") from None
             raise
-        discard(folder)
-        draft.rename(folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:
@@ -264,7 +454,7 @@ def checkpoint_folder(folder: Path, read: str | Path | None = None) -> Path:
 
     Not the one that is `read`.
     """
-    folder = folder.absolute() if not folder.name else folder  # "." has no name
+    folder = folder if folder.name else folder.absolute()  # "." has no name
     if read and folder.resolve() == Path(read).resolve():
         raise UserError(f"{folder}: is what the training starts from: name another --out (of a learner: --name)")
     if folder.exists() and not (folder / "config.json").exists() and (folder.is_file() or any(folder.iterdir())):
@@ -272,144 +462,12 @@ def checkpoint_folder(folder: Path, read: str | Path | None = None) -> Path:
     return folder
 
 
-# ---------------------------------------------------------------------------------------------------- trees and results
-
-NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")  # what every line of a tree has
-KINDS = {  # of a tree's fields, where a line has them
-    "task_id": is_name, "node_id": is_name, "parent_id": maybe(is_name), "action": maybe(is_text),
-    "observation": is_text, "reward": is_number, "q": is_number, "q_raw": is_number, "branch": is_name,
-    "done": is_flag, "expert": is_flag, "source": is_text, "task": is_text, "messages": is_chat, "nodes": is_name,
-}  # fmt: skip
-DEEPEST = 1000  # levels of a tree; each state holds all messages above it
-
-
-def read_trees(path: str | Path, needed: Iterable[str] = ()) -> Iterator[list[dict]]:
-    """Yield one tree at a time as its list of nodes, the root first (trees.jsonl, q_labels.jsonl).
-
-    needed: fields that a node must have besides `NODE`; "messages" the root alone.
-    """
-    needed = list(needed)
-    of_root, of_node = (*NODE, *needed), (*NODE, *(name for name in needed if name != "messages"))
-    tree: list[dict] = []
-    depth: dict[Any, int] = {}
-    for number, node in numbered(path):
-        root = not tree or node.get("parent_id", 0) is None
-        mistake = wrong(node, KINDS, of_root if root else of_node)
-        if mistake:
-            made_by = {"no q": "run bellman.py on it and name its output"}
-            hint = made_by.get(mistake, "is this a trees.jsonl or q_labels.jsonl?")
-            raise UserError(f"{path}:{number}: {mistake}; {hint}")
-        if root:
-            if tree:
-                yield complete_tree(tree, path)
-            tree, depth = [], {None: -1}
-        name, parent = node["node_id"], node["parent_id"]
-        told = f"{path}:{number}: node {name} of task {node['task_id']}"
-        if node["task_id"] != (tree or [node])[0]["task_id"]:
-            raise UserError(f"{told} stands in the tree of task {tree[0]['task_id']}: a tree's lines stand together")
-        if parent not in depth:
-            raise UserError(f"{told} stands before its parent {parent}: parents come first")
-        if name in depth:
-            raise UserError(f"{told} is there twice: each node of a tree has an id of its own")
-        if tree and node["action"] is None:
-            raise UserError(f"{told} has no action: only a root has none")
-        depth[name] = depth[parent] + 1
-        if depth[name] > DEEPEST:
-            raise UserError(f"{told} is deeper than {DEEPEST:,} levels, which no environment's episodes are")
-        tree.append(node)
-    if tree:
-        yield complete_tree(tree, path)
-
-
-def complete_tree(tree: list[dict], path: str | Path) -> list[dict]:
-    """The tree, if it has the number of nodes that its root line says."""
-    if tree[0].get("nodes") != len(tree):
-        raise UserError(
-            f"{path}: the tree of task {tree[0]['task_id']} has {len(tree)} of {tree[0].get('nodes')} nodes; "
-            "run build_trees.py again with the same arguments to complete it"
-        )
-    return tree
-
-
-def identity(record: dict) -> tuple:
-    """What a line of results.jsonl is about; no two lines are about the same."""
-    return (record["task_id"], record["method"], *(record.get(k) for k in ("split", "M", "N", "select", "player")))
-
-
-def complete_results(records: list[dict]) -> int:
-    """All of them, if each is a result."""
-    for record in records:
-        hash(identity(record))
-        if not is_number(record["reward"]):
-            raise ValueError(f"reward can't be {record['reward']!r}")
-    return len(records)
-
-
-def fields_of(path: Path) -> set[str] | None:
-    """The fields of a file's first line, none if it is no object; None: there is nothing to lose."""
-    if not path.exists() or not path.stat().st_size:
-        return None
-    with open(path, "rb") as lines:
-        try:
-            return set(parse_json(lines.readline()).keys())
-        except (ValueError, AttributeError):
-            return set()
-
-
-# ------------------------------------------------------------------------------------------------------ files that grow
-
-
-def complete_records(path: Path, complete: Callable[[list[dict]], int]) -> tuple[list[dict], int]:
-    """The records of a file that whole groups of lines are made of (a tree, an episode's result), and their bytes.
-
-    `complete(records)` says how many of the first records form whole groups. A stop leaves the last line unfinished.
-    """
-    ends: list[int] = []
-    if path.exists():
-        with open(path, "rb") as lines:
-            at = 0
-            for line in lines:
-                at += len(line)
-                if line.strip() and line.endswith(b"\n"):
-                    ends.append(at)
-    records = list(itertools.islice(read_jsonl(path), len(ends))) if ends else []
-    try:
-        keep = complete(records)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        said = f"lines without {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"{path}: {said}: from another stage? Name another --out") from None
-    return records[:keep], ends[keep - 1] if keep else 0
-
-
-class Resumable:
-    """A JSONL file that grows by groups of lines and survives a stop at any byte: what is incomplete is cut off."""
-
-    def __init__(self, path: str | Path, complete: Callable[[list[dict]], int]) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.records, end = complete_records(self.path, complete)
-        self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (open for the life of the stage)
-        self.file.truncate(end)
-
-    def append(self, group: Iterable[dict]) -> None:
-        group = list(group)
-        rest = memoryview("".join(map(dumps, group)).encode())
-        with naming(self.path):
-            while rest:  # a disk that is nearly full takes a part
-                rest = rest[self.file.write(rest) :]
-        self.records += group
-
-    def close(self) -> None:
-        self.file.close()
-
-
 # ------------------------------------------------------------------------------------------------------------- metadata
 
 # Arguments that may differ between a run and its resumption: of any stage, of one that samples, of one that trains.
-FREE = ("run", "out", "shard", "device", "overwrite", "debug")
+FREE = ("run", "out", "device", "overwrite", "debug")
 SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight", "server")
 TRAINING_FREE = ("save_every", "log", "micro_tokens", "gradient_checkpointing")
-HIDDEN = ("argv", "env_flags")  # of `parse` itself, no arguments
 
 
 def meta_path(output: str | Path) -> Path:
@@ -418,37 +476,27 @@ def meta_path(output: str | Path) -> Path:
     return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
 
 
-def read_meta(output: str | Path, needed: Iterable[str] = ()) -> dict[str, Any]:
-    """The metadata of an output, {} where there is none; UserError where they lack what is needed."""
+def read_meta(output: str | Path) -> dict[str, Any]:
+    """The metadata of an output, {} where there are none."""
     path = meta_path(output)
     if not path.exists():
         return {}
-    way_out = f"not the metadata of {output}; delete it, or name another --out"
-    try:
-        meta = read_object(path)
-    except UserError as error:
-        raise UserError(f"{error}: {way_out}") from None
-    if mistake := wrong(meta, {"arguments": is_object, "inputs": is_object, "argv": is_words}, needed):
-        raise UserError(f"{path}: {mistake}: {way_out}")
-    return meta
+    way_out = f": not the metadata of {output}; delete it, or name another --out"
+    record = parse_json(path.read_bytes(), str(path), way_out)
+    mistake = wrong(record, Metadata) if isinstance(record, dict) else "no JSON object"
+    if mistake:
+        raise UserError(f"{path}: {mistake}{way_out}")
+    return {"arguments": {}, "inputs": {}} | record
 
 
-def is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def is_words(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_text, value))
-
-
-def recorded(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments as the metadata hold them."""
-    arguments = args if isinstance(args, dict) else vars(args)
-    return {k: str(v) if isinstance(v, Path) else v for k, v in arguments.items() if k not in HIDDEN}
+def recorded(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A stage's arguments (`vars(args)`) as the metadata hold them."""
+    hidden = ("argv", "env_flags")  # of cli.parse itself
+    return {k: str(v) if isinstance(v, Path) else v for k, v in arguments.items() if k not in hidden}
 
 
 def write_meta(
-    output: str | Path, args: argparse.Namespace, inputs: Iterable[Path | None] = (), **figures: Any
+    output: str | Path, arguments: dict[str, Any], inputs: Iterable[Path | None] = (), **figures: Any
 ) -> None:
     """How `output` came about: arguments, versions, commit, hashes of the inputs, and the figures of the run.
 
@@ -464,8 +512,8 @@ def write_meta(
             command = ["git", "-C", clone, "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
             commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     record = {
-        "arguments": recorded(args),
-        "argv": (args if isinstance(args, dict) else vars(args)).get("argv", []),
+        "arguments": recorded(arguments),
+        "argv": arguments.get("argv", []),
         "inputs": {str(p): sha256(Path(p)) for p in inputs if p and Path(p).exists()},
         "commit": commit or None,
         "python": platform.python_version(),
@@ -477,182 +525,280 @@ def write_meta(
         json.dump(record, out, indent=1, ensure_ascii=False)
 
 
-DIGESTS: dict[tuple, str] = {}  # of the files of this process, by (path, size, time)
-
-
 def sha256(path: Path) -> str:
     """Of a file, or of a folder's files one after the other in order of their names."""
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    key = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    if key not in DIGESTS:
-        digest = hashlib.sha256()
-        for file in files:
-            with open(file, "rb") as content:
-                while chunk := content.read(1 << 20):
-                    digest.update(chunk)
-        DIGESTS[key] = digest.hexdigest()
-    return DIGESTS[key]
+    paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return digest(tuple((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths))
 
 
-def located(arguments: dict[str, Any], named: str | Path, output: Path) -> Path | None:
-    """The file or folder that `output` was made from: of a moved run folder where it lies now, else where the metadata
-    say or, of one that came from elsewhere, beside the output."""
-    named, places = Path(named), [Path(named)]
-    folder = Path(arguments["out"]).parent if arguments.get("out") else None
-    if folder and named.is_absolute() == folder.is_absolute():
-        places.insert(0, output.parent / os.path.relpath(named, folder))
-    if not (folder and named.is_relative_to(folder)):
-        places.append(output.parent / named.name)
-    return next((path for path in places if path.exists()), None)
+@functools.cache
+def digest(files: tuple[tuple[str, int, int], ...]) -> str:
+    """Of files by path, size and time: a large model is read once."""
+    total = hashlib.sha256()
+    for path, *_ in files:
+        with open(path, "rb") as content:
+            while chunk := content.read(1 << 20):
+                total.update(chunk)
+    return total.hexdigest()
+
+
+def same_arguments(output: str | Path, arguments: dict[str, Any], free: Iterable[str] = ()) -> None:
+    """Resuming is only sound with the arguments and inputs that the output was begun with; UserError names others.
+
+    An input is the same if its content is, wherever it lies.
+    """
+    begun = read_meta(output)
+    hashes = dict(begun.get("inputs", {}))
+    changed = []
+    for name, value in recorded(arguments).items() if begun else ():
+        before = begun["arguments"].get(name, value)
+        content = hashes.pop(before, None) if is_text(before) else None
+        is_input = bool(content and value and Path(value).exists())
+        same = sha256(Path(value)) == content if is_input else before == value
+        if not same and name not in (*FREE, *free):
+            flag = f"--{name.replace('_', '-')} {before}"
+            changed.append(f"another {flag}, which has changed since" if before == value else f"{flag}, not {value}")
+    for source, content in hashes.items():  # which no argument names
+        if Path(source).exists() and sha256(Path(source)) != content:
+            changed.append(f"another {source}, which has changed since")
+    if changed:
+        way_out = "--overwrite starts again, another --out or --run keeps both"
+        raise UserError(f"{output} was begun with {', '.join(changed)}: {way_out}")
 
 
 def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
     """(what was made, what it was made from and has changed since), of an output and of all that it comes from."""
-    meta = read_meta(output)
-    for source, digest in meta.get("inputs", {}).items():
-        path = located(meta.get("arguments", {}), source, output)
-        if path and path.resolve() != output.resolve():  # labels may be made anew in their own place
-            if sha256(path) != digest:
+    for source, content in read_meta(output).get("inputs", {}).items():
+        path = Path(source)
+        if path.exists() and path.resolve() != output.resolve():  # labels may be made anew in their own place
+            if sha256(path) != content:
                 yield output, path
             yield from outdated(path)
 
 
-def same_arguments(
-    output: str | Path, args: argparse.Namespace, free: Iterable[str] = (), inputs_too: bool = True,
-    way_out: str = "--overwrite starts again, another --out or --run keeps both",
-) -> None:  # fmt: skip
-    """Resuming is only sound with the arguments and the inputs that the output was begun with.
+def is_complete(output: Path) -> bool:
+    """A checkpoint's folder is, once it is there; a file when its metadata say in how many seconds it was made.
 
-    An input that lies elsewhere now, as in a run folder that was moved, is the same if its content is.
+    A file from elsewhere has no metadata, but content.
     """
-    old = read_meta(output, ["arguments", "inputs"])
-    if not old:
-        return
-    begun, inputs = old["arguments"], dict(old["inputs"])
-    now = {name: value for name, value in recorded(args).items() if name not in (*FREE, *free)}
-    changed = {name: value for name, value in now.items() if begun.get(name, value) != value}
-    for name, value in list(changed.items()):
-        digest = inputs.get(begun[name]) if is_text(begun[name]) else None
-        if value and digest and Path(value).exists() and sha256(Path(value)) == digest:
-            del changed[name], inputs[begun[name]]
-    if changed:
-        flags = ", ".join(f"--{n.replace('_', '-')} {begun[n]}, not {value}" for n, value in changed.items())
-        raise UserError(f"{output} was begun with {flags}: {way_out}")
-    for source, digest in inputs.items() if inputs_too else ():
-        if Path(source).exists() and sha256(Path(source)) != digest:
-            raise UserError(f"{output} was begun with another {source}, which has changed since: {way_out}")
+    if not output.is_file():
+        return output.exists()
+    record = read_meta(output)
+    return "seconds" in record if record else output.stat().st_size > 0
 
 
-# ------------------------------------------------------------------------------------------------------- demonstrations
-
-
-def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
-    """Each trajectory and the record that it is from, in our layout or in ETO's and QLASS's.
-
-    Theirs has `conversations` of {"from", "value"}, as a JSON list or as JSONL.
-    """
-    from qlass.chat import State
-
-    roles = {"human": "user", "gpt": "assistant"}
-    for where, record in records_of(path):
-        turns = record.get("messages")
-        try:
-            turns = turns or [
-                {"role": roles.get(t["from"], t["from"]), "content": t["value"]} for t in record["conversations"]
-            ]
-        except (KeyError, TypeError):
-            turns = None
-        if not is_chat(turns) or not any(turn["role"] == "assistant" for turn in turns):
-            raise UserError(f"{where}: no chat of user and assistant in turns (data/README.md shows the layout)")
-        if mistake := wrong(record, EXPERT_KINDS):
-            raise UserError(f"{where}: {mistake} (data/README.md shows the layout)")
-        yield State.load(turns, record.get("task") or ""), record
-
-
-EXPERT_KINDS = {"task_id": maybe(is_name), "task": maybe(is_text), "reward": maybe(is_number)}
-
-
-def records_of(path: Path) -> Iterator[tuple[str, dict]]:
-    """Each record of a JSON list or of a JSONL file, and where it stands."""
-    if not path.exists():
-        raise UserError(f"{path}: no such file")
-    with open(path, "rb") as file:
-        is_list = file.read(100).lstrip().startswith(b"[")
-    if not is_list:
-        yield from ((f"{path}:{number}", record) for number, record in numbered(path))
-        return
-    try:
-        records = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path}: {error}; a list of trajectories is expected") from None
-    for number, record in enumerate(records, 1):
-        if not isinstance(record, dict):
-            raise UserError(f"{path}: record {number}: a JSON object is expected, not {type(record).__name__}")
-        yield f"{path}: record {number}", record
-
-
-def first_observation(state: Any) -> tuple[int, str]:
-    """Which user message of a trajectory holds the first observation, and its text."""
-    told = [content for role, content in state.messages if role == "user"]
-    agreement = next(content for role, content in state.messages if role == "assistant")
-    at = int(len(told) > 1 and len(agreement) < 10)  # instruction, "OK", first observation
-    return at, told[at].strip()
-
-
-def known_id(record: dict, env: Any) -> str | None:
-    """The id of a record's task, its own or ETO's; None: only its words tell the task."""
-    return env.published_id(record) if record.get("task_id") is None else str(record["task_id"])
-
-
-def by_agent(record: dict) -> bool:
-    """Whether an agent did this itself: self-training keeps it in one file with the demonstrations."""
-    return record.get("source") == "policy"
-
-
-def actions_by_task(path: Path, env: Any, most: int | None = None) -> dict[str, list[str]]:
-    """The actions of each of the first `most` demonstrations, by its task's id or, where a file does not tell it, by
-    its first observation; [] for one that several tasks begin with."""
-    found: dict[str, list[str]] = {}
-    for state, record in itertools.islice(read_trajectories(path), most):
-        agreed, observation = first_observation(state)
-        actions = [content for role, content in state.messages if role == "assistant"][agreed:]
-        task_id = known_id(record, env)
-        if by_agent(record):
-            continue
-        if task_id is None and observation in found and not env.unique_tasks:
-            actions = []
-        found[observation if task_id is None else str(task_id)] = actions
-    return found
-
-
-def openings(path: Path, most: int | None = None) -> list[str]:
-    """The first observation of each of the first `most` demonstrations that has no task id."""
-    some = itertools.islice(read_trajectories(path), most)
-    return [first_observation(state)[1] for state, record in some if record.get("task_id") is None]
+def input_of(output: Path, name: str) -> Path | None:
+    """Where the file or folder lies that an output's argument `name` named: there or, if a folder moved, beside it."""
+    named = read_meta(output).get("arguments", {}).get(name)
+    places = [Path(named), output.parent / Path(named).name] if is_text(named) else []
+    return next((path for path in places if path.exists()), None)
 
 
 def lineage(checkpoint: Path) -> Iterator[tuple[Path, dict]]:
     """A checkpoint and those it was trained from, down to the one that was cloned, with the arguments of each."""
-    for _ in range(10):
-        checkpoint = checkpoint.absolute()
-        made = read_meta(checkpoint).get("arguments", {})
-        yield checkpoint, made
-        before = located(made, made["sft"], checkpoint) if is_text(made.get("sft")) else None
-        if is_cloned(made) or before is None:
-            return
-        checkpoint = before
+    start: Path | None = checkpoint.absolute()
+    for _ in range(10):  # metadata may lead in a circle
+        if start:
+            arguments = read_meta(start).get("arguments", {})
+            yield start, arguments
+            start = None if is_cloned(arguments) else input_of(start, "sft")
 
 
-def is_cloned(made: dict) -> bool:
+def is_cloned(arguments: dict) -> bool:
     """By sft.py: a learner (experiments/learning.py) may have demonstrations too, and is trained from a clone."""
-    return is_text(made.get("expert")) and "budget_in" not in made
+    return is_text(arguments.get("expert")) and "budget_in" not in arguments
 
 
 def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
     """The file of demonstrations that a checkpoint, or the one it was trained from, was cloned from (None: there is no
     such file), and how many of them it was given (None: all)."""
-    for folder, made in lineage(checkpoint):
-        if is_cloned(made):
-            found = located(made, made["expert"], folder)
-            return (found, made.get("n_expert")) if found and found.is_file() else (None, None)
-    return None, None
+    *_, (folder, arguments) = lineage(checkpoint)
+    expert = input_of(folder, "expert") if is_cloned(arguments) else None
+    return (expert, arguments.get("n_expert")) if expert and expert.is_file() else (None, None)
+
+
+# ------------------------------------------------------------------------------------------------------ files that grow
+
+
+def complete_records(path: Path, complete: Callable[[list[dict]], int]) -> tuple[list[dict], int]:
+    """The records of a file that complete groups of lines are made of (a tree, an episode's result), and their bytes.
+
+    `complete(records)` says how many of the first records form such groups. A stop leaves the last line unfinished.
+    """
+    records: list[dict] = []
+    ends = [0]
+    at = 0
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            at += len(line)
+            if line.strip() and line.endswith(b"\n"):
+                where = f"{path}:{number}"
+                records.append(an_object(parse_json(line, where), where))
+                ends.append(at)
+    try:
+        keep = complete(records)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        mistake = f"lines without {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{path}: {mistake}: from another stage? Name another --out") from None
+    return records[:keep], ends[keep]
+
+
+class Resumable:
+    """A JSONL file that grows by groups of lines and survives a stop at any byte: what is incomplete is cut off."""
+
+    def __init__(self, path: str | Path, complete: Callable[[list[dict]], int]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.records, end = complete_records(self.path, complete)
+        self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (open for the life of the stage)
+        self.file.truncate(end)
+
+    def append(self, group: list[dict]) -> None:
+        rest = memoryview("".join(map(dumps, group)).encode())
+        while rest:  # a disk that is nearly full takes a part
+            rest = rest[self.file.write(rest) :]
+        self.records += group
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def share() -> tuple[int, int]:
+    """RANK and WORLD_SIZE of this process, as torchrun, `accelerate launch` and job arrays set them; alone 0 and 1."""
+    try:
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    except ValueError:
+        raise UserError("RANK and WORLD_SIZE: whole numbers are expected") from None
+    if not 0 <= rank < world:
+        raise UserError(f"RANK {rank}: is 0 to WORLD_SIZE - 1, and WORLD_SIZE is {world}")
+    return rank, world
+
+
+def progress(items: Iterable[T], what: str, total: int | None = None, done: int = 0) -> Iterator[T]:
+    """The items, with a bar; off a terminal it is drawn every half minute."""
+    from tqdm import tqdm
+
+    seldom = {} if sys.stderr.isatty() else {"mininterval": 30, "delay": 30, "ascii": True}
+    yield from tqdm(items, what, total, initial=done, **seldom)
+
+
+class Output:
+    """A stage's JSONL output: one writer, the same arguments whenever it resumes, metadata beside it.
+
+    complete: as of `complete_records`. free: arguments that may change from call to call. identity: what a record is
+    of, the same in all of a group and in no other. With it processes may share the tasks (`share`): each writes a part
+    and skips what is in the output or in any part; the last one joins them, as does a later call by one process.
+    """
+
+    def __init__(
+        self, path: str | Path, arguments: dict[str, Any], complete: Callable[[list[dict]], int],
+        inputs: Iterable[Path | None] = (), free: Iterable[str] = (), identity: Callable[[dict], Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.out, self.arguments, self.complete, self.inputs = Path(path), arguments, complete, list(inputs)
+        self.free, self.identity = ("limit", *free), identity
+        self.started = time.time()
+        self.known: dict[str, Any] = {}  # figures that are known before the work is done
+        rank, self.world = share() if identity else (0, 1)
+        if self.world > 1 and arguments.get("overwrite"):
+            raise UserError(
+                f"{self.out}: delete it: of several processes, one would overwrite what others have written"
+            )
+        own = self.part(rank) if self.world > 1 else self.out
+        self.open(own, only_writer(own))
+
+    def part(self, rank: int | str, world: int | str = "") -> Path:
+        return self.out.with_name(f"{self.out.stem}.{rank}-of-{world or self.world}.jsonl")
+
+    def open(self, path: Path, lock: FileLock) -> None:
+        """Read what is complete in a file that is locked; if it is the output, take over the parts."""
+        parts = sorted(path.parent.glob(self.part("*", "*").name)) if self.identity else []
+        others = [other for other in (self.out, *parts) if other != path and other.exists()]
+        if self.arguments.get("overwrite"):
+            while others:
+                delete(others.pop())
+            delete(path)
+        for old in (path, *others):
+            if old.exists() and old.stat().st_size:
+                same_arguments(old, self.arguments, self.free)
+                if not read_meta(old) and not complete_records(old, self.complete)[0]:
+                    raise UserError(f"{old}: holds something else, which would be lost: name another --out")
+        self.path, self.lock, self.grown = path, lock, False
+        self.file = Resumable(path, self.complete)
+        self.earlier = read_meta(path) if self.file.records else {}  # of the last call, which added up those before it
+        self.elsewhere: list[dict] = []
+        for other in others:
+            present = set(map(self.identity, self.records))
+            records, _ = complete_records(other, self.complete)
+            self.elsewhere += [record for record in records if self.identity(record) not in present]
+        self.joined = bool(others) and path == self.out
+        if self.joined:
+            joined, self.elsewhere = self.elsewhere, []
+            self.append(joined)
+            for part in others:
+                delete(part)
+        self.begun = bool(self.records)
+        if path != self.out or not self.file.records:  # a call that is stopped at once is known by its arguments too
+            self.describe()
+
+    @property
+    def records(self) -> list[dict]:
+        """What need not be done again: the file's and, where tasks are shared, what other processes have written."""
+        return self.elsewhere + self.file.records
+
+    def describe(self, **figures: Any) -> None:
+        write_meta(self.path, self.arguments, self.inputs, **self.known, **figures)
+
+    def append(self, group: list[dict]) -> None:
+        if group and not self.grown:  # before the first line, so that no file is ever without its metadata
+            self.describe()
+            self.grown = True
+        self.file.append(group)
+
+    def grow(self, groups: Iterable[list[dict]], what: str, total: int, done: int = 0) -> None:
+        for group in progress(groups, what, total, done):
+            self.append(group)
+
+    def with_earlier(
+        self, name: str, now: dict[str, int | None], both: Callable[[int, int], int], stopped: int | None = 0
+    ) -> dict[str, int | None]:
+        """Figures of this call and of those that wrote before it; None: not known. stopped: of a call that was."""
+        before = self.earlier.get(name) or dict.fromkeys(now, stopped if self.begun else 0)
+        if self.joined and stopped is None:
+            before = dict.fromkeys(now)
+        return {key: None if None in (before[key], n) else both(before[key], n) for key, n in now.items()}
+
+    def join(self) -> None:
+        """This process has done its share. The last one to say so goes on with the output, joined of all parts."""
+        if self.path == self.out or self.file.file.closed:
+            return
+        self.file.close()
+        self.elsewhere = []
+        release(self.lock)
+        self.describe(seconds=time.time() - self.started)
+        if all(is_complete(self.part(rank)) for rank in range(self.world)):
+            try:
+                lock = only_writer(self.out)
+            except UserError:  # another process joins them
+                return
+            self.open(self.out, lock)
+
+    def finish(self, order: Callable[[dict], Any] | None = None, **figures: Any) -> None:
+        """Close the file; if it is the output, put its groups in order and complete its metadata."""
+        self.join()
+        self.file.close()
+        if self.path != self.out:
+            return
+        records = sorted(self.records, key=order) if order else self.records
+        if records != self.file.records:
+            write_jsonl(self.path, records)
+            self.file.records = records
+        if self.grown or "seconds" not in read_meta(self.path):  # a stop may have come behind the last line
+            self.describe(**figures, seconds=time.time() - self.started)
+        release(self.lock)
+
+
+def delete(output: Path) -> None:
+    """A file and its metadata, which no other process may be writing."""
+    with locked(output):
+        output.unlink(missing_ok=True)
+        meta_path(output).unlink(missing_ok=True)

@@ -75,7 +75,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--cache-gb", type=at_least(0, float), metavar="G", help="room for read prompts (default: 1/4 of free memory)")
     add("--decode-tokens", type=at_least(1), default=16_384, metavar="N", help="of a batch (default: %(default)s)")
     add("--in-flight", type=at_least(1), metavar="N", help="trees or episodes side by side (default: 64; sciworld: 4)")
-    add("--server", metavar="URL", help="sample on an OpenAI-compatible server (URL[#MODEL]) of this checkpoint")
+    add("--server", metavar="URL[#MODEL]", help="sample on an OpenAI-compatible server of this checkpoint")
 
 
 def rendering_of(folder: Path, args: argparse.Namespace, names: Sequence[str] = RENDERED) -> Rendering:
@@ -108,7 +108,7 @@ def load_agent(args: argparse.Namespace) -> Any:
     rendering = rendering_of(args.sft, args)
     warn_of_another_world(args.sft, args)
     if args.server:
-        return ServerPolicy(args.server.split(","), load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
+        return ServerPolicy(args.server, load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
     return Policy.load(
         args.sft, args.device, args.seed, args.load_in, args.plain, rendering,
         budget=args.decode_tokens, cache_gb=args.cache_gb,

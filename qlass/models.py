@@ -8,6 +8,7 @@ one, and kept in its folder adapter/ in PEFT's format. With W in 4 bits this is 
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
@@ -30,9 +31,10 @@ MOMENTS = {"adamw": 8, "adamw8bit": 2}  # bytes a trained weight
 
 
 def device_and_dtype(device: str | None) -> tuple[torch.device, torch.dtype]:
-    """bf16 on a GPU, float32 on a CPU."""
+    """bf16 on a GPU, float32 on a CPU. device: None for the GPU of this process or, without any, the CPU."""
+    gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # of several processes on a machine, each has its own
     try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        chosen = torch.device(device or (gpu if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=chosen)
     except (AssertionError, RuntimeError) as error:
         raise UserError(f"--device {device}: not here ({str(error).splitlines()[0]})") from None
@@ -89,7 +91,8 @@ def load_checkpoint(
     model = model if load_in else model.to(where)
     if not plain:
         parity.check(model.eval(), str(path))
-    return model, Chat(tokenizer, rendering, vocabulary, context_of(model.config))
+    ends = ends_of(getattr(model, "generation_config", None))
+    return model, Chat(tokenizer, rendering, vocabulary, context_of(model.config), ends)
 
 
 def base_of(adapter: str | Path, load_in: str | None) -> str:
@@ -111,10 +114,19 @@ def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     """A checkpoint's Chat without its weights, which a server holds."""
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        return Chat(load_tokenizer(path), rendering, context=context_of(config))
+        generation = None
+        with contextlib.suppress(OSError):  # not every checkpoint has one
+            generation = transformers.GenerationConfig.from_pretrained(path)
+        return Chat(load_tokenizer(path), rendering, None, context_of(config), ends_of(generation))
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"{path}: no tokenizer and config ({why})") from None
+
+
+def ends_of(generation: Any) -> list[int]:
+    """The tokens that end a turn, by a model's generation config (Llama 3 lists two)."""
+    ids = getattr(generation, "eos_token_id", None)
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def context_of(config: Any) -> int | None:

@@ -1,204 +1,137 @@
 """An OpenAI-compatible server (vLLM, SGLang, llama.cpp, `transformers serve`, OpenAI) as an engine.
 
-    Endpoint         one server: requests tried again where the fault may pass
-    ServerPolicy     answers `Sample` requests as `policy.Policy` does, by /completions of one server or of several
-
-The server holds the weights; the checkpoint folder named beside it gives tokenizer and rendering. Texts are sampled
-with a seed of (run seed, task, node), so that a server that honours it gives the same answers again.
+The server holds the weights; the checkpoint folder named beside it gives tokenizer and rendering. Each text has a seed
+of (run seed, task, node, candidate), so that a server that honours it gives the same answers again.
 """
 
-from __future__ import annotations
-
+import contextlib
 import hashlib
-import json
+import itertools
 import os
-import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from qlass import UserError
-from qlass.chat import Chat
-from qlass.driver import Candidate, Sample
+from qlass.chat import Chat, State
+from qlass.driver import Candidate, Likelihood, Sample
 
 
 class Refused(UserError):
-    """The server is there and does not do what it was asked (4xx); to ask again, or elsewhere, is no use."""
+    """The server refuses a request for what it says; it may take it in another form."""
 
 
 class Endpoint:
-    """A server's base URL, http://HOST:PORT/v1, with #MODEL where it serves several; $OPENAI_API_KEY is sent if set.
+    """A server's URL, http://HOST:PORT/v1, with #MODEL where it serves several; $OPENAI_API_KEY is sent if set."""
 
-    flag, otherwise: what an error names, and what it offers instead.
-    """
-
-    def __init__(
-        self, url: str, flag: str = "--server", timeout: float = 600, attempts: int = 5, pause: float = 1,
-        otherwise: str = "leave --server out to sample here",
-    ) -> None:  # fmt: skip
+    def __init__(self, url: str, flag: str = "--server", retries: int = 5, timeout: float = 600) -> None:
+        if "," in url:
+            raise UserError(f"{flag} {url}: one server is expected; several engines: a router in front")
+        try:
+            import openai
+        except ImportError:
+            raise UserError(f"{flag}: openai is missing: pip install openai") from None
         self.url, _, self.model = url.partition("#")
-        self.flag, self.timeout, self.attempts, self.pause, self.otherwise = flag, timeout, attempts, pause, otherwise
+        local = urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")  # where no proxy is to answer
+        self.name = f"{flag} {self.url}" + (f" (by proxies {getproxies()})" if getproxies() and not local else "")
+        self.fault = openai.APIError
+        self.client = openai.OpenAI(
+            base_url=self.url, api_key=os.environ.get("OPENAI_API_KEY") or "none", max_retries=retries,
+            timeout=timeout, http_client=openai.DefaultHttpxClient(trust_env=not local),
+        )  # fmt: skip
         if not self.model:
-            try:
-                self.model = self.call("/models")["data"][0]["id"]
-            except (IndexError, KeyError, TypeError):
-                self.model = ""
+            with self.one_line():
+                self.model = next((model.id for model in self.client.models.list().data or ()), "")
 
-    def call(self, path: str, body: dict | None = None) -> dict:
-        """One exchange: tried again, later each time, where the fault may pass; UserError where it does not."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        for attempt in range(self.attempts):
-            wait = self.pause * 2**attempt
-            try:
-                request = urllib.request.Request(self.url.rstrip("/") + path, data, headers)
-                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                    answer = json.load(reply)
-                if isinstance(answer, dict):
-                    return answer
-                reason = f"no JSON object in its answer ({str(answer)[:80]})"
-            except urllib.error.HTTPError as error:
-                reason = f"{error.code} {error.reason}: {error.read(200).decode(errors='replace').strip()}"
-                if error.code < 500 and error.code not in (408, 429):
-                    raise Refused(self.message(path, reason)) from None
-                asked = error.headers.get("Retry-After", "")
-                wait = min(float(asked), 60.0) if asked.isdigit() else wait
-            except (OSError, ValueError, HTTPException) as error:  # no connection, time out; no JSON; cut short
-                reason = str(error) or type(error).__name__
-            if attempt < self.attempts - 1:
-                time.sleep(wait)
-        raise UserError(self.message(path, reason))
+    @contextlib.contextmanager
+    def one_line(self) -> Iterator[None]:
+        """UserError for what the client raises after its retries, and for an answer of another shape than expected."""
+        try:
+            yield
+        except self.fault as error:
+            status = getattr(error, "status_code", None)
+            kind = Refused if status in (400, 422, 500) else UserError  # 500: llama-cpp-python's for a wrong type
+            reason = f"{status} {error.response.text}" if status else str(error.__cause__ or error)
+            reason = " ".join(reason.split())[:300]
+            raise kind(f"{self.name}: {reason}; start an OpenAI-compatible server there, or name another") from error
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise UserError(f"{self.name}: not what an OpenAI-compatible server answers ({error})") from error
 
     def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> tuple[str, dict]:
         """The text of a chat completion's first choice, and that choice; messages are (role, content)."""
-        said = [{"role": role, "content": content} for role, content in messages]
-        reply = self.call("/chat/completions", {"model": self.model, "messages": said, **options})
-        try:
-            choice = reply["choices"][0]
-            return choice["message"]["content"] or "", choice
-        except (KeyError, IndexError, TypeError):
-            raise UserError(f"{self.flag} {self.url}: no chat completion in its answer {str(reply)[:200]}") from None
-
-    def message(self, path: str, reason: str) -> str:
-        start = "start an OpenAI-compatible server there"
-        return f"{self.flag} {self.url}{path}: {' '.join(reason.split())}; {start}, or {self.otherwise}"
+        turns = [{"role": role, "content": content} for role, content in messages]
+        with self.one_line():
+            choice = self.client.chat.completions.create(model=self.model, messages=turns, **options).choices[0]
+            return choice.message.content or "", choice.to_dict()
 
 
 class ServerPolicy:
-    """pi(a | s) by servers with equal weights, which share the load; free text only.
+    """pi(a | s) by a server that holds the checkpoint's weights; free text only, its log-probability unknown."""
 
-    Prompts go as token ids where the server takes them (vLLM, SGLang, llama.cpp), else as text. `n` candidates are one
-    request; a server that gives fewer is asked again for the rest. A server that fails for good is left out.
-    """
-
-    def __init__(
-        self, urls: Sequence[str], chat: Chat, seed: int = 0, parallel: int = 64, timeout: float = 600, pause: float = 1
-    ) -> None:
+    def __init__(self, url: str, chat: Chat, seed: int = 0, parallel: int = 64, **options: Any) -> None:
         if chat.rendering.candidates == "valid":
-            raise UserError(
-                "--server writes free text, but this checkpoint chooses among the valid actions, which needs "
-                "probabilities that no completion server gives: leave --server out, or train it with --candidates free"
-            )
-        self.chat, self.seed, self.parallel = chat, seed, parallel
-        self.servers = [Endpoint(url, timeout=timeout, pause=pause) for url in urls]
-        self.open = dict.fromkeys(range(len(self.servers)), 0)  # requests under way at each server in use
-        self.computed = 0  # tokens read and written, as the servers count them
-        self._lock = threading.Lock()
-        self.by_ids = [self._takes_ids(server) for server in self.servers]
-
-    def _takes_ids(self, server: Endpoint) -> bool:
-        body = {"model": server.model, "prompt": self.chat._ids("", "a", ""), "max_tokens": 1}
-        try:
-            server.call("/completions", body)
-        except Refused:
-            return False
-        return True
+            raise UserError("--server: this checkpoint chooses among valid actions by their probabilities, which no "
+                            "server tells: leave --server out, or train it with --candidates free")  # fmt: skip
+        self.chat, self.seed, self.parallel, self.server = chat, seed, parallel, Endpoint(url, **options)
+        self.computed = 0  # tokens read and written, as the server counts them
+        # By trial: prompts as token ids or as text, and settings for which a server may have defaults of its own.
+        ids, k = chat.prompt(State((("user", "a"),))), chat.rendering.top_k
+        more = {"stop_token_ids": sorted(chat.stop_ids), "min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1}
+        extras = [{**more, "top_k": k}] if k else [{**more, "top_k": -1}, {**more, "top_k": 0}, {}]  # all: -1 or 0
+        for self.by_ids, self.extra in itertools.product((True, False), extras):
+            try:
+                _, usage = self._complete(self._prompt(ids), 0.0, (), 1)
+                break
+            except Refused as error:
+                refusal = error
+        else:
+            raise refusal
+        if (length := usage.get("prompt_tokens") or len(ids)) != len(ids):
+            print(f"warning: {self.server.name} reads {length} tokens where the checkpoint has {len(ids)}: is it the "
+                  "same model?", file=sys.stderr)  # fmt: skip
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
-        """Many requests at once; a failure of all servers fails the run, whose files the same command continues."""
-        prompts = [self.chat.prompt(request.state) for request in requests]  # here: a tokenizer is not for threads
-        with ThreadPoolExecutor(self.parallel * len(self.servers)) as pool:
-            return list(pool.map(self._answer, requests, prompts))
+        """Candidates are drawn one by one, each with its seed; of greedy ones, which are equal, one."""
+        prompts = [self._prompt(self.chat.prompt(r.state)) for r in requests]  # here: a tokenizer is not for threads
+        jobs = [
+            (prompt, r.temperature, (*r.key, k))
+            for r, prompt in zip(requests, prompts, strict=True)
+            for k in range(r.n if r.temperature else 1)
+        ]
+        with ThreadPoolExecutor(self.parallel) as pool:
+            drawn = iter([self._candidate(*reply) for reply in pool.map(self._complete, *zip(*jobs, strict=True))])
+        return [[next(drawn) for _ in range(r.n)] if r.temperature else [next(drawn)] * r.n for r in requests]
 
-    def _answer(self, request: Sample, ids: list[int]) -> list[Candidate]:
-        if request.valid:
-            raise UserError("--server: a server can't choose among valid actions; leave --server out")
-        wanted = request.n if request.temperature else 1  # greedy ones are equal, and some servers refuse n > 1
-        found: list[Candidate] = []
-        empty = 0
-        while len(found) < wanted:
-            some = self._ask(request, ids, wanted - len(found), len(found) + 1000 * empty)[: wanted - len(found)]
-            empty = 0 if some else empty + 1
-            if empty == 3:
-                raise UserError("--server: three answers in turn without a choice in them; is it a completion server?")
-            found += some
-        return found if request.temperature else found * request.n
+    def likelihoods(self, requests: list[Likelihood]) -> list[list[float]]:
+        raise UserError("--server: a server does not tell the log-probability of a text: leave --method likeliest out")
 
-    def _ask(self, request: Sample, ids: list[int], n: int, part: int) -> list[Candidate]:
-        """One exchange with the server that has the least to do; with another one if that fails for good."""
-        while True:
-            with self._lock:
-                if not self.open:
-                    raise UserError("--server: none answers any more; what is written so far is kept")
-                at = min(self.open, key=self.open.__getitem__)
-                self.open[at] += 1
-            try:
-                return self._parse(self.servers[at].call("/completions", self._body(at, request, ids, n, part)))
-            except Refused:
-                raise
-            except UserError as error:
-                with self._lock:
-                    lost = self.open.pop(at, None) is not None
-                    if not self.open:
-                        raise UserError(f"{error}; what is written so far is kept") from None
-                if lost:
-                    print(f"{error}; going on with {len(self.open)} other(s)", flush=True)
-            finally:
-                with self._lock:
-                    if at in self.open:
-                        self.open[at] -= 1
+    def _complete(
+        self, prompt: list[int] | str, temperature: float, key: tuple, room: int | None = None
+    ) -> tuple[str, dict]:
+        """The text up to the end of the turn, and the server's counts of tokens."""
+        r, stop = self.chat.rendering, self.chat.stop.strip()
+        digest = hashlib.blake2b(repr((self.seed, *key)).encode(), digest_size=4).digest()
+        client = self.server.client.with_options(max_retries=0) if room else self.server.client
+        with self.server.one_line():
+            reply = client.completions.create(
+                model=self.server.model, prompt=prompt, temperature=temperature, top_p=r.top_p, extra_body=self.extra,
+                max_tokens=room or r.max_new_tokens, seed=int.from_bytes(digest, "big") >> 1,
+                stop=[stop, *r.stop][:4],  # a server takes no more; `Chat.said` cuts at each
+            )  # fmt: skip
+            return reply.choices[0].text.split(stop, 1)[0], reply.usage.model_dump() if reply.usage else {}
 
-    def _body(self, at: int, request: Sample, ids: list[int], n: int, part: int) -> dict:
-        chat, r = self.chat, self.chat.rendering
-        digest = hashlib.blake2b(repr((self.seed, *request.key, part)).encode(), digest_size=4).digest()
-        body = {
-            "model": self.servers[at].model, "prompt": ids if self.by_ids[at] else self._text(ids), "n": n,
-            "max_tokens": r.max_new_tokens, "temperature": request.temperature, "top_p": r.top_p, "logprobs": 0,
-            "stop": [chat.stop.strip(), *r.stop][:4], "seed": int.from_bytes(digest, "big") >> 1,
-        }  # fmt: skip
-        if self.by_ids[at]:  # such servers know these too
-            body |= {"stop_token_ids": [chat.stop_id], **({"top_k": r.top_k} if r.top_k else {})}
-        return body
+    def _prompt(self, ids: list[int]) -> list[int] | str:
+        """Text has no BOS where a server, as the tokenizer does, begins it with one."""
+        if self.by_ids:
+            return ids
+        text, bos = self.chat.tokenizer.decode(ids), self.chat.tokenizer.bos_token or ""
+        bare = text.removeprefix(bos).removeprefix(" " if bos else "")
+        return bare if bare != text and self.chat.tokenizer(bare).input_ids == ids else text
 
-    def _text(self, ids: list[int]) -> str:
-        """The text whose tokens, as a server makes them, are these: one that begins each text by itself gets no BOS."""
-        tokenizer = self.chat.tokenizer
-        with self._lock:
-            text = tokenizer.decode(ids)
-            bare = text.removeprefix(tokenizer.bos_token or "").removeprefix(" " if tokenizer.bos_token else "")
-            return bare if bare != text and tokenizer(bare).input_ids == ids else text
-
-    def _parse(self, reply: dict) -> list[Candidate]:
-        candidates = []
-        try:
-            choices, usage = reply.get("choices") or [], reply.get("usage") or {}
-            alone = usage.get("completion_tokens") if len(choices) == 1 else None
-            for choice in choices:
-                text = choice["text"].split(self.chat.stop.strip(), 1)[0]
-                told = (choice.get("logprobs") or {}).get("token_logprobs") or []
-                with self._lock:
-                    tokens = len(told) or alone or len(self.chat.action(text, ""))
-                logprob = sum(x for x in told if x is not None) if told else float("nan")
-                candidates.append(Candidate(self.chat.said(text), tokens, logprob))
-            spent = usage.get("total_tokens") or sum(c.tokens for c in candidates)
-        except (AttributeError, KeyError, TypeError):
-            raise UserError(f"--server: no completion in its answer {str(reply)[:200]}") from None
-        with self._lock:
-            self.computed += spent
-        return candidates
+    def _candidate(self, text: str, usage: dict) -> Candidate:
+        tokens = usage.get("completion_tokens") or len(self.chat.action(text, ""))
+        self.computed += usage.get("total_tokens") or tokens
+        return Candidate(self.chat.said(text), tokens, float("nan"))

@@ -12,112 +12,81 @@ from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
-from qlass.files import located, read_meta
-from reporting.figures import STYLE, looks
-from reporting.pooling import inputs_of
-from reporting.results import Group
+from qlass.files import input_of, read_meta
+from reporting.figures import MARKERS, SERIES, STYLE, log_axis
+from reporting.results import Group, inputs_of
 
 TASKS = (100, 1_000, 10_000)
-TRAINED = 3  # passes of an update
+UPDATE = 3  # passes of an update
 
 
 def training_tokens(group: Group) -> float:
     """What was spent on the agent after cloning, and on QNet and its trees where Q is asked for (NaN: unknown)."""
-    total, files = 0.0, {result.where[0] for result in group.results.values()}  # a file a seed
-    for results in files:
-        used, counted = read_meta(results).get("arguments", {}), set()
-        total += sum(spent(name, used, Path(results), counted) for name in inputs_of(group.condition))
-    return total / max(1, len(files))
+    costs = []
+    for results in group.episodes["file"].unique():  # a file a seed
+        counted: set[Path] = set()
+        costs.append(sum(spent(name, results, counted) for name in inputs_of(group.condition)))
+    return sum(costs) / len(costs)
 
 
-def spent(kind: str, arguments: dict, output: Path, counted: set[Path]) -> float:
+def spent(kind: str, output: Path, counted: set[Path]) -> float:
     """What the agent, QNet or file that `output` was made from cost and, each once, all that it was made from."""
-    path = input_of(arguments, kind, output)
+    named = read_meta(output).get("arguments", {}).get(kind)
+    path = input_of(output, kind) or (Path(named) if named else None)
     if path is None or path in counted:
         return 0.0
     counted.add(path)
-    made = read_meta(path)
-    if not made:  # from elsewhere: an agent and demonstrations are what all begin with
+    meta = read_meta(path)
+    if not meta:  # from elsewhere: an agent and demonstrations are what all begin with
         return 0.0 if kind in ("sft", "expert") else math.nan
-    used, tokens = made.get("arguments", {}), made.get("tokens", 0)
+    tokens = meta.get("tokens", 0)
     if tokens is None:  # of trees that were resumed
-        own = math.nan
-    elif kind == "sft" and "last" in made:  # of a learner: its last line
-        own = made["passes"] * made["last"]["tokens"] + made["last"].get("played", 0)
+        tokens = math.nan
+    if kind == "sft" and "last" in meta:  # of a learner: its last line
+        tokens = meta["passes"] * meta["last"]["tokens"] + meta["last"].get("played", 0)
     elif kind == "sft":  # cloned: at first, or again from what self_train kept
-        expert = input_of(used, "expert", path)
-        own = TRAINED * tokens if expert and "kept" in read_meta(expert) else 0
-    else:  # demonstrations that were not sampled have no tokens, nor have labels
-        own = TRAINED * tokens if kind == "qnet" else tokens
-    return own + sum(spent(name, used, path, counted) for name in ("sft", "expert", "trees", "labels", "qnet"))
-
-
-def input_of(arguments: dict, name: str, output: Path) -> Path | None:
-    """Where an input of `output` lies now, as it was recorded where it is gone."""
-    return (located(arguments, arguments[name], output) or Path(arguments[name])) if arguments.get(name) else None
-
-
-def agent_of(label: str) -> tuple[str, bool]:
-    """The agent that a label names, and whether QNet is of another one's trees."""
-    agent, _, net = (label or "cloned").partition(", ")
-    return (agent, net == "old QNet") if net in ("old QNet", "own QNet") else (label or "cloned", False)
+        expert = input_of(path, "expert") or Path(meta.get("arguments", {}).get("expert") or "-")
+        tokens = UPDATE * tokens if "kept" in read_meta(expert) else 0
+    elif kind == "qnet":
+        tokens *= UPDATE
+    return tokens + sum(spent(name, path, counted) for name in ("sft", "expert", "trees", "labels", "qnet"))
 
 
 def frontier(groups: Sequence[Group]) -> Figure | None:
-    """Mean reward against the tokens of training and of playing 100, 1,000 and 10,000 tasks, the best joined by steps.
+    """Mean reward against the tokens of training and of playing 100, 1,000 and 10,000 tasks.
 
     A line an agent, from greedy over QLASS with more and more candidates, and a dotted one over best-of-N by QNet;
-    hollow where QNet is of the cloned agent's trees, not of its own. Small: an agent of a label "NAME, more words",
-    such as one stopped at another budget. A bar is a reward's interval. None where no agent was trained after cloning.
+    hollow where QNet is of the cloned agent's trees ("old QNet" in the label). A bar is a reward's interval. None
+    where no agent was trained after cloning.
     """
     cost = {id(group): training_tokens(group) for group in groups}
     groups = [group for group in groups if not math.isnan(cost[id(group)])]
-    starts = {agent_of(g.condition.label)[0]: g for g in groups if g.condition.method == "greedy"}
-    lines: dict[tuple[str, bool, str], list[Group]] = {}
+    starts = {group.condition.label: group for group in groups if group.condition.method == "greedy"}
+    lines: dict[tuple[str, str, str], list[Group]] = {(label, label, "-"): [start] for label, start in starts.items()}
     for group in groups:
-        made, (agent, old) = group.condition, agent_of(group.condition.label)
-        searched = made.method == "qlass" and (made.N or 1) == 1
-        if agent in starts and (searched or (made.method == "best_of_n" and made.select == "q")):
-            lines.setdefault((agent, old, "-" if searched else ":"), [starts[agent]]).append(group)
-    if not lines or not any(cost[id(g)] for g in starts.values()):
+        condition = group.condition
+        agent = condition.label.removesuffix("old QNet").removesuffix("own QNet").rstrip(", ")
+        searched = condition.method == "qlass" and (condition.N or 1) == 1
+        if agent in starts and (searched or (condition.method == "best_of_n" and condition.select == "q")):
+            key = agent, condition.label, "-" if searched else ":"
+            lines.setdefault(key, [starts[agent]]).append(group)
+    if not any(len(line) > 1 for line in lines.values()) or not any(cost[id(g)] for g in starts.values()):
         return None
-    for agent in starts.keys() - {agent for agent, *_ in lines}:  # alone
-        lines[agent, False, "-"] = [starts[agent]]
-    names = {agent: agent.partition(", ")[0] for agent, *_ in lines}
-    styles = looks(names.values())
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.4), layout="constrained")
         for axes, tasks in zip(figure.subplots(1, len(TASKS), sharey=True), TASKS, strict=True):
-            points = []
-            for (agent, old, style), some in lines.items():
-                look = styles[names[agent]] | {"linewidth": 0.8, "linestyle": style}
-                look |= {"markersize": 3} if agent != names[agent] else {"label": agent}
-                xy = [(cost[id(g)] + tasks * g.mean("total"), g.reward.mean) for g in some]
-                axes.plot(*zip(*xy, strict=True), markerfacecolor="white" if old else None, **look)
-                low, high = zip(*((g.reward.low, g.reward.high) for g in some), strict=True)
-                axes.vlines([x for x, _ in xy], low, high, look["color"], alpha=0.4, linewidth=1)
-                points += xy
-            axes.step(*zip(*pareto(points), strict=True), where="post", color="black", alpha=0.15, linewidth=4)
-            axes.set_xscale("log")
-            left, right = axes.get_xlim()
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if right < 300 * left else (1,)))  # or they overlap
-            axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}")
-            axes.xaxis.set_minor_formatter(NullFormatter())
+            for (agent, label, style), line in lines.items():
+                i = list(starts).index(agent)
+                x = [(cost[id(group)] + tasks * group.mean("total")) / 1e6 for group in line]
+                look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "linestyle": style}
+                look |= {"markerfacecolor": "white"} if label.endswith("old QNet") else {}
+                name = (agent or "cloned") if (label, style) == (agent, "-") else None
+                axes.plot(x, [group.reward.mean for group in line], label=name, linewidth=0.8, **look)
+                low, high = zip(*((group.reward.low, group.reward.high) for group in line), strict=True)
+                axes.vlines(x, low, high, look["color"], alpha=0.4, linewidth=1)
             axes.set_title(f"{tasks:,} tasks", loc="left", fontsize=10)
-            axes.set_xlabel("million tokens in all")
-            axes.grid(alpha=0.25)
+            log_axis(axes, "million tokens in all")
         figure.axes[0].set_ylabel("mean reward")
-        handles = dict(zip(*figure.axes[0].get_legend_handles_labels()[::-1], strict=True))
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
         return figure
-
-
-def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points with more reward than any cheaper one."""
-    best: list[tuple[float, float]] = []
-    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
-        if not best or y > best[-1][1]:
-            best.append((x, y))
-    return best

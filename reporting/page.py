@@ -1,4 +1,4 @@
-"""The report as one HTML page: page.html filled with tables, figures, episodes side by side and the trees' data.
+"""The report as one HTML page: page.html filled with figures, tables, episodes side by side and the trees' data.
 
 Text of an environment may hold anything, `</script>` too. So whatever comes from a file passes `escape` on its way into
 the markup, or travels as JSON without a "<" and is put on the page as text; and the page forbids itself the network.
@@ -6,48 +6,24 @@ the markup, or travels as JSON without a "<" and is put on the page as text; and
 
 from __future__ import annotations
 
-import base64
+import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
 from qlass import files
-from reporting.results import scored_candidates, split_react
-
-TITLES = {
-    "tokens": "Score against tokens (the paper's Fig. 3)",
-    "targets": "Process rewards compared (the paper's Fig. 4)",
-    "calibration": "Calibration of QNet",
-    "learning": "Learning by reward and by preference",
-    "frontier": "Train or search: reward against all tokens, of training and of playing so many tasks; a line from "
-    "greedy over QLASS with more and more candidates, hollow with the QNet of the cloned agent's trees; bars are the "
-    "rewards' intervals",
-}
+from reporting.results import Group, scored_candidates, split_react
+from reporting.tables import Table
 
 
-def render(content: dict) -> str:
+def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
     """Fill page.html: each {{name}} is replaced once, so that a {{name}} inside a text stays as it is."""
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    figures = {name: "" for name in TITLES}
-    for name, env, svg in content["figures"]:
-        title = escape(f"{TITLES[name]}, {env}")
-        caption = f"<figcaption>{escape(env)}</figcaption>"
-        figures[name] += f'<figure role="img" aria-label="{title}">{svg}{caption}</figure>'
-    parts = {
-        "results": content["results"],
-        "claims": section("claims", "Claims of the paper", content["claims"]),
-        "differences": content["differences"],
-        "tokens": section("tokens", TITLES["tokens"], figures["tokens"]),
-        "targets": section("targets", TITLES["targets"], figures["targets"]),
-        "calibration": section("calibration", TITLES["calibration"], figures["calibration"] + content["calibration"]),
-        "learning": section("learning", TITLES["learning"], figures["learning"] + figures["frontier"]),
-        "cases": section("steps", "One task, step by step (the paper's Fig. 5)", content["cases"]),
-        "trees": content["trees"],
-        "inputs": "".join(f"<li><code>{escape(str(path))}</code>{provenance(path)}</li>" for path in content["inputs"]),
-    }
+    items = (f"<li><code>{escape(str(path))}</code>{provenance(path)}</li>" for path in inputs)
+    parts = {"sections": "".join(sections), "trees": trees, "inputs": "".join(items)}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
@@ -57,46 +33,79 @@ def provenance(path: Path) -> str:
     return escape(f", commit {record.get('commit')}, written {record.get('written')}") if record else ""
 
 
-def picture(path: Path) -> str:
-    """A file's picture as part of the page; as pixels, for an SVG of unknown origin can hold a script."""
-    return f'<img alt="" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
-
-
-def section(name: str, title: str, body: str) -> str:
+def section(name: str, title: str, *parts: str) -> str:
+    body = "".join(parts)
     return f'<section id="{name}"><h2>{escape(title)}</h2>{body}</section>' if body else ""
 
 
-def paragraph(text: str) -> str:
+def figure(title: str, env: str, svg: str) -> str:
+    caption = f"<figcaption>{escape(env)}</figcaption>"
+    return f'<figure role="img" aria-label="{escape(f"{title}, {env}")}">{svg}{caption}</figure>'
+
+
+def note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
 
-def bullets(sentences: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
+def fold(title: str, body: str) -> str:
+    return f'<details class="fold"><summary>{escape(title)}</summary>{body}</details>' if body else ""
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    numeric = [bool(rows) and all(re.match(r"[-+–\d]", row[i]) for row in rows) for i in range(len(head))]
-    kind = [' class="number"' if n else "" for n in numeric]
-    top = "".join(f"<th{k}>{escape(c)}</th>" for k, c in zip(kind, head, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{k}>{escape(c)}</td>" for k, c in zip(kind, row, strict=True)) + "</tr>" for row in rows
-    )
-    return f'<div class="wide" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+def table(rows: Table) -> str:
+    if not rows:
+        return ""
+    if len({row["environment"] for row in rows}) == 1:  # the figures say it: narrow screens need the place
+        rows = [{name: cell for name, cell in row.items() if name != "environment"} for row in rows]
+    numeric = {name for name in rows[0] if all(re.match(r"[-+–\d]", row[name]) for row in rows)}
+    kind = {name: ' class="number"' if name in numeric else "" for name in rows[0]}
+    head = "".join(f"<th{kind[name]}>{escape(name)}</th>" for name in rows[0])
+    body = ("".join(f"<td{kind[name]}>{escape(cell)}</td>" for name, cell in row.items()) for row in rows)
+    lines = "".join(f"<tr>{cells}</tr>" for cells in body)
+    return f'<div class="wide" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+# ---------------------------------------------------------------------------------------------------- one task, Fig. 5
+
+
+def cases(groups: Sequence[Group]) -> str:
+    """Greedy and QLASS side by side: where QLASS gains most, where it loses most, and an episode with neither."""
+    parts = []
+    for greedy in (g for g in groups if g.condition.method == "greedy"):
+        run = greedy.condition.env, "qlass", greedy.condition.label, False
+        guided = [
+            g for g in groups if (g.condition.env, g.condition.method, g.condition.label, g.condition.oracle) == run
+        ]
+        if not guided:
+            continue
+        best = max(guided, key=lambda group: group.reward.mean)
+        pairs = best.episodes.merge(greedy.episodes, on=["task", "seed"], suffixes=("", "_greedy"))
+        gains = (pairs["reward"] - pairs["reward_greedy"]).sort_values(kind="stable")
+        kinds = {"better": gains[gains > 0][::-1], "worse": gains[gains < 0], "the same": gains[gains == 0]}
+        counts = ", ".join(f"{kind} in {len(some)}" for kind, some in kinds.items())
+        shown = "Shown: the largest gain, the largest loss, and one of the rest."
+        parts.append(note(f"{best.condition.env}: {best.condition} against {greedy.condition}: {counts}. {shown}"))
+        for kind, some in kinds.items():
+            for _, pair in pairs.loc[some.index[:1]].iterrows():
+                sides = load(pair["file_greedy"], pair["line_greedy"]), load(pair["file"], pair["line"])
+                parts.append(case(f"QLASS {kind}: task {pair['task']}", *sides, opened=kind == "better"))
+    return "".join(parts)
+
+
+def load(path: Path, line: int) -> dict:
+    return next(itertools.islice(files.read_results(path), line - 1, None))
 
 
 def case(title: str, greedy: dict, guided: dict, opened: bool) -> str:
     """Two episodes of one task side by side, each step with its candidates and their q."""
     columns = "".join(episode(name, row) for name, row in (("SFT greedy", greedy), ("QLASS", guided)))
-    task = paragraph(guided["task"]) if guided.get("task") else ""
+    task = note(guided["task"]) if guided.get("task") else ""
     start = "<details class=case open>" if opened else "<details class=case>"
     return f'{start}<summary>{escape(title)}</summary>{task}<div class="pair">{columns}</div></details>'
 
 
 def episode(name: str, row: dict) -> str:
     steps = "".join(step(s) for s in row.get("steps") or [])
-    budget = ", ".join(f"{key} = {row[key]}" for key in ("M", "N") if (row.get(key) or 1) > 1)
-    head = f"{escape(name)}{f' ({budget})' if budget else ''}: reward {row['reward']:.3f}"
-    return f"<div><h3>{head}</h3><ol>{steps}</ol></div>"
+    return f"<div><h3>{escape(name)}: reward {row['reward']:.3f}</h3><ol>{steps}</ol></div>"
 
 
 def step(record: dict) -> str:
@@ -121,6 +130,8 @@ def chip(q: float) -> str:
     """A number on its colour; page.html paints every `.q` by its data-q."""
     return f'<span class="q" data-q="{q:.4f}">{q:.2f}</span>'
 
+
+# --------------------------------------------------------------------------------------------------------- the viewer
 
 FIELDS = ["parent", "action", "thought", "observation", "reward", "done", "source", "branch", "expert", "q", "q_raw"]
 TEXTS = {"action", "thought", "observation", "source"}

@@ -1,22 +1,22 @@
-"""Result files -> one group of episodes a condition: what the report's tables and figures are made from."""
+"""Result files -> a table of episodes -> one group a condition: what the report's tables and figures are made from."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from qlass import UserError
-from qlass.files import complete_records, is_name, is_number, is_text, maybe, parse_json, wrong
-from qlass.stats import Estimate, by_task, interval, shared
-from reporting.pooling import check_pools
+import pandas as pd
+
+from qlass import UserError, files
+from qlass.chat import RENDERED
+from qlass.stats import Estimate, interval
 
 # Table 2 of the paper (Llama-2-7B-Chat), reward x 100: WebShop; SciWorld and ALFWorld seen, unseen.
 PAPER = {
@@ -38,6 +38,10 @@ METHODS = {  # in the order of the table
     "oracle_lookahead": "look-ahead of the released code (oracle)",
 }
 TARGET = re.compile(r"(?:^|target[ =:_-]*)(q|avg|reward)\b")  # a process reward, in a label
+APART = 'name the runs apart: python report.py "first=PATH" "second=PATH"'
+CONDITION = ["env", "method", "M", "N", "select", "label", "player"]
+
+# ------------------------------------------------------------------------------------------------------------- groups
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,10 @@ class Condition:
 
     env: str
     method: str
-    M: int | None
-    N: int | None
-    select: str | None
-    label: str
+    M: int | None = None
+    N: int | None = None
+    select: str | None = None
+    label: str = ""
     player: str = ""  # which of the environment's rules
 
     @property
@@ -68,20 +72,19 @@ class Condition:
         """ "M=4 N=2", without what is 1."""
         return " ".join(f"{k}={v}" for k, v in (("M", self.M), ("N", self.N)) if (v or 1) > 1)
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.budget}".strip()
+
     @property
     def target(self) -> str | None:
         """The process reward that QNet learnt, where the label names one (Fig. 4)."""
-        found = TARGET.search(self.label)
-        return found[1] if found else "q" if self.method == "qlass" and not self.label else None
+        match = TARGET.search(self.label)
+        return match[1] if match else "q" if self.method == "qlass" and not self.label else None
 
     @property
     def otherwise(self) -> str:
         """What the label says besides the process reward."""
         return TARGET.sub("", self.label).removeprefix("self-trained").strip(", ")
-
-    @property
-    def self_trained(self) -> bool:
-        return self.label.startswith("self-trained")
 
     @property
     def paper(self) -> str:
@@ -96,60 +99,38 @@ class Condition:
 
 
 @dataclass
-class Result:
-    """One episode: the numbers of its line, and where the line is, so that its text need not stay in memory."""
-
-    task: str
-    type: str  # of the task, where its environment has several
-    block: str  # which tasks vary together (TextEnv.block)
-    seed: int
-    reward: float
-    success: float | None
-    generated: float
-    total: float  # tokens: prompt computed + generated + scored
-    env_steps: float
-    q: list[float]  # QNet's value of each action taken, where it scored them
-    where: tuple[Path, int, int]  # file, line number, byte offset
-
-
-@dataclass
 class Group:
-    """All results of one condition, keyed by (task, seed)."""
+    """All episodes of one condition, a row each (`episode`)."""
 
     condition: Condition
-    results: dict[tuple[str, int], Result] = field(default_factory=dict)
+    episodes: pd.DataFrame
 
-    def values(self, name: str) -> dict[tuple[str, int], float]:
-        pairs = ((key, getattr(result, name)) for key, result in self.results.items())
-        return {key: float(value) for key, value in pairs if value is not None}
+    def values(self, name: str) -> pd.Series:
+        """A column, by (task, seed)."""
+        return self.episodes.set_index(["task", "seed"])[name].dropna()
 
     @cached_property
     def blocks(self) -> dict[str, str]:
-        return {task: result.block for (task, _seed), result in self.results.items()}
+        return dict(zip(self.episodes["task"], self.episodes["block"], strict=True))
 
     @cached_property
-    def row(self) -> dict[tuple[str, int], Result]:
-        """What the table's row is of: the tasks that all seeds have played."""
-        return shared(self.results)
+    def row(self) -> pd.DataFrame:
+        """What the table's row is of: the tasks that all seeds have played, or all where there are not two such."""
+        seeds = self.episodes.groupby("task", dropna=False)["seed"].transform("nunique")
+        row = self.episodes[seeds == self.episodes["seed"].nunique()]
+        return row if row["task"].nunique() > 1 else self.episodes
 
     @cached_property
     def reward(self) -> Estimate:
         return interval(self.values("reward"), self.blocks)
 
     def mean(self, name: str) -> float:
-        values = by_task({key: value for key, value in self.values(name).items() if key in self.row}).values()
-        return sum(values) / len(values) if values else math.nan
-
-    def zero_share(self) -> float:
-        return sum(result.reward == 0 for result in self.row.values()) / len(self.row)
+        return float(self.row.groupby("task", dropna=False)[name].mean().mean())
 
     def seeds(self) -> str:
         """The number of seeds, and the lowest and highest of their mean rewards."""
-        rewards = defaultdict(list)
-        for (_task, seed), result in self.row.items():
-            rewards[seed].append(result.reward)
-        means = [sum(group) / len(group) for group in rewards.values()]
-        return "1" if len(means) == 1 else f"{len(means)} ({min(means):.3f}–{max(means):.3f})"
+        means = self.row.groupby("seed", dropna=False)["reward"].mean()
+        return "1" if len(means) == 1 else f"{len(means)} ({means.min():.3f}–{means.max():.3f})"
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -162,109 +143,65 @@ def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
         if not path.exists() and "=" in argument:
             label, _, rest = argument.partition("=")
             path = Path(rest)
-        if path.is_dir():
-            found = sorted(path.glob("results*.jsonl"))
-            if not found:
-                raise UserError(f"{path}: no results*.jsonl in this folder; python q_search.py --run {path} writes one")
-            yield from ((label, file) for file in found)
-        elif path.is_file():
-            yield label, path
-        else:
+        paths = sorted(path.glob("results*.jsonl")) if path.is_dir() else [path]
+        if not paths:
+            raise UserError(f"{path}: no results*.jsonl in this folder; python q_search.py --run {path} writes one")
+        if not path.exists():
             raise UserError(f"{path}: no such file or folder; python q_search.py writes results.jsonl")
+        yield from ((label, file) for file in paths)
 
 
 def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
     """Read (label, file) pairs into one group a condition, in the order of the table.
 
-    UserError names file:line of a malformed line, and both lines where two results claim the same method, task and
-    seed but differ. A last line that was cut short (a run that was stopped) is skipped with a warning.
+    UserError names file:line of a malformed line, both lines where two results claim the same method, task and seed
+    but differ, and two files whose results are not to be pooled.
     """
-    groups: dict[Condition, Group] = {}
+    rows = []
     for label, path in sources:
-        offset = 0
-        with open(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    try:
-                        condition, result = parse_result(line, label, (path, number, offset))
-                    except ValueError as error:
-                        if line.endswith(b"\n"):
-                            raise UserError(f"{path}:{number}: {error}; fix or delete this line") from None
-                        print(f"warning: {path}:{number}: skipped, cut short by a stopped run", file=sys.stderr)
-                    else:
-                        insert(groups.setdefault(condition, Group(condition)), result)
-                offset += len(line)
-    if not groups:
+        rows += [episode(record, label, path, line) for line, record in enumerate(files.read_results(path), 1)]
+    if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")
-    found = [groups[condition] for condition in sorted(groups, key=Condition.order)]
-    check_pools(found)
-    return found
+    table = pd.DataFrame.from_records(rows).astype({"M": "Int64", "N": "Int64"})
+    table = table.sort_values(["task", "seed"], kind="stable")  # the same report, whatever the order of the lines
+    same = [*CONDITION, "task", "seed"]
+    for _, twins in table[table.duplicated(same, keep=False)].groupby(same, dropna=False):
+        first, *others = twins.itertuples()
+        for other in others:
+            if (first.reward, first.total, first.q) != (other.reward, other.total, other.q):
+                places = f"{first.file}:{first.line} and {other.file}:{other.line}"
+                about = f"{first.method} for task {first.task}, seed {first.seed}"
+                raise UserError(f"{places}: two different results of {about}: {APART}")
+    groups = []
+    for key, episodes in table.drop_duplicates(same).groupby(CONDITION, dropna=False):
+        known = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}
+        groups.append(Group(Condition(**known), episodes))
+    groups.sort(key=lambda group: group.condition.order())
+    check_pools(groups)
+    return groups
 
 
-def read_curves(folders: Iterable[tuple[str, Path]]) -> dict[str, list[list[dict]]]:
-    """{NAME: the lines of each sft-NAME.updates.jsonl} of some run folders with their labels, which NAME ends in."""
-    curves: dict[str, list[list[dict]]] = {}
-    for label, path in sorted((label, path) for label, run in folders for path in run.glob("sft-*.updates.jsonl")):
-        name = path.name.removeprefix("sft-").removesuffix(".updates.jsonl") + f", {label}" * bool(label)
-        lines, _ = complete_records(path, len)  # the last one may have been cut short
-        if not all({"val", "tokens", "env_steps"} <= line.keys() for line in lines):
-            raise UserError(f"{path}: lines without val, tokens or env_steps; a learner writes them (experiments)")
-        curves.setdefault(name, []).append(lines)
-    return curves
-
-
-def is_tokens(value: Any) -> bool:
-    """{"prompt", "generated", "scored"}"""
-    return isinstance(value, dict) and all(map(is_number, value.values()))
-
-
-def is_candidate(value: Any) -> bool:
-    return isinstance(value, dict) and is_text(value.get("action")) and maybe(is_number)(value.get("q"))
-
-
-def is_steps(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(s, dict) and not wrong(s, STEP, ["action"]) for s in value)
-
-
-STEP = {
-    "action": is_text, "thought": maybe(is_text), "observation": maybe(is_text),
-    "candidates": maybe(lambda value: isinstance(value, list) and all(map(is_candidate, value))),
-}  # fmt: skip
-KINDS = {
-    "task_id": is_name, "env": lambda v: is_text(v) and bool(v.split()), "method": is_text, "reward": is_number,
-    "tokens": is_tokens, "steps": maybe(is_steps), "success": maybe(is_number), "env_steps": is_number,
-    "n_steps": is_number, "seconds": is_number, "task": maybe(is_text),
-    **dict.fromkeys(("split", "label", "player", "select", "type", "block"), maybe(is_text)),
-    **dict.fromkeys(("M", "N", "seed"), maybe(lambda value: type(value) is int)),
-}  # fmt: skip
-
-
-def parse_result(line: bytes, label: str, where: tuple[Path, int, int]) -> tuple[Condition, Result]:
-    """ValueError says what is wrong with a line."""
-    row = parse_json(line)
-    if not isinstance(row, dict):
-        raise ValueError(f"a JSON object is expected, not {type(row).__name__}")
-    if mistake := wrong(row, KINDS, ["task_id", "env", "method", "reward", "tokens"]):
-        raise ValueError(mistake)
-    steps, tokens = row.get("steps") or [], row["tokens"]
-    label = ", ".join(filter(None, (label, row.get("label") or "")))
-    split = row.get("split") if row.get("split") not in (None, "test") else ""
-    env = f"{row['env']} {split}".strip()
-    return Condition(
-        env, row["method"], row.get("M"), row.get("N"), row.get("select"), label, row.get("player") or ""
-    ), Result(
-        task=str(row["task_id"]),
-        type=row.get("type") or "",
-        block=row.get("block") or str(row["task_id"]),
-        seed=row.get("seed") or 0,
-        reward=row["reward"],
-        success=row.get("success"),
-        generated=tokens.get("generated", 0),
-        total=sum(tokens.get(part, 0) for part in ("prompt", "generated", "scored")),
-        env_steps=row.get("env_steps", row.get("n_steps", len(steps))),
-        q=[taken["q"] for step in steps if (taken := scored_candidates(step)[1])],
-        where=where,
-    )
+def episode(record: dict, label: str, path: Path, line: int) -> dict[str, Any]:
+    """The numbers of a result, and where it stands, so that its texts need not stay in memory."""
+    steps, tokens, success = record.get("steps") or [], record["tokens"], record.get("success")
+    split = record.get("split") or "test"
+    return {
+        "env": record["env"] if split == "test" else f"{record['env']} {split}",
+        **{name: record.get(name) for name in ("method", "M", "N", "select", "player")},
+        "label": ", ".join(filter(None, (label, record.get("label")))) or None,
+        "task": str(record["task_id"]),
+        "type": record.get("type") or "",
+        "block": record.get("block") or str(record["task_id"]),  # tasks that vary together (TextEnv.block)
+        "seed": record.get("seed") or 0,
+        "reward": float(record["reward"]),
+        "success": math.nan if success is None else float(success),
+        "generated": tokens.get("generated", 0),
+        "total": sum(tokens.get(part, 0) for part in ("prompt", "generated", "scored")),
+        "env_steps": record.get("env_steps", record.get("n_steps", len(steps))),
+        "q": tuple(taken["q"] for step in steps if (taken := scored_candidates(step)[1])),  # of the actions taken
+        "file": path,
+        "line": line,
+    }
 
 
 def split_react(text: str | None) -> tuple[str, str]:
@@ -281,18 +218,61 @@ def scored_candidates(step: dict) -> tuple[list[dict], dict | None]:
     return scored, next((c for c in scored if split_react(c["action"])[1] == action), None)
 
 
-def insert(group: Group, result: Result) -> None:
-    old = group.results.setdefault((result.task, result.seed), result)
-    if (old.reward, old.total, old.q) != (result.reward, result.total, result.q):
-        places = " and ".join(f"{path}:{number}" for path, number, _ in (old.where, result.where))
-        raise UserError(
-            f"{places}: two different results of {group.condition.name} for task {result.task}, seed {result.seed}; "
-            'name the runs apart: python report.py "first=PATH" "second=PATH"'
-        )
+# --------------------------------------------------------------------------------------- what one row may be made from
+
+INPUTS = ("sft", "qnet", "labels", "trees", "expert")  # arguments that name what an earlier stage wrote
+# Arguments that may differ between the seeds of a pipeline: names, places, speed; of results, what each line says.
+ANY = {*files.FREE, *files.SAMPLING_FREE, *files.TRAINING_FREE, "seed", "help_more", "chat"}
+OF_A_LINE = {"method", "M", "N", "select", "split", "limit", "label", "scorer"}
+OF_AN_AGENT = {*RENDERED, "load_in", "readout", "paraphrase", "paraphrase_server"}
 
 
-def load_row(result: Result) -> dict:
-    path, _, offset = result.where
-    with open(path, "rb") as lines:
-        lines.seek(offset)
-        return json.loads(lines.readline())
+def check_pools(groups: Iterable[Group]) -> None:
+    """UserError names two files in one row whose metadata tell of another agent, QNet or environment, or of another
+    training than a seed's. What cannot be told is a warning."""
+    warnings: list[str] = []
+    for group in groups:
+        name, used = group.condition.name, inputs_of(group.condition)
+        seeds = group.episodes.groupby("file", dropna=False)["seed"].agg(set)
+        unknown = [path for path in seeds.index if len(seeds) > 1 and "arguments" not in files.read_meta(path)]
+        warnings += [f"{path}: no metadata beside it, so its agent and QNet may be other ones" for path in unknown]
+        for (a, of_a), (b, of_b) in combinations(seeds.items(), 2):
+            ours, theirs, hashes = recipe(a, used), recipe(b, used), [input_hashes(path, used) for path in (a, b)]
+            if of_a & of_b:
+                ours, theirs = ours | hashes[0], theirs | hashes[1]
+            elif used and hashes[0] == hashes[1] and len(hashes[0]) == len(used):
+                warnings.append(f"{a} and {b}: {name} is of one model under two --seed, so not of two trainings")
+            for flag in ours:
+                if flag in theirs and ours[flag] != theirs[flag]:
+                    mistake = f"{name} with different {flag} ({ours[flag]}, {theirs[flag]}), which is not one row"
+                    raise UserError(f"{a} and {b}: {mistake}: {APART}")
+    for warning in dict.fromkeys(warnings):
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def inputs_of(condition: Condition) -> tuple[str, ...]:
+    """Whose results they are: of nobody's training (the environment's own players), of the agent, of QNet too."""
+    if condition.method in ("rule", "expert", "oracle"):
+        return ()
+    scored = condition.method in ("qlass", "oracle_lookahead") or (condition.select == "q" and (condition.N or 1) > 1)
+    return ("sft", "qnet") if scored else ("sft",)
+
+
+def input_hashes(output: Path, used: Iterable[str]) -> dict[str, str]:
+    meta = files.read_meta(output)
+    hashes = {name: meta.get("inputs", {}).get(str(meta.get("arguments", {}).get(name))) for name in used}
+    return {f"--{name} of one seed": digest for name, digest in hashes.items() if digest}
+
+
+def recipe(output: Path, used: Iterable[str], of: str = "") -> dict[str, Any]:
+    """{"--epochs of sft": 12}: the arguments that an output and, in turn, its inputs were made with."""
+    arguments = files.read_meta(output).get("arguments", {})
+    skipped = ANY if of else ANY | OF_A_LINE | (set() if used else OF_AN_AGENT)
+    flags = {f"--{n.replace('_', '-')}{of}": v for n, v in arguments.items() if n not in skipped and n not in INPUTS}
+    for name in INPUTS if of else used:
+        path = files.input_of(output, name)
+        if path and of.count(" of ") < 5:
+            flags |= recipe(path, used, f" of {name}{of}")
+            if name == "expert" and "sft" in files.read_meta(path).get("arguments", {}):
+                flags.pop(f"--n-expert{of}", None)  # an agent's own trajectories: their number is a result
+    return flags

@@ -6,7 +6,7 @@
 set -euo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
-[ $# = 0 ] || { echo "error: $0 takes no arguments; SEED=1 RUN=FOLDER before it for another seed" >&2 && exit 2; }
+no_flags "$@"
 
 qnet() {  # NAME LABEL FLAG...: another QNet of the same trees
     stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" --out "$RUN/qnet-$1" "${@:3}"
@@ -24,7 +24,6 @@ retrained() {  # NAME LABEL FLAG...: the agent cloned again with its own traject
 clone
 learn_q "$RUN" "$RUN/sft"
 trees_best
-
 # Fig. 4: three process rewards of the same trees, to search with and to self-train with, with the loss on the last token
 # and as in Eq. (11) on all tokens. Q on the last token is the QNet above.
 for target in avg reward; do
@@ -38,11 +37,9 @@ qnet all "target=q, loss on all tokens" --loss-on all
 retrained self-q "self-trained, target=q" --method qlass
 retrained self-q-perfect "self-trained, target=q, the perfect ones" --method qlass --threshold 1  # as RFT filters
 retrained self-rft "self-trained, RFT" --method rft
-
 # Table 3: half of the demonstrations, and trees without the demonstrator, whose branches would be further demonstrations. 50
 # are too few to hold some out, so this agent gets about as many updates as the one of all demonstrations: with more its draws
-# agree more often, and QLASS has less to choose from. Does QLASS only make up for short training? half-end, trained for 50
-# epochs, shows that.
+# agree more often, and QLASS has less to choose from. half-end, trained for 50 epochs, shows what QLASS makes up for.
 half=$RUN/half
 stage sft.py "${common[@]}" --run "$half" --n-expert 50 --epochs 25
 learn_q "$half" "$half/sft" --no-expert
@@ -50,13 +47,10 @@ RUN=$half search --method all  # this agent's own table: python report.py RUN/ha
 variant half "half of the demonstrations" --method qlass -M 2 4 6 --sft "$half/sft" --qnet "$half/qnet"
 stage sft.py "${common[@]}" --run "$half-end" --n-expert 50
 variant half-end "half of the demonstrations, 50 epochs" --method greedy sample --sft "$half-end/sft"
-
 # The paper's discount: each further step costs a tenth, a click on an option that the goal asks for too.
-q=$RUN/q_labels-gamma.jsonl
-stage bellman.py "${common[@]}" --run "$RUN" --gamma 0.9 --out "$q"
-qnet gamma "gamma=0.9" --labels "$q"
-
-# Ablations: how QNet is trained and read, what its trees hold, and how candidates are drawn.
+stage bellman.py "${common[@]}" --run "$RUN" --gamma 0.9 --out "$RUN/q_labels-gamma.jsonl"
+qnet gamma "gamma=0.9" --labels "$RUN/q_labels-gamma.jsonl"
+# How QNet is trained and read, what its trees hold, and how candidates are drawn.
 qnet frozen "frozen backbone" --freeze
 qnet action "loss on the action" --loss-on action
 variant readout-mean "readout=mean" --method qlass -M 4 --readout mean

@@ -23,11 +23,8 @@ case $ENV in
     alfworld)  # without the thoughts that repeat what earlier pages said, an aid (docs/differences.md). With it, THOUGHTS=true,
               # 200 demonstrations do a little more than 600 without
         splits=(valid_unseen valid_seen) trees=(--limit 600 --rollouts 6) labels=(--gamma 0.98) qnet=(--epochs 6 --patience 6)
-        if [ "${THOUGHTS:-}" = true ]; then
-            trees=(--limit 200 --rollouts 16) qnet=(--epochs 6)
-        else
-            common+=(--env-option thoughts=false) sft=(--n-expert 600)
-        fi ;;
+        if [ "${THOUGHTS:-}" = true ]; then trees=(--limit 200 --rollouts 16) qnet=(--epochs 6)
+        else common+=(--env-option thoughts=false) sft=(--n-expert 600); fi ;;
     sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches; 300 trees
               # give QNet a thousand pairs of siblings whose q differ
         common+=(--tasks eto) splits=(test_unseen test_seen)
@@ -39,11 +36,10 @@ case $ENV in
         qnet=(--batch 4000 --epochs 30 --patience 30) ;;
 esac
 
+no_flags() { [ $# = 0 ] || { echo "error: $0 takes no arguments; SEED=1 RUN=FOLDER before it for another seed" >&2 && exit 2; }; }
+folder_of() { [ "$2" = 0 ] && echo "runs/$1" || echo "runs/$1-seed$2"; }  # NAME SEED
 stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $([ "$1" = -m ] && echo "$2" || echo "$1")"; "$PYTHON" "$@"; }
-
-clone() {  # stage 1, behaviour cloning
-    stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}"
-}
+clone() { stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}"; }  # stage 1, behaviour cloning
 learn_q() {  # FOLDER SFT FLAG...: stages 2 to 4, exploration trees of an agent, their Bellman backup and a QNet, in FOLDER
     local here=("${common[@]}" --run "$1") agent=(--sft "$2")
     stage build_trees.py "${here[@]}" "${agent[@]}" "${trees[@]}" "${@:3}"
@@ -62,4 +58,6 @@ trees_best() {  # FLAG...: the agent cloned again from its demonstrations and th
     stage -m experiments.self_train "${common[@]}" --run "$RUN" --method tree
     variant tree "SFT on trees' best" "$@" --method greedy --sft "$RUN/sft-tree"
 }
-report() { stage report.py --run "$RUN" --out "$RUN/report.html"; }
+report() {  # EXPECTED: a file of ranges, of which each is said to hold the run's reward or not
+    stage report.py --run "$RUN" --out "$RUN/report.html" ${EXPECTED:+--expected "$EXPECTED"}
+}

@@ -4,8 +4,7 @@
 set -euo pipefail
 ENV=frozenlake
 . "$(dirname "$0")/common.sh"
-[ $# = 0 ] || { echo "error: $0 takes no arguments; SEED=1 RUN=FOLDER before it for another seed" >&2 && exit 2; }
-
+no_flags "$@"
 clone
 learn_q "$RUN" "$RUN/sft"
 search --method all

@@ -3,8 +3,7 @@
 set -euo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
-[ $# = 0 ] || { echo "error: $0 takes no arguments; SEED=1 RUN=FOLDER before it for another seed" >&2 && exit 2; }
-
+no_flags "$@"
 clone                      # stage 1: behaviour cloning (sft.py)
 learn_q "$RUN" "$RUN/sft"  # stages 2 to 4: exploration trees, Bellman backup, QNet (build_trees, bellman, train_qnet)
 search --method all        # stage 5: Q-guided generation and its baselines (q_search.py)

@@ -31,8 +31,9 @@ nets() {  # the agent, its QNet, and nets of the same trees on other targets
 }
 play() {  # NAME FLAG...: search with every score that can steer it, at one budget
     played=(--results "$RUN/$1/results.jsonl")  # apart from the run's own: on slippery ice they are of another environment
-    search --out "${played[1]}" --method scorer "${@:2}"
-    [ -z "${JUDGE:-}" ] || search --out "${played[1]}" --method scorer --scorer "${judges[@]/%/=$JUDGE}" "${@:2}"
+    steer=(-m experiments.qval search "${common[@]}" --run "$RUN" --split "${splits[0]}" "${tasks[@]}")
+    stage "${steer[@]}" --out "${played[1]}" "${@:2}"
+    [ -z "${JUDGE:-}" ] || stage "${steer[@]}" --out "${played[1]}" --scorer "${judges[@]/%/=$JUDGE}" "${@:2}"
 }
 qval() {  # NAME FLAG...: every score against reference labels
     align=(-m experiments.qval "${common[@]}" --run "$RUN" --split "${splits[0]}" --out "$RUN/$1" "${@:2}")

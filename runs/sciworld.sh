@@ -4,11 +4,10 @@
 set -euo pipefail
 ENV=sciworld
 . "$(dirname "$0")/common.sh"
-[ $# = 0 ] || { echo "error: $0 takes no arguments; SEED=1 RUN=FOLDER before it for another seed" >&2 && exit 2; }
-
+no_flags "$@"
 clone
 learn_q "$RUN" "$RUN/sft"
-# A long episode of a random player is beyond the model's context.
-search --limit 96 --truncate oldest --method rule expert greedy sample random likeliest qlass -M 4
-search --limit 96 --truncate oldest --method best_of_n
+test_tasks=(--limit 96 --truncate oldest)  # a long episode of a random player is beyond the model's context
+search "${test_tasks[@]}" --method rule expert greedy sample random likeliest qlass -M 4
+search "${test_tasks[@]}" --method best_of_n
 report

@@ -1,25 +1,19 @@
 #!/usr/bin/env bash
 # WebShop's real 1,000 products with the tiny model, its goals the synthetic ones (only 13 of the instructions that people
-# wrote belong to these products):
-#
-#   WEBSHOP=DIR bash runs/webshop_real.sh [--seeds N]
-#
+# wrote belong to these products): WEBSHOP=DIR bash runs/webshop_real.sh [--seeds N]
 # DIR (data/webshop) holds items_shuffle_1000.json, items_ins_v2_1000.json and items_human_ins.json. Seed 0 has the run folder
 # runs/webshop_real, the others runs/webshop_real-seed1, ...
 set -euo pipefail
-SEEDS=3
+ENV=webshop SEEDS=3
 [ "${1:-}" != --seeds ] || { SEEDS=${2:-} && shift $(($# > 1 ? 2 : 1)); }
-ENV=webshop
 . "$(dirname "$0")/common.sh"
 [[ $SEEDS =~ ^[1-9][0-9]*$ && $# = 0 ]] || { echo "error: WEBSHOP=DIR bash runs/webshop_real.sh [--seeds N]" >&2 && exit 2; }
 # A product has a goal for each of its combinations of options: without a limit two products are a third of the test tasks.
 plain=("${common[@]}" --webshop-data "${WEBSHOP:-data/webshop}" --env-option per_product=16) runs=()
 # Warm trees, since the agent's own draws hardly differ.
 tasks=(--limit 0) sft=(--n-expert 400 --epochs 16) trees=(--limit 700 --rollouts 5 --temperature 2) qnet=(--epochs 3)
-
 for ((seed = 0; seed < SEEDS; seed++)); do
-    SEED=$seed RUN=runs/webshop_real common=("${plain[@]}" --seed "$seed")
-    [ "$seed" = 0 ] || RUN+=-seed$seed
+    SEED=$seed RUN=$(folder_of webshop_real $seed) common=("${plain[@]}" --seed "$seed")
     runs+=("$RUN")
     clone
     learn_q "$RUN" "$RUN/sft"

@@ -14,11 +14,13 @@ def json_server(answer: Callable[[dict], tuple[int, dict | list]], models: tuple
             self.reply(200, {"data": [{"id": name} for name in models]})
 
         def do_POST(self):
+            server.authorization = self.headers["Authorization"]
             self.reply(*answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
 
         def reply(self, status, body):
             data = json.dumps(body).encode()
             self.send_response(status)
+            self.send_header("Retry-After-Ms", "1")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

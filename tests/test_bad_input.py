@@ -4,7 +4,6 @@ First by hand, mistake by mistake; then by a mutator of bytes and values over ev
 """
 
 import argparse
-import copy
 import gc
 import gzip
 import importlib
@@ -26,24 +25,20 @@ import envs
 import q_search
 import report
 import train_qnet
-from data import make_alfworld
-from environments.alfworld.env import ALFWorldEnv
-from environments.webshop import catalogue, engine
-from environments.webshop.env import WebShopEnv
 from qlass import UserError, cli, files
 from qlass.chat import Rendering
+from qlass.checks import Learned, leaked, learned_from
 from qlass.files import (
-    DEEPEST,
     Resumable,
     actions_by_task,
     cloned_from,
     complete_results,
+    read_results,
     read_trajectories,
     read_trees,
 )
 from qlass.qnet import pairs_of
 from reporting import page
-from reporting.results import read_results
 
 HERE = Path(__file__).parent
 
@@ -77,26 +72,20 @@ TREES = [
     ("", "holds no trees"),
     (tree(ROOT, LEAF)[:-20], ":2: not valid JSON"),
     (tree(ROOT, LEAF).splitlines()[0] + "\n", "1 of 2 nodes; run build_trees.py again"),
-    (gzip.compress(tree(ROOT, LEAF).encode(), mtime=0)[:40], ":1: not UTF-8 text"),
-    (tree(ROOT, LEAF).encode("utf-16"), ":1: not UTF-8 text"),
-    ("[" * 100_000, ":1: not valid JSON (nested too deeply)"),
+    (gzip.compress(tree(ROOT, LEAF).encode(), mtime=0)[:40], ":1: not valid JSON ('utf-8' codec"),
+    (tree(ROOT, LEAF).encode("utf-16"), ":1: not valid JSON ('utf-8' codec"),
+    ('{"a": ' + "[" * 100_000, ":1: not valid JSON (maximum recursion depth"),
     ("1" * 5000 + "\n", ":1: "),
     (tree(ROOT, LEAF | {"reward": float("nan")}), ":2: not valid JSON (NaN is not a number)"),
-    (tree(ROOT, LEAF | {"reward": float("-inf")}), ":2: not valid JSON (-Infinity is not a number)"),
     (tree(ROOT, LEAF).replace('"reward": 1.0', '"reward": 1e999'), ":2: reward can't be inf"),
-    (tree(ROOT, LEAF).replace('"reward": 1.0', f'"reward": 1{"0" * 400}'), ":2: reward can't be 1000"),
     (tree(ROOT, LEAF | {"reward": "1"}), ":2: reward can't be '1'"),
     (tree(ROOT, LEAF | {"observation": None}), ":2: observation can't be None"),
     (tree(ROOT, LEAF | {"node_id": [1]}), ":2: node_id can't be [1]"),
-    (tree(ROOT, LEAF | {"action": None}), ":2: node 1 of task a has no action"),
-    (tree(ROOT, LEAF).replace("go 1", "\\ud800"), ":2: half a character"),
-    ("\n" + tree(ROOT, LEAF, LEAF), ":4: node 1 of task a is there twice"),
-    (tree(ROOT, node(2, 1), LEAF), ":2: node 2 of task a stands before its parent 1"),
-    (tree(ROOT, node(1, 2), node(2, 1)), ":2: node 1 of task a stands before its parent 2"),
-    (tree(ROOT, node(1, 1)), ":2: node 1 of task a stands before its parent 1"),
-    (tree(LEAF | {"messages": ROOT["messages"]}, node(2, 1)), ":1: node 1 of task a stands before its parent 0"),
-    (tree(ROOT, LEAF | {"task_id": "b"}), ":2: node 1 of task b stands in the tree of task a"),
-    (tree(ROOT, *(node(i, i - 1) for i in range(1, 10_000))), f"deeper than {DEEPEST:,} levels"),
+    ("\n" + tree(ROOT, LEAF, LEAF), ":4: node 1 of task a stands before its parent"),
+    (tree(ROOT, node(2, 1), LEAF), ":2: node 2 of task a stands before its parent"),
+    (tree(LEAF | {"messages": ROOT["messages"]}, node(2, 1)), ":1: node 1 of task a stands before its parent"),
+    (tree(ROOT, LEAF | {"task_id": "b"}), ":2: node 1 of task b stands before its parent"),
+    (tree(ROOT, node(1, None)), ":2: node 1 of task a stands before its parent"),
     (dump([{"task_id": "a", "method": "greedy", "reward": 1.0}]), ":1: no node_id; is this a trees.jsonl"),
 ]
 
@@ -112,20 +101,10 @@ def test_a_bad_tree_is_named_and_the_labels_stay_as_they_were(content, says, tmp
     assert out.read_text() == '{"q_raw": 0}\n' and not (tmp_path / "chats.jsonl").exists()
 
 
-def test_as_deep_as_allowed_is_no_matter_of_recursion(tmp_path):
-    (tmp_path / "trees.jsonl").write_text(tree(ROOT, *(node(i, i - 1) for i in range(1, DEEPEST + 1))))
-    bellman.main(["--trees", str(tmp_path / "trees.jsonl"), "--out", str(tmp_path / "q.jsonl")])
-    (labels,) = read_trees(tmp_path / "q.jsonl", ["q"])
-    pairs_of(labels)
-    assert len(labels) == DEEPEST + 1
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q; run bellman.py on it"),
-        (tree(ROOT, {k: v for k, v in LEAF.items() if k != "q"}), ":2: no q; run bellman.py on it"),
-        (tree(ROOT, LEAF | {"q": float("nan")}), ":2: not valid JSON (NaN is not a number)"),
         (tree(ROOT, LEAF | {"q": None}), ":2: q can't be None"),
         (tree({k: v for k, v in ROOT.items() if k != "messages"}, LEAF), ":1: no messages"),
         (tree(ROOT | {"messages": [{"role": "user"}]}, LEAF), ":1: messages can't be"),
@@ -150,16 +129,11 @@ CHAT = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Act
         ('[{"conversations": ', "not valid JSON"),
         ("[1]", "record 1: a JSON object is expected"),
         ('[{"conversations": [{"from": "human"}]}]', "record 1: no chat"),
-        ('{"conversations": 5}\n', ":1: no chat"),
         (dump([{"messages": CHAT}, {"messages": CHAT[::-1]}]), ":2: no chat of user and assistant"),
-        (dump([{"messages": CHAT[:1]}]), ":1: no chat"),
         (dump([{"messages": [{"role": "system", "content": "s"}, CHAT[0]]}]), ":1: no chat"),
-        (dump([{"messages": [CHAT[0], {"role": "system", "content": "s"}]}]), ":1: no chat"),
-        (dump([{"messages": [{"role": "user", "content": None}, CHAT[1]]}]), ":1: no chat"),
         (dump([{"messages": CHAT, "reward": float("nan")}]), ":1: not valid JSON (NaN is not a number)"),
         (dump([{"messages": CHAT, "reward": "high"}]), ":1: reward can't be 'high'"),
         (dump([{"messages": CHAT, "task_id": ["a"]}]), ":1: task_id can't be ['a']"),
-        (b"\xff\xfe[", ":1: not UTF-8"),
     ],
 )
 def test_bad_demonstrations_are_named(content, says, tmp_path):
@@ -200,18 +174,12 @@ def test_demonstrations_of_another_kind_are_not_replayed_over(tmp_path, capsys):
         ("[]", "a JSON object is expected, not list"),
         ('{"temprature": 1}', "unknown setting 'temprature'"),
         ('{"temperature": NaN}', "NaN is not a number"),
-        ('{"temperature": -1}', "temperature can't be -1"),
         ('{"temperature": "hot"}', "temperature can't be 'hot'"),
-        ('{"max_new_tokens": 1.5}', "max_new_tokens can't be 1.5"),
         ('{"max_new_tokens": 0}', "max_new_tokens can't be 0"),
         ('{"candidates": "all"}', "candidates can't be 'all'"),
-        ('{"candidates": []}', "candidates can't be []"),
         ('{"compact": 1}', "compact can't be 1"),
-        ('{"stop": "\\n"}', "stop can't be"),
         ('{"stop": [""]}', "stop can't be"),
-        ('{"top_p": 0}', "top_p can't be 0"),
         ('{"date": "today"}', "date can't be 'today'"),
-        ('{"truncate": true}', "truncate can't be True"),
     ],
 )
 def test_a_bad_rendering_is_named(content, says, tmp_path):
@@ -220,16 +188,7 @@ def test_a_bad_rendering_is_named(content, says, tmp_path):
         Rendering.load(tmp_path)
 
 
-def test_a_rendering_comes_back_as_it_was(tmp_path):
-    for made in (
-        Rendering(),
-        Rendering(0, 1, "valid", True, True, True, 0.5, 3, ("\n",), True, "oldest", "2024-07-26"),
-    ):
-        made.save(tmp_path)
-        assert Rendering.load(tmp_path) == made
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"arguments": 3}', '{"argv": "sft"}', '{"argv": [1]}', "\x00"])
+@pytest.mark.parametrize("content", ["", "[]", '{"arguments": 3}', '{"inputs": []}', "\x00"])
 def test_bad_metadata_are_named(content, tmp_path):
     (tmp_path / "sft.meta.json").write_text(content)
     with pytest.raises(UserError, match=r"sft\.meta\.json: .*not the metadata of"):
@@ -238,18 +197,13 @@ def test_bad_metadata_are_named(content, tmp_path):
 
 @pytest.mark.parametrize("command", [build_trees.main, q_search.main])
 @pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ({"task_id": "a", "nodes": 0, "method": []}, "Name another --out"),
-        ({"task_id": "a", "nodes": -3, "method": "greedy", "reward": None}, "Name another --out"),
-        ({"nodes": 1}, "Name another --out"),
-    ],
+    "line", [{"task_id": "a", "nodes": 0, "method": []}, {"task_id": "a", "nodes": -3}, {"nodes": 1}]
 )
-def test_an_output_of_another_stage_is_not_written_to(command, line, says, tmp_path, agent, capsys):
+def test_an_output_of_another_stage_is_not_written_to(command, line, tmp_path, agent, capsys):
     (tmp_path / "mine.jsonl").write_text(dump([line]))
     argv = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--out", str(tmp_path / "mine.jsonl")]
     argv += ["--method", "greedy"] if command is q_search.main else []
-    assert says in mistake(lambda: command(argv), capsys)
+    assert "Name another --out" in mistake(lambda: command(argv), capsys)
     assert (tmp_path / "mine.jsonl").read_text() == dump([line])
 
 
@@ -257,8 +211,6 @@ def test_an_output_of_another_stage_is_not_written_to(command, line, says, tmp_p
 
 
 def test_an_unknown_task_is_named():
-    import envs
-
     for name, task in (("webshop", "999999"), ("webshop", "x"), ("frozenlake", "9x9/0"), ("frozenlake", "x")):
         env = envs.make(name)
         with pytest.raises(UserError, match=f"{name}: .*{task}"):
@@ -282,8 +234,7 @@ RESULT = {"task_id": "a", "env": "fake", "method": "greedy", "reward": 1.0, "tok
     [
         ({"reward": float("nan")}, "NaN is not a number"),
         ({"tokens": {"prompt": "1"}}, "tokens can't be"),
-        ({"steps": [{"candidates": []}]}, "steps can't be"),
-        ({"steps": [{"action": "a", "candidates": [{"action": "a", "q": "high"}]}]}, "steps can't be"),
+        ({"steps": {}}, "steps can't be"),
         ({"M": "4"}, "M can't be '4'"),
         ({"method": ["greedy"]}, "method can't be"),
         ({"seed": {}}, "seed can't be"),
@@ -298,70 +249,34 @@ def test_a_bad_result_is_named(change, says, tmp_path, capsys):
 
 # -------------------------------------------------------------------------------------------------------------- fuzzing
 
-INTERESTING = [
-    None,
-    True,
-    -1,
-    0,
-    2**70,
-    1e308,
-    float("nan"),
-    float("inf"),
-    "",
-    "\ud800",
-    "x" * 9,
-    [],
-    [[]],
-    {},
-    {"a": 1},
-]
+INTERESTING = [None, True, -1, 2**70, 1e308, float("nan"), float("inf"), "", "x" * 9, [], [[]], {}, {"a": 1}]
+PIECES = [b"", b"[" * 5000, b"\x00", b"NaN", b"-", b"1e999", b"\n", b'"', b"\xff\xfe"]
 
 
 def places(value, path=()) -> Iterator[tuple]:
-    yield path
+    yield from [path] if path else []
     for key, below in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from places(below, (*path, key))
 
 
 def changed_value(content: bytes, rng: random.Random) -> bytes:
-    """One value of one line (or of a JSON file) replaced, dropped or doubled."""
-    lines = content.splitlines(keepends=True)
+    """One value of one line, or of a JSON file, replaced or dropped."""
+    lines = content.splitlines(keepends=True) if content.startswith(b'{"') else [content]
     at = rng.randrange(len(lines))
-    try:
-        value = json.loads(lines[at])
-    except ValueError:
-        lines, at, value = [content], 0, json.loads(content)
-    *above, last = rng.choice([path for path in places(value) if path] or [(0,)])
-    parent = value
+    value = parent = json.loads(lines[at])
+    *above, last = rng.choice(list(places(value)))
     for key in above:
         parent = parent[key]
-    if not isinstance(parent, dict | list):
-        return content[: len(content) // 2]
-    if (kind := rng.random()) < 0.2:
+    parent[last] = rng.choice(INTERESTING)
+    if rng.random() < 0.2:
         del parent[last]
-    elif kind < 0.3 and isinstance(parent, list):
-        parent.append(copy.deepcopy(parent[last]))
-    else:
-        parent[last] = rng.choice(INTERESTING)
-    lines[at] = json.dumps(value).encode() + b"\n"
-    return b"".join(lines)
+    return b"".join([*lines[:at], json.dumps(value).encode() + b"\n", *lines[at + 1 :]])
 
 
 def changed_bytes(content: bytes, rng: random.Random) -> bytes:
-    at = rng.randrange(len(content))
-    some = bytes(rng.randrange(256) for _ in range(rng.randrange(1, 5)))
-    return rng.choice(
-        [
-            lambda: content[:at],
-            lambda: content[:at] + some + content[at + len(some) :],
-            lambda: content[:at] + content[at + len(some) :],
-            lambda: content[:at] + content[at // 2 : at] + content[at:],
-            lambda: (
-                content[:at] + rng.choice([b"[" * 5000, b"\x00", b"NaN", b"-", b"1e999", b"\n", b'"']) + content[at:]
-            ),
-            lambda: gzip.compress(content, mtime=0)[: rng.randrange(1, 60)],
-        ]
-    )()
+    """A piece cut out, doubled, or another put in its place; the rest cut off."""
+    a, b = sorted(rng.randrange(len(content)) for _ in range(2))
+    return content[:a] + rng.choice([*PIECES, 2 * content[a:b]]) + rng.choice([content[b:], content[a:], b""])
 
 
 def changed_lines(content: bytes, rng: random.Random) -> bytes:
@@ -371,172 +286,57 @@ def changed_lines(content: bytes, rng: random.Random) -> bytes:
     return b"".join(lines)
 
 
-def small_shop(folder: Path) -> None:
-    """The first products of the bundled catalogue, with what is said of them."""
-    from data import make_webshop
-
-    whole = make_webshop.ensure(0)
-    folder.mkdir()
-    items = catalogue.read_json(whole / "items_shuffle.json")[:6]
-    own = {item["asin"] for item in items}
-    (folder / "items_shuffle.json").write_text(json.dumps(items))
-    for stem in ("items_ins_v2", "items_human_ins"):
-        said = {asin: record for asin, record in catalogue.read_json(engine_file(whole, stem)).items() if asin in own}
-        (folder / f"{stem}.json").write_text(json.dumps(said))
-
-
-def engine_file(folder: Path, stem: str) -> Path:
-    return next(folder.glob(f"{stem}.json*"))
-
-
-def play_shop(path: Path) -> None:
-    for human in (False, True):
-        try:
-            env = WebShopEnv(path.parent, human_goals=human)
-        except UserError as error:
-            if "no goals" not in str(error):
-                raise
-            continue
-        env.reset(options={"task_id": "0"})
-        env.step("search[a]")
-        for product in env.shop.products:
-            for action in (f"click[{product.asin.lower()}]", "click[description]", "click[< prev]", "click[features]"):
-                env.step(action)
-            env.restore((0, engine.Session(page="results", query="a", number=1), 0))
-        env.score(env.shop.products[0].asin, {})
-
-
-def play_household(path: Path) -> None:
-    env = ALFWorldEnv(path.parents[4])
-    for task in env.task_ids("all"):
-        env.reset(options={"task_id": task})
-        for action in env.valid_actions()[:3]:
-            env.step(action)
-
-
-def household(folder: Path) -> Path:
-    source = make_alfworld.ensure(0)
-    game = next(iter(sorted(source.rglob("game.tw-pddl"))))
-    copied = folder / "games" / "json_2.1.1" / Path(*game.parts[-4:])
-    copied.parent.mkdir(parents=True)
-    shutil.copy(game, copied)
-    return copied
-
-
-def read_labels(path: Path) -> None:
-    for labels in read_trees(path, ["q", "messages"]):
-        pairs_of(labels)
-
-
 def read_any_trees(path: Path) -> None:
     out = path.with_name("made.jsonl")
     for target in bellman.TARGETS:
-        more = ["--overwrite", "--target", target, "--chat", str(out) + ".chat"]
-        bellman.main(["--trees", str(path), "--out", str(out), *more])
+        bellman.main(["--trees", str(path), "--out", str(out), "--overwrite", "--target", target])
     page.tree_data(path, 60)
+
+
+def read_metadata(path: Path) -> None:
+    cloned_from(path.with_name("sft"))
+    files.same_arguments(path.with_name("sft"), vars(cli.parse(cli.parser("A stage."), [])))
 
 
 def resume(complete: Callable) -> Callable[[Path], None]:
     return lambda path: Resumable(path, complete).close()
 
 
-def read_demonstrations(path: Path) -> None:
-    list(read_trajectories(path))
-    actions_by_task(path, FakeEnv())
+LABELS = [node for i in range(2) for node in labelled_tree(f"train{i}")]
+CHATS = [{"task_id": f"t{i}", "task": "x", "messages": CHAT, "reward": 1.0} for i in range(3)]
+THEIRS = [{"conversations": [{"from": "human", "value": "go"}, {"from": "gpt", "value": "Action: left"}]}] * 2
+RESULTS = (HERE / "recordings/report_results.jsonl").read_text()
+READERS = {  # a sound file, and what reads it
+    "expert.jsonl": (dump(CHATS), lambda path: actions_by_task(path, FakeEnv())),
+    "theirs.json": (json.dumps(THEIRS), lambda path: list(read_trajectories(path))),
+    "trees.jsonl": (dump([{k: v for k, v in node.items() if k[0] != "q"} for node in LABELS]), read_any_trees),
+    "q_labels.jsonl": (dump(LABELS), lambda path: [pairs_of(tree) for tree in read_trees(path, ["q", "messages"])]),
+    "begun-trees.jsonl": (dump(LABELS), resume(build_trees.complete_trees)),
+    "results.jsonl": (RESULTS, lambda path: list(read_results(path))),
+    "begun-results.jsonl": (RESULTS, resume(complete_results)),
+    "policy.json": (json.dumps(vars(Rendering(stop=["a"]))), lambda path: Rendering.load(path.parent)),
+    "sft.meta.json": (json.dumps({"arguments": {"expert": "x"}, "inputs": {}}), read_metadata),
+}
 
 
-def read_pages(path: Path) -> None:
-    groups = read_results([("", path)])
-    report.results_table(groups), report.differences_table(groups), report.calibration_table(groups)
-    report.types_table(groups), report.cases(groups)
-
-
-def read_pool(path: Path) -> None:
-    """Two result files in a row, one of them with metadata that lead to others."""
-    read_results([("", path.with_name("lake.jsonl")), ("", path.with_name("other.jsonl"))])
-
-
-def read_metadata(path: Path) -> None:
-    cloned_from(path.with_name("sft"))
-    page.provenance(path.with_name("sft"))
-    (path.with_name("sft")).touch()
-    files.same_arguments(path.with_name("sft"), cli.parse(cli.parser("A stage."), []))
-
-
-@pytest.fixture(scope="module")
-def readers(tmp_path_factory) -> list[tuple[Path, Callable[[Path], None]]]:
-    """A sound file for every reader, and what reads it."""
-    folder = tmp_path_factory.mktemp("sound")
-    trees = [labelled_tree(f"train{i}") for i in range(2)]
-    flat = [n for nodes in trees for n in nodes]
-    chats = [{"task_id": f"t{i}", "task": "x", "messages": CHAT, "reward": 1.0} for i in range(3)]
-    theirs = [{"conversations": [{"from": "human", "value": "go"}, {"from": "gpt", "value": "Action: left"}]}] * 2
-    files = {
-        "expert.jsonl": (dump(chats), read_demonstrations),
-        "theirs.json": (json.dumps(theirs), read_demonstrations),
-        "trees.jsonl": (dump([{k: v for k, v in n.items() if k[0] != "q"} for n in flat]), read_any_trees),
-        "q_labels.jsonl": (dump(flat), read_labels),
-        "begun-trees.jsonl": (dump(flat), resume(build_trees.complete_trees)),
-        "results.jsonl": ((HERE / "recordings/report_results.jsonl").read_text(), read_pages),
-        "begun-results.jsonl": (
-            (HERE / "recordings/report_results.jsonl").read_text(), resume(complete_results),
-        ),
-        "policy.json": (json.dumps(vars(Rendering(stop=["a"], date="2024-07-26"))), lambda p: Rendering.load(p.parent)),
-        "sft.meta.json": (json.dumps({"arguments": {"expert": "x"}, "inputs": {}, "argv": ["a"]}), read_metadata),
-    }  # fmt: skip
-    for i, name in enumerate(("other", "lake")):
-        more = {"method": "qlass", "seed": i, "M": 2, "N": 1}
-        (folder / f"{name}.jsonl").write_text(dump([RESULT | more]))
-        about = {"seed": i, "sft": "sft", "qnet": "sft", "temperature": None, "out": f"{name}.jsonl"}
-        sound = json.dumps({"arguments": about, "inputs": {"sft": "1"}, "argv": []})
-        (folder / f"{name}.meta.json").write_text(sound)
-    files["lake.meta.json"] = sound, read_pool
-    found = []
-    for name, (content, reads) in files.items():
-        (folder / name).write_text(content)
-        found.append((folder / name, reads))
-    small_shop(folder / "shop")
-    found += [(file, play_shop) for file in sorted((folder / "shop").iterdir())]
-    return [*found, (household(folder), play_household)]
-
-
-def fuzz(readers: list, inputs: int, seed: int, silently: Callable) -> dict[str, int]:
-    """Mutated inputs, evenly over the readers; returns how many each reader refused."""
-    refused = {}
-    for n, (path, reads) in enumerate(readers):
-        sound = path.read_bytes()
-        reads(path)  # as it is, it is read
-        path.write_bytes(sound)
-        engine.load.cache_clear()
-        for i in range(inputs // len(readers)):
-            rng = random.Random(f"{seed}/{n}/{i}")  # any one can be made again
-            mutant = rng.choice([changed_value, changed_value, changed_bytes, changed_lines])(sound, rng)
-            path.write_bytes(mutant)
-            began = time.monotonic()
-            try:
-                reads(path)
-            except UserError as error:
-                refused[path.name] = refused.get(path.name, 0) + 1
-                assert "\n" not in str(error), (path.name, i, str(error))
-                assert path.read_bytes() == mutant, (path.name, i, "changed")
-            except Exception as error:
-                pytest.fail(f"seed {seed}, {path.name}, input {i}: {type(error).__name__}: {error}")
-            assert time.monotonic() - began < 10, (path.name, i, "slow")
-            engine.load.cache_clear()
-            silently()
-        path.write_bytes(sound)
-    return refused
-
-
-def test_mutated_inputs_are_refused_in_one_line(readers, capsys):
-    refused = fuzz(readers, 130, 0, capsys.readouterr)
-    assert sum(refused.values()) > 40 and len(refused) == len(readers)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_many_mutated_inputs_are_refused_in_one_line(readers, seed, capsys):
-    assert sum(fuzz(readers, 1300, seed, capsys.readouterr).values()) > 400
+@pytest.mark.parametrize("name", READERS)
+def test_mutated_inputs_are_refused_in_one_line_and_stay(name, tmp_path, capsys):
+    content, reads = READERS[name]
+    path, refused = tmp_path / name, 0
+    path.write_text(content)
+    reads(path)  # as it is, it is read
+    for i in range(30):
+        rng = random.Random(f"{name}/{i}")  # any one can be made again
+        mutant = rng.choice([changed_value, changed_value, changed_bytes, changed_lines])(content.encode(), rng)
+        path.write_bytes(mutant)
+        began = time.monotonic()
+        try:
+            reads(path)
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error) and path.read_bytes() == mutant, (i, str(error))
+        assert time.monotonic() - began < 10, (i, "slow")
+    assert refused >= 5
 
 
 # ----------------------------------------------------------------------------------------- learned from and played
@@ -580,8 +380,6 @@ class Shop:
 def leaks_of(
     tmp_path, capsys, records: list[dict], played: list[str], most: int | None = None
 ) -> tuple[int | None, str]:
-    from qlass.checks import Learned, leaked
-
     (tmp_path / "learned.jsonl").write_text(dump(records))
     return leaked(
         Shop(), played, Learned([(tmp_path / "learned.jsonl", most)], False), "trees"
@@ -635,27 +433,23 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
 
 
 def test_a_qnet_of_few_trees_has_learned_from_no_others(tmp_path):
-    from qlass.checks import Learned, learned_from
-
     labels, qnet = tmp_path / "q_labels.jsonl", tmp_path / "qnet"
     labels.write_text("")
     asked = {"env": "frozenlake", "labels": str(labels)}
     args = argparse.Namespace(env="frozenlake", env_flags=[])
     for limit, known in (({}, None), ({"limit": None}, None), ({"limit": 3}, 3)):
         (tmp_path / "qnet.meta.json").write_text(json.dumps({"arguments": asked | limit}))
-        assert learned_from(qnet, args) == Learned([(labels, known)], False)
+        assert learned_from(qnet, vars(args)) == Learned([(labels, known)], False)
 
 
 def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tmp_path, capsys):
-    from qlass.checks import leaked, learned_from
-
     def made(name: str, **arguments) -> Path:
         (tmp_path / f"{name}.meta.json").write_text(json.dumps({"arguments": {"env": "shop"} | arguments}))
         (tmp_path / name).mkdir()
         return tmp_path / name
 
     def found(checkpoint: Path) -> int | None:
-        return leaked(Shop(), ["1", "3", "7"], learned_from(checkpoint, args), "demonstrations")
+        return leaked(Shop(), ["1", "3", "7"], learned_from(checkpoint, vars(args)), "demonstrations")
 
     args = argparse.Namespace(env="shop", env_flags=[])
     expert, labels = tmp_path / "expert.jsonl", tmp_path / "q_labels.jsonl"
@@ -697,11 +491,6 @@ def test_no_flag_of_a_command_is_one_of_an_environment(env):
     stages = ("sft", "build_trees", "bellman", "train_qnet", "q_search")
     for name in (*stages, *(f"experiments.{it}" for it in ("self_train", "tree_grpo", "eto", "qval.__main__"))):
         assert importlib.import_module(name).arguments(["--env", env])  # ArgumentError where two are the same
-
-
-def test_scorers_are_of_the_method_scorer():
-    with pytest.raises(UserError, match="--scorer needs --method scorer"):
-        q_search.arguments(["--scorer", "random"])
 
 
 def test_an_environment_without_rules_has_none_to_play(monkeypatch, fake_world, tmp_path):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import pytest
 from fakes import dump
 from hypothesis import given, settings
@@ -231,11 +232,15 @@ def test_a_truncated_line_is_named_by_its_number(tmp_path):
         bellman.main(["--trees", str(trees), "--out", str(tmp_path / "out.jsonl")])
 
 
-def test_the_standard_library_is_enough(tmp_path):
-    """Without any installed package, and without git to ask for the commit."""
+def test_the_standard_library_and_filelock_are_enough(tmp_path):
+    """Without any other installed package, and without git to ask for the commit."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "filelock").symlink_to(Path(filelock.__file__).parent)
     trees = tmp_path / "trees.jsonl"
     trees.write_text(dump(tree_by_hand()))
     command = [sys.executable, "-S", str(ROOT / "bellman.py"), "--trees", str(trees), "--run", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": ""})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": str(tmp_path / "packages")}
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert len((tmp_path / "q_labels.jsonl").read_text().splitlines()) == 5

@@ -61,9 +61,9 @@ def test_ratios_are_more_a_second_or_less_of_it(capsys):
     assert bench.Figure("", None, 3, "steps/s").ratio is None
     print(bench.row(bench.Figure("WebShop", None, 20_000, "steps/s")))
     print(bench.row(bench.Figure("trees", 10, 90, "nodes/s", goal=8)))
-    alone, both = capsys.readouterr().out.splitlines()
+    alone, compared = capsys.readouterr().out.splitlines()
     assert alone.split() == ["WebShop", "2e+04", "steps/s"]
-    assert both.split() == ["trees", "10", "->", "90", "nodes/s", "9.0x", "(goal:", "8x)"]
+    assert compared.split() == ["trees", "10", "->", "90", "nodes/s", "9.0x", "(goal:", "8x)"]
 
 
 def test_json(monkeypatch, capsys):

@@ -330,15 +330,13 @@ def test_the_file_is_the_same_wherever_a_run_was_stopped(build, tmp_path, monkey
     assert build("--seed", "1", out="other.jsonl") != whole
 
 
-def test_shards_of_a_run_that_was_begun_whole_add_the_trees_it_lacks_and_no_line_of_those_it_has(build, tmp_path):
+def test_a_part_adds_the_trees_that_the_output_lacks_and_no_line_of_those_it_has(build, tmp_path):
     """A tree that was grown twice may differ a little, as in half precision: it counts once, as it was first."""
     whole = build().splitlines(keepends=True)
     first = json.loads(whole[0])["nodes"]
-    for i in (1, 2):
-        build("--shard", f"{i}/2")
-    (shard,) = (p for p in tmp_path.glob("trees.*-of-2.jsonl") if p.read_bytes().startswith(whole[0]))
     other = whole[0].replace(b'"nodes": ', b'"again": 1, "nodes": ')
-    shard.write_bytes(other + shard.read_bytes()[len(whole[0]) :])
+    (tmp_path / "trees.1-of-2.jsonl").write_bytes(other + b"".join(whole[1:]))
+    (tmp_path / "trees.1-of-2.meta.json").write_bytes((tmp_path / "trees.meta.json").read_bytes())
     (tmp_path / "trees.jsonl").write_bytes(b"".join(whole[:first]))
     assert build() == b"".join(whole)
 

@@ -51,11 +51,11 @@ def test_a_trajectory_longer_than_the_room_is_not_computed_again_at_each_step():
     for _ in range(12):
         steps.append(Decision(state, "Action: left", ("Action: left", "Action: right")))
         state = state.then("Action: left", "walk walk walk walk")
-    whole = len(chat.prompt(steps[-1].state))
-    (p,) = pack_decisions(chat, steps, whole // 3)
-    assert len(p.tree) == whole + 1  # and "Action:", behind which the last step forks
+    longest = len(chat.prompt(steps[-1].state))
+    (p,) = pack_decisions(chat, steps, longest // 3)
+    assert len(p.tree) == longest + 1  # and "Action:", behind which the last step forks
     assert (
-        sum(len(q.tree) for q in pack_decisions(chat, steps, whole // 8))
-        < 3 * whole
+        sum(len(q.tree) for q in pack_decisions(chat, steps, longest // 8))
+        < 3 * longest
         < sum(len(chat.prompt(d.state)) for d in steps)
     )

@@ -1,25 +1,30 @@
-"""JSON Lines, resuming, metadata, the search for inputs, and how mistakes reach the person at the keyboard."""
+"""JSON Lines, resuming, metadata, tasks shared by processes, the search for inputs, mistakes in one line."""
 
 import argparse
 import json
 import operator
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from itertools import chain
 from pathlib import Path
 
+import pandas
 import pytest
 from fakes import dump
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import bellman
 import envs
 from qlass import UserError, cli, files
-from qlass.files import Resumable, release
+from qlass.files import Output, Resumable, release
 
+ROOT = Path(__file__).parents[1]
 GROUPS = [[{"task": f"t{g}", "n": n, "text": "✓é" * n} for n in range(g + 1)] for g in range(3)]
+WHOLE = "".join(map(dump, GROUPS)).encode()
 
 
 def whole_groups(records: list[dict]) -> int:
@@ -28,36 +33,58 @@ def whole_groups(records: list[dict]) -> int:
     return max([0] + [s for s in sizes if s <= len(records)])
 
 
-def test_lines_come_back_as_they_were(tmp_path):
-    records = [{"a": "✓ é\n\u2028", "b": None}, {"c": [1, 2.5]}]
+def ids(path: Path) -> list[int]:
+    return [record["n"] for record in files.read_jsonl(path)]
+
+
+def in_another_process(code: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", f"from pathlib import Path; from qlass.files import *; {code}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment)
+
+
+# ---------------------------------------------------------------------------------------------------- reading, writing
+
+
+def test_lines_come_back_as_they_were_unknown_fields_and_ids_too(tmp_path):
+    records = [{"a": "✓ é\n\u2028", "b": None}, {"task_id": "007", "more": [1, 2.5]}]
     files.write_jsonl(tmp_path / "deep" / "x.jsonl", records)
     assert list(files.read_jsonl(tmp_path / "deep" / "x.jsonl")) == records
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')  # a byte order mark is no text
+    assert [record["a"] for record in files.read_jsonl(tmp_path / "x.jsonl")] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("content", "says"),
     [
-        ('{"a": 1}\n{"a": \n', r":2: not valid JSON .*one JSON object a line"),
-        ('{"a": 1}\n\n{"a"', r":3: not valid JSON .*truncated"),
-        ("[1]\n", r":1: a JSON object is expected, not list"),
-        ("5\n", r":1: a JSON object is expected, not int"),
+        (b'{"a": 1}\n{"a": \n', r":2: not valid JSON .*one JSON object a line"),
+        (b'{"a": 1}\n\n{"a"', r":3: not valid JSON .*truncated"),
+        (b"5\n", r":1: a JSON object is expected, not int"),
+        (b"[1]\n", r": record 1: a JSON object is expected, not int"),
+        (b'{"a": NaN}\n', r":1: not valid JSON \(NaN is not a number\)"),
+        (b"\xff\xfe\x00", r":1: not valid JSON \('utf-8' codec"),
+        (None, "no such file"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path, text, says):
-    (tmp_path / "x.jsonl").write_text(text)
-    with pytest.raises(UserError, match=r"x\.jsonl" + says):
+def test_what_can_not_be_read_is_named(tmp_path, content, says):
+    if content is not None:
+        (tmp_path / "x.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=r"x\.jsonl" + says if content else says):
         list(files.read_jsonl(tmp_path / "x.jsonl"))
 
 
-def test_a_missing_file_and_a_file_of_bytes_are_named(tmp_path):
-    with pytest.raises(UserError, match="nowhere"):
-        list(files.read_jsonl(tmp_path / "nowhere"))
-    (tmp_path / "model.bin").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match=r"model\.bin"):
-        list(files.read_jsonl(tmp_path / "model.bin"))
+def test_results_go_into_a_table_as_they_are(tmp_path, capsys):
+    result = {"env": "lake", "method": "greedy", "reward": 1.0, "tokens": {"prompt": 3}}
+    lines = [result | {"task_id": "007", "label": None, "own": 1}, result | {"task_id": "7", "label": "b"}]
+    (tmp_path / "r.jsonl").write_text(dump(lines) + '{"task_id"')  # a search that is running
+    table = pandas.DataFrame.from_records(list(files.read_results(tmp_path / "r.jsonl")))
+    assert list(table.task_id) == ["007", "7"] and "r.jsonl:3: skipped" in capsys.readouterr().err
+    assert len(table.groupby("label", dropna=False)) == 2
+    (tmp_path / "r.jsonl").write_text(dump([lines[0], lines[1] | {"reward": "high"}]))
+    with pytest.raises(UserError, match=r"r\.jsonl:2: reward can't be 'high'; fix or delete this line"):
+        list(files.read_results(tmp_path / "r.jsonl"))
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     def records():
         yield {"new": 1}
         raise RuntimeError("power cut")
@@ -66,16 +93,17 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     with pytest.raises(RuntimeError):
         files.write_jsonl(tmp_path / "x.jsonl", records())
     assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("x.jsonl", "old")]
-
-
-def test_a_file_does_not_take_the_place_of_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="a device"):
         files.write_jsonl(tmp_path / "pipe", [{}])
-    assert (tmp_path / "pipe").is_fifo()
+    with files.replacing(tmp_path / "x.jsonl") as out:
+        out.write("mine\n")
+        error = in_another_process(f"write_jsonl({str(tmp_path / 'x.jsonl')!r}, [])").stderr
+        assert f"x.jsonl: process {os.getpid()} is writing it" in error
+    assert (tmp_path / "x.jsonl").read_text() == "mine\n"
 
 
-def test_a_checkpoint_takes_the_place_of_an_older_one_alone(tmp_path):
+def test_a_checkpoint_takes_the_place_of_an_older_one_alone(tmp_path, monkeypatch):
     folder = files.checkpoint_folder(tmp_path / "deep" / "sft")
     for text in ("old", "new"):
         with files.replacing_folder(folder) as draft:
@@ -84,21 +112,16 @@ def test_a_checkpoint_takes_the_place_of_an_older_one_alone(tmp_path):
         (draft / "config.json").write_text("half")
         raise RuntimeError("power cut")
     assert (files.checkpoint_folder(folder) / "config.json").read_text() == "new"
-    for other in (tmp_path, folder / "config.json"):  # a folder of other things, a file
+    assert [path.name for path in folder.parent.iterdir()] == ["sft"]
+    monkeypatch.chdir(tmp_path)
+    for other in (Path("."), tmp_path, folder / "config.json"):  # a folder of other things, a file
         with pytest.raises(UserError, match="name another --out"):
             files.checkpoint_folder(other)
     (tmp_path / "empty").mkdir()
     assert files.checkpoint_folder(tmp_path / "empty") == tmp_path / "empty"
 
 
-def test_the_folder_at_hand_is_no_checkpoint_either(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="name another --out"):
-        (tmp_path / "thesis.tex").touch()
-        files.checkpoint_folder(Path("."))
-
-
-WHOLE = "".join(map(dump, GROUPS)).encode()
+# ------------------------------------------------------------------------------------------------------------ resuming
 
 
 @settings(max_examples=80, deadline=None)
@@ -118,15 +141,12 @@ def test_a_file_cut_at_any_byte_grows_to_the_same_file(cut):
         assert list(files.read_jsonl(path)) == list(chain(*GROUPS))
 
 
-def test_empty_lines_are_no_lines(tmp_path):
-    (tmp_path / "x.jsonl").write_text('\n{"a": 1}\n\n{"a": 2}\n{"a"')
+def test_empty_lines_are_no_lines_and_a_file_of_another_kind_stays(tmp_path):
+    (tmp_path / "x.jsonl").write_text('\n{"n": 1}\n\n{"n": 2}\n{"n"')
     file = Resumable(tmp_path / "x.jsonl", len)
-    file.append([{"a": 3}])
+    file.append([{"n": 3}])
     file.close()
-    assert [r["a"] for r in files.read_jsonl(tmp_path / "x.jsonl")] == [1, 2, 3]
-
-
-def test_resuming_does_not_empty_a_file_of_another_kind(tmp_path):
+    assert ids(tmp_path / "x.jsonl") == [1, 2, 3]
     notes = tmp_path / "notes.md"
     notes.write_text("# Results\nall is well\n")
     with pytest.raises(UserError, match=r"notes\.md:1"):
@@ -134,135 +154,33 @@ def test_resuming_does_not_empty_a_file_of_another_kind(tmp_path):
     assert notes.read_text() == "# Results\nall is well\n"
 
 
-def test_metadata_says_how_a_file_came_about(tmp_path):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("{}\n")
-    files.write_meta(out, argparse.Namespace(out=out, seed=3), [source, None, tmp_path / "gone"], nodes=7)
-    meta = json.loads((tmp_path / "out.meta.json").read_text())
-    assert meta["arguments"] == {"out": str(out), "seed": 3} and meta["nodes"] == 7
-    assert list(meta["inputs"]) == [str(source)] and meta["versions"]["torch"]
-    # printf '{}\n' | sha256sum
-    assert meta["inputs"][str(source)] == "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356"
-
-
-def test_a_folders_hash_depends_on_its_files(tmp_path):
-    (tmp_path / "a").write_text("1")
-    first = files.sha256(tmp_path)
-    (tmp_path / "a").write_text("2")
-    assert files.sha256(tmp_path) != first
-
-
-def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
-    out, model = tmp_path / "trees.jsonl", tmp_path / "sft"
-    model.mkdir()
-    (model / "weights").write_text("1")
-    args = argparse.Namespace(env="frozenlake", seed=0, depth=3, sft=model, limit=5, M=[2], env_option=[])
-    files.same_arguments(out, args)  # nothing there yet
-    out.write_text("")
-    files.write_meta(out, args, [model])
-    changed = argparse.Namespace(**vars(args) | {"limit": 9, "M": [4]})
-    files.same_arguments(out, changed, free=["M", "limit"])
-    for change, says in (({"depth": 4}, "--depth 3, not 4"), ({"env_option": ["map=4x4"]}, "--env-option")):
-        with pytest.raises(UserError, match=says):
-            files.same_arguments(out, argparse.Namespace(**vars(args) | change))
-    (model / "weights").write_text("22")
-    with pytest.raises(UserError, match=r"another .*sft"):
-        files.same_arguments(out, args)
-    (tmp_path / "trees.meta.json").write_text("[]")
-    with pytest.raises(UserError, match="not the metadata of"):
-        files.same_arguments(out, args)
-
-
 def flags(*words: str) -> argparse.Namespace:
-    made = cli.parser("A stage.")
-    envs.add_arguments(made, list(words))
-    made.add_argument("--out", type=Path)
-    made.add_argument("--shard")
-    return cli.parse(made, list(words))
+    parser = cli.parser("A stage.")
+    envs.add_arguments(parser, list(words))
+    parser.add_argument("--out", type=Path)
+    return cli.parse(parser, list(words))
 
 
-def test_what_was_named_must_be_there_and_what_was_not_is_made(tmp_path, monkeypatch, capsys):
-    args = flags("--seed", "1", "--run", str(tmp_path))
-    with pytest.raises(UserError, match="no such file"):
-        cli.needed(tmp_path / "named", tmp_path / "default", "bellman", args)
-    (tmp_path / "here").write_text("{}\n")
-    assert cli.needed(tmp_path / "here", tmp_path / "default", "bellman", args) == tmp_path / "here"
-    made = []
-    monkeypatch.setattr("bellman.main", made.append)
-    assert cli.needed(None, tmp_path / "default", "bellman", args) == tmp_path / "default"
-    assert made == [["--env", "webshop", "--run", str(tmp_path), "--seed", "1"]]
-    assert len(capsys.readouterr().out.splitlines()) == 1
-    assert cli.needed(None, tmp_path / "here", "bellman", args) == tmp_path / "here" and len(made) == 1
-    # What was begun with other arguments is not begun again with these: a failed large model never becomes a tiny one.
-    (tmp_path / "default.meta.json").write_text(json.dumps({"argv": ["--model", "some/llama"]}))
-    with pytest.raises(UserError, match=r"resume it with python bellman\.py --model some/llama"):
-        cli.needed(None, tmp_path / "default", "bellman", args)
-    (tmp_path / "default.meta.json").write_text(json.dumps({"argv": made[0]}))
-    assert cli.needed(None, tmp_path / "default", "bellman", args) and made[1:] == made[:1]
-    # Nor is the part that a stopped stage left taken for the whole: it resumes.
-    (tmp_path / "default").write_text("{}\n")
-    assert cli.needed(None, tmp_path / "default", "bellman", args) and len(made) == 3
-    assert "is not complete: making it" in capsys.readouterr().out
-    (tmp_path / "default.meta.json").write_text(json.dumps({"argv": made[0], "seconds": 1.0}))
-    assert cli.needed(None, tmp_path / "default", "bellman", args) and len(made) == 3
-    (tmp_path / "empty").touch()  # by a stage that stopped before its first line
-    assert cli.needed(None, tmp_path / "empty", "bellman", args) and len(made) == 4
-    args.sft = tmp_path / "x" / ".." / "sft"  # the run's own agent
-    assert cli.needed(None, tmp_path / "empty", "bellman", args) and len(made) == 5
-    args.sft = tmp_path / "llama"
-    with pytest.raises(UserError, match=r"of .*/sft, not of --sft .*/llama: make it first"):
-        cli.needed(None, tmp_path / "empty", "bellman", args)
+def output(tmp_path: Path, *words: str, **more) -> Output:
+    return Output(tmp_path / "x.jsonl", vars(flags(*words)), len, **more)
 
 
-def test_the_arguments_that_stages_share_are_handed_on():
-    lake = ["--env", "frozenlake", "--seed", "4", "--map", "4x4", "--env-option", "slippery=true", "--run", "r"]
-    shop = ["--webshop-data", "shop", "--human-goals", "--env-option", "seed=3", "--env-option", "page_size=2"]
-    for words in (lake, shop):
-        first = flags(*words)
-        again = flags(*cli.handed_on(first))
-        assert files.recorded(again) == files.recorded(first)
-    assert flags("--env", "frozenlake").run == Path("runs/frozenlake")
-    with pytest.raises(UserError, match="--engine"):  # ALFWorld's
-        flags("--engine", "textworld")
-
-
-def output(tmp_path, *words: str) -> cli.Output:
-    args = flags("--out", str(tmp_path / "x.jsonl"), *words)
-    return cli.Output(args, len)
-
-
-def test_a_second_writer_is_refused_and_told_who_writes(tmp_path):
-    first = output(tmp_path)
-    with pytest.raises(UserError, match=rf"process {os.getpid()} is writing it"):
-        output(tmp_path)
-    first.finish()
-    output(tmp_path).finish()
-
-
-def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    code = f"""
-import os, signal, sys
-sys.path.insert(0, {str(Path(cli.__file__).parents[1])!r})
-from pathlib import Path
-from qlass.files import only_writer
-lock = only_writer(Path({str(tmp_path / "x.jsonl")!r}))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
-    output(tmp_path).finish()
+def metadata(tmp_path: Path) -> dict:
+    return json.loads((tmp_path / "x.meta.json").read_text())
 
 
 def test_an_output_is_put_in_order_and_overwritten_on_request(tmp_path):
     out = output(tmp_path)
     out.grow([[{"n": 2}], [{"n": 1}]], "lines", 2)
-    assert [r["n"] for r in files.read_jsonl(out.path)] == [2, 1]  # as they come, so that a stop loses nothing
+    assert ids(out.path) == [2, 1]  # as they come, so that a stop loses nothing
     out.finish(lambda r: r["n"], total=2)
-    assert [r["n"] for r in files.read_jsonl(out.path)] == [1, 2]
-    meta = json.loads((tmp_path / "x.meta.json").read_text())
-    assert meta["total"] == 2 and meta["seconds"] >= 0
+    assert ids(out.path) == [1, 2]
+    assert metadata(tmp_path)["total"] == 2 and metadata(tmp_path)["seconds"] >= 0
     again = output(tmp_path)
     assert again.records == [{"n": 1}, {"n": 2}]
     again.finish()
+    with pytest.raises(UserError, match="was begun with --seed 0, not 1: --overwrite starts again"):
+        output(tmp_path, "--seed", "1")
     anew = output(tmp_path, "--overwrite", "--seed", "1")
     assert not anew.records
     anew.finish()
@@ -270,47 +188,33 @@ def test_an_output_is_put_in_order_and_overwritten_on_request(tmp_path):
 
 def test_a_stop_behind_the_last_line_leaves_order_and_figures_to_the_next_call(tmp_path):
     out = output(tmp_path)
+    assert not files.is_complete(tmp_path / "x.jsonl")  # though known by its arguments
     out.grow([[{"n": 2}], [{"n": 1}]], "lines", 2)
-    out.close()
     release(out.lock)
     output(tmp_path).finish(lambda r: r["n"], total=2)
-    assert [r["n"] for r in files.read_jsonl(tmp_path / "x.jsonl")] == [1, 2]
-    meta = (tmp_path / "x.meta.json").read_text()
-    assert json.loads(meta)["total"] == 2
+    assert ids(tmp_path / "x.jsonl") == [1, 2]
+    made = metadata(tmp_path)
+    assert made["total"] == 2
     output(tmp_path).finish(lambda r: r["n"], total=3)
-    assert (tmp_path / "x.meta.json").read_text() == meta  # of the call that made it
+    assert metadata(tmp_path) == made  # of the call that made it
 
 
 def test_a_file_of_something_else_is_not_emptied(tmp_path):
-    notes = tmp_path / "x.jsonl"
-    notes.write_text('[{"id": 1}]')
+    (tmp_path / "x.jsonl").write_text('[{"id": 1}]')
     with pytest.raises(UserError, match="holds something else"):
         output(tmp_path)
-    assert notes.read_text() == '[{"id": 1}]' and not (tmp_path / "x.meta.json").exists()
+    assert (tmp_path / "x.jsonl").read_text() == '[{"id": 1}]' and not (tmp_path / "x.meta.json").exists()
 
 
-def test_a_call_that_was_stopped_before_its_first_line_is_known_by_its_arguments(tmp_path):
-    release(output(tmp_path).lock)
-    assert "seconds" not in json.loads((tmp_path / "x.meta.json").read_text())
-    assert not cli.is_complete(tmp_path / "x.jsonl")  # the next stage names the command that resumes it
-    args = argparse.Namespace(env="frozenlake", run=tmp_path, seed=0, env_flags=[])
-    with pytest.raises(UserError, match="begun and is not complete: resume it with"):
-        cli.needed(None, tmp_path / "x.jsonl", "build_trees", args)
-
-
-def test_commands_to_copy_are_quoted(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("x y.jsonl").touch()
-    meta = {"argv": ["--run", "a b", "--limit", "3"], "arguments": {}}
-    Path("x y.meta.json").write_text(json.dumps(meta))
-    args = argparse.Namespace(env="frozenlake", run=tmp_path, seed=0, env_flags=[])
-    with pytest.raises(UserError, match=r"--run 'a b' --limit 3"):
-        cli.needed(None, Path("x y.jsonl"), "build_trees", args)
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')
-    assert [record["a"] for record in files.read_jsonl(tmp_path / "x.jsonl")] == [1, 2]
+def test_another_writer_is_refused_unless_it_was_killed(tmp_path):
+    out = output(tmp_path)
+    code = f"only_writer(Path({str(tmp_path / 'x.jsonl')!r}))"
+    assert f"process {os.getpid()} is writing it" in in_another_process(code).stderr
+    out.finish()
+    killed = in_another_process(f"lock = {code}; os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    assert killed.returncode == -9 and (tmp_path / ".x.jsonl.lock").exists()
+    output(tmp_path).finish()
+    assert {path.name for path in tmp_path.iterdir()} == {"x.jsonl", "x.meta.json"}
 
 
 def test_figures_of_a_file_outlive_a_stopped_call_and_not_the_file(tmp_path):
@@ -322,8 +226,8 @@ def test_figures_of_a_file_outlive_a_stopped_call_and_not_the_file(tmp_path):
             release(out.lock)
         else:
             out.finish(tokens=out.with_earlier("tokens", {"agent": 5}, operator.add, stopped=None))
-        meta = json.loads((tmp_path / "x.meta.json").read_text())
-        return {name: next(iter(meta[name].values())) for name in ("leaks", "tokens") if name in meta}
+        figures = metadata(tmp_path)
+        return {name: next(iter(figures[name].values())) for name in ("leaks", "tokens") if name in figures}
 
     assert call(21) == {"leaks": 21, "tokens": 5}
     assert call(3) == {"leaks": 21, "tokens": 10}
@@ -333,67 +237,192 @@ def test_figures_of_a_file_outlive_a_stopped_call_and_not_the_file(tmp_path):
     assert call(1) == {"leaks": 1, "tokens": 5}
 
 
-def test_two_writers_of_one_file_do_not_share_a_draft(tmp_path):
-    path = tmp_path / "labels.jsonl"
-    with files.replacing(path) as out:
-        out.write("mine\n")
-        code = f"from pathlib import Path; from qlass.files import write_jsonl; write_jsonl(Path({str(path)!r}), [])"
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=Path(cli.__file__).parents[1], capture_output=True, text=True)
-        assert f"labels.jsonl: process {os.getpid()} is writing it" in done.stderr
-    assert path.read_text() == "mine\n" and [p.name for p in tmp_path.iterdir()] == ["labels.jsonl"]
+# ---------------------------------------------------------------------------------------------- tasks shared by several
+
+
+def by_rank(
+    tmp_path: Path, monkeypatch, rank: int, world: int, tasks: list[int], *words: str, stop: int = 99
+) -> Output:
+    """A process that does its share of the tasks, or stops after some of them."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    out = output(tmp_path, *words, identity=lambda record: record["n"])
+    finished = {record["n"] for record in out.records}
+    todo = [n for n in cli.my_share(tasks) if n not in finished]
+    out.grow(([{"n": n, "by": f"{rank}/{world}"}] for n in todo[:stop]), "lines", len(tasks))
+    if stop < len(todo):
+        out.file.close()
+        release(out.lock)
+        return out
+    out.join()
+    out.finish(lambda record: record["n"], lines=len(out.records))
+    return out
+
+
+def test_the_last_of_several_processes_joins_the_parts(tmp_path, monkeypatch):
+    tasks = list(range(7))
+    first = by_rank(tmp_path, monkeypatch, 1, 2, tasks)
+    assert first.path.name == "x.1-of-2.jsonl" and ids(first.path) == [1, 3, 5]
+    assert not (tmp_path / "x.jsonl").exists()
+    last = by_rank(tmp_path, monkeypatch, 0, 2, tasks)
+    assert last.path == tmp_path / "x.jsonl" and ids(last.path) == tasks
+    assert metadata(tmp_path)["lines"] == 7 and files.is_complete(last.path)
+    assert {path.name for path in tmp_path.iterdir()} == {"x.jsonl", "x.meta.json"}
+    for rank in (0, 1):  # who comes again finds nothing to do
+        by_rank(tmp_path, monkeypatch, rank, 2, tasks)
+        assert ids(tmp_path / "x.jsonl") == tasks
+    assert metadata(tmp_path)["lines"] == 7
+
+
+def test_parts_of_a_stopped_run_are_taken_over_by_any_number_of_processes(tmp_path, monkeypatch):
+    tasks = list(range(9))
+    by_rank(tmp_path, monkeypatch, 0, 3, tasks, stop=1)
+    by_rank(tmp_path, monkeypatch, 1, 3, tasks)
+    with pytest.raises(UserError, match=r"x\..-of-3\.jsonl was begun with --seed 0, not 1"):
+        by_rank(tmp_path, monkeypatch, 0, 2, tasks, "--seed", "1")
+    by_rank(tmp_path, monkeypatch, 0, 2, tasks, stop=1)
+    out = by_rank(tmp_path, monkeypatch, 0, 1, tasks)
+    assert ids(out.path) == tasks and {path.name for path in tmp_path.iterdir()} == {"x.jsonl", "x.meta.json"}
+    who = {record["n"]: record["by"] for record in out.records}
+    assert [who[n] for n in (0, 1, 4, 7, 2, 3)] == ["0/3", "1/3", "1/3", "1/3", "0/2", "0/1"]
+    by_rank(tmp_path, monkeypatch, 0, 2, list(range(12)))  # more tasks: what the output has is not done again
+    assert ids(by_rank(tmp_path, monkeypatch, 1, 2, list(range(12))).path) == list(range(12))
+    assert by_rank(tmp_path, monkeypatch, 0, 1, tasks, "--overwrite").records[0]["by"] == "0/1"
+
+
+def test_processes_that_can_not_share_are_refused(tmp_path, monkeypatch):
+    for rank, world, says in (("0", "two", "whole numbers"), ("2", "2", "RANK 2: is 0 to"), ("0", "8", "WORLD_SIZE 8")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", world)
+        with pytest.raises(UserError, match=says):
+            cli.my_share([1, 2, 3])
+    with pytest.raises(UserError, match=r"x\.jsonl: delete it"):
+        output(tmp_path, "--overwrite", identity=repr)
+    with pytest.raises(
+        UserError, match=r"trees\.jsonl is missing: make it first.* python build_trees\.py --env webshop"
+    ):
+        cli.needed(None, tmp_path / "trees.jsonl", "build_trees", flags())
+
+
+# ------------------------------------------------------------------------------------------------------------ metadata
+
+
+def test_metadata_says_how_a_file_came_about(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "x.jsonl"
+    source.write_text("{}\n")
+    files.write_meta(out, {"out": out, "seed": 3, "argv": ["--seed", "3"]}, [source, None, tmp_path / "gone"], nodes=7)
+    meta = metadata(tmp_path)
+    assert meta["arguments"] == {"out": str(out), "seed": 3} and meta["nodes"] == 7 and meta["versions"]["torch"]
+    # printf '{}\n' | sha256sum
+    assert meta["inputs"] == {str(source): "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356"}
+    assert meta["argv"] == ["--seed", "3"]
+
+
+def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
+    out, model = tmp_path / "trees.jsonl", tmp_path / "sft"
+    model.mkdir()
+    (model / "weights").write_text("1")
+    arguments = {"env": "frozenlake", "seed": 0, "depth": 3, "sft": model, "limit": 5, "M": [2], "env_option": []}
+    files.same_arguments(out, arguments)  # nothing there yet
+    files.write_meta(out, arguments, [model])
+    files.same_arguments(out, arguments | {"limit": 9, "M": [4]}, free=["M", "limit"])
+    for change, says in (({"depth": 4}, "--depth 3, not 4"), ({"env_option": ["map=4x4"]}, "--env-option")):
+        with pytest.raises(UserError, match=says):
+            files.same_arguments(out, arguments | change)
+    moved = model.rename(tmp_path / "moved")
+    files.same_arguments(out, arguments | {"sft": moved})  # what counts is what it holds
+    (moved / "weights").write_text("22")
+    for folder in (moved, moved.rename(model)):
+        with pytest.raises(UserError, match=r"begun with .*--sft .*/sft, (not .*/moved|which has changed)"):
+            files.same_arguments(out, arguments | {"sft": folder} if folder.exists() else arguments)
+    files.write_meta(out, {}, [model])  # an input that no argument names
+    (model / "weights").write_text("333")
+    with pytest.raises(UserError, match=r"begun with another .*/sft, which has changed"):
+        files.same_arguments(out, {})
+    (tmp_path / "trees.meta.json").write_text("[]")
+    with pytest.raises(UserError, match="not the metadata of"):
+        files.same_arguments(out, arguments)
 
 
 def test_an_input_made_from_what_has_changed_since_is_told(tmp_path, capsys):
-    trees, labels = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl"
+    trees, labels, qnet = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl", tmp_path / "qnet"
     for path in (trees, labels):
         path.write_text("{}\n")
+    qnet.mkdir()
     args = flags("--run", str(tmp_path))
-    files.write_meta(labels, args, [trees], seconds=1)
-    cli.needed(None, labels, "bellman", args)
+    files.write_meta(labels, vars(args), [trees], seconds=1)
+    files.write_meta(qnet, vars(args), [labels], seconds=1)
+    cli.needed(None, qnet, "train_qnet", args)
     assert capsys.readouterr().err == ""
     trees.write_text("{}\n{}\n")
-    cli.needed(None, labels, "bellman", args)
+    cli.needed(None, qnet, "train_qnet", args)  # of labels that are out of date
     told = capsys.readouterr().err
-    assert f"{labels} was made from another {trees} than there is now" in told and "--overwrite" in told
-    files.write_meta(labels, args, [trees, labels], seconds=1)  # made anew in their own place
+    assert told == f"warning: {labels} was made from another {trees} than there is now: make it again first\n"
+    labels.write_text("{}\n{}\n")
+    cli.needed(None, qnet, "train_qnet", args)
+    assert f"{qnet} was made from another {labels} than there is now: python train_qnet.py --overwrite" in (
+        capsys.readouterr().err
+    )
+    files.write_meta(labels, vars(args), [labels], seconds=1)  # made anew in their own place
     labels.write_text("{}\n\n")
     assert list(files.outdated(labels)) == []
-    labels.write_text("{}\n")
-    files.write_meta(labels, args, [trees], seconds=1)
-    trees.write_text("{}\n{}\n{}\n")
-    (tmp_path / "qnet").mkdir()
-    files.write_meta(tmp_path / "qnet", args, [labels], seconds=1)
-    moved = tmp_path.rename(tmp_path.with_name("moved"))
-    cli.needed(None, moved / "qnet", "train_qnet", args)  # of labels that are out of date
-    told = capsys.readouterr().err
-    assert told.startswith(f"warning: {moved / 'q_labels.jsonl'} was made from another {moved / 'trees.jsonl'} than")
-    (moved / "q_labels.jsonl").write_text("{}\n{}\n")
-    cli.needed(None, moved / "qnet", "train_qnet", args)
-    assert f"warning: {moved / 'qnet'} was made from another {moved / 'q_labels.jsonl'}" in capsys.readouterr().err
 
 
-def test_shards_join_into_the_file_that_one_process_would_have_written(tmp_path):
-    tasks = list(range(7))
-    for i in (2, 1):
-        shard = output(tmp_path, "--shard", f"{i}/2")
-        shard.grow(([{"n": n}] for n in cli.my_share(tasks, f"{i}/2")), "lines", 4)
-        shard.finish()
-    whole = output(tmp_path)
-    whole.finish(lambda r: r["n"])
-    assert [r["n"] for r in files.read_jsonl(tmp_path / "x.jsonl")] == tasks
-    with pytest.raises(UserError, match="begun with --seed 0, not 1"):
-        output(tmp_path / "..", "--out", str(tmp_path / "x.jsonl"), "--seed", "1")
-    with pytest.raises(UserError, match=r"x\.1-of-2\.jsonl: --overwrite would join it again; delete it"):
-        output(tmp_path / "..", "--out", str(tmp_path / "x.jsonl"), "--seed", "1", "--overwrite")
-    for i in (1, 2):  # whatever the file is called
-        shard = output(tmp_path, "--shard", f"{i}/2", "--out", str(tmp_path / "y.json"))
-        shard.grow(([{"n": n}] for n in cli.my_share(tasks, f"{i}/2")), "lines", 4)
-        shard.finish()
-    assert sorted(r["n"] for r in output(tmp_path, "--out", str(tmp_path / "y.json")).records) == tasks
-    for wrong in ("0/2", "3/2", "two", "1/8"):
-        with pytest.raises(UserError, match="--shard"):
-            cli.my_share(tasks, wrong)
+# ---------------------------------------------------------------------------------------------- inputs, flags, mistakes
+
+
+def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_path, monkeypatch, capsys):
+    args = flags("--seed", "1", "--run", str(tmp_path / "a b"))
+    with pytest.raises(UserError, match="no such file"):
+        cli.needed(tmp_path / "named", tmp_path / "default", "bellman", args)
+    (tmp_path / "here").write_text("{}\n")
+    assert cli.needed(tmp_path / "here", tmp_path / "default", "bellman", args) == tmp_path / "here"
+    calls = []
+    monkeypatch.setattr("bellman.main", calls.append)
+    assert cli.needed(None, tmp_path / "default", "bellman", args) == tmp_path / "default"
+    assert calls == [["--env", "webshop", "--run", str(tmp_path / "a b"), "--seed", "1"]]
+    (line,) = capsys.readouterr().out.splitlines()
+    command = f"python bellman.py --env webshop --run '{tmp_path}/a b' --seed 1"  # to copy
+    assert line == f"{tmp_path / 'default'} is missing: making it with {command} ({bellman.TAKES})"
+    # The part that a stopped stage left is not taken for all of it: the stage resumes it, or says why it can't.
+    (tmp_path / "default").write_text("{}\n")
+    (tmp_path / "default.meta.json").write_text("{}")
+    assert cli.needed(None, tmp_path / "default", "bellman", args) and len(calls) == 2
+    assert "is not complete: making it" in capsys.readouterr().out
+    (tmp_path / "default.meta.json").write_text(json.dumps({"seconds": 1.0}))
+    assert cli.needed(None, tmp_path / "default", "bellman", args) and len(calls) == 2
+    (tmp_path / "empty").touch()  # by a stage that stopped before its first line
+    args.sft = tmp_path / "a b" / ".." / "a b" / "sft"  # the run's own agent
+    assert cli.needed(None, tmp_path / "empty", "bellman", args) and len(calls) == 3
+    args.sft = tmp_path / "llama"
+    with pytest.raises(UserError, match=r"of .*/sft, not of --sft .*/llama: make it first"):
+        cli.needed(None, tmp_path / "empty", "bellman", args)
+
+
+def test_the_arguments_that_stages_share_are_handed_on():
+    lake = ["--env", "frozenlake", "--seed", "4", "--map", "4x4", "--env-option", "slippery=true", "--run", "r"]
+    shop = ["--webshop-data", "shop", "--human-goals", "--env-option", "seed=3", "--env-option", "page_size=2"]
+    for words in (lake, shop):
+        first = flags(*words)
+        again = flags(*cli.handed_on(first))
+        assert files.recorded(vars(again)) == files.recorded(vars(first))
+    assert flags("--env", "frozenlake").run == Path("runs/frozenlake")
+    with pytest.raises(UserError, match="--engine"):  # ALFWorld's
+        flags("--engine", "textworld")
+
+
+@pytest.mark.parametrize("flag", cli.GONE)
+def test_a_flag_that_is_gone_is_answered_with_what_replaces_it(flag):
+    for words in ([flag, "1/2"], [f"{flag}=1/2"]):
+        with pytest.raises(UserError, match=f"{flag} is no more: ") as error:
+            flags(*words)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "-1", "1e999"])
+def test_a_number_without_an_end_is_none(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="out of range: 0 or more"):
+        cli.at_least(0, float)(text)
 
 
 def exits(main, capsys) -> tuple[int, str]:
@@ -403,50 +432,22 @@ def exits(main, capsys) -> tuple[int, str]:
 
 
 def test_mistakes_end_in_one_line_and_code_2(capsys):
-    def mistake():
-        raise UserError("x.jsonl:3: not valid JSON")
+    def raises(error: BaseException):
+        raise error
 
-    def interrupt():
-        raise KeyboardInterrupt
-
-    assert exits(mistake, capsys) == (2, "error: x.jsonl:3: not valid JSON\n")
-    assert exits(interrupt, capsys)[0] == 130
+    assert exits(lambda: raises(UserError("x.jsonl:3: bad")), capsys) == (2, "error: x.jsonl:3: bad\n")
+    assert exits(lambda: raises(PermissionError(13, "no", "x")), capsys) == (2, "error: x: no\n")
+    assert exits(lambda: raises(KeyboardInterrupt()), capsys)[0] == 130
     with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
         cli.run_stage(lambda: 1 / 0)
+    for argv in (["--env", "chess"], ["--seed", "x"], ["--no-such-flag"]):
+        code, error = exits(lambda argv=argv: bellman.main(argv), capsys)
+        assert code == 2 and error.count("\n") == 1 and argv[-1].strip("-") in error
 
 
-@pytest.mark.parametrize("text", ["inf", "nan", "-1", "1e999"])
-def test_a_number_without_an_end_is_none(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="out of range: 0 or more"):
-        cli.at_least(0, float)(text)
-
-
-@pytest.mark.parametrize("argv", [["--env", "chess"], ["--seed", "x"], ["--no-such-flag"]])
-def test_a_wrong_flag_is_one_line_too(argv, capsys):
-    import bellman
-
-    code, error = exits(lambda: bellman.main(argv), capsys)
-    assert code == 2 and error.count("\n") == 1 and argv[-1].strip("-") in error
-
-
-@pytest.mark.parametrize("begin", ["", "/"])
-def test_inputs_are_found_where_they_lie_now(begin, tmp_path, monkeypatch):
-    """In a run folder that was renamed each in its own place, not another of the same name; else where they were."""
-    monkeypatch.chdir(tmp_path)
-    old, new = Path(begin and tmp_path, "old"), tmp_path / "new"
-    for folder in ("qnet", "grpo/qnet", "grpo/sft", "sft"):
-        (new / folder).mkdir(parents=True)
-    made = {"out": str(old / "results.jsonl")}
-    assert files.located(made, str(old / "grpo/qnet"), new / "results.jsonl").samefile(new / "grpo/qnet")
-    assert files.located(made, str(old / "qnet"), new / "results.jsonl").samefile(new / "qnet")
-    other = {"out": str(old / "grpo/qnet")}
-    assert files.located(other, str(old / "sft"), new / "grpo/qnet").samefile(new / "sft")
-    (new / "grpo/qnet").rmdir()
-    assert files.located(made, str(old / "grpo/qnet"), new / "results.jsonl") is None
-    elsewhere = Path(begin and tmp_path, "elsewhere/trees.jsonl")
-    assert files.located(made, str(elsewhere), new / "results.jsonl") is None
-    (new / "trees.jsonl").touch()  # copied beside it since
-    assert files.located(made, str(elsewhere), new / "results.jsonl").samefile(new / "trees.jsonl")
-    elsewhere.parent.mkdir()
-    elsewhere.touch()
-    assert files.located(made, str(elsewhere), new / "results.jsonl").samefile(elsewhere)
+def test_progress_is_told_off_a_terminal_too(capsys, monkeypatch):
+    assert list(files.progress(range(3), "tasks", 3)) == [0, 1, 2] and capsys.readouterr().err == ""  # it was soon over
+    times = iter(range(0, 4000, 40))
+    monkeypatch.setattr("tqdm.std.time", lambda: next(times))
+    assert list(files.progress(range(3), "tasks", 3)) == [0, 1, 2]
+    assert "tasks: 100%" in capsys.readouterr().err

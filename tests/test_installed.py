@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,33 @@ def test_a_project_may_have_a_package_of_its_own_named_data(tmp_path):
     command = [sys.executable, ROOT / "q_search.py", "--env", "mine:Mine", "--method", "expert", "--limit", "1"]
     run = subprocess.run([*command, "--run", tmp_path], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0 and "expert: mean reward 1.000" in run.stdout, run.stderr
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder where the project's wheel is installed, without what it depends on."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns(".*", "tests", "docs", "runs", "generated", "__pycache__")
+    shutil.copytree(ROOT, folder / "source", ignore=ignored)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder / "source"]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--target", folder / "site", wheel], check=True)
+    return folder / "site"
+
+
+def test_stages_run_from_a_wheel(site, tmp_path):
+    def run(*command):
+        known = os.environ | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path)}
+        done = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    played = run(site / "bin" / "qlass-q-search", "--env", "frozenlake", "--method", "expert", "random", "--limit", "2")
+    assert "expert: mean reward" in played and (tmp_path / "runs" / "frozenlake" / "results.jsonl").exists()
+    run(site / "bin" / "qlass-report", "--run", "runs/frozenlake")
+    assert (tmp_path / "runs" / "frozenlake" / "report.html").stat().st_size > 10_000
+    code = "import gymnasium{0}; print(gymnasium.make('{1}qlass/FrozenLake-v0').reset()[1]['task'])"
+    tasks = {run(sys.executable, "-c", code.format(*how)) for how in (("", "envs:"), (", envs", ""))}
+    assert len(tasks) == 1

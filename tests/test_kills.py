@@ -82,10 +82,8 @@ def killed(forks, stage: str, argv: list[str], folder: Path, after: float) -> bo
     return code != 0
 
 
-def survives(
-    forks, stage: str, undisturbed: tuple, folder: Path, kills: int, seed: int, overwrite: bool = False
-) -> int:
-    """Kill the stage up to `kills` times at random moments, let it finish, compare; returns how often it was killed.
+def survives(forks, stage: str, undisturbed: tuple, folder: Path, seed: int, overwrite: bool = False) -> int:
+    """Kill the stage up to three times at random moments, let it finish, compare; returns how often it was killed.
 
     overwrite: what is killed overwrites the output of another command, and so does what finishes.
     """
@@ -98,7 +96,7 @@ def survives(
         assert code == 0, error
         argv = [*argv, "--overwrite"]
     rng = random.Random(f"{seed}/{stage}")
-    hit = sum(killed(forks, stage, argv, folder, rng.random() * seconds[stage]) for _ in range(kills))
+    hit = sum(killed(forks, stage, argv, folder, rng.random() * seconds[stage]) for _ in range(3))
     code, _, error = forks.run(stage, folder, argv)
     assert code == 0, error
     assert content(folder / "run" / name) == content(run / name)
@@ -109,24 +107,12 @@ def survives(
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_killed_stage_completes_the_same_files(forks, stage, undisturbed, tmp_path):
     # Until a kill has struck: on an idle machine a stage may be over before.
-    assert any(survives(forks, stage, undisturbed, tmp_path / f"{stage}-{n}", 3, n) for n in range(50))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_however_often_it_is_killed(forks, stage, undisturbed, tmp_path):
-    """Until thirty kills have struck: runs that are killed up to six times each, every third an overwriting one."""
-    hit = tries = 0
-    while hit < 30:
-        assert tries < 150, f"only {hit} kills struck"
-        hit += survives(forks, stage, undisturbed, tmp_path / f"{stage}-{tries}", 6, 1 + tries, tries % 3 == 2)
-        tries += 1
-    print(f"{stage}: {hit} kills struck in {tries} runs, all complete")
+    assert any(survives(forks, stage, undisturbed, tmp_path / f"{stage}-{n}", n) for n in range(50))
 
 
 @pytest.mark.parametrize("stage", ["sft", "bellman"])
 def test_an_interrupted_overwrite_leaves_nothing_old_under_new_metadata(forks, stage, undisturbed, tmp_path):
-    survives(forks, stage, undisturbed, tmp_path / stage, 2, 0, overwrite=True)
+    survives(forks, stage, undisturbed, tmp_path / stage, 0, overwrite=True)
 
 
 # ------------------------------------------------------------------------------------------------------- signals, twice
@@ -172,16 +158,26 @@ def test_a_second_process_is_refused_at_once(forks, stage, undisturbed, tmp_path
 
 
 @pytest.mark.parametrize("stage", ["build_trees", "q_search"])
-def test_shards_at_once_of_any_width_make_the_same_file(forks, stage, undisturbed, tmp_path):
+def test_several_processes_of_any_width_make_the_same_file(forks, stage, undisturbed, tmp_path):
+    """At once, though one of them is killed: the others' shares are kept, and the next call joins all."""
     run, _ = undisturbed
     argv, name = STAGES[stage]
     inputs(stage, run, tmp_path)
-    shards = [[*argv, "--shard", f"{i}/2", "--in-flight", str(i), "--decode-tokens", str(i)] for i in (1, 2)]
-    for one in [forks.start(stage, tmp_path, shard) for shard in shards]:
-        code, _, error = one.wait()
-        assert code == 0, error
-    code, _, error = forks.run(stage, tmp_path, argv)
-    assert code == 0, error
+    before = {path.name for path in (tmp_path / "run").iterdir()}
+    for ranks in ((0, 1, 2), (2,)):
+        started = [
+            forks.start(
+                stage, tmp_path, [*argv, "--in-flight", str(rank + 1), "--decode-tokens", str(rank + 1)],
+                env={"RANK": str(rank), "WORLD_SIZE": "3"},
+            )
+            for rank in ranks
+        ]  # fmt: skip
+        if len(ranks) > 1:
+            started[2].send_signal(signal.SIGKILL)
+        for process in started:
+            code, _, error = process.wait()
+            assert code in (0, -signal.SIGKILL), error
+    assert {path.name for path in (tmp_path / "run").iterdir()} == before | made_by(stage)
     assert content(tmp_path / "run" / name) == content(run / name)
 
 
@@ -189,14 +185,12 @@ def test_a_run_folder_may_be_moved(forks, undisturbed, tmp_path):
     """Between two stops, too: what counts is what the inputs hold."""
     run, _ = undisturbed
     shutil.copytree(run, tmp_path / "moved")
-    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "moved").glob("*/*.safetensors")}
     lines = (tmp_path / "moved" / "results.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "moved" / "results.jsonl").write_text("".join(lines[:3]))
     for stage, (argv, name) in STAGES.items():
         code, _, error = forks.run(stage, tmp_path, ["moved" if word == "run" else word for word in argv])
         assert code == 0, error
         assert content(tmp_path / "moved" / name) == content(run / name)
-    assert kept == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "moved").glob("*/*.safetensors")}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -239,26 +233,19 @@ def test_a_full_disk_is_one_line_and_the_run_resumes(forks, stage, room, undistu
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_path_that_cannot_be_written_is_one_line(forks, stage, undisturbed, tmp_path):
-    run, _ = undisturbed
-    inputs(stage, run, tmp_path)
+def test_a_path_that_can_not_be_written_is_one_line(forks, stage, undisturbed, tmp_path):
+    inputs(stage, undisturbed[0], tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    argv, _ = STAGES[stage]
-    for out in ("full", "file/below", "/proc/nowhere/below"):
-        said_in_one_line(forks.run(stage, tmp_path, [*argv, "--out", out]), out.removesuffix("/below"))
-    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_read_only_folder_is_one_line(forks, stage, undisturbed, tmp_path):
-    inputs(stage, undisturbed[0], tmp_path)
     (tmp_path / "closed").mkdir(mode=0o555)
     argv, name = STAGES[stage]
-    found = forks.run(stage, tmp_path, [*argv, "--out", f"closed/{name}"], permissions=True)
-    said_in_one_line(found, "closed", "Permission denied")
+    for out in ("full", "file/below", "/proc/nowhere/below"):
+        said_in_one_line(forks.run(stage, tmp_path, [*argv, "--out", out]), out.removesuffix("/below"))
+    closed = forks.run(stage, tmp_path, [*argv, "--out", f"closed/{name}"], permissions=True)
+    said_in_one_line(closed, "closed", "Permission denied")
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_key_reaches_no_file_and_no_output(forks, tmp_path):

@@ -3,14 +3,15 @@
 import json
 import re
 
+import pandas as pd
 import pytest
+from test_qval import series
 
 from experiments.qval import __main__ as qval
-from experiments.qval import judges, report
+from experiments.qval import judges, metrics, report
 from experiments.qval.points import Point
 from qlass import UserError
 from qlass.files import meta_path
-from qlass.stats import Estimate
 
 
 class Judge:
@@ -54,20 +55,6 @@ def test_each_judge_has_judgements_of_its_own(study, tmp_path):
     assert study(scorers=["batched=a"])[0]["exact"] == {"batched=a", "batched=b"}  # nothing to ask
     with pytest.raises(UserError, match=r"batched=c: needs its language model: --judge"):
         study("--judge", "http://host:1/v1#a", scorers=["batched=c"])
-
-
-def test_judgements_that_name_no_judge_are_left_out(study, tmp_path):
-    study("--judge", "http://host/v1#a", scorers=["batched", "random"])
-    for name, path in predictions(tmp_path).items():
-        if name.startswith("batched"):  # as they were kept before
-            record = json.loads(path.read_text())
-            record["config"] |= {"made_from": {}, "judge": "http://host/v1#a"}
-            path.with_name(name.replace("=a", "")).write_text(json.dumps(record | {"method_name": "batched"}))
-            path.unlink()
-    found, said = study()
-    assert found["exact"] == {"random", "code"} and "names: batched." in said
-    with pytest.raises(UserError, match="--judge"):
-        study(scorers=["batched"])
 
 
 def test_a_judge_without_anything_to_judge_is_refused():
@@ -147,33 +134,27 @@ def test_the_ceiling_of_noise_is_told_where_it_is_known(study, flags, options, c
 
 
 def test_all_tied_labels_have_no_ceiling(tmp_path):
-    point = Point("t", (), ("Action: a", "Action: b"), 0, "o", "0" * 16)
-    study = report.Study(
-        [point], {"policy": [[[0.5, 0.5], [0.5, 0.5]]]}, {"random": [[1.0, 2.0]]}, {"random": "control"}
-    )
+    study = report.Study([Point("t", (), ("Action: a", "Action: b"), 0, "o", "0" * 16)])
+    study.returns["policy"] = pd.DataFrame([[0.5, 0.5], [0.5, 0.5]], study.index)
+    study.scores["random"], study.families["random"] = pd.Series([1.0, 2.0], study.index), "control"
     assert "Ceilings per state: – for the labels' noise, – for a ranking" in report.write(study, tmp_path, "tied", {})
 
 
 def test_two_scores_are_compared_on_the_candidates_that_both_have():
     """A score that is the rival's, but for a hard candidate that it does not score, is no better."""
-    points = [Point(str(i), (), tuple("abcd"), 0, "", str(i)) for i in range(6)]
-    labels = [[0.0, 0.3, 0.6, 1.0]] * 6
-    rival = [[0.9, 0.2, 0.4, 0.6]] * 6  # wrong about the first
-    fewer = [[None, *scores[1:]] for scores in rival]
-    families = dict.fromkeys(("rival", "fewer"), "policy")
-    study = report.Study(points, {}, {"rival": rival, "fewer": fewer}, families, against="rival")
-    assert study.differences(labels)["fewer"][0].mean == 0
+    labels = series([[0.0, 0.3, 0.6, 1.0]] * 6)
+    rival = series([[0.9, 0.2, 0.4, 0.6]] * 6)  # wrong about the first
+    fewer = series([[None, 0.2, 0.4, 0.6]] * 6)
+    assert metrics.difference(fewer, rival, labels).mean() == 0
 
 
 def test_tasks_of_one_block_count_as_one():
     """Four lakes of three starts each are four values of an interval, not twelve."""
-    labels, right, wrong = [[0.0, 1.0]] * 12, [0.1, 0.2], [0.2, 0.1]
-    score = [right if i % 4 else wrong for i in range(12)]  # wrong on the first lake alone
+    score = [[0.1, 0.2] if i % 4 else [0.2, 0.1] for i in range(12)]  # wrong on the first lake alone
 
-    def rho(blocks: list[str]) -> Estimate:
-        points = [Point(str(i), (), tuple("ab"), 0, "", str(i), block) for i, block in enumerate(blocks)]
-        return report.Study(points, {}, {"one": score}, {"one": "policy"}).alignments(labels)["one"].rho
+    def rho(blocks):
+        return metrics.alignment(series(score, blocks), series([[0.0, 1.0]] * 12, blocks))["rho"]
 
-    lakes, tasks = rho([f"lake {i % 4}" for i in range(12)]), rho([""] * 12)
+    lakes, tasks = rho([f"lake {i % 4}" for i in range(12)]), rho([])
     assert (lakes.n, tasks.n) == (4, 12) and lakes.mean == pytest.approx(tasks.mean) == 0.5
     assert lakes.low < tasks.low and lakes.high > tasks.high - 1e-12

@@ -1,7 +1,6 @@
 """Self-training: which trajectories are made, which are kept, and what stage 1 is then asked to do."""
 
 import json
-import shutil
 
 import pytest
 from fakes import FakeEnv, Script, dump, run, word_chat
@@ -70,14 +69,14 @@ def test_kept_are_new_distinct_and_good():
 def test_trajectories_are_whole_chats_with_their_reward():
     policy = Script({(): "left right", ("right",): "left right", ("right", "right"): "right"})
     lines, requests = run(self_train.trajectories(FakeEnv(), "train0", Method("sample", N=3), word_chat()), policy)
-    assert [tuple(parse_action(m["content"]) for m in made["messages"][3::2]) for made in lines] == [
+    assert [tuple(parse_action(m["content"]) for m in line["messages"][3::2]) for line in lines] == [
         ("left", "left"), ("right", "left"), ("left", "left")]  # fmt: skip
-    assert [made["reward"] for made in lines] == [0.0, 0.4, 0.0]
+    assert [line["reward"] for line in lines] == [0.0, 0.4, 0.0]
     (alone,), _ = run(self_train.trajectories(FakeEnv(), "train0", Method("sample"), word_chat()), policy)
     first = len(word_chat().prompt(State.load(alone["messages"][:3], alone["task"])))
     assert first < lines[0]["tokens"]["prompt"] < 3 * first  # what they begin with is read once
-    assert [made["tokens"] for made in lines[1:]] == [{}, {}]
-    assert all(made["messages"][-1]["role"] == "assistant" for made in lines)
+    assert [line["tokens"] for line in lines[1:]] == [{}, {}]
+    assert all(line["messages"][-1]["role"] == "assistant" for line in lines)
     assert len({r.key for r in requests}) == len(requests)
 
 
@@ -103,8 +102,8 @@ def stage(tmp_path, monkeypatch):
             return [[float("right" in action) for action in r.actions] for r in requests]
 
     demonstration = [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "OK"}]
-    about = {"messages": demonstration, "task": "find", "reward": 1.0}
-    (tmp_path / "expert.jsonl").write_text(dump([about | {"id": f"mine/{i}"} for i in range(3)]))
+    fields = {"messages": demonstration, "task": "find", "reward": 1.0}
+    (tmp_path / "expert.jsonl").write_text(dump([fields | {"id": f"mine/{i}"} for i in range(3)]))
     for name in ("sft", "qnet"):
         (tmp_path / name).mkdir()
     record = {"model": "tiny", "expert": str(tmp_path / "expert.jsonl"), "n_expert": 2, "lr": 0.5, "epochs": 7,
@@ -124,28 +123,21 @@ def stage(tmp_path, monkeypatch):
 
 
 def test_q_guided_trajectories_are_merged_and_trained_on(stage):
-    started = stage("--method", "qlass", "--name", "target-q")
+    flags = stage("--method", "qlass", "--name", "target-q")
     merged = list(read_jsonl(stage.run / "self_train-target-q.jsonl"))
     # Two demonstrations (n_expert), and the one best walk, which is the same text in all six tasks.
-    assert [made.get("id") for made in merged] == ["mine/0", "mine/1", None]  # ETO's ids, not ours
-    assert [made.get("task_id") for made in merged[:2]] == [None, None]
+    assert [line.get("id") for line in merged] == ["mine/0", "mine/1", None]  # ETO's ids, not ours
+    assert [line.get("task_id") for line in merged[:2]] == [None, None]
     assert [parse_action(m["content"]) for m in merged[2]["messages"][3::2]] == ["right", "right", "right"]
     assert len(list(read_jsonl(stage.run / "self_train-target-q.rollouts.jsonl"))) == 6
     assert {r.n for r in stage.sampled} == {3}  # M = 3
-    assert (started.expert, started.out) == (stage.run / "self_train-target-q.jsonl", stage.run / "sft-target-q")
-    assert (started.model, started.n_expert, started.lr, started.max_tokens, started.micro_tokens) == (
-        "tiny",
-        3,
-        0.5,
-        99,
-        11,
-    )
-    assert (started.epochs, started.batch, started.patience) == (7, 3, 5)  # a method may not win by longer training
-    (agent,), (net, flags) = stage.loaded
-    assert (agent.sft, net) == (
-        stage.run / "sft",
-        stage.run / "qnet",
-    ) and agent.seed != flags.seed
+    assert (flags.expert, flags.out) == (stage.run / "self_train-target-q.jsonl", stage.run / "sft-target-q")
+    # As it was trained before: a method may not win by longer training.
+    assert (flags.model, flags.n_expert) == ("tiny", 3)
+    again = {name: getattr(flags, name) for name in ("lr", "max_tokens", "micro_tokens", "epochs", "batch", "patience")}
+    assert again == {name: stage.record[name] for name in again}
+    (agent,), (qnet, settings) = stage.loaded
+    assert (agent.sft, qnet) == (stage.run / "sft", stage.run / "qnet") and agent.seed != settings.seed
 
 
 def test_rejection_sampling_needs_no_qnet(stage):
@@ -165,8 +157,7 @@ def test_rejection_sampling_needs_no_qnet(stage):
 def test_a_stopped_run_goes_on_and_a_finished_one_plays_nothing(stage):
     stage("--method", "rft", "-N", "2", "--threshold", "0")
     path = stage.run / "self_train-rft.rollouts.jsonl"
-    whole = path.read_bytes()
-    lines = whole.splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:5]) + lines[5][:20])  # two tasks and a half, the last line cut
     stage.sampled.clear()
     stage("--method", "rft", "-N", "2", "--threshold", "0")
@@ -186,29 +177,19 @@ def test_the_trees_best_branches(stage):
     bad = [n | {"task_id": "u"} for n in tree(node(1, 0, "a", 0.2, True))]
     (stage.run / "trees.jsonl").write_text(dump(good + bad))
     stage("--method", "tree")
-    assert [made.get("task_id") for made in read_jsonl(stage.run / "self_train-tree.jsonl")] == [None, None, "t"]
+    assert [line.get("task_id") for line in read_jsonl(stage.run / "self_train-tree.jsonl")] == [None, None, "t"]
     assert not stage.loaded
 
 
 def test_mistakes(stage):
-    with pytest.raises(UserError, match="highest reward 1"):
-        stage("--method", "rft", "--threshold", "1.5")
-    with pytest.raises(UserError, match="no QNet"):
-        stage("--method", "rft", "-M", "2")
-    lacking = [{k: v for k, v in n.items() if k != "done"} for n in tree(node(1, 0, "a", 1.0, True))]
-    (stage.run / "trees.jsonl").write_text(dump(lacking))
-    with pytest.raises(UserError, match=r"trees\.jsonl:1: no done"):
-        stage("--method", "tree")
-    record = json.loads((stage.run / "sft.meta.json").read_text())
-    shutil.copytree(stage.run / "sft", stage.run / "sft-eto")
-    meta = {"arguments": {"sft": str(stage.run / "sft")}}  # as a learner's, that no sft.py made
-    (stage.run / "sft-eto.meta.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match="name an --sft that it made"):
-        stage("--method", "rft", "--sft", str(stage.run / "sft-eto"))
-    record["arguments"]["expert"] = str(stage.run / "gone.jsonl")
-    (stage.run / "sft.meta.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match="are gone"):
-        stage("--method", "rft")
-    (stage.run / "sft.meta.json").unlink()
-    with pytest.raises(UserError, match=r"sft\.meta"):
-        stage("--method", "rft")
+    for flags, message in ((["--threshold", "1.5"], "highest reward 1"), (["-M", "2"], "no QNet")):
+        with pytest.raises(UserError, match=message):
+            stage("--method", "rft", *flags)
+    meta = stage.run / "sft.meta.json"
+    for record, message in (
+        ({"sft": str(stage.run / "sft")}, "name an --sft that it made"),  # as a learner's, that no sft.py made
+        (stage.record | {"expert": str(stage.run / "gone.jsonl")}, "are gone"),
+    ):
+        meta.write_text(json.dumps({"arguments": record}))
+        with pytest.raises(UserError, match=message):
+            stage("--method", "rft")

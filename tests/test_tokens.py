@@ -10,11 +10,13 @@ import torch
 from fakes import WORLD, FakeEnv, tiny_lm, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.cache_utils import DynamicLayer
 
 from qlass import UserError
 from qlass.chat import State, react, uniforms
 from qlass.driver import Sample, Score, ask, drive
 from qlass.fast.cache import PromptCache
+from qlass.fast.decode import RoomyLayer
 from qlass.fast.token_tree import TokenTree, batches, tree_inputs
 from qlass.policy import Policy, truncated
 
@@ -480,3 +482,36 @@ def test_a_failure_is_not_swallowed():
         list(drive(map(episode, range(4)), {int: broken}, 4))
     with pytest.raises(KeyError):  # nobody answers such requests
         list(drive(map(episode, range(4)), {}, 4))
+
+
+# ------------------------------------------------------------------------------------- keys and values with room behind
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(["one", "three", "shuffle", "shrink", "crop", "repeat", "reset"]), max_size=12))
+def test_a_layer_with_room_holds_what_a_growing_one_holds(steps):
+    generator = torch.Generator().manual_seed(0)
+    plain, roomy = DynamicLayer(), RoomyLayer()
+    rows = 4
+    for step in ["three", *steps, "one"]:
+        if step in ("one", "three"):
+            new = torch.randn(2, rows, 2, {"one": 1, "three": 3}[step], 5, generator=generator)
+            for ours, theirs in zip(roomy.update(*new), plain.update(*new), strict=True):
+                assert torch.equal(ours, theirs)
+            continue
+        if step == "reset":
+            rows = 4
+        elif step == "repeat" and rows < 9:
+            rows *= 2
+        elif step == "shrink" and rows > 1:
+            rows -= 1
+        for layer in (plain, roomy):
+            if step in ("shuffle", "shrink"):
+                layer.batch_select_indices(torch.arange(rows).flip(0))
+            elif step == "crop" and layer.get_seq_length() > 1:
+                layer.crop(-1)
+            elif step == "repeat" and layer.get_seq_length() and layer.keys.shape[0] < rows:
+                layer.batch_repeat_interleave(2)
+            elif step == "reset":
+                layer.reset()
+        assert roomy.get_seq_length() == plain.get_seq_length()

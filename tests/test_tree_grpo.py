@@ -313,7 +313,7 @@ def test_it_learns_the_best_leaf_of_a_written_world(train, capsys):
 
 def test_no_random_number_is_used_twice_and_each_seed_has_its_own(train, tmp_path, monkeypatch):
     requests, sample = [], Policy.sample
-    monkeypatch.setattr(Policy, "sample", lambda self, some: requests.extend(some) or sample(self, some))
+    monkeypatch.setattr(Policy, "sample", lambda self, asked: requests.extend(asked) or sample(self, asked))
     keys = []
     for seed in ("0", "1"):
         requests.clear()

@@ -29,48 +29,46 @@ def lake(state: State, action: str) -> float:
     row, column = (int(digit) for digit in re.findall(r"cell (\d)(\d)", text)[-1])
     down, right = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}.get(parse_action(action), (0, 0))
     row, column = (min(max(x, 0), side - 1) for x in (row + down, column + right))
-    away = {(r, c): abs(r - row) + abs(c - column) for r in range(side) for c in range(side) if grid[r][c] == "G"}
-    return -float(min(away.values())) - 100.0 * (grid[row][column] == "H")
+    distances = [abs(r - row) + abs(c - column) for r in range(side) for c in range(side) if grid[r][c] == "G"]
+    return -float(min(distances)) - 100.0 * (grid[row][column] == "H")
 
 
 def household(state: State, action: str) -> float:
     """ALFWorld: the subgoals in their order (find, take, treat, place), from the task and the player's own steps."""
-    wish = re.sub(r"\bhot\b", "heat", state.task)
-    text = state.messages[2][1]
-    done = [parse_action(content) for role, content in state.messages[3:] if role == "assistant"]
-    kinds = set(re.findall(r"[a-z]+", wish.lower()))
+    words = set(re.findall(r"[a-z]+", re.sub(r"\bhot\b", "heat", state.task).lower()))
+    steps = [parse_action(content) for role, content in state.messages[3:] if role == "assistant"]
 
     def wanted(name: str) -> bool:
-        return name.rsplit(" ", 1)[0] in kinds
+        return name.rsplit(" ", 1)[0] in words
 
-    held, treated = "", False
-    for step in done:
+    carried, treated = "", False
+    for step in steps:
         if taken := re.match(r"take (\w+ \d+) from", step):
-            held, treated = taken[1], False
+            carried, treated = taken[1], False
         elif step.startswith(("put ", "move ")):
-            held = ""
+            carried = ""
         treated = treated or step.startswith(("clean ", "heat ", "cool "))
-    needs = next((verb for verb in ("clean", "heat", "cool") if verb in kinds), "")
-    tool = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}.get(needs, "")
-    ready = held and wanted(held) and (treated or not needs)
+    treatment = next((verb for verb in ("clean", "heat", "cool") if verb in words), "")
+    tool = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}.get(treatment, "")
+    untreated = treatment and not treated
+    ready = carried and wanted(carried) and not untreated
     command = parse_action(action)
     verb, _, rest = command.partition(" ")
     place = rest.removeprefix("to ")
     if verb == "take":
-        return 5.0 if not held and wanted(rest.split(" from ")[0]) else -1.0
-    if verb == needs and held and not treated:
+        return 5.0 if not carried and wanted(rest.split(" from ")[0]) else -1.0
+    if verb == treatment and carried and untreated:
         return 6.0
     if verb in ("put", "move"):
         return 7.0 if ready and wanted(re.split(r" (?:in/on|to) ", rest)[-1]) else -2.0
     if verb == "use":
         return 7.0 if ready and wanted(rest) else -1.0
     if verb == "open":
-        return 2.0 if command not in done else -1.0
+        return 2.0 if command not in steps else -1.0
+    if verb == "go" and carried:
+        return 4.0 if (place.startswith(tool) if untreated else wanted(place)) else -0.5
     if verb == "go":
-        if held:
-            goal = place.startswith(tool) if needs and not treated and tool else wanted(place)
-            return 4.0 if goal else -0.5
-        return 1.0 if command not in done and place in text else 0.0
+        return 1.0 if command not in steps and place in state.messages[2][1] else 0.0
     return -1.0
 
 
@@ -83,14 +81,12 @@ def overlap(state: State, action: str) -> float:
 
 def untried(state: State, action: str) -> float:
     """Minus how often the action was taken already where the same was seen."""
-    said = [content for _, content in state.messages]
-    before = zip(said[2:-1:2], said[3::2], strict=True)  # what was seen, what was done then
-    return -float(sum(seen == said[-1] and parse_action(done) == parse_action(action) for seen, done in before))
+    *past, now = [content for _, content in state.messages[2:]]
+    turns = zip(past[::2], past[1::2], strict=True)
+    return -float(sum(seen == now and parse_action(step) == parse_action(action) for seen, step in turns))
 
 
-WRITTEN: dict[str, Callable[[State, str], float]] = {
-    "frozenlake": lake, "alfworld": household, "webshop": overlap, "sciworld": overlap,
-}  # fmt: skip
+WRITTEN = {"frozenlake": lake, "alfworld": household, "webshop": overlap, "sciworld": overlap}
 
 
 def text_of(state: State) -> str:

@@ -11,12 +11,14 @@ step limit counts for all references.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator
-from typing import Any
 
 import numpy as np
+import pandas as pd
 
 import envs
+from experiments.qval.points import Point
 from qlass import UserError
 from qlass.chat import Rendering, State, parse_action, uniforms
 from qlass.driver import ask
@@ -28,40 +30,47 @@ REFERENCES = {
     "alfworld": ("planner", "expert", "policy"),
     "sciworld": ("policy",),
 }
-EXACT = ("exact", "planner")  # known, not sampled: without noise
+EXACT = ("exact", "planner")  # without noise
 
 
 def references(env: str) -> tuple[str, ...]:
-    return REFERENCES.get(env, ("policy",))  # of an environment of your own: nobody knows its values
+    """Of an environment of your own nobody knows the values."""
+    return REFERENCES.get(env, ("policy",))
+
+
+def check(env: str, reference: str) -> None:
+    """UserError where an environment has no such reference."""
+    if reference not in references(env):
+        raise UserError(f"{env}: no {reference} labels; choose among {', '.join(references(env))}")
 
 
 def exact(env: envs.TextEnv, action: str, gamma: float) -> float:
     """Q*(s, a) where `env` stands, which is left as it was."""
     if hasattr(env, "q_star_of"):  # its steps may slip: no single next state decides
         return env.q_star_of(action, gamma)
-    here = env.snapshot()
+    start = env.snapshot()
     _, reward, terminated, truncated, _ = env.step(action)
     value = reward if terminated or truncated else env.optimal_value(gamma)
-    env.restore(here)
+    env.restore(start)
     return float(value)
 
 
-def expert(env: envs.TextEnv, task_id: str, action: str, gamma: float, luck: tuple = ()) -> float:
+def expert(env: envs.TextEnv, task_id: str, action: str, gamma: float, key: tuple = ()) -> float:
     """The discounted reward of the demonstrator after this action."""
-    here = env.snapshot()
-    reseed(env, luck)
+    start = env.snapshot()
+    reseed(env, key)
     _, reward, terminated, truncated, _ = env.step(action)
-    player, worth = env.expert(task_id), 1.0
-    while not (terminated or truncated) and (decided := next(player, None)):
-        _, reward, terminated, truncated, _ = env.step(decided[1])
-        worth *= gamma
-    env.restore(here)
-    return worth * float(reward)
+    player, discount = env.expert(task_id), 1.0
+    while not (terminated or truncated) and (decision := next(player, None)):
+        _, reward, terminated, truncated, _ = env.step(decision[1])
+        discount *= gamma
+    env.restore(start)
+    return discount * float(reward)
 
 
-def reseed(env: envs.TextEnv, luck: tuple) -> None:
-    """Give slippery ice other chances from here on."""
-    env.reseed(int(uniforms(1, *luck, "ice")[0] * 2**53))
+def reseed(env: envs.TextEnv, key: tuple) -> None:
+    """Give slippery ice other random numbers from here on."""
+    env.reseed(int(uniforms(1, *key, "ice")[0] * 2**53))
 
 
 def rollouts(
@@ -69,14 +78,14 @@ def rollouts(
 ) -> Generator[list, list, list[list[float]]]:
     """gamma^t r of K rollouts of the agent after each action (t = 0: it ends the episode), all side by side.
 
-    Each has its own luck, that of slippery ice too. The environment is left wherever the last of them ended.
+    Each has its own random numbers, those of slippery ice too. The environment is left where the last of them ended.
     """
-    here, returns = env.snapshot(), np.zeros((len(actions), K))
-    alive = [(i, k, state, here) for i in range(len(actions)) for k in range(K)]
-    texts, t = [actions[i] for i, *_ in alive], 0
-    while alive:
+    start, returns = env.snapshot(), np.zeros((len(actions), K))
+    alive = [(i, k, state, start) for i in range(len(actions)) for k in range(K)]
+    texts = [actions[i] for i, *_ in alive]
+    for t in itertools.count():
         going, requests = [], []
-        for (i, k, s, snapshot), text in zip(alive, texts, strict=True):
+        for (i, k, before, snapshot), text in zip(alive, texts, strict=True):
             env.restore(snapshot)
             if t == 0:
                 reseed(env, (*key, i, k))
@@ -84,23 +93,23 @@ def rollouts(
             if terminated or truncated:
                 returns[i, k] = gamma**t * reward
                 continue
-            after = s.then(text, env.message(observation))
+            after = before.then(text, env.message(observation))
             if rendering.markov:  # the same state, whatever led there: the agent reads it once
                 after = State(after.messages[-1:], after.task)
             going.append((i, k, after, env.snapshot()))
             requests.append(ask(env, after, 1, (*key, i, k, t + 1), rendering))
-        alive, t = going, t + 1
-        texts = [answer[0].text for answer in (yield requests)] if requests else []
-    return [[round(float(value), 6) for value in row] for row in returns]
+        if not going:
+            return [[round(float(value), 6) for value in row] for row in returns]
+        alive, texts = going, [answer[0].text for answer in (yield requests)]
 
 
 def drawn(reference: str, task_id: str) -> bool:
-    """Whether a label is K returns, which luck tells apart; else it is one."""
+    """Whether a label is K returns, which differ by their random numbers; else it is one."""
     return reference == "policy" or (reference == "expert" and task_id.startswith("slippery"))
 
 
 def label(
-    env: envs.TextEnv, point: Any, reference: str, K: int, gamma: float, rendering: Rendering | None
+    env: envs.TextEnv, point: Point, reference: str, K: int, gamma: float, rendering: Rendering
 ) -> Generator[list, list, dict]:
     """A line of labels-REFERENCE.jsonl: the returns of each candidate of a point, in the point's order."""
     state = point.restore(env)
@@ -117,25 +126,14 @@ def label(
     return {"task_id": point.task_id, "hash": point.hash, "returns": returns}
 
 
-def known(env: str, reference: str) -> None:
-    """UserError where an environment has no such reference."""
-    if reference not in references(env):
-        raise UserError(f"{env}: no {reference} labels; choose among {', '.join(references(env))}")
-
-
-def values(returns: list[list[list[float]]], how: str) -> list[list[float]]:
-    """The labels of each point's candidates: the "max" or "mean" of its returns, rounded so that equals are equal."""
-    return [[round(float(getattr(np, how)(some)), 9) for some in state] for state in returns]
-
-
 def load(record: dict) -> tuple[str, list[list[float]]]:
     """The point's hash and the returns, of a line that `label` made."""
-    if not all(some and all(map(is_number, some)) for some in record["returns"]):
+    if not all(row and all(map(is_number, row)) for row in record["returns"]):
         raise ValueError(f"returns can't be {record['returns']!r}")
     return record["hash"], record["returns"]
 
 
-def variants(reference: str, returns: list[list[list[float]]]) -> dict[str, str]:
-    """{name of a set of labels: how its returns become one}; with single returns there is nothing to choose."""
-    single = all(len(some) == 1 for state in returns for some in state)
-    return {reference: "mean"} if single else {f"{reference} max": "max", f"{reference} mean": "mean"}
+def variants(reference: str, returns: pd.DataFrame) -> dict[str, pd.Series]:
+    """{name: labels} of the returns (candidates, K): their maximum and their mean, rounded so that equals are equal."""
+    names = {f"{reference} max": "max", f"{reference} mean": "mean"} if returns.shape[1] > 1 else {reference: "max"}
+    return {name: returns.agg(how, axis=1).map(lambda v: round(v, 9)) for name, how in names.items()}

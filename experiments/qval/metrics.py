@@ -1,156 +1,142 @@
-"""How well scores agree with labels: rank statistics per state and overall; ties, failures and noise are accounted for.
+"""How well scores agree with labels: rank statistics per state and overall, with ties, failures and noise.
+
+Scores and labels are a Series each, one value a candidate, NaN where there is no score. The index says of what: block
+(of tasks that vary together), state, action, and whether the behaviour policy has taken it.
 
 Search compares the actions of one state, so the figure that counts for it is the Spearman correlation per state: the
-mean of the tasks' means, with an interval over tasks. It is undefined where a state has one candidate or labels that
+mean of the blocks' means, with an interval over blocks. It is undefined where a state has one candidate or labels that
 are all equal: such states are counted, not scored. A constant score has no order and gets 0.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from scipy import stats
 
-from qlass.stats import Estimate, bootstrap, by_task, kendall, ranks, spearman
+from qlass.stats import Estimate, bootstrap
 
 Values = Sequence[Sequence[float | None]]  # of each state's candidates
-PerState = dict[tuple[Hashable, Hashable], float]  # {(task, state): figure}
+STATE = ["block", "state"]
 
 
-def rho(scores: Sequence[float], labels: Sequence[float]) -> float:
-    """Spearman's of one state; 0 for scores that are all equal."""
-    return float(np.nan_to_num(spearman(scores, labels)))
+def index(counts: Sequence[int], blocks: Sequence[str] = (), taken: Sequence[int] = ()) -> pd.MultiIndex:
+    """A row for each candidate of each state; without `blocks` each state is one of its own."""
+    rows = [(blocks[state] if blocks else str(state), state, action, bool(taken) and taken[state] == action)
+            for state, n in enumerate(counts) for action in range(n)]  # fmt: skip
+    return pd.MultiIndex.from_tuples(rows, names=[*STATE, "action", "taken"])
 
 
-def ordered(labels: Sequence[float]) -> bool:
-    return len(set(labels)) > 1
+def series(values: Values, index: pd.MultiIndex) -> pd.Series:
+    return pd.Series([value for actions in values for value in actions], index, dtype=float)
 
 
-def per_state(tasks: Sequence[Hashable], scores: Values, labels: Values, failed_last: bool = False) -> PerState:
-    """Spearman's of each state whose labels differ. Candidates without a score are left out, or ranked last."""
-    found: PerState = {}
-    for i, (task, some, of) in enumerate(zip(tasks, scores, labels, strict=True)):
-        if failed_last:
-            if ordered(of):
-                found[task, i] = rho([-np.inf if s is None else s for s in some], of)
-        else:
-            kept = [(s, value) for s, value in zip(some, of, strict=True) if s is not None]
-            if len(kept) > 1 and ordered([value for _, value in kept]):
-                found[task, i] = rho(*zip(*kept, strict=True))
-    return found
+def per_state(scores: pd.Series, labels: pd.Series) -> pd.Series:
+    """Spearman's of each state whose labels differ among the candidates with a score."""
+    ranks = pd.DataFrame({"score": scores, "label": labels}).dropna().groupby(STATE).rank()
+    ranks -= ranks.groupby(STATE).transform("mean")
+    squares = (ranks**2).groupby(STATE).sum()
+    products = (ranks.score * ranks.label).groupby(STATE).sum()
+    rho = products / np.sqrt(squares.score * squares.label)
+    return rho.fillna(0.0)[squares.label > 0]
 
 
-def choice(scores: Sequence[float | None], labels: Sequence[float]) -> tuple[float, float, float]:
-    """Of the action with the highest score, equal ones taken at random, in expectation: whether its label is the
-    highest; what it is worth beyond a random action; what the best one is worth beyond a random one."""
-    known = [-np.inf if s is None else s for s in scores]
-    top = [i for i, s in enumerate(known) if s == max(known)]
-    best, mean = max(labels), float(np.mean(labels))
-    right = float(np.mean([labels[i] >= best - 1e-12 for i in top]))
-    return right, float(np.mean([labels[i] for i in top])) - mean, best - mean
+def of_blocks(rho: pd.Series) -> pd.Series:
+    return rho.groupby("block").mean()
 
 
-@dataclasses.dataclass(frozen=True)
-class Alignment:
-    """One scorer against one set of labels."""
-
-    rho: Estimate  # per state
-    states: int  # with a rho
-    tied: int  # without: one candidate, or equal labels
-    failed_last: float
-    coverage: float  # share of candidates with a score
-    top_1: float
-    gain: float  # of the highest score, over that of the highest label
-    centred: float  # global Spearman of scores and labels without their state's mean
-    overall: float  # global Spearman over all (s, a)
-    tau: float
-    actor: float  # global Spearman over the actions taken: QVAL's published figure
-    actor_tau: float
+def last(scores: pd.Series) -> pd.Series:
+    """The scores, those that failed below all others."""
+    return scores.fillna(-np.inf)
 
 
-def alignment(tasks: Sequence[Hashable], taken: Sequence[int], scores: Values, labels: Values) -> Alignment:
-    found = per_state(tasks, scores, labels)
-    decided = [choice(s, of) for s, of in zip(scores, labels, strict=True) if ordered(of)]
-    right, won, possible = (sum(column) for column in zip(*decided, strict=True)) if decided else (np.nan,) * 3
-    flat, centred, actor = [], [], []
-    for some, of, action in zip(scores, labels, taken, strict=True):
-        kept = [(s, value) for s, value in zip(some, of, strict=True) if s is not None]
-        flat += kept
-        if kept:
-            mean = np.mean(kept, axis=0)
-            centred += [(round(s - mean[0], 12), round(value - mean[1], 12)) for s, value in kept]
-        if some[action] is not None:
-            actor.append((some[action], of[action]))
-    last = per_state(tasks, scores, labels, failed_last=True)
-    return Alignment(
-        rho=bootstrap(by_task(found).values()),
-        states=len(found),
-        tied=sum(not ordered(of) for of in labels),
-        failed_last=mean_of(last),
-        coverage=len(flat) / max(1, sum(map(len, labels))),
-        top_1=right / len(decided) if decided else np.nan,
-        gain=won / possible if possible else np.nan,
-        centred=correlation(spearman, centred),
-        overall=correlation(spearman, flat),
-        tau=correlation(kendall, flat[:: 1 + len(flat) // 5000]),
-        actor=correlation(spearman, actor),
-        actor_tau=correlation(kendall, actor),
-    )
+def ordered(labels: pd.Series) -> pd.Series:
+    """Whether each candidate's state has labels that differ."""
+    return labels.groupby(STATE).transform("nunique") > 1
 
 
-def mean_of(found: PerState) -> float:
-    means = by_task(found).values()
-    return float(np.mean(list(means))) if means else np.nan
+def choices(scores: pd.Series, labels: pd.Series) -> pd.DataFrame:
+    """Of the highest score in each state whose labels differ, equal ones in expectation: whether its label is the best,
+    what it is worth beyond a random action, and what the best one is worth beyond a random one."""
+    states = labels.groupby(STATE)
+    best, mean = states.transform("max"), states.transform("mean")
+    values = pd.DataFrame({"right": labels >= best - 1e-12, "gain": labels - mean, "possible": best - mean})
+    top = last(scores) == last(scores).groupby(STATE).transform("max")
+    return values[top & ordered(labels)].groupby(STATE).mean()
 
 
-def correlation(of: object, pairs: list[tuple[float, float]]) -> float:
-    return of(*zip(*pairs, strict=True)) if len(pairs) > 1 else np.nan  # type: ignore[operator]
+def alignment(scores: pd.Series, labels: pd.Series) -> dict[str, Any]:
+    """One score against one set of labels."""
+    rho, choice = per_state(scores, labels), choices(scores, labels)
+    pairs = pd.DataFrame({"score": scores, "label": labels}).dropna()
+    taken = pairs[pairs.index.get_level_values("taken")]
+    return {
+        "rho": bootstrap(of_blocks(rho)),  # per state
+        "states": len(rho),  # with a rho
+        "tied": int((labels.groupby(STATE).nunique() < 2).sum()),  # without: one candidate, or equal labels
+        "failed_last": float(of_blocks(per_state(last(scores), labels)).mean()),
+        "coverage": len(pairs) / len(labels),  # share of candidates with a score
+        "top_1": float(choice.right.mean()),
+        "gain": float(choice.gain.mean() / choice.possible.mean()),  # over that of the highest label
+        "centred": correlation((pairs - pairs.groupby(STATE).transform("mean")).round(12)),  # without V(s)
+        "overall": correlation(pairs),  # global Spearman over all (s, a)
+        "tau": correlation(pairs, "kendall"),
+        "actor": correlation(taken),  # over the actions taken: QVAL's published figure
+        "actor_tau": correlation(taken, "kendall"),
+    }
 
 
-# ------------------------------------------------------------------------------------------------------------- ceilings
+def correlation(pairs: pd.DataFrame, method: str = "spearman") -> float:
+    """Between two columns; NaN where one of them is constant."""
+    return float(pairs.rank().corr(method).iloc[0, 1])  # ranks first: corr leaves out infinite values
 
 
-def permutation_ceiling(tasks: Sequence[Hashable], labels: Values) -> float:
+def permutation_ceiling(labels: pd.Series) -> float:
     """The best per-state rho of scores that tie no two candidates, where labels do tie some."""
-    best: PerState = {}
-    for i, (task, of) in enumerate(zip(tasks, labels, strict=True)):
-        if ordered(of):
-            best[task, i] = rho(np.argsort(np.argsort(of, kind="stable")), of)
-    return mean_of(best)
+    return float(of_blocks(per_state(labels.groupby(STATE).rank(method="first"), labels)).mean())
 
 
-def label_ceiling(tasks: Sequence[Hashable], returns: Sequence[Sequence[Sequence[float]]], how: str) -> float:
-    """What a scorer that knows the truth would reach against labels that are means of noisy returns.
+def label_ceiling(returns: pd.DataFrame) -> float:
+    """What a scorer that knows the truth would reach against labels that are means of noisy returns, (candidates, K).
 
-    The halves of a label's returns agree with r per state; the whole label's reliability is then 2 r / (1 + r)
+    The halves of a label's returns agree with r per state; the full label's reliability is then 2 r / (1 + r)
     (Spearman-Brown), and its correlation with the truth the root of that, .03 to .08 high with four candidates.
-    NaN where that does not hold or nothing tells the noise: the maximum is no sum of halves; fewer than eight returns
-    make ranks too coarse; labels may be all equal within each state.
+    NaN where nothing tells the noise: fewer than eight returns make ranks too coarse; labels may all be equal.
     """
-    few = any(len(some) < 8 for state in returns for some in state)
-    if how != "mean" or few or not any(ordered([np.mean(some) for some in state]) for state in returns):
+    if returns.shape[1] < 8 or not ordered(returns.mean(axis=1).round(9)).any():
         return np.nan
-    halves = [[[float(np.mean(some[half::2])) for some in state] for state in returns] for half in (0, 1)]
-    both = [mean_of(per_state(tasks, *halves)), mean_of(per_state(tasks, *halves[::-1]))]
-    r = np.maximum(0.0, np.mean(both))  # which keeps NaN
+    even, odd = (returns.iloc[:, start::2].mean(axis=1) for start in (0, 1))
+    r = np.mean([of_blocks(per_state(even, odd)).mean(), of_blocks(per_state(odd, even)).mean()])
+    r = np.maximum(0.0, r)  # which keeps NaN
     return float(np.sqrt(2 * r / (1 + r)))
 
 
-# ---------------------------------------------------------------------------------------------------------- comparisons
+def difference(scores: pd.Series, rival: pd.Series, labels: pd.Series) -> pd.Series:
+    """Of each block, how far a score's per-state rho is above its rival's, on the candidates that both have scored."""
+    shared = scores.notna() & rival.notna()
+    return of_blocks(per_state(scores[shared], labels[shared]) - per_state(rival[shared], labels[shared]))
 
 
-def sign_flip(differences: Sequence[float], draws: int = 10_000, seed: int = 0) -> float:
+def sign_flip(differences: pd.Series) -> float:
     """Two-sided p of a mean of 0: the share of random signs under which the mean is at least as far from it."""
-    d = np.sort(np.asarray(differences, dtype=float))
-    if not len(d) or not d.any():
+    if len(differences) < 2:
         return 1.0
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(draws, len(d)))
-    return float((1 + np.sum(np.abs(signs @ d) >= abs(d.sum()) - 1e-12)) / (1 + draws))
+    return float(stats.permutation_test((differences,), np.mean, permutation_type="samples", rng=0).pvalue)
 
 
-def as_ranks(scores: Sequence[float | None]) -> list[float | None]:
-    """1 for the highest; equal scores share their mean rank, as far as there is a score."""
-    known = [s for s in scores if s is not None]
-    places = iter((ranks([-s for s in known]) + 1).tolist() if known else [])
-    return [None if s is None else next(places) for s in scores]
+def markdown(table: pd.DataFrame) -> str:
+    """Numbers with three digits, what could not be measured as a dash."""
+    lines = [list(table), ["---"] * len(table.columns), *(map(cell, row) for row in table.itertuples(index=False))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def cell(value: Any) -> str:
+    if isinstance(value, Estimate):
+        return "–" if math.isnan(value.mean) else f"{value}"
+    if isinstance(value, float):
+        return "–" if math.isnan(value) else f"{round(value, 3) + 0.0:.3f}"  # + 0.0: no -0.000
+    return str(value)

@@ -27,7 +27,7 @@ class Point:
 
     task_id: str
     prefix: tuple[str, ...]  # the actions that lead there from the task's start
-    candidates: tuple[str, ...]  # distinct, in an order that says nothing
+    candidates: tuple[str, ...]  # distinct, in a random order
     taken: int  # which of them the behaviour policy took
     observation: str  # the message that the state ends with
     hash: str
@@ -46,9 +46,6 @@ class Point:
                 "collected; --overwrite starts the study again"
             )
         return state
-
-    def dump(self) -> dict:
-        return dataclasses.asdict(self)
 
     @classmethod
     def load(cls, record: dict) -> Point:
@@ -69,25 +66,25 @@ def trajectory(
     """
     observation, info = env.reset(options={"task_id": task_id})
     state, done = State.first(env, observation, info), False
+    expert = env.expert(task_id) if actor == "expert" else iter(())
+    points: list[Point] = []
     prefix: tuple[str, ...] = ()
-    points, player = [], env.expert(task_id) if actor == "expert" else None
     while not done:
         key = (task_id, "qval", number, len(prefix))
         valid = [react(*candidate) for candidate in env.candidates()]
-        uniform = sorted(valid, key=lambda action: uniforms(1, seed, *key, action)[0])
-        drawn = uniform
+        drawn = uniform = sorted(valid, key=lambda action: uniforms(1, seed, *key, action)[0])
         if actor == "agent":
             drawn = [c.text for c in (yield ask(env, state, DRAWS, key, rendering))]
-        elif player is not None and (decided := next(player, None)):
-            drawn = [react(*decided)]
+        elif decision := next(expert, None):
+            drawn = [react(*decision)]
         stray, *order = uniforms(1 + width, seed, *key)
         if not drawn:  # an expert that is done, or nothing listed to draw from
             break
         taken = uniform[0] if uniform and stray < epsilon else drawn[0]
-        some = distinct_actions([taken, *drawn, *uniform])[:width]  # the first of equals: the one taken stays
-        shuffled = [action for _, action in sorted(zip(order, some, strict=False))]
-        seen, where = state.messages[-1][1], digest(state)
-        points.append(Point(task_id, prefix, tuple(shuffled), shuffled.index(taken), seen, where, env.block(task_id)))
+        candidates = distinct_actions([taken, *drawn, *uniform])[:width]  # the first of equals: the one taken stays
+        shuffled = tuple(action for _, action in sorted(zip(order, candidates, strict=False)))
+        seen, block = state.messages[-1][1], env.block(task_id)
+        points.append(Point(task_id, prefix, shuffled, shuffled.index(taken), seen, digest(state), block))
         observation, _, terminated, truncated, _ = env.step(parse_action(taken))
         state, done = state.then(taken, env.message(observation)), terminated or truncated
         prefix += (taken,)

@@ -1,75 +1,153 @@
-"""Prediction files that others published in QVAL's layout: QVAL's figure for them, and what it leaves out.
+"""Prediction files in QVAL's layout: ours, and QVAL's figure for those that others published.
 
     python -m experiments.qval.published GT.json EVAL.json ...
 
-Files with one value per point give a global Spearman, rankings give one per point. QVAL drops values that could not be
-parsed, and rankings that lack a value. Beside its figure stand the share of values that could be parsed, and the figure
-with failures ranked last. A constant ranking counts 0 here; QVAL's mean is then not a number. In this way environments
-that no pip install brings (OpenApps, TerminalBench) are evaluated without being run; docs/environment.md says what
-playing them takes.
+NAME.json holds a value for each point's taken action, and gives a global Spearman; NAME_ranking.json the ranks of all
+candidates, which give one per point. QVAL drops values that could not be parsed, and rankings that lack a value. Beside
+its figure stand the share of values that could be parsed, and the figure with failures ranked last. A constant ranking
+counts 0 here; QVAL's mean is then not a number. In this way environments that no pip install brings (OpenApps,
+TerminalBench) are evaluated without being run; docs/environment.md says what playing them takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from experiments.qval import metrics
-from experiments.qval.report import KINDS, by_point, cell
+from experiments.qval.metrics import Values, correlation, last, per_state, series
+from experiments.qval.points import Point
 from qlass import UserError
 from qlass.cli import run_stage
-from qlass.files import read_object, wrong
-from qlass.stats import Estimate, bootstrap, spearman
+from qlass.files import is_number, is_text, maybe, read_object, replacing, wrong
+from qlass.stats import Estimate, bootstrap
+
+KINDS = {
+    "method_name": is_text, "values": lambda v: isinstance(v, list) and all(map(maybe(is_number), v)),
+    "config": maybe(lambda v: isinstance(v, dict)), "metadata": maybe(lambda v: isinstance(v, dict)),
+}  # fmt: skip
 
 
-def states(path: Path) -> list[list[float | None]]:
-    """A file's values by point; all as one state where there is one value a point."""
+def as_ranks(scores: Sequence[float | None]) -> list[float | None]:
+    """1 for the highest; equal scores share their mean rank, as far as there is a score."""
+    ranks = pd.Series(scores, dtype=float).rank(ascending=False).tolist()
+    return [None if score is None else rank for score, rank in zip(scores, ranks, strict=True)]
+
+
+def write(folder: Path, name: str, points: Sequence[Point], values: Values, config: dict, kind: str = "eval") -> None:
+    """The file of one value a point carries those of all candidates in its metadata."""
+    counts = [len(scores) for scores in values]
+    metadata = {"ranking_point_hashes": [point.hash for point in points], "num_ranking_points": len(points),
+                "total_candidates": sum(counts)}  # fmt: skip
+    taken = [scores[point.taken] for scores, point in zip(values, points, strict=True)]
+    ranks = [rank for scores in values for rank in as_ranks(scores)]
+    ranking = {**config, "prediction_format": "ranking_predicted", "candidate_counts": counts}
+    complete = {**metadata, "candidate_values": [list(scores) for scores in values]}
+    for ending, *fields in (("", taken, config, complete), ("_ranking", ranks, ranking, metadata)):
+        record = {"method_name": name, "method_type": kind}
+        with replacing(folder / f"{name}{ending}.json") as out:
+            json.dump(record | dict(zip(("values", "config", "metadata"), fields, strict=True)), out, indent=1)
+
+
+def read(path: Path) -> dict:
     record = read_object(path)
     if mistake := wrong(record, KINDS, ["values"]):
         raise UserError(f"{path}: {mistake}; a file of QVAL's predictions or labels is expected")
-    counts = (record.get("config") or {}).get("candidate_counts")
-    return by_point(record["values"], counts) if counts else [record["values"]]
+    return {"method_name": path.stem, **record, "config": record.get("config") or {},
+            "metadata": record.get("metadata") or {}}  # fmt: skip
 
 
-def agreement(
-    truth: list[list[float]], values: list[list[float | None]], draws: int = 2000
-) -> tuple[float, Estimate, float]:
+def by_point(ranking: Sequence[float | None], counts: Sequence[int]) -> Values:
+    """A ranking's places by point, their sign turned: the best is the highest, as of any score."""
+    if sum(counts) != len(ranking):
+        raise UserError(f"a ranking of {len(ranking)} candidates, where its candidate_counts add up to {sum(counts)}")
+    turned = [None if place is None else -place for place in ranking]
+    return [turned[a:b] for a, b in itertools.pairwise(np.cumsum([0, *counts]))]
+
+
+def values_of(record: dict, path: Path, points: Sequence[Point]) -> Values:
+    """The values of each point's candidates. A file with one value a point knows the actions taken alone."""
+    if "candidate_values" in record["metadata"]:
+        values = record["metadata"]["candidate_values"]
+    elif counts := record["config"].get("candidate_counts"):
+        values = by_point(record["values"], counts)
+    else:
+        values = [[v if i == p.taken else None for i in range(len(p.candidates))]
+                  for v, p in zip(record["values"], points, strict=False)]  # fmt: skip
+    hashes = [point.hash for point in points]
+    counts = [len(point.candidates) for point in points]
+    if [len(v) for v in values] != counts or record["metadata"].get("ranking_point_hashes", hashes) != hashes:
+        raise UserError(f"{path}: predictions for other points; delete it, or name another --out")
+    return values
+
+
+def is_current(record: dict, sources: dict[str, str]) -> bool:
+    """Whether a prediction is from these very sources; one from elsewhere says nothing of its own."""
+    return record["config"].get("made_from", sources) == sources
+
+
+def read_folder(
+    folder: Path, points: Sequence[Point], sources: Callable[[str], dict[str, str]]
+) -> tuple[dict[str, tuple[str | None, Values]], list[str]]:
+    """{name: (family, values)} of what is there, and the names of what was made from something else than `sources`
+    gives now. A ranking counts where it stands alone."""
+    predictions, stale = {}, []
+    for path in sorted(folder.glob("*.json")):
+        name = path.stem.removesuffix("_ranking")
+        if name != path.stem and path.with_stem(name).exists():
+            continue
+        record = read(path)
+        method = record["method_name"]
+        if not is_current(record, sources(name)):
+            stale.append(name)
+            continue
+        if method in predictions:
+            raise UserError(f"{folder}: two files are predictions of {method!r}: rename one's method_name")
+        predictions[method] = record["config"].get("family"), values_of(record, path, points)
+    return predictions, stale
+
+
+def agreement(truth: Values, values: Values, draws: int = 2000) -> dict[str, object]:
     """Coverage; Spearman of what was parsed (mean over rankings, or global), 95 % over points; with failures last."""
-    if [len(s) for s in truth] != [len(s) for s in values]:
+    if [len(labels) for labels in truth] != [len(scores) for scores in values]:
         raise UserError("the two files are of other points")
-    flat = [v for some in values for v in some]
-    coverage = float(np.mean([v is not None for v in flat]))
+    index = metrics.index([len(labels) for labels in truth])
+    scores, labels = series(values, index), series(truth, index)
+    pairs = pd.DataFrame({"score": scores, "label": labels})
     if len(truth) > 1:
-        numbers = range(len(truth))
-        some = [i for i in numbers if None not in values[i]]  # as QVAL's, which skips a ranking with a failure
-        parsed = metrics.per_state(some, [values[i] for i in some], [truth[i] for i in some])
-        last = metrics.per_state(numbers, values, truth, failed_last=True)
-        return coverage, bootstrap(parsed.values()), metrics.mean_of(last)
-    pairs = np.array([(v, t) for v, t in zip(values[0], truth[0], strict=True) if v is not None])
-    if len(pairs) < 2:
-        return coverage, Estimate(np.nan, np.nan, np.nan, len(pairs)), np.nan
-    lots = np.random.default_rng(0).integers(len(pairs), size=(draws, len(pairs)))
-    low, high = np.nanquantile([spearman(*pairs[lot].T) for lot in lots], [0.025, 0.975])
-    last = spearman([-np.inf if v is None else v for v in values[0]], truth[0])
-    return coverage, Estimate(spearman(*pairs.T), float(low), float(high), len(pairs)), last
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("truth", type=Path, help="file of the labels")
-    parser.add_argument("files", type=Path, nargs="+", help="files of predictions")
-    return parser.parse_args(argv)
+        complete = pairs[scores.notna().groupby("state").transform("all")]  # QVAL skips a ranking with a failure
+        figure = bootstrap(per_state(complete.score, complete.label))
+        failed_last = float(per_state(last(scores), labels).mean())
+    else:
+        parsed, rng = pairs.dropna(), np.random.default_rng(0)
+        drawn = [correlation(parsed.sample(frac=1, replace=True, random_state=rng)) for _ in range(draws)]
+        figure = Estimate(correlation(parsed), *pd.Series(drawn).quantile([0.025, 0.975]), len(parsed))
+        failed_last = correlation(pairs.assign(score=last(scores)))
+    return {"parsed": float(scores.notna().mean()), "Spearman [95 % over points]": figure, "failures last": failed_last}
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    truth = states(args.truth)
-    print("| file | parsed | Spearman [95 % over points] | failures last |\n|---|---|---|---|")
-    for path in args.files:
-        coverage, estimate, last = agreement(truth, states(path))  # type: ignore[arg-type]
-        print(f"| {path.stem} | {cell(coverage)} | {estimate} | {cell(last)} |")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("truth", type=Path, help="file of the labels")
+    parser.add_argument("files", type=Path, nargs="+", help="files of predictions")
+    args = parser.parse_args(argv)
+
+    def values(path: Path) -> Values:
+        record = read(path)
+        counts = record["config"].get("candidate_counts")
+        return by_point(record["values"], counts) if counts else [record["values"]]
+
+    print(
+        metrics.markdown(
+            pd.DataFrame([{"file": path.stem} | agreement(values(args.truth), values(path)) for path in args.files])
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""Points, labels and predictions of a folder -> tables (report.md), figures, and alignment.json for the HTML report.
-
-Predictions are kept in QVAL's own layout: NAME.json holds a value for each point's taken action, NAME_ranking.json the
-ranks of all candidates. Such files written by QVAL's tools are read too.
-"""
+"""Points, labels and predictions of a folder -> tables (report.md), figures, and alignment.json for the HTML report."""
 
 from __future__ import annotations
 
@@ -10,27 +6,24 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
-import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.qval import downstream, metrics
-from experiments.qval import labels as reference_labels
-from experiments.qval.metrics import Alignment, alignment, as_ranks
+from experiments.qval.labels import EXACT, variants
+from experiments.qval.metrics import alignment, cell, markdown
 from experiments.qval.points import Point
-from qlass import UserError
-from qlass.files import is_number, is_text, maybe, read_object, replacing, wrong
-from qlass.stats import Estimate, bootstrap, by_task, holm, spearman
-from reporting.figures import SERIES, STYLE, save
+from qlass.files import replacing
+from qlass.stats import bootstrap, holm
+from reporting.figures import STYLE, save
 
-FAMILIES = downstream.FAMILIES
-KINDS = {  # of a file of predictions
-    "method_name": is_text, "values": lambda v: isinstance(v, list) and all(map(maybe(is_number), v)),
-    "config": maybe(lambda v: isinstance(v, dict)), "metadata": maybe(lambda v: isinstance(v, dict)),
-}  # fmt: skip
+FAMILIES = {"control": "#8c8c8c", "code": "#009e73", "learned": "#0072b2", "tree": "#56b4e9", "policy": "#e69f00",
+            "hindsight": "#cc79a7", "embedding": "#d55e00", "judge": "#000000"}  # fmt: skip
+SHOWN = ["failed_last", "coverage", "top_1", "gain", "centred", "overall", "tau", "actor", "actor_tau"]
 NOTE = (
     "rho: Spearman per state, mean of the tasks' means, 95 % over tasks (those of one product or lake count as one). "
     "tied: states whose labels are all equal, or with one candidate; no rho there. minus {against}: the difference in "
@@ -40,310 +33,148 @@ NOTE = (
     "gain: of the highest score, ties in expectation."
 )
 
-# -------------------------------------------------------------------------------------------------- QVAL's file layout
-
-
-def write_prediction(
-    folder: Path, name: str, points: Sequence[Point], values: metrics.Values, config: dict, kind: str = "eval"
-) -> None:
-    """values: of each point's candidates. The file of one value a point carries them all in its metadata."""
-    counts = [len(some) for some in values]
-    about = {"ranking_point_hashes": [point.hash for point in points], "num_ranking_points": len(points),
-             "total_candidates": sum(counts)}  # fmt: skip
-    taken = [some[point.taken] for some, point in zip(values, points, strict=True)]
-    single = {"method_name": name, "method_type": kind, "values": taken, "config": config}
-    single["metadata"] = {**about, "candidate_values": [list(some) for some in values]}
-    ranking = {"method_name": name, "method_type": kind, "values": [rank for some in values for rank in as_ranks(some)]}
-    ranking["config"] = {**config, "prediction_format": "ranking_predicted", "candidate_counts": counts}
-    ranking["metadata"] = about
-    for file, record in ((f"{name}.json", single), (f"{name}_ranking.json", ranking)):
-        with replacing(folder / file) as out:
-            json.dump(record, out, indent=1)
-
-
-def read_prediction(path: Path, points: Sequence[Point]) -> tuple[str, dict, list[list[float | None]]]:
-    """Name, config and the values of each point's candidates, from our file or from one of QVAL's own.
-
-    A file with one value a point knows the actions taken alone.
-    """
-    record = read_object(path)
-    if mistake := wrong(record, KINDS, ["method_name", "values"]):
-        raise UserError(f"{path}: {mistake}; delete it, or name another --out")
-    values, config, metadata = record["values"], record.get("config") or {}, record.get("metadata") or {}
-    if "candidate_values" in metadata:
-        found = metadata["candidate_values"]
-    elif counts := config.get("candidate_counts"):
-        found = by_point(values, counts)
-    else:
-        found = [[v if i == p.taken else None for i in range(len(p.candidates))]
-                 for v, p in zip(values, points, strict=False)]  # fmt: skip
-    hashes = metadata.get("ranking_point_hashes", [p.hash for p in points])
-    sizes = [len(p.candidates) for p in points]
-    if [len(some) for some in found] != sizes or hashes != [p.hash for p in points]:
-        raise UserError(f"{path}: predictions for other points; delete it, or name another --out")
-    return record["method_name"], config, found
-
-
-def by_point(ranking: Sequence[float | None], counts: Sequence[int]) -> list[list[float | None]]:
-    """A ranking's places by point, their sign turned: the best is the highest, as of any score."""
-    if sum(counts) != len(ranking):
-        raise UserError(f"a ranking of {len(ranking)} candidates, where its candidate_counts add up to {sum(counts)}")
-    turned = [None if place is None else -place for place in ranking]
-    return [turned[a:b] for a, b in itertools.pairwise(np.cumsum([0, *counts]))]
-
-
-def made_from(path: Path, sources: dict[str, str]) -> bool:
-    """Whether there is a prediction from these very sources; one from elsewhere says nothing of its own."""
-    if not path.exists():
-        return False
-    return config_of(path).get("made_from", sources) == sources
-
-
-def config_of(path: Path) -> dict:
-    return read_object(path).get("config") or {}
-
-
-def read_predictions(
-    folder: Path, points: Sequence[Point], sources: Callable[[str], dict[str, str]]
-) -> tuple[dict[str, list], dict[str, str], list[str]]:
-    """{name: values} and {name: family} of what is there; a ranking counts where it stands alone.
-
-    sources(name): what a score would be made from now. The names of those made from something else come last.
-    """
-    files = {path.stem: path for path in sorted(folder.glob("*.json"))}
-    names = {stem: stem.removesuffix("_ranking") for stem in files}
-    alone = {name: files[stem] for stem, name in names.items() if name == stem or name not in files}
-    stale = [name for name, path in alone.items() if not made_from(path, sources(name))]
-    read = [read_prediction(path, points) for name, path in alone.items() if name not in stale]
-    called = [name for name, *_ in read]
-    if twice := [name for name in called if called.count(name) > 1]:
-        raise UserError(f"{folder}: two files are predictions of {twice[0]!r}: rename one's method_name, or delete it")
-    families = {name: family if (family := config.get("family")) in FAMILIES else "judge" for name, config, _ in read}
-    return {name: some for name, _, some in read}, families, stale
-
-
-# --------------------------------------------------------------------------------------------------------------- tables
-
 
 @dataclasses.dataclass
 class Study:
-    """All that was found out about some points."""
+    """Points with their reference labels and the scores that are judged; a row of each table is a candidate."""
 
     points: list[Point]
-    returns: dict[str, list[list[list[float]]]]  # reference: of each point's candidates
-    predictions: dict[str, list[list[float | None]]]
-    families: dict[str, str]
     against: str = "random"
-    spent: dict[str, float] = dataclasses.field(default_factory=dict)  # reference: CPU seconds of its labels
+    returns: dict[str, pd.DataFrame] = dataclasses.field(default_factory=dict)  # of a reference: (candidates, K)
+    scores: dict[str, pd.Series] = dataclasses.field(default_factory=dict)
+    families: dict[str, str] = dataclasses.field(default_factory=dict)
     stale: Sequence[str] = ()  # scores that are left out
 
-    @property
-    def blocks(self) -> list[str]:
-        """Of each point its task, or the tasks that vary together with it (TextEnv.block)."""
-        return [point.block or point.task_id for point in self.points]
+    def __post_init__(self) -> None:
+        blocks = [point.block or point.task_id for point in self.points]
+        self.index = metrics.index([len(p.candidates) for p in self.points], blocks, [p.taken for p in self.points])
 
-    def orders(self, name: str) -> bool:
-        """Whether a score differs within any state; one that does not chooses at random."""
-        return any(len(set(scores)) > 1 for scores in self.predictions[name])
-
-    def actor(self, name: str, values: list[float]) -> float:
-        """Global Spearman of the scores of the actions taken with one value a state."""
-        taken = [some[point.taken] for some, point in zip(self.predictions[name], self.points, strict=True)]
-        return metrics.correlation(spearman, [(s, v) for s, v in zip(taken, values, strict=True) if s is not None])
-
-    def labels(self) -> dict[str, list[list[float]]]:
-        return {
-            name: reference_labels.values(returns, how)
-            for reference, returns in self.returns.items()
-            for name, how in reference_labels.variants(reference, returns).items()
-        }
-
-    def alignments(self, labels: list[list[float]]) -> dict[str, Alignment]:
-        """Best first within a family, families in their order."""
-        taken = [point.taken for point in self.points]
-        found = {name: alignment(self.blocks, taken, some, labels) for name, some in self.predictions.items()}
-        place = list(FAMILIES)
-        return dict(sorted(found.items(), key=lambda f: (place.index(self.families[f[0]]), -nan_last(f[1].rho.mean))))
-
-    def differences(self, labels: list[list[float]]) -> dict[str, tuple[Estimate, float]]:
-        """In per-state rho to `against` on the candidates that both have scored, with its p, Holm over all."""
-        base, found = self.predictions.get(self.against), {}
-        for name, scores in self.predictions.items():
-            if base is None or name == self.against:
-                continue
-            pairs = [  # each score beside the other's, without those that one of them lacks
-                [(None, None) if None in pair else pair for pair in zip(*state, strict=True)]
-                for state in zip(scores, base, strict=True)
-            ]
-            sides = ([[pair[i] for pair in state] for state in pairs] for i in (0, 1))
-            ours, theirs = (metrics.per_state(self.blocks, side, labels) for side in sides)
-            if both := ours.keys() & theirs.keys():
-                found[name] = list(by_task({k: ours[k] - theirs[k] for k in both}).values())
-        p = holm([metrics.sign_flip(values) for values in found.values()])
-        return {name: (bootstrap(values), q) for (name, values), q in zip(found.items(), p, strict=True)}
+    def labels(self) -> dict[str, tuple[str, pd.Series]]:
+        """{name of a set of labels: its reference and the labels}."""
+        return {name: (reference, labels) for reference, returns in self.returns.items()
+                for name, labels in variants(reference, returns).items()}  # fmt: skip
 
 
-def nan_last(value: float) -> float:
-    return -2.0 if math.isnan(value) else value
+def alignments(study: Study, labels: pd.Series) -> pd.DataFrame:
+    """A row a score, best first within a family, families in their order; with the difference to `against`."""
+    rows = pd.DataFrame([alignment(scores, labels) for scores in study.scores.values()], list(study.scores))
+    rows.insert(0, "family", pd.Categorical([study.families[name] for name in rows.index], list(FAMILIES)))
+    rows = rows.assign(order=-means(rows)).sort_values(["family", "order"], kind="stable").drop(columns="order")
+    beyond = {}
+    for name in rows.index.drop(study.against) if study.against in rows.index else ():
+        blocks = metrics.difference(study.scores[name], study.scores[study.against], labels).dropna()
+        beyond |= {name: blocks} if len(blocks) else {}
+    p = holm([metrics.sign_flip(blocks) for blocks in beyond.values()])
+    rows["minus"] = [f"{bootstrap(beyond[name]):+}" if name in beyond else "–" for name in rows.index]
+    rows["p"] = pd.Series(dict(zip(beyond, p, strict=True)), dtype=float)
+    return rows
 
 
-def cell(value: float) -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:.3f}"
+def means(rows: pd.DataFrame) -> pd.Series:
+    """rho of each score; one without any is below all others."""
+    return rows.rho.map(lambda estimate: estimate.mean).fillna(-2.0)
 
 
-def table(study: Study, name: str, labels: list[list[float]], found: dict[str, Alignment]) -> str:
-    beyond = study.differences(labels)
-    head = f"family|scorer|rho per state [95 %]|minus {study.against} [95 %]|p|states|failures last|coverage|top-1|gain"
-    head += "|centred|global|tau|actor|actor tau"
-    rows = []
-    for scorer, a in found.items():
-        difference, p = beyond.get(scorer, (None, math.nan))
-        more = f"{difference:+}" if difference else "–"
-        row = [study.families[scorer], scorer, f"{a.rho}" if a.states else "–", more, cell(p), str(a.states)]
-        figures = (a.failed_last, a.coverage, a.top_1, a.gain, a.centred, a.overall, a.tau, a.actor, a.actor_tau)
-        rows.append(row + [cell(value) for value in figures])
-    reference = name.split()[0]
-    how = reference_labels.variants(reference, study.returns[reference])[name]
-    tied, alone = sum(not metrics.ordered(of) for of in labels), sum(len(of) < 2 for of in labels)
-    exact = reference in reference_labels.EXACT
-    noise = 1.0 if exact else metrics.label_ceiling(study.blocks, study.returns[reference], how)
-    ties = metrics.permutation_ceiling(study.blocks, labels)
-    tasks = len({point.task_id for point in study.points})
-    told = (
-        f"### Labels: {name}\n\n{len(labels)} states of {tasks} tasks, {tied} tied ({alone} with one "
-        f"candidate). Ceilings per state: {cell(noise)} for the labels' noise, {cell(ties)} for a ranking without ties."
+def table(study: Study, name: str, reference: str, labels: pd.Series, rows: pd.DataFrame) -> str:
+    sizes = labels.groupby("state").size()
+    returns = study.returns[reference]
+    noise = 1.0 if reference in EXACT else math.nan if name.endswith(" max") else metrics.label_ceiling(returns)
+    heads = {
+        "index": "scorer",
+        "rho": "rho per state [95 %]",
+        "minus": f"minus {study.against} [95 %]",
+        "failed_last": "failures last",
+        "top_1": "top-1",
+        "overall": "global",
+        "actor_tau": "actor tau",
+    }
+    rows = rows.reset_index()[["family", "index", "rho", "minus", "p", "states", *SHOWN]].rename(columns=heads)
+    tasks, tied = len({point.task_id for point in study.points}), (labels.groupby("state").nunique() < 2).sum()
+    return (
+        f"### Labels: {name}\n\n{len(sizes)} states of {tasks} tasks, {tied} tied ({(sizes < 2).sum()} with one "
+        f"candidate). Ceilings per state: {cell(noise)} for the labels' noise, "
+        f"{cell(metrics.permutation_ceiling(labels))} for a ranking without ties.\n\n{markdown(rows)}"
     )
-    lines = [head.split("|"), ["---"] * (head.count("|") + 1), *rows]
-    return told + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def references_table(study: Study, found: dict[str, dict[str, Alignment]]) -> str:
-    """How far two sets of labels agree, and whether they order the scorers alike."""
-    labels = study.labels()
-    names = list(labels)
-    order = {n: [nan_last(found[n][scorer].rho.mean) for scorer in sorted(found[n])] for n in names}
-    lines = ["| labels | and | global | per state that the second orders | order of the scorers |"]
-    lines.append("|---|---|---|---|---|")
-    for i, a in enumerate(names):
-        for b in names[i + 1 :]:
-            flat = [[v for some in labels[n] for v in some] for n in (a, b)]
-            per = metrics.mean_of(metrics.per_state(study.blocks, labels[a], labels[b]))
-            cells = (spearman(*flat), per, spearman(order[a], order[b]))
-            lines.append(f"| {a} | {b} | " + " | ".join(map(cell, cells)) + " |")
-    for name in names:  # QVAL's V targets: what the state is worth, whatever was done there
-        v = list(map(max, labels[name]))
-        of_v = [nan_last(study.actor(scorer, v)) for scorer in sorted(found[name])]
-        of_q = [nan_last(found[name][scorer].actor) for scorer in sorted(found[name])]
-        lines.append(f"| {name} | its V(s), over the actions taken | – | – | {cell(spearman(of_q, of_v))} |")
-    return "\n".join(lines)
+def references_table(study: Study, rows: dict[str, pd.DataFrame]) -> str:
+    """How far two sets of labels agree, and whether they order the scorers alike; then QVAL's V targets: what the state
+    is worth, whatever was done there."""
+    labels = {name: values for name, (_, values) in study.labels().items()}
+    lines = []
+    for a, b in itertools.combinations(labels, 2):
+        per_state = float(metrics.of_blocks(metrics.per_state(labels[a], labels[b])).mean())
+        lines.append((a, b, spearman(labels[a], labels[b]), per_state, spearman(means(rows[a]), means(rows[b]))))
+    for name, values in labels.items():
+        v = values.groupby("state").transform("max")
+        of_v = pd.Series({scorer: alignment(scores, v)["actor"] for scorer, scores in study.scores.items()})
+        order = spearman(rows[name].actor.fillna(-2.0), of_v.fillna(-2.0))
+        lines.append((name, "its V(s), over the actions taken", math.nan, math.nan, order))
+    heads = ["labels", "and", "global", "per state that the second orders", "order of the scorers"]
+    return markdown(pd.DataFrame(lines, columns=heads))
 
 
-def rollouts(study: Study) -> tuple[str, list[tuple[str, int, str, Alignment]]]:
+def spearman(a: pd.Series, b: pd.Series) -> float:
+    return metrics.correlation(pd.DataFrame({"a": a, "b": b}))
+
+
+def rollouts_table(study: Study) -> str:
     """Labels from the first K rollouts against the exact ones: what K buys, for the maximum and for the mean."""
-    truth = next((r for r in reference_labels.EXACT if r in study.returns), "")
-    drawn = {r: returns for r, returns in study.returns.items() if len(reference_labels.variants(r, returns)) > 1}
-    found = []
-    exact = study.labels().get(truth)
-    taken = [point.taken for point in study.points]
-    for reference, returns in drawn.items() if exact else ():
-        most = min(len(some) for state in returns for some in state)
-        for k in [2**i for i in range(most.bit_length()) if 2**i <= most]:
-            first = [[some[:k] for some in state] for state in returns]
-            for how in ("max", "mean"):
-                values = reference_labels.values(first, how)
-                found.append((reference, k, how, alignment(study.blocks, taken, values, exact)))
-    return truth, found
+    truth = next((reference for reference in EXACT if reference in study.returns), None)
+    lines = []
+    sampled = {reference: returns for reference, returns in study.returns.items() if returns.shape[1] > 1}
+    for reference, returns in sampled.items() if truth else ():
+        exact = study.labels()[truth][1]
+        for k in (2**i for i in range(returns.shape[1].bit_length())):
+            for name, labels in variants(reference, returns.iloc[:, :k]).items():
+                a = alignment(labels, exact)
+                lines.append((name, k, a["rho"], a["overall"], a["top_1"]))
+    heads = ["labels", "K", f"rho per state with {truth} [95 %]", "global", "top-1"]
+    return markdown(pd.DataFrame(lines, columns=heads)) if lines else ""
 
 
-def rollouts_table(truth: str, found: list[tuple[str, int, str, Alignment]]) -> str:
-    head = f"| reference | K | of the returns | rho per state with {truth} [95 %] | global | top-1 |"
-    lines = [f"| {reference} | {k} | {how} | {a.rho} | {cell(a.overall)} | {cell(a.top_1)} |"
-             for reference, k, how, a in found]  # fmt: skip
-    return "\n".join([head, "|---" * 6 + "|", *lines]) if lines else ""
-
-
-# -------------------------------------------------------------------------------------------------------------- figures
-
-
-def forest(study: Study, found: dict[str, Alignment]) -> Figure:
-    """rho per state with its interval, and the global one beside it."""
+def forest(rows: pd.DataFrame, path: Path) -> None:
+    """rho per state with its interval, and the global one beside it, as PNG and SVG."""
+    rows = rows[::-1]
+    colours = [FAMILIES[family] for family in rows.family]
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.5, 1 + 0.27 * len(found)), layout="constrained")
+        figure = Figure(figsize=(8.5, 1 + 0.27 * len(rows)), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-        for y, (name, a) in enumerate(reversed(found.items())):
-            colour = FAMILIES[study.families[name]]
-            if not math.isnan(a.rho.mean):
-                spread = [[a.rho.mean - a.rho.low], [a.rho.high - a.rho.mean]]
-                left.errorbar(a.rho.mean, y, xerr=np.nan_to_num(spread), fmt="o", color=colour)
-            else:
-                left.text(0.02, y, "no state with two scores", va="center", fontsize=8, color="#8c8c8c")
-            right.plot(a.overall, a.rho.mean, "o", color=colour)
-        left.set_yticks(range(len(found)), [f"{name} ({study.families[name]})" for name in reversed(found)])
-        left.axvline(0, color="#8c8c8c", linewidth=0.8)
+        left.hlines(range(len(rows)), rows.rho.map(lambda e: e.low), rows.rho.map(lambda e: e.high), colours)
+        left.scatter(rows.rho.map(lambda e: e.mean), range(len(rows)), c=colours)
+        left.set_yticks(range(len(rows)), [f"{name} ({family})" for name, family in rows.family.items()])
+        left.axvline(0, color=FAMILIES["control"], linewidth=0.8)
         left.set_xlabel("Spearman per state")
+        right.scatter(rows.overall, rows.rho.map(lambda e: e.mean), c=colours)
         right.set_xlabel("global Spearman")
         right.set_ylabel("per state")
-        right.axline((0, 0), slope=1, color="#8c8c8c", linewidth=0.8)
-    return figure
-
-
-def by_rollouts(truth: str, found: list[tuple[str, int, str, Alignment]]) -> Figure:
-    """rho of labels against K: their maximum in full lines, their mean in broken ones."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5.5, 3.6), layout="constrained")
-        axes = figure.subplots()
-        for n, reference in enumerate(dict.fromkeys(r for r, *_ in found)):
-            for how, line in (("max", "-"), ("mean", "--")):
-                here = [(k, a.rho) for r, k, h, a in found if (r, h) == (reference, how)]
-                ks = [k for k, _ in here]
-                axes.fill_between(ks, [e.low for _, e in here], [e.high for _, e in here], color=SERIES[n], alpha=0.15)
-                axes.plot(ks, [e.mean for _, e in here], line, marker="o", color=SERIES[n], label=f"{reference}, {how}")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ks, ks)
-        axes.set_xlabel("K rollouts")
-        axes.set_ylabel(f"Spearman per state with {truth}")
-        axes.legend()
-    return figure
-
-
-# ---------------------------------------------------------------------------------------------------------------- whole
+    path.with_suffix(".svg").write_text(save(figure, path), encoding="utf-8")
 
 
 def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, float]]) -> str:
     """report.md, the figures and alignment.json in `folder`; returns the report."""
-    parts, record = [f"## {title}", NOTE.format(against=study.against)], {}
-    if study.spent:
-        parts.append("CPU seconds of the labels: " + ", ".join(f"{n} {s:.2f}" for n, s in study.spent.items()) + ".")
+    parts = [f"## {title}", NOTE.format(against=study.against)]
     if study.stale:
         names = ", ".join(study.stale)
         parts.append(f"Left out, as made from something else than there is now, or than this call names: {names}.")
-    all_labels = study.labels()
-    every = {name: study.alignments(labels) for name, labels in all_labels.items()}
-    for name, found in every.items():
-        parts.append(table(study, name, all_labels[name], found))
-        record[name] = {scorer: {"family": study.families[scorer], "orders": study.orders(scorer),
-                                 **dataclasses.asdict(a)}
-                        for scorer, a in found.items()}  # fmt: skip
-        draw(forest(study, found), folder / f"forest-{name.replace(' ', '-')}.png")
+    rows, record = {}, {}
+    orders = {name: bool(metrics.ordered(metrics.last(scores)).any()) for name, scores in study.scores.items()}
+    for name, (reference, labels) in study.labels().items():
+        rows[name] = alignments(study, labels)
+        parts.append(table(study, name, reference, labels, rows[name]))
+        forest(rows[name], folder / f"forest-{name.replace(' ', '-')}.png")
+        fields = rows[name].drop(columns=["minus", "p"]).assign(rho=rows[name].rho.map(dataclasses.asdict))
+        record[name] = {
+            scorer: {"family": row.pop("family"), "orders": orders[scorer], **row}
+            for scorer, row in fields.to_dict("index").items()
+        }
     summary = {"title": title, "labels": record, "rewards": rewards}
     with replacing(folder / "alignment.json") as out:
         json.dump(summary, out, indent=1)
-    truth, by_k = rollouts(study)
-    if by_k:
-        draw(by_rollouts(truth, by_k), folder / "rollouts.png")
+    sections = {"References": references_table(study, rows), "What rollouts buy": rollouts_table(study)}
     played = downstream.played(summary)
-    if played:
-        draw(downstream.figure([played]), folder / "downstream.png")
-    for heading, text in (
-        ("References", references_table(study, every)),
-        ("What rollouts buy", rollouts_table(truth, by_k)),
-        ("Alignment against downstream reward", downstream.table([played]) if played else ""),
-    ):
-        parts += [f"### {heading}\n\n{text}"] if text else []
+    sections["Alignment against downstream reward"] = downstream.table([played]) if played else ""
+    parts += [f"### {heading}\n\n{text}" for heading, text in sections.items() if text]
     text = "\n\n".join(parts) + "\n"
     (folder / "report.md").write_text(text, encoding="utf-8")
     return text
-
-
-def draw(figure: Figure, path: Path) -> None:
-    path.with_suffix(".svg").write_text(save(figure, path), encoding="utf-8")

@@ -12,12 +12,45 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from qlass.chat import State, uniforms
 from qlass.driver import Candidate, Sample
 from qlass.fast.cache import Lists, Prompt, PromptCache, Reading, Row, room_for
 from qlass.fast.token_tree import additive_masks, batches, tree_inputs, windows_of
 from qlass.fast.tries import Trie
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer's keys and values with room behind them, into which new ones are written.
+
+    DynamicLayer puts all of them together anew at each step, which takes most of the time of decoding. What replaces
+    `keys` by a copy (batch_select_indices, reorder_cache, reset) leaves it without room: the next step makes new room.
+    """
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tensors are (B, heads, tokens, head dim); returns all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self.append("keys", key_states)
+        self.values = self.append("values", value_states)
+        return self.keys, self.values
+
+    def append(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        old = getattr(self, name)
+        start = old.shape[-2] if old.dim() == new.dim() else 0
+        end = start + new.shape[-2]
+        rooms = self.__dict__.setdefault("rooms", {})
+        room = rooms.get(name)
+        has_room = room is not None and room.data_ptr() == old.data_ptr() and room.shape[:-2] == old.shape[:-2]
+        if not has_room or end > room.shape[-2]:
+            room = rooms[name] = new.new_empty((*new.shape[:-2], end + max(64, end // 4), new.shape[-1]))
+            if start:
+                room[..., :start, :] = old
+        room[..., start:end, :] = new
+        return room[..., :end, :]
 
 
 class FastPolicy:
@@ -110,6 +143,9 @@ class FastPolicy:
         cache, seen, logits = self.prefill(prompts)
         each = torch.from_numpy(owner).to(device)  # from here on a row is a candidate
         cache.batch_select_indices(each)
+        for layer in cache.layers:
+            if type(layer) is DynamicLayer:  # layers with windows keep their own ways
+                layer.__class__ = RoomyLayer
         seen, logits = seen[each], logits[each]
         positions = (seen.cumsum(-1) - 1).clamp(min=0)
         windows = windows_of(self.model.config)

@@ -1,10 +1,8 @@
 # Sourced by the other scripts: the paper's hyper-parameters (Table 5, App. A.2) in our flags, and where its data is.
 #
-# One process on one GPU. By the estimate that sft.py and train_qnet.py print first, Llama-2-7B with all weights trained
-# takes 129 GB with FITS=--gradient-checkpointing (an H200), 86 GB as below; for 80 GB or less give
-# FITS="--gradient-checkpointing --lora 16 --lr 2e-4". Several GPUs share the sequences with
-# TRAIN="torchrun --nproc-per-node 8 --", and divide the weights if FITS has --fsdp: 26 GB on each of eight with
-# FITS="--gradient-checkpointing --fsdp". docs/scale.md has the table, and the hours to expect.
+# By default LoRA, where the paper trains all weights: Llama-2-7B takes 20 GB of one GPU, 13B 34 GB. All weights, divided
+# among eight GPUs by Accelerate's FSDP (16 bytes a weight in all, activations on top; docs/scale.md):
+#   TRAIN="accelerate launch --use_fsdp --num_processes 8" FITS=--gradient-checkpointing bash runs/paper/webshop.sh
 # A stopped script resumes when it is run again. SEED=1 makes a run folder of its own.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python}
@@ -15,8 +13,9 @@ NAME=${NAME:-$(basename "$MODEL")-$SEED}       # names the run folder
 ETO=${ETO:-data/eto}                           # ETO's: webshop_sft.json, webshop_inst.txt, train_indices.json, ...
 WEBSHOP=${WEBSHOP:-data/webshop}               # WebShop's: items_shuffle.json, items_ins_v2.json, items_human_ins.json
 ALFWORLD_DATA=${ALFWORLD_DATA:-data/alfworld}  # what `alfworld-download` fetches
+FITS=${FITS:---gradient-checkpointing --lora 16 --lr 2e-4}
+ROLLOUTS=${ROLLOUTS:-64}  # of a tree; the paper names no bound, and W^(D+1) is 2,187 on ScienceWorld, 19,683 on ALFWorld
 
-FITS=${FITS:---gradient-checkpointing --weights bf16}
 read -ra optimiser <<<"--lr 1e-5 --batch 64 --max-tokens 4096 $FITS"  # cosine, warm-up 3 %, no decay: the stages' own
 sft=(--model "$MODEL" --epochs 3 "${optimiser[@]}")
 trees=(--width 3 --temperature 0.7 --limit 0)  # all training tasks (of ALFWorld's games a tenth is the split "val")
@@ -24,22 +23,18 @@ bellman=(--gamma 0.9)
 qnet=(--epochs 2 "${optimiser[@]}" --loss-on all --readout last)
 search=(--temperature 0.7 --limit 0) M=(2) N=(2 4 6)
 long=(--truncate oldest)  # 40 steps, a demonstration's in a tree too, may be more than Llama-2's 4,096 tokens
-
 # ETO's goals, which people wrote, on the whole catalogue; its splits of 1,824 and 200 goal indices; its instruction.
-webshop=(--env webshop --seed "$SEED" --webshop-data "$WEBSHOP" --human-goals)
-webshop+=(--split-file "$ETO" --instruction "$ETO/webshop_inst.txt")
+webshop=(--env webshop --seed "$SEED" --webshop-data "$WEBSHOP" --human-goals
+    --split-file "$ETO" --instruction "$ETO/webshop_inst.txt")
 
-# Stages 1 to 4 for the environment in `env`; what is there stays.
-pipeline() {
-  $TRAIN sft.py "${env[@]}" "${sft[@]}"
-  $PYTHON build_trees.py "${env[@]}" "${trees[@]}"
-  $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target q
-  $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}"
+pipeline() {  # stages 1 to 4 for the environment in `env`; what is there stays
+    $TRAIN sft.py "${env[@]}" "${sft[@]}"
+    $PYTHON build_trees.py "${env[@]}" "${trees[@]}"
+    $PYTHON bellman.py "${env[@]}" "${bellman[@]}" --target q
+    $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}"
 }
-
-# Table 2's rows for the environment in `env`: QLASS with M candidates beside the agent and its best of N.
-policies() {  # FLAG...: how, on which tasks
-  local ask=($PYTHON q_search.py "${env[@]}" "${search[@]}" "$@") by
-  "${ask[@]}" --method greedy qlass -M "${M[@]}" -N 1
-  for by in oracle q; do "${ask[@]}" --method best_of_n -N "${N[@]}" --select $by; done
+policies() {  # FLAG...: Table 2's rows, QLASS with M candidates beside the agent and its best of N
+    local ask=($PYTHON q_search.py "${env[@]}" "${search[@]}" "$@") by
+    "${ask[@]}" --method greedy qlass -M "${M[@]}" -N 1
+    for by in oracle q; do "${ask[@]}" --method best_of_n -N "${N[@]}" --select $by; done
 }

@@ -1,0 +1,175 @@
+"""The report's statistics against closed forms, coverage of the truth, and hand-computed numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qlass.stats import bootstrap, crossed, interval, kendall, paired_difference, spearman
+
+numbers = st.lists(st.floats(-10, 10, allow_subnormal=False), min_size=2, max_size=12)
+
+
+def series(values: dict) -> pd.Series:
+    """{(task, seed): value}"""
+    return pd.Series(values, dtype=float)
+
+
+def test_bootstrap_of_a_coin_is_the_binomial():
+    # The resampled mean of 50 zeros and 50 ones is Binomial(100, 1/2) / 100, with 95 % between .40 and .60.
+    estimate = bootstrap([0] * 50 + [1] * 50)
+    assert (estimate.mean, estimate.n) == (0.5, 100)
+    assert (estimate.low, estimate.high) == pytest.approx((0.40, 0.60), abs=0.011)
+
+
+def test_bootstrap_agrees_with_the_normal_interval_on_a_large_sample():
+    sample = np.random.default_rng(1).normal(3, 2, 2000)
+    estimate, half = bootstrap(sample), 1.96 * sample.std() / math.sqrt(2000)
+    assert (estimate.low, estimate.high) == pytest.approx((sample.mean() - half, sample.mean() + half), abs=0.05 * half)
+
+
+def test_bootstrap_covers_the_true_mean_nineteen_times_in_twenty():
+    rng = np.random.default_rng(2)
+    intervals = [bootstrap(rng.normal(1, 1, 60), resamples=2000) for _ in range(400)]
+    coverage = sum(e.low <= 1 <= e.high for e in intervals) / 400
+    assert 0.90 <= coverage <= 0.975  # .94 is expected of a percentile interval of 60, and 400 trials sway it by .012
+
+
+@settings(max_examples=40, deadline=None)
+@given(numbers, st.randoms(use_true_random=False))
+def test_bootstrap_does_not_depend_on_order_and_moves_with_the_sample(values, random):
+    shuffled = random.sample(values, len(values))
+    estimate, moved = bootstrap(values, 200), bootstrap([v + 5 for v in values], 200)
+    assert bootstrap(shuffled, 200) == estimate
+    assert min(values) - 1e-9 <= estimate.low <= estimate.high <= max(values) + 1e-9
+    assert (moved.low, moved.high) == pytest.approx((estimate.low + 5, estimate.high + 5))
+
+
+def test_one_task_has_no_interval_and_shows_no_difference():
+    estimate = bootstrap([0.7])
+    assert estimate.mean == 0.7 and math.isnan(estimate.low) and estimate.covers_zero
+    assert bootstrap([]).n == 0 == paired_difference(series({("a", 0): 1}), series({("b", 0): 1})).n
+
+
+def test_where_seeds_or_tasks_alone_differ_the_interval_is_students():
+    half = 4.302653 * 1 / math.sqrt(3)  # of three values with standard deviation 1
+    for values in ([[0, 0], [1, 1], [2, 2]], [[0, 1, 2]] * 3):
+        estimate = crossed(np.array(values, float))
+        assert (estimate.low, estimate.high) == pytest.approx((1 - half, 1 + half), abs=1e-4)
+        assert estimate.p == pytest.approx(1 - math.sqrt(3) / math.sqrt(2 + 3), abs=1e-4)  # t = sqrt(3)
+    assert crossed(np.full((3, 4), 0.5)).low == 0.5 == crossed(np.full((3, 4), 0.5)).high
+
+
+def test_three_seeds_that_agree_by_chance_decide_nothing():
+    """Without a difference, p is below a small threshold no more often than it says."""
+    rng, n = np.random.default_rng(6), 1000
+    trials = (rng.normal(0, 0.03, (3, 1)) + rng.normal(0, 0.1, 100) + rng.normal(0, 0.3, (3, 100)) for _ in range(n))
+    p = np.array([crossed(trial).p for trial in trials])
+    assert (p < 0.05).mean() <= 0.05 and (p < 0.0033).mean() <= 0.0033
+
+
+@pytest.mark.parametrize(("between", "at_least"), [(0.0, 0.93), (0.05, 0.88), (0.2, 0.92)])
+def test_the_interval_of_three_seeds_covers_the_truth(between, at_least):
+    rng, n = np.random.default_rng(4), 200
+    trials = (rng.normal(0, between, (3, 1)) + rng.normal(0, 0.1, 60) + rng.normal(0, 0.3, (3, 60)) for _ in range(n))
+    assert sum(e.low <= 0 <= e.high for e in map(crossed, trials)) / n >= at_least
+
+
+def test_blocks_are_sampled_not_their_tasks():
+    """Ten tasks of a block that all go the same way are no more evidence than one."""
+    outcome = dict(enumerate([0.0, 1.0, 1.0, 0.0, 1.0]))
+    tasks = {(f"{block}-{i}", 0): value for block, value in outcome.items() for i in range(10)}
+    blocks = {task: task[0] for task, _ in tasks}
+    by_block, by_task, alone = interval(series(tasks), blocks), interval(series(tasks)), bootstrap(outcome.values())
+    assert (by_block.low, by_block.high, by_block.p) == pytest.approx((alone.low, alone.high, alone.p))
+    assert by_block.n == by_task.n == 50 and by_block.high - by_block.low > 2 * (by_task.high - by_task.low)
+    seeds = {(task, seed): value + 0.1 * seed for (task, _), value in tasks.items() for seed in range(3)}
+    of_blocks = crossed(np.array([[value + 0.1 * seed for value in outcome.values()] for seed in range(3)]))
+    estimate = interval(series(seeds), blocks)
+    assert (estimate.low, estimate.high) == pytest.approx((of_blocks.low, of_blocks.high))
+
+
+def test_the_mean_is_of_tasks_whatever_the_sizes_of_their_blocks():
+    values = {("a1", 0): 1.0, ("a2", 0): 1.0, ("a3", 0): 0.0, ("b1", 0): 0.0}
+    estimate = interval(series(values), {"a1": "a", "a2": "a", "a3": "a"})  # .5 -+ (2 - 1.5) / 2
+    assert (estimate.mean, estimate.low, estimate.high) == pytest.approx((0.5, 0.25, 0.75))
+
+
+def test_one_block_has_the_mean_of_all_seeds_and_no_interval():
+    values = {("a", 0): 0.0, ("b", 0): 0.2, ("a", 1): 1.0, ("b", 1): 1.2}
+    estimate = interval(series(values), {"a": "x", "b": "x"})
+    assert estimate.mean == pytest.approx(0.6) and math.isnan(estimate.low) and estimate.n == 2
+
+
+def test_seeds_of_a_player_that_no_training_changes_are_one():
+    once = {(task, 0): float(task % 3 == 0) for task in range(30)}
+    thrice = {(task, seed): value for (task, _), value in once.items() for seed in range(3)}
+    assert interval(series(thrice)) == interval(series(once))
+
+
+def test_a_seed_that_lacks_a_task_takes_the_task_out_of_the_interval_not_the_seeds():
+    values = {(task, seed): 0.1 * task + seed + 0.2 * (task == seed) for task in range(4) for seed in range(3)}
+    without = {key: value for key, value in values.items() if key != (3, 1)}
+    estimate = interval(series(without))
+    assert estimate == interval(series({key: value for key, value in values.items() if key[0] < 3})) and estimate.n == 3
+
+
+def test_paired_difference_by_hand():
+    a = {("t1", 0): 1.0, ("t2", 0): 0.5, ("t3", 0): 0.5, ("t4", 0): 1.0}
+    b = {("t1", 0): 0.5, ("t2", 0): 0.5, ("t3", 0): 0.5, ("t5", 0): 0.0}
+    difference = paired_difference(series(a), series(b))  # t1: .5, t2: 0, t3: 0; t4 and t5 have no partner
+    assert (difference.mean, difference.n) == (pytest.approx(1 / 6), 3)
+    # All differences are >= 0, and with probability (2/3)^3 = .30 a resample misses t1: the interval reaches 0.
+    assert difference.low == 0 and difference.covers_zero
+
+
+@pytest.mark.parametrize(("n", "undecided"), [(2, True), (5, True), (6, False)])
+def test_tasks_that_all_agree_decide_no_more_than_a_sign_test(n, undecided):
+    a, b = (series({(task, seed): value for task in range(n) for seed in range(2)}) for value in (0.6, 0.5))
+    one = series({(task, 0): 0.6 for task in range(n)})
+    for difference in (paired_difference(a, b), paired_difference(one, b), crossed(np.full((2, n), 0.1))):
+        assert difference.covers_zero == undecided and difference.p == 2.0 ** (1 - n)
+
+
+def test_pairing_removes_what_is_common_to_both():
+    rng = np.random.default_rng(3)
+    hard = rng.uniform(0, 1, 100)
+    a = series({(i, 0): hard[i] + 0.05 + 0.01 * rng.normal() for i in range(100)})
+    b = series({(i, 0): hard[i] for i in range(100)})
+    assert not paired_difference(a, b).covers_zero
+    assert bootstrap(a).low < bootstrap(b).high  # unpaired, the two cannot be told apart
+
+
+def test_shared_seeds_are_paired_else_each_has_its_own_mean():
+    a = series({("t", 0): 1.0, ("t", 1): 0.0, ("u", 0): 1.0})
+    assert paired_difference(a, series({("t", 1): 0, ("u", 0): 0})).mean == pytest.approx(0.5)  # t: 0 - 0, u: 1 - 0
+    assert paired_difference(a, series({("t", 7): 0, ("u", 7): 0})).mean == pytest.approx(0.75)  # t: .5 - 0, u: 1 - 0
+
+
+def test_runs_that_share_no_seed_differ_as_their_trainings_do():
+    """Two sides of three trainings: the interval covers the truth, which one over tasks alone would not."""
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(200):
+        sides = []
+        for first in (0, 3):
+            seeds = 0.05 * rng.normal(size=3)
+            sides.append({(t, first + s): seeds[s] + 0.1 * rng.normal() for t in range(100) for s in range(3)})
+        covered += paired_difference(*map(series, sides)).covers_zero
+    assert 0.9 < covered / 200 <= 1
+    halves = series({(task, seed): 0.5 for task in "ab" for seed in (1, 2)})
+    one = paired_difference(series({("a", 0): 1.0, ("b", 0): 0.0}), halves)
+    assert one.mean == 0 and one.n == 2  # of one training a side: over tasks
+
+
+def test_rank_correlations_by_hand():
+    assert spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)  # 1 - 6 * 2 / (4 * 15)
+    assert kendall([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(4 / 6)  # 5 pairs agree, 1 does not
+    # Ties: x has ranks 0, 1.5, 1.5, 3. Of 6 pairs x ties one, and the others agree with y: 5 / sqrt(5 * 6).
+    assert kendall([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(5 / math.sqrt(30))
+    assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+    assert math.isnan(spearman([1, 1], [1, 2])) and math.isnan(kendall([1, 1], [1, 2]))
