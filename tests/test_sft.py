@@ -330,12 +330,8 @@ def test_a_demonstration_ends_with_the_experts_last_action():
         "Thought: this way\nAction: right", "Observation: you stand at start right right",
         "Thought: this way\nAction: right",
     ]  # fmt: skip
-    assert (record["reward"], record["task"], record["env"], record["task_id"]) == (
-        1.0,
-        "find the purse",
-        "fake",
-        "train0",
-    )
+    about = {"reward": 1.0, "task": "find the purse", "env": "fake", "task_id": "train0"}
+    assert record == about | {"messages": record["messages"]}
 
 
 def test_a_stopped_demonstrator_plays_what_is_missing(tmp_path, monkeypatch):
@@ -423,13 +419,16 @@ def test_a_padding_token_that_the_model_lacks_does_no_harm(tmp_path, agent, fake
     assert (tmp_path / "sft" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("damage", ["empty", "no weights", "cut weights", "other vocabulary", "bad json", "bad policy"])
+@pytest.mark.parametrize(
+    "damage", ["no folder", "empty", "no weights", "cut weights", "other vocabulary", "bad json", "bad policy"]
+)
 def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path, agent, damage, capfd):
     folder = tmp_path / "sft"
-    folder.mkdir()
-    for file in agent.iterdir():
-        (folder / file.name).write_bytes(b"" if damage == "empty" else file.read_bytes())
+    if damage != "no folder":
+        shutil.copytree(agent, folder)
     weights, config = folder / "model.safetensors", folder / "config.json"
+    for file in agent.iterdir() if damage == "empty" else ():
+        (folder / file.name).write_bytes(b"")
     if damage == "no weights":
         weights.unlink()
     elif damage == "cut weights":
@@ -477,8 +476,3 @@ def test_few_demonstrations_make_small_batches_and_many_epochs():
     assert sft.length(8, None, None) == {"batch": 2, "epochs": 50}
     assert sft.length(1000, None, None) == {"batch": 16, "epochs": 12}
     assert sft.length(8, 8, 1) == {"batch": 8, "epochs": 1}  # what was asked for is not cut
-
-
-def test_a_folder_that_is_none_is_named_in_one_line(tmp_path):
-    with pytest.raises(UserError, match="nowhere"):
-        Policy.load(tmp_path / "nowhere")

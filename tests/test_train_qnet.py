@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -95,16 +94,6 @@ def test_packed_loss_and_gradients_are_those_of_the_pairs_one_by_one(loss_on, ma
         torch.testing.assert_close(g, expected[name], rtol=1e-4, atol=1e-6)
     in_turn = sum(packed_loss(net, [p]) for p in packs)  # padding changes nothing
     assert in_turn.item() == pytest.approx(one.item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("rendering", [{"compact": True}, {"mark_matches": True}])
-def test_pairs_that_read_alike_are_packed_alike(rendering):
-    """Compact pages and marks make different states equal in tokens; each pair still counts."""
-    net = qnet(word_chat(**rendering))
-    pairs = [*TREE, *pairs_of(labelled_tree("train1"))]
-    packs = list(pack_pairs(net.chat, pairs, "all", 10_000))
-    assert len(packs) == 1
-    assert packed_loss(net, packs).item() == pytest.approx(sum(pair_loss(net, p).item() for p in pairs), rel=1e-4)
 
 
 words = st.lists(st.sampled_from(["left", "right", "walk"]), min_size=1, max_size=4).map(" ".join)
@@ -318,19 +307,6 @@ def test_packed_and_plain_scores_are_those_of_search(readout):
         packs = list(pack_pairs(net.chat, TREE, "last", max_tokens))
         assert packed_scores(net, packs, budget) == pytest.approx(searched, abs=1e-5)
     assert [net.q(p.state, p.action) for p in TREE] == pytest.approx(searched, abs=1e-5)
-
-
-def test_packed_pairs_are_small():
-    """At most 40 bytes a unique token, all that is kept beside the pairs themselves."""
-    tracemalloc.start()
-    chat, pairs = word_chat(), [*TREE, *pairs_of(labelled_tree("train1"))]
-    many = [Pair(State((("user", f"{'walk ' * 400}{i}"),)), p.action, p.q) for i, p in enumerate(pairs)]
-    list(pack_pairs(chat, many, "all", 1000))  # what is made once
-    before = tracemalloc.get_traced_memory()[0]
-    packs = list(pack_pairs(chat, many, "all", 1000))
-    kept = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert kept / sum(len(p.tree) for p in packs) < 40
 
 
 def test_sibling_accuracy_by_hand():
