@@ -37,9 +37,8 @@ PAPER_NOTE = (
     "without which the earlier version has .653 and .649). Its figure counts generated tokens alone."
 )
 DIFFERENCES_NOTE = (
-    "Paired differences in reward over the tasks that both methods ran; “undecided” where the interval covers 0. QLASS "
-    "is set against the best-of-N nearest in tokens, and the one with as many samples. The intervals are not corrected "
-    "for the number of comparisons."
+    "Differences are paired, over the tasks that both methods ran, and “undecided” where the interval covers 0. QLASS "
+    "meets the best-of-N nearest in tokens, and the one with as many samples. No correction for so many comparisons."
 )
 TITLES = {
     "tokens": "Reward against tokens and environment steps (Fig. 3)",
@@ -71,33 +70,34 @@ def main(argv: list[str] | None = None) -> None:
     out = output(args.out or run / "report.html")
     trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if p.exists()), None)
 
-    main_groups = tables.headline(groups)
-    rows, all_rows = tables.short_table(main_groups), tables.results_table(groups)
-    differences, all_differences = tables.differences_table(main_groups), tables.differences_table(groups)
-    types = tables.types_table(groups)
-    parts = [tables.markdown(rows), ROWS_NOTE, PAPER_NOTE, "All results", tables.markdown(all_rows)]
-    parts += [DIFFERENCES_NOTE, tables.markdown(all_differences)] if all_differences else []
-    parts += ["Mean reward by type of task", tables.markdown(types)] if types else []
+    headline = tables.headline(groups)
+    rows, differences = tables.short_table(headline), tables.differences_table(headline)
+    long = {
+        "All results": tables.results_table(groups),
+        "All paired differences in reward": tables.differences_table(groups),
+        "Mean reward by type of task": tables.types_table(groups),
+        "Rank correlations of q and reward": tables.calibration_table(groups),
+    }
+    parts = [tables.markdown(rows), ROWS_NOTE, PAPER_NOTE, DIFFERENCES_NOTE]
+    for title, table in long.items():
+        parts += [title, tables.markdown(table)] if table else []
     text = "\n\n".join(parts) + "\n"
     with replacing(out.with_suffix(".md")) as file:
         file.write(text)
     print(text)
 
     drawn = draw(groups, out)
+    results, pairs, types, correlations = (page.fold(title, page.table(table)) for title, table in long.items())
+    notes = page.note(f"{ROWS_NOTE} {PAPER_NOTE}"), page.note(DIFFERENCES_NOTE)
     sections = [
         page.section("tokens", TITLES["tokens"], drawn["tokens"]),
-        page.section("results", "Results", page.table(rows), page.note(f"{ROWS_NOTE} {PAPER_NOTE}"),
-                     page.fold(f"All {len(all_rows)} results", page.table(all_rows)),
-                     page.fold("By type of task", page.table(types))),
-        page.section("differences", "Paired differences in reward", page.table(differences),
-                     page.note(DIFFERENCES_NOTE) if all_differences else "",
-                     page.fold(f"All {len(all_differences)} differences", page.table(all_differences))),
+        page.section("results", "Results", page.table(rows), notes[0], results, types),
+        page.section("differences", "Paired differences in reward", page.table(differences), notes[1], pairs),
         page.section("targets", TITLES["targets"], drawn["targets"]),
-        page.section("calibration", TITLES["calibration"], drawn["calibration"],
-                     page.fold("Rank correlations of q and reward", page.table(tables.calibration_table(groups)))),
+        page.section("calibration", TITLES["calibration"], drawn["calibration"], correlations),
         page.section("frontier", TITLES["frontier"], drawn["frontier"]),
         page.section("steps", "One task, step by step (Fig. 5)", page.cases(groups)),
-    ]  # fmt: skip
+    ]
     with replacing(out) as file:
         file.write(page.render(sections, page.tree_data(trees, args.max_trees), [path for _, path in sources]))
     print(f"{out}, {out.with_suffix('.md')} and the figures beside them")
@@ -138,13 +138,12 @@ def expected(groups: list[Group], ranges: Path) -> list[str]:
     lines = []
     for row in csv.DictReader(read_text(ranges).splitlines()):
         key = row["method"], int(row["M"]), int(row["N"]), row["select"], ""
-        for group in groups:
-            condition = group.condition
+        for condition, mean in ((group.condition, group.reward.mean) for group in groups):
             if (condition.method, condition.M or 1, condition.N or 1, condition.select or "", condition.label) == key:
-                within = float(row["low"]) <= round(group.reward.mean, 2) <= float(row["high"])
-                mean, low, high = (f"{x}".lstrip("0") for x in (f"{group.reward.mean:.3f}", row["low"], row["high"]))
                 name = "agent" if condition.method == "greedy" else condition
-                lines.append(f"{name} {mean}, expected {low} to {high}: {'ok' if within else 'not as expected'}")
+                verdict = "ok" if float(row["low"]) <= round(mean, 2) <= float(row["high"]) else "not as expected"
+                reward, low, high = (text.lstrip("0") for text in (f"{mean:.3f}", row["low"], row["high"]))
+                lines.append(f"{name} {reward}, expected {low} to {high}: {verdict}")
     return lines
 
 
