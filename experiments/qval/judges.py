@@ -75,10 +75,10 @@ class ChatServer:
         return [first_token(reply, options) for (_, reply), (_, options) in zip(replies, choices, strict=True)]
 
 
-def first_token(reply: dict, options: Sequence[str]) -> list[float] | None:
+def first_token(choice: dict, options: Sequence[str]) -> list[float] | None:
     try:
-        top = reply["logprobs"]["content"][0]["top_logprobs"]
-    except (KeyError, IndexError, TypeError):
+        top = choice["logprobs"]["content"][0]["top_logprobs"]
+    except (IndexError, KeyError, TypeError):
         return None
     logp = {token["token"].strip(): token["logprob"] for token in reversed(top)}
     return [logp.get(option, -math.inf) for option in options]
