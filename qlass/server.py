@@ -7,6 +7,7 @@ of (run seed, task, node, candidate), so that a server that honours it gives the
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -77,11 +78,9 @@ class ServerPolicy:
                             "server tells: leave --server out, or train it with --candidates free")  # fmt: skip
         self.chat, self.seed, self.parallel, self.server = chat, seed, parallel, Endpoint(url, **options)
         self.computed = 0  # tokens read and written, as the server counts them
-        # By trial: prompts as token ids or as text, and settings for which a server may have defaults of its own.
-        ids, k = chat.prompt(State((("user", "a"),))), chat.rendering.top_k
-        more = {"stop_token_ids": sorted(chat.stop_ids), "min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1}
-        extras = [{**more, "top_k": k}] if k else [{**more, "top_k": -1}, {**more, "top_k": 0}, {}]  # all: -1 or 0
-        for self.by_ids, self.extra in itertools.product((True, False), extras):
+        ids = chat.prompt(State((("user", "a"),)))
+        for dialect in itertools.product((True, False), self._extras()):  # the first that the server takes
+            self.by_ids, self.extra = dialect
             try:
                 _, usage = self._complete(self._prompt(ids), 0.0, (), 1)
                 break
@@ -92,6 +91,15 @@ class ServerPolicy:
         if (length := usage.get("prompt_tokens") or len(ids)) != len(ids):
             print(f"warning: {self.server.name} reads {length} tokens where the checkpoint has {len(ids)}: is it the "
                   "same model?", file=sys.stderr)  # fmt: skip
+
+    def _extras(self) -> Iterator[dict]:
+        """Settings beside OpenAI's, in the words of one server or another: else its own defaults would act."""
+        k, stop = self.chat.rendering.top_k, self.chat.stop_id
+        neutral = {"stop_token_ids": [stop], "min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1}
+        yield from ({**neutral, "top_k": top} for top in ([k] if k else [-1, 0]))  # all tokens: -1 or 0
+        yield {"generation_config": json.dumps({"do_sample": True, "top_k": k, "eos_token_id": stop})}  # transformers
+        if not k:
+            yield {}
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         """Candidates are drawn one by one, each with its seed; of greedy ones, which are equal, one."""
