@@ -110,6 +110,12 @@ class Rendering:
 
     FILE = "policy.json"
 
+    @property
+    def end_texts(self) -> list[str]:
+        """What the tokens that end a turn look like, the template's own first."""
+        others = sorted(self.stop_ids - {self.stop_id})
+        return [self.stop.strip(), *(self.tokenizer.decode([token]).strip() for token in others)]
+
     def save(self, folder: Path) -> None:
         (folder / self.FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
 
@@ -211,6 +217,12 @@ class Chat:
         self.stop_id = self._ids(self.stop, "", "")[-1]
         self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} - {None}  # any of these ends what a model writes
         self._ids = functools.lru_cache(maxsize=100_000)(self._ids)  # type: ignore[method-assign]
+
+    @property
+    def end_texts(self) -> list[str]:
+        """What the tokens that end a turn look like, the template's own first."""
+        others = sorted(self.stop_ids - {self.stop_id})
+        return [self.stop.strip(), *(self.tokenizer.decode([token]).strip() for token in others)]
 
     def save(self, folder: Path) -> None:
         """Tokenizer and rendering, beside the weights of a checkpoint."""

@@ -94,10 +94,10 @@ class ServerPolicy:
 
     def _extras(self) -> Iterator[dict]:
         """Settings beside OpenAI's, in the words of one server or another: else its own defaults would act."""
-        k, stop = self.chat.rendering.top_k, self.chat.stop_id
-        neutral = {"stop_token_ids": [stop], "min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1}
+        k, ends = self.chat.rendering.top_k, sorted(self.chat.stop_ids)
+        neutral = {"stop_token_ids": ends, "min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1}
         yield from ({**neutral, "top_k": top} for top in ([k] if k else [-1, 0]))  # all tokens: -1 or 0
-        yield {"generation_config": json.dumps({"do_sample": True, "top_k": k, "eos_token_id": stop})}  # transformers
+        yield {"generation_config": json.dumps({"do_sample": True, "top_k": k, "eos_token_id": ends})}  # transformers
         if not k:
             yield {}
 
@@ -120,16 +120,19 @@ class ServerPolicy:
         self, prompt: list[int] | str, temperature: float, key: tuple, room: int | None = None
     ) -> tuple[str, dict]:
         """The text up to the end of the turn, and the server's counts of tokens."""
-        r, stop = self.chat.rendering, self.chat.stop.strip()
+        r, ends = self.chat.rendering, self.chat.end_texts
         digest = hashlib.blake2b(repr((self.seed, *key)).encode(), digest_size=4).digest()
         client = self.server.client.with_options(max_retries=0) if room else self.server.client
         with self.server.one_line():
             reply = client.completions.create(
                 model=self.server.model, prompt=prompt, temperature=temperature, top_p=r.top_p, extra_body=self.extra,
                 max_tokens=room or r.max_new_tokens, seed=int.from_bytes(digest, "big") >> 1,
-                stop=[stop, *r.stop][:4],  # a server takes no more; `Chat.said` cuts at each
+                stop=[*ends, *r.stop][:4],  # a server takes no more; what is beyond is cut here
             )  # fmt: skip
-            return reply.choices[0].text.split(stop, 1)[0], reply.usage.model_dump() if reply.usage else {}
+            text = reply.choices[0].text
+            for end in ends:  # `Chat.said` cuts at the stop texts
+                text = text.split(end, 1)[0]
+            return text, reply.usage.model_dump() if reply.usage else {}
 
     def _prompt(self, ids: list[int]) -> list[int] | str:
         """Text has no BOS where a server, as the tokenizer does, begins it with one."""
