@@ -75,10 +75,8 @@ def train(
             pairs = sum(pack.pairs for pack in batch)
             for group in fit.share(list(batches(batch, lambda pack: len(pack.tree), micro_tokens))):
                 part = [batch[i] for i in group]
-                if not fast:
-                    loss = sum(
-                        pair_loss(fit.model, pair, loss_on) for pack in part for pair in pack.members
-                    )  # Eq. (11)
+                if not fast:  # Eq. (11)
+                    loss = sum(pair_loss(fit.model, pair, loss_on) for pack in part for pair in pack.members)
                 else:  # the same at a fraction of the cost
                     loss = packed_loss(fit.model, part)
                 fit.backward(loss / pairs, sum(len(pack.tree) for pack in part))
@@ -116,7 +114,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     envs.add_arguments(flags, argv)
     add, default = flags.add_argument, choices(PAPER, TINY)
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
-    add("--labels", type=Path, help="default: RUN/q_labels.jsonl, flags if missing")
+    add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
     add("--epochs", type=at_least(1), help=f"at most ({default('epochs')})")
     add("--lr", type=at_least(0, float), help=f"{default('lr')}; with --lora {models.LR}")
@@ -156,7 +154,6 @@ def main(argv: list[str] | None = None) -> None:
     trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
     if not any(trees):
         raise UserError(f"{args.labels}: no trees with actions")
-    held_out, training = hold_out(trees)
 
     args.sft = cli.needed(args.sft, args.run / "sft", "sft", args)
     warn_of_another_world(args.sft, args)
@@ -180,6 +177,11 @@ def main(argv: list[str] | None = None) -> None:
     settle(args, (TINY if small else PAPER) | ({"lr": models.LR} if args.lora else {}))
     if is_trained(vars(args), [args.labels, args.sft]):
         return release(lock)
+    readable = [[pair for pair in tree if qnet.chat.fits(pair.state)] for tree in trees]
+    if left_out := sum(map(len, trees)) - sum(map(len, readable)):
+        cut = "" if qnet.chat.rendering.truncate else "; --truncate oldest cuts them"
+        process.print(f"{left_out} pairs are left out: their prompts are beyond the model's context{cut}")
+    held_out, training = hold_out(readable)
 
     def packs_of(some: list[Tree]) -> list[PackedPairs]:
         return packed(qnet, some, args.loss_on, args.max_tokens, fast=not args.plain)
@@ -200,7 +202,12 @@ def main(argv: list[str] | None = None) -> None:
         models.cast(qnet.backbone, models.device_and_dtype(args.device)[1])  # as q_search.py loads it
         qnet.save_pretrained(folder)
     figures, each, once = fit.figures(), sum(p.tokens for p in packs), sum(len(p.tree) for p in packs)
-    about = {"trees": len(trees), **figures, "tokens_pair_by_pair": figures["tokens"] // once * each}
+    about = {
+        "trees": len(trees),
+        "pairs_left_out": left_out,
+        **figures,
+        "tokens_pair_by_pair": figures["tokens"] // once * each,
+    }
     files.write_meta(args.out, vars(args), [args.labels, args.sft], **about)
 
     policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, qnet.chat.rendering)

@@ -376,13 +376,16 @@ def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, m
     assert meta["training"]["sibling_pairs"] and 0 <= meta["training"]["policy_sibling_accuracy"] <= 1
 
 
-def test_trees_that_were_grown_with_cut_prompts_are_measured_with_them(train, tmp_path, monkeypatch):
+def test_pairs_beyond_the_context_are_left_out_or_cut(train, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("qlass.models.context_of", lambda config: 30)
     monkeypatch.setattr(Chat, "stays", lambda *_: 1)  # as where the first message tells all
-    with pytest.raises(UserError, match="--truncate oldest"):
-        train()
+    train()
+    meta = json.loads((tmp_path / "qnet.meta.json").read_text())
+    assert meta["pairs_left_out"] > 0 and "policy_sibling_accuracy" in meta["training"]
+    assert f"{meta['pairs_left_out']} pairs are left out" in capsys.readouterr().out
     train("--truncate", "oldest", out="cut")
-    assert "policy_sibling_accuracy" in json.loads((tmp_path / "cut.meta.json").read_text())["training"]
+    meta = json.loads((tmp_path / "cut.meta.json").read_text())
+    assert meta["pairs_left_out"] == 0 and "policy_sibling_accuracy" in meta["training"]
 
 
 def test_a_qnet_is_saved_before_it_is_measured(train, tmp_path, monkeypatch):
