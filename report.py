@@ -69,7 +69,6 @@ def main(argv: list[str] | None = None) -> None:
     groups = read_results(sources)
     out = output(args.out or run / "report.html")
     trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if p.exists()), None)
-
     headline = tables.headline(groups)
     rows, differences = tables.short_table(headline), tables.differences_table(headline)
     long = {
