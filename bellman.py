@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from qlass import UserError
-from qlass.cli import at_least, needed, parse, parser, run_stage
+from qlass.cli import HANDED_ON, at_least, needed, parse, parser, run_stage
 from qlass.files import dumps, fields_of, locked, read_meta, read_trees, replacing, same_arguments, write_meta
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
@@ -92,20 +92,33 @@ def chats(tree: list[dict]) -> Iterator[dict]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__)
-    add = made.add_argument
+    flags = parser(__doc__)
+    add = flags.add_argument
     add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/q_labels.jsonl")
     gamma = at_least(0, float, below=1)
     add("--gamma", type=gamma, default=PAPER["gamma"], help="discount of Eq. (7) (default: %(default)s)")
     add("--target", choices=TARGETS, default=PAPER["target"], help="process reward (default: %(default)s)")
     add("--chat", type=Path, metavar="FILE", help="also write self-contained (messages, q) lines for other trainers")
+    for flag in HANDED_ON:  # to the stage that makes missing trees
+        add("--" + flag.replace("_", "-"), help=argparse.SUPPRESS)
     given = sys.argv[1:] if argv is None else argv
-    if "--help-more" in given or made.parse_known_args(given)[1]:  # an environment's, for missing trees
+    if "--help-more" in given or flags.parse_known_args(given)[1]:  # an environment's, likewise
         import envs
 
-        envs.add_arguments(made, argv)
-    return parse(made, argv)
+        envs.add_arguments(flags, argv)
+    return parse(flags, argv)
+
+
+def check_outputs(trees: Path, out: Path, chat: Path | None) -> None:
+    """UserError where writing would lose something that this stage did not write."""
+    written = {"task_id", "messages", "q"}
+    if chat and (chat.resolve() in (trees.resolve(), out.resolve()) or fields_of(chat) not in (None, written)):
+        raise UserError(f"--chat {chat}: holds something else, which would be lost; name another")
+    fields = fields_of(out)
+    labels = "target" in read_meta(out).get("arguments", {"target": None}) and (fields is None or "q_raw" in fields)
+    if trees.resolve() == out.resolve() or not labels:
+        raise UserError(f"{out}: not labels that bellman.py made; name another --out")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -113,19 +126,14 @@ def main(argv: list[str] | None = None) -> None:
     started = time.time()
     args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
-    also = NEEDS.get(args.target, []) + ["messages"] * bool(args.chat)
-    ours = args.trees.resolve(), args.out.resolve()
-    if args.chat and (args.chat.resolve() in ours or fields_of(args.chat) not in (None, {"task_id", "messages", "q"})):
-        raise UserError(f"--chat {args.chat}: holds something else, which would be lost; name another")
-    made_by, held = read_meta(args.out).get("arguments", {"target": None}), fields_of(args.out)
-    if ours[0] == ours[1] or "target" not in made_by or not (held is None or "q_raw" in held):
-        raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
+    check_outputs(args.trees, args.out, args.chat)
+    fields = NEEDS.get(args.target, []) + ["messages"] * bool(args.chat)
     trees = nodes = flat = 0
     with locked(args.out):
         if args.out.exists() and not args.overwrite:
-            same_arguments(args.out, vars(args), ["chat", "trees"])  # of more trees there are more labels
+            same_arguments(args.out, vars(args), ["chat", "trees", *HANDED_ON])  # of more trees there are more labels
         with replacing(args.out) as out, replacing(args.chat) if args.chat else nullcontext() as chat:
-            for tree in read_trees(args.trees, also):  # one tree in memory at a time
+            for tree in read_trees(args.trees, fields):  # one tree in memory at a time
                 labels = label(tree, args.target, args.gamma)
                 out.writelines(map(dumps, labels))
                 if chat:

@@ -15,7 +15,6 @@ it reads with the aids of `tiny.AIDS`. Any other model keeps its tokenizer, its 
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import itertools
 import math
@@ -89,20 +88,18 @@ def opening(state: State) -> tuple[tuple[str, str], ...]:
 
 
 def first_messages(env: envs.TextEnv, states: list[State]) -> dict[str, str]:
-    """System message, instruction and agreement that demonstrations share, where they are not the environment's own."""
-    beginnings: collections.Counter = collections.Counter()
+    """System message, instruction and agreement that demonstrations share, where they are not the environment's own.
+
+    What differs from one to the other tells the task, as the environment does at inference.
+    """
+    beginnings = []
     for state in states:
         messages = [content for _, content in state.messages[:3]]
         if agreed(state.messages):
-            beginnings[tuple(messages if state.messages[0][0] == "system" else ["", *messages[:2]])] += 1
-    if not beginnings:
-        return {}
-    (common, n), *others = beginnings.most_common()
-    if others:
-        print(f"{n} of {len(states)} demonstrations begin alike; at inference all do so, by policy.json")
-    own = env.system, env.instruction, env.agreement
-    names = ("system", "instruction", "agreement")
-    return {name: words for name, words, ours in zip(names, common, own, strict=True) if words != ours}
+            beginnings.append(messages if state.messages[0][0] == "system" else ["", *messages[:2]])
+    own = {"system": env.system, "instruction": env.instruction, "agreement": env.agreement}
+    shared = zip(own.items(), zip(*beginnings, strict=True), strict=False)
+    return {name: words[0] for (name, ours), words in shared if len(set(words)) == 1 and words[0] != ours}
 
 
 def in_own_words(env: envs.TextEnv, state: State) -> State:
@@ -288,6 +285,7 @@ def main(argv: list[str] | None = None) -> None:
     lock = only_writer(args.out) if process.is_main_process else None
     torch.manual_seed(args.seed)
 
+    named = args.expert is not None
     with process.main_process_first():
         about = {name: getattr(args, name) for name in ("env", "run", *args.env_flags)}
         again = args.overwrite and process.is_main_process
@@ -305,7 +303,8 @@ def main(argv: list[str] | None = None) -> None:
         return model, chat, models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
 
     model, chat, adapter = begin()
-    chat.rendering = dataclasses.replace(chat.rendering, candidates=args.candidates, **first_messages(env, states))
+    beginning = first_messages(env, states) if named else {}
+    chat.rendering = dataclasses.replace(chat.rendering, candidates=args.candidates, **beginning)
     examples, validation, cut = examples_for(chat, states, args.max_tokens, args.observation_loss > 0)
     if cut:
         process.print(f"{cut} of {len(examples)} demonstrations are cut (--max-tokens, the model's context)")

@@ -126,9 +126,19 @@ def at_least(low: float, kind: Callable[[str], T] = int, below: float = float("i
     return number
 
 
-def handed_on(args: argparse.Namespace) -> list[str]:
-    """The flags that all stages of a run share."""
+HANDED_ON = {  # flags that a stage hands on where it makes a missing input, and the stages that know them
+    "device": ("sft", "build_trees", "bellman", "train_qnet"),
+    "server": ("build_trees", "bellman"),
+    "load_in": ("build_trees", "bellman"),
+}
+
+
+def handed_on(args: argparse.Namespace, stage: str = "") -> list[str]:
+    """The flags that all stages of a run share, and those of HANDED_ON that `stage` knows."""
     argv = ["--env", args.env, "--run", str(args.run), "--seed", str(args.seed)]
+    for name, stages in HANDED_ON.items():
+        if stage in stages and getattr(args, name, None):
+            argv += ["--" + name.replace("_", "-"), getattr(args, name)]
     for name in args.env_flags:
         flag, value = "--" + name.replace("_", "-"), getattr(args, name)
         for given in value if isinstance(value, list) else [value]:
@@ -159,7 +169,7 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
         agent = getattr(args, "sft", None)
         if agent and stage != "sft" and agent.resolve() != (args.run / "sft").resolve():
             raise UserError(f"{state}, and would be made of {args.run / 'sft'}, not of --sft {agent}: make it first")
-        argv = handed_on(args)
+        argv = handed_on(args, stage)
         command = f"{command_line(stage)} {shlex.join(argv)}"
         if share()[1] > 1:
             raise UserError(f"{state}: make it first, by one process: {command}")

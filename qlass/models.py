@@ -80,7 +80,7 @@ def load_checkpoint(
         named = adapter and not (Path(path) / "tokenizer_config.json").exists()
         tokenizer, rendering = load_tokenizer(base if named else path), rendering or Rendering.load(path)
     except Exception as error:  # tokenizers raises no kind of its own
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]  # the reason may stand in a later line
         raise UserError(f"{path}: not a checkpoint that transformers can load ({why})") from None
     if about["missing_keys"]:  # transformers would draw them at random
         raise UserError(f"{path}: no weights for {min(about['missing_keys'])}; was the folder mixed from two?")
@@ -119,7 +119,7 @@ def load_chat(path: str | Path, rendering: Rendering) -> Chat:
             generation = transformers.GenerationConfig.from_pretrained(path)
         return Chat(load_tokenizer(path), rendering, None, context_of(config), ends_of(generation))
     except Exception as error:
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise UserError(f"{path}: no tokenizer and config ({why})") from None
 
 
