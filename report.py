@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     groups = read_results(sources)
     out = output(args.out or run / "report.html")
     trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if p.exists()), None)
-    headline = tables.headline(groups)
+    headline = tables.headline(groups) or groups
     rows, differences = tables.short_table(headline), tables.differences_table(headline)
     long = {
         "All results": tables.results_table(groups),
