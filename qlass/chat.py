@@ -268,7 +268,7 @@ class Chat:
         return words.lstrip(left).rstrip(right)
 
     def _compare(self, template: str, unwritten: str) -> None:
-        """UserError unless conversations of one to four turns, and the prompts within, read as the template writes them.
+        """UserError unless chats of one to four turns, and the prompts within, read as the template writes them.
 
         unwritten: an end of the assistant's turns that is ours, where the template has none.
         """
