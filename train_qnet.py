@@ -177,10 +177,10 @@ def main(argv: list[str] | None = None) -> None:
     settle(args, (TINY if small else PAPER) | ({"lr": models.LR} if args.lora else {}))
     if is_trained(vars(args), [args.labels, args.sft]):
         return release(lock)
-    readable = [[pair for pair in tree if qnet.chat.fits(pair.state)] for tree in trees]
+    readable = [[pair for pair in tree if qnet.chat.fits(pair.state, pair.action)] for tree in trees]
     if left_out := sum(map(len, trees)) - sum(map(len, readable)):
         cut = "" if qnet.chat.rendering.truncate else "; --truncate oldest cuts them"
-        process.print(f"{left_out} pairs are left out: their prompts are beyond the model's context{cut}")
+        process.print(f"{left_out} pairs are left out: they are beyond the model's context{cut}")
     held_out, training = hold_out(readable)
 
     def packs_of(some: list[Tree]) -> list[PackedPairs]:

@@ -375,9 +375,11 @@ class Chat:
             lists[-1] = lists[-1][: len(lists[-1]) - len(ask) - int(beyond)] + ask
         return lists
 
-    def fits(self, state: State) -> bool:
-        """Can the model read this state, cut as --truncate says, and write an action?"""
-        return sum(map(len, self._cut(state))) <= self.room
+    def fits(self, state: State, action: str = "") -> bool:
+        """Can the model read this state, cut as --truncate says, and write an action, this one too?"""
+        prompt = sum(map(len, self._cut(state)))
+        both = prompt + len(self.action(action, state.task))
+        return prompt <= self.room and both <= (self.context or math.inf)
 
     def is_cut(self, state: State) -> bool:
         """Does its prompt lack what --truncate leaves out?"""
@@ -394,10 +396,19 @@ class Chat:
     def prompt(self, state: State) -> list[int]:
         return [token for tokens in self.prompt_tokens(state) for token in tokens]
 
-    def action(self, text: str, task: str) -> list[int]:
-        """Tokens of an action as the assistant writes it, the token that ends its turn included."""
+    def action(self, text: str, task: str, prompt: int = 0) -> list[int]:
+        """Tokens of an action as the assistant writes it, the token that ends its turn included.
+
+        prompt: length of what it stands behind; UserError where both are more than the model's context.
+        """
         text = self._trimmed("assistant", text)
-        return self._ids(self.lead, mark(text, task) if self.rendering.mark_matches else text, self.stop)
+        ids = self._ids(self.lead, mark(text, task) if self.rendering.mark_matches else text, self.stop)
+        if prompt and prompt + len(ids) > (self.context or math.inf):
+            raise UserError(
+                f"a prompt of {prompt:,} tokens and an action of {len(ids):,} are more than the model's context of "
+                f"{self.context:,}: --truncate oldest with --max-new-tokens {len(ids)} makes room for it"
+            )
+        return ids
 
     def text(self, ids: Sequence[int]) -> str:
         """Tokens that a model wrote -> the action's text, as the environment and the tree files hold it."""

@@ -11,6 +11,10 @@ from tokenizers import AddedToken, processors
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State, parse_action, react, uniforms
+from qlass.driver import Likelihood, Sample, Score
+from qlass.fast.packing import pack_pairs
+from qlass.policy import Policy
+from qlass.qnet import Pair, QNet
 from qlass.tiny import MARK, mark, unmark
 
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
@@ -453,3 +457,32 @@ def test_spaces_that_a_template_trims_are_no_tokens(words):
     written = tokenizer.apply_chat_template(state.dump(), tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(Chat(tokenizer, Rendering()).prompt(state)) == written
     assert TRIMS[words](" walk \n") in written
+
+
+def longest(n: int) -> str:
+    return "Action: " + " ".join(["left"] * n)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_an_action_beyond_the_context_is_an_error_in_one_line(fast):
+    """GPT-2 has learned positions and none beyond its context. An action may be longer than --max-new-tokens."""
+    chat = word_chat(max_new_tokens=5)
+    chat.context = 20
+    config = transformers.GPT2Config(vocab_size=len(chat.tokenizer), n_positions=20, n_embd=8, n_layer=1, n_head=1)
+    policy = Policy(transformers.GPT2LMHeadModel(config), chat, fast=fast)
+    qnet = QNet(transformers.GPT2Model(config), chat, hidden=4, fast=fast)
+    state = State((("user", "walk find the purse"), ("assistant", "OK"), ("user", "you stand")), "")
+    room = 20 - len(chat.prompt(state)) - 2  # "Action:" and the end
+    fits, beyond = longest(room), longest(room + 1)
+    assert room > 5 and chat.fits(state, fits) and not chat.fits(state, beyond)
+    policy.likelihoods([Likelihood(state, (fits,))])
+    qnet.eval().score([Score(state, (fits,))])
+    list(pack_pairs(chat, [Pair(state, fits, 1.0)], "all", 100))
+    for read in (
+        lambda: policy.likelihoods([Likelihood(state, (fits, beyond))]),
+        lambda: policy.sample([Sample(state, 1, ("a",), 1.0, valid=("Action: left", "Action: right", beyond))]),
+        lambda: qnet.score([Score(state, (beyond,))]),
+        lambda: list(pack_pairs(chat, [Pair(state, beyond, 1.0)], "all", 100)),
+    ):
+        with pytest.raises(UserError, match=f"action of {room + 3} are more than the model's context of 20: --trunc"):
+            read()
