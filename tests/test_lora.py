@@ -1,6 +1,7 @@
 """LoRA beside the plain model, what is trained and what a checkpoint holds; flags that need a GPU say so."""
 
 import copy
+import json
 import shutil
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from fakes import dump, tiny_backbone, tiny_config, tiny_lm, word_chat
 from families import tiny
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
@@ -154,6 +155,29 @@ def test_an_adapter_is_loaded_as_its_base_with_the_updates(tmp_path, agent):
     shutil.copy(tmp_path / "other" / "adapter_model.safetensors", folder)
     with pytest.raises(UserError, match="missing adapter keys"):  # of the second layer
         Policy.load(folder)
+
+
+@pytest.mark.parametrize("saved", [None, ["embed_tokens", "lm_head"]])
+def test_an_adapter_brings_the_embeddings_of_the_tokens_that_it_adds(tmp_path, agent, saved):
+    model = AutoModelForCausalLM.from_pretrained(agent)
+    model.resize_token_embeddings(len(CHAT.tokenizer) + 3)
+    adapter = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", modules_to_save=saved))
+    adapter.save_pretrained(tmp_path)
+    loaded, _ = models.load_checkpoint(tmp_path, AutoModelForCausalLM, None)
+    close(loaded(IDS).logits, adapter(IDS).logits)
+
+
+def test_an_adapter_that_can_not_be_merged_is_refused_in_one_line(tmp_path, agent):
+    model = AutoModelForCausalLM.from_pretrained(agent)
+    prompts = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    prompts.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="PROMPT_TUNING does not merge"):
+        Policy.load(tmp_path)
+    for base in (None, "/nowhere/base"):
+        config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"base_model_name_or_path": base}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=f"base model {base} is not here"):
+            Policy.load(tmp_path)
 
 
 def test_checkpointing_changes_no_gradient():
