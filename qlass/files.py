@@ -300,9 +300,9 @@ def complete_results(records: list[dict]) -> int:
 # ------------------------------------------------------------------------------------------------------- demonstrations
 
 
-USED = {"id", "game_file", "env", "source", "system", "conversations"}  # by somebody, beside `Trajectory`'s fields
+USED = {"id", "game_file", "env", "source", "conversations"}  # by somebody, beside `Trajectory`'s fields
 ROLES = {"human": "user", "gpt": "assistant"}
-NAMED: set[Path] = set()  # files whose unused fields have been named
+NAMED: set[tuple[Path, str]] = set()  # files and their unused fields, once they have been named
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
@@ -318,27 +318,27 @@ def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
             turns = turns or [
                 {"role": ROLES.get(t["from"], t["from"]), "content": t["value"]} for t in record["conversations"]
             ]
-        if is_text(record.get("system")) and record["system"] and turns and turns[0]["role"] != "system":
+        beside = is_text(record.get("system")) and is_chat(turns) and turns[0]["role"] != "system"
+        if beside and record["system"]:
             turns = [{"role": "system", "content": record["system"]}, *turns]
         mistake = wrong(record | {"messages": turns}, Trajectory)
         if not is_chat(turns) or not any(turn["role"] == "assistant" for turn in turns):
             mistake = "no chat of user and assistant in turns"
         if mistake:
             raise UserError(f"{where}: {mistake} (data/README.md shows the layout)")
-        name_unused(path, record)
+        name_unused(path, record, {"system"} if beside else set())
         yield State.load(turns, record.get("task") or ""), record
 
 
-def name_unused(path: Path, record: dict) -> None:
-    """A line on what a file's first record holds and nobody uses."""
-    if path in NAMED:
-        return
-    NAMED.add(path)
-    unused = sorted(record.keys() - schema(Trajectory)[0].keys() - USED)
+def name_unused(path: Path, record: dict, used: set[str]) -> None:
+    """A line on what a record holds and nobody uses, where no earlier one of the file has it."""
+    unused = sorted(name for name in record.keys() - schema(Trajectory)[0].keys() - USED - used if record[name])
     turns = record.get("messages") or record.get("conversations") or []
     unused += sorted(
         f"{key} of a turn" for key in {key for turn in turns for key in turn} - {"role", "content", "from", "value"}
     )
+    unused = [name for name in unused if (path, name) not in NAMED]
+    NAMED.update((path, name) for name in unused)
     if unused:
         print(f"note: {path}: not used: {', '.join(unused)}", file=sys.stderr)
 
