@@ -250,7 +250,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.env}: no training tasks")
     named = args.expert is not None and not args.no_expert
     args.expert, first = (args.expert, None) if args.expert else cloned_from(args.sft)
-    expert = None if args.no_expert else actions_by_task(args.expert, env, first) if args.expert else {}
+    recorded: dict[str, float] = {}
+    expert = None if args.no_expert else actions_by_task(args.expert, env, first, recorded) if args.expert else {}
     if named:
         tell_matches(env, tasks, expert, args.expert)
     inputs, identity = [args.sft, args.expert], lambda line: line["task_id"]
@@ -273,7 +274,7 @@ def main(argv: list[str] | None = None) -> None:
         grown = drive(map(explore, todo), {Sample: policy.sample}, args.in_flight or env.side_by_side)
         trees.grow(grown, "trees", len(share), len(share) - len(todo))
     trees.join()
-    figures = figures_of(trees.records)
+    figures = figures_of(trees.records, recorded)
     rank = {task: n for n, task in enumerate(tasks)}
     # What another process or an earlier call computed, before a stop, is not known.
     tokens = policy.computed if len(todo) == len(tasks) else None
@@ -286,6 +287,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{cut} prompts lost their oldest turns")
     if lost := figures["unrewarded_demonstrations"]:
         print(f"{lost} of {figures['demonstrations']} demonstrations earned nothing here: are they of these tasks?")
+    if others := figures["demonstrations_of_another_reward"]:
+        print(f"{others} of {figures['demonstrations']} demonstrations earned another reward here than they recorded")
 
 
 def tell_matches(env: envs.TextEnv, tasks: list[str], expert: dict[str, list[str]], file: Path) -> None:
@@ -301,14 +304,21 @@ def tell_matches(env: envs.TextEnv, tasks: list[str], expert: dict[str, list[str
         print(f"{file}: demonstrations of {matches} of {len(tasks)} tasks; the environment's expert plays the others")
 
 
-def figures_of(records: list[dict]) -> dict[str, Any]:
-    """For the metadata: trees, nodes, the agent's leaves and their mean reward, demonstrations and what they earned."""
+def figures_of(records: list[dict], recorded: dict[str, float] | None = None) -> dict[str, Any]:
+    """For the metadata: trees, nodes, the agent's leaves and their mean reward, demonstrations and what they earned.
+
+    recorded: rewards that demonstrations say that they earned, by task or by first observation.
+    """
     rewards = [r["reward"] for r in records if r["done"] and r["source"] == "policy"]
     ends = {r["task_id"]: r["reward"] for r in records if r["expert"]}  # of each demonstration its last node
     figures = {"trees": len({r["task_id"] for r in records}), "nodes": len(records), "leaves": len(rewards)}
     figures["mean_leaf_reward"] = sum(rewards) / max(1, len(rewards))
     figures["demonstrations"] = len(ends)
     figures["unrewarded_demonstrations"] = sum(reward == 0 for reward in ends.values())
+    recorded = recorded or {}
+    begins = {r["task_id"]: r["observation"].strip() for r in records if r["parent_id"] is None}
+    expected = {task: recorded.get(task, recorded.get(begins[task], reward)) for task, reward in ends.items()}
+    figures["demonstrations_of_another_reward"] = sum(abs(expected[task] - ends[task]) > 1e-3 for task in ends)
     if cut := sum(r.get("cut_prompts", 0) for r in records):
         figures["cut_prompts"] = cut
     return figures

@@ -370,9 +370,11 @@ def by_agent(record: dict) -> bool:
     return record.get("source") == "policy"
 
 
-def actions_by_task(path: Path, env: Any, most: int | None = None) -> dict[str, list[str]]:
+def actions_by_task(
+    path: Path, env: Any, most: int | None = None, rewards: dict[str, float] | None = None
+) -> dict[str, list[str]]:
     """The actions of each of the first `most` demonstrations, by its task's id or, where a file does not tell it, by
-    its first observation; [] for one that several tasks begin with."""
+    its first observation; [] for one that several tasks begin with. rewards: takes those that are recorded."""
     demonstrations: dict[str, list[str]] = {}
     for state, record in itertools.islice(read_trajectories(path), most):
         agreed, observation = first_observation(state)
@@ -381,7 +383,10 @@ def actions_by_task(path: Path, env: Any, most: int | None = None) -> dict[str, 
         if task_id is None and observation in demonstrations and not env.unique_tasks:
             actions = []
         if not by_agent(record):
-            demonstrations[observation if task_id is None else task_id] = actions
+            task = observation if task_id is None else task_id
+            demonstrations[task] = actions
+            if rewards is not None and actions and record.get("reward") is not None:
+                rewards[task] = record["reward"]
     return demonstrations
 
 

@@ -186,6 +186,10 @@ def test_a_demonstration_in_the_older_grammar_earns_its_reward():
     assert [node["action"] for node in tree(older) if node["expert"]] == [f"Action: {action}" for action in played]
     assert build_trees.figures_of(tree(older))["unrewarded_demonstrations"] == 0
     assert build_trees.figures_of(tree(older[:-1]))["unrewarded_demonstrations"] == 1
+    begins = tree(older)[0]["observation"].strip()
+    for recorded, others in (({task: 1.0}, 0), ({task: 0.5}, 1), ({begins: 0.5}, 1), ({"another": 0.5}, 0), ({}, 0)):
+        figures = build_trees.figures_of(tree(older), recorded)
+        assert figures["demonstrations_of_another_reward"] == others
 
 
 def test_an_action_that_means_nothing_is_a_node_like_any_other():
@@ -253,6 +257,10 @@ def test_which_demonstrations_make_the_experts_branch(tmp_path, monkeypatch):
     assert actions_by_task(path, env, 2) == {"a": left}  # the agent was given so many
     env.unique_tasks = True
     assert actions_by_task(path, env)["attic"] == right
+    rewards: dict[str, float] = {}
+    path.write_text(dump([line("left", task_id="a", reward=0.5), line("left", "hall", reward=0), line("left", id="7")]))
+    actions_by_task(path, env, None, rewards)
+    assert rewards == {"a": 0.5, "hall": 0}
 
 
 def test_alfworlds_published_demonstrations_name_their_games():
