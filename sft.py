@@ -302,6 +302,8 @@ def main(argv: list[str] | None = None) -> None:
     if not trajectories:
         raise UserError(f"{args.expert}: no trajectories")
     states = [in_own_words(env, state) for state, _ in trajectories]
+    if reworded := sum(ours != theirs for ours, (theirs, _) in zip(states, trajectories, strict=True)):
+        process.print(f"{reworded} of {len(states)} demonstrations are put in this environment's words")
     if is_trained(vars(args), [args.expert]):
         return release(lock)
 

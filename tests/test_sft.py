@@ -406,6 +406,15 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     assert env.instruction == "another" and "cloned with another instruction" in capsys.readouterr().err
 
 
+def test_demonstrations_in_other_words_are_counted(tmp_path, agent, fake_world, capsys, monkeypatch):
+    monkeypatch.setattr(FakeEnv, "in_own_words", lambda self, text: text.replace("shirt", "purse"))
+    plain = [turn | {"value": turn["value"].replace("shirt", "coat")} for turn in ETO["conversations"]]
+    (tmp_path / "expert.json").write_text(json.dumps([ETO, ETO, {"conversations": plain}]))
+    run = ["--env", "frozenlake", "--run", str(tmp_path)]
+    sft.main([*run, "--model", str(agent), "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
+    assert "2 of 3 demonstrations are put in this environment's words" in capsys.readouterr().out
+
+
 def test_what_later_records_alone_have_is_named_too(tmp_path, agent, fake_world, capsys):
     plain, system = ETO["conversations"], {"from": "system", "value": "Be brief."}
     records = [
