@@ -289,3 +289,11 @@ def test_bad_options_are_one_line():
         envs.make("frozenlake", map="5x5")
     with pytest.raises(envs.UserError, match="unknown split 'dev'"):
         envs.make("frozenlake").task_ids("dev")
+
+
+@pytest.mark.parametrize("map", ["4x4", "random4"])
+def test_another_instruction_stays_through_a_reset(map):
+    env = envs.make("frozenlake", map=map)
+    env.instruct("You walk on a lake.")
+    env.reset(options={"task_id": env.task_ids("train")[0]})
+    assert env.fork().instruction == env.instruction == "You walk on a lake."

@@ -38,6 +38,7 @@ class FrozenLakeEnv(TextEnv):
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
     prefix, instruction, markov = "", told, True
+    given = ""  # another first user message, for all tasks
     flags: ClassVar = {"map": ("map", "NAME 8x8 (the default), 4x4, lakes, lakes2, random4 or random8")}
 
     def __init__(
@@ -54,6 +55,9 @@ class FrozenLakeEnv(TextEnv):
             raise UserError(f"frozenlake: unknown split {split!r}: choose one of {', '.join(parts)}")
         return [task for i, task in enumerate(lake.tasks(self.layout)) if i % 5 in parts[split]]
 
+    def instruct(self, instruction: str) -> None:
+        self.given = self.instruction = instruction
+
     def block(self, task_id: str) -> str:
         """Of "lakes" the lake."""
         return task_id.rpartition("/")[0] if "lakes/" in task_id else task_id
@@ -69,7 +73,8 @@ class FrozenLakeEnv(TextEnv):
         self.new_map = "random" in task_id
         rows = ((" " if self.new_map else "").join(row) for row in self.lake.desc.astype(str))
         self.rows = "\n".join(rows).replace("S", "F")
-        self.instruction = self.told if self.new_map else f"{self.told}\nThe map:\n{self.rows}"
+        own = self.told if self.new_map else f"{self.told}\nThe map:\n{self.rows}"
+        self.instruction = self.given or own
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
