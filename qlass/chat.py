@@ -77,11 +77,8 @@ def uniforms(n: int, *key: Hashable) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------- text into tokens
 
 
-RUN_ON = (
-    "\nObservation:",
-    "\nTask:",
-    "\n---",
-)  # where an answer goes on with what others say: ETO's own agents stop there
+# Where an answer goes on with what others say: ETO's own agents stop there.
+RUN_ON = ("\nObservation:", "\nTask:", "\n---")
 
 
 @dataclasses.dataclass
@@ -109,12 +106,6 @@ class Rendering:
     agreement: str | None = None
 
     FILE = "policy.json"
-
-    @property
-    def end_texts(self) -> list[str]:
-        """What the tokens that end a turn look like, the template's own first."""
-        others = sorted(self.stop_ids - {self.stop_id})
-        return [self.stop.strip(), *(self.tokenizer.decode([token]).strip() for token in others)]
 
     def save(self, folder: Path) -> None:
         (folder / self.FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")

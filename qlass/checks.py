@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from qlass.chat import State
 from qlass.files import input_of, is_text, known_id, lineage, openings, records_of
-from qlass.policy import Policy
-from qlass.qnet import Pair
 
 if TYPE_CHECKING:
     from envs import TextEnv
+    from qlass.policy import Policy
+    from qlass.qnet import Pair
 
 TRIED = 100  # training tasks, by whose words it is seen whether demonstrations without ids are of this environment
 

@@ -246,11 +246,6 @@ def within_memory() -> Iterator[None]:
         raise UserError(f"{why}: give --gradient-checkpointing, --lora 16, or fewer --micro-tokens") from None
 
 
-def layers_of(backbone: Any) -> nn.ModuleList:
-    n = backbone.config.get_text_config().num_hidden_layers
-    return next(m for m in backbone.modules() if isinstance(m, nn.ModuleList) and len(m) == n)
-
-
 def needs_bitsandbytes(flag: str, where: torch.device) -> None:
     missing = [name for name in ("bitsandbytes", "accelerate") if find_spec(name) is None]
     if missing:

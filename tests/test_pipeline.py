@@ -172,3 +172,11 @@ def test_trees_and_search_in_the_bundled_shop(shopper, tmp_path, monkeypatch):
     assert [r["method"] for r in results] == ["expert"] * 2 + ["sample"] * 2 + ["oracle_step"] * 2
     assert all(r["reward"] > 0.9 for r in results[:2])
     assert all(r["n_steps"] <= webshop.BUNDLED_MAX_STEPS for r in results)
+
+
+@pytest.mark.parametrize("stage", ["bellman", "build_trees", "q_search", "report"])
+def test_help_needs_no_large_library(stage):
+    code = f"import sys, {stage}\ntry: {stage}.main(['--help'])\nexcept SystemExit: print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "--out" in done.stdout
+    assert not any(f"'{name}'" in done.stdout for name in ("pandas", "scipy", "torch", "transformers", "accelerate"))
