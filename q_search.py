@@ -69,8 +69,8 @@ class Method:
 
     def __str__(self) -> str:
         settings = {"M": self.M, "N": self.N, "select": self.select}
-        shown = [f"{name}={value}" for name, value in settings.items() if value not in (1, None)]
-        return " ".join([self.name, *shown, *([self.player] if self.player else [])])
+        parts = [f"{name}={value}" for name, value in settings.items() if value not in (1, None)]
+        return " ".join([self.name, *parts, *([self.player] if self.player else [])])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -211,6 +211,9 @@ def main(argv: list[str] | None = None) -> None:
     figures = fit.figures() | {"trees": len(trees), "pairs_left_out": left_out}
     each, once = sum(pack.tokens for pack in packs), sum(len(pack.tree) for pack in packs)
     figures["tokens_pair_by_pair"] = figures["tokens"] // once * each
+    files.write_meta(
+        args.out, vars(args), [args.labels, args.sft], **figures
+    )  # QNet is there; what follows measures it
     print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
           f"{figures['tokens']:,} of {figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
 

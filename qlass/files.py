@@ -51,7 +51,8 @@ def is_chat(value: Any) -> bool:
 
 def check_of(kind: Any) -> Check:
     """Whether a value is of a field's type, as a function. Numbers are finite; `Annotated` adds a check to a type."""
-    origin, parts = typing.get_origin(kind), [check_of(part) for part in typing.get_args(kind)]
+    origin = typing.get_origin(kind)
+    parts = [check_of(part) for part in typing.get_args(kind)]
     if origin is Annotated:
         return lambda value: all(part(value) for part in parts)
     if origin in (typing.Union, types.UnionType):
@@ -704,8 +705,10 @@ class Output:
         self, path: str | Path, arguments: dict[str, Any], complete: Callable[[list[dict]], int],
         inputs: Iterable[Path | None] = (), free: Iterable[str] = (), identity: Callable[[dict], Any] | None = None,
     ) -> None:  # fmt: skip
-        self.out, self.arguments, self.complete, self.inputs = Path(path), arguments, complete, list(inputs)
-        self.free, self.identity = ("limit", *free), identity
+        self.out = Path(path)
+        self.arguments, self.inputs = arguments, list(inputs)
+        self.free = ("limit", *free)
+        self.complete, self.identity = complete, identity
         self.started = time.time()
         self.figures: dict[str, Any] = {}  # for the metadata, known before the work is done
         rank, self.world = share() if identity else (0, 1)

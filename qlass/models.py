@@ -73,17 +73,18 @@ def load_checkpoint(
         adapter = transformers.utils.find_adapter_config_file(str(path))
         base = base_of(path, load_in) if adapter else path
         of_base = transformers.AutoModelForCausalLM if adapter else kind  # from there an adapter names its layers
-        model, about = of_base.from_pretrained(base, output_loading_info=True, **options)
+        model, report = of_base.from_pretrained(base, output_loading_info=True, **options)
         if adapter:
             model = with_adapter(model, path)
             model = model if kind is of_base else model.base_model
         named = adapter and not (Path(path) / "tokenizer_config.json").exists()
-        tokenizer, rendering = load_tokenizer(base if named else path), rendering or Rendering.load(path)
+        tokenizer = load_tokenizer(base if named else path)
+        rendering = rendering or Rendering.load(path)
     except Exception as error:  # tokenizers raises no kind of its own
         why = " ".join(f"{type(error).__name__}: {error}".split())[:400]  # the reason may stand in a later line
         raise UserError(f"{path}: not a checkpoint that transformers can load ({why})") from None
-    if about["missing_keys"]:  # transformers would draw them at random
-        raise UserError(f"{path}: no weights for {min(about['missing_keys'])}; was the folder mixed from two?")
+    if report["missing_keys"]:  # transformers would draw them at random
+        raise UserError(f"{path}: no weights for {min(report['missing_keys'])}; was the folder mixed from two?")
     vocabulary = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocabulary + MORE_TOKENS:
         raise UserError(f"{path}: its tokenizer has {len(tokenizer):,} tokens, its model {vocabulary:,}; "
@@ -126,7 +127,9 @@ def load_chat(path: str | Path, rendering: Rendering) -> Chat:
 def ends_of(generation: Any) -> list[int]:
     """The tokens that end a turn, by a model's generation config (Llama 3 lists two)."""
     ids = getattr(generation, "eos_token_id", None)
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
 
 
 def context_of(config: Any) -> int | None:
