@@ -40,12 +40,14 @@ def start(device: str | None = None) -> accelerate.PartialState:
     """Join the other processes, if a launcher has started several; the state says which one this is."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         raise UserError("accelerate launch: DeepSpeed is not supported; FSDP shares the same: give --use_fsdp instead")
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    way = f"start them by torchrun --nproc-per-node {launched} --, or unset WORLD_SIZE"
+    if launched > 1 and "MASTER_ADDR" not in os.environ:  # as in a job array, whose processes do not know one another
+        raise UserError(f"WORLD_SIZE is {launched}, but MASTER_ADDR is not set: {way}")
     patience = datetime.timedelta(days=2)  # the others may wait as long as the first plays demonstrations
     state = accelerate.PartialState(cpu=on_cpu(device), timeout=patience)
-    launched = int(os.environ.get("WORLD_SIZE", 1))
     if state.num_processes != launched:
-        raise UserError(f"WORLD_SIZE is {launched}, but this process sees {state.num_processes}: start them by "
-                        f"torchrun --nproc-per-node {launched} --, or unset WORLD_SIZE")  # fmt: skip
+        raise UserError(f"WORLD_SIZE is {launched}, but this process sees {state.num_processes}: {way}")
     return state
 
 

@@ -369,6 +369,9 @@ def test_torchrun_starts_the_processes(tmp_path):
 def test_processes_that_do_not_see_one_another_are_refused(monkeypatch):
     accelerate.PartialState(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"MASTER_ADDR is not set: .*torchrun --nproc-per-node 2 --"):  # a job array
+        loop.start()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(UserError, match=r"WORLD_SIZE is 2, but this process sees 1: .*torchrun --nproc-per-node 2 --"):
         loop.start()
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
