@@ -65,13 +65,6 @@ def test_leaves_earn_what_their_paths_pay():
         assert trajectory.reward == node
 
 
-def test_a_round_is_drawn_before_any_of_it_is_grown(monkeypatch):
-    monkeypatch.setattr(tree_grpo, "uniforms", lambda n, *key: np.full(n, 0.999))  # the newest node
-    (tree,), _, _ = grow(1, 3, 1)
-    last = tree[0].decisions[:-1]
-    assert [trajectory.decisions[: len(last)] for trajectory in tree] == [last] * 4
-
-
 def test_the_drawn_nodes_are_the_root_and_what_is_no_leaf():
     starts = Counter()
     for i in range(300):
@@ -108,9 +101,6 @@ def test_advantages_by_hand():
     for kind, intra in (("inter", 0), ("intra", 1), ("both", 1)):
         expected = np.array(inter) * (kind != "intra") + intra * np.array([1, -1, 0, 0, 0, 0])
         np.testing.assert_allclose(np.concatenate(advantages(trees, kind)), expected, atol=1e-4)
-
-
-def test_flat_groups_and_groups_of_one_say_nothing():
     assert not np.any(advantages(trees_of([[0.7, 0.7], [0.7, 0.7]])))
     chains = advantages(trees_of([[1.0], [0.0]]))  # chain GRPO: no tree compares anything
     np.testing.assert_allclose(np.concatenate(chains), [0.5**0.5, -(0.5**0.5)], atol=1e-5)
@@ -304,7 +294,7 @@ def free(tmp_path):
 
 
 def test_it_learns_the_best_leaf_of_a_written_world(train, capsys):
-    lines = train("run", 4000, "--lr", "0.01")
+    lines = train("run", 2000, "--lr", "0.02")
     assert lines[0]["val"] < 1 and max(line["val"] or 0 for line in lines) == 1.0
     assert lines[1]["reward"] < 0.6 < 0.9 < lines[-1]["reward"]
     assert lines[-1]["entropy"] < lines[1]["entropy"] and lines[-1]["kl"] > lines[1]["kl"]
@@ -326,11 +316,6 @@ def test_no_random_number_is_used_twice_and_each_seed_has_its_own(train, tmp_pat
     assert contents(tmp_path / "narrow") == contents(tmp_path / "0") != contents(tmp_path / "1")
 
 
-def test_later_minibatches_have_moved_away_from_the_agent_that_drew(train):
-    (_, still), (_, moved) = (train(size, 1, "--lr", "0.1", "--minibatch", size) for size in ("8", "2"))
-    assert still["clipped"] == 0 < moved["clipped"]
-
-
 def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monkeypatch):
     states = []
 
@@ -342,39 +327,6 @@ def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monk
     assert [line["val"] for line in train("run", 400, "--every", "1")[:3]] == [0.1, 0.6, 0.5]
     best = Policy.load(tmp_path / "run" / "sft-tree_grpo").model.state_dict()
     assert all(torch.equal(w, states[1][name]) for name, w in best.items())
-
-
-def test_an_early_stop_is_validated_and_final(train, monkeypatch, capsys):
-    def learn(learner, env, iterate, *rest):
-        learning.learn(learner, env, lambda last: iterate(last) | {"flat": 1.0, "reward": 0.5}, *rest)
-
-    monkeypatch.setattr(tree_grpo, "learn", learn)
-    lines = train("run", 1e9, "--every", "5")
-    assert len(lines) == 9 and lines[-1]["val"] is not None  # eight flat batches; 8 is no multiple of 5
-    assert "lower --lr" in capsys.readouterr().out
-    assert train("run", 1e9, "--every", "5") == lines
-
-
-def test_a_training_that_diverges_ends_with_a_message(train):
-    with pytest.raises(UserError, match=r"update 2: the gradient is not finite.* lower --lr than 1e\+30"):
-        train("run", 1e9, "--lr", "1e30")
-
-
-def test_without_its_weights_a_training_is_not_begun_anew(train, tmp_path):
-    lines, files = train("run", 300), contents(tmp_path / "run")
-    log, resume = (tmp_path / "run" / f"sft-tree_grpo.{ending}" for ending in ("updates.jsonl", "resume.pt"))
-    log.write_bytes(files[0].splitlines(keepends=True)[0])
-    with pytest.raises(UserError, match="has lost lines"):
-        train("run", 9e9)
-    log.write_bytes(files[0])
-    resume.write_bytes(b"cut short")
-    with pytest.raises(UserError, match=r"resume\.pt: can't be read"):
-        train("run", 9e9)
-    resume.unlink()
-    with pytest.raises(UserError, match=r"resume\.pt is missing: --overwrite"):
-        train("run", 600)
-    assert contents(tmp_path / "run") == files
-    assert train("run", 300, "--overwrite") == lines
 
 
 def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypatch):
@@ -420,9 +372,6 @@ def test_when_to_stop():
     for reward, advice in ((0.95, "nothing is left to learn"), (0.5, "--entropy"), (0.0, "better agent")):
         flat = [line(flat=0.97, reward=reward) for _ in range(8)]
         assert advice in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
-    read = [start | {"env_steps": n} for n in (0, 60, 100, 100)]
-    assert "no more environment steps" in why_stop(read, "env_steps")
-    assert why_stop(read[:3], "env_steps") == "" and why_stop(read, "tokens") == ""
 
 
 @pytest.mark.parametrize("flags", [[], ["--lora", "2"]])
