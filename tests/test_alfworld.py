@@ -505,15 +505,6 @@ def test_messages_of_the_other_grammar_are_put_into_the_games_own(env):
     assert env.in_own_words("put {obj} in/on {recep}") == "move {obj} to {recep}"
 
 
-def test_an_instruction_of_ones_own_speaks_each_games_grammar(made, tmp_path):
-    (tmp_path / "told.txt").write_text("Tidy up.\nPUT")
-    env = envs.make("alfworld", data=made, instruction=tmp_path / "told.txt")
-    env.reset(options={"task_id": env.task_ids("test")[0]})
-    assert env.instruction == "Tidy up.\n" + env.wordings[env.game.old] != ALFWorldEnv.instruction
-    with pytest.raises(UserError, match=r"nowhere\.txt: can't be read"):
-        envs.make("alfworld", data=made, instruction=tmp_path / "nowhere.txt")
-
-
 def test_mistakes(made, tmp_path, monkeypatch):
     env = envs.make("alfworld", data=made, engine="textworld")
     for act, message in (

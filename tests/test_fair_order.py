@@ -73,14 +73,3 @@ def test_demonstrations_and_trees_are_samples_of_the_same_tasks(name, options):
                     off = {k: abs(found[k] - share * length) for k, share in shares.items()}
                     assert all(off[k] <= bound(shares[k], len(shares)) for k in off)
                     assert max(off.values()) / length < 0.05
-
-
-def test_alfworlds_demonstrations_hold_every_type_as_its_trees_do():
-    """In the alphabetical order of the files the first 1,350 hold no pick_two, the last 250 nothing else."""
-    env = envs.make("alfworld")
-    tasks = env.task_ids("train")
-    demonstrations, trees = (Counter(map(env.task_type, some)) for some in (tasks[:1350], tasks[-250:]))
-    assert len(demonstrations) == len(trees) == 6
-    assert all(abs(demonstrations[k] / 1350 - trees[k] / 250) < 0.01 for k in trees)
-    plain = env.split_ids("train")
-    assert [len(set(map(env.task_type, some))) for some in (plain[:1350], plain[-250:])] == [5, 1]  # what is avoided

@@ -54,22 +54,6 @@ def test_each_judge_has_judgements_of_its_own(study, tmp_path):
         study("--judge", "http://host:1/v1#a", scorers=["batched=c"])
 
 
-def test_what_has_changed_is_left_out_until_it_is_scored_again(study, tmp_path):
-    mine = tmp_path / "mine.py"
-    mine.write_text("def signal_function(state, action):\n    return len(action)\n")
-    study("--code", str(mine), scorers=["mine", "random"])
-    theirs = predictions(tmp_path)["random.json"]
-    record = json.loads(theirs.read_text())
-    del record["config"]["made_from"]  # from elsewhere
-    theirs.with_name("theirs.json").write_text(json.dumps(record | {"method_name": "theirs"}))
-    mine.write_text("def signal_function(state, action):\n    return -len(action)\n")
-    found, said = study("--code", str(mine))
-    assert found["exact"] == {"random", "code", "theirs"} and "names: mine." in said
-    found, said = study("--code", str(mine), scorers=["mine"])
-    assert found["exact"] == {"random", "code", "theirs", "mine"} and "Left out" not in said
-    assert "names: mine." in study()[1]  # without --code nobody knows
-
-
 def test_overwrite_starts_the_study_again_and_leaves_what_is_of_others(study, tmp_path):
     study()
     notes = tmp_path / "qval" / "notes.md"

@@ -108,50 +108,30 @@ def test_a_limit_of_tasks_per_product_keeps_the_first(tmp_path):
 
 # ------------------------------------------------------------------------------------------------- a shop made by hand
 SHIRT = {
-    "asin": "B000000001",
-    "name": "Red Cotton Shirt",
-    "full_description": "A <soft> shirt, breathable.",
-    "small_description": [" made in Norway ", " "],
-    "pricing": "$27.00",
     "customization_options": {
         "Size": [{"value": "Small"}, {"value": "X-Large "}],
         "Color": [{"value": "Dark Blue/Green"}, {"value": "wine"}, {"value": "small"}],
         "Fit": None,
     },
-    "category": "fashion",
-    "query": " Shirts",
-    "product_category": "Clothing › Men › Shirts",
+    **{"asin": "B000000001", "name": "Red Cotton Shirt", "full_description": "A <soft> shirt, breathable."},
+    **{"small_description": [" made in Norway ", " "], "pricing": "$27.00", "category": "fashion"},
+    **{"query": " Shirts", "product_category": "Clothing › Men › Shirts"},
 }
-JUMPER = SHIRT | {
-    "asin": "A000000002",
-    "name": "Wool Jumper",
-    "full_description": "",
-    "small_description": "warm",
-    "pricing": "$20.00 - $95.50",
-    "customization_options": "",
-    "query": "jumpers",
+JUMPER = {
+    **(SHIRT | {"asin": "A000000002", "name": "Wool Jumper", "full_description": "", "small_description": "warm"}),
+    **{"pricing": "$20.00 - $95.50", "customization_options": "", "query": "jumpers"},
     "product_category": "Clothing › Men › Jumpers",
 }
-LAMP = JUMPER | {
-    "asin": "C000000003",
-    "name": "Desk Lamp shirt",
-    "pricing": "",
-    "category": "garden",
-    "query": "lamps",
-    "product_category": "Home › Lamps",
+LAMP = {
+    **(JUMPER | {"asin": "C000000003", "name": "Desk Lamp shirt", "pricing": "", "category": "garden"}),
+    **{"query": "lamps", "product_category": "Home › Lamps"},
     "customization_options": {"size": [{"value": "a [b]"}, {"value": "description"}]},
 }
+WISH = "find me a breathable cotton shirt with color: blue, and size: large, and price lower than 30.00 dollars"
 GOAL = {
-    "asin": "B000000001",
-    "category": "fashion",
-    "query": "shirts",
-    "name": "Red Cotton Shirt",
-    "product_category": "Clothing › Men › Shirts",
-    "instruction_text": "find me a breathable cotton shirt with color: blue, and size: large, "
-    "and price lower than 30.00 dollars",
-    "attributes": ["breathable", "machine wash"],
-    "price_upper": 30.0,
-    "goal_options": ["large", "blue"],
+    **{"asin": "B000000001", "category": "fashion", "query": "shirts", "name": "Red Cotton Shirt"},
+    **{"product_category": "Clothing › Men › Shirts", "instruction_text": WISH, "price_upper": 30.0},
+    **{"attributes": ["breathable", "machine wash"], "goal_options": ["large", "blue"]},
 }
 
 

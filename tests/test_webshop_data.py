@@ -4,8 +4,6 @@ import itertools
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -97,20 +95,6 @@ def test_made_once_and_again_when_the_generator_changes(tmp_path, monkeypatch):
     make_webshop.ensure(7)
     assert (folder / "items_shuffle.json").stat().st_ino != first.st_ino
     assert [path.name for path in tmp_path.iterdir()] == ["webshop-7"], "temporary folders are cleaned up"
-
-
-@pytest.mark.parametrize("script, number, made", [
-    ("data/make_webshop.py", ["--products", "8"], "items_shuffle.json"),
-    ("data/make_alfworld.py", ["--train", "2"], "json_2.1.1"),
-])  # fmt: skip
-def test_does_not_overwrite_a_folder_with_other_things(tmp_path, script, number, made):
-    (tmp_path / "thesis.tex").touch()
-    command = [sys.executable, script, *number, "--out"]
-    run = subprocess.run([*command, tmp_path], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 2 and "holds something else" in run.stderr.splitlines()[-1]
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-    subprocess.run([*command, tmp_path / "new"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (tmp_path / "new" / made).exists()
 
 
 # -------------------------------------------------------------------------------------------------------- the choice
