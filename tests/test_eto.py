@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from fakes import WORLD, FakeEnv, best, dump, tiny_lm, word_chat
-from test_training import labelled_tree, launch
+from test_training import launch
 from torch.testing import assert_close
 
 import sft
@@ -187,12 +187,9 @@ def test_beta_and_the_reference_are_what_is_trained_with(start, monkeypatch):
         assert first == 0 and min(others) > 0  # the agent moves away, its reference stays
 
 
-@pytest.mark.parametrize("pairs", ["expert", "siblings"])
-def test_two_processes_train_what_one_does(start, agent, tmp_path, pairs):
-    (tmp_path / "labels.jsonl").write_text(dump([node for i in range(5) for node in labelled_tree(f"train{i}")]))
-    flags = ["--pairs", pairs, "--name", "eto", "--lr", "0.003", "--batch-tasks", "4", "--batch", "3", "--budget", "60",
-             "--budget-in", "env_steps", "--expert", str(tmp_path / "expert.jsonl"),
-             "--labels", str(tmp_path / "labels.jsonl")]  # fmt: skip
+def test_two_processes_train_what_one_does(start, agent, tmp_path):
+    flags = ["--lr", "0.003", "--batch-tasks", "4", "--batch", "3", "--budget", "60",
+             "--budget-in", "env_steps", "--expert", str(tmp_path / "expert.jsonl")]  # fmt: skip
     one = start(*flags)
     two = ["--env", "frozenlake", "--sft", str(agent), "--val", "1", "--run", str(tmp_path / "two"), *flags]
     launch(eto, two, 2)

@@ -67,10 +67,10 @@ def test_the_example_can_be_restored():
 
 def test_one_command_takes_it_through_all_stages(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sft.TINY_STEPS", 10)
-    monkeypatch.setitem(sft.TINY, "epochs", 2)
+    monkeypatch.setitem(sft.TINY, "epochs", 1)
     monkeypatch.setitem(train_qnet.TINY, "epochs", 1)
-    monkeypatch.setitem(build_trees.DEFAULTS, "limit", 4)
-    q_search.main(["--env", FLAG, "--run", str(tmp_path), "--method", "all", "-M", "2", "--limit", "3"])
+    monkeypatch.setitem(build_trees.DEFAULTS, "limit", 2)
+    q_search.main(["--env", FLAG, "--run", str(tmp_path), "--method", "all", "-M", "2", "--limit", "1"])
     made = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "missing" in line]
     assert len(made) == 4  # QNet, labels, trees, agent
     rewards = {(r["method"], r["task_id"]): r["reward"] for r in read_jsonl(tmp_path / "results.jsonl")}

@@ -190,7 +190,7 @@ def test_circuits_work_at_the_same_step_in_every_replay(env):
     task = sciworld.Task("power-component", 6)
     plan, simulator = sciworld_expert.expert_plan(task), sciworld.simulators().nearest(task, ())
     scores = []
-    for _ in range(6):
+    for _ in range(3):
         simulator.load(task)
         scores.append([simulator.step(action).score for action in plan])
     assert all(s == scores[0] for s in scores) and scores[0][-1] == 1
@@ -279,14 +279,14 @@ def test_trees_are_the_same_though_simulators_die_in_the_middle(tmp_path, monkey
     monkeypatch.setattr(tasks, "task_ids", lambda *_: {"train": [task]})
     plain_ask, made = sciworld.Simulators.ask, []
     monkeypatch.setattr(sciworld.Simulators, "ask", ask)
-    for kills in (0, 3):
+    for kills in (0, 2):
         count, out = itertools.count(), tmp_path / f"trees-{kills}.jsonl"
         sciworld.simulators().answers.clear()
         argv = ["--env", "sciworld", "--run", str(tmp_path), "--sft", str(agent), "--out", str(out)]
         build_trees.main([*argv, "--rollouts", "2", "--steps", "4", "--limit", "1", "--env-option", "simulators=1"])
         made.append(out.read_bytes())
     sciworld.simulators().close()
-    assert len(set(killed)) == 3 and made[0] == made[1] and made[0].count(b"\n") > 6
+    assert len(set(killed)) == 2 and made[0] == made[1] and made[0].count(b"\n") > 6
     assert not any(map(alive, killed))
 
 
