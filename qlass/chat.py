@@ -110,12 +110,6 @@ class Rendering:
 
     FILE = "policy.json"
 
-    @property
-    def end_texts(self) -> list[str]:
-        """What the tokens that end a turn look like, the template's own first."""
-        others = sorted(self.stop_ids - {self.stop_id})
-        return [self.stop.strip(), *(self.tokenizer.decode([token]).strip() for token in others)]
-
     def save(self, folder: Path) -> None:
         (folder / self.FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
 

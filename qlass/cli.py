@@ -183,7 +183,7 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
 
 
 def my_share(tasks: list[T]) -> list[T]:
-    """The tasks of this process, of WORLD_SIZE: every so-manieth from the RANK-th on."""
+    """The tasks of this process: from the RANK-th on every WORLD_SIZE-th."""
     rank, world = share()
     if 0 < len(tasks) < world:
         raise UserError(f"WORLD_SIZE {world}: there are {len(tasks)} tasks, so at most as many processes")
