@@ -126,7 +126,7 @@ class Pair:
     state: State
     action: str
     q: float
-    own: bool = True  # its node is the agent's; else the demonstrator's, who was the first to act so
+    own: bool = True  # its node is the agent's; else the expert's, who was the first to act so
 
 
 def states_of(tree: list[dict]) -> dict[Any, State]:

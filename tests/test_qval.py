@@ -157,7 +157,7 @@ def test_on_slippery_ice_every_rollout_slips_its_own_way():
     assert len(set(returns)) > 2
     root(env, "slippery-4x4/32")
     assert max(returns) > 1.2 * labels.exact(env, "right", 0.95)  # the luckiest beats what the best play can expect
-    # The mean of the demonstrator's returns tends to the exact value, and their maximum above it.
+    # The mean of the expert's returns tends to the exact value, and their maximum above it.
     (point, *_) = [p for task in env.task_ids("all") for p in walked(env, task)]
     line, _ = run(labels.label(env, point, "expert", 400, 0.9, RENDERING), answered())
     values = labels.variants("expert", pd.DataFrame(line["returns"]))
