@@ -86,7 +86,7 @@ class TextEnv(gymnasium.Env):
     tree_depth = 8  # D of Algorithm 2
     demonstrations = 1350  # for the tiny model; few enough that it errs
     side_by_side = 64  # how many forks may be open at once
-    omniscient = False  # the demonstrator knows what no page has shown, so tables call it an oracle
+    omniscient = False  # the expert knows what no page has shown, so tables call it an oracle
     # The options of the class that have a flag of their own: {flag: (option, "METAVAR what --help says")}; a metavar in
     # brackets makes a switch.
     flags: ClassVar[dict[str, tuple[str, str]]] = {}
@@ -173,11 +173,11 @@ class TextEnv(gymnasium.Env):
     # A player yields (thought, action); its caller steps this very environment between two of them.
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """The demonstrator. It acts on the task and on the pages shown so far, unless `omniscient` says otherwise."""
+        """It acts on the task and on the pages shown so far, unless `omniscient` says otherwise."""
         raise NotImplementedError
 
     def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """The best player there is. It may know what no page has shown: an oracle, never a demonstrator."""
+        """The best player there is. It may know what no page has shown: an oracle, never the expert."""
         return self.expert(task_id)
 
     def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:

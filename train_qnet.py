@@ -53,7 +53,7 @@ Tree = list[Pair]
 
 def within_context(chat: Chat, trees: list[Tree]) -> tuple[list[Tree], int]:
     """The trees without the pairs that the model can't read, and how many these are."""
-    readable = [[pair for pair in tree if chat.fits(pair.state)] for tree in trees]
+    readable = [[pair for pair in tree if chat.fits(pair.state, pair.action)] for tree in trees]
     return readable, sum(map(len, trees)) - sum(map(len, readable))
 
 
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     readable, left_out = within_context(qnet.chat, trees)
     if left_out:
         cut = "" if qnet.chat.rendering.truncate else "; --truncate oldest cuts them"
-        process.print(f"{left_out} pairs are left out: their prompts are beyond the model's context{cut}")
+        process.print(f"{left_out} pairs are left out: they are beyond the model's context{cut}")
     held_out, training = hold_out(readable)
 
     def packs_of(part: list[Tree]) -> list[PackedPairs]:

@@ -114,7 +114,7 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
     """Of the sibling pairs whose q differ by more than `gap`, the share whose scores stand in the same order.
 
     Chance is .5. `sibling_gap`: how far apart the scores put such pairs, of what q does; near 0 a net ignores the
-    action. `own_...`: of pairs without a node of the demonstrator's, since search compares draws of the agent.
+    action. `own_...`: of pairs without a node of the expert's, since search compares draws of the agent.
     `spearman` is the global rank correlation, which a net that only knows V(s) can reach too.
     """
     from qlass.stats import spearman
@@ -149,7 +149,7 @@ def policy_scores(policy: Policy, trees: list[list[Pair]]) -> dict[tuple[State, 
 
 def print_ranking(trees: str, figures: dict) -> None:
     """`sibling_accuracy` in words, with the policy's beside it."""
-    for kind, of in (("sibling", ""), ("own_sibling", " without the demonstrator's nodes")):
+    for kind, of in (("sibling", ""), ("own_sibling", " without the expert's nodes")):
         if figures[f"{kind}_pairs"]:
             right = f"ranked right{of} {figures[f'{kind}_accuracy']:.3f} of {figures[f'{kind}_pairs']}"
             policy = f"policy's log-probability {figures[f'policy_{kind}_accuracy']:.3f}"

@@ -115,10 +115,11 @@ class Policy:
 
     def valid_logprobs(self, request: Sample) -> np.ndarray:
         """log pi of each valid action (A,): of its tokens, among those that continue a valid action."""
-        texts = [self.chat.action(action, request.state.task) for action in request.valid]
+        prompt = self.chat.prompt(request.state)
+        texts = [self.chat.action(action, request.state.task, len(prompt)) for action in request.valid]
         total = np.zeros(len(texts))
         for a, text in enumerate(texts):
-            logits = self.logits(self.chat.prompt(request.state), text) / (request.temperature or 1.0)
+            logits = self.logits(prompt, text) / (request.temperature or 1.0)
             for i, token in enumerate(text):
                 allowed = sorted({other[i] for other in texts if other[:i] == text[:i] and len(other) > i})
                 total[a] += float(logits[i, allowed].double().log_softmax(-1)[allowed.index(token)])
@@ -133,8 +134,9 @@ class Policy:
         return [self.logprob(state, action) for state, action in pairs]
 
     def logprob(self, state: State, action: str) -> float:
-        ids = self.chat.action(action, state.task)
-        logp = self.logits(self.chat.prompt(state), ids).log_softmax(-1)
+        prompt = self.chat.prompt(state)
+        ids = self.chat.action(action, state.task, len(prompt))
+        logp = self.logits(prompt, ids).log_softmax(-1)
         return float(logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None]).double().sum())
 
     def likelihoods(self, requests: list[Likelihood]) -> list[list[float]]:

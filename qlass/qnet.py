@@ -50,7 +50,8 @@ class QNet(nn.Module):
 
     def values(self, state: State, action: str) -> tuple[torch.Tensor, int]:
         """V of each token of (s, a), (L,), and how many of them are the prompt's."""
-        prompt, ids = self.chat.prompt(state), self.chat.action(action, state.task)
+        prompt = self.chat.prompt(state)
+        ids = self.chat.action(action, state.task, len(prompt))
         tokens = torch.tensor([[*prompt, *ids]], device=self.backbone.device)
         self.plain_tokens += tokens.numel()
         return self(input_ids=tokens, use_cache=False)[0].float(), len(prompt)
@@ -125,7 +126,7 @@ class Pair:
     state: State
     action: str
     q: float
-    own: bool = True  # its node is the agent's; else the demonstrator's, who was the first to act so
+    own: bool = True  # its node is the agent's; else the expert's, who was the first to act so
 
 
 def states_of(tree: list[dict]) -> dict[Any, State]:

@@ -322,7 +322,7 @@ def test_sibling_accuracy_by_hand():
         (0.2 + 0.2 + 0.1 + 0.0 + 0.3 + 0.3) / (1 + 0.3 + 0.7 + 0.7 + 0.3 + 0.4)
     )
     assert (figures["own_sibling_pairs"], figures["own_sibling_accuracy"]) == (6, figures["sibling_accuracy"])
-    # With right a demonstrator's: walk > left is right, find < left and find < walk are wrong.
+    # With right an expert's: walk > left is right, find < left and find < walk are wrong.
     shown = [dataclasses.replace(p, own=p.action != "Action: right") for p in tree]
     figures = sibling_accuracy([shown], scores)
     assert (figures["sibling_pairs"], figures["own_sibling_pairs"]) == (6, 3)
@@ -424,7 +424,7 @@ def test_what_is_measured_is_what_was_saved(train, tmp_path, capsys):
     assert 0 < found["own_sibling_pairs"] < found["sibling_pairs"]
     assert {key: about["held_out"][key] for key in found} == pytest.approx(found, rel=1e-4)  # one packed, one not
     assert 0 <= about["held_out"]["policy_own_sibling_accuracy"] <= 1
-    assert f"without the demonstrator's nodes {found['own_sibling_accuracy']:.3f} of" in capsys.readouterr().out
+    assert f"without the expert's nodes {found['own_sibling_accuracy']:.3f} of" in capsys.readouterr().out
 
 
 def test_a_frozen_backbone_is_the_agents_own(train, agent):
