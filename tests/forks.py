@@ -7,7 +7,6 @@ with Forks() as forks:
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -48,10 +47,7 @@ class Fork(NamedTuple):
 
 
 class Forks:
-    """start() forks a stage off.
-
-    limit: bytes that a file of it may have, as on a full disk; permissions: they hold for root too.
-    """
+    """start() forks a stage off; limit: bytes that a file of it may have, as on a full disk."""
 
     def __enter__(self) -> Forks:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -71,23 +67,13 @@ class Forks:
         return int(self.server.stdout.readline())
 
     def start(
-        self, stage: str, folder: Path, argv: list[str],
-        limit: int = 0, permissions: bool = False, env: dict[str, str] | None = None,
-    ) -> Fork:  # fmt: skip
-        asked = {"stage": stage, "folder": str(folder), "argv": argv, "limit": limit, "permissions": permissions}
-        return Fork(self, self.ask(asked | {"env": env or {}}), folder)
+        self, stage: str, folder: Path, argv: list[str], limit: int = 0, env: dict[str, str] | None = None
+    ) -> Fork:
+        command = {"stage": stage, "folder": str(folder), "argv": argv, "limit": limit, "env": env or {}}
+        return Fork(self, self.ask(command), folder)
 
     def run(self, stage: str, folder: Path, argv: list[str], **more) -> tuple[int, str, str]:
         return self.start(stage, folder, argv, **more).wait()
-
-
-def obey_permissions() -> None:
-    """Put away root's capabilities to read and write whatever its permissions are (Linux)."""
-    libc = ctypes.CDLL(None)
-    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    libc.capget(header, sets)
-    sets[0] &= ~0b110  # effective: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-    libc.capset(header, sets)
 
 
 def serve() -> None:
@@ -113,9 +99,7 @@ def serve() -> None:
             print(pid, flush=True)
             continue
         os.setsid()
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # which a shell ignores in what it runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
         os.chdir(asked["folder"])
         os.environ |= asked["env"]
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -124,8 +108,6 @@ def serve() -> None:
         sys.argv = [f"{asked['stage']}.py", *asked["argv"]]
         if asked["limit"]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (asked["limit"],) * 2)
-        if asked["permissions"]:
-            obey_permissions()
         code = 0
         try:
             run_stage(modules[asked["stage"]].main)

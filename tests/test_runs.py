@@ -5,7 +5,6 @@ The scripts run in a copy of their folder, with a `python` that only notes what 
 
 import importlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -137,27 +136,6 @@ def test_self_training_compares_three_process_rewards_on_the_same_trees(stage):
     assert names == ["target=q", "target=avg", "target=reward", "RFT", "trees' best"]
 
 
-@pytest.mark.parametrize(
-    ("env", "split", "nets"),
-    [
-        ("webshop", "test", 5),
-        ("alfworld", "valid_unseen", 5),
-        ("frozenlake", "test", 5),
-        ("sciworld", "test_unseen", 0),
-    ],
-)
-def test_qval_judges_the_agent_and_the_trees_of_the_run(stage, env, split, nets):
-    asked = stages(stage("runs/qval.sh", env, JUDGE="http://host/v1#model"))
-    assert {s.run for some in asked.values() for s in some} == {Path("runs", env)}
-    studies = [s for s in asked["experiments.qval"] if not hasattr(s, "scorer")]
-    played = [s for s in asked["experiments.qval"] if hasattr(s, "scorer")]  # experiments.qval search
-    assert {s.split for s in studies} == {split}
-    assert {s.results for s in studies} - {None} == {s.out for s in played}
-    read = {s.labels or s.run / "q_labels.jsonl" for s in asked.get("train_qnet.py", [])}
-    backups = asked.get("bellman.py", []) + asked.get("experiments.qval.targets", [])
-    assert read == {s.out or s.run / "q_labels.jsonl" for s in backups} and len(read) == nets
-
-
 def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stage):
     asked = stages(stage("runs/reproduce.sh", "--seeds", "2"))
     folders = [Path("runs/webshop"), Path("runs/webshop-seed1")]
@@ -167,24 +145,6 @@ def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stage):
     assert [Path(run) for run in asked["report.py"][-1].results] == folders
     *_, last = stages(stage("runs/reproduce.sh", "frozenlake", "--seeds", "1"))["report.py"]
     assert last.results == ["runs/frozenlake"]
-
-
-def test_alfworld_has_no_thoughts_unless_they_are_asked_for(stage):
-    """They are an aid, so the headline table is without them."""
-    for script in ("runs/alfworld.sh", "runs/tree_grpo.sh"):
-        for variables, fewer in (({}, False), ({"THOUGHTS": "true"}, True)):
-            asked = stages(stage(script, *["alfworld"] * ("tree" in script), **variables))
-            played = [s for several in asked.values() for s in several if hasattr(s, "env_option")]
-            assert {s.env_option == ["thoughts=false"] for s in played} == {not fewer}
-            assert {s.n_expert for s in asked["sft.py"]} == {None if fewer else 600}
-
-
-def test_each_trained_agent_is_searched_with_a_qnet_of_its_own_trees(stage):
-    asked = stages(stage("runs/tree_grpo.sh", "--seeds", "1"))
-    grown = {trees.run: trees.sft for trees in asked["build_trees.py"]}
-    own = {s.qnet.parent: s.sft for s in asked["q_search.py"] if (s.label or "").endswith("own QNet")}
-    assert {run.name for run in own} == {"tree_grpo", "grpo", "eto", "eto-siblings", "rft"}
-    assert own.items() <= grown.items()
 
 
 def test_ablations_play_the_same_tasks_and_are_told_apart(stage):
@@ -199,17 +159,3 @@ def test_ablations_play_the_same_tasks_and_are_told_apart(stage):
     assert {s.qnet for s in [*played, *again] if s.qnet} <= trained  # every QNet is trained before
     retrained = {s.run / f"sft-{s.name}" for s in again}
     assert {s.sft for s in played if s.sft and s.sft.name.startswith("sft-")} == retrained
-
-
-def test_a_kept_agent_is_the_one_of_now_also_where_an_older_copy_lies(tmp_path):
-    script = (ROOT / "runs" / "tree_grpo.sh").read_text()
-    keep = script[script.index("keep() {") :].split("\n}\n")[0] + "\n}\n"
-    environment = {"RUN": str(tmp_path), "PATH": os.environ["PATH"]}
-    for agent in ("old", "new"):
-        (tmp_path / "sft-x").mkdir(exist_ok=True)
-        (tmp_path / "sft-x" / "weights").write_text(agent)
-        (tmp_path / "sft-x.meta.json").write_text(agent)
-        subprocess.run(["bash", "-ec", keep + "keep x x-tokens"], env=environment, check=True)
-        assert [path.name for path in (tmp_path / "sft-x-tokens").iterdir()] == ["weights"]
-        assert (tmp_path / "sft-x-tokens" / "weights").read_text() == agent
-        assert (tmp_path / "sft-x-tokens.meta.json").read_text() == agent
