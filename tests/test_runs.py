@@ -3,11 +3,10 @@
 The scripts run in a copy of their folder, with a `python` that only notes what it is asked for.
 """
 
+import functools
 import importlib
-import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,28 +30,29 @@ def stage(tmp_path_factory):
     for name in COMMANDS.split():  # nothing else can be started, so nothing is installed, fetched or trained
         if path := shutil.which(name):
             (bin_ / name).symlink_to(path)
-    note = "import json, os, sys; open(os.environ['LOG'], 'a').write(json.dumps(sys.argv[1:]) + '\\n')"
-    launched = note.replace("sys.argv[1:]", "sys.argv[sys.argv.index('--num_processes') + 2:]")
-    for name, text in {"python": note, "python3": note, "accelerate": launched}.items():
-        (bin_ / name).write_text(f"#!{sys.executable} -S\n{text}\n")
-    for name in ("cp", "mv"):  # what would be copied or moved was not made
-        (bin_ / name).write_text("#!/bin/sh")
-    for path in bin_.iterdir():
-        path.is_symlink() or path.chmod(0o755)
+    # Behind each argument a unit separator, behind each command a record separator.
+    note = """{ printf '%s\\037' "$@"; printf '\\036'; } >> "$LOG"\n"""
+    launched = 'while [ "$1" != --num_processes ]; do shift; done; shift 2\n' + note
+    nothing = ""  # what would be copied or moved was not made
+    for name, text in {"python": note, "python3": note, "accelerate": launched, "cp": nothing, "mv": nothing}.items():
+        (bin_ / name).write_text(f"#!/bin/sh\n{text}")
+        (bin_ / name).chmod(0o755)
 
+    @functools.cache
     def run(script, *arguments, **variables):
         log.write_text("")
         environment = {"PATH": str(bin_), "LOG": str(log), "HOME": str(root)} | variables
         command = ["bash", root / script, *arguments]
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{script}: {done.stderr}"
-        commands = [json.loads(line) for line in log.read_text().splitlines()]
+        commands = [line.split("\037")[:-1] for line in log.read_text().split("\036")[:-1]]
         return [command[command[0] == "-m" :] if command else command for command in commands]  # python -m NAME
 
     return run
 
 
-def parsed(command):
+@functools.cache
+def parsed(*command):
     """The arguments as the stage of a command reads them."""
     name, *flags = command
     module = importlib.import_module(name.removesuffix(".py"))
@@ -68,7 +68,7 @@ def stages(commands):
     """What the paper's stages were asked for: {file: [arguments]}."""
     asked = {}
     for command in commands:
-        asked.setdefault(command[0], []).append(parsed(command))
+        asked.setdefault(command[0], []).append(parsed(*command))
     return asked
 
 
@@ -77,7 +77,7 @@ def test_every_flag_exists(stage, script):
     commands = [command for command in stage(script) if command and command[0] not in ("-", "-c")]
     assert commands, f"{script} runs no stage"
     for command in commands:
-        parsed(command)
+        parsed(*command)
 
 
 @pytest.mark.parametrize(
