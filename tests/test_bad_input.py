@@ -21,7 +21,6 @@ import bellman
 import build_trees
 import envs
 import q_search
-import report
 from qlass import UserError, cli, files
 from qlass.chat import Rendering
 from qlass.checks import Learned, leaked, learned_from
@@ -61,170 +60,7 @@ def tree(*nodes: dict) -> str:
     return dump([nodes[0] | {"nodes": len(nodes)}, *nodes[1:]])
 
 
-ROOT, LEAF = node(0, None), node(1, 0, reward=1.0, done=True)
-
-# -------------------------------------------------------------------------------------------------------------- trees
-
-TREES = [
-    ("", "holds no trees"),
-    (tree(ROOT, LEAF)[:-20], ":2: not valid JSON"),
-    (tree(ROOT, LEAF).splitlines()[0] + "\n", "1 of 2 nodes; run build_trees.py again"),
-    (tree(ROOT, LEAF).encode("utf-16"), ":1: not valid JSON ('utf-8' codec"),
-    (tree(ROOT, LEAF | {"reward": float("nan")}), ":2: not valid JSON (NaN is not a number)"),
-    (tree(ROOT, LEAF).replace('"reward": 1.0', '"reward": 1e999'), ":2: reward can't be inf"),
-    (tree(ROOT, LEAF | {"reward": "1"}), ":2: reward can't be '1'"),
-    ("\n" + tree(ROOT, LEAF, LEAF), ":4: node 1 of task a stands before its parent"),
-    (tree(ROOT, node(2, 1), LEAF), ":2: node 2 of task a stands before its parent"),
-    (tree(ROOT, LEAF | {"task_id": "b"}), ":2: node 1 of task b stands before its parent"),
-    (dump([{"task_id": "a", "method": "greedy", "reward": 1.0}]), ":1: no node_id; is this a trees.jsonl"),
-]
-
-
-@pytest.mark.parametrize(("content", "says"), TREES)
-def test_a_bad_tree_is_named_and_the_labels_stay_as_they_were(content, says, tmp_path, capsys):
-    trees, out = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl"
-    trees.write_bytes(content if isinstance(content, bytes) else content.encode())
-    out.write_text('{"q_raw": 0}\n')
-    error = mistake(lambda: bellman.main(["--trees", str(trees), "--out", str(out)]), capsys)
-    assert f"{trees}" in error and says in error and out.read_text() == '{"q_raw": 0}\n'
-
-
-# ----------------------------------------------------------------------------------------------------- demonstrations
-
 CHAT = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Action: left"}]
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ('[{"conversations": ', "not valid JSON"),
-        ('[{"conversations": [{"from": "human"}]}]', "record 1: no chat"),
-        (dump([{"messages": CHAT}, {"messages": CHAT[::-1]}]), ":2: no chat of user and assistant"),
-        (dump([{"messages": CHAT, "reward": "high"}]), ":1: reward can't be 'high'"),
-    ],
-)
-def test_bad_demonstrations_are_named(content, says, tmp_path):
-    path = tmp_path / "expert.json"
-    path.write_text(content)
-    with pytest.raises(UserError, match=re.escape(str(path)) + ".*" + re.escape(says)):
-        list(read_trajectories(path))
-
-
-def test_a_system_message_may_come_first(tmp_path):
-    path = tmp_path / "expert.jsonl"
-    path.write_text(dump([{"messages": [{"role": "system", "content": "be brief"}, *CHAT], "task_id": "a"}]))
-    ((state, _),) = read_trajectories(path)
-    assert [role for role, _ in state.messages] == ["system", "user", "assistant"]
-    theirs = [{"from": r, "value": c} for r, c in (("system", "be brief"), ("human", "go"), ("gpt", "Action: left"))]
-    path.write_text(json.dumps([{"conversations": theirs}]))
-    ((again, _),) = read_trajectories(path)
-    assert again.messages == state.messages and actions_by_task(path, FakeEnv()) == {"go": ["Action: left"]}
-
-
-def test_demonstrations_of_another_kind_are_not_replayed_over(tmp_path, capsys):
-    import sft
-
-    mine = dump([{"messages": CHAT, "task_id": "mine"}])
-    (tmp_path / "expert.jsonl").write_text(mine)
-    error = mistake(lambda: sft.main(["--env", "frozenlake", "--run", str(tmp_path)]), capsys)
-    assert "other demonstrations" in error and "--expert" in error
-    assert (tmp_path / "expert.jsonl").read_text() == mine
-
-
-# -------------------------------------------------------------------------------------------- checkpoints and metadata
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("[]", "a JSON object is expected, not list"),
-        ('{"temprature": 1}', "unknown setting 'temprature'"),
-        ('{"temperature": NaN}', "NaN is not a number"),
-        ('{"max_new_tokens": 0}', "max_new_tokens can't be 0"),
-        ('{"stop": [""]}', "stop can't be"),
-    ],
-)
-def test_a_bad_rendering_is_named(content, says, tmp_path):
-    (tmp_path / "policy.json").write_text(content)
-    with pytest.raises(UserError, match="policy.json: .*" + re.escape(says)):
-        Rendering.load(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["", '{"arguments": 3}'])
-def test_bad_metadata_are_named(content, tmp_path):
-    (tmp_path / "sft.meta.json").write_text(content)
-    with pytest.raises(UserError, match=r"sft\.meta\.json: .*not the metadata of"):
-        cloned_from(tmp_path / "sft")
-
-
-@pytest.mark.parametrize("command", [build_trees.main, q_search.main])
-def test_an_output_of_another_stage_is_not_written_to(command, tmp_path, agent, capsys):
-    line = {"task_id": "a", "nodes": 0, "method": []}
-    (tmp_path / "mine.jsonl").write_text(dump([line]))
-    argv = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--out", str(tmp_path / "mine.jsonl")]
-    argv += ["--method", "greedy"] if command is q_search.main else []
-    assert "Name another --out" in mistake(lambda: command(argv), capsys)
-    assert (tmp_path / "mine.jsonl").read_text() == dump([line])
-
-
-# ---------------------------------------------------------------------------------------------------- tasks and results
-
-
-def test_an_unknown_task_is_named():
-    for name, task in (("webshop", "999999"), ("webshop", "x"), ("frozenlake", "9x9/0"), ("frozenlake", "x")):
-        env = envs.make(name)
-        with pytest.raises(UserError, match=f"{name}: .*{task}"):
-            env.reset(options={"task_id": task})
-
-
-RESULT = {"task_id": "a", "env": "fake", "method": "greedy", "reward": 1.0, "tokens": {"prompt": 1}}
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"reward": float("nan")}, "NaN is not a number"),
-        ({"tokens": {"prompt": "1"}}, "tokens can't be"),
-        ({"M": "4"}, "M can't be '4'"),
-    ],
-)
-def test_a_bad_result_is_named(change, says, tmp_path, capsys):
-    path = tmp_path / "results.jsonl"
-    path.write_text(dump([RESULT, RESULT | {"task_id": "b"} | change]))
-    error = mistake(lambda: report.main([str(path), "--out", str(tmp_path / "report.html")]), capsys)
-    assert f"{path}:2: " in error and says in error and not (tmp_path / "report.html").exists()
-
-
-# -------------------------------------------------------------------------------------------------------------- fuzzing
-
-INTERESTING = [None, True, -1, 2**70, 1e308, float("nan"), float("inf"), "", "x" * 9, [], [[]], {}, {"a": 1}]
-PIECES = [b"", b"[" * 5000, b"\x00", b"NaN", b"-", b"1e999", b"\n", b'"', b"\xff\xfe"]
-
-
-def places(value, path=()) -> Iterator[tuple]:
-    yield from [path] if path else []
-    for key, below in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from places(below, (*path, key))
-
-
-def changed_value(content: bytes, rng: random.Random) -> bytes:
-    """One value of one line, or of a JSON file, replaced or dropped."""
-    lines = content.splitlines(keepends=True) if content.startswith(b'{"') else [content]
-    at = rng.randrange(len(lines))
-    value = parent = json.loads(lines[at])
-    *above, last = rng.choice(list(places(value)))
-    for key in above:
-        parent = parent[key]
-    parent[last] = rng.choice(INTERESTING)
-    if rng.random() < 0.2:
-        del parent[last]
-    return b"".join([*lines[:at], json.dumps(value).encode() + b"\n", *lines[at + 1 :]])
-
-
-def changed_bytes(content: bytes, rng: random.Random) -> bytes:
-    """A piece cut out, doubled, or another put in its place; the rest cut off."""
-    a, b = sorted(rng.randrange(len(content)) for _ in range(2))
-    return content[:a] + rng.choice([*PIECES, 2 * content[a:b]]) + rng.choice([content[b:], content[a:], b""])
 
 
 def read_any_trees(path: Path) -> None:
@@ -258,6 +94,128 @@ READERS = {  # a sound file, and what reads it
     "policy.json": (json.dumps(vars(Rendering(stop=["a"]))), lambda path: Rendering.load(path.parent)),
     "sft.meta.json": (json.dumps({"arguments": {"expert": "x"}, "inputs": {}}), read_metadata),
 }
+ROOT, LEAF = node(0, None), node(1, 0, reward=1.0, done=True)
+RESULT = {"task_id": "a", "env": "fake", "method": "greedy", "reward": 1.0, "tokens": {"prompt": 1}}
+BAD = {
+    "trees.jsonl": [
+        ("", "holds no trees"),
+        (tree(ROOT, LEAF)[:-20], ":2: not valid JSON"),
+        (tree(ROOT, LEAF).splitlines()[0] + "\n", "1 of 2 nodes; run build_trees.py again"),
+        (tree(ROOT, LEAF | {"reward": float("nan")}), ":2: not valid JSON (NaN is not a number)"),
+        (tree(ROOT, LEAF).replace('"reward": 1.0', '"reward": 1e999'), ":2: reward can't be inf"),
+        (tree(ROOT, LEAF | {"reward": "1"}), ":2: reward can't be '1'"),
+        ("\n" + tree(ROOT, LEAF, LEAF), ":4: node 1 of task a stands before its parent"),
+        (tree(ROOT, node(2, 1), LEAF), ":2: node 2 of task a stands before its parent"),
+        (tree(ROOT, LEAF | {"task_id": "b"}), ":2: node 1 of task b stands before its parent"),
+        (dump([RESULT]), ":1: no node_id; is this a trees.jsonl"),
+    ],
+    "q_labels.jsonl": [
+        (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q; run bellman.py on it"),
+        (tree(ROOT | {"messages": [{"role": "user"}]}, LEAF), ":1: messages can't be"),
+    ],
+    "expert.jsonl": [
+        ('[{"conversations": ', "not valid JSON"),
+        ('[{"conversations": [{"from": "human"}]}]', "record 1: no chat"),
+        (dump([{"messages": CHAT}, {"messages": CHAT[::-1]}]), ":2: no chat of user and assistant"),
+        (dump([{"messages": CHAT, "reward": "high"}]), ":1: reward can't be 'high'"),
+    ],
+    "results.jsonl": [
+        (dump([RESULT, RESULT | {"reward": float("nan")}]), ":2: not valid JSON (NaN is not a number)"),
+        (dump([RESULT, RESULT | {"tokens": {"prompt": "1"}}]), ":2: tokens can't be"),
+        (dump([RESULT, RESULT | {"M": "4"}]), ":2: M can't be '4'"),
+    ],
+    "policy.json": [
+        ("[]", "a JSON object is expected, not list"),
+        ('{"temprature": 1}', "unknown setting 'temprature'"),
+        ('{"max_new_tokens": 0}', "max_new_tokens can't be 0"),
+    ],
+    "sft.meta.json": [("", "not the metadata of"), ('{"arguments": 3}', "not the metadata of")],
+}
+
+
+@pytest.mark.parametrize(("name", "content", "says"), [(name, *case) for name, cases in BAD.items() for case in cases])
+def test_a_bad_file_is_named_with_its_line_and_its_fault(name, content, says, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=re.escape(name) + ".*" + re.escape(says)):
+        READERS[name][1](tmp_path / name)
+
+
+def test_labels_stay_as_they_were_where_trees_are_bad(tmp_path, capsys):
+    trees, out = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl"
+    trees.write_bytes(tree(ROOT, LEAF).encode("utf-16"))
+    out.write_text('{"q_raw": 0}\n')
+    error = mistake(lambda: bellman.main(["--trees", str(trees), "--out", str(out)]), capsys)
+    assert f"{trees}:1: not valid JSON ('utf-8' codec" in error and out.read_text() == '{"q_raw": 0}\n'
+
+
+def test_a_system_message_may_come_first(tmp_path):
+    path = tmp_path / "expert.jsonl"
+    path.write_text(dump([{"messages": [{"role": "system", "content": "be brief"}, *CHAT], "task_id": "a"}]))
+    ((state, _),) = read_trajectories(path)
+    assert [role for role, _ in state.messages] == ["system", "user", "assistant"]
+    theirs = [{"from": r, "value": c} for r, c in (("system", "be brief"), ("human", "go"), ("gpt", "Action: left"))]
+    path.write_text(json.dumps([{"conversations": theirs}]))
+    ((again, _),) = read_trajectories(path)
+    assert again.messages == state.messages and actions_by_task(path, FakeEnv()) == {"go": ["Action: left"]}
+
+
+def test_demonstrations_of_another_kind_are_not_replayed_over(tmp_path, capsys):
+    import sft
+
+    mine = dump([{"messages": CHAT, "task_id": "mine"}])
+    (tmp_path / "expert.jsonl").write_text(mine)
+    error = mistake(lambda: sft.main(["--env", "frozenlake", "--run", str(tmp_path)]), capsys)
+    assert "other demonstrations" in error and "--expert" in error
+    assert (tmp_path / "expert.jsonl").read_text() == mine
+
+
+@pytest.mark.parametrize("command", [build_trees.main, q_search.main])
+def test_an_output_of_another_stage_is_not_written_to(command, tmp_path, agent, capsys):
+    line = {"task_id": "a", "nodes": 0, "method": []}
+    (tmp_path / "mine.jsonl").write_text(dump([line]))
+    argv = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--out", str(tmp_path / "mine.jsonl")]
+    argv += ["--method", "greedy"] if command is q_search.main else []
+    assert "Name another --out" in mistake(lambda: command(argv), capsys)
+    assert (tmp_path / "mine.jsonl").read_text() == dump([line])
+
+
+def test_an_unknown_task_is_named():
+    for name, task in (("webshop", "999999"), ("webshop", "x"), ("frozenlake", "9x9/0"), ("frozenlake", "x")):
+        env = envs.make(name)
+        with pytest.raises(UserError, match=f"{name}: .*{task}"):
+            env.reset(options={"task_id": task})
+
+
+# -------------------------------------------------------------------------------------------------------------- fuzzing
+
+INTERESTING = [None, True, -1, 2**70, 1e308, float("nan"), float("inf"), "", "x" * 9, [], [[]], {}, {"a": 1}]
+PIECES = [b"", b"[" * 5000, b"\x00", b"NaN", b"-", b"1e999", b"\n", b'"', b"\xff\xfe"]
+
+
+def places(value, path=()) -> Iterator[tuple]:
+    yield from [path] if path else []
+    for key, below in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(below, (*path, key))
+
+
+def changed_value(content: bytes, rng: random.Random) -> bytes:
+    """One value of one line, or of a JSON file, replaced or dropped."""
+    lines = content.splitlines(keepends=True) if content.startswith(b'{"') else [content]
+    at = rng.randrange(len(lines))
+    value = parent = json.loads(lines[at])
+    *above, last = rng.choice(list(places(value)))
+    for key in above:
+        parent = parent[key]
+    parent[last] = rng.choice(INTERESTING)
+    if rng.random() < 0.2:
+        del parent[last]
+    return b"".join([*lines[:at], json.dumps(value).encode() + b"\n", *lines[at + 1 :]])
+
+
+def changed_bytes(content: bytes, rng: random.Random) -> bytes:
+    """A piece cut out, doubled, or another put in its place; the rest cut off."""
+    a, b = sorted(rng.randrange(len(content)) for _ in range(2))
+    return content[:a] + rng.choice([*PIECES, 2 * content[a:b]]) + rng.choice([content[b:], content[a:], b""])
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -216,19 +216,6 @@ def by_rank(tmp_path: Path, monkeypatch, rank: int, world: int, tasks: list[int]
     return out
 
 
-def test_the_last_of_several_processes_joins_the_parts(tmp_path, monkeypatch):
-    tasks = list(range(7))
-    first = by_rank(tmp_path, monkeypatch, 1, 2, tasks)
-    assert first.path.name == "x.1-of-2.jsonl" and ids(first.path) == [1, 3, 5]
-    assert not (tmp_path / "x.jsonl").exists()
-    last = by_rank(tmp_path, monkeypatch, 0, 2, tasks)
-    assert last.path == tmp_path / "x.jsonl" and ids(last.path) == tasks
-    assert metadata(tmp_path)["lines"] == 7 and files.is_complete(last.path)
-    assert {path.name for path in tmp_path.iterdir()} == {"x.jsonl", "x.meta.json"}
-    by_rank(tmp_path, monkeypatch, 1, 2, tasks)  # who comes again finds nothing to do
-    assert ids(tmp_path / "x.jsonl") == tasks
-
-
 def test_parts_of_a_stopped_run_are_taken_over_by_any_number_of_processes(tmp_path, monkeypatch):
     tasks = list(range(9))
     by_rank(tmp_path, monkeypatch, 0, 3, tasks, stop=1)

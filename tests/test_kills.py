@@ -195,19 +195,6 @@ def test_a_full_disk_is_one_line_and_the_run_resumes(forks, stage, room, undistu
     assert content(tmp_path / "run" / name) == content(run / name)
 
 
-@pytest.mark.parametrize("stage", ["sft", "bellman", "q_search"])
-def test_a_path_that_can_not_be_written_is_one_line(forks, stage, undisturbed, tmp_path):
-    inputs(stage, undisturbed[0], tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine").write_text("mine")
-    (tmp_path / "file").write_text("mine")
-    argv, _ = STAGES[stage]
-    for out in ("full", "file/below", "/proc/nowhere/below"):
-        said_in_one_line(forks.run(stage, tmp_path, [*argv, "--out", out]), out.removesuffix("/below"))
-    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_a_key_reaches_no_file_and_no_output(forks, undisturbed, tmp_path):
     inputs("q_search", undisturbed[0], tmp_path)
     argv = [*STAGES["q_search"][0], "--server", "http://127.0.0.1:9/v1", "--debug"]

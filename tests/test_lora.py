@@ -120,18 +120,6 @@ def test_the_stages_train_save_and_load_it(tmp_path, agent):
         Policy.load(folder)
 
 
-def test_checkpointing_changes_no_gradient():
-    gradients = []
-    for checkpointing in (False, True):
-        model = tiny_lm(CHAT).train()
-        models.save_memory(model, None, None, checkpointing)
-        assert all(layer.gradient_checkpointing == checkpointing for layer in model.model.layers)
-        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_positions_are_not_rounded_with_the_weights():
     """Rotary frequencies in bf16 would turn a prompt of 4,000 tokens by radians."""
     model = tiny_lm(CHAT)

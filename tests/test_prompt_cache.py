@@ -69,22 +69,6 @@ def test_a_small_cache_still_finds_its_share():
     # By the age of entries alone, each would be forgotten just before it is read again.
 
 
-def test_what_a_kept_turn_continues_is_kept():
-    played = episodes(6, 6)
-    rng, cache = np.random.default_rng(0), PromptCache(40_000)
-    evicted = 0
-    for _ in range(60):
-        some = [played[rng.integers(6)][rng.integers(6)] for _ in range(2)]
-        before = set(cache._entries)
-        read(cache, some)
-        evicted += len(before - set(cache._entries))
-        assert cache.used <= cache.room
-        assert all(not e.parent or e.parent in cache._entries for e in cache._entries.values())
-        place = {name: i for i, name in enumerate(cache._entries)}
-        assert all(not e.parent or place[e.parent] > place[name] for name, e in cache._entries.items())
-    assert evicted > 10
-
-
 @pytest.mark.parametrize("length", [3, 30])  # of the second turn, shorter and longer than the first
 def test_a_first_state_beside_one_that_continues_it(length):
     """Two games that begin alike, one of them a step ahead: only that one has its first turn in the cache."""
