@@ -253,7 +253,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 3 epochs.")
     envs.add_arguments(flags, argv)
     add, default = flags.add_argument, choices(PAPER, TINY)
-    add("--model", default="tiny", help="tiny, or a HuggingFace name or path (default: %(default)s)")
+    add("--model", default="tiny", help="tiny, a HuggingFace name or path, or a GGUF file (default: %(default)s)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
     add("--n-expert", type=at_least(1), help="number of trajectories (default: all; tiny: the environment's own)")

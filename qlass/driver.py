@@ -12,11 +12,13 @@ import itertools
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from envs import TextEnv
 from qlass import UserError
 from qlass.chat import Rendering, State, react
+
+if TYPE_CHECKING:
+    from envs import TextEnv
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from envs import TextEnv
 from qlass.chat import State, parse_action
 from qlass.driver import Score
+
+if TYPE_CHECKING:
+    from envs import TextEnv
 
 Scores = Generator[Any, Any, list[float]]  # yields requests, returns a number for each candidate
 

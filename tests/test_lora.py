@@ -1,11 +1,14 @@
 """LoRA beside the plain model, what is trained and what a checkpoint holds; flags that need a GPU say so."""
 
+import json
 import shutil
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from fakes import dump, tiny_backbone, tiny_config, tiny_lm, word_chat
+from fakes import chat_tokenizer, dump, tiny_backbone, tiny_config, tiny_lm, word_chat
 from families import tiny
 from peft import PeftModel
 from test_train_qnet import labelled_tree
@@ -153,3 +156,50 @@ def test_what_needs_a_gpu_or_a_package_says_so(tmp_path, agent, monkeypatch):
     monkeypatch.setattr(models, "find_spec", lambda name: sys)
     with pytest.raises(UserError, match=r"needs a GPU; leave it out on a CPU"):
         q_search.main([*search, "--method", "greedy"])
+
+
+def write_gguf(path: Path) -> np.ndarray:
+    """A Llama of two layers with random weights and a tokenizer of bytes, as llama.cpp keeps it; its embeddings."""
+    gguf = pytest.importorskip("gguf")
+    tokenizer = chat_tokenizer("chatml")
+    tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), "ab"]
+    writer = gguf.GGUFWriter(path, "llama")
+    sizes = {"context_length": 512, "embedding_length": 32, "block_count": 2, "feed_forward_length": 64}
+    sizes |= {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_dimension_count": 8}
+    for name, size in sizes.items():
+        getattr(writer, f"add_{name}")(size)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(tokens.index("<|im_end|>"))
+    writer.add_chat_template(tokenizer.chat_template)
+    rng = np.random.default_rng(0)
+    shapes = {"token_embd": (len(tokens), 32), "output_norm": (32,)}
+    for layer in range(2):
+        sizes = {"attn_norm": (32,), "ffn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32)}
+        sizes |= {"attn_output": (32, 32), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in sizes.items()}
+    weights = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    for name, weight in weights.items():
+        writer.add_tensor(f"{name}.weight", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights["token_embd"]
+
+
+def test_a_gguf_file_is_a_model_like_any_other(tmp_path, fake_world):
+    embeddings = write_gguf(tmp_path / "model.gguf")
+    model, chat = models.load_checkpoint(tmp_path / "model.gguf", AutoModelForCausalLM, None)
+    assert torch.equal(model.get_input_embeddings().weight, torch.from_numpy(embeddings))
+    assert not hasattr(model.config, "quantization_config") and chat.stop.endswith("<|im_end|>")
+    run = ["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "1", "--lora", "2", "--max-tokens", "300"]
+    sft.main([*run, "--model", str(tmp_path / "model.gguf"), "--n-expert", "2"])
+    saved = json.loads((tmp_path / "sft" / "config.json").read_text())
+    assert "quantization_config" not in saved and Policy.load(tmp_path / "sft").model.num_parameters() > 0
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"broken\.gguf: not a checkpoint"):
+        models.load_checkpoint(tmp_path / "broken.gguf", AutoModelForCausalLM, None)

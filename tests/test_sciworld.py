@@ -21,6 +21,7 @@ import envs
 from environments.sciworld import expert as sciworld_expert
 from environments.sciworld import simulator as sciworld
 from environments.sciworld import tasks
+from environments.sciworld.expert import held_after
 from qlass.chat import Rendering
 from qlass.driver import Candidate
 
@@ -508,7 +509,7 @@ def test_trees_are_the_same_though_simulators_die_in_the_middle(tmp_path, monkey
             pool.running[-1].process.kill()
         return found
 
-    monkeypatch.setattr("build_trees.load_agent", lambda args: Rule)
+    monkeypatch.setattr("build_trees.load_agent", lambda args, env: Rule)
     monkeypatch.setattr(tasks, "task_ids", lambda *_: {"train": [task]})
     plain_ask, made = sciworld.Simulators.ask, []
     monkeypatch.setattr(sciworld.Simulators, "ask", ask)
@@ -521,3 +522,11 @@ def test_trees_are_the_same_though_simulators_die_in_the_middle(tmp_path, monkey
     sciworld.simulators().close()
     assert len(set(killed)) == 3 and made[0] == made[1] and made[0].count(b"\n") > 6
     assert not any(map(alive, killed))
+
+
+def test_candidates_know_of_what_is_held_by_what_was_read_alone():
+    held = held_after((), "You move the thermometer to the inventory.")
+    assert held_after(held, "This room is called the kitchen.") == held == ("thermometer",)
+    assert held_after(held, "You move the thermometer to the kitchen.") == ()
+    listed = held_after(held, "In your inventory, you see:\n\tan orange\n\ta thermometer, currently reading 10 degrees")
+    assert len(listed) == 2 and held_after(listed, "You move the thermometer to the sink.") == ("an orange",)
