@@ -291,15 +291,15 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
         "results": [greedy, searched],
         "results-rl": [greedy | {"label": "rl", "reward": 0.9}],
         "results-rl-old": [searched | {"label": "rl, old QNet"}],
-        "results-guided": [greedy | {"label": "guided"}],
         "results-both": [greedy | {"label": "both"}],
         "results-foreign": [searched | {"label": "foreign QNet"}],
     }
     for name, records in files.items():
         write(Path(f"{name}.jsonl"), records)
-    agents = {"results-rl": "sft-rl", "results-guided": "sft-guided", "results-both": "sft-both"}
-    metas = {name: {"arguments": {"sft": agent}} for name, agent in agents.items()} | {
+    metas = {
         "results": {"arguments": {"sft": "sft", "qnet": "qnet"}},
+        "results-rl": {"arguments": {"sft": "sft-rl"}},
+        "results-both": {"arguments": {"sft": "sft-both"}},
         "results-rl-old": {"arguments": {"sft": "sft-rl", "qnet": "qnet"}},
         "results-foreign": {"arguments": {"sft": "sft", "qnet": "downloaded"}},
         "sft": {},
@@ -317,10 +317,10 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
     cost = {(g.condition.method, g.condition.label): training_tokens(g) for g in groups}
     assert math.isnan(cost.pop(("qlass", "foreign QNet")))
     assert cost == {("greedy", ""): 0, ("qlass", ""): 307, ("greedy", "rl"): 6000, ("qlass", "rl, old QNet"): 6307,
-                    ("greedy", "guided"): 462, ("greedy", "both"): 523}  # fmt: skip
+                    ("greedy", "both"): 523}  # fmt: skip
     (first, *_) = frontier(groups).axes
     drawn = {line.get_label(): list(line.get_xdata()) for line in first.lines if line.get_label()[0] != "_"}
-    assert set(drawn) == {"cloned", "rl", "guided", "both"}  # those that are not searched are points
+    assert set(drawn) == {"cloned", "rl", "both"}  # those that are not searched are points
     tokens = next(g for g in groups if g.condition == results.Condition("webshop", "greedy", label="rl")).mean("total")
     assert drawn["rl"] == [pytest.approx((6000 + 100 * tokens) / 1e6)]  # of 100 tasks
     assert frontier([g for g in groups if not g.condition.label]) is None

