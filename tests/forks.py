@@ -39,9 +39,9 @@ class Fork(NamedTuple):
     def wait(self) -> tuple[int, str, str]:
         """Exit code (of a signal its negative), standard output and error."""
         code = self.forks.ask({"wait": self.pid})
-        said = [(self.folder / f".{name}.{self.pid}") for name in ("output", "error")]
-        texts = [path.read_text() if path.exists() else "" for path in said]  # it may have been killed before
-        for path in said:
+        files = [(self.folder / f".{name}.{self.pid}") for name in ("output", "error")]
+        texts = [path.read_text() if path.exists() else "" for path in files]  # it may have been killed before
+        for path in files:
             path.unlink(missing_ok=True)
         return (code, *texts)
 
@@ -90,9 +90,9 @@ def serve() -> None:
     modules = {name: importlib.import_module(name) for name in (*stages, "environments.frozenlake.env")}
     print("ready", flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "wait" in asked:
-            print(os.waitstatus_to_exitcode(os.waitpid(asked["wait"], 0)[1]), flush=True)
+        command = json.loads(line)
+        if "wait" in command:
+            print(os.waitstatus_to_exitcode(os.waitpid(command["wait"], 0)[1]), flush=True)
             continue
         pid = os.fork()
         if pid:
@@ -100,17 +100,17 @@ def serve() -> None:
             continue
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
-        os.chdir(asked["folder"])
-        os.environ |= asked["env"]
+        os.chdir(command["folder"])
+        os.environ |= command["env"]
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, name in ((1, "output"), (2, "error")):
             os.dup2(os.open(f".{name}.{os.getpid()}", os.O_WRONLY | os.O_CREAT), number)
-        sys.argv = [f"{asked['stage']}.py", *asked["argv"]]
-        if asked["limit"]:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (asked["limit"],) * 2)
+        sys.argv = [f"{command['stage']}.py", *command["argv"]]
+        if command["limit"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (command["limit"],) * 2)
         code = 0
         try:
-            run_stage(modules[asked["stage"]].main)
+            run_stage(modules[command["stage"]].main)
         except SystemExit as stop:
             code = stop.code
         except BaseException:

@@ -50,10 +50,10 @@ def mistake(main: Callable, capsys) -> str:
 
 
 def node(i: int, parent: int | None, **more) -> dict:
-    told = {"role": "user", "content": "go"}
-    first = {"messages": [told], "task": "", "env": "fake", "action": None} if parent is None else {"action": f"go {i}"}
-    about = {"task_id": "a", "node_id": i, "parent_id": parent, "observation": "here", "reward": 0.0, "done": False}
-    return about | {"source": "policy", "branch": 0, "depth": 0, "q": 0.5, "q_raw": 0.5} | first | more
+    goal = {"role": "user", "content": "go"}
+    first = {"messages": [goal], "task": "", "env": "fake", "action": None} if parent is None else {"action": f"go {i}"}
+    fields = {"task_id": "a", "node_id": i, "parent_id": parent, "observation": "here", "reward": 0.0, "done": False}
+    return fields | {"source": "policy", "branch": 0, "depth": 0, "q": 0.5, "q_raw": 0.5} | first | more
 
 
 def tree(*nodes: dict) -> str:
@@ -179,13 +179,6 @@ def test_an_output_of_another_stage_is_not_written_to(command, tmp_path, agent, 
     assert (tmp_path / "mine.jsonl").read_text() == dump([line])
 
 
-def test_an_unknown_task_is_named():
-    for name, task in (("webshop", "999999"), ("webshop", "x"), ("frozenlake", "9x9/0"), ("frozenlake", "x")):
-        env = envs.make(name)
-        with pytest.raises(UserError, match=f"{name}: .*{task}"):
-            env.reset(options={"task_id": task})
-
-
 # -------------------------------------------------------------------------------------------------------------- fuzzing
 
 INTERESTING = [None, True, -1, 2**70, 1e308, float("nan"), float("inf"), "", "x" * 9, [], [[]], {}, {"a": 1}]
@@ -243,11 +236,11 @@ def test_tasks_that_were_learned_from_are_counted_and_told(tmp_path, agent, fake
     sft = tmp_path / "sft"
     shutil.copytree(agent, sft)
     (tmp_path / "expert.jsonl").write_text(dump([{"task_id": t, "messages": CHAT} for t in ("test0", "test3", "a")]))
-    asked = {"env": "frozenlake", "map": None, "env_option": [], "expert": str(tmp_path / "expert.jsonl")}
-    (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": asked, "inputs": {}}))
+    arguments = {"env": "frozenlake", "map": None, "env_option": [], "expert": str(tmp_path / "expert.jsonl")}
+    (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": arguments, "inputs": {}}))
     q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "greedy"])
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
-    assert told == ["warning: 2 of 6 tasks played are also in the demonstrations"]
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    assert warnings == ["warning: 2 of 6 tasks played are also in the demonstrations"]
     # A rule has learned nothing, but greedy's lines are still there.
     q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "rule"])
     assert json.loads((tmp_path / "results.meta.json").read_text())["leaks"] == {"demonstrations": 2, "trees": 0}
@@ -288,16 +281,16 @@ def test_another_task_of_the_same_product_is_a_leak(tmp_path, capsys):
 
 
 def test_demonstrations_without_ids_are_known_by_their_words(tmp_path, capsys):
-    def eto(said: str) -> dict:
-        turns = [("human", "You shop."), ("gpt", "OK"), ("human", said), ("gpt", "Action: search[x]")]
+    def eto(observation: str) -> dict:
+        turns = [("human", "You shop."), ("gpt", "OK"), ("human", observation), ("gpt", "Action: search[x]")]
         return {"conversations": [{"from": who, "value": text} for who, text in turns]}
 
     theirs = [eto("Instruction: [SEP] i need product 1 [SEP] Search"), eto("Instruction: i need product 7")]
     warning = "warning: 1 of 2 tasks played are also in the trees\n"
     assert leaks_of(tmp_path, capsys, theirs, ["1", "3"]) == (1, warning)
     assert leaks_of(tmp_path, capsys, theirs, ["3"]) == (0, "")  # a training task is known by its words
-    found, told = leaks_of(tmp_path, capsys, theirs[1:], ["3"])
-    assert found is None and "is not known: learned.jsonl: no task ids, and none of the texts" in told
+    count, warning = leaks_of(tmp_path, capsys, theirs[1:], ["3"])
+    assert count is None and "is not known: learned.jsonl: no task ids, and none of the texts" in warning
     assert leaks_of(tmp_path, capsys, theirs[::-1], ["1"], most=1)[0] is None  # the other was not learned from
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import operator
 import os
 import signal
 import subprocess
@@ -176,26 +175,6 @@ def test_another_writer_is_refused_unless_it_was_killed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"x.jsonl", "x.meta.json"}
 
 
-def test_figures_of_a_file_outlive_a_stopped_call_and_not_the_file(tmp_path):
-    def call(count: int, stopped: bool = False) -> dict:
-        out = output(tmp_path)
-        out.known["leaks"] = out.with_earlier("leaks", {"trees": count}, max)
-        out.grow([[{"n": len(out.records)}]], "lines", 1)
-        if stopped:
-            release(out.lock)
-        else:
-            out.finish(tokens=out.with_earlier("tokens", {"agent": 5}, operator.add, stopped=None))
-        figures = metadata(tmp_path)
-        return {name: next(iter(figures[name].values())) for name in ("leaks", "tokens") if name in figures}
-
-    assert call(21) == {"leaks": 21, "tokens": 5}
-    assert call(3) == {"leaks": 21, "tokens": 10}
-    assert call(2, stopped=True) == {"leaks": 21}
-    assert call(0) == {"leaks": 21, "tokens": None}  # what the stopped call computed is not known
-    (tmp_path / "x.jsonl").unlink()
-    assert call(1) == {"leaks": 1, "tokens": 5}
-
-
 # ---------------------------------------------------------------------------------------------- tasks shared by several
 
 
@@ -290,12 +269,12 @@ def test_an_input_made_from_what_has_changed_since_is_told(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     trees.write_text("{}\n{}\n")
     cli.needed(None, qnet, "train_qnet", args)  # of labels that are out of date
-    told = capsys.readouterr().err
-    assert told == f"warning: {labels} was made from another {trees} than there is now: make it again first\n"
+    warning = capsys.readouterr().err
+    assert warning == f"warning: {labels} was made from another {trees} than there is now: make it again first\n"
     labels.write_text("{}\n{}\n")
     cli.needed(None, qnet, "train_qnet", args)
-    told = capsys.readouterr().err
-    assert f"{qnet} was made from another {labels} than there is now: python train_qnet.py --overwrite" in told
+    warning = capsys.readouterr().err
+    assert f"{qnet} was made from another {labels} than there is now: python train_qnet.py --overwrite" in warning
 
 
 # ---------------------------------------------------------------------------------------------- inputs, flags, mistakes

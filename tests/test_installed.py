@@ -43,17 +43,6 @@ def test_generated_data_goes_where_it_can(tmp_path, monkeypatch):
     assert writable(folder) == tmp_path / "cache" / "qlass"
 
 
-def test_a_project_may_have_a_package_of_its_own_named_data(tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "__init__.py").touch()
-    (tmp_path / "mine.py").write_text(
-        "from environments.webshop.env import WebShopEnv\n\n\nclass Mine(WebShopEnv):\n    name = 'mine'\n"
-    )
-    command = [sys.executable, ROOT / "q_search.py", "--env", "mine:Mine", "--method", "expert", "--limit", "1"]
-    run = subprocess.run([*command, "--run", tmp_path], cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0 and "expert: mean reward 1.000" in run.stdout, run.stderr
-
-
 def installed(folder: Path) -> Path:
     """Where the project's wheel is installed, without what it depends on."""
     ignored = shutil.ignore_patterns(".*", "tests", "docs", "runs", "generated", "__pycache__")
@@ -70,8 +59,8 @@ def test_stages_run_from_a_wheel(tmp_path):
     site = installed(tmp_path / "wheel")
 
     def run(*command):
-        known = os.environ | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path)}
-        done = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True)
+        environment = os.environ | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -119,8 +119,8 @@ def test_a_stop_leaves_no_temporary_file(forks, undisturbed, tmp_path, sent, cod
         while not (tmp_path / "run" / ".q_labels.jsonl.draft").exists() and time.monotonic() < until:
             time.sleep(0.01)
         process.send_signal(sent)
-        found = process.wait()
-    assert found[0] == code and found[2] == "\nstopped; the same command resumes from what is written\n"
+        ended = process.wait()
+    assert ended[0] == code and ended[2] == "\nstopped; the same command resumes from what is written\n"
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"trees.jsonl"}
 
 
@@ -162,21 +162,10 @@ def test_several_processes_of_any_width_make_the_same_file(forks, stage, undistu
     assert content(tmp_path / "run" / name) == content(run / name)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_another_command_does_not_replace_what_is_there(forks, stage, undisturbed, tmp_path):
-    run, _ = undisturbed
-    shutil.copytree(run, tmp_path / "run")
-    argv, name = STAGES[stage]
-    flag, old, new = {"bellman": ("--gamma", 0.9, 0.5), "sft": ("--n-expert", 6, 5)}.get(stage, ("--seed", 0, 7))
-    refused = forks.run(stage, tmp_path, [*argv, flag, str(new)])
-    said_in_one_line(refused, f"error: run/{name} was begun with {flag} {old}, not {new}")
-    assert content(tmp_path / "run" / name) == content(run / name)
-
-
 # ----------------------------------------------------------------------------------------------- no room, no permission
 
 
-def said_in_one_line(ended: tuple[int, str, str], words: str) -> None:
+def ends_in_one_line(ended: tuple[int, str, str], words: str) -> None:
     code, _, error = ended
     (line,) = [line for line in error.splitlines() if line.startswith("error: ")]
     assert code == 2 and words in line and "Traceback" not in error, error
@@ -187,7 +176,7 @@ def test_a_full_disk_is_one_line_and_the_run_resumes(forks, stage, room, undistu
     run, _ = undisturbed
     inputs(stage, run, tmp_path)
     argv, name = STAGES[stage]
-    said_in_one_line(forks.run(stage, tmp_path, argv, limit=room), "make room")
+    ends_in_one_line(forks.run(stage, tmp_path, argv, limit=room), "make room")
     if stage not in ("build_trees", "q_search"):  # they grow under their name, line by line
         assert not (tmp_path / "run" / name).exists()
     code, _, error = forks.run(stage, tmp_path, argv)

@@ -27,7 +27,7 @@ FRAME = """a after am and are below be buy can could costing dollars find for ge
 UNITS = {"oz": "ounce", "ounces": "ounce", "fl": "fluid", "ml": "milliliter", "milliliters": "milliliter"}
 
 
-def asked(text):
+def content_words(text):
     """The words of a request that say what is wanted, as a multiset; units and amounts in one form."""
     words = [word.lstrip("$").removesuffix(".00") for word in re.findall(r"[^\s,;:()?]+", text.lower())]
     return Counter(UNITS.get(word, word) for word in words if not re.search(rf"(?<!\S){re.escape(word)}(?!\S)", FRAME))
@@ -37,7 +37,7 @@ def check(task, options=(), limit=None):
     """39 of the task's wordings, which ask for what the task asks for; options as (name, value)."""
     texts = [paraphrase(task, index) for index in range(1, 40)]
     for text in texts:
-        assert asked(text) == asked(task), text
+        assert content_words(text) == content_words(task), text
         for name, value in options:  # each value still belongs to its name
             assert re.search(rf"\b{re.escape(name)}(: | should be ){re.escape(value)}", text), text
         if limit:

@@ -25,13 +25,13 @@ def episodes(n: int, turns: int, seed: int = 0) -> list[list[State]]:
     def words(k: int) -> str:
         return " ".join(rng.choice(WORDS, k))
 
-    found = []
+    played = []
     for _ in range(n):
         states = [State((("user", "walk"), ("assistant", "OK"), ("user", words(12))))]
         for _ in range(turns - 1):
             states.append(states[-1].then(f"Action: {words(2)}", words(8)))
-        found.append(states)
-    return found
+        played.append(states)
+    return played
 
 
 def forward(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
@@ -50,22 +50,22 @@ def read(cache: PromptCache, states: list[State]) -> int:
 
 def side_by_side(cache: PromptCache, played: list[list[State]]) -> float:
     """The share of the prompts' tokens that the cache held, all episodes a step at a time."""
-    asked = found = 0
+    tokens = cached = 0
     for step in zip(*played, strict=True):
         prompts = [cache.prompt(CHAT.message_tokens(s)) for s in step]
-        asked, found = asked + sum(len(p.ids) for p in prompts), found + sum(p.known for p in prompts)
+        tokens, cached = tokens + sum(len(p.ids) for p in prompts), cached + sum(p.known for p in prompts)
         read(cache, list(step))
-    return found / asked
+    return cached / tokens
 
 
 def test_a_small_cache_still_finds_its_share():
     played = episodes(32, 8)
     whole = PromptCache()
-    all_found = side_by_side(whole, played)
+    whole_share = side_by_side(whole, played)
     needed = whole.used
-    found = {part: side_by_side(PromptCache(int(needed * part)), played) for part in (0.5, 0.25, 0.1)}
-    assert all_found > 0.7
-    assert found[0.5] > 0.5 * all_found and found[0.25] > 0.25 * all_found and found[0.1] > 0.1 * all_found
+    shares = {part: side_by_side(PromptCache(int(needed * part)), played) for part in (0.5, 0.25, 0.1)}
+    assert whole_share > 0.7
+    assert shares[0.5] > 0.5 * whole_share and shares[0.25] > 0.25 * whole_share and shares[0.1] > 0.1 * whole_share
     # By the age of entries alone, each would be forgotten just before it is read again.
 
 

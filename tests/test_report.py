@@ -267,23 +267,6 @@ def test_two_seeds_of_one_training_and_missing_metadata_are_told(tmp_path, capsy
 # ------------------------------------------------------------------------------------------------------------- figures
 
 
-def test_process_rewards_are_drawn_within_their_role(scripted):
-    on = ", loss on all tokens"
-    groups = scripted(
-        ("greedy", 0.3, {}), ("greedy", 0.2, {"label": "self-trained, RFT"}),
-        ("greedy", 0.5, {"label": "self-trained, target=q"}), ("greedy", 0.6, {"label": "self-trained, target=avg"}),
-        ("qlass", 0.8, {"M": 4}), ("qlass", 0.7, {"M": 4, "label": "target=avg"}), ("qlass", 0.9, {"M": 2}),
-        ("qlass", 0.4, {"M": 4, "label": f"target=q{on}"}), ("qlass", 0.1, {"M": 4, "label": "frozen backbone"}),
-    )  # fmt: skip
-    search, retrained = figures.targets(groups).axes
-    assert [t.get_text() for t in search.get_yticklabels()] == [
-        "SFT greedy", "Q-value, M=4", "averaged reward, M=4", f"Q-value{on}, M=4",
-    ]  # fmt: skip
-    assert [t.get_text() for t in retrained.get_yticklabels()] == ["SFT greedy", "RFT", "Q-value", "averaged reward"]
-    widths = [[round(bar.get_width(), 1) for bar in axes.patches] for axes in (search, retrained)]
-    assert widths == [[0.3, 0.8, 0.7, 0.4], [0.3, 0.2, 0.5, 0.6]]
-
-
 def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     greedy, searched = (next(r for r in LINES if r["method"] == m) for m in ("greedy", "qlass"))

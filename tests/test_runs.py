@@ -66,10 +66,10 @@ def parsed(*command):
 
 def stages(commands):
     """What the paper's stages were asked for: {file: [arguments]}."""
-    asked = {}
+    calls = {}
     for command in commands:
-        asked.setdefault(command[0], []).append(parsed(*command))
-    return asked
+        calls.setdefault(command[0], []).append(parsed(*command))
+    return calls
 
 
 @pytest.mark.parametrize("script", [str(path.relative_to(ROOT)) for path in SCRIPTS])
@@ -90,17 +90,17 @@ def test_every_flag_exists(stage, script):
 )
 def test_hyperparameters_of_table_5(stage, script, depth, tree_steps, steps, splits):
     fsdp = {"TRAIN": "accelerate launch --use_fsdp --num_processes 8", "FITS": "--gradient-checkpointing"}
-    asked = stages(stage(f"runs/paper/{script}.sh", ETO="/eto", **fsdp))
-    (sft,), (trees,), (bellman,), (qnet,) = (asked[f"{s}.py"] for s in ("sft", "build_trees", "bellman", "train_qnet"))
+    calls = stages(stage(f"runs/paper/{script}.sh", ETO="/eto", **fsdp))
+    (sft,), (trees,), (bellman,), (qnet,) = (calls[f"{s}.py"] for s in ("sft", "build_trees", "bellman", "train_qnet"))
     assert (sft.model, sft.epochs, sft.lr, sft.batch) == ("meta-llama/Llama-2-7b-chat-hf", 3, 1e-5, 64)
     assert (sft.max_tokens, str(sft.expert), sft.lora) == (4096, f"/eto/{script}_sft.json", None)
     assert (trees.depth, trees.width, trees.temperature, trees.steps, trees.limit) == (depth, 3, 0.7, tree_steps, 0)
     assert (bellman.gamma, bellman.target) == (0.9, "q")
     assert (qnet.epochs, qnet.lr, qnet.batch, qnet.loss_on, qnet.freeze) == (2, 1e-5, 64, "all", False)
-    searches = asked["q_search.py"]
+    searches = calls["q_search.py"]
     assert {s.split for s in searches} == splits
     assert {(s.temperature, s.max_steps, s.limit) for s in searches} == {(0.7, steps, 0)}
-    assert {s.run for s in [sft, trees, bellman, qnet, *searches, *asked["report.py"]]} == {sft.run}
+    assert {s.run for s in [sft, trees, bellman, qnet, *searches, *calls["report.py"]]} == {sft.run}
     assert any("qlass" in s.method and 2 in s.M and s.N == [1] for s in searches)
     assert {s.truncate for s in [trees, qnet, *searches]} == {None if script == "webshop" else "oldest"}
 
@@ -114,48 +114,48 @@ def test_variants_reach_the_stages(stage):
     assert larger.model.endswith("13b-chat-hf") and larger.seed == 3
     assert larger.run not in (fewer["sft.py"][0].run, Path("runs/webshop"))
     commands = stages(stage("runs/paper/webshop.sh", PARAPHRASER="http://host/v1#model"))
-    asked = commands["q_search.py"]
-    assert {s.paraphrase_server for s in asked} == {None, "http://host/v1#model"}
-    assert all((s.paraphrase is None) == (s.label is None) for s in asked)
+    calls = commands["q_search.py"]
+    assert {s.paraphrase_server for s in calls} == {None, "http://host/v1#model"}
+    assert all((s.paraphrase is None) == (s.label is None) for s in calls)
     assert not commands["build_trees.py"][0].no_expert
 
 
 def test_self_training_compares_three_process_rewards_on_the_same_trees(stage):
-    asked = stages(stage("runs/paper/fig4.sh"))
-    trained = asked["experiments.self_train"]
+    calls = stages(stage("runs/paper/fig4.sh"))
+    trained = calls["experiments.self_train"]
     assert {s.no_train for s in trained} == {True}
-    assert [s.expert for s in asked["sft.py"]] == [s.run / f"self_train-{s.name}.jsonl" for s in trained]
-    assert [s.out for s in asked["sft.py"]] == [s.sft for s in asked["q_search.py"]]
-    assert [b.target for b in asked["bellman.py"]] == ["q", "avg", "reward"]
-    assert [q.labels for q in asked["train_qnet.py"]] == [b.out for b in asked["bellman.py"]]
+    assert [s.expert for s in calls["sft.py"]] == [s.run / f"self_train-{s.name}.jsonl" for s in trained]
+    assert [s.out for s in calls["sft.py"]] == [s.sft for s in calls["q_search.py"]]
+    assert [b.target for b in calls["bellman.py"]] == ["q", "avg", "reward"]
+    assert [q.labels for q in calls["train_qnet.py"]] == [b.out for b in calls["bellman.py"]]
     guided = [s for s in trained if s.method == "qlass"]
-    assert [s.qnet for s in guided] == [q.out for q in asked["train_qnet.py"]] and {s.M for s in guided} == {3}
-    assert [s.run / f"sft-{s.name}" for s in trained] == [s.sft for s in asked["q_search.py"]]
+    assert [s.qnet for s in guided] == [q.out for q in calls["train_qnet.py"]] and {s.M for s in guided} == {3}
+    assert [s.run / f"sft-{s.name}" for s in trained] == [s.sft for s in calls["q_search.py"]]
     # The report tells a QNet's target, and self-trained agents, by the label (Fig. 4).
-    names = [s.label.removeprefix("self-trained, ") for s in asked["q_search.py"]]
+    names = [s.label.removeprefix("self-trained, ") for s in calls["q_search.py"]]
     assert names == ["target=q", "target=avg", "target=reward", "RFT", "trees' best"]
 
 
 def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stage):
-    asked = stages(stage("runs/reproduce.sh", "--seeds", "2"))
+    calls = stages(stage("runs/reproduce.sh", "--seeds", "2"))
     folders = [Path("runs/webshop"), Path("runs/webshop-seed1")]
-    assert {(s.run, s.seed) for s in asked["q_search.py"]} >= set(zip(folders, (0, 1), strict=True))
-    runs = [s for name, several in asked.items() for s in several if name != "report.py"]
+    assert {(s.run, s.seed) for s in calls["q_search.py"]} >= set(zip(folders, (0, 1), strict=True))
+    runs = [s for name, several in calls.items() for s in several if name != "report.py"]
     assert all(str(s.run).startswith(str(folders[s.seed])) for s in runs)
-    assert [Path(run) for run in asked["report.py"][-1].results] == folders
+    assert [Path(run) for run in calls["report.py"][-1].results] == folders
     *_, last = stages(stage("runs/reproduce.sh", "frozenlake", "--seeds", "1"))["report.py"]
     assert last.results == ["runs/frozenlake"]
 
 
 def test_ablations_play_the_same_tasks_and_are_told_apart(stage):
-    asked = stages(stage("runs/ablations.sh"))
-    played = asked["q_search.py"]
+    calls = stages(stage("runs/ablations.sh"))
+    played = calls["q_search.py"]
     assert {(s.split, s.skip, s.limit, s.run.parts[:2]) for s in played} == {("test", 400, 0, ("runs", "webshop"))}
-    assert all(s.no_expert for s in asked["build_trees.py"] if "half" in str(s.run))  # Table 3: no more demonstrations
+    assert all(s.no_expert for s in calls["build_trees.py"] if "half" in str(s.run))  # Table 3: no more demonstrations
     labelled = [s for s in played if s.label]
     assert len({s.label for s in labelled}) == len({s.out for s in labelled}) == len(labelled)
     assert {s.run.name: s.method for s in played if not s.label} == {"half": ["all"], "webshop": ["oracle_lookahead"]}
-    trained, again = {s.out or s.run / "qnet" for s in asked["train_qnet.py"]}, asked["experiments.self_train"]
+    trained, again = {s.out or s.run / "qnet" for s in calls["train_qnet.py"]}, calls["experiments.self_train"]
     assert {s.qnet for s in [*played, *again] if s.qnet} <= trained  # every QNet is trained before
     retrained = {s.run / f"sft-{s.name}" for s in again}
     assert {s.sft for s in played if s.sft and s.sft.name.startswith("sft-")} == retrained

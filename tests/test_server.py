@@ -33,7 +33,7 @@ STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at sta
 EXTRA = {"stop_token_ids", "min_p", "repetition_penalty", "repeat_penalty", "top_k"}  # settings beside OpenAI's
 
 
-def asked(n: int = 1, key: tuple = ("t", 0), temperature: float = 0.8) -> Sample:
+def request(n: int = 1, key: tuple = ("t", 0), temperature: float = 0.8) -> Sample:
     return Sample(STATE, n, key, temperature)
 
 
@@ -97,7 +97,7 @@ def texts(policy: ServerPolicy, *requests: Sample) -> list[str]:
 def test_a_candidate_is_one_completion_of_token_ids(fakes):
     fake = fakes()
     policy = served(fake)
-    (drawn,) = policy.sample([asked(3)])
+    (drawn,) = policy.sample([request(3)])
     assert len(fake.sampled()) == len(drawn) == 3 and policy.computed == 21
     assert all((c.tokens, math.isnan(c.logprob)) == (3, True) for c in drawn)
     for body in fake.sampled():
@@ -106,17 +106,17 @@ def test_a_candidate_is_one_completion_of_token_ids(fakes):
         assert (body["stop"], body["stop_token_ids"]) == (["<end>"], [CHAT.stop_id]) and body.keys() >= EXTRA
     first = [c.text for c in drawn]
     assert set(first) == {f"Action: left {body['seed']}" for body in fake.sampled()} and len(set(first)) == 3
-    assert texts(served(fake), asked(3)) == first and texts(policy, asked(2)) == first[:2]  # the same seeds
-    assert not {*texts(served(fake, seed=1), asked(3)), *texts(policy, asked(3, ("t", 1)))} & set(first)
+    assert texts(served(fake), request(3)) == first and texts(policy, request(2)) == first[:2]  # the same seeds
+    assert not {*texts(served(fake, seed=1), request(3)), *texts(policy, request(3, ("t", 1)))} & set(first)
     fake.seen.clear()
-    greedy = texts(policy, asked(4, temperature=0.0))  # asked for once
+    greedy = texts(policy, request(4, temperature=0.0))  # asked for once
     assert len(greedy) == 4 and len(set(greedy)) == 1 and len(fake.sampled()) == 1
 
 
 def test_many_requests_are_under_way_at_once_and_answered_in_order(fakes):
     fake = fakes()
     policy = served(fake, parallel=8)
-    requests = [asked(1, ("t", i)) for i in range(24)]
+    requests = [request(1, ("t", i)) for i in range(24)]
     assert texts(policy, *requests) == [texts(policy, r)[0] for r in requests] and 2 <= fake.peak <= 8
 
 
@@ -133,7 +133,7 @@ def test_many_requests_are_under_way_at_once_and_answered_in_order(fakes):
 )
 def test_a_server_is_asked_as_it_understands(fakes, refuses, ids, top_k):
     fake, chat = fakes(refuses), Chat(chat_tokenizer("chatml"), Rendering())
-    served(fake, chat=chat).sample([asked()])
+    served(fake, chat=chat).sample([request()])
     (body,) = fake.sampled()
     text = chat.tokenizer.apply_chat_template(STATE.dump(), tokenize=False, add_generation_prompt=True)
     assert body["prompt"] == (chat.prompt(STATE) if ids else text)
@@ -146,7 +146,7 @@ def test_sampling_settings_reach_the_server(fakes):
     policy = served(fake, chat=chat)
     for end in ("", " <end> more", "\nThought: more", "\n\nAction: right"):  # a server takes four stop texts
         fake.script += [choice("Action: left" + end)]
-        assert texts(policy, asked()) == ["Action: left"]
+        assert texts(policy, request()) == ["Action: left"]
     body = fake.sampled()[0]
     assert (body["top_p"], body["top_k"], body["max_tokens"]) == (0.9, 5, 7)
     assert body["stop"] == ["<end>", *stops[:3]]
@@ -169,7 +169,7 @@ def test_faults_that_pass(fakes):
     fake = fakes()
     policy = served(fake, timeout=0.3)
     fake.script += [503, 429, 0.6]  # overloaded, too often, stalled
-    assert len(texts(policy, asked())) == 1 and len(fake.sampled()) == 4
+    assert len(texts(policy, request())) == 1 and len(fake.sampled()) == 4
 
 
 LIES = [{"choices": [{"message": {"content": "a chat"}}]}, {"choices": "none"}, choice(None), [1, 2]]
@@ -181,7 +181,7 @@ def test_faults_that_stay(fakes, turn, message):
     policy = served(fake)
     fake.script += [turn]
     with pytest.raises(UserError, match=f"--server {fake.url}: {message}") as error:
-        policy.sample([asked()])
+        policy.sample([request()])
     assert len(fake.sampled()) == 1 and "\n" not in str(error.value)
 
 
@@ -202,7 +202,7 @@ def test_what_is_asked_of_no_server(fakes, monkeypatch):
     policy = served(fakes(), chat=word_chat(max_new_tokens=7))
     policy.chat.context = 8
     with pytest.raises(UserError, match="--truncate oldest"):
-        policy.sample([asked()])
+        policy.sample([request()])
     with pytest.raises(UserError, match="--candidates free"):
         ServerPolicy("http://a/v1", word_chat(candidates="valid"))
     with pytest.raises(UserError, match="several engines: a router in front"):
@@ -229,7 +229,7 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     flags = ["--server", f"{fakes().url}#second", "--top-k", "3"]
     there = load_agent(q_search.arguments(["--sft", str(folder), *flags]))
     assert there.server.model == "second" and there.chat.rendering.top_k == 3
-    assert there.chat.context == 4096 and len(there.sample([asked()])[0]) == 1
+    assert there.chat.context == 4096 and len(there.sample([request()])[0]) == 1
 
 
 def test_a_server_does_not_tell_how_likely_a_text_is(tmp_path, fakes):

@@ -251,9 +251,9 @@ def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_pat
     launch(module, argv(stage, "by-2"), 2)
     shares = [len((tmp_path / f"process-{rank}").read_text()) for rank in range(2)]
     assert 0 < shares[1] <= shares[0] < 2 * sum(shares) / 3
-    (about, weights), (again, others) = written("by-1"), written("by-2")
-    assert [e["loss"] for e in about["curve"]] == pytest.approx([e["loss"] for e in again["curve"]], rel=1e-4)
-    assert about["tokens"] == again["tokens"] and weights.keys() == others.keys()
+    (metadata, weights), (again, others) = written("by-1"), written("by-2")
+    assert [e["loss"] for e in metadata["curve"]] == pytest.approx([e["loss"] for e in again["curve"]], rel=1e-4)
+    assert metadata["tokens"] == again["tokens"] and weights.keys() == others.keys()
     for name, w in weights.items():
         torch.testing.assert_close(others[name], w, atol=1e-4, rtol=1e-3)
 
