@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -80,13 +79,6 @@ def test_two_results_of_the_same_task_must_agree(tmp_path):
     write(tmp_path / "results.jsonl", [*LINES, LINES[0] | {"reward": 0.75}])
     with pytest.raises(UserError, match=r"results.jsonl:1 and .*results.jsonl:21: two different results"):
         groups_of(tmp_path)
-
-
-def test_help_needs_no_pandas():
-    code = "import sys, report\ntry: report.main(['--help'])\nexcept SystemExit: print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE.parent)
-    assert "--max-trees" in done.stdout
-    assert not any(f"'{name}'" in done.stdout for name in ("pandas", "scipy", "torch", "accelerate", "matplotlib"))
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
