@@ -77,11 +77,8 @@ def uniforms(n: int, *key: Hashable) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------- text into tokens
 
 
-RUN_ON = (
-    "\nObservation:",
-    "\nTask:",
-    "\n---",
-)  # where an answer goes on with what others say: ETO's own agents stop there
+# Where an answer goes on with what others say: ETO's own agents stop there.
+RUN_ON = ("\nObservation:", "\nTask:", "\n---")
 
 
 @dataclasses.dataclass
@@ -186,7 +183,9 @@ class Chat:
         try:
             self.begin, self.ask, after, *_ = self._around(template, roles)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"its chat template can't show a chat of user and assistant ({error})") from None
+            raise UserError(
+                f"its chat template can't show a chat of user and assistant ({error}): give its tokenizer another one"
+            ) from None
         try:
             self.system, self.between, *_ = self._around(template, ["system", *roles])
         except jinja2.TemplateError:  # the template knows no such role: before the user's first words
@@ -197,7 +196,9 @@ class Chat:
         added = either(token.content for token in tokens if token.content.strip() and token.content != MARK)
         end = added.search(after)
         self.stop, self.turn = (after[: end.end()], after[end.end() :]) if end else (tokenizer.eos_token, after)
-        self.trims = {role for role in ("user", "assistant") if self._trims(template, role)}
+        if self.stop is None:
+            raise UserError("its chat template and its tokenizer name no token that ends an answer: set its eos_token")
+        self.trims = {role: self._trims(template, role) for role in ("system", "user", "assistant")}
         self._compare(template, "" if end else self.stop)
 
         if not given and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]:
@@ -225,15 +226,17 @@ class Chat:
 
     def _dated(self, template: str) -> str:
         """A template that prints today's date prints the checkpoint's, so that its prompts stay what they were."""
+        if "strftime_now" not in template:
+            return template
+        self.rendering.date = self.rendering.date or datetime.date.today().isoformat()
+        day = datetime.date.fromisoformat(self.rendering.date)
+        forms = [f"%{pad}{letter}" for letter in "aAbBdmyYjeFHIMSp" for pad in ("-", "")]
+        written = "".join(f".replace({form!r}, {day.strftime(form)!r})" for form in forms)
+        return "{% macro strftime_now(form) %}{{ form" + written + " }}{% endmacro %}{{ '' }}" + template
 
-        def pinned(call: re.Match) -> str:
-            self.rendering.date = self.rendering.date or datetime.date.today().isoformat()
-            return repr(datetime.date.fromisoformat(self.rendering.date).strftime(call[2]))
-
-        return re.sub(r"""strftime_now\((['"])(.*?)\1\)""", pinned, template)
-
-    def _shown(self, template: str, messages: list[dict]) -> str:
-        return self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    def _shown(self, template: str, messages: list[dict], prompt: bool = False) -> str:
+        apply = self.tokenizer.apply_chat_template
+        return apply(messages, chat_template=template, tokenize=False, add_generation_prompt=prompt)
 
     def _around(self, template: str, roles: Sequence[str]) -> list[str]:
         """What the template writes before, between and behind the contents of messages with these roles."""
@@ -243,39 +246,59 @@ class Chat:
             raise ValueError("not all messages are shown, each once and in turn")
         return parts[::2]
 
-    def _trims(self, template: str, role: str) -> bool:
-        """Does the template show the words of this role without the spaces around them?"""
-        messages = [{"role": other, "content": f" §{other}§ "} for other in ("user", "assistant")]
-        return f" §{role}§ " not in self._shown(template, messages)
+    def _trims(self, template: str, role: str) -> tuple[str | None, str | None]:
+        """What the template takes off the left and the right end of this role's words; None: all spaces."""
+        roles = ["system"] * (role == "system") + ["user", "assistant", "user"]
+
+        def shown(words: str) -> str:
+            return self._shown(template, [{"role": r, "content": words if r == role else "a"} for r in roles])
+
+        try:
+            left = "".join(space for space in " \n\t" if shown(space + "a") == shown("a"))
+            right = "".join(space for space in " \n\t" if shown("a" + space) == shown("a"))
+        except jinja2.TemplateError:  # it knows no such role
+            return "", ""
+        return (None if len(left) == 3 else left), (None if len(right) == 3 else right)
+
+    def _trimmed(self, role: str, words: str) -> str:
+        left, right = self.trims[role]
+        return words.lstrip(left).rstrip(right)
 
     def _compare(self, template: str, unwritten: str) -> None:
-        """UserError unless conversations of one to four turns read as the template writes them.
+        """UserError unless chats of one to four turns, and the prompts within, read as the template writes them.
 
         unwritten: an end of the assistant's turns that is ours, where the template has none.
         """
-        words = {"user": f"go to desk 1\nand look {self.stop.strip()} at it", "assistant": "Thought: a\nAction: b"}
+        user, assistant = f"go to desk 1\nand look {self.stop.strip()} at it", "Thought: a\nAction: b"
+        pair = f"{user}{self.ask}{assistant}{self.stop.removesuffix(unwritten)}"
         for system in (False, True) if self.system is not None else (False,):
+            messages = [{"role": "system", "content": "be brief"}] * system
+            text = f"{self.system}be brief{self.between}" if system else self.begin
             for turns in range(1, 5):
-                messages = [{"role": role, "content": words[role]} for role in ("user", "assistant") * turns]
-                text = self.begin
-                if system:
-                    messages.insert(0, {"role": "system", "content": "be brief"})
-                    text = f"{self.system}be brief{self.between}"
-                pair = f"{words['user']}{self.ask}{words['assistant']}{self.stop.removesuffix(unwritten)}"
-                text += self.turn.join([pair] * turns)
                 try:
+                    messages.append({"role": "user", "content": user})
+                    prompt = self._shown(template, messages, prompt=True)
+                    messages.append({"role": "assistant", "content": assistant})
                     shown = self._shown(template, messages)
                 except jinja2.TemplateError:  # it knows no system message, which then stands in the user's words
-                    continue
-                # A reasoning model may show that it did not think in its last turn alone.
-                shown, text = (string.replace(self.NO_THOUGHT, "") for string in (shown, text))
-                if not shown.startswith(text):
-                    at = next(i for i, (a, b) in enumerate(zip(text + "\0", shown + "\1", strict=False)) if a != b)
-                    where = f"{turns} turns{' and a system message' if system else ''}"
-                    raise UserError(
-                        f"its chat template can't be read off: of {where} it writes {shown[max(0, at - 20) :][:40]!r}, "
-                        f"where two turns let expect {text[max(0, at - 20) :][:40]!r}"
-                    )
+                    break
+                # How a prompt ends may be less than what comes before an answer (a space), or more (<think>).
+                asked = text + user + self.ask
+                text += pair
+                self._same(text, shown, f"{turns} turns{' and a system message' if system else ''}")
+                self._same(asked[: len(prompt)], prompt, f"a prompt in turn {turns}")
+                text += self.turn
+
+    def _same(self, ours: str, theirs: str, where: str) -> None:
+        """UserError where the template's text does not begin with ours."""
+        # A reasoning model may show that it did not think in its last turn alone.
+        ours, theirs = (text.replace(self.NO_THOUGHT, "") for text in (ours, theirs))
+        if not theirs.startswith(ours):
+            at = next(i for i, (a, b) in enumerate(zip(ours + "\0", theirs + "\1", strict=False)) if a != b)
+            raise UserError(
+                f"its chat template can't be read off: of {where} it writes {theirs[max(0, at - 20) :][:40]!r}, where "
+                f"two turns let expect {ours[max(0, at - 20) :][:40]!r}: give its tokenizer another chat_template"
+            )
 
     def _ids(self, before: str, content: str, after: str) -> list[int]:
         """Tokens of the three texts joined; in the middle one, control tokens are no more than their characters."""
@@ -305,11 +328,11 @@ class Chat:
                 raise UserError(
                     "its chat template moves a system message behind other words: put it into the instruction"
                 )
-            begin = self.system + messages.pop(0)[1] + self.between
+            begin = self.system + self._trimmed(*messages.pop(0)) + self.between
         messages = with_aids(messages, state.task, self.rendering)
         lists = []
         for i, (role, content) in enumerate(messages):
-            content = content.strip() if role in self.trims else content
+            content = self._trimmed(role, content)
             if role == "assistant":
                 lists.append(self._ids(self.lead, content, self.stop))
             else:
@@ -349,9 +372,11 @@ class Chat:
             lists[-1] = lists[-1][: len(lists[-1]) - len(ask) - int(beyond)] + ask
         return lists
 
-    def fits(self, state: State) -> bool:
-        """Can the model read this state, cut as --truncate says, and write an action?"""
-        return sum(map(len, self._cut(state))) <= self.room
+    def fits(self, state: State, action: str = "") -> bool:
+        """Can the model read this state, cut as --truncate says, and write an action, this one too?"""
+        prompt = sum(map(len, self._cut(state)))
+        both = prompt + len(self.action(action, state.task))
+        return prompt <= self.room and both <= (self.context or math.inf)
 
     def is_cut(self, state: State) -> bool:
         """Does its prompt lack what --truncate leaves out?"""
@@ -368,10 +393,19 @@ class Chat:
     def prompt(self, state: State) -> list[int]:
         return [token for tokens in self.prompt_tokens(state) for token in tokens]
 
-    def action(self, text: str, task: str) -> list[int]:
-        """Tokens of an action as the assistant writes it, the token that ends its turn included."""
-        text = text.strip() if "assistant" in self.trims else text
-        return self._ids(self.lead, mark(text, task) if self.rendering.mark_matches else text, self.stop)
+    def action(self, text: str, task: str, prompt: int = 0) -> list[int]:
+        """Tokens of an action as the assistant writes it, the token that ends its turn included.
+
+        prompt: length of what it stands behind; UserError where both are more than the model's context.
+        """
+        text = self._trimmed("assistant", text)
+        ids = self._ids(self.lead, mark(text, task) if self.rendering.mark_matches else text, self.stop)
+        if prompt and prompt + len(ids) > (self.context or math.inf):
+            raise UserError(
+                f"a prompt of {prompt:,} tokens and an action of {len(ids):,} are more than the model's context of "
+                f"{self.context:,}: --truncate oldest with --max-new-tokens {len(ids)} makes room for it"
+            )
+        return ids
 
     def text(self, ids: Sequence[int]) -> str:
         """Tokens that a model wrote -> the action's text, as the environment and the tree files hold it."""

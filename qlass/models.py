@@ -96,18 +96,19 @@ def load_checkpoint(
         adapter = None if file else transformers.utils.find_adapter_config_file(str(path))
         base = base_of(path, load_in) if adapter else path
         of_base = transformers.AutoModelForCausalLM if adapter else kind  # from there an adapter names its layers
-        model, about = of_base.from_pretrained(source(base)[0], output_loading_info=True, **options, **file)
+        model, report = of_base.from_pretrained(source(base)[0], output_loading_info=True, **options, **file)
         model = ordinary(model) if file else model
         if adapter:
             model = with_adapter(model, path)
             model = model if kind is of_base else model.base_model
         named = adapter and not (Path(path) / "tokenizer_config.json").exists()
-        tokenizer, rendering = load_tokenizer(base if named else path), rendering or Rendering.load(path)
+        tokenizer = load_tokenizer(base if named else path)
+        rendering = rendering or Rendering.load(path)
     except Exception as error:  # tokenizers raises no kind of its own
         why = " ".join(f"{type(error).__name__}: {error}".split())[:400]  # the reason may stand in a later line
         raise UserError(f"{path}: not a checkpoint that transformers can load ({why})") from None
-    if about["missing_keys"]:  # transformers would draw them at random
-        raise UserError(f"{path}: no weights for {min(about['missing_keys'])}; was the folder mixed from two?")
+    if report["missing_keys"]:  # transformers would draw them at random
+        raise UserError(f"{path}: no weights for {min(report['missing_keys'])}; was the folder mixed from two?")
     vocabulary = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocabulary + MORE_TOKENS:
         raise UserError(f"{path}: its tokenizer has {len(tokenizer):,} tokens, its model {vocabulary:,}; "
@@ -151,7 +152,9 @@ def load_chat(path: str | Path, rendering: Rendering) -> Chat:
 def ends_of(generation: Any) -> list[int]:
     """The tokens that end a turn, by a model's generation config (Llama 3 lists two)."""
     ids = getattr(generation, "eos_token_id", None)
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
 
 
 def context_of(config: Any) -> int | None:
@@ -181,10 +184,11 @@ def add_lora(model: Any, rank: int, alpha: int | None = None) -> Any:
     The output layer stays as it is. The model is changed in place; PEFT's view of it is returned, for `merge`.
     """
     peft = needs_peft(f"--lora {rank}")
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules="all-linear")
     try:
-        return peft.get_peft_model(
-            model, peft.LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules="all-linear")
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about a name that PEFT reads
+            return peft.get_peft_model(model, config)
     except (TypeError, ValueError) as error:
         raise UserError(f"--lora {rank}: not for this model ({str(error).splitlines()[0]}); leave --lora out") from None
 
@@ -271,14 +275,8 @@ def within_memory() -> Iterator[None]:
         raise UserError(f"{why}: give --gradient-checkpointing, --lora 16, or fewer --micro-tokens") from None
 
 
-def layers_of(backbone: Any) -> nn.ModuleList:
-    n = backbone.config.get_text_config().num_hidden_layers
-    return next(m for m in backbone.modules() if isinstance(m, nn.ModuleList) and len(m) == n)
-
-
 def needs_bitsandbytes(flag: str, where: torch.device) -> None:
-    missing = [name for name in ("bitsandbytes", "accelerate") if find_spec(name) is None]
-    if missing:
-        raise UserError(f"{flag}: {missing[0]} is missing: pip install -r requirements-gpu.txt")
+    if find_spec("bitsandbytes") is None:
+        raise UserError(f"{flag}: bitsandbytes is missing: pip install -r requirements-gpu.txt")
     if where.type == "cpu":
         raise UserError(f"{flag}: needs a GPU; leave it out on a CPU")

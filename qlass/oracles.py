@@ -30,7 +30,10 @@ def look_ahead(env: TextEnv, candidates: list[str], otherwise: list[float | None
     scores, here = [], env.snapshot()
     for action, score in zip(candidates, otherwise, strict=True):
         _, reward, terminated, truncated, _ = env.step(parse_action(action))
-        ended = terminated or truncated
-        scores.append(reward if ended else env.optimal_value() if score is None else score)
+        if terminated or truncated:
+            score = reward
+        elif score is None:
+            score = env.optimal_value()
+        scores.append(score)
         env.restore(here)
     return scores

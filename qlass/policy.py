@@ -58,7 +58,9 @@ class Policy:
     @torch.inference_mode()
     def write(self, request: Sample, k: int) -> Candidate:
         """Candidate k of a request in free text, token by token until its turn ends."""
-        prompt, written, logprob, past = self.chat.prompt(request.state), [], 0.0, None
+        prompt = self.chat.prompt(request.state)
+        written: list[int] = []
+        logprob, past = 0.0, None
         for u in uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k):
             fresh = prompt + written if past is None else written[-1:]  # a model need not keep what it has read
             ids = torch.tensor([fresh], device=self.model.device)
@@ -113,10 +115,11 @@ class Policy:
 
     def valid_logprobs(self, request: Sample) -> np.ndarray:
         """log pi of each valid action (A,): of its tokens, among those that continue a valid action."""
-        texts = [self.chat.action(action, request.state.task) for action in request.valid]
+        prompt = self.chat.prompt(request.state)
+        texts = [self.chat.action(action, request.state.task, len(prompt)) for action in request.valid]
         total = np.zeros(len(texts))
         for a, text in enumerate(texts):
-            logits = self.logits(self.chat.prompt(request.state), text) / (request.temperature or 1.0)
+            logits = self.logits(prompt, text) / (request.temperature or 1.0)
             for i, token in enumerate(text):
                 allowed = sorted({other[i] for other in texts if other[:i] == text[:i] and len(other) > i})
                 total[a] += float(logits[i, allowed].double().log_softmax(-1)[allowed.index(token)])
@@ -131,8 +134,9 @@ class Policy:
         return [self.logprob(state, action) for state, action in pairs]
 
     def logprob(self, state: State, action: str) -> float:
-        ids = self.chat.action(action, state.task)
-        logp = self.logits(self.chat.prompt(state), ids).log_softmax(-1)
+        prompt = self.chat.prompt(state)
+        ids = self.chat.action(action, state.task, len(prompt))
+        logp = self.logits(prompt, ids).log_softmax(-1)
         return float(logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None]).double().sum())
 
     def likelihoods(self, requests: list[Likelihood]) -> list[list[float]]:

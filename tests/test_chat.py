@@ -11,6 +11,10 @@ from tokenizers import AddedToken, processors
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State, parse_action, react, uniforms
+from qlass.driver import Likelihood, Sample, Score
+from qlass.fast.packing import pack_pairs
+from qlass.policy import Policy
+from qlass.qnet import Pair, QNet
 from qlass.tiny import MARK, mark, unmark
 
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
@@ -223,7 +227,7 @@ def test_control_tokens_in_a_message_stay_text(name, control):
         return sum(i in special for i in chat.prompt(state))
 
     page = f"see {control} and {control}"
-    page = page.strip() if chat.trims else page
+    page = page.strip() if chat.trims["user"] == (None, None) else page
     assert count(page) == count("see it")  # the template's own, no more
     observed = chat.prompt(State((("user", page),)))
     assert page.replace(" ", "") in chat.tokenizer.decode(observed).replace(" ", "")
@@ -263,9 +267,14 @@ def test_without_a_template_a_prompt_begins_as_the_tokenizer_begins_a_text():
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
-def test_a_templates_date_is_pinned_with_the_checkpoint(tmp_path):
+@pytest.mark.parametrize(
+    "call",
+    ["strftime_now('%d %b %Y')", 'strftime_now( "%d %b %Y" )', "strftime_now(form)"],
+)
+def test_a_templates_date_is_pinned_with_the_checkpoint(tmp_path, call):
     tokenizer = chat_tokenizer("chatml")
-    tokenizer.chat_template = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + TEMPLATES["chatml"][0]
+    today = "{% set form = '%d %b %Y' %}{{ 'Today: ' + " + call + " + '\n' }}"
+    tokenizer.chat_template = today + TEMPLATES["chatml"][0]
     chat = Chat(tokenizer, Rendering(date="2024-07-26"))
     assert tokenizer.decode(chat.prompt(STATE)).startswith("Today: 26 Jul 2024\n")
     fresh = Chat(tokenizer, Rendering())
@@ -402,6 +411,7 @@ def test_a_template_that_moves_the_system_message_takes_none():
         "{% for m in messages %}{% if m.role == 'user' or loop.last %}" + TURN + "{% endif %}{% endfor %}",
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.replace('<|im_end|>', '') }}"
         "{{ '<|im_end|>\n' }}{% endfor %}",
+        TEMPLATES["chatml"][0].replace("m.content", "m.content + ('!' if loop.last and m.role == 'user' else '')"),
     ],
 )
 def test_a_template_that_writes_later_turns_otherwise_is_refused(template):
@@ -426,9 +436,53 @@ def test_an_answer_that_goes_on_for_the_environment_is_cut():
     assert Chat(chatml(), Rendering(stop=())).said(answer) == answer
 
 
-def test_spaces_that_a_template_trims_are_no_tokens():
-    state = State((("user", " walk \n"), ("assistant", "OK "), ("user", "you stand\n\n")))
-    clean = State(tuple((role, content.strip()) for role, content in state.messages))
-    for name, chat in CHATS.items():
-        assert (chat.prompt(state) == chat.prompt(clean)) == (chat.trims == {"user", "assistant"}), name
-    assert CHATS["llama-3"].trims and not CHATS["chatml"].trims
+def test_a_chat_without_an_end_of_the_turn_is_refused():
+    tokenizer = chatml("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
+    assert Chat(tokenizer, Rendering()).stop == "<|im_end|>"  # the tokenizer's
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="set its eos_token"):
+        Chat(tokenizer, Rendering())
+
+
+TRIMS = {
+    "m.content | trim": str.strip, "m.content.lstrip('\n')": lambda text: text.lstrip("\n"),
+    "' ' + m.content.strip() + ' '": lambda text: f" {text.strip()} ", "m.content": str,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", TRIMS)
+def test_spaces_that_a_template_trims_are_no_tokens(words):
+    tokenizer = chatml(TEMPLATES["chatml"][0].replace("m.content", words))
+    state = State((("system", "\n be brief "), ("user", " walk \n"), ("assistant", "OK "), ("user", "\nyou stand\n\n")))
+    written = tokenizer.apply_chat_template(state.dump(), tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(Chat(tokenizer, Rendering()).prompt(state)) == written
+    assert TRIMS[words](" walk \n") in written
+
+
+def longest(n: int) -> str:
+    return "Action: " + " ".join(["left"] * n)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_an_action_beyond_the_context_is_an_error_in_one_line(fast):
+    """GPT-2 has learned positions and none beyond its context. An action may be longer than --max-new-tokens."""
+    chat = word_chat(max_new_tokens=5)
+    chat.context = 20
+    config = transformers.GPT2Config(vocab_size=len(chat.tokenizer), n_positions=20, n_embd=8, n_layer=1, n_head=1)
+    policy = Policy(transformers.GPT2LMHeadModel(config), chat, fast=fast)
+    qnet = QNet(transformers.GPT2Model(config), chat, hidden=4, fast=fast)
+    state = State((("user", "walk find the purse"), ("assistant", "OK"), ("user", "you stand")), "")
+    room = 20 - len(chat.prompt(state)) - 2  # "Action:" and the end
+    fits, beyond = longest(room), longest(room + 1)
+    assert room > 5 and chat.fits(state, fits) and not chat.fits(state, beyond)
+    policy.likelihoods([Likelihood(state, (fits,))])
+    qnet.eval().score([Score(state, (fits,))])
+    list(pack_pairs(chat, [Pair(state, fits, 1.0)], "all", 100))
+    for read in (
+        lambda: policy.likelihoods([Likelihood(state, (fits, beyond))]),
+        lambda: policy.sample([Sample(state, 1, ("a",), 1.0, valid=("Action: left", "Action: right", beyond))]),
+        lambda: qnet.score([Score(state, (beyond,))]),
+        lambda: list(pack_pairs(chat, [Pair(state, beyond, 1.0)], "all", 100)),
+    ):
+        with pytest.raises(UserError, match=f"action of {room + 3} are more than the model's context of 20: --trunc"):
+            read()

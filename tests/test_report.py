@@ -114,13 +114,6 @@ def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path):
         report.main([str(tmp_path)])
 
 
-def test_help_needs_no_pandas():
-    code = "import sys, report\ntry: report.main(['--help'])\nexcept SystemExit: print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE.parent)
-    assert "--max-trees" in done.stdout
-    assert not any(f"'{name}'" in done.stdout for name in ("pandas", "scipy", "torch", "accelerate", "matplotlib"))
-
-
 # -------------------------------------------------------------------------------------------------------------- tables
 
 

@@ -24,7 +24,7 @@ from qlass.fast.cache import PromptCache
 from qlass.fast.packing import pack_pairs, packed_loss, packed_scores
 from qlass.loop import Training
 from qlass.policy import Policy
-from qlass.qnet import Pair, QNet, pair_loss, pairs_of, qnet_scores
+from qlass.qnet import Pair, QNet, pair_loss, pairs_of
 
 LOSSES = ["all", "action", "last"]
 
@@ -352,6 +352,13 @@ def train(tmp_path, agent):
     return command
 
 
+def test_trees_without_a_pair_to_train_on_are_refused(train, tmp_path):
+    root = labelled_tree("train1")[0] | {"nodes": 1}
+    (tmp_path / "labels.jsonl").write_text(dump([*labelled_tree("train0"), root]))  # the first tree is held out
+    with pytest.raises(UserError, match="no pair"):
+        train()
+
+
 def test_the_command_trains_backbone_and_head(train, tmp_path, agent, capsys):
     net = train()
     start = Policy.load(agent).model.model
@@ -412,7 +419,8 @@ def test_what_is_measured_is_what_was_saved(train, tmp_path, capsys):
     train()
     about, trees = json.loads((tmp_path / "qnet.meta.json").read_text()), [pairs_of(tree)]
     net = QNet.from_pretrained(tmp_path / "qnet")
-    found = sibling_accuracy(trees, qnet_scores(net, trees))
+    scores = {(p.state, p.action): net.q(p.state, p.action) for tree in trees for p in tree}
+    found = sibling_accuracy(trees, scores)
     assert 0 < found["own_sibling_pairs"] < found["sibling_pairs"]
     assert {key: about["held_out"][key] for key in found} == pytest.approx(found, rel=1e-4)  # one packed, one not
     assert 0 <= about["held_out"]["policy_own_sibling_accuracy"] <= 1

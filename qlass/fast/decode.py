@@ -7,7 +7,7 @@ its keys and values, and finished sequences leave the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,15 +92,18 @@ class FastPolicy:
         keys = [(r.state, r.valid, r.temperature) for r in requests]
         fresh: list[Sample] = []
         tries: list[Trie] = []
+        prompts: list[Sequence[Sequence[int]]] = []
         for key, request in {key: r for key, r in zip(keys, requests, strict=True) if key not in self.known}.items():
-            trie = Trie([self.chat.action(action, request.state.task) for action in request.valid])
+            prompt = self.chat.prompt_tokens(request.state)
+            length = sum(map(len, prompt))
+            trie = Trie([self.chat.action(action, request.state.task, length) for action in request.valid])
             if trie.branches:
                 fresh.append(request)
                 tries.append(trie)
+                prompts.append(prompt)
             else:  # a single valid action
                 self.known[key] = np.zeros(len(request.valid))
-        states = [self.chat.prompt_tokens(r.state) for r in fresh]
-        for n, out, last, paths in self.read(states, [trie.tails for trie in tries]):
+        for n, out, last, paths in self.read(prompts, [trie.tails for trie in tries]):
             rows = [paths[a][t - 1] if t else last for a, t, _ in tries[n].branches]
             tokens = [token for *_, token in tries[n].branches]
             scores = out[torch.tensor(rows, device=out.device), torch.tensor(tokens, device=out.device)].cpu().numpy()
@@ -115,7 +118,11 @@ class FastPolicy:
         for i, (state, _) in enumerate(pairs):
             which.setdefault(state, []).append(i)
         states = [self.chat.prompt_tokens(s) for s in which]
-        tails = [[self.chat.action(pairs[i][1], s.task) for i in some] for s, some in which.items()]
+        lengths = [sum(map(len, prompt)) for prompt in states]
+        tails = [
+            [self.chat.action(pairs[i][1], s.task, length) for i in some]
+            for (s, some), length in zip(which.items(), lengths, strict=True)
+        ]
         answers, members = [0.0] * len(pairs), list(which.values())
         for n, out, last, paths in self.read(states, tails):
             for i, ids, path in zip(members[n], tails[n], paths, strict=True):

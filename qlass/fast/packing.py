@@ -52,7 +52,8 @@ def pack_pairs(chat: Chat, pairs: Sequence[Pair], loss_on: str, max_tokens: int)
     """A tree's pairs, depth first, in token trees of at most `max_tokens` each (or of one pair that is longer)."""
     tree, members, paths, prompts = TokenTree(), [], [], []
     for pair in pairs:
-        prompt, action = chat.prompt(pair.state), chat.action(pair.action, pair.state.task)
+        prompt = chat.prompt(pair.state)
+        action = chat.action(pair.action, pair.state.task, len(prompt))
         if members and len(tree) + tree.growth([*prompt, *action]) > max_tokens:
             yield PackedPairs.of(tree, members, paths, prompts, loss_on)
             tree, members, paths, prompts = TokenTree(), [], [], []

@@ -30,7 +30,8 @@ class FastQNet:
                     fresh.setdefault(r.state, {})[action] = None
         states = list(fresh)
         prompts = [chat.prompt_tokens(state) for state in states]
-        tails = [[chat.action(action, state.task) for action in fresh[state]] for state in states]
+        lengths = [sum(map(len, prompt)) for prompt in prompts]
+        tails = [[chat.action(a, s.task, length) for a in fresh[s]] for s, length in zip(states, lengths, strict=True)]
 
         def values(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
             return self.qnet(at=(slice(None), columns), **inputs).float()
