@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import itertools
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,13 @@ def first_messages(env: envs.TextEnv, states: list[State]) -> dict[str, str]:
     own = {"system": env.system, "instruction": env.instruction, "agreement": env.agreement}
     shared = zip(own.items(), zip(*beginnings, strict=True), strict=False)
     return {name: words[0] for (name, ours), words in shared if len(set(words)) == 1 and words[0] != ours}
+
+
+def tell_what_differs(path: Path, states: list[State]) -> None:
+    """A line where only some demonstrations have a system message, or another one: inference begins without."""
+    systems = {state.messages[0] if state.messages[0][0] == "system" else None for state in states}
+    if len(systems) > 1:
+        print(f"warning: {path}: system messages differ, so that at inference the agent gets none", file=sys.stderr)
 
 
 def in_own_words(env: envs.TextEnv, state: State) -> State:
@@ -304,6 +312,7 @@ def main(argv: list[str] | None = None) -> None:
 
     model, chat, adapter = begin()
     beginning = first_messages(env, states) if named else {}
+    tell_what_differs(args.expert, states)
     chat.rendering = dataclasses.replace(chat.rendering, candidates=args.candidates, **beginning)
     examples, validation, cut = examples_for(chat, states, args.max_tokens, args.observation_loss > 0)
     if cut:

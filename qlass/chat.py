@@ -178,6 +178,8 @@ class Chat:
         given = tokenizer.chat_template
         if isinstance(given, dict):  # several by name, as Command R's
             given = given.get("default") or next(iter(given.values()))
+        if not given and tokenizer.eos_token is None:
+            raise UserError("its tokenizer has neither a chat template nor an eos_token: set one of them")
         template = self._dated(given or self.PLAIN)
         roles = ["user", "assistant"] * 2
         try:

@@ -278,8 +278,9 @@ def complete_results(records: list[dict]) -> int:
 # ------------------------------------------------------------------------------------------------------- demonstrations
 
 
-USED = {"id", "game_file", "env", "source", "system", "conversations"}  # by somebody, beside `Trajectory`'s fields
+USED = {"id", "game_file", "env", "source", "conversations"}  # by somebody, beside `Trajectory`'s fields
 ROLES = {"human": "user", "gpt": "assistant"}
+NAMED: set[tuple[Path, str]] = set()  # files and their unused fields, once they have been named
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
@@ -289,37 +290,33 @@ def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
     """
     from qlass.chat import State
 
-    for number, (where, record) in enumerate(records_of(path)):
+    for where, record in records_of(path):
         turns = record.get("messages")
         with contextlib.suppress(KeyError, TypeError):
             turns = turns or [
                 {"role": ROLES.get(t["from"], t["from"]), "content": t["value"]} for t in record["conversations"]
             ]
-        if is_text(record.get("system")) and record["system"] and turns and turns[0]["role"] != "system":
+        beside = is_text(record.get("system")) and is_chat(turns) and turns[0]["role"] != "system"
+        if beside and record["system"]:
             turns = [{"role": "system", "content": record["system"]}, *turns]
         mistake = wrong(record | {"messages": turns}, Trajectory)
         if not is_chat(turns) or not any(turn["role"] == "assistant" for turn in turns):
             mistake = "no chat of user and assistant in turns"
         if mistake:
             raise UserError(f"{where}: {mistake} (data/README.md shows the layout)")
-        if number == 0:
-            name_unused(path, record)
+        name_unused(path, record, {"system"} if beside else set())
         yield State.load(turns, record.get("task") or ""), record
 
 
-def name_unused(path: Path, record: dict) -> None:
-    """A line on what a file's first record holds and nobody uses."""
-    of_record = record.keys() - schema(Trajectory)[0].keys() - USED
+def name_unused(path: Path, record: dict, used: set[str]) -> None:
+    """A line on what a record holds and nobody uses, where no earlier one of the file has it."""
+    of_record = {name for name in record if record[name]} - schema(Trajectory)[0].keys() - USED - used
     of_turns = set().union(*(record.get("messages") or record["conversations"])) - {"role", "content", "from", "value"}
-    unused = [*sorted(of_record), *(f"{name} of a turn" for name in sorted(of_turns))]
+    names = [*sorted(of_record), *(f"{name} of a turn" for name in sorted(of_turns))]
+    unused = [name for name in names if (path, name) not in NAMED]
+    NAMED.update((path, name) for name in unused)
     if unused:
-        note(f"{path}: not used: {', '.join(unused)}")
-
-
-@functools.cache
-def note(text: str) -> None:
-    """Tell a person once, however often a file is read."""
-    print(f"note: {text}", file=sys.stderr)
+        print(f"note: {path}: not used: {', '.join(unused)}", file=sys.stderr)
 
 
 def agreed(messages: Iterable[tuple[str, str]]) -> bool:

@@ -124,15 +124,26 @@ def base_of(adapter: str | Path, load_in: str | None) -> str:
     """The model that a PEFT adapter was trained on."""
     if load_in:
         raise ValueError("an adapter merges into weights with all their bits: leave --load-in out")
-    return needs_peft(str(adapter)).PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    base = needs_peft(str(adapter)).PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    if not base or (Path(base).is_absolute() and not Path(base).exists()):
+        raise ValueError(f"its base model {base} is not here: name it in adapter_config.json, base_model_name_or_path")
+    return base
 
 
 def with_adapter(model: Any, adapter: str | Path) -> Any:
-    """The model with a PEFT adapter's updates merged into its weights."""
+    """The model with a PEFT adapter's updates merged into its weights, and the embeddings of tokens that it adds."""
+    weights = needs_peft(str(adapter)).load_peft_weights(str(adapter), device="cpu")
+    embeddings = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    for name, weight in weights.items():
+        if name.endswith(f"{embeddings}.weight") and len(weight) != model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(len(weight), mean_resizing=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing adapter keys")  # they would stay as drawn at random
-        model = needs_peft(str(adapter)).PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    return model.requires_grad_(True)  # PEFT has frozen the base
+        model = needs_peft(str(adapter)).PeftModel.from_pretrained(model, adapter)
+    kind = model.peft_config["default"].peft_type
+    if not hasattr(model.base_model, "merge_and_unload"):  # learned prompts are no weights
+        raise ValueError(f"{kind} does not merge into its base: LoRA does")
+    return model.merge_and_unload().requires_grad_(True)  # PEFT has frozen the base
 
 
 def load_chat(path: str | Path, rendering: Rendering) -> Chat:

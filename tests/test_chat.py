@@ -442,6 +442,9 @@ def test_a_chat_without_an_end_of_the_turn_is_refused():
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="set its eos_token"):
         Chat(tokenizer, Rendering())
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="neither a chat template nor an eos_token"):
+        Chat(tokenizer, Rendering())
 
 
 TRIMS = {

@@ -406,6 +406,24 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     assert env.instruction == "another" and "cloned with another instruction" in capsys.readouterr().err
 
 
+def test_what_later_records_alone_have_is_named_too(tmp_path, agent, fake_world, capsys):
+    plain, system = ETO["conversations"], {"from": "system", "value": "Be brief."}
+    records = [
+        {"conversations": plain},
+        {"conversations": [system, *plain], "system": "Be long."},
+        {"conversations": [*plain[:-1], plain[-1] | {"weight": 0}], "tools": [1]},
+        {"conversations": plain, "tools": [1], "rejected": ""},
+    ]
+    (tmp_path / "expert.json").write_text(json.dumps(records))
+    run = ["--env", "frozenlake", "--run", str(tmp_path)]
+    sft.main([*run, "--model", str(agent), "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
+    lines = [
+        line.partition("expert.json: ")[2] for line in capsys.readouterr().err.splitlines() if "expert.json" in line
+    ]
+    assert lines[:2] == ["not used: system", "not used: tools, weight of a turn"]
+    assert lines[2:] == ["system messages differ, so that at inference the agent gets none"]
+
+
 def test_a_padding_token_that_the_model_lacks_does_no_harm(tmp_path, agent, fake_world):
     shutil.copytree(agent, tmp_path / "model")
     tokenizer = Policy.load(agent).chat.tokenizer
