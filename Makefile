@@ -1,6 +1,6 @@
 # make demo   virtual environment, packages, all five stages on WebShop with the tiny model, table and plots, in runs/demo
 # make test   the same set-up, then the test suite; with COVER=--cov it reports the lines that it covers
-# make test-slow   what takes minutes: kills, mutated inputs, long runs, real servers
+# make test-slow   what takes minutes: real servers, every family of models
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin

@@ -102,8 +102,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--chat", type=Path, metavar="FILE", help="also write self-contained (messages, q) lines for other trainers")
     for flag in HANDED_ON:  # to the stage that makes missing trees
         add("--" + flag.replace("_", "-"), help=argparse.SUPPRESS)
-    given = sys.argv[1:] if argv is None else argv
-    if "--help-more" in given or flags.parse_known_args(given)[1]:  # an environment's, likewise
+    words = sys.argv[1:] if argv is None else argv
+    if "--help-more" in words or flags.parse_known_args(words)[1]:  # an environment's, likewise
         import envs
 
         envs.add_arguments(flags, argv)
@@ -112,12 +112,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def check_outputs(trees: Path, out: Path, chat: Path | None) -> None:
     """UserError where writing would lose something that this stage did not write."""
-    written = {"task_id", "messages", "q"}
-    if chat and (chat.resolve() in (trees.resolve(), out.resolve()) or fields_of(chat) not in (None, written)):
+    pairs = (None, {"task_id", "messages", "q"})
+    if chat and (chat.resolve() in (trees.resolve(), out.resolve()) or fields_of(chat) not in pairs):
         raise UserError(f"--chat {chat}: holds something else, which would be lost; name another")
-    fields = fields_of(out)
-    labels = "target" in read_meta(out).get("arguments", {"target": None}) and (fields is None or "q_raw" in fields)
-    if trees.resolve() == out.resolve() or not labels:
+    fields, metadata = fields_of(out), read_meta(out)
+    foreign = bool(metadata) and "target" not in metadata["arguments"]
+    if trees.resolve() == out.resolve() or foreign or (fields is not None and "q_raw" not in fields):
         raise UserError(f"{out}: not labels that bellman.py made; name another --out")
 
 
@@ -138,7 +138,8 @@ def main(argv: list[str] | None = None) -> None:
                 out.writelines(map(dumps, labels))
                 if chat:
                     chat.writelines(map(dumps, chats(labels)))
-                trees, nodes = trees + 1, nodes + len(tree)
+                trees += 1
+                nodes += len(tree)
                 flat += len({node["q_raw"] for node in labels}) == 1
             if not trees:
                 raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")

@@ -184,16 +184,16 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
     return records
 
 
-def step_limit(env: envs.TextEnv, asked: int | None) -> int:
+def step_limit(env: envs.TextEnv, limit: int | None) -> int:
     """Of the agent's trajectories: --steps, else the lower of the environment's two."""
-    if asked and isinstance(env.max_steps, int) and asked > env.max_steps:
+    if limit and isinstance(env.max_steps, int) and limit > env.max_steps:
         raise UserError(
-            f"--steps {asked}: {env.name} ends after {env.max_steps}; give --env-option max_steps={asked} too"
+            f"--steps {limit}: {env.name} ends after {env.max_steps}; give --env-option max_steps={limit} too"
         )
-    limits = [limit for limit in (asked, env.tree_steps, env.max_steps) if isinstance(limit, int)]
+    limits = [n for n in (limit, env.tree_steps, env.max_steps) if isinstance(n, int)]
     if not limits:
         raise UserError(f"{env.name}: its trees have no limit of steps: give --steps, or tree_steps to its class")
-    return asked or min(limits)
+    return limit or min(limits)
 
 
 FIELDS = ("done", "source")
@@ -251,11 +251,13 @@ def main(argv: list[str] | None = None) -> None:
     named = args.expert is not None and not args.no_expert
     args.expert, first = (args.expert, None) if args.expert else cloned_from(args.sft)
     recorded: dict[str, float] = {}
-    expert = None if args.no_expert else actions_by_task(args.expert, env, first, recorded) if args.expert else {}
+    expert = None
+    if not args.no_expert:
+        expert = actions_by_task(args.expert, env, first, recorded) if args.expert else {}
     if named:
         tell_matches(env, tasks, expert, args.expert)
-    inputs, identity = [args.sft, args.expert], lambda line: line["task_id"]
-    trees = Output(args.out, vars(args), complete_trees, inputs, SAMPLING_FREE, identity)
+    inputs = [args.sft, args.expert]
+    trees = Output(args.out, vars(args), complete_trees, inputs, SAMPLING_FREE, identity=lambda node: node["task_id"])
     finished = {record["task_id"] for record in trees.records}
     share = my_share(tasks)
     todo = [task_id for task_id in share if task_id not in finished]

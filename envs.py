@@ -86,7 +86,7 @@ class TextEnv(gymnasium.Env):
     tree_depth = 8  # D of Algorithm 2
     demonstrations = 1350  # for the tiny model; few enough that it errs
     side_by_side = 64  # how many forks may be open at once
-    omniscient = False  # the demonstrator knows what no page has shown, so tables call it an oracle
+    omniscient = False  # the expert knows what no page has shown, so tables call it an oracle
     # The options of the class that have a flag of their own: {flag: (option, "METAVAR what --help says")}; a metavar in
     # brackets makes a switch.
     flags: ClassVar[dict[str, tuple[str, str]]] = {}
@@ -173,11 +173,11 @@ class TextEnv(gymnasium.Env):
     # A player yields (thought, action); its caller steps this very environment between two of them.
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """The demonstrator. It acts on the task and on the pages shown so far, unless `omniscient` says otherwise."""
+        """It acts on the task and on the pages shown so far, unless `omniscient` says otherwise."""
         raise NotImplementedError
 
     def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """The best player there is. It may know what no page has shown: an oracle, never a demonstrator."""
+        """The best player there is. It may know what no page has shown: an oracle, never the expert."""
         return self.expert(task_id)
 
     def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
@@ -218,8 +218,8 @@ for _class in ENVIRONMENTS.values():  # gymnasium.make("envs:qlass/WebShop-v0")
 def environment_class(name: str) -> type[TextEnv]:
     """The class of an environment by its name, or by MODULE:CLASS for one of your own."""
     if name not in ENVIRONMENTS and ":" not in name:
-        known = ", ".join(ENVIRONMENTS)
-        raise UserError(f"unknown environment {name!r}: choose one of {known}, or MODULE:CLASS for your own")
+        names = ", ".join(ENVIRONMENTS)
+        raise UserError(f"unknown environment {name!r}: choose one of {names}, or MODULE:CLASS for your own")
     module, _, kind = ENVIRONMENTS.get(name, name).partition(":")
     if name not in ENVIRONMENTS and "" not in sys.path:
         sys.path.append("")  # a module of the folder at hand, as with `python -m`
@@ -266,19 +266,19 @@ def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
             raise UserError(f"--{flag.replace('_', '-')}: is empty; leave it out for the default")
         options |= {option: value} if value else {}
     parameters = inspect.signature(kind).parameters
-    for given in args.env_option:
-        name, equals, value = given.partition("=")
+    for option in args.env_option:
+        name, equals, value = option.partition("=")
         if not equals:
-            raise UserError(f"--env-option {given}: NAME=VALUE is expected, e.g. map=4x4")
+            raise UserError(f"--env-option {option}: NAME=VALUE is expected, e.g. map=4x4")
         if name in options:
-            raise UserError(f"--env-option {given}: {name} has a flag of its own, which says {options[name]}")
+            raise UserError(f"--env-option {option}: {name} has a flag of its own, which says {options[name]}")
         try:
             options[name] = json.loads(value)  # numbers, true, false, null
         except json.JSONDecodeError:
             options[name] = value
-        wanted, got = type(getattr(parameters.get(name), "default", None)), type(options[name])
-        if wanted in KINDS and got is not wanted and (wanted, got) != (float, int):
-            raise UserError(f"--env-option {given}: {name} must be {KINDS[wanted]}")
+        expected, got = type(getattr(parameters.get(name), "default", None)), type(options[name])
+        if expected in KINDS and got is not expected and (expected, got) != (float, int):
+            raise UserError(f"--env-option {option}: {name} must be {KINDS[expected]}")
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:

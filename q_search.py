@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import operator
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
@@ -38,7 +37,7 @@ from typing import Any
 import envs
 from qlass import UserError, costs
 from qlass.chat import Rendering, State, parse_action, react, uniforms
-from qlass.checks import leaked, learned_from
+from qlass.checks import leaks
 from qlass.cli import at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Candidate, Likelihood, Sample, Score, ask, drive
 from qlass.files import SAMPLING_FREE, Output, complete_results, identity
@@ -70,8 +69,8 @@ class Method:
 
     def __str__(self) -> str:
         settings = {"M": self.M, "N": self.N, "select": self.select}
-        shown = [f"{name}={value}" for name, value in settings.items() if value not in (1, None)]
-        return " ".join([self.name, *shown, *([self.player] if self.player else [])])
+        parts = [f"{name}={value}" for name, value in settings.items() if value not in (1, None)]
+        return " ".join([self.name, *parts, *([self.player] if self.player else [])])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,18 +341,17 @@ def main(argv: list[str] | None = None, answers: dict | None = None, inputs: Seq
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     free = ("method", "M", "N", "select", "split", "skip", *SAMPLING_FREE)  # each line says its own
     out = Output(args.out, vars(args), complete_results, [args.sft, args.qnet, *inputs], free, identity)
+    begun = bool(out.records)
     learned = {"demonstrations": args.sft if policy else None, "trees": args.qnet if qnet else None}
-    leaks = {
-        name: leaked(env, tasks, learned_from(path, vars(args)), name) if path else 0 for name, path in learned.items()
-    }
-    out.known["leaks"] = out.with_earlier("leaks", leaks, max)
+    out.figures["leaks"] = leaks(env, tasks, learned, vars(args), out.earlier.get("leaks", {}))
     fields = {"split": args.split, "label": args.label, "seed": args.seed}
     search(env, my_share(tasks), plan, answers, policy and policy.chat, out, fields,
            args.in_flight or env.side_by_side, reword)  # fmt: skip
 
-    computed = {"policy": policy.computed if policy else 0, "qnet": qnet.computed if qnet else 0}
-    computed = out.with_earlier("computed_tokens", computed, operator.add, stopped=None)
     out.join()
+    # Of one call that wrote all: what another process or an earlier call computed is not known.
+    computed = {"policy": policy.computed if policy else 0, "qnet": qnet.computed if qnet else 0}
+    computed = None if begun or out.world > 1 else computed
     out.finish(in_order(out.records, env.task_ids(args.split)), computed_tokens=computed)
 
 

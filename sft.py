@@ -119,8 +119,8 @@ def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
     """Demonstrations to train on, and those of every twentieth task to validate (at least 16; of under 64, none)."""
     tasks = list(dict.fromkeys(map(opening, states)))
     n = max(16, len(tasks) // 20) if len(tasks) >= 64 else 0
-    held = {tasks[i * len(tasks) // n] for i in range(n)}
-    return [s for s in states if opening(s) not in held], [s for s in states if opening(s) in held]
+    held_out = {tasks[i * len(tasks) // n] for i in range(n)}
+    return [s for s in states if opening(s) not in held_out], [s for s in states if opening(s) in held_out]
 
 
 # ------------------------------------------------------------------------------------------------- behaviour cloning
@@ -261,7 +261,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 3 epochs.")
     envs.add_arguments(flags, argv)
     add, default = flags.add_argument, choices(PAPER, TINY)
-    add("--model", default="tiny", help="tiny, or a HuggingFace name or path (default: %(default)s)")
+    add("--model", default="tiny", help="tiny, a HuggingFace name or path, or a GGUF file (default: %(default)s)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
     add("--n-expert", type=at_least(1), help="number of trajectories (default: all; tiny: the environment's own)")
@@ -293,11 +293,11 @@ def main(argv: list[str] | None = None) -> None:
     lock = only_writer(args.out) if process.is_main_process else None
     torch.manual_seed(args.seed)
 
-    named = args.expert is not None
+    named = args.expert is not None  # else its environment's own words are the agent's
     with process.main_process_first():
-        about = {name: getattr(args, name) for name in ("env", "run", *args.env_flags)}
-        again = args.overwrite and process.is_main_process
-        args.expert = args.expert or collect(env, args.run / "expert.jsonl", args.n_expert, about, again)
+        world = {name: getattr(args, name) for name in ("env", "run", *args.env_flags)}
+        overwrite = args.overwrite and process.is_main_process
+        args.expert = args.expert or collect(env, args.run / "expert.jsonl", args.n_expert, world, overwrite)
     trajectories = list(itertools.islice(read_trajectories(args.expert), args.n_expert))
     if not trajectories:
         raise UserError(f"{args.expert}: no trajectories")
@@ -333,7 +333,7 @@ def main(argv: list[str] | None = None) -> None:
         models.cast(model, models.device_and_dtype(args.device)[1])  # as later stages load it
     models.save_checkpoint(model, chat, args.out, adapter, lambda: to_train(args.model, [], False, args.device)[0])
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
-    figures = fit.figures() | ({"cut_trajectories": cut} if cut else {}) | {"trajectories": len(trajectories)}
+    figures = fit.figures() | {"trajectories": len(trajectories), "cut_trajectories": cut}
     figures |= {"expert_reward": sum(rewards) / len(rewards) if rewards else None}
     figures |= {name: settings[name] for name in ("epochs", "batch")}
     files.write_meta(args.out, vars(args), [args.expert], **figures)

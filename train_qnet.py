@@ -7,6 +7,7 @@
 
 QNet is the agent's own language model with a value head, regressed at *every* token of (s, a) onto that pair's Q-value
 (the tiny model's only at the last one: docs/differences.md).
+
 The pairs of a tree share their beginnings, and the loss is a square: sum_i w_i (v - q_i)^2 is (sum w_i) (v - mean q)^2
 plus a constant. So a tree goes through the backbone once, each token with a weight and a mean target, and gives the
 gradient of its pairs one by one (`pair_loss`, the readable form that the tests hold it to) at a fraction of the cost.
@@ -26,7 +27,7 @@ import transformers
 
 import envs
 from qlass import UserError, cli, files, loop, models
-from qlass.chat import PROMPTED
+from qlass.chat import PROMPTED, Chat
 from qlass.checks import policy_scores, print_ranking, sibling_accuracy
 from qlass.cli import at_least, choices, more, parse, settle
 from qlass.fast.packing import PackedPairs, pack_pairs, packed_loss, packed_scores
@@ -50,12 +51,18 @@ Tree = list[Pair]
 # ----------------------------------------------------------------------------------------------------------- training
 
 
+def within_context(chat: Chat, trees: list[Tree]) -> tuple[list[Tree], int]:
+    """The trees without the pairs that the model can't read, and how many these are."""
+    readable = [[pair for pair in tree if chat.fits(pair.state, pair.action)] for tree in trees]
+    return readable, sum(map(len, trees)) - sum(map(len, readable))
+
+
 def hold_out(trees: list[Tree]) -> tuple[list[Tree], list[Tree]]:
     """Every tenth tree, from the first one on, to measure on; the others to train on."""
     held_out, training = trees[::HELD_OUT], [tree for i, tree in enumerate(trees) if i % HELD_OUT]
     tasks = {tree[0].state for tree in training if tree}
-    if both := sum(tree[0].state in tasks for tree in held_out if tree):
-        print(f"warning: {both} of {len(held_out)} held-out trees are of tasks that are trained on", file=sys.stderr)
+    if shared := sum(tree[0].state in tasks for tree in held_out if tree):
+        print(f"warning: {shared} of {len(held_out)} held-out trees are of tasks that are trained on", file=sys.stderr)
     return held_out, training or trees
 
 
@@ -145,8 +152,6 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     process = loop.start(args.device)
     cli.must_exist(args.labels, args.sft)
-    if process.num_processes > 1:  # one process makes what is missing
-        cli.must_exist(args.labels or args.run / "q_labels.jsonl", args.sft or args.run / "sft")
     args.labels = cli.needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
     args.out = checkpoint_folder(args.out or args.run / "qnet", args.sft or args.run / "sft")
     lock = only_writer(args.out) if process.is_main_process else None
@@ -177,16 +182,18 @@ def main(argv: list[str] | None = None) -> None:
     settle(args, (TINY if small else PAPER) | ({"lr": models.LR} if args.lora else {}))
     if is_trained(vars(args), [args.labels, args.sft]):
         return release(lock)
-    readable = [[pair for pair in tree if qnet.chat.fits(pair.state, pair.action)] for tree in trees]
-    if left_out := sum(map(len, trees)) - sum(map(len, readable)):
+    readable, left_out = within_context(qnet.chat, trees)
+    if left_out:
         cut = "" if qnet.chat.rendering.truncate else "; --truncate oldest cuts them"
         process.print(f"{left_out} pairs are left out: they are beyond the model's context{cut}")
     held_out, training = hold_out(readable)
 
-    def packs_of(some: list[Tree]) -> list[PackedPairs]:
-        return packed(qnet, some, args.loss_on, args.max_tokens, fast=not args.plain)
+    def packs_of(part: list[Tree]) -> list[PackedPairs]:
+        return packed(qnet, part, args.loss_on, args.max_tokens, fast=not args.plain)
 
     packs = packs_of(training)
+    if not packs:
+        raise UserError(f"{args.labels}: no pair of (s, a) to train on")
     process.print(models.memory_of(qnet, args.optim))
     optimizer = models.adamw(qnet.parameters(), args.lr, args.optim)
     fit = Training("qnet", qnet, optimizer, vars(args), [pack.pairs for pack in packs])
@@ -201,25 +208,22 @@ def main(argv: list[str] | None = None) -> None:
             qnet.backbone = models.merge(adapter, folder / "adapter", lambda: load(None, float32=False)[0])
         models.cast(qnet.backbone, models.device_and_dtype(args.device)[1])  # as q_search.py loads it
         qnet.save_pretrained(folder)
-    figures, each, once = fit.figures(), sum(p.tokens for p in packs), sum(len(p.tree) for p in packs)
-    about = {
-        "trees": len(trees),
-        "pairs_left_out": left_out,
-        **figures,
-        "tokens_pair_by_pair": figures["tokens"] // once * each,
-    }
-    files.write_meta(args.out, vars(args), [args.labels, args.sft], **about)
+    figures = fit.figures() | {"trees": len(trees), "pairs_left_out": left_out}
+    each, once = sum(pack.tokens for pack in packs), sum(len(pack.tree) for pack in packs)
+    figures["tokens_pair_by_pair"] = figures["tokens"] // once * each
+    files.write_meta(
+        args.out, vars(args), [args.labels, args.sft], **figures
+    )  # QNet is there; what follows measures it
+    print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
+          f"{figures['tokens']:,} of {figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
 
     policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, qnet.chat.rendering)
     for name, part in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
-        about[name] = beside_policy(qnet, policy, part, packs_of(part), args.micro_tokens, not args.plain)
-    files.write_meta(args.out, vars(args), [args.labels, args.sft], **about)
+        figures[name] = beside_policy(qnet, policy, part, packs_of(part), args.micro_tokens, not args.plain)
+        print_ranking(name, figures[name])
+    files.write_meta(args.out, vars(args), [args.labels, args.sft], **figures)
     finish(args.out)
     release(lock)
-    print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
-          f"{figures['tokens']:,} of {about['tokens_pair_by_pair']:,} tokens")  # fmt: skip
-    for name in ("held_out", "training"):
-        print_ranking(name, about[name])
 
 
 if __name__ == "__main__":

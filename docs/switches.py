@@ -10,7 +10,7 @@ from envs import TextEnv
 from qlass import UserError
 
 LAMPS = ("red", "green", "blue", "white", "amber", "violet")
-TASKS = ["-".join(some) for n in (1, 2, 3) for some in combinations(LAMPS, n)]
+TASKS = ["-".join(lamps) for n in (1, 2, 3) for lamps in combinations(LAMPS, n)]
 
 
 class Switches(TextEnv):
@@ -30,7 +30,9 @@ class Switches(TextEnv):
         self.task_id = (options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("train")))
         if self.task_id not in TASKS:
             raise UserError(f"switches: unknown task {self.task_id!r}: write e.g. {TASKS[-1]}")
-        self.wanted, self.on, self.steps = frozenset(self.task_id.split("-")), frozenset(), 0
+        self.wanted = frozenset(self.task_id.split("-"))
+        self.on = frozenset()
+        self.steps = 0
         return f"Task: {self.task}. All lamps are off.", self.info()
 
     @property

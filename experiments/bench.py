@@ -38,11 +38,11 @@ from environments.alfworld.textworld import TextWorldGame
 from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.cli import run_stage
-from qlass.driver import Sample, drive
+from qlass.driver import Sample, Score, drive
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import batches
 from qlass.policy import Policy
-from qlass.qnet import Pair, QNet, pair_loss, pairs_of, qnet_scores
+from qlass.qnet import Pair, QNet, pair_loss, pairs_of
 from qlass.tiny import AIDS, tiny_model
 from sft import demonstrate
 from train_qnet import TINY
@@ -148,8 +148,9 @@ def qnet(n: int = 2) -> Iterator[Figure]:
     yield Figure("QNet, tokens of an epoch", *tokens, "tokens", goal=4)
     yield Figure("QNet, time of an epoch", *seconds, "s", goal=4)
     before = ways[0].plain_tokens
+    nodes = list(dict.fromkeys((p.state, p.action) for tree in pairs for p in tree))
     for net in ways:
-        qnet_scores(net.eval(), pairs)
+        net.eval().score([Score(state, (action,)) for state, action in nodes])
     yield Figure("values of these trees' nodes", ways[0].computed - before, ways[1].computed, "tokens")
 
 

@@ -12,7 +12,7 @@
     rft     -N sampled trajectories per task, no QNet (rejection-sampling fine-tuning, Yuan et al. 2023)
     qlass   -N trajectories per task, each action the best of -M by QNet (Alg. 4); one QNet for each process reward
     tree    in each exploration tree, the best branch that the agent ended; no new rollouts: what the trees alone are
-            worth. It may begin with the demonstrator's steps, from which the second pass of Alg. 2 sets out
+            worth. It may begin with the expert's steps, from which the second pass of Alg. 2 sets out
 
 rft and tree keep the trajectories whose true reward reaches --threshold: on training tasks the reward may be used.
 qlass keeps all that are new, as the paper does: Q takes the place of the outcome. With --threshold it filters too; a

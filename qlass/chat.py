@@ -77,11 +77,8 @@ def uniforms(n: int, *key: Hashable) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------- text into tokens
 
 
-RUN_ON = (
-    "\nObservation:",
-    "\nTask:",
-    "\n---",
-)  # where an answer goes on with what others say: ETO's own agents stop there
+# Where an answer goes on with what others say: ETO's own agents stop there.
+RUN_ON = ("\nObservation:", "\nTask:", "\n---")
 
 
 @dataclasses.dataclass

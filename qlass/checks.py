@@ -10,18 +10,17 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qlass.chat import State
 from qlass.files import input_of, is_text, known_id, lineage, openings, records_of
-from qlass.policy import Policy
-from qlass.qnet import Pair
 
 if TYPE_CHECKING:
     from envs import TextEnv
+    from qlass.policy import Policy
+    from qlass.qnet import Pair
 
 TRIED = 100  # training tasks, by whose words it is seen whether demonstrations without ids are of this environment
 
@@ -58,20 +57,35 @@ def learned_from(checkpoint: Path, arguments: dict[str, Any]) -> Learned | str:
     return Learned(files, played) if files else "the file is gone"
 
 
-def leaked(env: TextEnv, tasks: Iterable[str], learned: Learned | str, source: str) -> int | None:
+def leaks(
+    env: TextEnv, tasks: list[str], learned: dict[str, Path | None], arguments: dict, before: dict[str, int | None]
+) -> dict[str, int | None]:
+    """`leaked` of each source by the checkpoint that learned from it (None: it does not play). Of several calls that
+    wrote a file, each with the figures `before` it, the highest; None: not known of one of them."""
+    counts = {}
+    for source, checkpoint in learned.items():
+        count = leaked(env, tasks, learned_from(checkpoint, arguments), source) if checkpoint else 0
+        earlier = before.get(source, 0)
+        counts[source] = None if count is None or earlier is None else max(count, earlier)
+    return counts
+
+
+def leaked(env: TextEnv, tasks: list[str], learned: Learned | str, source: str) -> int | None:
     """How many of the tasks played are about what was learned from, the same task or product; a line where any are.
 
     Demonstrations without ids (ETO's of WebShop) are known by their words: a task's first observation or, where that
     has other words too, its instruction. None, with a line, where nothing is known.
     """
-    tasks, n = list(tasks), None
+    n = None
     if isinstance(learned, Learned):
-        player, ids, texts = env.fork(), set(env.task_ids("train") if learned.played else ()), []
+        player = env.fork()
+        ids = set(env.task_ids("train") if learned.played else ())
+        texts: list[str] = []
         for path, most in learned.files:
             records = (record for _, record in records_of(path) if record.get("parent_id") is None)  # trees: the root
-            known = [known_id(record, env) for record in itertools.islice(records, most)]
-            texts += [words(text) for text in openings(path, most)] if None in known else []
-            ids |= set(known) - {None}
+            own = {known_id(record, env) for record in itertools.islice(records, most)}
+            texts += [words(text) for text in openings(path, most)] if None in own else []
+            ids |= own - {None}
         subjects = {env.subject(str(task)) for task in ids}
         n = sum(env.subject(task) in subjects or is_told(player, task, texts) for task in tasks)
         if texts and not n and not any(is_told(player, task, texts) for task in env.task_ids("train")[:TRIED]):
@@ -100,7 +114,7 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
     """Of the sibling pairs whose q differ by more than `gap`, the share whose scores stand in the same order.
 
     Chance is .5. `sibling_gap`: how far apart the scores put such pairs, of what q does; near 0 a net ignores the
-    action. `own_...`: of pairs without a node of the demonstrator's, since search compares draws of the agent.
+    action. `own_...`: of pairs without a node of the expert's, since search compares draws of the agent.
     `spearman` is the global rank correlation, which a net that only knows V(s) can reach too.
     """
     from qlass.stats import spearman
@@ -113,14 +127,17 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
         for tree in trees:
             siblings: dict[State, list[Pair]] = {}
             for p in tree:
-                siblings.setdefault(p.state, []).extend([p] * (p.own or not own))
+                if p.own or not own:
+                    siblings.setdefault(p.state, []).append(p)
             for a, b in itertools.chain(*(itertools.combinations(family, 2) for family in siblings.values())):
                 if abs(a.q - b.q) > gap:
                     differences.append((a.q - b.q, scores[a.state, a.action] - scores[b.state, b.action]))
-        right = sum(0.5 if score == 0 else float((score > 0) == (q > 0)) for q, score in differences)
-        labelled, apart = (sum(abs(pair[i]) for pair in differences) for i in (0, 1))
-        shares = (right / len(differences), apart / labelled) if differences else (None, None)
-        figures |= {f"{name}_accuracy": shares[0], f"{name}_pairs": len(differences), f"{name}_gap": shares[1]}
+        figures |= {f"{name}_accuracy": None, f"{name}_pairs": len(differences), f"{name}_gap": None}
+        if differences:
+            right = sum(0.5 if score == 0 else float((score > 0) == (q > 0)) for q, score in differences)
+            figures[f"{name}_accuracy"] = right / len(differences)
+            gaps = sum(abs(q) for q, _ in differences)
+            figures[f"{name}_gap"] = sum(abs(score) for _, score in differences) / gaps
     return figures
 
 
@@ -132,7 +149,7 @@ def policy_scores(policy: Policy, trees: list[list[Pair]]) -> dict[tuple[State, 
 
 def print_ranking(trees: str, figures: dict) -> None:
     """`sibling_accuracy` in words, with the policy's beside it."""
-    for kind, of in (("sibling", ""), ("own_sibling", " without the demonstrator's nodes")):
+    for kind, of in (("sibling", ""), ("own_sibling", " without the expert's nodes")):
         if figures[f"{kind}_pairs"]:
             right = f"ranked right{of} {figures[f'{kind}_accuracy']:.3f} of {figures[f'{kind}_pairs']}"
             policy = f"policy's log-probability {figures[f'policy_{kind}_accuracy']:.3f}"

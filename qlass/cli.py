@@ -75,11 +75,11 @@ class HelpMore(argparse.Action):
 
 def more(parser: argparse.ArgumentParser, *adders: Callable[[argparse.ArgumentParser], Any]) -> None:
     """Add flags that few need, which --help-more alone shows: --help is to fit a screen."""
-    shown = list(parser._actions)
+    visible = len(parser._actions)
     for add in adders:
         add(parser)
-    hidden = next(action.const for action in shown if isinstance(action, HelpMore))
-    for action in parser._actions[len(shown) :]:
+    hidden = next(action.const for action in parser._actions if isinstance(action, HelpMore))
+    for action in parser._actions[visible:]:
         hidden.append((action, action.help))
         action.help = argparse.SUPPRESS
 
@@ -141,8 +141,8 @@ def handed_on(args: argparse.Namespace, stage: str = "") -> list[str]:
             argv += ["--" + name.replace("_", "-"), getattr(args, name)]
     for name in args.env_flags:
         flag, value = "--" + name.replace("_", "-"), getattr(args, name)
-        for given in value if isinstance(value, list) else [value]:
-            argv += [flag] if given is True else [flag, str(given)] if given else []
+        for item in value if isinstance(value, list) else [value]:
+            argv += [flag] if item is True else [flag, str(item)] if item else []
     return argv
 
 
@@ -183,7 +183,7 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
 
 
 def my_share(tasks: list[T]) -> list[T]:
-    """The tasks of this process, of WORLD_SIZE: every so-manieth from the RANK-th on."""
+    """The tasks of this process: from the RANK-th on, every WORLD_SIZE-th."""
     rank, world = share()
     if 0 < len(tasks) < world:
         raise UserError(f"WORLD_SIZE {world}: there are {len(tasks)} tasks, so at most as many processes")

@@ -24,14 +24,19 @@ def read(chat: Chat, trials: Iterable[Iterable[State]]) -> int:
 
     Where the oldest turns are left out, what follows them is read again, the agent's words too.
     """
-    found: dict[State, int] = {}
+    lengths: dict[State, int] = {}
     for states in trials:
         for t, state in enumerate(states):
-            if state not in found:
+            if state not in lengths:
                 turns = chat.prompt_tokens(state)
-                new = turns[::2] if t == 0 else turns[chat.stays(state) :] if chat.is_cut(state) else turns[-1:]
-                found[state] = sum(map(len, new))
-    return sum(found.values())
+                if t == 0:
+                    new = turns[::2]
+                elif chat.is_cut(state):
+                    new = turns[chat.stays(state) :]
+                else:
+                    new = turns[-1:]
+                lengths[state] = sum(map(len, new))
+    return sum(lengths.values())
 
 
 def tokens(chat: Chat, trials: Sequence[Sequence[Any]], scored: Callable[[Any], list[str]]) -> dict[str, int]:
@@ -46,9 +51,9 @@ def tokens(chat: Chat, trials: Sequence[Sequence[Any]], scored: Callable[[Any], 
         wordings = {candidate.task or own for step in steps for candidate in step.drawn}
         # A trajectory of one wording has the policy's words in the cache. Of several, each but the task's own reads the
         # full conversation, whose words were written under another.
-        alone = wordings if len(wordings) == 1 else wordings & {own}
-        by_policy += [[reword(state, wording) for state in states] for wording in alone]
-        again += sum(len(chat.prompt(reword(states[-1], wording))) for wording in wordings - alone)
+        cached = wordings if len(wordings) == 1 else wordings & {own}
+        by_policy += [[reword(state, wording) for state in states] for wording in cached]
+        again += sum(len(chat.prompt(reword(states[-1], wording))) for wording in wordings - cached)
     environment = read(chat, ([step.state for step in steps] for steps in trials))
     by_qnet = {(step.state, action) for steps in trials for step in steps for action in scored(step)}
     return {
@@ -70,15 +75,8 @@ def line(chat: Chat, trials: Sequence[Any], best: Any, scored: Callable[[Any], l
         steps.append({"action": step.action, "observation": step.observation, "candidates": candidates})
     env_steps = sum(1 + len(step.candidates) * step_each for trial in trials for step in trial.steps)
     spent = tokens(chat, [trial.steps for trial in trials], scored)
-    fields = result(
-        best.steps[0].state.task,
-        best.reward,
-        steps,
-        spent,
-        env_steps,
-        len(trials),
-        sum(trial.seconds for trial in trials),
-    )
+    seconds = sum(trial.seconds for trial in trials)
+    fields = result(best.steps[0].state.task, best.reward, steps, spent, env_steps, len(trials), seconds)
     if chat.rendering.truncate:
         fields["cut_prompts"] = sum(chat.is_cut(step.state) for trial in trials for step in trial.steps)
     return fields

@@ -12,11 +12,13 @@ import itertools
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from envs import TextEnv
 from qlass import UserError
 from qlass.chat import Rendering, State, react
+
+if TYPE_CHECKING:
+    from envs import TextEnv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +128,8 @@ def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64, in_o
         kind = max(set(kinds), key=lambda k: (kinds.count(k), k.__name__))
         turn = [w for w, k in zip(waiting, kinds, strict=True) if k is kind]
         waiting = [w for w, k in zip(waiting, kinds, strict=True) if k is not kind]
-        asked = [r if isinstance(r, list) else [r] for _, _, r in turn]
-        answered = iter(answers[kind]([r for some in asked for r in some]))
-        for (index, generator, request), some in zip(turn, asked, strict=True):
-            mine = [next(answered) for _ in some]
-            advance(index, generator, mine if isinstance(request, list) else mine[0])
+        batches = [r if isinstance(r, list) else [r] for _, _, r in turn]  # of each generator
+        replies = iter(answers[kind]([r for batch in batches for r in batch]))
+        for (index, generator, request), batch in zip(turn, batches, strict=True):
+            own = [next(replies) for _ in batch]
+            advance(index, generator, own if isinstance(request, list) else own[0])

@@ -21,7 +21,7 @@ import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -51,15 +51,14 @@ def is_chat(value: Any) -> bool:
 
 def check_of(kind: Any) -> Check:
     """Whether a value is of a field's type, as a function. Numbers are finite; `Annotated` adds a check to a type."""
-    origin, parts = typing.get_origin(kind), [check_of(part) for part in typing.get_args(kind)]
+    origin = typing.get_origin(kind)
+    parts = [check_of(part) for part in typing.get_args(kind)]
     if origin is Annotated:
         return lambda value: all(part(value) for part in parts)
     if origin in (typing.Union, types.UnionType):
         return lambda value: any(part(value) for part in parts)
     if origin is list:
         return lambda value: isinstance(value, list) and all(map(parts[0], value))
-    if is_dataclass(kind):
-        return lambda value: isinstance(value, dict) and wrong(value, kind) is None
     if kind is float:
         return is_number
     return (lambda value: isinstance(value, kind)) if isinstance(kind, type) else kind
@@ -107,19 +106,6 @@ class TreeNode:
 
 
 @dataclass
-class Candidate:
-    action: str
-    q: float | None = None
-
-
-@dataclass
-class Step:
-    action: str
-    observation: str | None = None
-    candidates: list[Candidate] | None = None
-
-
-@dataclass
 class Result:
     """A line of results.jsonl."""
 
@@ -142,15 +128,7 @@ class Result:
     n_steps: float = 0
     env_steps: float = 0
     seconds: float = 0
-    steps: list[Step] | None = None
-
-
-@dataclass
-class Metadata:
-    """OUT.meta.json; versions, commit and the figures of the run stand beside these."""
-
-    arguments: dict = field(default_factory=dict)
-    inputs: dict = field(default_factory=dict)  # path: hash
+    steps: list[dict] | None = None
 
 
 @functools.cache
@@ -332,12 +310,10 @@ def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
 
 def name_unused(path: Path, record: dict, used: set[str]) -> None:
     """A line on what a record holds and nobody uses, where no earlier one of the file has it."""
-    unused = sorted(name for name in record.keys() - schema(Trajectory)[0].keys() - USED - used if record[name])
-    turns = record.get("messages") or record.get("conversations") or []
-    unused += sorted(
-        f"{key} of a turn" for key in {key for turn in turns for key in turn} - {"role", "content", "from", "value"}
-    )
-    unused = [name for name in unused if (path, name) not in NAMED]
+    of_record = {name for name in record if record[name]} - schema(Trajectory)[0].keys() - USED - used
+    of_turns = set().union(*(record.get("messages") or record["conversations"])) - {"role", "content", "from", "value"}
+    names = [*sorted(of_record), *(f"{name} of a turn" for name in sorted(of_turns))]
+    unused = [name for name in names if (path, name) not in NAMED]
     NAMED.update((path, name) for name in unused)
     if unused:
         print(f"note: {path}: not used: {', '.join(unused)}", file=sys.stderr)
@@ -520,10 +496,10 @@ def read_meta(output: str | Path) -> dict[str, Any]:
         return {}
     way_out = f": not the metadata of {output}; delete it, or name another --out"
     record = parse_json(path.read_bytes(), str(path), way_out)
-    mistake = wrong(record, Metadata) if isinstance(record, dict) else "no JSON object"
-    if mistake:
-        raise UserError(f"{path}: {mistake}{way_out}")
-    return {"arguments": {}, "inputs": {}} | record
+    parts = {"arguments": {}, "inputs": {}} | record if isinstance(record, dict) else {"arguments": None}
+    if not all(isinstance(parts[name], dict) for name in ("arguments", "inputs")):
+        raise UserError(f"{path}: an object with arguments and inputs is expected{way_out}")
+    return parts
 
 
 def recorded(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -731,10 +707,12 @@ class Output:
         self, path: str | Path, arguments: dict[str, Any], complete: Callable[[list[dict]], int],
         inputs: Iterable[Path | None] = (), free: Iterable[str] = (), identity: Callable[[dict], Any] | None = None,
     ) -> None:  # fmt: skip
-        self.out, self.arguments, self.complete, self.inputs = Path(path), arguments, complete, list(inputs)
-        self.free, self.identity = ("limit", *free), identity
+        self.out = Path(path)
+        self.arguments, self.inputs = arguments, list(inputs)
+        self.free = ("limit", *free)
+        self.complete, self.identity = complete, identity
         self.started = time.time()
-        self.known: dict[str, Any] = {}  # figures that are known before the work is done
+        self.figures: dict[str, Any] = {}  # for the metadata, known before the work is done
         rank, self.world = share() if identity else (0, 1)
         if self.world > 1 and arguments.get("overwrite"):
             raise UserError(
@@ -761,19 +739,17 @@ class Output:
                     raise UserError(f"{old}: holds something else, which would be lost: name another --out")
         self.path, self.lock, self.grown = path, lock, False
         self.file = Resumable(path, self.complete)
-        self.earlier = read_meta(path) if self.file.records else {}  # of the last call, which added up those before it
+        self.earlier = read_meta(path) if self.file.records else {}  # of the calls before this one
         self.elsewhere: list[dict] = []
         for other in others:
             present = set(map(self.identity, self.records))
             records, _ = complete_records(other, self.complete)
             self.elsewhere += [record for record in records if self.identity(record) not in present]
-        self.joined = bool(others) and path == self.out
-        if self.joined:
+        if path == self.out:
             joined, self.elsewhere = self.elsewhere, []
             self.append(joined)
             for part in others:
                 delete(part)
-        self.begun = bool(self.records)
         if path != self.out or not self.file.records:  # a call that is stopped at once is known by its arguments too
             self.describe()
 
@@ -783,7 +759,7 @@ class Output:
         return self.elsewhere + self.file.records
 
     def describe(self, **figures: Any) -> None:
-        write_meta(self.path, self.arguments, self.inputs, **self.known, **figures)
+        write_meta(self.path, self.arguments, self.inputs, **self.figures, **figures)
 
     def append(self, group: list[dict]) -> None:
         if group and not self.grown:  # before the first line, so that no file is ever without its metadata
@@ -794,15 +770,6 @@ class Output:
     def grow(self, groups: Iterable[list[dict]], what: str, total: int, done: int = 0) -> None:
         for group in progress(groups, what, total, done):
             self.append(group)
-
-    def with_earlier(
-        self, name: str, now: dict[str, int | None], both: Callable[[int, int], int], stopped: int | None = 0
-    ) -> dict[str, int | None]:
-        """Figures of this call and of those that wrote before it; None: not known. stopped: of a call that was."""
-        before = self.earlier.get(name) or dict.fromkeys(now, stopped if self.begun else 0)
-        if self.joined and stopped is None:
-            before = dict.fromkeys(now)
-        return {key: None if None in (before[key], n) else both(before[key], n) for key, n in now.items()}
 
     def join(self) -> None:
         """This process has done its share. The last one to say so goes on with the output, joined of all parts."""

@@ -27,23 +27,17 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add("--lora-alpha", type=at_least(1), metavar="A", help="the updates' factor is A / RANK (default: twice the rank)")
     add_loading(parser)
     add("--optim", choices=names, default="adamw", metavar="NAME", help="adamw or adamw8bit (default: %(default)s)")
-    said = "keep one layer's activations at a time, compute a third more"
-    add("--gradient-checkpointing", action="store_true", help=said)
+    trade = "keep one layer's activations at a time, compute a third more"
+    add("--gradient-checkpointing", action="store_true", help=trade)
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
     """The flags of a stage that trains a model."""
     add_memory(parser)
     add = parser.add_argument
-    said = "epochs without a better validation before it stops (default: 2)"
-    add("--patience", type=at_least(1), default=2, help=said)
-    add(
-        "--log",
-        choices=["jsonl", "tensorboard", "wandb"],
-        default="jsonl",
-        metavar="NAME",
-        help="jsonl (OUT.log.jsonl), tensorboard or wandb",
-    )
+    logs = ["jsonl", "tensorboard", "wandb"]
+    add("--patience", type=at_least(1), default=2, help="epochs without a better validation until it stops (2)")
+    add("--log", choices=logs, default="jsonl", metavar="NAME", help="jsonl (OUT.log.jsonl), tensorboard or wandb")
     add("--save-every", type=at_least(1), default=50, metavar="N", help="updates between checkpoints (default: 50)")
 
 
@@ -80,11 +74,11 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def rendering_of(folder: Path, args: argparse.Namespace, names: Sequence[str] = RENDERED) -> Rendering:
     """A checkpoint's rendering, but for what the flags of these names say."""
-    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-    if mistake := wrong(given, SETTINGS):
+    settings = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    if mistake := wrong(settings, SETTINGS):
         name, _, reason = mistake.partition(" ")
         raise UserError(f"--{name.replace('_', '-')} {reason}")
-    rendering = dataclasses.replace(Rendering.load(folder), **given)
+    rendering = dataclasses.replace(Rendering.load(folder), **settings)
     rendering.stop = tuple(rendering.stop)
     return rendering
 

@@ -32,19 +32,22 @@ from tqdm import tqdm
 from qlass import UserError, files
 
 MAY_DIFFER = (*files.TRAINING_FREE, *files.FREE)  # between a training and its continuation
-FIRST, EXPLODED = 20, 10  # that many updates with a loss of so many times the highest of the first ones: it diverges
+FIRST = 20  # updates
+EXPLODED = 10  # a training has diverged when its last FIRST losses average so many times the highest of its first ones
 
 
 def start(device: str | None = None) -> accelerate.PartialState:
     """Join the other processes, if a launcher has started several; the state says which one this is."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         raise UserError("accelerate launch: DeepSpeed is not supported; FSDP shares the same: give --use_fsdp instead")
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    way = f"start them by torchrun --nproc-per-node {launched} --, or unset WORLD_SIZE"
+    if launched > 1 and "MASTER_ADDR" not in os.environ:  # as in a job array, whose processes do not know one another
+        raise UserError(f"WORLD_SIZE is {launched}, but MASTER_ADDR is not set: {way}")
     patience = datetime.timedelta(days=2)  # the others may wait as long as the first plays demonstrations
     state = accelerate.PartialState(cpu=on_cpu(device), timeout=patience)
-    launched = int(os.environ.get("WORLD_SIZE", 1))
     if state.num_processes != launched:
-        raise UserError(f"WORLD_SIZE is {launched}, but this process sees {state.num_processes}: start them by "
-                        f"torchrun --nproc-per-node {launched} --, or unset WORLD_SIZE")  # fmt: skip
+        raise UserError(f"WORLD_SIZE is {launched}, but this process sees {state.num_processes}: {way}")
     return state
 
 
@@ -129,7 +132,9 @@ class Training:
         self.name, self.settings, self.at = name, settings, Progress()
         batch, seed, out, log = (settings[key] for key in ("batch", "seed", "out", "log"))
         self.plans = [updates_of(sizes, batch, seed, epoch) for epoch in range(settings["epochs"])]
-        self.steps, self.folder, cpu = sum(map(len, self.plans)), partial_folder(out), on_cpu(settings.get("device"))
+        self.steps = sum(map(len, self.plans))
+        self.folder = partial_folder(out)
+        cpu = on_cpu(settings.get("device"))
         if log != "jsonl" and find_spec(log) is None:
             raise UserError(f"--log {log}: pip install {log}, or leave it out")
         self.accelerator = accelerate.Accelerator(
@@ -145,14 +150,16 @@ class Training:
         if states := self._states():
             self.at = self._load(states[-1])
 
-        step, first = len(self.at.losses), self.accelerator.is_main_process
+        step = len(self.at.losses)
+        first = self.accelerator.is_main_process
         self.lines = log_lines(out, step) if log == "jsonl" and first else None
         options = {"tensorboard": {"purge_step": step + 1}, "wandb": {"name": out.name}}
         self.accelerator.init_trackers(f"{out.name}.log" if log == "tensorboard" else "qlass", init_kwargs=options)
         every = 0.1 if sys.stderr.isatty() else 30  # seconds; off a terminal a report is a line
         self.bar = tqdm(total=self.steps, initial=step, desc=name, disable=not first, mininterval=every)
         self.weight, self.loss, self.tokens = self.accelerator.num_processes, 0.0, 0  # of the update at hand
-        self.began, self.saved = (time.perf_counter(), self.at.tokens), time.perf_counter()
+        self.saved = self.began = time.perf_counter()
+        self.began_at = self.at.tokens
 
     # ------------------------------------------------------------------------------------------------- the loop's steps
 
@@ -188,7 +195,8 @@ class Training:
 
     def step(self) -> None:
         """One update from the gradients at hand: clipped, at the schedule's rate."""
-        at, rate = self.at, self.settings["lr"] * cosine(len(self.at.losses), self.steps)
+        at = self.at
+        rate = self.settings["lr"] * cosine(len(at.losses), self.steps)
         loss, tokens = map(sum, zip(*gather_object([(self.loss, self.tokens)]), strict=True))
         norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0))
         self.loss, self.tokens = 0.0, 0
@@ -204,7 +212,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         at.update, at.tokens = at.update + 1, at.tokens + tokens
-        speed = (at.tokens - self.began[1]) / (time.perf_counter() - self.began[0])
+        speed = (at.tokens - self.began_at) / (time.perf_counter() - self.began)
         self._log({"loss": loss, "lr": rate, "tokens_per_second": round(speed, 1)})
         self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
         self.bar.update()
@@ -251,8 +259,11 @@ class Training:
 
     def _save(self) -> None:
         """A state, under its name only when all of it is there. Of the older ones the best epoch's stays."""
-        now, draft, first = time.perf_counter(), self.folder / "draft", self.accelerator.is_main_process
-        self.at.seconds, self.saved = self.at.seconds + now - self.saved, now
+        draft = self.folder / "draft"
+        first = self.accelerator.is_main_process
+        now = time.perf_counter()
+        self.at.seconds += now - self.saved
+        self.saved = now
         if first:
             shutil.rmtree(draft, ignore_errors=True)
         self.accelerator.wait_for_everyone()
@@ -273,7 +284,7 @@ class Training:
 
     def _load(self, state: Path) -> Progress:
         """Weights, moments and random numbers of a state, and where it stands."""
-        n, before = self.accelerator.num_processes, None
+        n = self.accelerator.num_processes
         try:
             saved = files.read_object(state / "progress.json")
             before, progress = saved["processes"], Progress(**saved["progress"])

@@ -46,8 +46,29 @@ def mixed_precision(model: Any) -> torch.autocast:
     return torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda")
 
 
+def source(path: str | Path) -> tuple[str, dict[str, str]]:
+    """What from_pretrained takes of a folder, a hub name, or a GGUF file."""
+    file = Path(path)
+    if file.suffix != ".gguf":
+        return str(path), {}
+    if find_spec("gguf") is None:
+        raise UserError(f"{path}: gguf is missing: pip install gguf")
+    return str(file.parent), {"gguf_file": file.name}
+
+
+def ordinary(model: Any) -> Any:
+    """A model with the weights that were read from a GGUF file, in the full width to which transformers brings them."""
+    config = model.config
+    del config.quantization_config  # else it can't be saved, nor get a value head or LoRA
+    fresh = type(model)(config).to(model.dtype)
+    fresh.load_state_dict(model.state_dict())
+    fresh.generation_config = model.generation_config
+    return fresh
+
+
 def load_tokenizer(path: str | Path) -> Any:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    folder, file = source(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **file)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -57,7 +78,8 @@ def load_checkpoint(
     path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False,
     plain: bool = False, rendering: Rendering | None = None,
 ) -> tuple[Any, Chat]:  # fmt: skip
-    """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder or a hub name.
+    """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder, a hub name, or a
+    GGUF file.
 
     plain: it is to read one sequence at a time; else it must give the outputs of plain sequences for a token tree.
     rendering: instead of the folder's. A PEFT adapter is merged into its base.
@@ -69,21 +91,24 @@ def load_checkpoint(
     options = {"dtype": torch.float32 if train else dtype, **quantised(load_in, where), **NO_CODE}
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
+    _, file = source(path)
     try:
-        adapter = transformers.utils.find_adapter_config_file(str(path))
+        adapter = None if file else transformers.utils.find_adapter_config_file(str(path))
         base = base_of(path, load_in) if adapter else path
         of_base = transformers.AutoModelForCausalLM if adapter else kind  # from there an adapter names its layers
-        model, about = of_base.from_pretrained(base, output_loading_info=True, **options)
+        model, report = of_base.from_pretrained(source(base)[0], output_loading_info=True, **options, **file)
+        model = ordinary(model) if file else model
         if adapter:
             model = with_adapter(model, path)
             model = model if kind is of_base else model.base_model
         named = adapter and not (Path(path) / "tokenizer_config.json").exists()
-        tokenizer, rendering = load_tokenizer(base if named else path), rendering or Rendering.load(path)
+        tokenizer = load_tokenizer(base if named else path)
+        rendering = rendering or Rendering.load(path)
     except Exception as error:  # tokenizers raises no kind of its own
         why = " ".join(f"{type(error).__name__}: {error}".split())[:400]  # the reason may stand in a later line
         raise UserError(f"{path}: not a checkpoint that transformers can load ({why})") from None
-    if about["missing_keys"]:  # transformers would draw them at random
-        raise UserError(f"{path}: no weights for {min(about['missing_keys'])}; was the folder mixed from two?")
+    if report["missing_keys"]:  # transformers would draw them at random
+        raise UserError(f"{path}: no weights for {min(report['missing_keys'])}; was the folder mixed from two?")
     vocabulary = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocabulary + MORE_TOKENS:
         raise UserError(f"{path}: its tokenizer has {len(tokenizer):,} tokens, its model {vocabulary:,}; "
@@ -124,10 +149,11 @@ def with_adapter(model: Any, adapter: str | Path) -> Any:
 def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     """A checkpoint's Chat without its weights, which a server holds."""
     try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        folder, file = source(path)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **file)
         generation = None
         with contextlib.suppress(OSError):  # not every checkpoint has one
-            generation = transformers.GenerationConfig.from_pretrained(path)
+            generation = transformers.GenerationConfig.from_pretrained(folder)
         return Chat(load_tokenizer(path), rendering, None, context_of(config), ends_of(generation))
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
@@ -137,7 +163,9 @@ def load_chat(path: str | Path, rendering: Rendering) -> Chat:
 def ends_of(generation: Any) -> list[int]:
     """The tokens that end a turn, by a model's generation config (Llama 3 lists two)."""
     ids = getattr(generation, "eos_token_id", None)
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
 
 
 def context_of(config: Any) -> int | None:
@@ -167,10 +195,11 @@ def add_lora(model: Any, rank: int, alpha: int | None = None) -> Any:
     The output layer stays as it is. The model is changed in place; PEFT's view of it is returned, for `merge`.
     """
     peft = needs_peft(f"--lora {rank}")
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules="all-linear")
     try:
-        return peft.get_peft_model(
-            model, peft.LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules="all-linear")
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about a name that PEFT reads
+            return peft.get_peft_model(model, config)
     except (TypeError, ValueError) as error:
         raise UserError(f"--lora {rank}: not for this model ({str(error).splitlines()[0]}); leave --lora out") from None
 
@@ -257,14 +286,8 @@ def within_memory() -> Iterator[None]:
         raise UserError(f"{why}: give --gradient-checkpointing, --lora 16, or fewer --micro-tokens") from None
 
 
-def layers_of(backbone: Any) -> nn.ModuleList:
-    n = backbone.config.get_text_config().num_hidden_layers
-    return next(m for m in backbone.modules() if isinstance(m, nn.ModuleList) and len(m) == n)
-
-
 def needs_bitsandbytes(flag: str, where: torch.device) -> None:
-    missing = [name for name in ("bitsandbytes", "accelerate") if find_spec(name) is None]
-    if missing:
-        raise UserError(f"{flag}: {missing[0]} is missing: pip install -r requirements-gpu.txt")
+    if find_spec("bitsandbytes") is None:
+        raise UserError(f"{flag}: bitsandbytes is missing: pip install -r requirements-gpu.txt")
     if where.type == "cpu":
         raise UserError(f"{flag}: needs a GPU; leave it out on a CPU")

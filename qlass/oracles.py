@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from envs import TextEnv
 from qlass.chat import State, parse_action
 from qlass.driver import Score
+
+if TYPE_CHECKING:
+    from envs import TextEnv
 
 Scores = Generator[Any, Any, list[float]]  # yields requests, returns a number for each candidate
 
@@ -28,7 +30,10 @@ def look_ahead(env: TextEnv, candidates: list[str], otherwise: list[float | None
     scores, here = [], env.snapshot()
     for action, score in zip(candidates, otherwise, strict=True):
         _, reward, terminated, truncated, _ = env.step(parse_action(action))
-        ended = terminated or truncated
-        scores.append(reward if ended else env.optimal_value() if score is None else score)
+        if terminated or truncated:
+            score = reward
+        elif score is None:
+            score = env.optimal_value()
+        scores.append(score)
         env.restore(here)
     return scores

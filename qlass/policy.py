@@ -58,7 +58,9 @@ class Policy:
     @torch.inference_mode()
     def write(self, request: Sample, k: int) -> Candidate:
         """Candidate k of a request in free text, token by token until its turn ends."""
-        prompt, written, logprob, past = self.chat.prompt(request.state), [], 0.0, None
+        prompt = self.chat.prompt(request.state)
+        written: list[int] = []
+        logprob, past = 0.0, None
         for u in uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k):
             fresh = prompt + written if past is None else written[-1:]  # a model need not keep what it has read
             ids = torch.tensor([fresh], device=self.model.device)

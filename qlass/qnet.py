@@ -89,8 +89,8 @@ class QNet(nn.Module):
         self.backbone.save_pretrained(folder)
         self.chat.save(folder)
         save_file({k: v.contiguous() for k, v in self.head.state_dict().items()}, folder / "head.safetensors")
-        about = {"hidden": self.head[0].out_features, "readout": self.readout}
-        (folder / "qnet.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+        settings = {"hidden": self.head[0].out_features, "readout": self.readout}
+        (folder / "qnet.json").write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
     @classmethod
     def from_pretrained(
@@ -102,17 +102,17 @@ class QNet(nn.Module):
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
         kind = transformers.AutoModel
         backbone, chat = models.load_checkpoint(folder, kind, device, load_in, plain=plain, rendering=rendering)
-        about = read_object(folder / "qnet.json")
+        settings = read_object(folder / "qnet.json")
         kinds = {"hidden": lambda v: type(v) is int and v > 0, "readout": lambda v: v in ("last", "mean")}
-        if mistake := wrong(about, kinds, kinds):
+        if mistake := wrong(settings, kinds, kinds):
             raise UserError(f"{folder / 'qnet.json'}: {mistake}; train_qnet.py writes one")
         try:
-            qnet = cls(backbone, chat, about["hidden"], readout or about["readout"], not plain, **room)
+            qnet = cls(backbone, chat, settings["hidden"], readout or settings["readout"], not plain, **room)
             qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
         except (OSError, RuntimeError, SafetensorError, ValueError) as error:
             why = str(error).splitlines()[0]
-            said = f"no value head that fits its backbone ({why}): are these files of two checkpoints?"
-            raise UserError(f"{folder}: {said}") from None
+            hint = "are these files of two checkpoints?"
+            raise UserError(f"{folder}: no value head that fits its backbone ({why}): {hint}") from None
         return qnet.to(backbone.device).eval()
 
 
@@ -126,7 +126,7 @@ class Pair:
     state: State
     action: str
     q: float
-    own: bool = True  # its node is the agent's; else the demonstrator's, who was the first to act so
+    own: bool = True  # its node is the agent's; else the expert's, who was the first to act so
 
 
 def states_of(tree: list[dict]) -> dict[Any, State]:
@@ -152,9 +152,3 @@ def pair_loss(qnet: QNet, pair: Pair, loss_on: str = "all") -> torch.Tensor:
     """Eq. (11) for one pair: 1/n sum_j (V_j - q)^2 over the n tokens of (s, a), or those that `loss_on` says."""
     values, n_prompt = qnet.values(pair.state, pair.action)
     return (values[loss_tokens(n_prompt, len(values), loss_on)] - pair.q).square().mean()
-
-
-def qnet_scores(qnet: QNet, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
-    """Q(s, a) of the trees' pairs as search asks for it."""
-    pairs = list(dict.fromkeys((p.state, p.action) for tree in trees for p in tree))
-    return dict(zip(pairs, (q[0] for q in qnet.score([Score(s, (a,)) for s, a in pairs])), strict=True))

@@ -9,7 +9,7 @@ Values are a pandas Series indexed by (task, seed); blocks are {task: block}.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -136,13 +136,6 @@ def paired_difference(a: pd.Series, b: pd.Series, blocks: Mapping[Hashable, Hash
     parts = np.array([np.var(sample, ddof=1) / len(sample) for sample in samples])
     freedom = np.array([len(sample) - 1 for sample in samples])
     return t_interval(float(samples[0].mean()), parts, freedom, int(freedom[1:].sum()), len(tasks))
-
-
-def holm(p: Sequence[float]) -> list[float]:
-    """p values adjusted for as many tests as there are (Holm 1979)."""
-    order = np.argsort(p, kind="stable")
-    steps = np.minimum(1, np.arange(len(p), 0, -1) * np.asarray(p)[order])
-    return np.maximum.accumulate(steps)[np.argsort(order)].tolist()
 
 
 def spearman(x: Iterable[float], y: Iterable[float]) -> float:

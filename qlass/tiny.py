@@ -1,14 +1,17 @@
-"""The tiny model: a small Llama trained from scratch, and the aids that it reads with."""
+"""The tiny model: a small Llama trained from scratch, and the aids that it reads with.
+
+torch is imported where a model is made: `qlass/chat.py` needs the aids alone, and --help no model.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
+if TYPE_CHECKING:
+    import torch
 
 MARK = "✓"
 _WORD = re.compile(r" ?(?:\d+ (?=\$))?(\$?[^\W_]+(?:[.'-][^\W_]+)*)")  # a price with its place on the page: "3 $9.50"
@@ -68,18 +71,12 @@ def with_aids(messages: list[tuple[str, str]], task: str, rendering: Any) -> lis
 
 
 # What its checkpoint's Rendering says.
-AIDS = {
-    "temperature": 1.0,
-    "max_new_tokens": 48,
-    "candidates": "valid",
-    "mark_matches": True,
-    "compact": True,
-    "stop": (),
-}
+AIDS = dict(temperature=1.0, max_new_tokens=48, candidates="valid", mark_matches=True, compact=True, stop=())
 
 
 def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
     """A small Llama with random weights and a byte-level BPE trained on the demonstrations' own text."""
+    import transformers
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
     from tokenizers.models import BPE
 
@@ -115,6 +112,8 @@ def observation_loss(
 
     logits (B, K, V) of the positions `kept` (K,), which hold all these ends; ids, wrote, real (not padding) (B, T).
     """
+    import torch
+
     end = wrote.mul(torch.arange(ids.shape[1], device=ids.device)).cummax(1).values  # of the last action so far
     row, at = (~wrote & (end > 0) & real).nonzero(as_tuple=True)
     k = torch.searchsorted(kept, end[row, at])

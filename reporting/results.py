@@ -26,7 +26,7 @@ PAPER = {
 }
 METHODS = {  # in the order of the table
     "oracle": "best player, who may know the goal (oracle)",
-    "expert": "demonstrator",
+    "expert": "expert",
     "rule": "rule",
     "random": "random candidate",
     "greedy": "SFT greedy",

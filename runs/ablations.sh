@@ -37,7 +37,7 @@ qnet all "target=q, loss on all tokens" --loss-on all
 retrained self-q "self-trained, target=q" --method qlass
 retrained self-q-perfect "self-trained, target=q, the perfect ones" --method qlass --threshold 1  # as RFT filters
 retrained self-rft "self-trained, RFT" --method rft
-# Table 3: half of the demonstrations, and trees without the demonstrator, whose branches would be further demonstrations. 50
+# Table 3: half of the demonstrations, and trees without the expert, whose branches would be further demonstrations. 50
 # are too few to hold some out, so this agent gets about as many updates as the one of all demonstrations: with more its draws
 # agree more often, and QLASS has less to choose from. half-end, trained for 50 epochs, shows what QLASS makes up for.
 half=$RUN/half

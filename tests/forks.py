@@ -7,7 +7,6 @@ with Forks() as forks:
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -40,18 +39,15 @@ class Fork(NamedTuple):
     def wait(self) -> tuple[int, str, str]:
         """Exit code (of a signal its negative), standard output and error."""
         code = self.forks.ask({"wait": self.pid})
-        said = [(self.folder / f".{name}.{self.pid}") for name in ("output", "error")]
-        texts = [path.read_text() if path.exists() else "" for path in said]  # it may have been killed before
-        for path in said:
+        files = [(self.folder / f".{name}.{self.pid}") for name in ("output", "error")]
+        texts = [path.read_text() if path.exists() else "" for path in files]  # it may have been killed before
+        for path in files:
             path.unlink(missing_ok=True)
         return (code, *texts)
 
 
 class Forks:
-    """start() forks a stage off.
-
-    limit: bytes that a file of it may have, as on a full disk; permissions: they hold for root too.
-    """
+    """start() forks a stage off; limit: bytes that a file of it may have, as on a full disk."""
 
     def __enter__(self) -> Forks:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -71,23 +67,13 @@ class Forks:
         return int(self.server.stdout.readline())
 
     def start(
-        self, stage: str, folder: Path, argv: list[str],
-        limit: int = 0, permissions: bool = False, env: dict[str, str] | None = None,
-    ) -> Fork:  # fmt: skip
-        asked = {"stage": stage, "folder": str(folder), "argv": argv, "limit": limit, "permissions": permissions}
-        return Fork(self, self.ask(asked | {"env": env or {}}), folder)
+        self, stage: str, folder: Path, argv: list[str], limit: int = 0, env: dict[str, str] | None = None
+    ) -> Fork:
+        command = {"stage": stage, "folder": str(folder), "argv": argv, "limit": limit, "env": env or {}}
+        return Fork(self, self.ask(command), folder)
 
     def run(self, stage: str, folder: Path, argv: list[str], **more) -> tuple[int, str, str]:
         return self.start(stage, folder, argv, **more).wait()
-
-
-def obey_permissions() -> None:
-    """Put away root's capabilities to read and write whatever its permissions are (Linux)."""
-    libc = ctypes.CDLL(None)
-    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    libc.capget(header, sets)
-    sets[0] &= ~0b110  # effective: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-    libc.capset(header, sets)
 
 
 def serve() -> None:
@@ -104,31 +90,27 @@ def serve() -> None:
     modules = {name: importlib.import_module(name) for name in (*stages, "environments.frozenlake.env")}
     print("ready", flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "wait" in asked:
-            print(os.waitstatus_to_exitcode(os.waitpid(asked["wait"], 0)[1]), flush=True)
+        command = json.loads(line)
+        if "wait" in command:
+            print(os.waitstatus_to_exitcode(os.waitpid(command["wait"], 0)[1]), flush=True)
             continue
         pid = os.fork()
         if pid:
             print(pid, flush=True)
             continue
         os.setsid()
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # which a shell ignores in what it runs in the background
-        os.chdir(asked["folder"])
-        os.environ |= asked["env"]
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
+        os.chdir(command["folder"])
+        os.environ |= command["env"]
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, name in ((1, "output"), (2, "error")):
             os.dup2(os.open(f".{name}.{os.getpid()}", os.O_WRONLY | os.O_CREAT), number)
-        sys.argv = [f"{asked['stage']}.py", *asked["argv"]]
-        if asked["limit"]:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (asked["limit"],) * 2)
-        if asked["permissions"]:
-            obey_permissions()
+        sys.argv = [f"{command['stage']}.py", *command["argv"]]
+        if command["limit"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (command["limit"],) * 2)
         code = 0
         try:
-            run_stage(modules[asked["stage"]].main)
+            run_stage(modules[command["stage"]].main)
         except SystemExit as stop:
             code = stop.code
         except BaseException:

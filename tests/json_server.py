@@ -34,7 +34,7 @@ def json_server(answer: Callable[[dict], tuple[int, dict | list]], models: tuple
 
 
 def started(server: ThreadingHTTPServer) -> ThreadingHTTPServer:
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     return server
 
 

@@ -5,13 +5,11 @@ First by hand, mistake by mistake; then by a mutator of bytes and values over ev
 
 import argparse
 import gc
-import gzip
 import importlib
 import json
 import random
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,8 +21,6 @@ import bellman
 import build_trees
 import envs
 import q_search
-import report
-import train_qnet
 from qlass import UserError, cli, files
 from qlass.chat import Rendering
 from qlass.checks import Learned, leaked, learned_from
@@ -54,93 +50,102 @@ def mistake(main: Callable, capsys) -> str:
 
 
 def node(i: int, parent: int | None, **more) -> dict:
-    told = {"role": "user", "content": "go"}
-    first = {"messages": [told], "task": "", "env": "fake", "action": None} if parent is None else {"action": f"go {i}"}
-    about = {"task_id": "a", "node_id": i, "parent_id": parent, "observation": "here", "reward": 0.0, "done": False}
-    return about | {"source": "policy", "branch": 0, "depth": 0, "q": 0.5, "q_raw": 0.5} | first | more
+    goal = {"role": "user", "content": "go"}
+    first = {"messages": [goal], "task": "", "env": "fake", "action": None} if parent is None else {"action": f"go {i}"}
+    fields = {"task_id": "a", "node_id": i, "parent_id": parent, "observation": "here", "reward": 0.0, "done": False}
+    return fields | {"source": "policy", "branch": 0, "depth": 0, "q": 0.5, "q_raw": 0.5} | first | more
 
 
 def tree(*nodes: dict) -> str:
     return dump([nodes[0] | {"nodes": len(nodes)}, *nodes[1:]])
 
 
-ROOT, LEAF = node(0, None), node(1, 0, reward=1.0, done=True)
-
-# -------------------------------------------------------------------------------------------------------------- trees
-
-TREES = [
-    ("", "holds no trees"),
-    (tree(ROOT, LEAF)[:-20], ":2: not valid JSON"),
-    (tree(ROOT, LEAF).splitlines()[0] + "\n", "1 of 2 nodes; run build_trees.py again"),
-    (gzip.compress(tree(ROOT, LEAF).encode(), mtime=0)[:40], ":1: not valid JSON ('utf-8' codec"),
-    (tree(ROOT, LEAF).encode("utf-16"), ":1: not valid JSON ('utf-8' codec"),
-    ('{"a": ' + "[" * 100_000, ":1: not valid JSON (maximum recursion depth"),
-    ("1" * 5000 + "\n", ":1: "),
-    (tree(ROOT, LEAF | {"reward": float("nan")}), ":2: not valid JSON (NaN is not a number)"),
-    (tree(ROOT, LEAF).replace('"reward": 1.0', '"reward": 1e999'), ":2: reward can't be inf"),
-    (tree(ROOT, LEAF | {"reward": "1"}), ":2: reward can't be '1'"),
-    (tree(ROOT, LEAF | {"observation": None}), ":2: observation can't be None"),
-    (tree(ROOT, LEAF | {"node_id": [1]}), ":2: node_id can't be [1]"),
-    ("\n" + tree(ROOT, LEAF, LEAF), ":4: node 1 of task a stands before its parent"),
-    (tree(ROOT, node(2, 1), LEAF), ":2: node 2 of task a stands before its parent"),
-    (tree(LEAF | {"messages": ROOT["messages"]}, node(2, 1)), ":1: node 1 of task a stands before its parent"),
-    (tree(ROOT, LEAF | {"task_id": "b"}), ":2: node 1 of task b stands before its parent"),
-    (tree(ROOT, node(1, None)), ":2: node 1 of task a stands before its parent"),
-    (dump([{"task_id": "a", "method": "greedy", "reward": 1.0}]), ":1: no node_id; is this a trees.jsonl"),
-]
-
-
-@pytest.mark.parametrize(("content", "says"), TREES)
-def test_a_bad_tree_is_named_and_the_labels_stay_as_they_were(content, says, tmp_path, capsys):
-    trees, out = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl"
-    trees.write_bytes(content if isinstance(content, bytes) else content.encode())
-    out.write_text('{"q_raw": 0}\n')
-    for more in ([], ["--target", "reward", "--chat", str(tmp_path / "chats.jsonl")]):
-        error = mistake(lambda more=more: bellman.main(["--trees", str(trees), "--out", str(out), *more]), capsys)
-        assert f"{trees}" in error and says in error
-    assert out.read_text() == '{"q_raw": 0}\n' and not (tmp_path / "chats.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q; run bellman.py on it"),
-        (tree(ROOT, LEAF | {"q": None}), ":2: q can't be None"),
-        (tree({k: v for k, v in ROOT.items() if k != "messages"}, LEAF), ":1: no messages"),
-        (tree(ROOT | {"messages": [{"role": "user"}]}, LEAF), ":1: messages can't be"),
-        ("", "no trees"),
-    ],
-)
-def test_bad_labels_are_named(content, says, tmp_path, capsys):
-    labels = tmp_path / "labels.jsonl"
-    labels.write_text(content)
-    error = mistake(lambda: train_qnet.main(["--labels", str(labels), "--run", str(tmp_path)]), capsys)
-    assert f"{labels}" in error and says in error and not (tmp_path / "qnet").exists()
-
-
-# ----------------------------------------------------------------------------------------------------- demonstrations
-
 CHAT = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Action: left"}]
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
+def read_any_trees(path: Path) -> None:
+    out = path.with_name("made.jsonl")
+    for target in bellman.TARGETS:
+        bellman.main(["--trees", str(path), "--out", str(out), "--overwrite", "--target", target])
+    page.tree_data(path, 60)
+
+
+def read_metadata(path: Path) -> None:
+    cloned_from(path.with_name("sft"))
+    files.same_arguments(path.with_name("sft"), vars(cli.parse(cli.parser("A stage."), [])))
+
+
+def resume(complete: Callable) -> Callable[[Path], None]:
+    return lambda path: Resumable(path, complete).close()
+
+
+LABELS = [node for i in range(2) for node in labelled_tree(f"train{i}")]
+CHATS = [{"task_id": f"t{i}", "task": "x", "messages": CHAT, "reward": 1.0} for i in range(3)]
+THEIRS = [{"conversations": [{"from": "human", "value": "go"}, {"from": "gpt", "value": "Action: left"}]}] * 2
+RESULTS = (HERE / "recordings/report_results.jsonl").read_text()
+READERS = {  # a sound file, and what reads it
+    "expert.jsonl": (dump(CHATS), lambda path: actions_by_task(path, FakeEnv())),
+    "theirs.json": (json.dumps(THEIRS), lambda path: list(read_trajectories(path))),
+    "trees.jsonl": (dump([{k: v for k, v in node.items() if k[0] != "q"} for node in LABELS]), read_any_trees),
+    "q_labels.jsonl": (dump(LABELS), lambda path: [pairs_of(tree) for tree in read_trees(path, ["q", "messages"])]),
+    "begun-trees.jsonl": (dump(LABELS), resume(build_trees.complete_trees)),
+    "results.jsonl": (RESULTS, lambda path: list(read_results(path))),
+    "begun-results.jsonl": (RESULTS, resume(complete_results)),
+    "policy.json": (json.dumps(vars(Rendering(stop=["a"]))), lambda path: Rendering.load(path.parent)),
+    "sft.meta.json": (json.dumps({"arguments": {"expert": "x"}, "inputs": {}}), read_metadata),
+}
+ROOT, LEAF = node(0, None), node(1, 0, reward=1.0, done=True)
+RESULT = {"task_id": "a", "env": "fake", "method": "greedy", "reward": 1.0, "tokens": {"prompt": 1}}
+BAD = {
+    "trees.jsonl": [
+        ("", "holds no trees"),
+        (tree(ROOT, LEAF)[:-20], ":2: not valid JSON"),
+        (tree(ROOT, LEAF).splitlines()[0] + "\n", "1 of 2 nodes; run build_trees.py again"),
+        (tree(ROOT, LEAF | {"reward": float("nan")}), ":2: not valid JSON (NaN is not a number)"),
+        (tree(ROOT, LEAF).replace('"reward": 1.0', '"reward": 1e999'), ":2: reward can't be inf"),
+        (tree(ROOT, LEAF | {"reward": "1"}), ":2: reward can't be '1'"),
+        ("\n" + tree(ROOT, LEAF, LEAF), ":4: node 1 of task a stands before its parent"),
+        (tree(ROOT, node(2, 1), LEAF), ":2: node 2 of task a stands before its parent"),
+        (tree(ROOT, LEAF | {"task_id": "b"}), ":2: node 1 of task b stands before its parent"),
+        (dump([RESULT]), ":1: no node_id; is this a trees.jsonl"),
+    ],
+    "q_labels.jsonl": [
+        (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q; run bellman.py on it"),
+        (tree(ROOT | {"messages": [{"role": "user"}]}, LEAF), ":1: messages can't be"),
+    ],
+    "expert.jsonl": [
         ('[{"conversations": ', "not valid JSON"),
-        ("[1]", "record 1: a JSON object is expected"),
         ('[{"conversations": [{"from": "human"}]}]', "record 1: no chat"),
         (dump([{"messages": CHAT}, {"messages": CHAT[::-1]}]), ":2: no chat of user and assistant"),
-        (dump([{"messages": [{"role": "system", "content": "s"}, CHAT[0]]}]), ":1: no chat"),
-        (dump([{"messages": CHAT, "reward": float("nan")}]), ":1: not valid JSON (NaN is not a number)"),
         (dump([{"messages": CHAT, "reward": "high"}]), ":1: reward can't be 'high'"),
-        (dump([{"messages": CHAT, "task_id": ["a"]}]), ":1: task_id can't be ['a']"),
     ],
-)
-def test_bad_demonstrations_are_named(content, says, tmp_path):
-    path = tmp_path / "expert.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match=re.escape(str(path)) + ".*" + re.escape(says)):
-        list(read_trajectories(path))
+    "results.jsonl": [
+        (dump([RESULT, RESULT | {"reward": float("nan")}]), ":2: not valid JSON (NaN is not a number)"),
+        (dump([RESULT, RESULT | {"tokens": {"prompt": "1"}}]), ":2: tokens can't be"),
+        (dump([RESULT, RESULT | {"M": "4"}]), ":2: M can't be '4'"),
+    ],
+    "policy.json": [
+        ("[]", "a JSON object is expected, not list"),
+        ('{"temprature": 1}', "unknown setting 'temprature'"),
+        ('{"max_new_tokens": 0}', "max_new_tokens can't be 0"),
+    ],
+    "sft.meta.json": [("", "not the metadata of"), ('{"arguments": 3}', "not the metadata of")],
+}
+
+
+@pytest.mark.parametrize(("name", "content", "says"), [(name, *case) for name, cases in BAD.items() for case in cases])
+def test_a_bad_file_is_named_with_its_line_and_its_fault(name, content, says, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=re.escape(name) + ".*" + re.escape(says)):
+        READERS[name][1](tmp_path / name)
+
+
+def test_labels_stay_as_they_were_where_trees_are_bad(tmp_path, capsys):
+    trees, out = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl"
+    trees.write_bytes(tree(ROOT, LEAF).encode("utf-16"))
+    out.write_text('{"q_raw": 0}\n')
+    error = mistake(lambda: bellman.main(["--trees", str(trees), "--out", str(out)]), capsys)
+    assert f"{trees}:1: not valid JSON ('utf-8' codec" in error and out.read_text() == '{"q_raw": 0}\n'
 
 
 def test_a_system_message_may_come_first(tmp_path):
@@ -164,87 +169,14 @@ def test_demonstrations_of_another_kind_are_not_replayed_over(tmp_path, capsys):
     assert (tmp_path / "expert.jsonl").read_text() == mine
 
 
-# -------------------------------------------------------------------------------------------- checkpoints and metadata
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("", "not valid JSON"),
-        ("[]", "a JSON object is expected, not list"),
-        ('{"temprature": 1}', "unknown setting 'temprature'"),
-        ('{"temperature": NaN}', "NaN is not a number"),
-        ('{"temperature": "hot"}', "temperature can't be 'hot'"),
-        ('{"max_new_tokens": 0}', "max_new_tokens can't be 0"),
-        ('{"candidates": "all"}', "candidates can't be 'all'"),
-        ('{"compact": 1}', "compact can't be 1"),
-        ('{"stop": [""]}', "stop can't be"),
-        ('{"date": "today"}', "date can't be 'today'"),
-    ],
-)
-def test_a_bad_rendering_is_named(content, says, tmp_path):
-    (tmp_path / "policy.json").write_text(content)
-    with pytest.raises(UserError, match="policy.json: .*" + re.escape(says)):
-        Rendering.load(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"arguments": 3}', '{"inputs": []}', "\x00"])
-def test_bad_metadata_are_named(content, tmp_path):
-    (tmp_path / "sft.meta.json").write_text(content)
-    with pytest.raises(UserError, match=r"sft\.meta\.json: .*not the metadata of"):
-        cloned_from(tmp_path / "sft")
-
-
 @pytest.mark.parametrize("command", [build_trees.main, q_search.main])
-@pytest.mark.parametrize(
-    "line", [{"task_id": "a", "nodes": 0, "method": []}, {"task_id": "a", "nodes": -3}, {"nodes": 1}]
-)
-def test_an_output_of_another_stage_is_not_written_to(command, line, tmp_path, agent, capsys):
+def test_an_output_of_another_stage_is_not_written_to(command, tmp_path, agent, capsys):
+    line = {"task_id": "a", "nodes": 0, "method": []}
     (tmp_path / "mine.jsonl").write_text(dump([line]))
     argv = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--out", str(tmp_path / "mine.jsonl")]
     argv += ["--method", "greedy"] if command is q_search.main else []
     assert "Name another --out" in mistake(lambda: command(argv), capsys)
     assert (tmp_path / "mine.jsonl").read_text() == dump([line])
-
-
-# ---------------------------------------------------------------------------------------------------- tasks and results
-
-
-def test_an_unknown_task_is_named():
-    for name, task in (("webshop", "999999"), ("webshop", "x"), ("frozenlake", "9x9/0"), ("frozenlake", "x")):
-        env = envs.make(name)
-        with pytest.raises(UserError, match=f"{name}: .*{task}"):
-            env.reset(options={"task_id": task})
-    for name in ("alfworld", "frozenlake", "sciworld"):  # none of which has a task of this name, nor without a name
-        for task in ("", 0):
-            with pytest.raises(UserError, match=f"{name}: "):
-                envs.make(name).reset(options={"task_id": task})
-
-
-def test_an_empty_path_is_not_the_bundled_data(capsys):
-    said = mistake(lambda: build_trees.main(["--webshop-data", ""]), capsys)
-    assert said == "error: --webshop-data: is empty; leave it out for the default\n"
-
-
-RESULT = {"task_id": "a", "env": "fake", "method": "greedy", "reward": 1.0, "tokens": {"prompt": 1}}
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"reward": float("nan")}, "NaN is not a number"),
-        ({"tokens": {"prompt": "1"}}, "tokens can't be"),
-        ({"steps": {}}, "steps can't be"),
-        ({"M": "4"}, "M can't be '4'"),
-        ({"method": ["greedy"]}, "method can't be"),
-        ({"seed": {}}, "seed can't be"),
-    ],
-)
-def test_a_bad_result_is_named(change, says, tmp_path, capsys):
-    path = tmp_path / "results.jsonl"
-    path.write_text(dump([RESULT, RESULT | {"task_id": "b"} | change]))
-    error = mistake(lambda: report.main([str(path), "--out", str(tmp_path / "report.html")]), capsys)
-    assert f"{path}:2: " in error and says in error and not (tmp_path / "report.html").exists()
 
 
 # -------------------------------------------------------------------------------------------------------------- fuzzing
@@ -279,46 +211,6 @@ def changed_bytes(content: bytes, rng: random.Random) -> bytes:
     return content[:a] + rng.choice([*PIECES, 2 * content[a:b]]) + rng.choice([content[b:], content[a:], b""])
 
 
-def changed_lines(content: bytes, rng: random.Random) -> bytes:
-    lines = content.splitlines(keepends=True)
-    a, b = rng.randrange(len(lines)), rng.randrange(len(lines))
-    lines[a], lines[b] = lines[b], rng.choice([lines[a], lines[b], b""])
-    return b"".join(lines)
-
-
-def read_any_trees(path: Path) -> None:
-    out = path.with_name("made.jsonl")
-    for target in bellman.TARGETS:
-        bellman.main(["--trees", str(path), "--out", str(out), "--overwrite", "--target", target])
-    page.tree_data(path, 60)
-
-
-def read_metadata(path: Path) -> None:
-    cloned_from(path.with_name("sft"))
-    files.same_arguments(path.with_name("sft"), vars(cli.parse(cli.parser("A stage."), [])))
-
-
-def resume(complete: Callable) -> Callable[[Path], None]:
-    return lambda path: Resumable(path, complete).close()
-
-
-LABELS = [node for i in range(2) for node in labelled_tree(f"train{i}")]
-CHATS = [{"task_id": f"t{i}", "task": "x", "messages": CHAT, "reward": 1.0} for i in range(3)]
-THEIRS = [{"conversations": [{"from": "human", "value": "go"}, {"from": "gpt", "value": "Action: left"}]}] * 2
-RESULTS = (HERE / "recordings/report_results.jsonl").read_text()
-READERS = {  # a sound file, and what reads it
-    "expert.jsonl": (dump(CHATS), lambda path: actions_by_task(path, FakeEnv())),
-    "theirs.json": (json.dumps(THEIRS), lambda path: list(read_trajectories(path))),
-    "trees.jsonl": (dump([{k: v for k, v in node.items() if k[0] != "q"} for node in LABELS]), read_any_trees),
-    "q_labels.jsonl": (dump(LABELS), lambda path: [pairs_of(tree) for tree in read_trees(path, ["q", "messages"])]),
-    "begun-trees.jsonl": (dump(LABELS), resume(build_trees.complete_trees)),
-    "results.jsonl": (RESULTS, lambda path: list(read_results(path))),
-    "begun-results.jsonl": (RESULTS, resume(complete_results)),
-    "policy.json": (json.dumps(vars(Rendering(stop=["a"]))), lambda path: Rendering.load(path.parent)),
-    "sft.meta.json": (json.dumps({"arguments": {"expert": "x"}, "inputs": {}}), read_metadata),
-}
-
-
 @pytest.mark.parametrize("name", READERS)
 def test_mutated_inputs_are_refused_in_one_line_and_stay(name, tmp_path, capsys):
     content, reads = READERS[name]
@@ -327,15 +219,13 @@ def test_mutated_inputs_are_refused_in_one_line_and_stay(name, tmp_path, capsys)
     reads(path)  # as it is, it is read
     for i in range(30):
         rng = random.Random(f"{name}/{i}")  # any one can be made again
-        mutant = rng.choice([changed_value, changed_value, changed_bytes, changed_lines])(content.encode(), rng)
+        mutant = rng.choice([changed_value, changed_value, changed_bytes])(content.encode(), rng)
         path.write_bytes(mutant)
-        began = time.monotonic()
         try:
             reads(path)
         except UserError as error:
             refused += 1
             assert "\n" not in str(error) and path.read_bytes() == mutant, (i, str(error))
-        assert time.monotonic() - began < 10, (i, "slow")
     assert refused >= 5
 
 
@@ -346,14 +236,14 @@ def test_tasks_that_were_learned_from_are_counted_and_told(tmp_path, agent, fake
     sft = tmp_path / "sft"
     shutil.copytree(agent, sft)
     (tmp_path / "expert.jsonl").write_text(dump([{"task_id": t, "messages": CHAT} for t in ("test0", "test3", "a")]))
-    asked = {"env": "frozenlake", "map": None, "env_option": [], "expert": str(tmp_path / "expert.jsonl")}
-    (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": asked, "inputs": {}}))
+    arguments = {"env": "frozenlake", "map": None, "env_option": [], "expert": str(tmp_path / "expert.jsonl")}
+    (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": arguments, "inputs": {}}))
     q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "greedy"])
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
-    assert told == ["warning: 2 of 6 tasks played are also in the demonstrations"]
-    for method in ("greedy", "rule"):  # a rule has learned nothing, but greedy's lines are still there
-        q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", method])
-        assert json.loads((tmp_path / "results.meta.json").read_text())["leaks"] == {"demonstrations": 2, "trees": 0}
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    assert warnings == ["warning: 2 of 6 tasks played are also in the demonstrations"]
+    # A rule has learned nothing, but greedy's lines are still there.
+    q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "rule"])
+    assert json.loads((tmp_path / "results.meta.json").read_text())["leaks"] == {"demonstrations": 2, "trees": 0}
 
 
 class Shop:
@@ -370,20 +260,13 @@ class Shop:
     def task_ids(self, split: str) -> list[str]:
         return ["1", "2"]
 
-    def fork(self) -> "Shop":
-        return self
-
-    def close(self) -> None:
-        pass
+    fork = close = lambda self: self
 
 
-def leaks_of(
-    tmp_path, capsys, records: list[dict], played: list[str], most: int | None = None
-) -> tuple[int | None, str]:
+def leaks_of(tmp_path, capsys, records: list[dict], played: list[str], most: int | None = None):
     (tmp_path / "learned.jsonl").write_text(dump(records))
-    return leaked(
-        Shop(), played, Learned([(tmp_path / "learned.jsonl", most)], False), "trees"
-    ), capsys.readouterr().err
+    learned = Learned([(tmp_path / "learned.jsonl", most)], False)
+    return leaked(Shop(), played, learned, "trees"), capsys.readouterr().err
 
 
 def test_another_task_of_the_same_product_is_a_leak(tmp_path, capsys):
@@ -392,96 +275,77 @@ def test_another_task_of_the_same_product_is_a_leak(tmp_path, capsys):
     assert leaks_of(tmp_path, capsys, learned, ["3"]) == (0, "")
     assert leaks_of(tmp_path, capsys, [{"task_id": 0, "messages": CHAT}], ["0"])[0] == 1  # an id, too
     assert leaks_of(tmp_path, capsys, [{"task_id": "3", "messages": CHAT}, *learned], ["1"], most=1) == (0, "")
-
-
-def test_of_labels_so_many_trees_count_as_were_learned_from(tmp_path, capsys):
     trees = [{"task_id": task, "node_id": n, "parent_id": n - 1 if n else None} for task in "726" for n in range(3)]
     assert leaks_of(tmp_path, capsys, trees, ["1"], most=1) == (0, "")
     assert leaks_of(tmp_path, capsys, trees, ["1", "7"], most=2)[0] == 2  # 1 is of the same product as 2
 
 
 def test_demonstrations_without_ids_are_known_by_their_words(tmp_path, capsys):
-    def eto(said: str) -> dict:
-        turns = [("human", "You shop."), ("gpt", "OK"), ("human", said), ("gpt", "Action: search[x]")]
+    def eto(observation: str) -> dict:
+        turns = [("human", "You shop."), ("gpt", "OK"), ("human", observation), ("gpt", "Action: search[x]")]
         return {"conversations": [{"from": who, "value": text} for who, text in turns]}
 
     theirs = [eto("Instruction: [SEP] i need product 1 [SEP] Search"), eto("Instruction: i need product 7")]
-    assert leaks_of(tmp_path, capsys, theirs, ["1", "3"]) == (
-        1, "warning: 1 of 2 tasks played are also in the trees\n",
-    )  # fmt: skip
+    warning = "warning: 1 of 2 tasks played are also in the trees\n"
+    assert leaks_of(tmp_path, capsys, theirs, ["1", "3"]) == (1, warning)
     assert leaks_of(tmp_path, capsys, theirs, ["3"]) == (0, "")  # a training task is known by its words
-    found, told = leaks_of(tmp_path, capsys, theirs[1:], ["3"])
-    assert found is None and "is not known: learned.jsonl: no task ids, and none of the texts" in told
+    count, warning = leaks_of(tmp_path, capsys, theirs[1:], ["3"])
+    assert count is None and "is not known: learned.jsonl: no task ids, and none of the texts" in warning
     assert leaks_of(tmp_path, capsys, theirs[::-1], ["1"], most=1)[0] is None  # the other was not learned from
 
 
-def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
-    def made(name: str, **arguments) -> Path:
-        (tmp_path / f"{name}.meta.json").write_text(json.dumps({"arguments": arguments}))
-        (tmp_path / name).mkdir()
-        return tmp_path / name
+def checkpoint(path: Path, **arguments) -> Path:
+    """An empty one with metadata of the stage that trained it."""
+    path.with_name(f"{path.name}.meta.json").write_text(json.dumps({"arguments": {"env": "shop"} | arguments}))
+    path.mkdir()
+    return path
 
+
+def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
     expert = tmp_path / "expert.jsonl"
     expert.write_text("")
-    cloned = made("sft", expert=str(expert))
+    cloned = checkpoint(tmp_path / "sft", expert=str(expert))
     # ETO may compare with the demonstrations of another file: the agent was not cloned from those.
-    better = made("sft-eto", sft=str(cloned), expert=str(tmp_path / "other.jsonl"), budget_in="tokens")
-    assert cloned_from(made("sft-grpo", sft=str(better))) == (expert, None)
-    assert cloned_from(made("few", expert=str(expert), n_expert=3)) == (expert, 3)
-    assert cloned_from(made("circle", sft=str(tmp_path / "circle"))) == (None, None)
-    assert cloned_from(made("alone", sft=None)) == (None, None)
+    eto = checkpoint(tmp_path / "eto", sft=str(cloned), expert=str(tmp_path / "other.jsonl"), budget_in="tokens")
+    assert cloned_from(checkpoint(tmp_path / "grpo", sft=str(eto))) == (expert, None)
+    assert cloned_from(checkpoint(tmp_path / "few", expert=str(expert), n_expert=3)) == (expert, 3)
+    assert cloned_from(checkpoint(tmp_path / "circle", sft=str(tmp_path / "circle"))) == (None, None)
 
 
-def test_a_qnet_of_few_trees_has_learned_from_no_others(tmp_path):
-    labels, qnet = tmp_path / "q_labels.jsonl", tmp_path / "qnet"
-    labels.write_text("")
-    asked = {"env": "frozenlake", "labels": str(labels)}
-    args = argparse.Namespace(env="frozenlake", env_flags=[])
-    for limit, known in (({}, None), ({"limit": None}, None), ({"limit": 3}, 3)):
-        (tmp_path / "qnet.meta.json").write_text(json.dumps({"arguments": asked | limit}))
-        assert learned_from(qnet, vars(args)) == Learned([(labels, known)], False)
-
-
-def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tmp_path, capsys):
-    def made(name: str, **arguments) -> Path:
-        (tmp_path / f"{name}.meta.json").write_text(json.dumps({"arguments": {"env": "shop"} | arguments}))
-        (tmp_path / name).mkdir()
-        return tmp_path / name
-
-    def found(checkpoint: Path) -> int | None:
-        return leaked(Shop(), ["1", "3", "7"], learned_from(checkpoint, vars(args)), "demonstrations")
-
+def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tmp_path):
     args = argparse.Namespace(env="shop", env_flags=[])
-    expert, labels = tmp_path / "expert.jsonl", tmp_path / "q_labels.jsonl"
-    expert.write_text(dump([{"task_id": "3", "messages": CHAT}]))
-    labels.write_text(dump([{"task_id": "7", "node_id": 0, "parent_id": None}]))
-    cloned = made("sft", expert=str(expert))
-    assert found(cloned) == 1
-    assert found(made("sft-siblings", sft=str(cloned), labels=str(labels), budget_in="tokens")) == 2
-    assert found(made("qnet", sft=str(cloned), labels=str(labels))) == 1  # its trees alone
-    grpo = made("sft-grpo", sft=str(cloned), rounds=0, budget_in="tokens")
-    assert found(grpo) == 2  # of the training tasks 1 and 2 it may have played each
-    assert found(made("sft-again", sft=str(grpo), budget_in="tokens")) == 2
-    few = {"expert": str(labels), "n_expert": 1, "budget_in": "tokens"}
-    assert found(made("sft-eto", sft=str(cloned), **few)) == 2  # of its own demonstrations, and the agent's
-    assert found(made("sft-eto-grpo", sft=str(grpo), **few)) == 3
-    assert found(made("circle", sft=str(tmp_path / "circle"))) is None
+
+    def leaks(name: str, **arguments) -> int | None:
+        learned = learned_from(checkpoint(tmp_path / name, **arguments), vars(args))
+        return leaked(Shop(), ["1", "3", "7"], learned, "demonstrations")
+
+    expert, labels = str(tmp_path / "expert.jsonl"), str(tmp_path / "q_labels.jsonl")
+    Path(expert).write_text(dump([{"task_id": "3", "messages": CHAT}]))
+    Path(labels).write_text(dump([{"task_id": "7", "node_id": 0, "parent_id": None}]))
+    cloned, grpo = {"sft": str(tmp_path / "sft")}, {"sft": str(tmp_path / "grpo")}
+    learner = {"budget_in": "tokens"}
+    assert leaks("sft", expert=expert) == 1
+    assert leaks("siblings", **cloned, **learner, labels=labels) == 2
+    assert leaks("qnet", **cloned, labels=labels) == 1  # its trees alone
+    assert leaks("grpo", **cloned, **learner, rounds=0) == 2  # it may have played the training tasks 1 and 2
+    assert leaks("again", **grpo, **learner) == 2
+    assert leaks("eto", **cloned, **learner, expert=labels, n_expert=1) == 2  # its own, and the agent's
+    assert leaks("eto-grpo", **grpo, **learner, expert=labels, n_expert=1) == 3
+    assert leaks("circle", sft=str(tmp_path / "circle")) is None
 
 
 def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world, capsys):
     """Never a silent 0: no metadata, an environment whose ids mean other tasks, a file that is gone."""
     sft = tmp_path / "sft"
     shutil.copytree(agent, sft)
-    known = {"env": "frozenlake", "map": None, "env_option": [], "expert": "gone.jsonl"}
-    for made, why in (
-        (None, "sft has no metadata"), (known | {"map": "8x8"}, "of another environment"), (known, "the file is gone"),
-    ):  # fmt: skip
-        if made:
-            (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": made, "inputs": {}}))
+    arguments = {"env": "frozenlake", "map": None, "env_option": [], "expert": "gone.jsonl"}
+    reasons = {"sft has no metadata": None, "of another environment": {"map": "8x8"}, "the file is gone": {}}
+    for reason, more in reasons.items():
+        if more is not None:
+            (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": arguments | more, "inputs": {}}))
         q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "greedy", "--overwrite"])
-        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: whether")]
-        assert len(told) == 1 and "tasks played are also in the demonstrations is not known: " in told[0]
-        assert why in told[0]
+        (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: whether")]
+        assert "tasks played are also in the demonstrations is not known: " in warning and reason in warning
         leaks = json.loads((tmp_path / "results.meta.json").read_text())["leaks"]
         assert leaks == {"demonstrations": None, "trees": 0}
 
@@ -491,10 +355,3 @@ def test_no_flag_of_a_command_is_one_of_an_environment(env):
     stages = ("sft", "build_trees", "bellman", "train_qnet", "q_search")
     for name in (*stages, *(f"experiments.{it}" for it in ("self_train", "tree_grpo", "eto", "qval.__main__"))):
         assert importlib.import_module(name).arguments(["--env", env])  # ArgumentError where two are the same
-
-
-def test_an_environment_without_rules_has_none_to_play(monkeypatch, fake_world, tmp_path):
-    monkeypatch.setattr("fakes.FakeEnv.rules", lambda self: {})
-    with pytest.raises(UserError, match="--method rule: fake has no rules"):
-        q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "rule"])
-    assert not (tmp_path / "results.jsonl").exists()

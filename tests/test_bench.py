@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 import envs
@@ -14,10 +12,10 @@ def shop():
     return envs.make("webshop", max_steps=3)
 
 
-@pytest.mark.parametrize(("candidates", "n"), [("free", 3), ("valid", 1)])
+@pytest.mark.parametrize(("candidates", "n"), [("free", 2), ("valid", 1)])
 def test_both_ways_grow_the_same_trees(shop, candidates, n):
     model, chat = bench.random_agent(shop, candidates)
-    chat.rendering.max_new_tokens = 6
+    chat.rendering.max_new_tokens = 4
     tasks = shop.task_ids("train")[:n]
     plain = bench.grow(shop, tasks, Policy(model, chat, fast=False), 1)
     assert bench.grow(shop, tasks, Policy(model, chat)) == plain
@@ -41,33 +39,12 @@ def test_both_ways_train_alike(shop):
         assert float((a - b).norm() / a.norm()) < 1e-3
 
 
-def test_a_walk_tells_what_each_step_does():
+def test_walks_and_ratios():
     games = envs.make("alfworld").games
     game = games.load(games.ids("valid_seen")[0])
     commands = bench.random_walk(game, 8, bench.random.Random(1))
     answers = bench.walk(game, commands)
     assert len(commands) == len(answers) == 8
     assert all(command in allowed for command, (_, allowed) in zip(commands[1:], answers, strict=False))
-    assert not any(feedback == "Nothing happens." for feedback, _ in answers)
-
-
-def test_games_are_loaded_and_played():
-    loaded, played = bench.alfworld(None, n=3, plain=1, steps=2)
-    assert loaded.ours > 0 and played.ours > 0 and "bundled" in loaded.name
-
-
-def test_ratios_are_more_a_second_or_less_of_it(capsys):
     assert bench.Figure("", 50, 20_000, "steps/s").ratio == 400 and bench.Figure("", 8, 2, "s").ratio == 4
-    assert bench.Figure("", None, 3, "steps/s").ratio is None
-    print(bench.row(bench.Figure("WebShop", None, 20_000, "steps/s")))
-    print(bench.row(bench.Figure("trees", 10, 90, "nodes/s", goal=8)))
-    alone, compared = capsys.readouterr().out.splitlines()
-    assert alone.split() == ["WebShop", "2e+04", "steps/s"]
-    assert compared.split() == ["trees", "10", "->", "90", "nodes/s", "9.0x", "(goal:", "8x)"]
-
-
-def test_json(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "webshop", lambda data: [bench.Figure("shop", 50.0, 500.0, "steps/s", 100)])
-    bench.main(["--json", "--only", "webshop"])
-    (figure,) = json.loads(capsys.readouterr().out)
-    assert figure == {"name": "shop", "plain": 50, "ours": 500, "ratio": 10, "goal": 100, "unit": "steps/s"}
+    assert not any(feedback == "Nothing happens." for feedback, _ in answers)

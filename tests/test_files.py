@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import operator
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import tempfile
 from itertools import chain
 from pathlib import Path
 
-import pandas
 import pytest
 from fakes import dump
 from hypothesis import example, given, settings
@@ -58,10 +56,8 @@ def test_lines_come_back_as_they_were_unknown_fields_and_ids_too(tmp_path):
     [
         (b'{"a": 1}\n{"a": \n', r":2: not valid JSON .*one JSON object a line"),
         (b'{"a": 1}\n\n{"a"', r":3: not valid JSON .*truncated"),
-        (b"5\n", r":1: a JSON object is expected, not int"),
         (b"[1]\n", r": record 1: a JSON object is expected, not int"),
         (b'{"a": NaN}\n', r":1: not valid JSON \(NaN is not a number\)"),
-        (b"\xff\xfe\x00", r":1: not valid JSON \('utf-8' codec"),
         (None, "no such file"),
     ],
 )
@@ -70,18 +66,6 @@ def test_what_can_not_be_read_is_named(tmp_path, content, says):
         (tmp_path / "x.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=r"x\.jsonl" + says if content else says):
         list(files.read_jsonl(tmp_path / "x.jsonl"))
-
-
-def test_results_go_into_a_table_as_they_are(tmp_path, capsys):
-    result = {"env": "lake", "method": "greedy", "reward": 1.0, "tokens": {"prompt": 3}}
-    lines = [result | {"task_id": "007", "label": None, "own": 1}, result | {"task_id": "7", "label": "b"}]
-    (tmp_path / "r.jsonl").write_text(dump(lines) + '{"task_id"')  # a search that is running
-    table = pandas.DataFrame.from_records(list(files.read_results(tmp_path / "r.jsonl")))
-    assert list(table.task_id) == ["007", "7"] and "r.jsonl:3: skipped" in capsys.readouterr().err
-    assert len(table.groupby("label", dropna=False)) == 2
-    (tmp_path / "r.jsonl").write_text(dump([lines[0], lines[1] | {"reward": "high"}]))
-    with pytest.raises(UserError, match=r"r\.jsonl:2: reward can't be 'high'; fix or delete this line"):
-        list(files.read_results(tmp_path / "r.jsonl"))
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
@@ -93,9 +77,6 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     with pytest.raises(RuntimeError):
         files.write_jsonl(tmp_path / "x.jsonl", records())
     assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("x.jsonl", "old")]
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="a device"):
-        files.write_jsonl(tmp_path / "pipe", [{}])
     with files.replacing(tmp_path / "x.jsonl") as out:
         out.write("mine\n")
         error = in_another_process(f"write_jsonl({str(tmp_path / 'x.jsonl')!r}, [])").stderr
@@ -117,8 +98,6 @@ def test_a_checkpoint_takes_the_place_of_an_older_one_alone(tmp_path, monkeypatc
     for other in (Path("."), tmp_path, folder / "config.json"):  # a folder of other things, a file
         with pytest.raises(UserError, match="name another --out"):
             files.checkpoint_folder(other)
-    (tmp_path / "empty").mkdir()
-    assert files.checkpoint_folder(tmp_path / "empty") == tmp_path / "empty"
 
 
 # ------------------------------------------------------------------------------------------------------------ resuming
@@ -147,11 +126,10 @@ def test_empty_lines_are_no_lines_and_a_file_of_another_kind_stays(tmp_path):
     file.append([{"n": 3}])
     file.close()
     assert ids(tmp_path / "x.jsonl") == [1, 2, 3]
-    notes = tmp_path / "notes.md"
-    notes.write_text("# Results\nall is well\n")
-    with pytest.raises(UserError, match=r"notes\.md:1"):
-        Resumable(notes, len)
-    assert notes.read_text() == "# Results\nall is well\n"
+    (tmp_path / "x.jsonl").write_text('[{"id": 1}]')
+    with pytest.raises(UserError, match="holds something else"):
+        output(tmp_path)
+    assert (tmp_path / "x.jsonl").read_text() == '[{"id": 1}]' and not (tmp_path / "x.meta.json").exists()
 
 
 def flags(*words: str) -> argparse.Namespace:
@@ -186,26 +164,6 @@ def test_an_output_is_put_in_order_and_overwritten_on_request(tmp_path):
     anew.finish()
 
 
-def test_a_stop_behind_the_last_line_leaves_order_and_figures_to_the_next_call(tmp_path):
-    out = output(tmp_path)
-    assert not files.is_complete(tmp_path / "x.jsonl")  # though known by its arguments
-    out.grow([[{"n": 2}], [{"n": 1}]], "lines", 2)
-    release(out.lock)
-    output(tmp_path).finish(lambda r: r["n"], total=2)
-    assert ids(tmp_path / "x.jsonl") == [1, 2]
-    made = metadata(tmp_path)
-    assert made["total"] == 2
-    output(tmp_path).finish(lambda r: r["n"], total=3)
-    assert metadata(tmp_path) == made  # of the call that made it
-
-
-def test_a_file_of_something_else_is_not_emptied(tmp_path):
-    (tmp_path / "x.jsonl").write_text('[{"id": 1}]')
-    with pytest.raises(UserError, match="holds something else"):
-        output(tmp_path)
-    assert (tmp_path / "x.jsonl").read_text() == '[{"id": 1}]' and not (tmp_path / "x.meta.json").exists()
-
-
 def test_another_writer_is_refused_unless_it_was_killed(tmp_path):
     out = output(tmp_path)
     code = f"only_writer(Path({str(tmp_path / 'x.jsonl')!r}))"
@@ -217,32 +175,10 @@ def test_another_writer_is_refused_unless_it_was_killed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"x.jsonl", "x.meta.json"}
 
 
-def test_figures_of_a_file_outlive_a_stopped_call_and_not_the_file(tmp_path):
-    def call(count: int, stopped: bool = False) -> dict:
-        out = output(tmp_path)
-        out.known["leaks"] = out.with_earlier("leaks", {"trees": count}, max)
-        out.grow([[{"n": len(out.records)}]], "lines", 1)
-        if stopped:
-            release(out.lock)
-        else:
-            out.finish(tokens=out.with_earlier("tokens", {"agent": 5}, operator.add, stopped=None))
-        figures = metadata(tmp_path)
-        return {name: next(iter(figures[name].values())) for name in ("leaks", "tokens") if name in figures}
-
-    assert call(21) == {"leaks": 21, "tokens": 5}
-    assert call(3) == {"leaks": 21, "tokens": 10}
-    assert call(2, stopped=True) == {"leaks": 21}
-    assert call(0) == {"leaks": 21, "tokens": None}  # what the stopped call computed is not known
-    (tmp_path / "x.jsonl").unlink()
-    assert call(1) == {"leaks": 1, "tokens": 5}
-
-
 # ---------------------------------------------------------------------------------------------- tasks shared by several
 
 
-def by_rank(
-    tmp_path: Path, monkeypatch, rank: int, world: int, tasks: list[int], *words: str, stop: int = 99
-) -> Output:
+def by_rank(tmp_path: Path, monkeypatch, rank: int, world: int, tasks: list[int], *words: str, stop=99) -> Output:
     """A process that does its share of the tasks, or stops after some of them."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -257,21 +193,6 @@ def by_rank(
     out.join()
     out.finish(lambda record: record["n"], lines=len(out.records))
     return out
-
-
-def test_the_last_of_several_processes_joins_the_parts(tmp_path, monkeypatch):
-    tasks = list(range(7))
-    first = by_rank(tmp_path, monkeypatch, 1, 2, tasks)
-    assert first.path.name == "x.1-of-2.jsonl" and ids(first.path) == [1, 3, 5]
-    assert not (tmp_path / "x.jsonl").exists()
-    last = by_rank(tmp_path, monkeypatch, 0, 2, tasks)
-    assert last.path == tmp_path / "x.jsonl" and ids(last.path) == tasks
-    assert metadata(tmp_path)["lines"] == 7 and files.is_complete(last.path)
-    assert {path.name for path in tmp_path.iterdir()} == {"x.jsonl", "x.meta.json"}
-    for rank in (0, 1):  # who comes again finds nothing to do
-        by_rank(tmp_path, monkeypatch, rank, 2, tasks)
-        assert ids(tmp_path / "x.jsonl") == tasks
-    assert metadata(tmp_path)["lines"] == 7
 
 
 def test_parts_of_a_stopped_run_are_taken_over_by_any_number_of_processes(tmp_path, monkeypatch):
@@ -291,16 +212,13 @@ def test_parts_of_a_stopped_run_are_taken_over_by_any_number_of_processes(tmp_pa
 
 
 def test_processes_that_can_not_share_are_refused(tmp_path, monkeypatch):
-    for rank, world, says in (("0", "two", "whole numbers"), ("2", "2", "RANK 2: is 0 to"), ("0", "8", "WORLD_SIZE 8")):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", world)
-        with pytest.raises(UserError, match=says):
-            cli.my_share([1, 2, 3])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(UserError, match="WORLD_SIZE 8"):
+        cli.my_share([1, 2, 3])
     with pytest.raises(UserError, match=r"x\.jsonl: delete it"):
         output(tmp_path, "--overwrite", identity=repr)
-    with pytest.raises(
-        UserError, match=r"trees\.jsonl is missing: make it first.* python build_trees\.py --env webshop"
-    ):
+    with pytest.raises(UserError, match=r"trees\.jsonl is missing: make it first.* python build_trees\.py --env web"):
         cli.needed(None, tmp_path / "trees.jsonl", "build_trees", flags())
 
 
@@ -332,15 +250,10 @@ def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
     moved = model.rename(tmp_path / "moved")
     files.same_arguments(out, arguments | {"sft": moved})  # what counts is what it holds
     (moved / "weights").write_text("22")
-    for folder in (moved, moved.rename(model)):
-        with pytest.raises(UserError, match=r"begun with .*--sft .*/sft, (not .*/moved|which has changed)"):
-            files.same_arguments(out, arguments | {"sft": folder} if folder.exists() else arguments)
-    files.write_meta(out, {}, [model])  # an input that no argument names
-    (model / "weights").write_text("333")
-    with pytest.raises(UserError, match=r"begun with another .*/sft, which has changed"):
-        files.same_arguments(out, {})
-    (tmp_path / "trees.meta.json").write_text("[]")
-    with pytest.raises(UserError, match="not the metadata of"):
+    with pytest.raises(UserError, match=r"begun with .*--sft .*/sft, not .*/moved"):
+        files.same_arguments(out, arguments | {"sft": moved})
+    moved.rename(model)
+    with pytest.raises(UserError, match=r"begun with .*--sft .*/sft, which has changed"):
         files.same_arguments(out, arguments)
 
 
@@ -356,16 +269,12 @@ def test_an_input_made_from_what_has_changed_since_is_told(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     trees.write_text("{}\n{}\n")
     cli.needed(None, qnet, "train_qnet", args)  # of labels that are out of date
-    told = capsys.readouterr().err
-    assert told == f"warning: {labels} was made from another {trees} than there is now: make it again first\n"
+    warning = capsys.readouterr().err
+    assert warning == f"warning: {labels} was made from another {trees} than there is now: make it again first\n"
     labels.write_text("{}\n{}\n")
     cli.needed(None, qnet, "train_qnet", args)
-    assert f"{qnet} was made from another {labels} than there is now: python train_qnet.py --overwrite" in (
-        capsys.readouterr().err
-    )
-    files.write_meta(labels, vars(args), [labels], seconds=1)  # made anew in their own place
-    labels.write_text("{}\n\n")
-    assert list(files.outdated(labels)) == []
+    warning = capsys.readouterr().err
+    assert f"{qnet} was made from another {labels} than there is now: python train_qnet.py --overwrite" in warning
 
 
 # ---------------------------------------------------------------------------------------------- inputs, flags, mistakes
@@ -375,8 +284,6 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_pa
     args = flags("--seed", "1", "--run", str(tmp_path / "a b"))
     with pytest.raises(UserError, match="no such file"):
         cli.needed(tmp_path / "named", tmp_path / "default", "bellman", args)
-    (tmp_path / "here").write_text("{}\n")
-    assert cli.needed(tmp_path / "here", tmp_path / "default", "bellman", args) == tmp_path / "here"
     calls = []
     monkeypatch.setattr("bellman.main", calls.append)
     assert cli.needed(None, tmp_path / "default", "bellman", args) == tmp_path / "default"
@@ -391,12 +298,9 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_pa
     assert "is not complete: making it" in capsys.readouterr().out
     (tmp_path / "default.meta.json").write_text(json.dumps({"seconds": 1.0}))
     assert cli.needed(None, tmp_path / "default", "bellman", args) and len(calls) == 2
-    (tmp_path / "empty").touch()  # by a stage that stopped before its first line
-    args.sft = tmp_path / "a b" / ".." / "a b" / "sft"  # the run's own agent
-    assert cli.needed(None, tmp_path / "empty", "bellman", args) and len(calls) == 3
     args.sft = tmp_path / "llama"
     with pytest.raises(UserError, match=r"of .*/sft, not of --sft .*/llama: make it first"):
-        cli.needed(None, tmp_path / "empty", "bellman", args)
+        cli.needed(None, tmp_path / "gone", "bellman", args)
 
 
 def test_the_arguments_that_stages_share_are_handed_on():
@@ -413,16 +317,8 @@ def test_the_arguments_that_stages_share_are_handed_on():
 
 @pytest.mark.parametrize("flag", cli.GONE)
 def test_a_flag_that_is_gone_is_answered_with_what_replaces_it(flag):
-    for words in ([flag, "1/2"], [f"{flag}=1/2"]):
-        with pytest.raises(UserError, match=f"{flag} is no more: ") as error:
-            flags(*words)
-        assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["inf", "nan", "-1", "1e999"])
-def test_a_number_without_an_end_is_none(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="out of range: 0 or more"):
-        cli.at_least(0, float)(text)
+    with pytest.raises(UserError, match=f"{flag} is no more: "):
+        flags(f"{flag}=1/2")
 
 
 def exits(main, capsys) -> tuple[int, str]:
@@ -437,17 +333,8 @@ def test_mistakes_end_in_one_line_and_code_2(capsys):
 
     assert exits(lambda: raises(UserError("x.jsonl:3: bad")), capsys) == (2, "error: x.jsonl:3: bad\n")
     assert exits(lambda: raises(PermissionError(13, "no", "x")), capsys) == (2, "error: x: no\n")
-    assert exits(lambda: raises(KeyboardInterrupt()), capsys)[0] == 130
     with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
         cli.run_stage(lambda: 1 / 0)
     for argv in (["--env", "chess"], ["--seed", "x"], ["--no-such-flag"]):
         code, error = exits(lambda argv=argv: bellman.main(argv), capsys)
         assert code == 2 and error.count("\n") == 1 and argv[-1].strip("-") in error
-
-
-def test_progress_is_told_off_a_terminal_too(capsys, monkeypatch):
-    assert list(files.progress(range(3), "tasks", 3)) == [0, 1, 2] and capsys.readouterr().err == ""  # it was soon over
-    times = iter(range(0, 4000, 40))
-    monkeypatch.setattr("tqdm.std.time", lambda: next(times))
-    assert list(files.progress(range(3), "tasks", 3)) == [0, 1, 2]
-    assert "tasks: 100%" in capsys.readouterr().err

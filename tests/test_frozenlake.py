@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
-from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,53 +85,12 @@ def test_the_lakes_have_enough_starts_to_decide_a_claim(layout, numbers):
     assert re.fullmatch(rf"At cell \d\d of lake {numbers[7]}\.", env.step("left")[0])
 
 
-@pytest.mark.parametrize("slippery", [False, True])
-def test_rule_and_oracle(slippery):
-    """The rule walks by the map as if the ice were firm; the oracle knows how it slips, and neither strays."""
-    env = envs.make("frozenlake", map="4x4", slippery=slippery, max_steps=None)
-    task, won = f"{'slippery-' * slippery}4x4/00", {"rule": 0, "oracle": 0}
-    firm = distances(MAPS["4x4"])
-    for name, seed in itertools.product(won, range(200 if slippery else 1)):
-        env.reset(seed=seed, options={"task_id": task})
-        player = env.oracle(task) if name == "oracle" else env.rules()["shortest path"]()
-        for _, action in player:
-            q = env.q_star()[env.cell]
-            assert name == "rule" or q[frozenlake.MOVES.index(action)] == pytest.approx(q.max())
-            before = divmod(env.cell, 4)
-            _, reward, *_ = env.step(action)
-            assert slippery or firm[divmod(env.cell, 4)] == firm[before] - 1
-        won[name] += reward
-    assert won["oracle"] > 1.5 * won["rule"] if slippery else won == {"rule": 1, "oracle": 1}
-
-
-def test_the_expert_sees_nothing_but_the_map_and_its_cell():
-    """Two plays with other chances of slipping: as long as the observations agree, so do the moves."""
-    env, walks = envs.make("frozenlake", map="4x4", slippery=True, max_steps=60), []
-    for seed in range(20):
-        seen, _ = env.reset(seed=seed, options={"task_id": "slippery-4x4/00"})
-        walks.append([seen])
-        for _, action in env.expert("slippery-4x4/00"):
-            seen, _, terminated, truncated, _ = env.step(action)
-            walks[-1] += [action, seen]
-            if terminated or truncated:
-                break
-    for one, other in itertools.combinations(walks, 2):
-        i = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
-        assert i % 2 == 0  # what differs first is an observation, never a move
-
-
 @pytest.mark.parametrize("layout", ["random4", "random8"])
 def test_no_random_map_is_in_two_splits(layout):
     env = envs.make("frozenlake", map=layout)
     maps = [tuple(generate_random_map(int(layout[-1]), seed=int(t.split("/")[1]))) for t in env.task_ids("all")]
     assert len(set(maps)) == len(maps) == 1000
     assert not set(env.task_ids("train")) & set(env.task_ids("test")) and len(env.task_ids("test")) == 400
-
-
-@pytest.mark.parametrize("slippery", [False, True])
-@pytest.mark.filterwarnings("ignore")
-def test_gymnasiums_checker_passes(slippery):
-    check_env(envs.make("frozenlake", slippery=slippery), skip_render_check=True)
 
 
 @pytest.mark.parametrize("layout", ["8x8", "4x4", "lakes", "lakes2", "random4", "random8"])
@@ -146,20 +104,6 @@ def test_the_expert_walks_a_shortest_path(layout):
             _, reward, terminated, _, info = env.step(action)
         assert terminated and reward == 1.0 and info["valid_actions"] == []
         assert value == pytest.approx(0.9**env.steps)
-
-
-@pytest.mark.parametrize("layout", ["8x8", "random8"])
-def test_an_expert_who_strays_takes_detours_but_arrives(layout):
-    env, detours = envs.make("frozenlake", map=layout, stray=0.5, max_steps=None), 0
-    for task in env.task_ids("train")[:10]:
-        walks = []
-        for _ in range(2):
-            env.reset(options={"task_id": task})
-            walks.append([(action, env.step(action)[1]) for _, action in env.expert(task)])
-        assert walks[0] == walks[1] and walks[0][-1][1] == 1.0  # the task decides when to stray
-        env.reset(options={"task_id": task})
-        detours += 0.9 ** len(walks[0]) < env.optimal_value() - 1e-9
-    assert detours > 5
 
 
 def lake_of(*desc, slippery=False):
@@ -211,13 +155,6 @@ def test_choosing_by_the_true_value_is_no_ceiling():
     assert q[0].argmax() == DOWN and truth < 0.4 and best > 2 * truth
 
 
-def test_attainable_with_every_move_on_offer_is_one():
-    lake = frozenlake.load("lakes/0/00")
-    assert frozenlake.attainable(lake, np.full((lake.desc.size, 4), 0.25), m=200, steps=20) == pytest.approx(1)
-    alone = frozenlake.attainable(lake, np.full((lake.desc.size, 4), 0.25), m=1, steps=20)
-    assert 0 < alone < 0.3  # one candidate leaves no choice: a random walk
-
-
 def test_texts_rewards_and_limits():
     env = envs.make("frozenlake", map="4x4", max_steps=3)
     observation, info = env.reset(options={"task_id": "4x4/22"})
@@ -263,32 +200,15 @@ def test_a_restored_snapshot_repeats_the_future_even_on_slippery_ice(seed, other
     assert [env.step(move)[:4] for move in moves] == future
 
 
-def test_slippery_ice_repeats_by_default_and_varies_by_seed():
-    env, moves = envs.make("frozenlake", slippery=True), ["right"] * 6
-
-    def walk(seed=None):
-        env.reset(seed=seed, options={"task_id": "slippery-8x8/00"})
-        return tuple(env.step(move)[0] for move in moves)
-
-    assert walk() == walk() and len({walk(seed) for seed in range(10)}) > 3
-    probabilities = [p for p, *_ in env.lake.P[0][RIGHT]]
-    assert np.allclose(probabilities, 1 / 3)
-
-
-@pytest.mark.parametrize(
-    "task", ["8x8/23", "8x8/99", "4x4/50", "8x8", "random5/1", "8x8/77", "lakes/99/00", "webshop/1"]
-)
-def test_a_task_that_does_not_exist_is_one_line(task):
-    with pytest.raises(envs.UserError, match="frozenlake") as error:
-        envs.make("frozenlake").reset(options={"task_id": task})
-    assert "\n" not in str(error.value)
-
-
-def test_bad_options_are_one_line():
+@pytest.mark.parametrize("task", ["8x8/99", "4x4/50", "8x8", "8x8/77", "lakes/99/00"])
+def test_mistakes(task):
+    env = envs.make("frozenlake")
+    with pytest.raises(envs.UserError, match="frozenlake"):
+        env.reset(options={"task_id": task})
     with pytest.raises(envs.UserError, match="unknown map '5x5'"):
         envs.make("frozenlake", map="5x5")
     with pytest.raises(envs.UserError, match="unknown split 'dev'"):
-        envs.make("frozenlake").task_ids("dev")
+        env.task_ids("dev")
 
 
 @pytest.mark.parametrize("map", ["4x4", "random4"])

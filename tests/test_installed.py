@@ -1,7 +1,6 @@
 """What holds where the project is installed (pip install .): commands by name, data in a writable place."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,27 +14,13 @@ from qlass import cli
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture
-def project() -> dict:
+def test_every_stage_is_packed_and_has_a_command():
     tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-
-
-def test_every_stage_is_packed_and_has_a_command(project):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     modules = project["tool"]["setuptools"]["py-modules"]
     assert sorted(f"{name}.py" for name in modules) == sorted(path.name for path in ROOT.glob("*.py"))
     commands = project["project"]["scripts"]
     assert {name.removeprefix("qlass-").replace("-", "_") for name in commands} == set(modules) - {"envs"}
-
-
-def test_the_pins_lie_within_the_ranges(project):
-    pins = dict(re.findall(r"^(\w+)==([\d.]+)", (ROOT / "requirements.txt").read_text(), re.M))
-    for wanted in project["project"]["dependencies"]:
-        name, ranges = re.match(r"(\w+)(.*)", wanted).groups()
-        have = tuple(map(int, pins[name].split(".")))
-        for sign, bound in re.findall(r"(>=|<)([\d.]+)", ranges):
-            bound = tuple(map(int, bound.split(".")))
-            assert have >= bound if sign == ">=" else have < bound
 
 
 def test_a_command_runs_its_stage_and_names_itself(monkeypatch, capsys):
@@ -46,7 +31,7 @@ def test_a_command_runs_its_stage_and_names_itself(monkeypatch, capsys):
     assert "--gamma" in error and "(qlass-bellman --help lists the flags)" in error
     assert cli.command_line("build_trees") == "qlass-build-trees"
     monkeypatch.setattr(sys, "argv", ["bellman.py"])
-    assert cli.command_line() == "python bellman.py" and cli.command_line("sft") == "python sft.py"
+    assert cli.command_line("sft") == "python sft.py"
 
 
 def test_generated_data_goes_where_it_can(tmp_path, monkeypatch):
@@ -56,25 +41,10 @@ def test_generated_data_goes_where_it_can(tmp_path, monkeypatch):
     assert writable(folder) == folder
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder.parent)
     assert writable(folder) == tmp_path / "cache" / "qlass"
-    folder.mkdir()
-    assert writable(folder) == folder
 
 
-def test_a_project_may_have_a_package_of_its_own_named_data(tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "__init__.py").touch()
-    (tmp_path / "mine.py").write_text(
-        "from environments.webshop.env import WebShopEnv\n\n\nclass Mine(WebShopEnv):\n    name = 'mine'\n"
-    )
-    command = [sys.executable, ROOT / "q_search.py", "--env", "mine:Mine", "--method", "expert", "--limit", "1"]
-    run = subprocess.run([*command, "--run", tmp_path], cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0 and "expert: mean reward 1.000" in run.stdout, run.stderr
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """A folder where the project's wheel is installed, without what it depends on."""
-    folder = tmp_path_factory.mktemp("wheel")
+def installed(folder: Path) -> Path:
+    """Where the project's wheel is installed, without what it depends on."""
     ignored = shutil.ignore_patterns(".*", "tests", "docs", "runs", "generated", "__pycache__")
     shutil.copytree(ROOT, folder / "source", ignore=ignored)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -85,10 +55,12 @@ def site(tmp_path_factory):
     return folder / "site"
 
 
-def test_stages_run_from_a_wheel(site, tmp_path):
+def test_stages_run_from_a_wheel(tmp_path):
+    site = installed(tmp_path / "wheel")
+
     def run(*command):
-        known = os.environ | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path)}
-        done = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True)
+        environment = os.environ | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

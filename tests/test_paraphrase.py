@@ -1,11 +1,7 @@
 """Wordings of a task: nothing that is asked changes; each candidate under its own; a server that fails in every way."""
 
-import gzip
-import json
-import os
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from fakes import run, word_chat
@@ -22,32 +18,26 @@ from qlass.chat import State
 from qlass.driver import Candidate, Score, drive
 from qlass.paraphrase import Paraphrased, Server, by_rules, reword
 
-SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 TASK = "i need a red cotton shirt with color: navy, and size: x-large, and price lower than 60.00 dollars"
 
 # --------------------------------------------------------------------------------------------------------------- rules
-FRAME = set(
-    re.findall(
-        r"\S+",
-        """a after am and are below be buy can could costing dollars find for get have help i i'm im in interested is
-        less like looking lower me my need order please price priced request should show than the this to under want
-        what with would you i'd id searching of""",
-    )
-)
+FRAME = """a after am and are below be buy can could costing dollars find for get have help i i'm im in interested is
+    less like looking lower me my need order please price priced request should show than the this to under want
+    what with would you i'd id searching of"""
 UNITS = {"oz": "ounce", "ounces": "ounce", "fl": "fluid", "ml": "milliliter", "milliliters": "milliliter"}
 
 
-def asked(text):
+def content_words(text):
     """The words of a request that say what is wanted, as a multiset; units and amounts in one form."""
     words = [word.lstrip("$").removesuffix(".00") for word in re.findall(r"[^\s,;:()?]+", text.lower())]
-    return Counter(UNITS.get(word, word) for word in words if word not in FRAME)
+    return Counter(UNITS.get(word, word) for word in words if not re.search(rf"(?<!\S){re.escape(word)}(?!\S)", FRAME))
 
 
 def check(task, options=(), limit=None):
     """39 of the task's wordings, which ask for what the task asks for; options as (name, value)."""
     texts = [paraphrase(task, index) for index in range(1, 40)]
     for text in texts:
-        assert asked(text) == asked(task), text
+        assert content_words(text) == content_words(task), text
         for name, value in options:  # each value still belongs to its name
             assert re.search(rf"\b{re.escape(name)}(: | should be ){re.escape(value)}", text), text
         if limit:
@@ -68,22 +58,11 @@ def test_wordings_by_hand():
     assert all("red cotton shirt" in text for text in every)
 
 
-UNIT_CHANGES = [
-    ("i need 6 oz of tea", "i need 6 ounce of tea"),
-    ("i need 6.5 fl oz soap", "find me 6.5 fluid ounce soap"),
-    ("show me 120 milliliters of oil", "i would like 120 ml of oil"),
-]
-NO_UNITS = ["i need 2 foot scrubs", "i want a 60x40x40cm box", "i need a 2 pound cake", "6 oz. tea"]
-UNKNOWN = ["place order for a pack of 12 almonds", "i need you to find me a lamp", "hello, a lamp? also a rug", ""]
-
-
 def test_units_and_openings():
-    for task, other in UNIT_CHANGES:
-        assert other in wordings(task)
-        check(task)
-    for task in NO_UNITS:  # what is quoted stays too
+    assert "find me 6.5 fluid ounce soap" in wordings("i need 6.5 fl oz soap")
+    for task in ("i want a 60x40x40cm box", "i need a 2 pound cake"):
         assert all(task.split(" ", 2)[-1] in text for text in wordings(task))
-    for task in UNKNOWN:
+    for task in ("place order for a pack of 12 almonds", "hello, a lamp? also a rug"):  # not understood: quoted
         assert wordings(task) and all(task in text for text in wordings(task))
 
 
@@ -121,18 +100,6 @@ def test_bundled_goals():
         check(env.goal["instruction_text"], env.goal["goal_options"].items(), env.goal["price_upper"])
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the original's goals are not here")
-@pytest.mark.parametrize("kind", ["synthetic", "human"])
-def test_the_originals_goals(kind):
-    with gzip.open(SHARED / f"goals_{kind}_1k_seed0.json.gz", "rt", encoding="utf-8") as file:
-        goals = json.load(file)["goals"]
-    for goal in goals[:: 1 + len(goals) // 150]:
-        options = goal["goal_options"].items() if kind == "synthetic" else ()
-        texts = check(goal["instruction_text"], options, goal["price_upper"] if goal["price_upper"] < 1e6 else None)
-        there = [a for a in goal["attributes"] if a.lower() in goal["instruction_text"].lower()]
-        assert all(attribute.lower() in text.lower() for attribute in there for text in texts)
-
-
 # ---------------------------------------------------------------------------------------------------------- candidates
 
 
@@ -165,7 +132,7 @@ def sample(requests):
     return [[Candidate(texts[r.state.task], 2, -1.0)] * r.n for r in requests]
 
 
-def guided(method: Method, trial: int, wordings: int | None):
+def guided(method: Method, trial: int, wordings: int):
     """The trajectory, the states that were scored, and, call by call, what the model and the paraphraser were asked."""
     scored, drawn, reworded = [], [], []
 
@@ -173,17 +140,15 @@ def guided(method: Method, trial: int, wordings: int | None):
         reworded.append([index for _, index in requests])
         return [paraphrase(*request) for request in requests]
 
-    def heard(requests):
+    def model(requests):
         drawn.append(requests)
         return sample(requests)
-
-    draw = heard if wordings is None else Paraphrased(heard, rules, wordings)
 
     def answer(request):
         if isinstance(request, Score):
             scored.append(request.state)
             return [float("c1" in action) for action in request.actions]  # Q is 1 for candidate "c1"
-        return draw([request])[0]
+        return Paraphrased(model, rules, wordings)([request])[0]
 
     trajectory, _ = run(q_search.episode(Shop(), "t", method, trial, word_chat().rendering), answer)
     return trajectory, scored, drawn, reworded
@@ -210,23 +175,8 @@ def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_orig
     assert tokens["scored"] == full[0] - own - ok + 2 * 3 * own
 
 
-def test_a_trajectory_of_one_wording_is_charged_for_that_wording_alone():
-    chat = word_chat()
-    trajectory, _, drawn, _ = guided(Method("qlass", M=1), 1, 3)  # the second trial of best-of-N
-    (last,) = drawn[-1]
-    assert last.state.task == paraphrase(TASK, 1)
-    own, ok = (len(chat.action(text, "")) for text in (trajectory.steps[0].action, "OK"))
-    tokens = costs.tokens(chat, [trajectory.steps], lambda step: [])
-    assert tokens["prompt"] == len(chat.prompt(last.state)) - own - ok and tokens["scored"] == 0
-
-
 def test_trials_continue_with_further_wordings_and_start_again_after_the_last():
     assert [guided(Method("qlass", M=2), trial, 3)[-1][0] for trial in range(3)] == [[0, 1], [2, 0], [1, 2]]
-
-
-def test_without_wordings_requests_are_what_they_were():
-    *_, drawn, _ = guided(Method("qlass", M=3), 0, None)
-    assert [(r.n, r.key, r.state.task) for step in drawn for r in step] == [(3, ("t", 0, t), TASK) for t in range(2)]
 
 
 def test_the_driver_answers_lists_and_single_requests_together():
@@ -247,14 +197,6 @@ def test_reword_leaves_the_agents_own_words():
     state = reword(State(messages, TASK), "W")
     assert state == State((*messages[:2], ("user", "a W b"), ("assistant", TASK), ("user", "W")), "W")
     assert reword(State(messages, TASK), TASK) == State(messages, TASK)
-
-
-def test_only_webshop_has_rules_for_it():
-    with pytest.raises(UserError, match="frozenlake has no rules"):
-        envs.make("frozenlake").paraphrase("reach the goal", 1)
-    assert q_search.arguments(["--paraphrase-server", "http://x/v1"]).paraphrase == 0
-    assert q_search.arguments(["--paraphrase", "3"]).label == "paraphrased"
-    assert q_search.arguments([]).paraphrase is None
 
 
 # -------------------------------------------------------------------------------------------------------------- server
@@ -284,25 +226,15 @@ def test_server_is_asked_once_for_each_wording(server):
     assert asked_of([(TASK, 1)]) == ["in other words"]
     (body,) = seen
     assert body["model"] == "first" and body["messages"][0]["content"].endswith(TASK)
-    assert Server(url + "#second").model == "second"
 
 
-def test_server_that_fails_for_a_moment(server):
+def test_server_that_fails_for_a_moment_or_for_good(server):
     url, script, seen = server
     script += [503, "", ' "one\n line" ']
     assert Server(url)([(TASK, 1)]) == ["one line"]
     assert len(seen) == 3 and seen[1]["seed"] != seen[2]["seed"]  # an empty answer would come again
-
-
-FAILURES = [
-    ([404], "404.*no such model"), ([500] * 3, "500"), ([429] * 3, "429"), ([""] * 3, "no words.*--paraphrase has")
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "message"), FAILURES)
-def test_server_that_keeps_failing(server, script, message):
-    url, turns, seen = server
-    turns += script
-    with pytest.raises(UserError, match=f"--paraphrase-server.*{message}") as error:
-        Server(url, retries=2)([(TASK, 1)])
-    assert len(seen) == len(script) and "\n" not in str(error.value)
+    for turns, message in (([404], "404.*no such model"), ([500] * 3, "500"), ([""] * 3, "no words.*--paraphrase has")):
+        script += turns
+        with pytest.raises(UserError, match=f"--paraphrase-server.*{message}"):
+            Server(url, retries=2)([(TASK, 1)])
+        assert not script

@@ -26,8 +26,8 @@ STAGES = ("sft", "build_trees", "bellman", "train_qnet", "q_search")
 LAKE = ["--env", "frozenlake", "--env-option", "map=4x4"]
 
 
-def script(stage: str, *argv: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / f"{stage}.py"), *argv]
+def script(stage: str, *argv: str, cwd: Path = ROOT, root: Path = ROOT) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(root / f"{stage}.py"), *argv]
     one_thread = {"OMP_NUM_THREADS": "1"}  # several would wait for one another on a shared machine
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=os.environ | one_thread)
 
@@ -172,3 +172,29 @@ def test_trees_and_search_in_the_bundled_shop(shopper, tmp_path, monkeypatch):
     assert [r["method"] for r in results] == ["expert"] * 2 + ["sample"] * 2 + ["oracle_step"] * 2
     assert all(r["reward"] > 0.9 for r in results[:2])
     assert all(r["n_steps"] <= webshop.BUNDLED_MAX_STEPS for r in results)
+
+
+@pytest.mark.parametrize("stage", ["bellman", "build_trees", "q_search", "report"])
+def test_help_needs_no_large_library(stage):
+    code = f"import sys, {stage}\ntry: {stage}.main(['--help'])\nexcept SystemExit: print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "--out" in done.stdout
+    assert not any(f"'{name}'" in done.stdout for name in ("pandas", "scipy", "torch", "transformers", "accelerate"))
+
+
+@pytest.mark.parametrize("cloned", [True, pytest.param(False, marks=pytest.mark.slow)])  # to clone an agent: minutes
+def test_the_first_command_works_in_a_fresh_clone(cloned, shopper, tmp_path):
+    tracked = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, cwd=ROOT)
+    if tracked.returncode:
+        pytest.skip("not a clone")
+    for name in tracked.stdout.split("\0")[:-1]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    run = tmp_path / "runs" / "webshop"
+    if cloned:
+        shutil.copytree(shopper, run / "sft")
+    flags = ["--env", "webshop", "--depth", "3", "--limit", "2", "--rollouts", "2"]
+    done = script("build_trees", *flags, cwd=tmp_path, root=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert ("runs/webshop/sft is missing" in done.stdout) != cloned
+    assert len(list(read_trees(run / "trees.jsonl"))) == 2

@@ -17,14 +17,13 @@ from json_server import json_server, started, stopped
 import envs
 import q_search
 from experiments.qval import __main__ as qval
-from experiments.qval import code, downstream, judges, labels, metrics, published, report, search, targets
-from experiments.qval.points import Point, distinct, trajectory
-from experiments.qval.scorers import SCORERS, Call, Context, answer, available, embeddings, scorer
-from qlass import UserError, driver
+from experiments.qval import downstream, judges, labels, metrics, published, report, search, targets
+from experiments.qval.points import Point, trajectory
+from experiments.qval.scorers import SCORERS, Call, Context, answer, embeddings, scorer
+from qlass import UserError
 from qlass.chat import Rendering, State, parse_action, react
-from qlass.cli import is_complete
 from qlass.driver import Sample, drive
-from qlass.files import read_jsonl, read_meta, write_jsonl
+from qlass.files import write_jsonl
 from qlass.policy import Policy
 
 RENDERING = Rendering()
@@ -61,9 +60,7 @@ def walked(env, task, number=0):
 # --------------------------------------------------------------------------------------------------- points and labels
 
 
-@pytest.mark.parametrize("name, options", [
-    ("frozenlake", {"map": "random8"}), ("frozenlake", {"map": "8x8", "slippery": True}), ("webshop", {}),
-])  # fmt: skip
+@pytest.mark.parametrize("name, options", [("frozenlake", {"map": "8x8", "slippery": True}), ("webshop", {})])
 def test_replay_reproduces_every_hash(name, options):
     env, points = envs.make(name, **options), []
     for task in env.task_ids("test")[:30]:
@@ -86,14 +83,6 @@ def test_what_the_actor_takes_is_its_first_draw_and_the_ends_are_dropped():
     for p in points:
         assert parse_action(p.candidates[p.taken]) == "left"
         assert {parse_action(a) for a in p.prefix} == {"left"}
-
-
-def test_a_state_is_kept_once_and_no_more_than_wanted():
-    env = envs.make("frozenlake", map="random8")
-    walks = [walked(env, env.task_ids("test")[0], number) for number in range(40)]
-    points = list(distinct(walks, 1000))
-    assert 1 < len(points) == len({p.hash for p in points}) < sum(map(len, walks))
-    assert len(list(distinct(walks, 3))) == 3
 
 
 def brute(env, cell, action, left, gamma):
@@ -168,7 +157,7 @@ def test_on_slippery_ice_every_rollout_slips_its_own_way():
     assert len(set(returns)) > 2
     root(env, "slippery-4x4/32")
     assert max(returns) > 1.2 * labels.exact(env, "right", 0.95)  # the luckiest beats what the best play can expect
-    # The mean of the demonstrator's returns tends to the exact value, and their maximum above it.
+    # The mean of the expert's returns tends to the exact value, and their maximum above it.
     (point, *_) = [p for task in env.task_ids("all") for p in walked(env, task)]
     line, _ = run(labels.label(env, point, "expert", 400, 0.9, RENDERING), answered())
     values = labels.variants("expert", pd.DataFrame(line["returns"]))
@@ -178,23 +167,12 @@ def test_on_slippery_ice_every_rollout_slips_its_own_way():
     assert (values["expert max"] > 2 * np.array(truth)).all()
 
 
-def test_the_expert_plays_on_from_any_state():
-    env = envs.make("alfworld")
-    env.reset(options={"task_id": env.task_ids("test")[0]})
-    start = env.snapshot()
-    for action in env.valid_actions()[:3]:
-        planned, played = labels.exact(env, action, 0.95), labels.expert(env, env.task_id, action, 0.95)
-        assert 0 <= played <= planned + 1e-9 and env.snapshot() == start
-    with pytest.raises(UserError, match="no exact labels"):
-        labels.check("alfworld", "exact")
-
-
 # ----------------------------------------------------------------------------------------------------------- statistics
 
 STATES = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5), min_size=1, max_size=8)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(STATES)
 def test_oracle_1_reversed_minus_1_constant_0(states):
     of = series(states)
@@ -209,7 +187,7 @@ def test_oracle_1_reversed_minus_1_constant_0(states):
         assert math.isnan(oracle["rho"].mean)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(STATES, st.randoms())
 def test_order_of_candidates_and_monotone_transforms_change_nothing(states, random):
     blocks = [str(i % 3) for i in range(len(states))]
@@ -261,8 +239,6 @@ def test_ceilings():
         index = series([[0] * len(state) for state in returns]).index
         return metrics.label_ceiling(pd.DataFrame([row for state in returns for row in state], index))
 
-    for untold in ([[0.1] * 4, [0.3] * 4], [[0.1, 0.2] * 4, [0.2, 0.1] * 4]):  # few returns; ties
-        assert math.isnan(ceiling([untold]))
     assert ceiling([[[0.1, 0.4] * 4, [0.3, 0.1] * 4]]) == 0
     rng = np.random.default_rng(1)
     truth = rng.normal(size=(400, 4))
@@ -296,39 +272,12 @@ def test_predictions_in_qvals_layout_and_back(tmp_path):
     assert ranking["config"]["candidate_counts"] == [3, 3]
     (tmp_path / "mine.json").unlink()
     assert read()[0] == {"mine": ("code", [[-2.0, None, -1.0], [-1.5, -1.5, -3.0]])}
-    del single["metadata"]  # a file with one value a point
-    (tmp_path / "theirs.json").write_text(json.dumps(single | {"method_name": "theirs"}))
-    assert read()[0]["theirs"][1] == [[0.5, None, None], [None, 1.0, None]]
     with pytest.raises(UserError, match="other points"):
         read(points[:1])
-    (tmp_path / "zzz.json").write_text((tmp_path / "theirs.json").read_text())
-    with pytest.raises(UserError, match="two files are predictions of 'theirs'"):
-        read()
-    for damage in ("{", "[]", "{}", '{"method_name": "zzz", "values": ["x"]}', '{"method_name": 1, "values": []}'):
+    for damage in ("{", "[]", '{"method_name": "zzz", "values": ["x"]}'):
         (tmp_path / "zzz.json").write_text(damage)
         with pytest.raises(UserError, match=r"zzz\.json"):
             read()
-
-
-def test_published_files_are_read_with_their_failures(tmp_path, capsys):
-    def write(name, values, **config):
-        (tmp_path / name).write_text(json.dumps({"method_name": name, "values": values, "config": config}))
-        return str(tmp_path / name)
-
-    truth = write("gt.json", [float(v) for v in range(10)])
-    half = write("half.json", [float(v) if v % 2 else None for v in range(10)])
-    published.main([truth, half])
-    row = capsys.readouterr().out.splitlines()[2].split(" | ")
-    assert row[1:2] == ["0.500"] and row[2].startswith("1.000") and 0 < float(row[3].strip(" |")) < 0.7
-    best = write("gt_ranking.json", [1.0, 2.0, 3.0, 2.0, 1.0], candidate_counts=[3, 2])
-    wrong = write("ranking.json", [3.0, 2.0, 1.0, None, None], candidate_counts=[3, 2])
-    published.main([best, wrong])
-    assert "| 0.600 | -1.000 | -0.500 |" in capsys.readouterr().out
-    with pytest.raises(UserError, match="other points"):
-        published.main([truth, best])
-    for values, counts, says in ((["x"], [1], "values can't be"), ([1.0, 2.0], [1, 2], "2 candidates, where its")):
-        with pytest.raises(UserError, match=says):
-            published.main([best, write("bad.json", values, candidate_counts=counts)])
 
 
 # -------------------------------------------------------------------------------------------------------------- scorers
@@ -373,49 +322,8 @@ def test_controls_and_what_they_know(tmp_path):
     assert {entry.family for entry in SCORERS.values()} <= set(report.FAMILIES)
 
 
-def test_calls_of_one_function_share_a_batch():
-    assert answer([Call(sorted, 3), Call(list, 7), Call(sorted, 1)]) == [1, 7, 3]  # sorted has seen [3, 1]
-
-
-def test_handwritten_code_knows_holes_edges_and_the_goal():
-    moves = ("left", "down", "right", "up")
-    state = root(envs.make("frozenlake", map="8x8"), "8x8/75")  # right of it ice, then the goal at 77; the edge below
-    assert [code.lake(state, f"Action: {move}") for move in moves] == [-3, -2, -1, -3]
-    env = envs.make("frozenlake", map="random8")
-    states = [root(env, task) for task in env.task_ids("test")[:20]]
-    truth = [[env.q_star_of(move) for move in moves] for task in env.task_ids("test")[:20] if root(env, task)]
-    scores = [[code.lake(state, move) for move in moves] for state in states]
-    assert metrics.per_state(series(scores), series(truth)).mean() > 0.6
-    words = State((), "a red cotton shirt")
-    assert code.overlap(words, "Action: click[red]") > code.overlap(words, "Action: click[blue]")
-
-
-def test_handwritten_code_for_the_household():
-    env, right = envs.make("alfworld"), []
-    for task in env.task_ids("test")[:6]:
-        state = root(env, task)
-        for thought, action in env.oracle(task):
-            scores = [code.household(state, react("", a)) for a in env.valid_actions()]
-            right.append(code.household(state, react("", action)) >= np.quantile(scores, 0.6))
-            observation, _, done, _, _ = env.step(action)
-            state = state.then(react(thought, action), env.message(observation))
-            if done:
-                break
-    assert np.mean(right) > 0.7
-
-
-def test_what_was_tried_where_the_same_was_seen_comes_last():
-    turns = [("user", "told"), ("assistant", "OK"), ("user", "a hall"), ("assistant", react("hm", "open door"))]
-    state = State((*turns, ("user", "It is locked."), ("assistant", react("", "look")), ("user", "a hall")))
-    assert [code.untried(state, react("so", action)) for action in ("open door", "look", "go on")] == [-1, 0, 0]
-    again = state.then(react("", "open door"), "a hall")
-    assert code.untried(again, react("", "open door")) == -2
-
-
 @pytest.mark.parametrize("parameters, body, expected", [
     ("state, action, next_state", "len(next_state) - len(state) - 2 * len(action)", [44, 44]),
-    ("state, action", "len(action)", [4, 5]),
-    ("next_state", "'right' in next_state.split()[-1]", [0, 1]),
     ("state, action", "1 / (action == 'left')", [1, None]),
     ("state, action", "float('nan' if action == 'left' else '-inf')", [None, None]),
 ])  # fmt: skip
@@ -423,19 +331,6 @@ def test_anyones_signal_function(parameters, body, expected, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(f"def signal_function({parameters}):\n    return {body}\n")
     assert scored("mine", context_of(tmp_path, code=[str(file)]), ["Action: left", "Action: right"]) == expected
-
-
-def test_a_signal_function_that_hangs_or_is_missing(tmp_path, monkeypatch):
-    file = tmp_path / "mine.py"
-    file.write_text("def signal_function(state, action):\n    while True:\n        pass\n")
-    monkeypatch.setattr(driver, "PATIENCE", 0.2)
-    env = FakeEnv()
-    endless = scorer("mine", context_of(tmp_path, code=[str(file)]))(env, root(env), ACTIONS, ("t", 0))
-    with pytest.raises(UserError, match=r"no answer for 0.2 s"):
-        next(drive([endless], {}))
-    file.write_text("x = 1")
-    with pytest.raises(UserError, match="no signal_function"):
-        scored("mine", context_of(tmp_path, code=[str(file)]))
 
 
 def test_the_policys_scores(context):
@@ -462,28 +357,6 @@ def test_trees_and_neighbours(context):
     alone = [embeddings(context.agent(), [(state, a)])[0] for a in (*actions, "")]
     assert np.allclose(vectors, alone, atol=1e-5)  # padding changes nothing
     assert all(-1.001 <= v <= 1.001 for v in scored("task_cosine", context, actions))
-    tree = list(read_jsonl(context.path("trees")))  # a plain score is the reward of the branch that came first
-    tree.append(tree[2] | {"node_id": 3, "action": "Action: left", "reward": 0.1, "branch": 2})
-    tree[0]["nodes"] = 4
-    write_jsonl(context.path("trees"), tree)
-    context.cache.clear()
-    assert scored("tree_plain", context, ["Action: left"]) == [pytest.approx(1)]
-
-
-def test_a_learned_value_before_and_after(context):
-    class Net:
-        def score(self, requests):
-            return [[float("right" in a) + 0.1 * len(r.state.messages) for a in r.actions] for r in requests]
-
-    context.cache["qnet"] = Net()
-    assert "value_gain" not in available(context) and {"oracle", "logprob", "neighbours"} <= set(available(context))
-    (context.args.run / "qnet").mkdir()
-    (context.args.run / "qnet" / "qnet.json").touch()
-    assert {"qnet", "value_gain"} <= set(available(context))
-    env = FakeEnv({"left": 0.7, "right": {"left": {"left": 0.0}, "right": 1.0}})
-    assert scored("qnet", context, env=env) == pytest.approx([0.3, 1.3])
-    # "left" ends the episode: its own Q, not its reward of .7.
-    assert scored("value_gain", context, env=env) == pytest.approx([0.3 - 1.3, 1.5 - 1.3])
 
 
 # --------------------------------------------------------------------------------------------------------------- search
@@ -495,34 +368,16 @@ def test_scores_are_entered_into_search(context, monkeypatch):
     answers = {Call: answer, Sample: context.agent().sample}
     methods, paths = search.register([], flags, answers)
     assert context.path("trees") in paths
-    assert {"scorer:random", "scorer:code", "scorer:logprob", "scorer:tree_bellman"} <= set(methods)
+    assert {"scorer:random", "scorer:logprob", "scorer:tree_bellman"} <= set(methods)
     assert not {"scorer:oracle", "scorer:state_value", "scorer:step_index"} & set(methods)
     env = FakeEnv()
-
-    def steered(method):
-        return run(q_search.SCORERS[method](env, root(env), ACTIONS, ("t", 0)), answered())[0]
-
-    assert steered("scorer:logprob") == pytest.approx(context.agent().logprobs([(root(env), a) for a in ACTIONS]))
-    (context.args.run / "qnet").mkdir()
-    (context.args.run / "qnet" / "qnet.json").touch()
-    loaded = []
-
-    def load(folder, args):
-        loaded.append((folder, args))
-        return argparse.Namespace(score=lambda requests: [[1.0, 2.0] for _ in requests])
-
-    monkeypatch.setattr("experiments.qval.scorers.load_qnet", load)
-    assert search.register(["qnet"], flags, answers) == (["scorer:qnet"], [context.args.run / "qnet"])
-    assert steered("scorer:qnet") == pytest.approx([1, 2])
-    assert loaded == [(context.args.run / "qnet", flags)]  # as the search loads its own
-    judge = Fake(says=lambda q: "1: 4\n2: 9")
-    monkeypatch.setattr(judges, "load", lambda name, *_: judge if name == "a#b" else None)
-    assert search.register(["batched=a#b"], flags, answers)[0] == ["scorer:batched=small"]
-    assert steered("scorer:batched=small") == pytest.approx([4, 9])
+    steered, _ = run(q_search.SCORERS["scorer:logprob"](env, root(env), ACTIONS, ("t", 0)), answered())
+    assert steered == pytest.approx(context.agent().logprobs([(root(env), a) for a in ACTIONS]))
     for names, change, says in (
-        (["oracle"], {}, "oracle_step"), (["qnet"], {"qnet": Path("qnet-other")}, "--qnet"),
+        (["oracle"], {}, "oracle_step"),
+        (["qnet"], {"qnet": Path("qnet-other")}, "--qnet"),
         (["vote_share", "logprob"], {"server": "http://localhost/v1"}, "scorer logprob: --server"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UserError, match=says):
             search.register(names, argparse.Namespace(**vars(flags) | change), answers)
 
@@ -536,17 +391,6 @@ def test_equal_scores_are_taken_at_random_and_missing_ones_last():
             assert sum(v == max(values) for v in values) == 1
             taken.add(values.index(max(values)))
         assert taken == {0, 1}
-
-
-def test_the_environment_is_stepped_where_the_count_says_so(context):
-    """q_search.py counts a step for each candidate that a score has looked behind."""
-    program = "```python\ndef signal_function(state, action, next_state):\n    return 1\n```"
-    context.judge = Fake(says=lambda q: program, logp=lambda q, options: [0.0] * len(options))
-    context.cache["qnet"] = argparse.Namespace(score=lambda requests: [[0.0] * len(r.actions) for r in requests])
-    for name in {*available(context), "value_gain", *judges.JUDGES} - search.KNOWING - {"code"}:
-        env = FakeEnv()
-        scored(name, context, env=env)
-        assert bool(env.played) == (name in search.PEEKING), name
 
 
 # --------------------------------------------------------------------------------------------------------------- judges
@@ -593,15 +437,11 @@ def test_judges_of_several_answers(tmp_path):
     replies = itertools.cycle(["Score: 10", "Score: 30", "??", "Score: 20"])
     values, judge = judged("direct_16", tmp_path, says=lambda q: next(replies))
     assert values == [20, 20] and len({q.key for q in judge.questions[:16]}) == 16
-    assert judge.questions[0].temperature > 0
     values, _ = judged("sequential", tmp_path, says=lambda q: f"Score: {len(q.messages)}")
     assert values == [1, 3]  # the second sees the first one's answer
-
-    def progress(question):
-        lines = [line for line in last(question).splitlines() if line[:1].isdigit()]
-        return "\n".join(f"{line.split('.')[0]}: {50 if line.endswith('right') else 5}" for line in lines)
-
-    assert judged("gvl", tmp_path, says=progress)[0] == [5, 50]  # the next state is found in the shuffle
+    program = "```python\ndef signal_function(state, action, next_state):\n    return len(action)\n```"
+    assert judged("codegen", tmp_path, says=lambda q: program)[0] == [4, 5]
+    assert judged("codegen", tmp_path, says=lambda q: "```python\nimport nothing_of_this_name\n```")[0] == [None, None]
 
 
 def test_judges_by_log_probability(tmp_path):
@@ -617,17 +457,6 @@ def test_judges_by_log_probability(tmp_path):
         return [math.log(p), math.log(1 - p)]
 
     assert judged("delta_belief", tmp_path, logp=yes)[0] == pytest.approx([0, math.log(0.9 / 0.5)])
-    assert judged("delta_belief", tmp_path, logp=lambda q, o: None)[0] == [None, None]
-
-
-def test_generated_code(tmp_path):
-    good = "```python\ndef signal_function(state, action, next_state):\n    return len(action)\n```"
-    assert judged("codegen", tmp_path, says=lambda q: good)[0] == [4, 5]
-    assert judged("codegen", tmp_path, says=lambda q: "```python\nimport nothing_of_this_name\n```")[0] == [None, None]
-    sources = itertools.cycle([good, good.replace("len(action)", "1 / 0"), "no code"])
-    assert judged("codegen_16", tmp_path, says=lambda q: next(sources))[0] == [4, 5]
-    values, judge = judged("eureka", tmp_path, says=lambda q: "Best: 2" if "judges them best" in last(q) else good)
-    assert values == [4, 5] and sum("Improve on this one" in last(q) for q in judge.questions) == 15 * 8
 
 
 def test_a_chat_server_and_a_checkpoint_answer_alike(tmp_path):
@@ -641,18 +470,15 @@ def test_a_chat_server_and_a_checkpoint_answer_alike(tmp_path):
 
     server = started(json_server(reply, ("small",)))
     judge = judges.load(server.url, None, 0)
-    assert judge.name == "small"  # by what the server has
     question = judges.user("how good?", key=("a",))
     assert judge.write([question, question]) == ["Score: 7"] * 2
     assert judge.choose([(question, ("Yes", "No", "Maybe"))]) == [[-0.1, -2.4, -math.inf]]
     assert bodies[0]["model"] == "small" and bodies[0]["seed"] == bodies[1]["seed"] and bodies[-1]["top_logprobs"] == 20
     assert scored("direct", context_of(tmp_path, judge)) == [7, 7]
     stopped(server)
-    for context, room in ((None, 2048), (64, 32)):  # not the checkpoint's own: that is an action's
-        chat = word_chat(max_new_tokens=3)
-        chat.context = context
-        local = judges.Checkpoint(Policy(tiny_lm(chat), chat))
-        assert chat.rendering.max_new_tokens == room
+    chat = word_chat(max_new_tokens=3)
+    local = judges.Checkpoint(Policy(tiny_lm(chat), chat))
+    assert chat.rendering.max_new_tokens == 2048  # not the checkpoint's own: that is an action's
     assert len(local.write([question])) == 1
     (logp,) = local.choose([(question, ("left", "right"))])
     assert len(logp) == 2 and all(v < 0 for v in logp)
@@ -663,48 +489,26 @@ def test_a_chat_server_and_a_checkpoint_answer_alike(tmp_path):
 
 def test_a_study_of_a_small_lake(tmp_path, agent, monkeypatch, capsys):
     common = ["--env", "frozenlake", "--env-option", "map=random4", "--run", str(tmp_path), "--sft", str(agent)]
-    names = ["random", "step_index", "code", "logprob", "task_cosine"]
+    names, results = ["random", "step_index", "code", "logprob", "task_cosine"], tmp_path / "results.jsonl"
     monkeypatch.setattr(Policy, "sample", lambda self, requests: [say("right") * r.n for r in requests])
     qval.main(["search", *common, "--scorer", *names, "-M", "3", "--limit", "5"])
-    results = tmp_path / "results.jsonl"
     assert list(downstream.rewards(results, "frozenlake")) == names
     with pytest.raises(UserError, match="of frozenlake, not of webshop"):
         downstream.rewards(results, "webshop")
-    with pytest.raises(UserError, match="--method: search follows"):
-        qval.main(["search", *common, "--method", "greedy"])
-    flags = [*common, "--actor", "random", "--trajectories", "3", "--points", "30", "-K", "2", "--results"]
-    flags += [str(results), "--references", "exact", "expert", "policy"]
-    flags += ["--scorers", *names, "oracle", "logprob_token"]
+    flags = [*common, "--actor", "random", "--trajectories", "3", "--points", "20", "-K", "2", "--results"]
+    flags += [str(results), "--references", "exact", "policy"]
+    flags += ["--scorers", *names, "oracle"]
     qval.main(flags)
-    shown = capsys.readouterr().out
-    folder = tmp_path / "qval"
+    shown, folder = capsys.readouterr().out, tmp_path / "qval"
     record = json.loads((folder / "alignment.json").read_text())
     exact = record["labels"]["exact"]
     assert exact["oracle"]["rho"]["mean"] == pytest.approx(1) and exact["step_index"]["rho"]["mean"] == 0
-    assert set(record["labels"]) == {"exact", "expert", "policy max", "policy mean"}
+    assert set(record["labels"]) == {"exact", "policy max", "policy mean"}
     assert "What rollouts buy" in shown and "Alignment against downstream" in shown
     assert (folder / "forest-exact.png").exists()
     assert json.loads((folder / "labels" / "exact.json").read_text())["method_type"] == "gt"
-    before = {path: path.read_bytes() for path in folder.rglob("*.json*") if "meta" not in path.name}
-    qval.main(flags)  # what is there is kept
-    assert {path: path.read_bytes() for path in before} == before
-    path = folder / "predictions" / "logprob.json"
-    record = json.loads(path.read_text())
-    record["config"]["made_from"]["sft"] = "another agent"
-    path.write_text(json.dumps(record | {"method_name": "stale"}))
-    qval.main(flags)  # what was made from something else is made anew
-    assert json.loads(path.read_text())["method_name"] == "logprob"
-    with pytest.raises(UserError, match="--points 30, not 31"):
+    with pytest.raises(UserError, match="--points 20, not 31"):
         qval.main([*flags, "--points", "31"])
-    for name, field, broken in (("points", "prefix", None), ("labels-exact", "hash", None),
-                                ("labels-exact", "returns", [[]]), ("labels-exact", "returns", [["x"]])):  # fmt: skip
-        path = folder / f"{name}.jsonl"
-        lines = list(read_jsonl(path))
-        changed = {k: v for k, v in (lines[0] | {field: broken}).items() if v is not None}
-        write_jsonl(path, [changed, *lines[1:]])
-        with pytest.raises(UserError, match=f"{name}.jsonl: has lines that this script did not write"):
-            qval.main(flags)
-        write_jsonl(path, lines)
 
 
 def summary(title, order):
@@ -727,20 +531,12 @@ def test_which_metric_predicts_the_reward(tmp_path, capsys):
     blind = summary("x", "abcde")
     blind["labels"]["exact"]["a"]["orders"] = False  # a score of the state alone chooses at random
     assert list(downstream.played(blind).rewards.index) == list("bcde")
-    blind["labels"]["exact"]["b"]["rho"]["mean"] = math.nan
-    assert downstream.played(blind) is None
-    folders = [tmp_path / "abcde", tmp_path / "bacde"]
-    for folder in folders:
-        folder.mkdir()
-        (folder / "alignment.json").write_text(json.dumps(summary(folder.name, folder.name)))
-    flags = [*map(str, folders), "--out", str(tmp_path / "all.md")]
-    downstream.main(flags)
+    for order in ("abcde", "bacde"):
+        (tmp_path / order).mkdir()
+        (tmp_path / order / "alignment.json").write_text(json.dumps(summary(order, order)))
+    downstream.main([str(tmp_path / "abcde"), str(tmp_path / "bacde"), "--out", str(tmp_path / "all.md")])
     assert "| rho per state | 1.000 [1.000, 1.000] | 0.900" in capsys.readouterr().out
     assert "5 scorers" in (tmp_path / "all.md").read_text()
-    for text, says in ((json.dumps(blind), "--results"), ('{"labels": ', "not what experiments")):
-        (folders[0] / "alignment.json").write_text(text)
-        with pytest.raises(UserError, match=says):
-            downstream.main(flags)
 
 
 # -------------------------------------------------------------------------------------------------------------- targets
@@ -752,18 +548,3 @@ def test_td_and_mc_targets_by_hand():
             for i, (parent, depth, reward, branch) in enumerate(edges)]  # fmt: skip
     assert targets.td(tree, 0.5) == pytest.approx([0.5 * (0.25 + 0.2) / 2, 0.5 * (1 + 0) / 2, 1, 0, 0.2])
     assert targets.mc(tree, 0.5)[1:] == [0.5, 1, 0, 0.2]  # the first branch made node 1
-
-
-def test_td_and_mc_labels_are_written_as_bellmans_are(context):
-    folder = context.args.run
-    flags = ["--run", str(folder), "--out", str(folder / "q_labels-mc.jsonl"), "--target"]
-    targets.main([*flags, "mc"])
-    path = folder / "q_labels-mc.jsonl"
-    assert [node["q_raw"] for node in read_jsonl(path)] == pytest.approx([0, 0.45, 0.5])
-    assert is_complete(path) and "seconds" in read_meta(path)
-    with pytest.raises(UserError, match="--target mc, not td"):
-        targets.main([*flags, "td"])
-    trees = folder / "trees.jsonl"
-    trees.write_text(trees.read_text().replace('"branch"', '"lot"'))
-    with pytest.raises(UserError, match="no branch"):
-        targets.main([*flags, "mc", "--overwrite"])

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -66,26 +65,6 @@ def test_ids_stay_text_and_what_is_null_is_counted(tmp_path):
         ("rule: first", "SFT greedy", "SFT greedy [half]", "best-of-N, picked by QNet N=4"), 3
     )
     assert list(groups["SFT greedy"].values("reward").index) == [("007", 0), ("12", 0), ("7", 0)]
-    condition = groups["SFT greedy"].condition
-    assert (condition.M, condition.select, condition.label, condition.player) == (None, None, "", "")
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ('{"task_id": "a", "env": "web', "not valid JSON"),
-        ("[1, 2]", "a JSON object is expected"),
-        ('{"env": "webshop", "method": "greedy", "reward": 1, "tokens": {}}', "task_id"),
-        ('{"task_id": "a", "env": "webshop", "method": "greedy", "reward": NaN, "tokens": {}}', "NaN is not a number"),
-        ('{"task_id": "a", "env": "webshop", "method": "greedy", "reward": 1, "tokens": 7}', "tokens"),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path, line, says):
-    path = tmp_path / "results.jsonl"
-    lines = RESULTS.read_text().splitlines()
-    path.write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
-    with pytest.raises(UserError, match=rf"{re.escape(str(path))}:3: .*{says}"):
-        groups_of(path)
 
 
 def test_a_last_line_cut_short_is_skipped_with_a_warning(tmp_path, capsys):
@@ -100,25 +79,6 @@ def test_two_results_of_the_same_task_must_agree(tmp_path):
     write(tmp_path / "results.jsonl", [*LINES, LINES[0] | {"reward": 0.75}])
     with pytest.raises(UserError, match=r"results.jsonl:1 and .*results.jsonl:21: two different results"):
         groups_of(tmp_path)
-
-
-def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path):
-    command = [sys.executable, str(HERE.parent / "report.py"), str(tmp_path / "results.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error:") and done.stderr.count("\n") == 1 and "no such file" in done.stderr
-    with pytest.raises(UserError, match=r"no results\*\.jsonl"):
-        report.main([str(tmp_path)])
-    (tmp_path / "results.jsonl").write_text("")
-    with pytest.raises(UserError, match="no result"):
-        report.main([str(tmp_path)])
-
-
-def test_help_needs_no_pandas():
-    code = "import sys, report\ntry: report.main(['--help'])\nexcept SystemExit: print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE.parent)
-    assert "--max-trees" in done.stdout
-    assert not any(f"'{name}'" in done.stdout for name in ("pandas", "scipy", "torch", "accelerate", "matplotlib"))
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -143,15 +103,14 @@ def test_the_table_by_hand():
 
 def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played(tmp_path):
     played = [(1, 0, 1), (2, 0, 0), (3, 0, 1), (4, 0, 1), (1, 1, 1), (2, 1, 1)]
-    records = [RESULT | {"task_id": f"t{task}", "seed": seed, "reward": reward, "success": reward == 1,
-                         "tokens": {"prompt": 10 * task}} for task, seed, reward in played]  # fmt: skip
+    records = [
+        RESULT | {"task_id": f"t{task}", "seed": seed, "reward": reward, "tokens": {"prompt": 10 * task}}
+        for task, seed, reward in played
+    ]
     write(tmp_path / "results.jsonl", records)
     (group,) = groups_of(tmp_path).values()
-    assert (group.reward.mean, group.reward.n) == (0.75, 2) and group.seeds() == "2 (0.500–1.000)"
-    assert (group.mean("success"), group.mean("total")) == (0.75, 15)
-    write(tmp_path / "results.jsonl", records[:4] + records[5:])  # one task in common is no sample: all count
-    (group,) = groups_of(tmp_path).values()
-    assert group.reward.n == 4 and group.seeds() == "2 (0.750–1.000)"
+    assert (group.reward.mean, group.reward.n, group.mean("total")) == (0.75, 2, 15)
+    assert group.seeds() == "2 (0.500–1.000)"
 
 
 def test_the_rows_that_matter_end_with_the_ceiling(scripted):
@@ -163,13 +122,6 @@ def test_the_rows_that_matter_end_with_the_ceiling(scripted):
     assert [row["method"] for row in tables.short_table(tables.headline(groups))] == [
         "SFT greedy", "SFT sampled", "best-of-N, picked by QNet N=2", "QLASS M=2", "choice by true value (oracle) M=2",
     ]  # fmt: skip
-
-
-def test_rewards_by_type_of_task(tmp_path):
-    assert tables.types_table(list(groups_of(RESULTS).values())) == []
-    write(tmp_path / "results.jsonl", [RESULT | {"task_id": n, "type": "xxy"[n], "reward": n} for n in range(3)])
-    (row,) = tables.types_table(list(groups_of(tmp_path).values()))
-    assert (row["x (episodes)"], row["y (episodes)"]) == ("0.500 (2)", "2.000 (1)")
 
 
 def differences(groups) -> dict[tuple[str, str], dict[str, str]]:
@@ -190,11 +142,10 @@ def test_the_differences_by_hand():
 
 def test_qlass_meets_the_best_of_n_of_its_cost_and_of_its_samples(tmp_path):
     picked = [row for row in LINES if row["method"] == "best_of_n" and row["select"] == "q"]
-    more = [  # with 152 tokens a task, the one of 132 + 20 is nearest to QLASS
-        row | {"N": n, "tokens": row["tokens"] | {"generated": generated}}
-        for row in picked for n, generated in ((3, 32), (8, 999))
-    ]  # fmt: skip
-    write(tmp_path / "results.jsonl", LINES + more)
+    # With 152 tokens a task, the one of 132 + 20 is nearest to QLASS.
+    near = [row | {"N": 3, "tokens": row["tokens"] | {"generated": 32}} for row in picked]
+    far = [row | {"N": 8, "tokens": row["tokens"] | {"generated": 999}} for row in picked]
+    write(tmp_path / "results.jsonl", LINES + near + far)
     rivals = [b for a, b in differences(groups_of(tmp_path).values()) if a == "QLASS M=2" and "QNet" in b]
     assert rivals == ["best-of-N, picked by QNet N=3", "best-of-N, picked by QNet N=2"]
 
@@ -215,7 +166,7 @@ def test_a_label_tells_runs_apart_and_names_the_process_reward(tmp_path):
         ("qlass", "q", 4, False),
         ("qlass", "oracle", 1, False),
         ("qlass", "oracle", 4, True),
-        ("oracle_step", None, 1, True),
+        ("oracle_step", "", 1, True),
     ],
 )
 def test_what_looks_at_the_true_reward_is_called_oracle(method, select, n, oracle):
@@ -281,11 +232,9 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie(tmp_path):
     ("one", "other", "says"),
     [
         ({}, {"sft": "other", "tasks": "z"}, "SFT greedy with different --sft of one seed .a, other"),
-        ({}, {"qnet": "other", "tasks": "z"}, "QLASS with different --qnet of one seed .b, other"),
         ({}, {"seed": 1, "sft_epochs": 3}, "SFT greedy with different --epochs of sft .12, 3"),
         ({}, {"seed": 1, "qnet_limit": 5}, "QLASS with different --limit of qnet .None, 5"),
         ({}, {"seed": 1, "results_map": "8x8"}, "rule with different --map .None, 8x8"),
-        ({"results_temperature": 1.0}, {"seed": 1, "results_temperature": 0.5}, "greedy with different --temperature"),
     ],
 )
 def test_what_is_not_the_same_is_not_pooled(tmp_path, one, other, says):
@@ -310,36 +259,6 @@ def test_two_seeds_of_one_training_and_missing_metadata_are_told(tmp_path, capsy
 # ------------------------------------------------------------------------------------------------------------- figures
 
 
-def test_process_rewards_are_drawn_within_their_role(scripted):
-    on = ", loss on all tokens"
-    groups = scripted(
-        ("greedy", 0.3, {}), ("greedy", 0.2, {"label": "self-trained, RFT"}),
-        ("greedy", 0.5, {"label": "self-trained, target=q"}), ("greedy", 0.6, {"label": "self-trained, target=avg"}),
-        ("qlass", 0.8, {"M": 4}), ("qlass", 0.7, {"M": 4, "label": "target=avg"}), ("qlass", 0.9, {"M": 2}),
-        ("qlass", 0.4, {"M": 4, "label": f"target=q{on}"}), ("qlass", 0.1, {"M": 4, "label": "frozen backbone"}),
-    )  # fmt: skip
-    search, retrained = figures.targets(groups).axes
-    assert [t.get_text() for t in search.get_yticklabels()] == [
-        "SFT greedy", "Q-value, M=4", "averaged reward, M=4", f"Q-value{on}, M=4",
-    ]  # fmt: skip
-    assert [t.get_text() for t in retrained.get_yticklabels()] == ["SFT greedy", "RFT", "Q-value", "averaged reward"]
-    widths = [[round(bar.get_width(), 1) for bar in axes.patches] for axes in (search, retrained)]
-    assert widths == [[0.3, 0.8, 0.7, 0.4], [0.3, 0.2, 0.5, 0.6]]
-
-
-def test_a_labelled_point_stays_out_of_the_lines(scripted):
-    groups = scripted(
-        ("greedy", 0.5, {}), ("qlass", 0.6, {"M": 2, "tokens": 200}), ("qlass", 0.7, {"M": 4, "tokens": 300}),
-        ("qlass", 0.65, {"M": 4, "tokens": 300, "label": "frozen backbone"}),
-    )  # fmt: skip
-    row = differences(groups)["QLASS [frozen backbone] M=4", "QLASS M=4"]
-    assert (row["difference [95 %]"], row["verdict"]) == ("-0.050 [-0.050, -0.050]", "lower")
-    assert figures.targets(groups) is None
-    figure = figures.tokens(groups)
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["SFT greedy", "QLASS, over M"]
-    assert [axes.get_xlabel() for axes in figure.axes] == ["tokens a task", "environment steps a task"]
-
-
 def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     greedy, searched = (next(r for r in LINES if r["method"] == m) for m in ("greedy", "qlass"))
@@ -347,85 +266,62 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
         "results": [greedy, searched],
         "results-rl": [greedy | {"label": "rl", "reward": 0.9}],
         "results-rl-old": [searched | {"label": "rl, old QNet"}],
-        "results-again": [greedy | {"label": "again"}],
-        "results-guided": [greedy | {"label": "guided"}],
         "results-both": [greedy | {"label": "both"}],
         "results-foreign": [searched | {"label": "foreign QNet"}],
     }
     for name, records in files.items():
         write(Path(f"{name}.jsonl"), records)
     metas = {
-        "results": {"arguments": {"sft": "sft", "qnet": "qnet"}}, "sft": {},
-        "results-rl": {"arguments": {"sft": "sft-rl"}}, "sft-rl": {"last": {"tokens": 1000}, "passes": 6},
+        "results": {"arguments": {"sft": "sft", "qnet": "qnet"}},
+        "results-rl": {"arguments": {"sft": "sft-rl"}},
+        "results-both": {"arguments": {"sft": "sft-both"}},
         "results-rl-old": {"arguments": {"sft": "sft-rl", "qnet": "qnet"}},
-        "results-again": {"arguments": {"sft": "sft-again"}},
-        "sft-again": {"tokens": 50, "arguments": {"expert": "kept.jsonl"}},
-        "kept": {"kept": 3, "tokens": 5, "arguments": {"trees": "trees.jsonl"}},
-        "qnet": {"tokens": 100, "arguments": {"labels": "q.jsonl"}}, "q": {"arguments": {"trees": "trees.jsonl"}},
-        "trees": {"tokens": 7},
-        "results-guided": {"arguments": {"sft": "sft-guided"}},  # cloned again from what QNet guided
-        "sft-guided": {"tokens": 50, "arguments": {"expert": "guided.jsonl"}},
-        "guided": {"kept": 3, "tokens": 5, "arguments": {"sft": "sft", "qnet": "qnet"}},
-        "results-both": {"arguments": {"sft": "sft-both"}},  # reinforcement learning behind it
-        "sft-both": {"last": {"tokens": 10, "played": 1}, "passes": 6, "arguments": {"sft": "sft-guided"}},
         "results-foreign": {"arguments": {"sft": "sft", "qnet": "downloaded"}},
-    }  # fmt: skip
+        "sft": {},
+        "sft-rl": {"last": {"tokens": 1000}, "passes": 6},
+        "sft-guided": {"tokens": 50, "arguments": {"expert": "guided.jsonl"}},  # cloned from what QNet guided
+        "guided": {"kept": 3, "tokens": 5, "arguments": {"sft": "sft", "qnet": "qnet"}},
+        "sft-both": {"last": {"tokens": 10, "played": 1}, "passes": 6, "arguments": {"sft": "sft-guided"}},
+        "qnet": {"tokens": 100, "arguments": {"labels": "q.jsonl"}},
+        "q": {"arguments": {"trees": "trees.jsonl"}},
+        "trees": {"tokens": 7},
+    }
     for name, meta in metas.items():
         Path(f"{name}.meta.json").write_text(json.dumps(meta))
     groups = results.read_results([("", Path(f"{name}.jsonl")) for name in files])
     cost = {(g.condition.method, g.condition.label): training_tokens(g) for g in groups}
     assert math.isnan(cost.pop(("qlass", "foreign QNet")))
     assert cost == {("greedy", ""): 0, ("qlass", ""): 307, ("greedy", "rl"): 6000, ("qlass", "rl, old QNet"): 6307,
-                    ("greedy", "again"): 162, ("greedy", "guided"): 462, ("greedy", "both"): 523}  # fmt: skip
-    for name in ("sft-rl", "qnet", "q.jsonl", "trees.jsonl"):
-        Path(name).touch()
-    monkeypatch.chdir(tmp_path.parent)  # a report of another folder
-    (moved,) = results.read_results([("", tmp_path / "results-rl-old.jsonl")])
-    assert training_tokens(moved) == 6307
-    monkeypatch.chdir(tmp_path)
+                    ("greedy", "both"): 523}  # fmt: skip
     (first, *_) = frontier(groups).axes
     drawn = {line.get_label(): list(line.get_xdata()) for line in first.lines if line.get_label()[0] != "_"}
-    assert set(drawn) == {"cloned", "rl", "again", "guided", "both"}  # those that are not searched are points
+    assert set(drawn) == {"cloned", "rl", "both"}  # those that are not searched are points
     tokens = next(g for g in groups if g.condition == results.Condition("webshop", "greedy", label="rl")).mean("total")
     assert drawn["rl"] == [pytest.approx((6000 + 100 * tokens) / 1e6)]  # of 100 tasks
-    assert [len(line.get_xdata()) for line in first.lines if line.get_markerfacecolor() == "white"] == [2]
     assert frontier([g for g in groups if not g.condition.label]) is None
     Path("trees.meta.json").write_text('{"tokens": null}')  # resumed: what they cost in all is not known
     assert math.isnan(training_tokens(next(g for g in groups if g.condition.method == "qlass")))
-    assert frontier([g for g in groups if g.condition.label in ("", "rl", "rl, old QNet")]) is None
 
 
 # ------------------------------------------------------------------------------------------------------------ the page
 
 
 class Page(HTMLParser):
-    """Every start tag with its attributes, the open elements at the end, and the text of the data element."""
-
-    VOID = frozenset({"meta", "input", "br", "path", "use", "rect", "circle"})
+    """Every start tag with its attributes, all texts, and the text of the data element."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.tags: list[tuple[str, dict]] = []
-        self.open: list[str] = []
         self.data, self.texts = "", []
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.tags and self.tags[-1][1].get("id") == "data" and self.open[-1] == "script":
-            self.data += data
+        if self.tags and self.tags[-1][1].get("id") == "data" and not self.data:
+            self.data = data
         else:
             self.texts.append(data)
 
@@ -447,7 +343,6 @@ def run(tmp_path_factory) -> Path:
 def test_the_page_holds_everything_and_stays_by_itself(run):
     text = (run / "report.html").read_text(encoding="utf-8")
     page = Page(text)
-    assert page.open == []
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     sections = ["tokens", "results", "differences", "targets", "calibration", "steps", "trees", "inputs"]
     assert [name for name in ids if name in sections] == sections  # the figure comes first
@@ -467,44 +362,9 @@ def test_the_page_holds_everything_and_stays_by_itself(run):
 def test_text_of_an_environment_stays_text(run):
     page = Page((run / "report.html").read_text(encoding="utf-8"))
     assert sum(tag == "script" for tag, _ in page.tags) == 2 and "alert(1)" not in "".join(page.texts)
+    assert "innerHTML" not in (run / "report.html").read_text(encoding="utf-8")  # the viewer writes text alone
     assert "Page 1 [SEP] B01 [SEP] Red Mug </script><b>&" in page.texts  # an observation in Fig. 5
     assert not any(tag == "b" for tag, _ in page.tags)
-
-
-EVIL = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"><b>{{trees}}"
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
-def test_in_a_browser_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
-    """Every text of a result and of a tree is a script; the viewer, itself a script, has run and shows them."""
-    step = {"action": EVIL, "observation": EVIL, "thought": EVIL, "candidates": [{"action": EVIL, "q": 0.5}]}
-    row = {"task_id": EVIL, "env": f"lake {EVIL}", "task": EVIL, "type": EVIL, "label": EVIL, "steps": [step],
-           "method": "greedy", "reward": 1.0, "tokens": {"prompt": 1}}  # fmt: skip
-    others = [{"method": "qlass", "M": 2}, {"player": EVIL, "method": "rule"}]
-    write(tmp_path / "results.jsonl", [row | more for more in ({}, *others)])
-    node = {"task_id": EVIL, "node_id": 0, "parent_id": None, "action": None, "observation": EVIL, "reward": 0.0}
-    node |= {"task": EVIL, "messages": [{"role": "user", "content": EVIL}], "nodes": 2, "source": EVIL, "q": 0.1}
-    child = {"node_id": 1, "parent_id": 0, "action": EVIL, "nodes": 2, "done": True}
-    write(tmp_path / "q_labels.jsonl", [node, node | child])
-    (tmp_path / "results.meta.json").write_text(json.dumps({"commit": EVIL, "written": EVIL}))
-    report.main(["--run", str(tmp_path)])
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--virtual-time-budget=5000",
-        f"--user-data-dir={tmp_path}/c",
-    ]
-    command = [BROWSER, *flags, "--dump-dom", (tmp_path / "report.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)[1]
-    written, shown = Page((tmp_path / "report.html").read_text(encoding="utf-8")), Page(done.stdout)
-    assert title != "taken"
-    for tag, attributes in shown.tags:
-        assert tag != "b" and "onerror" not in attributes
-    assert sum(tag == "script" for tag, _ in shown.tags) == sum(tag == "script" for tag, _ in written.tags)
-    assert " ".join(shown.texts).count(EVIL) > " ".join(written.texts).count(EVIL) > 0  # the viewer shows the tree
 
 
 def test_the_viewer_gets_the_trees_as_they_are(run):
@@ -513,13 +373,10 @@ def test_the_viewer_gets_the_trees_as_they_are(run):
     assert data["total"] == 3 and [tree["task"] for tree in data["trees"]] == ["train_0", "train_2"]
     first = [dict(zip(data["fields"], values, strict=True)) for values in data["trees"][0]["nodes"]]
     assert [node["parent"] for node in first] == [-1, 0, 1, 2, 1, 4]
-    assert [node["q"] for node in first] == [node["q"] for node in nodes[:6]]
     for node, line in zip(first, nodes, strict=False):
-        assert data["texts"][node["observation"]] == line["observation"]
+        shown = (node["q"], node["expert"], data["texts"][node["observation"]])
+        assert shown == (line["q"], line.get("expert"), line["observation"])
     assert data["texts"][first[4]["action"]] == "click[b02]" and data["texts"][first[4]["thought"]] == "It is redder."
-    assert first[1]["observation"] == first[4]["observation"]  # a page that recurs is stored once
-    assert [node["expert"] for node in first] == [line.get("expert") for line in nodes[:6]]
-    assert data["trees"][1]["text"] == "i need a blue mug {{results}}"
 
 
 def test_the_same_results_in_any_order_make_the_same_report(run, tmp_path):
@@ -531,20 +388,31 @@ def test_the_same_results_in_any_order_make_the_same_report(run, tmp_path):
     assert again == first
 
 
-def test_results_alone_make_a_page(tmp_path):
-    write(tmp_path / "results.jsonl", LINES[:1])
-    report.main([str(tmp_path / "results.jsonl")])
-    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert page.data == "null" and page.open == []
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_in_a_browser_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
+    """Texts of results and of a tree are scripts; the viewer, itself a script, has run and shows them."""
+    evil = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{trees}}"
+    step = {"action": evil, "observation": evil, "thought": evil, "candidates": [{"action": evil, "q": 0.5}]}
+    row = RESULT | {"task_id": evil, "env": evil, "task": evil, "type": evil, "label": evil, "steps": [step]}
+    write(tmp_path / "results.jsonl", [row, row | {"method": "qlass", "M": 2}])
+    root = {"task_id": evil, "task": evil, "messages": [{"role": "user", "content": evil}], "source": evil, "q": 0.1}
+    root |= {"node_id": 0, "parent_id": None, "action": None, "observation": evil, "reward": 0.0, "nodes": 2}
+    write(tmp_path / "q_labels.jsonl", [root, root | {"node_id": 1, "parent_id": 0, "action": evil, "done": True}])
+    report.main(["--run", str(tmp_path)])
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=1000", f"--user-data-dir={tmp_path}"]
+    command = [BROWSER, *flags, "--dump-dom", (tmp_path / "report.html").as_uri()]
+    shown = Page(subprocess.run(command, capture_output=True, text=True, timeout=120).stdout)
+    written = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "taken" not in shown.texts and all(tag != "img" and "onerror" not in more for tag, more in shown.tags)
+    assert " ".join(shown.texts).count(evil) > " ".join(written.texts).count(evil) > 0  # the viewer shows the tree
 
 
 def test_only_a_report_is_replaced_by_one(tmp_path):
     shutil.copy(RESULTS, tmp_path / "results.jsonl")
     (tmp_path / "notes.md").write_text("my notes")
-    for out, says in ((tmp_path / "results.jsonl", "name the page .html"), (tmp_path / "notes.html", "something else")):
-        with pytest.raises(UserError, match=says):
-            report.main([str(tmp_path), "--out", str(out)])
-    assert (tmp_path / "results.jsonl").read_text() == RESULTS.read_text()
+    with pytest.raises(UserError, match="something else"):
+        report.main([str(tmp_path), "--out", str(tmp_path / "notes.html")])
     assert (tmp_path / "notes.md").read_text() == "my notes"
-    for _ in range(2):
-        report.main([str(tmp_path), "--out", str(tmp_path / "own.html")])

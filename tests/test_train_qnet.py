@@ -24,7 +24,7 @@ from qlass.fast.cache import PromptCache
 from qlass.fast.packing import pack_pairs, packed_loss, packed_scores
 from qlass.loop import Training
 from qlass.policy import Policy
-from qlass.qnet import Pair, QNet, pair_loss, pairs_of, qnet_scores
+from qlass.qnet import Pair, QNet, pair_loss, pairs_of
 
 LOSSES = ["all", "action", "last"]
 
@@ -322,7 +322,7 @@ def test_sibling_accuracy_by_hand():
         (0.2 + 0.2 + 0.1 + 0.0 + 0.3 + 0.3) / (1 + 0.3 + 0.7 + 0.7 + 0.3 + 0.4)
     )
     assert (figures["own_sibling_pairs"], figures["own_sibling_accuracy"]) == (6, figures["sibling_accuracy"])
-    # With right a demonstrator's: walk > left is right, find < left and find < walk are wrong.
+    # With right an expert's: walk > left is right, find < left and find < walk are wrong.
     shown = [dataclasses.replace(p, own=p.action != "Action: right") for p in tree]
     figures = sibling_accuracy([shown], scores)
     assert (figures["sibling_pairs"], figures["own_sibling_pairs"]) == (6, 3)
@@ -350,6 +350,13 @@ def train(tmp_path, agent):
         return QNet.from_pretrained(tmp_path / out)
 
     return command
+
+
+def test_trees_without_a_pair_to_train_on_are_refused(train, tmp_path):
+    root = labelled_tree("train1")[0] | {"nodes": 1}
+    (tmp_path / "labels.jsonl").write_text(dump([*labelled_tree("train0"), root]))  # the first tree is held out
+    with pytest.raises(UserError, match="no pair"):
+        train()
 
 
 def test_the_command_trains_backbone_and_head(train, tmp_path, agent, capsys):
@@ -412,11 +419,12 @@ def test_what_is_measured_is_what_was_saved(train, tmp_path, capsys):
     train()
     about, trees = json.loads((tmp_path / "qnet.meta.json").read_text()), [pairs_of(tree)]
     net = QNet.from_pretrained(tmp_path / "qnet")
-    found = sibling_accuracy(trees, qnet_scores(net, trees))
+    scores = {(p.state, p.action): net.q(p.state, p.action) for tree in trees for p in tree}
+    found = sibling_accuracy(trees, scores)
     assert 0 < found["own_sibling_pairs"] < found["sibling_pairs"]
     assert {key: about["held_out"][key] for key in found} == pytest.approx(found, rel=1e-4)  # one packed, one not
     assert 0 <= about["held_out"]["policy_own_sibling_accuracy"] <= 1
-    assert f"without the demonstrator's nodes {found['own_sibling_accuracy']:.3f} of" in capsys.readouterr().out
+    assert f"without the expert's nodes {found['own_sibling_accuracy']:.3f} of" in capsys.readouterr().out
 
 
 def test_a_frozen_backbone_is_the_agents_own(train, agent):

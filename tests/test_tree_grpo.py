@@ -8,7 +8,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-import transformers
 from fakes import WORLD, FakeEnv, Script, path_of, run, say, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +29,7 @@ from experiments.tree_grpo import (
     policy_loss,
     weights,
 )
-from qlass import UserError, models
+from qlass import UserError
 from qlass.chat import Rendering, State
 from qlass.driver import Sample, drive
 from qlass.policy import Policy
@@ -63,13 +62,6 @@ def test_leaves_earn_what_their_paths_pay():
             assert {text.split()[-1] for text in decision.valid} == set(node)
             node = node[decision.action.split()[-1]]
         assert trajectory.reward == node
-
-
-def test_a_round_is_drawn_before_any_of_it_is_grown(monkeypatch):
-    monkeypatch.setattr(tree_grpo, "uniforms", lambda n, *key: np.full(n, 0.999))  # the newest node
-    (tree,), _, _ = grow(1, 3, 1)
-    last = tree[0].decisions[:-1]
-    assert [trajectory.decisions[: len(last)] for trajectory in tree] == [last] * 4
 
 
 def test_the_drawn_nodes_are_the_root_and_what_is_no_leaf():
@@ -108,9 +100,6 @@ def test_advantages_by_hand():
     for kind, intra in (("inter", 0), ("intra", 1), ("both", 1)):
         expected = np.array(inter) * (kind != "intra") + intra * np.array([1, -1, 0, 0, 0, 0])
         np.testing.assert_allclose(np.concatenate(advantages(trees, kind)), expected, atol=1e-4)
-
-
-def test_flat_groups_and_groups_of_one_say_nothing():
     assert not np.any(advantages(trees_of([[0.7, 0.7], [0.7, 0.7]])))
     chains = advantages(trees_of([[1.0], [0.0]]))  # chain GRPO: no tree compares anything
     np.testing.assert_allclose(np.concatenate(chains), [0.5**0.5, -(0.5**0.5)], atol=1e-5)
@@ -290,21 +279,8 @@ def train(fake_world, agent, tmp_path):
     return start
 
 
-@pytest.fixture
-def free(tmp_path):
-    """Makes an agent of random weights that writes free text."""
-
-    def save(name, **rendering):
-        chat = word_chat(max_new_tokens=6, **rendering)
-        tiny_lm(chat).save_pretrained(tmp_path / name)
-        chat.save(tmp_path / name)
-        return tmp_path / name
-
-    return save
-
-
 def test_it_learns_the_best_leaf_of_a_written_world(train, capsys):
-    lines = train("run", 4000, "--lr", "0.01")
+    lines = train("run", 2000, "--lr", "0.02")
     assert lines[0]["val"] < 1 and max(line["val"] or 0 for line in lines) == 1.0
     assert lines[1]["reward"] < 0.6 < 0.9 < lines[-1]["reward"]
     assert lines[-1]["entropy"] < lines[1]["entropy"] and lines[-1]["kl"] > lines[1]["kl"]
@@ -326,11 +302,6 @@ def test_no_random_number_is_used_twice_and_each_seed_has_its_own(train, tmp_pat
     assert contents(tmp_path / "narrow") == contents(tmp_path / "0") != contents(tmp_path / "1")
 
 
-def test_later_minibatches_have_moved_away_from_the_agent_that_drew(train):
-    (_, still), (_, moved) = (train(size, 1, "--lr", "0.1", "--minibatch", size) for size in ("8", "2"))
-    assert still["clipped"] == 0 < moved["clipped"]
-
-
 def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monkeypatch):
     states = []
 
@@ -342,39 +313,6 @@ def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monk
     assert [line["val"] for line in train("run", 400, "--every", "1")[:3]] == [0.1, 0.6, 0.5]
     best = Policy.load(tmp_path / "run" / "sft-tree_grpo").model.state_dict()
     assert all(torch.equal(w, states[1][name]) for name, w in best.items())
-
-
-def test_an_early_stop_is_validated_and_final(train, monkeypatch, capsys):
-    def learn(learner, env, iterate, *rest):
-        learning.learn(learner, env, lambda last: iterate(last) | {"flat": 1.0, "reward": 0.5}, *rest)
-
-    monkeypatch.setattr(tree_grpo, "learn", learn)
-    lines = train("run", 1e9, "--every", "5")
-    assert len(lines) == 9 and lines[-1]["val"] is not None  # eight flat batches; 8 is no multiple of 5
-    assert "lower --lr" in capsys.readouterr().out
-    assert train("run", 1e9, "--every", "5") == lines
-
-
-def test_a_training_that_diverges_ends_with_a_message(train):
-    with pytest.raises(UserError, match=r"update 2: the gradient is not finite.* lower --lr than 1e\+30"):
-        train("run", 1e9, "--lr", "1e30")
-
-
-def test_without_its_weights_a_training_is_not_begun_anew(train, tmp_path):
-    lines, files = train("run", 300), contents(tmp_path / "run")
-    log, resume = (tmp_path / "run" / f"sft-tree_grpo.{ending}" for ending in ("updates.jsonl", "resume.pt"))
-    log.write_bytes(files[0].splitlines(keepends=True)[0])
-    with pytest.raises(UserError, match="has lost lines"):
-        train("run", 9e9)
-    log.write_bytes(files[0])
-    resume.write_bytes(b"cut short")
-    with pytest.raises(UserError, match=r"resume\.pt: can't be read"):
-        train("run", 9e9)
-    resume.unlink()
-    with pytest.raises(UserError, match=r"resume\.pt is missing: --overwrite"):
-        train("run", 600)
-    assert contents(tmp_path / "run") == files
-    assert train("run", 300, "--overwrite") == lines
 
 
 def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypatch):
@@ -420,20 +358,21 @@ def test_when_to_stop():
     for reward, advice in ((0.95, "nothing is left to learn"), (0.5, "--entropy"), (0.0, "better agent")):
         flat = [line(flat=0.97, reward=reward) for _ in range(8)]
         assert advice in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
-    read = [start | {"env_steps": n} for n in (0, 60, 100, 100)]
-    assert "no more environment steps" in why_stop(read, "env_steps")
-    assert why_stop(read[:3], "env_steps") == "" and why_stop(read, "tokens") == ""
 
 
 @pytest.mark.parametrize("flags", [[], ["--lora", "2"]])
-def test_free_text_and_lora_updates_train_too(train, free, tmp_path, flags):
-    lines = train("run", 100, "--entropy", "0.1", *flags, sft=free("free"))
-    assert lines[-1]["updates"] == 2 * lines[-1]["batch"] >= 2
-    assert lines[-1]["entropy"] > 0 and lines[-1]["kl"] > 0  # words at random earn nothing: the bonus alone moves it
-    saved = Policy.load(tmp_path / "run" / "sft-tree_grpo").model.state_dict()
+def test_free_text_and_lora_updates_train_too(train, tmp_path, flags):
+    lines = []
+    for name, top_p in (("free", 1.0), ("likeliest", 0.01)):
+        chat = word_chat(max_new_tokens=6, top_p=top_p)
+        tiny_lm(chat).save_pretrained(tmp_path / name)
+        chat.save(tmp_path / name)
+        lines.append(train(f"run-{name}", 50, "--entropy", "0.1", *flags, sft=tmp_path / name))
+    # The ratios are of the full distribution, so the trees are drawn from it too, whatever the agent's top_p.
+    assert lines[0] == lines[1] and lines[0][-1]["updates"] == 2 * lines[0][-1]["batch"] >= 2
+    assert lines[0][-1]["entropy"] > 0 and lines[0][-1]["kl"] > 0  # words at random earn nothing: the bonus moves it
+    saved = Policy.load(tmp_path / "run-free" / "sft-tree_grpo").model.state_dict()
     assert saved.keys() == tiny_lm(word_chat()).state_dict().keys()  # merged
-    likeliest = train("likeliest", 100, "--entropy", "0.1", *flags, sft=free("likeliest", top_p=0.01))
-    assert likeliest == lines  # the ratios are of the full distribution, so the trees are drawn from it too
 
 
 @pytest.mark.parametrize(("flags", "shared"), [([], False), (["--lora", "2"], True)])
@@ -461,23 +400,3 @@ def test_two_processes_train_what_one_does(train, agent, tmp_path):
     states = [Policy.load(tmp_path / name / "sft-tree_grpo").model.state_dict() for name in ("one", "two")]
     for name, w in states[0].items():
         assert_close(states[1][name], w, atol=1e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize("kind", [transformers.LlamaConfig, transformers.OPTConfig])
-def test_recomputing_layers_changes_no_gradient_and_drops_nothing_out(kind):
-    torch.manual_seed(0)
-    config = kind(hidden_size=32, ffn_dim=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                  word_embed_proj_dim=32, vocab_size=50, max_position_embeddings=64)  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    learning.without_dropout(model)
-    ids, calls, gradients = torch.arange(20)[None], [], []
-    attention = next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
-    attention.register_forward_pre_hook(lambda *_: calls.append(1))
-    for recomputed in (False, True):
-        models.save_memory(model, None, None, recomputed)
-        model.train(recomputed)(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-        model.zero_grad()
-    assert len(calls) == 3  # once, then forward and backward
-    for a, b in zip(*gradients, strict=True):
-        assert_close(a, b)

@@ -32,14 +32,6 @@ def test_the_page_and_its_pictures_are_what_the_code_and_the_lines_give():
     assert len(re.findall("<!-- code: ", PAGE)) >= 5 and len(re.findall("<!-- rows: ", PAGE)) == len(build.ROWS)
 
 
-def test_a_name_that_is_gone_or_ambiguous_is_an_error():
-    with pytest.raises(SystemExit, match="no file"):
-        build.find("no_such_function")
-    with pytest.raises(SystemExit, match=r"sft\.py, .*train_qnet\.py"):
-        build.find("main")
-    assert build.find("bellman.py main")[0] == "bellman.py"
-
-
 @pytest.mark.parametrize("part", MADE_BY)
 def test_the_lines_are_a_run_of_the_stages(part):
     assert sum(path.stat().st_size for path in build.LINES.rglob("*.jsonl")) < 60_000
@@ -64,52 +56,6 @@ def test_the_lines_are_a_run_of_the_stages(part):
             if method == "qlass":
                 assert step["action"] == max(step["candidates"], key=lambda candidate: candidate["q"])["action"]
         assert reward == pytest.approx(episode["reward"])
-
-
-def test_the_sentences_about_the_lake():
-    messages = build.read("lake/expert.jsonl")[0]["messages"]
-    for message in messages[:3]:
-        assert " ".join(message["content"].split()) in " ".join(PAGE.split())
-    assert [build.move(m["content"]) for m in messages[3::2]] == ["down", "down", "right"]
-    rows = [row for row in build.lake_backup() if row[4]]
-    low = [int(node) for node, _, _, value, truth in rows if float(value) < float(truth) - 1e-9]
-    assert all(float(value) <= float(truth) for *_, value, truth in rows)
-    assert f"Of the {len(rows)} actions in this tree {len(rows) - len(low)} have exactly their Q\\*" in TEXT
-    low = sorted(low)
-    assert f"Too low are {', '.join(map(str, low[:-1]))} and {low[-1]}:" in TEXT
-    gap = {int(node): float(truth) - float(value) for node, _, _, value, truth in rows}
-    assert sorted(node for node in gap if gap[node] == max(gap.values())) == [11, 13, 14] and max(gap.values()) == 0.9
-    assert "Nodes 11, 13 and 14 are furthest off, with 0 instead of 0.9" in TEXT
-    raw = [node["q_raw"] for node in LAKE]
-    assert (min(raw), max(raw)) == (0, 1)
-    new = {branch: [n["node_id"] for n in LAKE[1:] if n["branch"] == branch] for branch in range(1, 7)}
-    assert new == {1: [1, 2, 3, 4, 5, 6], 2: [*range(10, 17)], 3: [7, 8, 9], 4: [17], 5: [], 6: [18]}
-    assert [n["node_id"] for n in LAKE if n["source"] == "expert"] == [17]
-    steps = result("lake", "qlass")["steps"]
-    here, wrong = "03", []
-    for number, step in enumerate(steps):
-        truth = {c["action"]: build.exact(here, build.move(c["action"])) for c in step["candidates"]}
-        wrong += [number] if truth[step["action"]] < max(truth.values()) else []
-        here = build.cell(step["observation"])
-    assert (len(steps), wrong, result("lake", "qlass")["reward"], result("lake", "greedy")["reward"]) == (
-        8,
-        [1, 2],
-        1,
-        0,
-    )
-
-
-def test_the_sentences_about_the_shop():
-    task, page = SHOP[0]["task"], SHOP[1]["observation"].removeprefix("Observation:\n")
-    assert f"> {task} " in TEXT and " ".join(page.split()) in TEXT
-    assert [round(n["reward"], 2) for n in SHOP if n["done"]] == [0.83, 1] and max(n["depth"] for n in SHOP) == 11
-    assert min(SHOP, key=lambda node: node["q"])["node_id"] == 2
-    alone, guided = result("shop", "greedy"), result("shop", "qlass")
-    assert (round(alone["reward"], 2), guided["reward"]) == (0.83, 1)
-    same = [a["action"] == b["action"] for a, b in zip(alone["steps"], guided["steps"], strict=False)]
-    assert same.index(False) == 1
-    bought = [[step["action"].split("\n")[0] for step in episode["steps"]] for episode in (alone, guided)]
-    assert ["Thought: flavor ginger" in actions for actions in bought] == [False, True]
 
 
 def test_the_line_of_the_label_is_the_real_one():

@@ -4,9 +4,6 @@ import itertools
 import json
 import os
 import random
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,46 +59,19 @@ def mean(rewards):
     return sum(rewards) / len(rewards)
 
 
-def clicker(env, task, rng=random.Random(1)):  # noqa: B008 (one stream for all tasks)
-    while True:
-        yield rng.choice(env.valid_actions())
-
-
 # -------------------------------------------------------------------------------------------------------- the files
-def test_same_seed_same_catalogue():
+def test_catalogue():
     first, again, other = (json.dumps(make_webshop.catalogue(seed, 120)) for seed in (3, 3, 4))
     assert first == again != other
-
-
-def test_catalogue_is_large_and_in_webshops_schema():
     files = make_webshop.catalogue()
-    items, told = files["items_shuffle.json"], files["items_ins_v2.json"]
-    assert len({item["asin"] for item in items}) == len(items) == len(told) >= 1000
-    assert len({item["query"] for item in items}) >= 40 and len({item["category"] for item in items}) == 5
+    items, records = files["items_shuffle.json"], files["items_ins_v2.json"]
+    assert len({item["asin"] for item in items}) == len(items) == len(records) >= 1000
     for item in items:
-        assert re.fullmatch(r"[A-Z]\d{3}", item["asin"])
-        assert re.fullmatch(r"\$\d\d\.00", item["pricing"])
-        assert 3 <= len(item["name"].split()) <= 4
-        assert set(told[item["asin"]]["attributes"]) <= set(item["small_description"])
-        assert 1 <= len(item["customization_options"]) <= 2
-        assert all(len(values) == 3 for values in item["customization_options"].values())
-        assert {"full_description", "small_description", "product_category", "images"} < set(item)
-
-
-def test_no_two_products_share_what_is_asked_for():
-    files = make_webshop.catalogue()
-    kinds = {item["asin"]: item["query"] for item in files["items_shuffle.json"]}
-    asked = [
-        (kinds[asin], *sorted(record["instruction_attributes"]))
-        for asin, record in files["items_ins_v2.json"].items()
-        if "instruction" in record
-    ]
-    assert len(set(asked)) == len(asked) >= 600
-
-
-def test_brands_are_never_asked_for(shop):
-    brands = set(make_webshop.BRANDS.lower().split())
-    assert not any(brands & set(goal["instruction_text"].split()) for goal in shop.shop.goals)
+        assert set(records[item["asin"]]["attributes"]) <= set(item["small_description"])
+    kinds = {item["asin"]: item["query"] for item in items}
+    wanted = {asin: record for asin, record in records.items() if "instruction" in record}
+    goals = {(kinds[asin], *sorted(record["instruction_attributes"])) for asin, record in wanted.items()}
+    assert len(goals) == len(wanted) >= 600, "no two products share what is asked for"
 
 
 def test_no_word_of_a_category_passes_for_another():
@@ -115,43 +85,10 @@ def test_no_word_of_a_category_passes_for_another():
             assert similar(plain_color(bought), plain_color(wanted)) == (wanted[1] == bought)
 
 
-def test_made_once_and_again_when_the_generator_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(make_webshop, "GENERATED", tmp_path)
-    folder = make_webshop.ensure(7)
-    first = (folder / "items_shuffle.json").stat()
-    assert make_webshop.ensure(7) == folder == tmp_path / "webshop-7"
-    assert (folder / "items_shuffle.json").stat().st_mtime_ns == first.st_mtime_ns
-    (folder / "made_by").write_text("an older generator")
-    make_webshop.ensure(7)
-    assert (folder / "items_shuffle.json").stat().st_ino != first.st_ino
-    assert [path.name for path in tmp_path.iterdir()] == ["webshop-7"], "temporary folders are cleaned up"
-
-
-@pytest.mark.parametrize("script, number, made", [
-    ("data/make_webshop.py", ["--products", "8"], "items_shuffle.json"),
-    ("data/make_alfworld.py", ["--train", "2"], "json_2.1.1"),
-])  # fmt: skip
-def test_does_not_overwrite_a_folder_with_other_things(tmp_path, script, number, made):
-    (tmp_path / "thesis.tex").touch()
-    command = [sys.executable, script, *number, "--out"]
-    run = subprocess.run([*command, tmp_path], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 2 and "holds something else" in run.stderr.splitlines()[-1]
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-    subprocess.run([*command, tmp_path / "new"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (tmp_path / "new" / made).exists()
-
-
 # -------------------------------------------------------------------------------------------------------- the choice
-def test_enough_goals_in_every_split(shop):
-    products = {s: {shop.shop.goals[int(i)]["asin"] for i in shop.task_ids(s)} for s in ("train", "val", "test")}
-    assert len(shop.task_ids("train")) >= 2600 and len(products["train"]) >= 400
-    assert len(shop.task_ids("val")) >= 200 and len(products["val"]) >= 50
-    assert len(shop.task_ids("test")) >= 400 and len(products["test"]) >= 100
-
-
 def test_the_first_results_page_is_a_family_and_only_reading_tells_which_is_right(shop):
     right, first = [], []
-    for task in some(shop, 300):
+    for task in some(shop, 100):
         shop.reset(options={"task_id": task})
         goal = shop.goal
         shop.step(shop.valid_actions()[0])
@@ -166,34 +103,12 @@ def test_the_first_results_page_is_a_family_and_only_reading_tells_which_is_righ
     assert set(right) == {1} and 0.1 < mean(first) < 0.4
 
 
-def test_errors_cost_part_of_the_reward(shop):
-    """Sent for 3 attributes and 2 options under a limit: each one missed costs a sixth."""
-    task = next(i for i in shop.task_ids("all") if len(shop.shop.goals[int(i)]["goal_options"]) == 2)
-    shop.reset(options={"task_id": task})
-    goal = shop.goal
-    (name, value), *others = goal["goal_options"].items()
-    product = shop.shop.products[shop.shop.position[goal["asin"]]]
-    wrong = next(v for v in product.options[name] if v != value)
-    assert shop.score(goal["asin"], goal["goal_options"])[0] == 1
-    assert shop.score(goal["asin"], dict(others))[0] == pytest.approx(5 / 6)
-    assert shop.score(goal["asin"], {name: wrong, **dict(others)})[0] == pytest.approx(5 / 6)
-    assert shop.score(goal["asin"], {})[0] == pytest.approx(4 / 6)
-    other_kind = next(p for p in shop.shop.products if p.query != goal["query"])
-    assert shop.score(other_kind.asin, goal["goal_options"])[0] == 0
-    extra = next(p for p in shop.shop.products if p.query.startswith(goal["query"] + " "))
-    assert shop.score(extra.asin, goal["goal_options"])[0] == 0
-
-
-def test_random_clicks_earn_little(shop):
-    assert 0 < mean([play(shop, task, clicker)[-1][1] for task in some(shop, 600)]) < 0.2
-
-
 # ------------------------------------------------------------------------------------------------------- the players
 REAL = {"data": SHARED, "title_nouns": SHARED / "title_nouns_standin.json.gz"}
 
 
 def test_the_demonstrator_reads_and_no_rule_comes_near_it(shop):
-    for task in (tasks := shop.task_ids("val")[:200]):
+    for task in (tasks := shop.task_ids("val")[:80]):
         steps = play(shop, task, expert)
         assert steps[-1] == ("click[buy now]", 1.0) and ("click[features]", 0.0) in steps and len(steps) <= 15
     for name in shop.rules():
@@ -216,7 +131,7 @@ def test_the_demonstrator_with_other_steps_goals_and_seeds(tmp_path, monkeypatch
 @recorded
 def test_the_demonstrator_on_the_real_products():
     env = envs.make("webshop", **REAL)
-    assert mean([play(env, task, expert)[-1][1] for task in env.task_ids("val")[:300]]) >= 0.85
+    assert mean([play(env, task, expert)[-1][1] for task in env.task_ids("val")[:100]]) >= 0.85
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param(REAL, marks=recorded)], ids=["bundled", "real"])
@@ -239,30 +154,14 @@ def test_only_the_oracle_acts_on_the_hidden_goal(options):
     assert same.pop("oracle") < len(tasks) and set(same.values()) == {len(tasks)}
 
 
-@pytest.mark.parametrize("human_goals", [False, True])
-def test_oracle_buys_all_that_is_asked_for(human_goals):
-    env = envs.make("webshop", human_goals=human_goals)
-    for task in some(env, 200):
-        steps = play(env, task, oracle)
-        assert steps[-1] == ("click[buy now]", 1.0) and len(steps) <= 6
-
-
-@pytest.mark.parametrize("max_steps", [3, 4, None])
-def test_oracle_takes_what_pays_best_within_its_steps(max_steps):
+@pytest.mark.parametrize("options", [{"max_steps": 3}, {"max_steps": 4}, {"max_steps": None}, {"human_goals": True}])
+def test_oracle_takes_what_pays_best_within_its_steps(options):
     """n steps buy the right product with n - 3 of its options."""
-    env = envs.make("webshop", max_steps=max_steps)
+    env = envs.make("webshop", **options)
     for task in some(env, 40):
-        steps = play(env, task, oracle)
-        options = len(env.goal["goal_options"])
-        clicked = options if max_steps is None else min(options, max_steps - 3)
-        assert steps[-1][1] == pytest.approx((4 + clicked) / (4 + options)) and len(steps) == 3 + clicked
-
-
-def test_oracle_without_the_steps_to_buy_says_so():
-    env = envs.make("webshop", max_steps=2)
-    env.reset(options={"task_id": "0"})
-    with pytest.raises(envs.UserError, match="at least 3"):
-        next(env.oracle("0"))
+        steps, values = play(env, task, oracle), len(env.goal["goal_options"])
+        clicked = min(values, (options.get("max_steps") or 9) - 3)
+        assert steps[-1][1] == pytest.approx((4 + clicked) / (4 + values)) and len(steps) == 3 + clicked
 
 
 @recorded

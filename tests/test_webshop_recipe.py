@@ -1,10 +1,6 @@
 """ETO's recipe through the stages: human goals, its split files, its instruction, its file of expert trajectories."""
 
 import json
-import os
-from pathlib import Path
-
-import pytest
 
 import bellman
 import build_trees
@@ -15,8 +11,6 @@ import train_qnet
 from qlass.chat import State, parse_action, react
 from qlass.files import actions_by_task, read_trajectories
 
-SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
-recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the real catalogue is not here")
 INSTRUCTION = "You are web shopping.\nAn action is search[keywords] or click[value]."
 
 
@@ -31,18 +25,13 @@ def eto(env, task_id):
     return {"id": f"webshop_{task_id}", "conversations": turns}
 
 
-@pytest.mark.parametrize("data", [None, pytest.param(SHARED, marks=recorded)], ids=["bundled", "real"])
-def test_human_goals_split_files_and_instruction_are_one_recipe(data, tmp_path, capsys):
+def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys):
     (tmp_path / "instruction.txt").write_text(INSTRUCTION)
     (tmp_path / "splits").mkdir()
     for name, indices in {"train": [0, 3, 5, 3], "test": [1, 2]}.items():
         (tmp_path / "splits" / f"{name}_indices.json").write_text(json.dumps(indices))
-    options = {
-        "human_goals": True,
-        "split_file": str(tmp_path / "splits"),
-        "instruction": str(tmp_path / "instruction.txt"),
-    }
-    env = envs.make("webshop", data=data, **options)
+    options = {"split_file": str(tmp_path / "splits"), "instruction": str(tmp_path / "instruction.txt")}
+    env = envs.make("webshop", human_goals=True, **options)
     assert sorted(env.task_ids("train")) == ["0", "3", "5"] and sorted(env.task_ids("test")) == ["1", "2"]
     assert isinstance(env.shop.goals[0]["goal_options"], list), "people name values, not options"
     (tmp_path / "eto.json").write_text(json.dumps([eto(env, task) for task in env.task_ids("train")]))
@@ -58,7 +47,7 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(data, tmp_path, 
                 assert met.messages[-1] == following
         assert met.messages == state.messages[:-1]
 
-    flags = ["--env", "webshop", "--run", str(tmp_path), *(["--webshop-data", str(data)] if data else [])]
+    flags = ["--env", "webshop", "--run", str(tmp_path)]
     flags += ["--human-goals", "--split-file", options["split_file"], "--instruction", options["instruction"]]
     sft.main([*flags, "--expert", str(tmp_path / "eto.json"), "--epochs", "2"])
     build_trees.main([*flags, "--rollouts", "2"])

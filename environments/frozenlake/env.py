@@ -25,7 +25,7 @@ class FrozenLakeEnv(TextEnv):
     map is "8x8", "4x4", "lakes" (tasks are starts; on 24 lakes, enough of them to decide a claim), "lakes2" (on 24
     others), "random8" or "random4" (tasks are maps). Gymnasium's rules hold, so the ice slips by chance if it is
     slippery; a reset without a seed gives a task the same chances every time it is played.
-    stray: how often the demonstrator makes just any move that keeps the goal in reach, so that who learns from it knows
+    stray: how often the expert makes just any move that keeps the goal in reach, so that who learns from it knows
     more than one way. 0: always the shortest.
     """
 

@@ -71,8 +71,19 @@ def bare(name: str) -> str | None:
     return None if scenery else _words(name)
 
 
+def held_after(held: tuple[str, ...], observation: str) -> tuple[str, ...]:
+    """What the agent knows that it holds, by what it has read."""
+    if observation.startswith("In your inventory, you see:"):
+        return tuple(line.strip() for line in observation.splitlines()[1:])
+    moved = re.fullmatch(r"You move the (.+) to the (.+)\.", observation.strip())
+    if not moved:
+        return held
+    others = tuple(name for name in held if _words(moved[1]) not in _words(name))
+    return (*others, moved[1]) if moved[2] == "inventory" else others
+
+
 def candidates(valid: list[str], task: str, recent: str, inventory: str) -> list[str]:
-    """At most AMONG of the valid actions, by a rule that knows what the agent was shown, and what it holds.
+    """At most AMONG of the valid actions, by a rule that knows what the agent was shown, and so what it holds.
 
     Looking around, waiting and teleporting come first. Then the verbs take turns, each beginning with the objects that
     the task names (twice the weight), that the last turns spoke of, or that the agent holds; first what EXPLORES and

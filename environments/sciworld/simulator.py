@@ -270,9 +270,6 @@ class Simulators:
     def valid_actions(self, task: Task, played: tuple[str, ...]) -> list[str]:
         return list(self.ask(task, played, "valid actions", lambda s: s.valid_actions()))  # the caller's own
 
-    def inventory(self, task: Task, played: tuple[str, ...]) -> str:
-        return self.ask(task, played, "inventory", lambda s: s.engine.freeActionInventory())
-
     @functools.cached_property
     def variations(self) -> dict[str, int]:
         """Task name -> number of its variations, as the package's own simulator knows them."""

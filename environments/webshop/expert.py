@@ -1,4 +1,4 @@
-"""How to shop, three ways: by a rule, as a careful reader (the demonstrator), and knowing the goal (the oracle).
+"""How to shop, three ways: by a rule, as a careful reader (the expert), and knowing the goal (the oracle).
 
 A player yields (thought, action) while its caller steps the same environment. Rules and reader know the task's sentence
 and the pages shown so far; the oracle alone looks at the goal. A thought is the page's own wording of the action.
@@ -90,7 +90,7 @@ RULES: dict[str, Callable[[Offer], Any]] = {
 }
 
 
-# -------------------------------------------------------------------------------------------------- the demonstrator
+# --------------------------------------------------------------------------------------------------------- the expert
 def read(env: Any) -> Player:
     """Open what is under the price, in the order of the page; read its features while the steps allow to act on them;
     go back if it lacks a word of the description. Where nothing has them all, buy what came nearest."""

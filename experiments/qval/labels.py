@@ -2,7 +2,7 @@
 
     exact    the optimal policy: FrozenLake by value iteration, WebShop by weighing every purchase in reach
     planner  the shortest plan of a player who knows where everything is (ALFWorld)
-    expert   the environment's demonstrator, from the state that the action leads to; K times where the ice slips
+    expert   the environment's expert, from the state that the action leads to; K times where the ice slips
     policy   K rollouts of the agent: "max" is QVAL's MVMC, "mean" the plain Monte-Carlo value
 
 If the episode ends with reward r after n steps, the action's own included, the action is worth gamma^(n - 1) r. The
@@ -56,7 +56,7 @@ def exact(env: envs.TextEnv, action: str, gamma: float) -> float:
 
 
 def expert(env: envs.TextEnv, task_id: str, action: str, gamma: float, key: tuple = ()) -> float:
-    """The discounted reward of the demonstrator after this action."""
+    """The discounted reward of the expert after this action."""
     start = env.snapshot()
     reseed(env, key)
     _, reward, terminated, truncated, _ = env.step(action)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -18,7 +19,7 @@ from experiments.qval.labels import EXACT, variants
 from experiments.qval.metrics import alignment, cell, markdown
 from experiments.qval.points import Point
 from qlass.files import replacing
-from qlass.stats import bootstrap, holm
+from qlass.stats import bootstrap
 from reporting.figures import STYLE, save
 
 FAMILIES = {"control": "#8c8c8c", "code": "#009e73", "learned": "#0072b2", "tree": "#56b4e9", "policy": "#e69f00",
@@ -53,6 +54,13 @@ class Study:
         """{name of a set of labels: its reference and the labels}."""
         return {name: (reference, labels) for reference, returns in self.returns.items()
                 for name, labels in variants(reference, returns).items()}  # fmt: skip
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p values adjusted for as many tests as there are (Holm 1979)."""
+    order = np.argsort(p, kind="stable")
+    steps = np.minimum(1, np.arange(len(p), 0, -1) * np.asarray(p)[order])
+    return np.maximum.accumulate(steps)[np.argsort(order)].tolist()
 
 
 def alignments(study: Study, labels: pd.Series) -> pd.DataFrame:

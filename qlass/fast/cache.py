@@ -196,21 +196,23 @@ class PromptCache:
             rows, later = self.rows(prompts, [tails[i] for i in waiting])
             # First reads are long and later ones short: side by side, half of what the model computes would be padding.
             for group in batches(rows, lambda r: len(r.tree), budget, before=lambda r: r.known, like=self.LIKE):
-                some = [rows[g] for g in group]
-                cache, before, width = self.batch(some), max(r.known for r in some), max(len(r.tree) for r in some)
-                pads = [width - len(r.tree) for r in some]
-                asked = {p + t for r, p in zip(some, pads, strict=True) for _, last, paths in r.read
-                         for path in ([last], *paths) for t in path}  # fmt: skip
-                column = {c: i for i, c in enumerate(sorted(asked))}
-                inputs = tree_inputs(model, [r.tree for r in some], [r.known for r in some])
+                members = [rows[g] for g in group]
+                cache = self.batch(members)
+                before = max(row.known for row in members)
+                width = max(len(row.tree) for row in members)
+                pads = [width - len(row.tree) for row in members]
+                needed = {pad + token for row, pad in zip(members, pads, strict=True) for _, last, paths in row.read
+                          for path in ([last], *paths) for token in path}  # fmt: skip
+                column = {c: i for i, c in enumerate(sorted(needed))}
+                inputs = tree_inputs(model, [row.tree for row in members], [row.known for row in members])
                 columns = torch.tensor(list(column), device=model.device)
                 outputs = forward({**inputs, "past_key_values": cache, "use_cache": True}, columns)
-                self.computed += sum(len(r.tree) for r in some)
-                for at, (row, pad) in enumerate(zip(some, pads, strict=True)):
+                self.computed += sum(len(row.tree) for row in members)
+                for at, (row, pad) in enumerate(zip(members, pads, strict=True)):
                     self.remember(row, cache, at, before + pad)
                     for i, last, paths in row.read:
-                        found = [[column[pad + t] for t in path] for path in paths]
-                        yield waiting[i], outputs[at], column[pad + last], found
+                        places = [[column[pad + token] for token in path] for path in paths]
+                        yield waiting[i], outputs[at], column[pad + last], places
             waiting = [waiting[i] for i in later]
 
 

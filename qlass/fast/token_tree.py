@@ -130,17 +130,6 @@ def tree_inputs(model: Any, trees: Sequence[TokenTree], past: Sequence[int] | No
     return {"input_ids": ids.to(device), "position_ids": at[:, before:], "attention_mask": masks}
 
 
-def like_a_tree(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Inputs for a sequence (1, T) with the mask of a token tree as large, to measure what such a tree takes."""
-    if getattr(model, "plain", False):
-        return {"input_ids": ids}
-    first, *others = ids[0].tolist()
-    tree = TokenTree()
-    tree.add([first, *others[:-1]])
-    tree.add([abs(first - 1)])  # another beginning
-    return tree_inputs(model, [tree])
-
-
 def batches(
     items: Sequence[Any], length: Callable[[Any], int], budget: int, rows: Callable[[Any], int] = lambda _: 1,
     before: Callable[[Any], int] = lambda _: 0, like: float = 0.0,
