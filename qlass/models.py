@@ -67,6 +67,9 @@ def ordinary(model: Any) -> Any:
 
 
 def load_tokenizer(path: str | Path) -> Any:
+    names = ("tokenizer*", "*.model", "vocab*")
+    if Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in names):
+        raise ValueError("no tokenizer in the folder: copy the files of its base model's there")
     folder, file = source(path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **file)
     if tokenizer.pad_token_id is None:

@@ -226,3 +226,9 @@ def test_a_gguf_file_is_a_model_like_any_other(tmp_path, fake_world):
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError, match=r"broken\.gguf: not a checkpoint"):
         models.load_checkpoint(tmp_path / "broken.gguf", AutoModelForCausalLM, None)
+
+
+def test_a_folder_without_a_tokenizer_says_what_to_copy(tmp_path, agent):
+    shutil.copytree(agent, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(UserError, match="no tokenizer in the folder: copy"):
+        Policy.load(tmp_path / "bare")
