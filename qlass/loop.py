@@ -334,6 +334,8 @@ def is_trained(arguments: dict[str, Any], inputs: Iterable[Path]) -> bool:
         finish(out)
         files.meta_path(out).unlink(missing_ok=True)
         files.discard(out)
+    if (partial / "last.pt").exists():
+        raise UserError(f"{partial}: a training that an earlier version began: --overwrite starts it again")
     begun = any(partial.glob("state-*"))
     if not arguments["overwrite"] and ((out / "config.json").exists() or begun):
         files.same_arguments(out, arguments, MAY_DIFFER)

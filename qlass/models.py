@@ -94,12 +94,12 @@ def load_checkpoint(
     options = {"dtype": torch.float32 if train else dtype, **quantised(load_in, where), **NO_CODE}
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
-    _, file = source(path)
     try:
-        adapter = None if file else transformers.utils.find_adapter_config_file(str(path))
+        adapter = None if source(path)[1] else transformers.utils.find_adapter_config_file(str(path))
         base = base_of(path, load_in) if adapter else path
+        name, file = source(base)
         of_base = transformers.AutoModelForCausalLM if adapter else kind  # from there an adapter names its layers
-        model, report = of_base.from_pretrained(source(base)[0], output_loading_info=True, **options, **file)
+        model, report = of_base.from_pretrained(name, output_loading_info=True, **options, **file)
         model = ordinary(model) if file else model
         if adapter:
             model = with_adapter(model, path)
@@ -107,6 +107,8 @@ def load_checkpoint(
         named = adapter and not (Path(path) / "tokenizer_config.json").exists()
         tokenizer = load_tokenizer(base if named else path)
         rendering = rendering or Rendering.load(path)
+    except UserError:
+        raise
     except Exception as error:  # tokenizers raises no kind of its own
         why = " ".join(f"{type(error).__name__}: {error}".split())[:400]  # the reason may stand in a later line
         raise UserError(f"{path}: not a checkpoint that transformers can load ({why})") from None

@@ -293,3 +293,12 @@ def test_processes_that_do_not_see_one_another_are_refused(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(UserError, match=r"WORLD_SIZE is 2, but this process sees 1: .*torchrun --nproc-per-node 2 --"):
         loop.start()
+
+
+def test_an_unfinished_training_of_an_earlier_version_is_not_started_again_in_silence(tmp_path):
+    arguments = {"out": tmp_path / "sft", "overwrite": False}
+    (tmp_path / "sft.partial").mkdir()
+    (tmp_path / "sft.partial" / "last.pt").touch()
+    with pytest.raises(UserError, match="an earlier version began: --overwrite"):
+        is_trained(arguments, [])
+    assert not is_trained(arguments | {"overwrite": True}, [])
