@@ -288,6 +288,8 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_arguments(args)
     tiny = TINY | {"epochs": None, "batch": None, "n_expert": env.demonstrations}  # for the first two see `length`
     settle(args, tiny if args.model == "tiny" else PAPER | ({"lr": models.LR} if args.lora else {}))
+    if args.model.startswith((".", "/")) or args.model.endswith(".gguf"):  # no hub name
+        cli.must_exist(Path(args.model))
     args.out = checkpoint_folder(args.out or args.run / "sft", args.model)
     process = loop.start(args.device)
     lock = only_writer(args.out) if process.is_main_process else None
