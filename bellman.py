@@ -22,7 +22,8 @@ from pathlib import Path
 
 from qlass import UserError
 from qlass.cli import HANDED_ON, at_least, needed, parse, parser, run_stage
-from qlass.files import dumps, fields_of, locked, read_meta, read_trees, replacing, same_arguments, write_meta
+from qlass.files import dumps, locked, read_meta, replacing, same_arguments, write_meta
+from qlass.records import fields_of, read_trees
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 TAKES = "seconds"

@@ -29,8 +29,9 @@ from qlass import UserError
 from qlass.chat import Rendering, State, parse_action, react
 from qlass.cli import at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Sample, ask, drive
-from qlass.files import SAMPLING_FREE, Output, TreeNode, actions_by_task, cloned_from, wrong
+from qlass.files import SAMPLING_FREE, Output, cloned_from
 from qlass.flags import add_loading, add_sampling, load_agent
+from qlass.records import TreeNode, actions_by_task, wrong
 
 # App. A.2: D = 3 on WebShop, 6 on ScienceWorld, 8 on ALFWorld (each environment's `tree_depth`). W = 3 and the bound on
 # the rollouts are ours: an unbounded tree takes up to W^(D+1).

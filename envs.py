@@ -36,7 +36,7 @@ from gymnasium import spaces
 
 from qlass import UserError
 from qlass.cli import more
-from qlass.files import read_text
+from qlass.records import read_text
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 KINDS = {bool: "true or false", int: "a whole number", float: "a number"}  # of --env-option's values

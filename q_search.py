@@ -40,10 +40,11 @@ from qlass.chat import Rendering, State, parse_action, react, uniforms
 from qlass.checks import leaks
 from qlass.cli import at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Candidate, Likelihood, Sample, Score, ask, drive
-from qlass.files import SAMPLING_FREE, Output, complete_results, identity
+from qlass.files import SAMPLING_FREE, Output
 from qlass.flags import add_loading, add_sampling, load_agent, load_qnet
 from qlass.oracles import Scores, by_q_or_reward, by_true_value
 from qlass.paraphrase import add_paraphrases, rewording
+from qlass.records import complete_results, identity
 
 PAPER = {"M": 2, "N": 1}  # App. A.2
 COMPARED = [2, 4, 6]  # M and N of `--method all`

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qlass import UserError, cli
-from qlass.files import read_text, replacing
+from qlass.files import replacing
+from qlass.records import read_text
 
 if TYPE_CHECKING:
     from reporting.results import Group

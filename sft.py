@@ -35,9 +35,10 @@ from qlass.cli import at_least, choices, more, parse, settle
 from qlass.driver import in_time
 from qlass.fast.logits import predictions as predictions_that_count
 from qlass.fast.token_tree import batches
-from qlass.files import agreed, checkpoint_folder, only_writer, read_trajectories, release
+from qlass.files import checkpoint_folder, only_writer, release
 from qlass.flags import add_training, check_training
 from qlass.loop import Training, finish, is_trained
+from qlass.records import agreed, read_trajectories
 from qlass.tiny import AIDS, observation_loss, tiny_model
 
 PAPER = {"n_expert": None, "epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free", "micro_tokens": 8192}  # Table 5

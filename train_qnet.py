@@ -32,11 +32,12 @@ from qlass.checks import policy_scores, print_ranking, sibling_accuracy
 from qlass.cli import at_least, choices, more, parse, settle
 from qlass.fast.packing import PackedPairs, pack_pairs, packed_loss, packed_scores
 from qlass.fast.token_tree import batches
-from qlass.files import checkpoint_folder, only_writer, read_trees, release, replacing_folder
+from qlass.files import checkpoint_folder, only_writer, release, replacing_folder
 from qlass.flags import add_prompted, add_training, check_training, rendering_of, warn_of_another_world
 from qlass.loop import Training, finish, is_trained
 from qlass.policy import Policy
 from qlass.qnet import Pair, QNet, pair_loss, pairs_of
+from qlass.records import read_trees
 
 # Table 5 and Eq. (11); why the tiny model's loss is on the last token: docs/differences.md
 PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096, "micro_tokens": 8192}

@@ -40,9 +40,10 @@ from qlass import UserError
 from qlass.chat import Chat, Rendering, State, parse_action
 from qlass.cli import at_least, must_exist, needed, parse, run_stage
 from qlass.driver import Sample, ask, drive
-from qlass.files import by_agent, cloned_from, first_observation, known_id, read_trajectories, read_trees
+from qlass.files import cloned_from
 from qlass.policy import Policy
 from qlass.qnet import Pair, pairs_of
+from qlass.records import by_agent, first_observation, known_id, read_trajectories, read_trees
 
 LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY
 LR_TINY = 1e-4

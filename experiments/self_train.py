@@ -40,6 +40,7 @@ from qlass.driver import Sample, Score, drive
 from qlass.files import Output
 from qlass.flags import add_loading, add_sampling, load_agent, load_qnet
 from qlass.qnet import states_of
+from qlass.records import read_trajectories, read_trees
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
 FIELDS = ("depth", "done", "source", "messages")  # of a tree, that not every one has
@@ -103,7 +104,7 @@ def demonstrations(checkpoint: Path, env: str) -> list[dict]:
     if path is None:
         raise UserError(f"{checkpoint}: the demonstrations that it was cloned from are gone")
     lines = []
-    for state, record in itertools.islice(files.read_trajectories(path), most):
+    for state, record in itertools.islice(read_trajectories(path), most):
         task = {key: record[key] for key in ("task_id",) if key in record}  # first, as there
         fields = {"env": env, "task": state.task, "messages": state.dump(), "reward": record.get("reward")}
         lines.append(task | fields | {key: record[key] for key in ("id", "game_file", "source") if key in record})
@@ -162,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
 
     if args.method == "tree":
         args.trees, args.qnet = needed(args.trees, args.run / "trees.jsonl", "build_trees", args), None
-        lines = list(filter(None, map(best_branch, files.read_trees(args.trees, FIELDS))))
+        lines = list(filter(None, map(best_branch, read_trees(args.trees, FIELDS))))
     else:
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args) if args.method == "qlass" else None
         tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)

@@ -23,7 +23,7 @@ import jinja2
 import numpy as np
 
 from qlass import UserError
-from qlass.files import is_flag, is_number, is_text, maybe, read_object, wrong
+from qlass.records import is_flag, is_number, is_text, maybe, read_object, wrong
 from qlass.tiny import MARK, mark, unmark, with_aids
 
 # ------------------------------------------------------------------------------------------------- states and actions
@@ -387,9 +387,9 @@ class Chat:
 
     def stays(self, state: State) -> int:
         """How many lists at the front of a prompt are never cut: the instruction, and the task where it comes apart."""
-        said = [message for message in state.messages if message[0] != "system"]
+        turns = [message for message in state.messages if message[0] != "system"]
         agreement = ("assistant", self.rendering.agreement or "OK")
-        alone = self.rendering.compact or self.rendering.markov or said[1:2] != [agreement]
+        alone = self.rendering.compact or self.rendering.markov or turns[1:2] != [agreement]
         return 1 if alone else 3
 
     def prompt(self, state: State) -> list[int]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qlass.chat import State
-from qlass.files import input_of, is_text, known_id, lineage, openings, records_of
+from qlass.files import input_of, lineage
+from qlass.records import is_text, known_id, openings, records_of
 
 if TYPE_CHECKING:
     from envs import TextEnv

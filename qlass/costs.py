@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from qlass.chat import Chat, State
-from qlass.files import is_number
 from qlass.paraphrase import reword
+from qlass.records import is_number
 
 NONE = {"prompt": 0, "generated": 0, "scored": 0}  # of a player without a model
 

@@ -12,7 +12,8 @@ from typing import Any
 from qlass import UserError
 from qlass.chat import PROMPTED, RENDERED, SETTINGS, Rendering
 from qlass.cli import at_least
-from qlass.files import read_meta, wrong
+from qlass.files import read_meta
+from qlass.records import wrong
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:

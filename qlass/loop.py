@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from qlass import UserError, files
+from qlass.records import read_object
 
 MAY_DIFFER = (*files.TRAINING_FREE, *files.FREE)  # between a training and its continuation
 FIRST = 20  # updates
@@ -286,7 +287,7 @@ class Training:
         """Weights, moments and random numbers of a state, and where it stands."""
         n = self.accelerator.num_processes
         try:
-            saved = files.read_object(state / "progress.json")
+            saved = read_object(state / "progress.json")
             before, progress = saved["processes"], Progress(**saved["progress"])
             if before == n:
                 accelerate.utils.load(state / f"random_states_{self.accelerator.process_index}.pkl")  # see below

@@ -21,7 +21,7 @@ from torch import nn
 from qlass import UserError, models
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
-from qlass.files import read_object, wrong
+from qlass.records import read_object, wrong
 
 
 class QNet(nn.Module):

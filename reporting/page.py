@@ -15,6 +15,7 @@ from html import escape
 from pathlib import Path
 
 from qlass import files
+from qlass.records import read_results, read_trees
 from reporting.results import Group, scored_candidates, split_react
 from reporting.tables import Table
 
@@ -92,7 +93,7 @@ def cases(groups: Sequence[Group]) -> str:
 
 
 def load(path: Path, line: int) -> dict:
-    return next(itertools.islice(files.read_results(path), line - 1, None))
+    return next(itertools.islice(read_results(path), line - 1, None))
 
 
 def case(title: str, greedy: dict, guided: dict, opened: bool) -> str:
@@ -145,10 +146,10 @@ def tree_data(path: Path | None, limit: int) -> str:
     """
     if path is None:
         return "null"
-    total = sum(1 for _ in files.read_trees(path))
+    total = sum(1 for _ in read_trees(path))
     shown = {int((i + 0.5) * total / limit) for i in range(limit)} if limit < total else set(range(total))
     texts: dict[str, int] = {}
-    trees = [viewer_tree(tree, texts) for i, tree in enumerate(files.read_trees(path)) if i in shown]
+    trees = [viewer_tree(tree, texts) for i, tree in enumerate(read_trees(path)) if i in shown]
     data = {"total": total, "fields": FIELDS, "texts": list(texts), "trees": trees}
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 

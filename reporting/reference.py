@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from bellman import children_of
 from qlass.chat import parse_action
-from qlass.files import read_jsonl
+from qlass.records import read_jsonl
 from reporting.figures import COLOURS, GREY, INK, STYLE
 
 FOLDER = Path(__file__).parents[1] / "runs" / "reference_output"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from qlass import UserError, files
+from qlass import UserError, files, records
 from qlass.chat import RENDERED
 from qlass.stats import Estimate, interval
 
@@ -159,7 +159,7 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
     """
     rows = []
     for label, path in sources:
-        rows += [episode(record, label, path, line) for line, record in enumerate(files.read_results(path), 1)]
+        rows += [episode(record, label, path, line) for line, record in enumerate(records.read_results(path), 1)]
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")
     table = pd.DataFrame.from_records(rows).astype({"M": "Int64", "N": "Int64"})
@@ -174,8 +174,8 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
                 raise UserError(f"{places}: two different results of {about}: {APART}")
     groups = []
     for key, episodes in table.drop_duplicates(same).groupby(CONDITION, dropna=False):
-        known = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}
-        groups.append(Group(Condition(**known), episodes))
+        conditions = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}
+        groups.append(Group(Condition(**conditions), episodes))
     groups.sort(key=lambda group: group.condition.order())
     check_pools(groups)
     return groups

@@ -24,16 +24,9 @@ import q_search
 from qlass import UserError, cli, files
 from qlass.chat import Rendering
 from qlass.checks import Learned, leaked, learned_from
-from qlass.files import (
-    Resumable,
-    actions_by_task,
-    cloned_from,
-    complete_results,
-    read_results,
-    read_trajectories,
-    read_trees,
-)
+from qlass.files import Resumable, cloned_from
 from qlass.qnet import pairs_of
+from qlass.records import actions_by_task, complete_results, read_results, read_trajectories, read_trees
 from reporting import page
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ import envs
 from build_trees import RETRIES
 from qlass import UserError
 from qlass.chat import Rendering, parse_action
-from qlass.files import actions_by_task
+from qlass.records import actions_by_task
 
 FREE = Rendering(temperature=0.9)
 

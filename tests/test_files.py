@@ -19,6 +19,7 @@ import bellman
 import envs
 from qlass import UserError, cli, files
 from qlass.files import Output, Resumable, release
+from qlass.records import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 GROUPS = [[{"task": f"t{g}", "n": n, "text": "✓é" * n} for n in range(g + 1)] for g in range(3)]
@@ -32,7 +33,7 @@ def whole_groups(records: list[dict]) -> int:
 
 
 def ids(path: Path) -> list[int]:
-    return [record["n"] for record in files.read_jsonl(path)]
+    return [record["n"] for record in read_jsonl(path)]
 
 
 def in_another_process(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -46,9 +47,9 @@ def in_another_process(code: str, **environment: str) -> subprocess.CompletedPro
 def test_lines_come_back_as_they_were_unknown_fields_and_ids_too(tmp_path):
     records = [{"a": "✓ é\n\u2028", "b": None}, {"task_id": "007", "more": [1, 2.5]}]
     files.write_jsonl(tmp_path / "deep" / "x.jsonl", records)
-    assert list(files.read_jsonl(tmp_path / "deep" / "x.jsonl")) == records
+    assert list(read_jsonl(tmp_path / "deep" / "x.jsonl")) == records
     (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')  # a byte order mark is no text
-    assert [record["a"] for record in files.read_jsonl(tmp_path / "x.jsonl")] == [1, 2]
+    assert [record["a"] for record in read_jsonl(tmp_path / "x.jsonl")] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_what_can_not_be_read_is_named(tmp_path, content, says):
     if content is not None:
         (tmp_path / "x.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=r"x\.jsonl" + says if content else says):
-        list(files.read_jsonl(tmp_path / "x.jsonl"))
+        list(read_jsonl(tmp_path / "x.jsonl"))
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
@@ -117,7 +118,7 @@ def test_a_file_cut_at_any_byte_grows_to_the_same_file(cut):
         for group in GROUPS[kept:]:
             file.append(group)
         file.close()
-        assert list(files.read_jsonl(path)) == list(chain(*GROUPS))
+        assert list(read_jsonl(path)) == list(chain(*GROUPS))
 
 
 def test_empty_lines_are_no_lines_and_a_file_of_another_kind_stays(tmp_path):

@@ -11,7 +11,7 @@ import q_search
 import sft
 import train_qnet
 from docs.switches import Switches
-from qlass.files import read_jsonl
+from qlass.records import read_jsonl
 
 FLAG = "docs.switches:Switches"
 

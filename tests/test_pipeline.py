@@ -18,7 +18,8 @@ import sft
 from environments.webshop import engine as webshop
 from qlass.chat import Chat, Rendering, State
 from qlass.cli import run_stage
-from qlass.files import meta_path, read_jsonl, read_trees
+from qlass.files import meta_path
+from qlass.records import read_jsonl, read_trees
 from qlass.tiny import AIDS, tiny_model
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ from experiments.self_train import best_branch, kept
 from q_search import Method
 from qlass import UserError
 from qlass.chat import State, parse_action
-from qlass.files import by_agent, read_jsonl
+from qlass.records import by_agent, read_jsonl
 
 # ------------------------------------------------------------------------------------------------------------- trees
 

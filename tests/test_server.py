@@ -22,10 +22,10 @@ import q_search
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Sample
-from qlass.files import read_trees
 from qlass.flags import load_agent
 from qlass.models import load_checkpoint, save_checkpoint
 from qlass.policy import Policy
+from qlass.records import read_trees
 from qlass.server import Endpoint, ServerPolicy
 
 CHAT = word_chat(temperature=0.8)

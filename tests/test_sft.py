@@ -19,10 +19,10 @@ import q_search
 import sft
 from qlass import UserError, models
 from qlass.chat import Chat, Rendering, State
-from qlass.files import first_observation, read_jsonl, read_trajectories
 from qlass.flags import begin_as_cloned
 from qlass.loop import Training, cosine
 from qlass.policy import Policy
+from qlass.records import first_observation, read_jsonl, read_trajectories
 from qlass.tiny import AIDS, MARK, observation_loss
 
 CHAT = word_chat()

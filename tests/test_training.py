@@ -22,8 +22,8 @@ from test_train_qnet import labelled_tree
 from torch import nn
 
 from qlass import UserError, loop, models
-from qlass.files import read_jsonl
 from qlass.loop import Training, cosine, finish, is_trained, partial_folder, updates_of
+from qlass.records import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,7 +9,7 @@ import q_search
 import sft
 import train_qnet
 from qlass.chat import State, parse_action, react
-from qlass.files import actions_by_task, read_trajectories
+from qlass.records import actions_by_task, read_trajectories
 
 INSTRUCTION = "You are web shopping.\nAn action is search[keywords] or click[value]."
 

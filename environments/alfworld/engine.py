@@ -101,7 +101,7 @@ class Game:
         return receptacle not in self.traits["openable"] or receptacle in state.opened
 
     def _commands(self, state: World) -> Iterator[tuple[str, tuple[str, ...]]]:
-        name, kind, traits, held = self.names, self.kinds, self.traits, state.held
+        name, kind, traits, hand = self.names, self.kinds, self.traits, state.held
         if state.location not in self._moves:
             moves = {f"go to {name[r]}": ("go", r) for r, at in self.location.items() if at != state.location}
             moves |= {"look": ("look",), "inventory": ("inventory",)} | ({} if self.old else {"help": ("help",)})
@@ -114,23 +114,23 @@ class Game:
             for o in state.contents[r]:
                 if o in traits["toggleable"]:
                     yield f"use {name[o]}", ("use", o)
-                if held is None and o in traits["pickupable"] and self.accessible(state, r):
+                if hand is None and o in traits["pickupable"] and self.accessible(state, r):
                     yield f"take {name[o]} from {name[r]}", ("take", o, r)
-            if held is None:
+            if hand is None:
                 continue
-            if (kind[r], kind.get(held)) in self.can_contain and self.accessible(state, r):
-                text = f"put {name[held]} in/on {name[r]}" if self.old else f"move {name[held]} to {name[r]}"
-                yield text, ("put", held, r)
+            if (kind[r], kind.get(hand)) in self.can_contain and self.accessible(state, r):
+                text = f"put {name[hand]} in/on {name[r]}" if self.old else f"move {name[hand]} to {name[r]}"
+                yield text, ("put", hand, r)
             for verb, (_, _, trait, tools) in TREATMENTS.items():
-                if held in traits[trait] and kind[r] in tools:
-                    yield f"{verb} {name[held]} with {name[r]}", (verb, held, r)
-        if held is None:
+                if hand in traits[trait] and kind[r] in tools:
+                    yield f"{verb} {name[hand]} with {name[r]}", (verb, hand, r)
+        if hand is None:
             return
-        yield f"examine {name[held]}", ("examine", held)
-        if kind.get(held) in KNIVES:
+        yield f"examine {name[hand]}", ("examine", hand)
+        if kind.get(hand) in KNIVES:
             for o, spot in state.spots:
                 if spot == state.location and o in traits["sliceable"]:
-                    yield f"slice {name[o]} with {name[held]}", ("slice", o, held)
+                    yield f"slice {name[o]} with {name[hand]}", ("slice", o, hand)
 
     def step(self, state: World, command: str) -> tuple[World, str]:
         """The next state and the engine's text; a command that is not admissible changes nothing."""
@@ -145,8 +145,8 @@ class Game:
             case "look":
                 return state, self._look(state)
             case "inventory":
-                held = state.held and self.names[state.held]
-                return state, f"You are carrying: a {held}." if held else "You are not carrying anything."
+                hand = state.held and self.names[state.held]
+                return state, f"You are carrying: a {hand}." if hand else "You are not carrying anything."
             case "examine":
                 return state, self._view(state, a) if a in self.location else self._inspect(state, a)
             case "go":

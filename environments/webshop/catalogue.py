@@ -263,7 +263,7 @@ def splits(
         bounds = {"train": range(70), "val": range(70, 80), "test": range(80, 100), "all": range(100)}
         return {name: few(i for i in everything if share[i] in bound) for name, bound in bounds.items()}
     published = published if isinstance(published, dict) else split_files(published)
-    found = {}
+    splits_by_name = {}
     for name, file in published.items():
         indices = read_json(Path(file))
         if not isinstance(indices, list) or not all(type(i) is int for i in indices):
@@ -272,5 +272,5 @@ def splits(
             raise UserError(
                 f"{file}: index {beyond[0]}, but there are only {len(goals)} goals; take the catalogue it is for"
             )
-        found[name] = few(dict.fromkeys(indices))
-    return found | {"all": few(everything)}
+        splits_by_name[name] = few(dict.fromkeys(indices))
+    return splits_by_name | {"all": few(everything)}

@@ -76,7 +76,7 @@ def make_page(nodes: list[str], clickables: dict[str, dict[str, Any]], says: dic
     says = BUTTONS | (says or {})
     candidates = ((says[key], f"click[{key}]") for key in clickables if key != "search")
     # A key that `parse` would not give back (a value with brackets) can't be clicked, in the original neither.
-    executable = tuple((said, action) for said, action in candidates if parse(action) == ("click", action[6:-1]))
+    executable = tuple((thought, action) for thought, action in candidates if parse(action) == ("click", action[6:-1]))
     return Page(SEP.join(visible(nodes)), clickables, executable)
 
 
@@ -164,10 +164,10 @@ class Shop:
         return body if session.page == "done" else SEP.join(["Instruction:", instruction, body])
 
     def results(self, query: str, number: int) -> Page:
-        found = self.search(query)
-        shown = [self.products[i] for i in found[(number - 1) * self.page_size : number * self.page_size]]
+        hits = self.search(query)
+        shown = [self.products[i] for i in hits[(number - 1) * self.page_size : number * self.page_size]]
         turn = {"< prev": {"number": number - 1}} if number > 1 else {}
-        nodes = ["Back to Search", f"Page {number} (Total results: {len(found)})", "< Prev" if turn else "", "Next >"]
+        nodes = ["Back to Search", f"Page {number} (Total results: {len(hits)})", "< Prev" if turn else "", "Next >"]
         nodes += [node for product in shown for node in (product.asin, product.title, product.price_tag)]
         links = {p.asin.lower(): {"page": "item", "product": self.position[p.asin]} for p in shown}
         says = {p.asin.lower(): f"{place} {p.price_tag} {short(p.title)}" for place, p in enumerate(shown, 1)}
@@ -230,7 +230,7 @@ class Shop:
         r_type = 1.0 if query_match or category_match or title_score > 0.2 else 0.5
         r_type = 0.0 if title_score == 0 else 0.1 if title_score < 0.1 else r_type
         texts = [t.lower() for t in (product.title, " ".join(product.bullets), product.description)]
-        found = sum(
+        matches = sum(
             any(similar(a, attribute) for a in product.attributes) or any(attribute in text for text in texts)
             for attribute in wanted["attributes"]
         )
@@ -239,7 +239,7 @@ class Shop:
             "title_score": title_score,
             "query_match": query_match,
             "category_match": category_match,
-            "n_att": found,
+            "n_att": matches,
             "r_price": self.prices[product.asin] <= wanted["price_upper"],
         }
 

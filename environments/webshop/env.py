@@ -98,8 +98,8 @@ class WebShopEnv(TextEnv):
 
     def subject(self, task_id: str) -> str:
         """The product that is right."""
-        known = task_id.isdecimal() and int(task_id) < len(self.shop.goals)
-        return self.shop.goals[int(task_id)]["asin"] if known else task_id
+        is_goal = task_id.isdecimal() and int(task_id) < len(self.shop.goals)
+        return self.shop.goals[int(task_id)]["asin"] if is_goal else task_id
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)

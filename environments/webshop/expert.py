@@ -33,24 +33,24 @@ def offers(env: Any) -> list[Offer]:
     nodes, limit = env.page().split(" [SEP] "), price_limit(env.task)
     plain = frozenset(terms(OPTION_CLAUSE.sub("", described(env.task))))
     lines = {node.lower(): i for i, node in enumerate(nodes)}
-    found = []
+    choices = []
     for action in env.valid_actions():
         if (key := action[6:-1]) in BUTTONS:
             continue
         at = lines.get(key, len(nodes))  # asin, title, price
         if prices := re.findall(r"\$([\d.]+)", " ".join(nodes[at + 2 : at + 3])):
             within = sum(map(float, prices)) / len(prices) <= limit
-            found.append(Offer(action, within, plain & frozenset(terms(nodes[at + 1]))))
-    return found
+            choices.append(Offer(action, within, plain & frozenset(terms(nodes[at + 1]))))
+    return choices
 
 
 def named_options(env: Any) -> list[str]:
     """The clicks on the option values that the task names: as "name: value", or a value without its name."""
     task, clicks = env.task.lower(), {}
-    for said, action in env.candidates():
+    for thought, action in env.candidates():
         value = action[6:-1]
-        name = said.removesuffix(f" {value}")
-        if name != said:
+        name = thought.removesuffix(f" {value}")
+        if name != thought:
             in_full = re.search(rf"(with|and) {re.escape(name)}: {re.escape(value)}(,|$)", task)
             alone = ": " not in task and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", task)
             if (in_full or alone) and len(value) > len(clicks.get(name, "")):  # "dark blue" rather than "blue"
@@ -59,8 +59,8 @@ def named_options(env: Any) -> list[str]:
 
 
 def say(env: Any, action: str) -> tuple[str, str]:
-    said = {offered: thought for thought, offered in env.candidates()}
-    return said.get(action, env.candidates()[0][0]), action  # a search of our own is announced like any other
+    thoughts = {offered: thought for thought, offered in env.candidates()}
+    return thoughts.get(action, env.candidates()[0][0]), action  # a search of our own is announced like any other
 
 
 def search(env: Any) -> Player:
@@ -78,8 +78,8 @@ def buy(env: Any) -> Player:
 def rule(env: Any, worth: Callable[[Offer], Any]) -> Player:
     """Search the description, click the first of the results that are worth most, and buy it."""
     yield from search(env)
-    if found := offers(env):
-        yield say(env, max(found, key=worth).action)
+    if choices := offers(env):
+        yield say(env, max(choices, key=worth).action)
         yield from buy(env)
 
 
@@ -96,8 +96,8 @@ def read(env: Any) -> Player:
     go back if it lacks a word of the description. Where nothing has them all, buy what came nearest."""
     yield from search(env)
     words = frozenset(terms(described(env.task)))
-    found = offers(env)
-    shelf = [offer for offer in found if offer.affordable] or found
+    results = offers(env)
+    shelf = [offer for offer in results if offer.affordable] or results
     met: dict[Offer, int] = {}
     for offer in shelf:
         yield say(env, offer.action)
@@ -160,17 +160,17 @@ def plan(env: Any) -> tuple[str, Purchase]:
 
 def cheapest_best(env: Any, query: str) -> Purchase | None:
     """The best purchase among a query's results; of equal ones that with the fewest turns, then the highest place."""
-    found, best = [], None
+    bounds, best = [], None
     for place, position in enumerate(env.shop.search(query)):
         turns = place // env.shop.page_size
         budget = env.left - turns - 3  # beside the search, the click on the product and the purchase
         if budget >= 0:
             product = env.shop.products[position]
             reward, parts = env.score(product.asin, {})
-            found.append(
+            bounds.append(
                 (-(reward + parts["r_type"] * parts["w_option"]), turns, place, budget, product.asin, position)
             )
-    for bound, turns, _, budget, asin, position in sorted(found):
+    for bound, turns, _, budget, asin, position in sorted(bounds):
         if best and -bound <= best.reward:
             break
         reward, options = choose_options(env, asin, position, budget)

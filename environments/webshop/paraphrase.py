@@ -46,12 +46,12 @@ def clauses(task: str) -> tuple[str, list[tuple[str, str]], str]:
     request = task.strip()
     price = PRICE_CLAUSE.search(request)
     request = request[: price.start()] if price else request
-    found = OPTION_CLAUSE.search(request)
-    listed = re.split(r", and (?=[^,:]+: )", found[0].removeprefix(" with ")) if found else []
+    clause = OPTION_CLAUSE.search(request)
+    listed = re.split(r", and (?=[^,:]+: )", clause[0].removeprefix(" with ")) if clause else []
     options = [tuple(option.split(": ", 1)) for option in listed]
     if any(re.search(r"\b(and|of|the)\b", name) for name, _ in options):  # a colon in somebody's own words
-        found, options = None, []
-    return request[: found.start()] if found else request, options, re.search(r"[\d.]+", price[0])[0] if price else ""
+        clause, options = None, []
+    return request[: clause.start()] if clause else request, options, re.search(r"[\d.]+", price[0])[0] if price else ""
 
 
 @functools.lru_cache(maxsize=8)  # the candidates of a step come one after the other
@@ -65,12 +65,12 @@ def wordings(task: str) -> list[str]:
     limits = [form.format(x=amount, n=amount.removesuffix(".00")) for form in PRICES] if amount else [""]
     chosen = [form(list(order)) for order in itertools.islice(itertools.permutations(options), 6) for form in OPTIONS]
     chosen = chosen if options else [""]
-    said = (
+    sentences = (
         ", ".join(filter(None, order))
         for parts in itertools.product(dict.fromkeys(requests), chosen, limits)
         for order in itertools.permutations(parts)
     )
-    distinct = [text for text in dict.fromkeys(said) if text != task]
+    distinct = [text for text in dict.fromkeys(sentences) if text != task]
     return random.Random(task).sample(distinct, len(distinct))
 
 

@@ -153,8 +153,8 @@ class SearchIndex:
                 weight = np.float32(count) * self.idf[v]
                 scores[self.docs[postings]] += weight - weight / self.damping[postings]
         scores = scores.astype(np.float32)
-        found = np.flatnonzero(scores)
-        if len(found) > k:
-            found = found[scores[found] >= np.partition(scores[found], -k)[-k]]
-        best = found[np.argsort(-scores[found], kind="stable")[:k]]
+        hits = np.flatnonzero(scores)
+        if len(hits) > k:
+            hits = hits[scores[hits] >= np.partition(scores[hits], -k)[-k]]
+        best = hits[np.argsort(-scores[hits], kind="stable")[:k]]
         return best, scores[best]

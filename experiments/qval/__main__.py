@@ -42,8 +42,9 @@ from qlass import UserError
 from qlass.chat import Rendering
 from qlass.cli import at_least, more, must_exist, needed, parse, parser, run_stage
 from qlass.driver import Sample, drive
-from qlass.files import progress, read_jsonl, same_arguments, write_jsonl, write_meta
+from qlass.files import progress, same_arguments, write_jsonl, write_meta
 from qlass.flags import add_loading, add_sampling, begin_as_cloned
+from qlass.records import read_jsonl
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:

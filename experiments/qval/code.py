@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qlass import UserError
 from qlass.chat import State, parse_action
-from qlass.files import read_text
+from qlass.records import read_text
 from qlass.tiny import task_words
 
 Signal = Callable[[str, str, str], float]

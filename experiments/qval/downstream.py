@@ -21,7 +21,8 @@ from scipy.stats import rankdata
 from experiments.qval.metrics import markdown
 from qlass import UserError
 from qlass.cli import run_stage
-from qlass.files import is_number, is_text, read_jsonl, replacing, wrong
+from qlass.files import replacing
+from qlass.records import is_number, is_text, read_jsonl, wrong
 from qlass.stats import Estimate
 
 # The figures of alignment.json that are to predict the reward; rho is the per-state one.

@@ -22,7 +22,7 @@ from experiments.qval.points import Point
 from qlass import UserError
 from qlass.chat import Rendering, State, parse_action, uniforms
 from qlass.driver import ask
-from qlass.files import is_number
+from qlass.records import is_number
 
 REFERENCES = {
     "frozenlake": ("exact", "expert", "policy"),

@@ -25,7 +25,8 @@ from experiments.qval.metrics import Values, correlation, last, per_state, serie
 from experiments.qval.points import Point
 from qlass import UserError
 from qlass.cli import run_stage
-from qlass.files import is_number, is_text, maybe, read_object, replacing, wrong
+from qlass.files import replacing
+from qlass.records import is_number, is_text, maybe, read_object, wrong
 from qlass.stats import Estimate, bootstrap
 
 KINDS = {

@@ -28,10 +28,11 @@ from qlass import UserError
 from qlass.chat import State, parse_action, react, uniforms
 from qlass.driver import Score, ask
 from qlass.fast.token_tree import batches
-from qlass.files import read_trees, sha256
+from qlass.files import sha256
 from qlass.flags import load_agent, load_qnet
 from qlass.policy import Policy
 from qlass.qnet import Pair, QNet, pairs_of
+from qlass.records import read_trees
 
 Scores = Generator[Any, Any, list[float | None]]
 Scorer = Callable[[envs.TextEnv, State, list[str], tuple], Scores]

@@ -118,12 +118,12 @@ def tree_inputs(model: Any, trees: Sequence[TokenTree], past: Sequence[int] | No
     at = torch.zeros((len(trees), before + width), dtype=torch.long)  # positions, of the cache's columns too
     sees = torch.zeros((len(trees), width, before + width), dtype=torch.bool)
     sees[:, :, before:].diagonal(dim1=-2, dim2=-1).fill_(True)  # padding sees itself, or softmax would be 0/0
-    for row, (tree, known) in enumerate(zip(trees, past, strict=True)):
+    for row, (tree, cached) in enumerate(zip(trees, past, strict=True)):
         start = width - len(tree)
         ids[row, start:] = torch.tensor(tree.ids)
-        at[row, before - known : before] = torch.arange(known)
-        at[row, before + start :] = torch.tensor(tree.depth) + known
-        sees[row, start:, before - known : before] = True
+        at[row, before - cached : before] = torch.arange(cached)
+        at[row, before + start :] = torch.tensor(tree.depth) + cached
+        sees[row, start:, before - cached : before] = True
         sees[row, start:, before + start :] = torch.from_numpy(tree.attention())
     at, sees = at.to(device), sees.to(device)
     masks = additive_masks(sees, at[:, before:], at, windows, model.dtype)
@@ -139,14 +139,14 @@ def batches(
     before: tokens of an item that only take room, as what a cache knows of it, padded by themselves. like: of a group's
     longest item, the shortest has at least this share.
     """
-    group, high, known = [], 0, 0
+    group, high, cached = [], 0, 0
     for i in sorted(range(len(items)), key=lambda i: -length(items[i])):
         item, longest = items[i], length(items[group[0]]) if group else 0
-        full = (longest + max(known, before(item))) * (high + rows(item)) > budget
+        full = (longest + max(cached, before(item))) * (high + rows(item)) > budget
         if group and (full or length(item) < like * longest):
             yield group
-            group, high, known = [], 0, 0
+            group, high, cached = [], 0, 0
         group.append(i)
-        high, known = high + rows(item), max(known, before(item))
+        high, cached = high + rows(item), max(cached, before(item))
     if group:
         yield group
