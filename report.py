@@ -7,7 +7,7 @@ Reads  results*.jsonl (files, or run folders that hold them), q_labels.jsonl or 
 Writes report.html (self-contained: opens from the disk, without a network), report.md (the tables, printed too) and
        the figures as PNG beside them
 
-Every number is a mean over tasks with its 95 % interval (qlass/stats.py). Methods are compared on the same tasks,
+Every number is a mean over tasks with its 95 % interval (reporting/stats.py). Methods are compared on the same tasks,
 and a difference whose interval contains 0 is called "undecided". A method that looks at the environment's true
 reward before it answers is marked "oracle": no agent could do what it does.
 """

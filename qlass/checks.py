@@ -7,7 +7,6 @@ be told is None, not 0.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import sys
 from dataclasses import dataclass
@@ -118,11 +117,12 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
     action. `own_...`: of pairs without a node of the expert's, since search compares draws of the agent.
     `spearman` is the global rank correlation, which a net that only knows V(s) can reach too.
     """
-    from qlass.stats import spearman
+    from scipy.stats import spearmanr
 
-    flat = [(p.q, scores[p.state, p.action]) for tree in trees for p in tree]
-    rank = spearman(*zip(*flat, strict=True)) if len(flat) > 2 else math.nan
-    figures: dict[str, Any] = {"spearman": rank if math.isfinite(rank) else None}  # NaN: all are equal
+    q = [p.q for tree in trees for p in tree]
+    predicted = [scores[p.state, p.action] for tree in trees for p in tree]
+    varied = len(q) > 2 and min(len(set(q)), len(set(predicted))) > 1  # a constant has no ranks
+    figures: dict[str, Any] = {"spearman": float(spearmanr(q, predicted).statistic) if varied else None}
     for name, own in (("sibling", False), ("own_sibling", True)):
         differences = []
         for tree in trees:

@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from qlass.stats import bootstrap
 from reporting.results import Condition, Group
+from reporting.stats import bootstrap
 
 INK = "#2b2d31"  # stands for the page's text colour
 GREY = "#8c8c8c"

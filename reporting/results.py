@@ -16,7 +16,7 @@ import pandas as pd
 
 from qlass import UserError, files, records
 from qlass.chat import RENDERED
-from qlass.stats import Estimate, interval
+from reporting.stats import Estimate, interval
 
 # Table 2 of the paper (Llama-2-7B-Chat), reward x 100: WebShop; SciWorld and ALFWorld seen, unseen.
 PAPER = {

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from qlass.stats import kendall, paired_difference, spearman
 from reporting.figures import scored_steps
 from reporting.results import Group
+from reporting.stats import paired_difference
 
 Table = list[dict[str, str]]
 HEADLINE = ("greedy", "sample", "best_of_n", "qlass")
@@ -121,7 +121,7 @@ def calibration_table(groups: Sequence[Group]) -> Table:
         steps = scored_steps(group)
         if len(steps) > 1 and group.condition.method == "qlass" and not group.condition.oracle:
             names = {"environment": group.condition.env, "method": str(group.condition)}
-            rho, tau = (rank(steps["q"], steps["reward"]) for rank in (spearman, kendall))
+            rho, tau = (steps[["q", "reward"]].corr(rank).loc["q", "reward"] for rank in ("spearman", "kendall"))
             ranks = {"Spearman's rho": number(rho, 3), "Kendall's tau-b": number(tau, 3)}
             rows.append(names | {"scored steps": str(len(steps))} | ranks)
     return rows

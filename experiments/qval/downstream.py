@@ -23,7 +23,7 @@ from qlass import UserError
 from qlass.cli import run_stage
 from qlass.files import replacing
 from qlass.records import is_number, is_text, read_jsonl, wrong
-from qlass.stats import Estimate
+from reporting.stats import Estimate
 
 # The figures of alignment.json that are to predict the reward; rho is the per-state one.
 METRICS = {"rho": "rho per state", "failed_last": "failures last", "top_1": "top-1", "gain": "gain",

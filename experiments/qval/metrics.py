@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from qlass.stats import Estimate, bootstrap
+from reporting.stats import Estimate, bootstrap
 
 Values = Sequence[Sequence[float | None]]  # of each state's candidates
 STATE = ["block", "state"]

@@ -27,7 +27,7 @@ from qlass import UserError
 from qlass.cli import run_stage
 from qlass.files import replacing
 from qlass.records import is_number, is_text, maybe, read_object, wrong
-from qlass.stats import Estimate, bootstrap
+from reporting.stats import Estimate, bootstrap
 
 KINDS = {
     "method_name": is_text, "values": lambda v: isinstance(v, list) and all(map(maybe(is_number), v)),

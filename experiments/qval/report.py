@@ -19,8 +19,8 @@ from experiments.qval.labels import EXACT, variants
 from experiments.qval.metrics import alignment, cell, markdown
 from experiments.qval.points import Point
 from qlass.files import replacing
-from qlass.stats import bootstrap
 from reporting.figures import STYLE, save
+from reporting.stats import bootstrap
 
 FAMILIES = {"control": "#8c8c8c", "code": "#009e73", "learned": "#0072b2", "tree": "#56b4e9", "policy": "#e69f00",
             "hindsight": "#cc79a7", "embedding": "#d55e00", "judge": "#000000"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Intervals over seeds and tasks, paired differences and rank correlations, on scipy.stats.
+"""Intervals over seeds and tasks, and paired differences, on scipy.stats.
 
 A seed is a training. With several seeds an interval says how much a number would move with other trainings and other
 tasks of the same kind (`crossed`). With one seed it is about this model alone, and tasks are resampled. Tasks of one
@@ -97,53 +97,34 @@ def crossed(values: np.ndarray) -> Estimate:
     to .027 of the cases without this limit, in none with it.
     """
     n_seeds, n_tasks = values.shape
-    mean, of_seeds, of_tasks = values.mean(), values.mean(1), values.mean(0)
+    mean, of_seeds, of_tasks = float(values.mean()), values.mean(1), values.mean(0)
     rest = values - of_seeds[:, None] - of_tasks + mean
     freedom = np.array([n_seeds - 1, n_tasks - 1, (n_seeds - 1) * (n_tasks - 1)])
     deviations = n_tasks * (of_seeds - mean) ** 2, n_seeds * (of_tasks - mean) ** 2, rest**2
     squares = np.array([d.sum() for d in deviations]) / freedom
     of_seed, of_task = squares[:2] > squares[2]
     parts = squares * [of_seed, of_task, 1.0 - of_seed - of_task] / values.size
-    return t_interval(float(mean), parts, freedom, n_seeds - 1, n_tasks)
-
-
-def t_interval(mean: float, parts: np.ndarray, freedom: np.ndarray, most: int, n: int) -> Estimate:
-    """A mean of `n` tasks whose variance is the sum of `parts`, each with its degrees of freedom, and `most` in all."""
     variance = max(parts.sum(), 0.0)
     if variance < 1e-24:  # but for rounding all are equal
-        return Estimate(mean, mean, mean, n, 1.0 if abs(mean) < 1e-9 else least_p(n))
-    t = stats.t(min(most, max(1.0, variance**2 / (parts**2 / freedom).sum())), scale=math.sqrt(variance))
+        return Estimate(mean, mean, mean, n_tasks, 1.0 if abs(mean) < 1e-9 else least_p(n_tasks))
+    satterthwaite = variance**2 / (parts**2 / freedom).sum()
+    t = stats.t(min(n_seeds - 1, max(1.0, satterthwaite)), scale=math.sqrt(variance))
     half = float(t.ppf(0.975))
-    return Estimate(mean, mean - half, mean + half, n, float(2 * t.sf(abs(mean))))
+    return Estimate(mean, mean - half, mean + half, n_tasks, float(2 * t.sf(abs(mean))))
 
 
 def paired_difference(a: pd.Series, b: pd.Series, blocks: Mapping[Hashable, Hashable] | None = None) -> Estimate:
     """a minus b over the tasks that both have, with an `interval`; of shared seeds only the shared pairs count.
 
-    Where they share none, each is averaged over its own seeds: the means of several seeds a side vary as theirs do
-    (Welch's t, tasks beside them); of one seed a side, over tasks alone.
+    Where they share none, the first of each are a pair, then the second: any pairs of independent trainings do.
     """
     pairs = (a - b).dropna()
-    if len(pairs):
-        return interval(pairs, blocks)
-    left, right = a.unstack(), b.unstack()
-    tasks = left.index.intersection(right.index)
-    differences = (left.mean(axis=1) - right.mean(axis=1)).loc[tasks].to_frame()
-    seeds = [side.loc[tasks].mean().dropna() for side in (left, right)]
-    if min(len(tasks), *map(len, seeds)) < 2:
-        return interval(differences.stack(), blocks)  # of one "seed", or of nothing
-    samples = [of_blocks(differences, blocks or {}).ravel(), *seeds]
-    parts = np.array([np.var(sample, ddof=1) / len(sample) for sample in samples])
-    freedom = np.array([len(sample) - 1 for sample in samples])
-    return t_interval(float(samples[0].mean()), parts, freedom, int(freedom[1:].sum()), len(tasks))
+    if pairs.empty:
+        pairs = (numbered(a) - numbered(b)).dropna()
+    return interval(pairs, blocks)
 
 
-def spearman(x: Iterable[float], y: Iterable[float]) -> float:
-    """Spearman's rho of x (n,) and y (n,); NaN where one of them is constant."""
-    x, y = stats.rankdata(list(x)), stats.rankdata(list(y))
-    return float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else math.nan
-
-
-def kendall(x: Iterable[float], y: Iterable[float]) -> float:
-    """Kendall's tau-b of x (n,) and y (n,); NaN where one of them is constant."""
-    return float(stats.kendalltau(list(x), list(y)).statistic)
+def numbered(values: pd.Series) -> pd.Series:
+    """The same values with seeds 0, 1, ... in the order of theirs."""
+    table = values.unstack()
+    return table.set_axis(range(table.shape[1]), axis=1).stack()
