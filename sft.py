@@ -241,12 +241,13 @@ def validate(model: Any, examples: list[Example], micro_tokens: int, fast: bool 
 
 
 def to_train(
-    name: str, texts: list[str], markov: bool, device: str | None, load_in: str | None = None, float32: bool = False
-) -> tuple[Any, Chat]:
+    name: str, texts: list[str], markov: bool, device: str | None, load_in: str | None = None, float32: bool = False,
+    precision: str | None = None,
+) -> tuple[Any, Chat]:  # fmt: skip
     """The model before its first update: the tiny one with the words of `texts`, or a checkpoint."""
     if name != "tiny":
         kind = transformers.AutoModelForCausalLM
-        return models.load_checkpoint(name, kind, device, load_in, train=float32, plain=True)
+        return models.load_checkpoint(name, kind, device, load_in, float32, True, precision=precision)
     model, tokenizer = tiny_model(texts)
     return model.to(models.device_and_dtype(device)[0]), Chat(tokenizer, Rendering(**AIDS, markov=markov))
 
@@ -312,7 +313,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def begin() -> tuple[Any, Chat, Any]:
         texts = [content for state in states for _, content in state.messages]
-        model, chat = to_train(args.model, texts, env.markov, args.device, args.load_in, float32=not args.lora)
+        model, chat = to_train(args.model, texts, env.markov, args.device, args.load_in, not args.lora, args.precision)
         return model, chat, models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
 
     model, chat, adapter = begin()
@@ -333,8 +334,14 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     if not adapter:
-        models.cast(model, models.device_and_dtype(args.device)[1])  # as later stages load it
-    models.save_checkpoint(model, chat, args.out, adapter, lambda: to_train(args.model, [], False, args.device)[0])
+        models.cast(model, models.device_and_dtype(args.device, args.precision)[1])  # as later stages load it
+    models.save_checkpoint(
+        model,
+        chat,
+        args.out,
+        adapter,
+        lambda: to_train(args.model, [], False, args.device, precision=args.precision)[0],
+    )
     rewards = [record["reward"] for _, record in trajectories if record.get("reward") is not None]
     figures = fit.figures() | {"trajectories": len(trajectories), "cut_trajectories": cut}
     figures |= {"expert_reward": sum(rewards) / len(rewards) if rewards else None}

@@ -167,7 +167,9 @@ def main(argv: list[str] | None = None) -> None:
 
     def load(load_in: str | None, float32: bool) -> tuple[Any, Any]:
         kind = transformers.AutoModel
-        return models.load_checkpoint(args.sft, kind, args.device, load_in, float32, args.plain, rendering)
+        return models.load_checkpoint(
+            args.sft, kind, args.device, load_in, float32, args.plain, rendering, args.precision
+        )
 
     def begin() -> tuple[QNet, Any]:
         torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or is new
@@ -207,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
     with replacing_folder(args.out) as folder:
         if adapter:
             qnet.backbone = models.merge(adapter, folder / "adapter", lambda: load(None, float32=False)[0])
-        models.cast(qnet.backbone, models.device_and_dtype(args.device)[1])  # as q_search.py loads it
+        models.cast(qnet.backbone, models.device_and_dtype(args.device, args.precision)[1])  # as q_search.py loads it
         qnet.save_pretrained(folder)
     figures = fit.figures() | {"trees": len(trees), "pairs_left_out": left_out}
     each, once = sum(pack.tokens for pack in packs), sum(len(pack.tree) for pack in packs)
@@ -218,7 +220,9 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
           f"{figures['tokens']:,} of {figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
 
-    policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, qnet.chat.rendering)
+    policy = Policy.load(
+        args.sft, args.device, args.seed, args.load_in, args.plain, qnet.chat.rendering, args.precision
+    )
     for name, part in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
         figures[name] = beside_policy(qnet, policy, part, packs_of(part), args.micro_tokens, not args.plain)
         print_ranking(name, figures[name])

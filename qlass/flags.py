@@ -17,8 +17,13 @@ from qlass.records import wrong
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    add, bits = parser.add_argument, ["4bit", "8bit"]
-    add("--load-in", choices=bits, metavar="BITS", help="4bit or 8bit: fewer bits a weight (bitsandbytes, GPU)")
+    add = parser.add_argument
+    add("--load-in", choices=["4bit", "8bit"], metavar="BITS", help="fewer bits a weight: 4bit or 8bit (a GPU's)")
+
+
+def add_precision(parser: Any) -> None:
+    text = "float32 or bf16 (default: bf16 on a GPU, float32 on a CPU)"
+    parser.add_argument("--precision", choices=["float32", "bf16"], metavar="NAME", help=text)
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +40,7 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
 def add_training(parser: argparse.ArgumentParser) -> None:
     """The flags of a stage that trains a model."""
     add_memory(parser)
+    add_precision(parser)
     add = parser.add_argument
     logs = ["jsonl", "tensorboard", "wandb"]
     add("--patience", type=at_least(1), default=2, help="epochs without a better validation until it stops (2)")
@@ -61,6 +67,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     """The flags of a stage that samples from the agent, besides --temperature and --load-in; for `load_agent`."""
     group = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)")
     add_prompted(group)
+    add_precision(group)
     add = group.add_argument
     add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text: the likeliest that hold P together")
     add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
@@ -119,7 +126,7 @@ def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
     if args.server:
         return ServerPolicy(args.server, load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
     return Policy.load(
-        args.sft, args.device, args.seed, args.load_in, args.plain, rendering,
+        args.sft, args.device, args.seed, args.load_in, args.plain, rendering, args.precision,
         budget=args.decode_tokens, cache_gb=args.cache_gb,
     )  # fmt: skip
 
@@ -130,5 +137,5 @@ def load_qnet(folder: Path, args: argparse.Namespace) -> Any:
 
     return QNet.from_pretrained(
         folder, args.device, getattr(args, "readout", None), args.load_in, args.plain,
-        rendering_of(folder, args, PROMPTED), budget=args.decode_tokens, cache_gb=args.cache_gb,
+        rendering_of(folder, args, PROMPTED), args.precision, budget=args.decode_tokens, cache_gb=args.cache_gb,
     )  # fmt: skip

@@ -136,11 +136,12 @@ class Training:
         self.steps = sum(map(len, self.plans))
         self.folder = partial_folder(out)
         cpu = on_cpu(settings.get("device"))
+        precision = settings.get("precision") or ("float32" if cpu else "bf16")
         if log != "jsonl" and find_spec(log) is None:
             raise UserError(f"--log {log}: pip install {log}, or leave it out")
         self.accelerator = accelerate.Accelerator(
-            cpu=cpu, mixed_precision="no" if cpu else "bf16", device_placement=False, project_dir=out.parent,
-            log_with=None if log == "jsonl" else log,
+            cpu=cpu, mixed_precision={"float32": "no", "bf16": "bf16"}[precision], device_placement=False,
+            project_dir=out.parent, log_with=None if log == "jsonl" else log,
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         )  # fmt: skip
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)

@@ -30,15 +30,19 @@ LR = 2e-4  # if none is given: updates that start from 0 take larger steps than 
 MOMENTS = {"adamw": 8, "adamw8bit": 2}  # bytes a trained weight
 
 
-def device_and_dtype(device: str | None) -> tuple[torch.device, torch.dtype]:
-    """bf16 on a GPU, float32 on a CPU. device: None for the GPU of this process or, without any, the CPU."""
+PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+
+def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[torch.device, torch.dtype]:
+    """device: None for the GPU of this process or, without any, the CPU. precision: None for bf16 on a GPU and float32
+    on a CPU, of which few have bf16 arithmetic."""
     gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # of several processes on a machine, each has its own
     try:
         chosen = torch.device(device or (gpu if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=chosen)
     except (AssertionError, RuntimeError) as error:
         raise UserError(f"--device {device}: not here ({str(error).splitlines()[0]})") from None
-    return chosen, torch.bfloat16 if chosen.type == "cuda" else torch.float32
+    return chosen, PRECISIONS[precision or ("bf16" if chosen.type == "cuda" else "float32")]
 
 
 def mixed_precision(model: Any) -> torch.autocast:
@@ -79,7 +83,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
 def load_checkpoint(
     path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False,
-    plain: bool = False, rendering: Rendering | None = None,
+    plain: bool = False, rendering: Rendering | None = None, precision: str | None = None,
 ) -> tuple[Any, Chat]:  # fmt: skip
     """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder, a hub name, or a
     GGUF file.
@@ -90,7 +94,7 @@ def load_checkpoint(
     """
     if kind is transformers.AutoModelForCausalLM and (Path(path) / "qnet.json").exists():
         raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
-    where, dtype = device_and_dtype(device)
+    where, dtype = device_and_dtype(device, precision)
     options = {"dtype": torch.float32 if train else dtype, **quantised(load_in, where), **NO_CODE}
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below

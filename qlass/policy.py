@@ -35,11 +35,11 @@ class Policy:
     @classmethod
     def load(
         cls, path: str | Path, device: str | None = None, seed: int = 0, load_in: str | None = None,
-        plain: bool = False, rendering: Rendering | None = None, **room: Any,
+        plain: bool = False, rendering: Rendering | None = None, precision: str | None = None, **room: Any,
     ) -> Policy:  # fmt: skip
         """A checkpoint's folder or a hub name; plain: without qlass/fast/."""
         kind = transformers.AutoModelForCausalLM
-        model, chat = load_checkpoint(path, kind, device, load_in, plain=plain, rendering=rendering)
+        model, chat = load_checkpoint(path, kind, device, load_in, False, plain, rendering, precision)
         return cls(model, chat, seed, fast=not plain, **room)
 
     @property

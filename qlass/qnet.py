@@ -95,13 +95,13 @@ class QNet(nn.Module):
     @classmethod
     def from_pretrained(
         cls, folder: str | Path, device: str | None = None, readout: str | None = None, load_in: str | None = None,
-        plain: bool = False, rendering: Rendering | None = None, **room: Any,
+        plain: bool = False, rendering: Rendering | None = None, precision: str | None = None, **room: Any,
     ) -> QNet:  # fmt: skip
         folder = Path(folder)
         if not (folder / "qnet.json").exists():
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
         kind = transformers.AutoModel
-        backbone, chat = models.load_checkpoint(folder, kind, device, load_in, plain=plain, rendering=rendering)
+        backbone, chat = models.load_checkpoint(folder, kind, device, load_in, False, plain, rendering, precision)
         settings = read_object(folder / "qnet.json")
         kinds = {"hidden": lambda v: type(v) is int and v > 0, "readout": lambda v: v in ("last", "mean")}
         if mistake := wrong(settings, kinds, kinds):
