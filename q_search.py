@@ -63,6 +63,7 @@ class Method:
     select: str | None = None  # "q", "oracle"; None: the first
     player: str | None = None  # which of the environment's rules, or of the scorers of experiments/qval
     temperature: float | None = None  # None: the checkpoint's own
+    search: Callable[..., Generator] | None = None  # a loop of its own, which plays a task as `play` does
 
     @property
     def score(self) -> Callable[..., Scores]:
@@ -193,6 +194,8 @@ def play(env: envs.TextEnv, task_id: str, method: Method, chat: Any, shared: dic
     """One task by one method: most of a line of results.jsonl."""
     if method.name in PLAYERS:
         fields = by_player(env, task_id, method)
+    elif method.search:
+        fields = yield from method.search(env, task_id, method, chat, shared)
     else:
         best, trials = yield from best_of(env, task_id, method, chat.rendering, shared)
         fields = costs.line(chat, trials, best, lambda step: read_by_qnet(method, step), method.score in STEP_EACH)
@@ -315,8 +318,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None, answers: dict | None = None, inputs: Sequence[Path] = ()) -> None:
-    """answers, inputs: what else answers requests of SCORERS, and the files that those were made from."""
+def main(
+    argv: list[str] | None = None, answers: dict | None = None, inputs: Sequence[Path] = (),
+    planned: Callable[..., list[Method]] = plan_of,
+) -> None:  # fmt: skip
+    """answers, inputs: what else answers requests, and the files that those were made from. planned: as `plan_of`."""
     args = arguments(argv)
     env = envs.from_arguments(args, **({"max_steps": args.max_steps} if args.max_steps else {}))
     must_exist(args.sft, args.qnet)
@@ -324,7 +330,7 @@ def main(argv: list[str] | None = None, answers: dict | None = None, inputs: Seq
     if not tasks:
         raise UserError(f"{args.env}: no tasks in --split {args.split}, --skip {args.skip}")
     SCORERS["random"] = by_chance(args.seed)
-    plan = plan_of(env, args.method, args.M, args.N, args.select, bool(args.server))
+    plan = planned(env, args.method, args.M, args.N, args.select, bool(args.server))
 
     answers = {} if answers is None else answers
     policy = qnet = None
