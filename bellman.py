@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 from qlass import UserError
 from qlass.cli import HANDED_ON, at_least, needed, parse, parser, run_stage
-from qlass.files import dumps, locked, read_meta, replacing, same_arguments, write_meta
+from qlass.files import locked, same_arguments, write_jsonl, write_meta
 from qlass.records import fields_of, read_trees
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
@@ -83,24 +83,13 @@ def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
     return [node | {"q_raw": r, "q": q} for node, r, q in zip(tree, raw, min_max(raw), strict=True)]
 
 
-def chats(tree: list[dict]) -> Iterator[dict]:
-    """One self-contained line for each (s, a): the messages up to and including the action, and its q."""
-    messages: dict[int, list[dict]] = {tree[0]["node_id"]: tree[0]["messages"]}
-    for node in tree[1:]:
-        pair = [*messages[node["parent_id"]], {"role": "assistant", "content": node["action"]}]
-        messages[node["node_id"]] = [*pair, {"role": "user", "content": node["observation"]}]
-        yield {"task_id": node["task_id"], "messages": pair, "q": node["q"]}
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = parser(__doc__)
     add = flags.add_argument
     add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/q_labels.jsonl")
-    gamma = at_least(0, float, below=1)
-    add("--gamma", type=gamma, default=PAPER["gamma"], help="discount of Eq. (7) (default: %(default)s)")
+    add("--gamma", type=at_least(0, float, below=1), default=PAPER["gamma"], help="of Eq. (7) (default: %(default)s)")
     add("--target", choices=TARGETS, default=PAPER["target"], help="process reward (default: %(default)s)")
-    add("--chat", type=Path, metavar="FILE", help="also write self-contained (messages, q) lines for other trainers")
     for flag in HANDED_ON:  # to the stage that makes missing trees
         add("--" + flag.replace("_", "-"), help=argparse.SUPPRESS)
     words = sys.argv[1:] if argv is None else argv
@@ -111,42 +100,31 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parse(flags, argv)
 
 
-def check_outputs(trees: Path, out: Path, chat: Path | None) -> None:
-    """UserError where writing would lose something that this stage did not write."""
-    pairs = (None, {"task_id", "messages", "q"})
-    if chat and (chat.resolve() in (trees.resolve(), out.resolve()) or fields_of(chat) not in pairs):
-        raise UserError(f"--chat {chat}: holds something else, which would be lost; name another")
-    fields, metadata = fields_of(out), read_meta(out)
-    foreign = bool(metadata) and "target" not in metadata["arguments"]
-    if trees.resolve() == out.resolve() or foreign or (fields is not None and "q_raw" not in fields):
-        raise UserError(f"{out}: not labels that bellman.py made; name another --out")
-
-
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
     args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
-    check_outputs(args.trees, args.out, args.chat)
-    fields = NEEDS.get(args.target, []) + ["messages"] * bool(args.chat)
-    trees = nodes = flat = 0
+    fields = fields_of(args.out)
+    if fields is not None and "q_raw" not in fields:
+        raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
+    figures: Counter[str] = Counter()
+
+    def labels() -> Iterator[dict]:
+        for tree in read_trees(args.trees, NEEDS.get(args.target, [])):  # one tree in memory at a time
+            nodes = label(tree, args.target, args.gamma)
+            figures.update(trees=1, nodes=len(nodes), flat_trees=len({node["q_raw"] for node in nodes}) == 1)
+            yield from nodes
+        if not figures:
+            raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
+
     with locked(args.out):
         if args.out.exists() and not args.overwrite:
-            same_arguments(args.out, vars(args), ["chat", "trees", *HANDED_ON])  # of more trees there are more labels
-        with replacing(args.out) as out, replacing(args.chat) if args.chat else nullcontext() as chat:
-            for tree in read_trees(args.trees, fields):  # one tree in memory at a time
-                labels = label(tree, args.target, args.gamma)
-                out.writelines(map(dumps, labels))
-                if chat:
-                    chat.writelines(map(dumps, chats(labels)))
-                trees += 1
-                nodes += len(tree)
-                flat += len({node["q_raw"] for node in labels}) == 1
-            if not trees:
-                raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
-        figures = {"trees": trees, "nodes": nodes, "flat_trees": flat}
+            same_arguments(args.out, vars(args), ["trees", *HANDED_ON])  # of more trees there are more labels
+        write_jsonl(args.out, labels())
         write_meta(args.out, vars(args), [args.trees], **figures, seconds=time.time() - started)
-    print(f"{args.out}: {nodes} nodes of {trees} trees, {flat} of them with all values equal (q = 0)")
+    counts = f"{figures['nodes']} nodes of {figures['trees']} trees, {figures['flat_trees']} of them"
+    print(f"{args.out}: {counts} with all values equal (q = 0)")
 
 
 if __name__ == "__main__":

@@ -22,38 +22,24 @@ def node(node_id, parent, reward=0.0, branch=0, done=False, **more) -> dict:
     return about | {"node_id": node_id, "parent_id": parent, "reward": reward, "branch": branch, "done": done} | more
 
 
+def label_file(trees: Path, out: Path, *flags: str) -> None:
+    bellman.main(["--trees", str(trees), "--out", str(out), *flags])
+
+
 def test_it_replaces_labels_and_nothing_else(tmp_path):
-    trees, other = tmp_path / "trees.jsonl", tmp_path / "expert.jsonl"
+    trees, other, thesis = tmp_path / "trees.jsonl", tmp_path / "expert.jsonl", tmp_path / "thesis.txt"
     trees.write_text(dump(tree_by_hand()))
     other.write_text(dump([{"task_id": "t"}]))
-    (tmp_path / "expert.meta.json").write_text('{"arguments": {"n_expert": 1}, "inputs": {}}')
-    (tmp_path / "thesis.txt").write_text("Chapter 1")
-    with pytest.raises(UserError, match="holds something else"):
-        bellman.main(
-            ["--trees", str(trees), "--chat", str(tmp_path / "thesis.txt"), "--out", str(tmp_path / "q.jsonl")]
-        )
-    theirs = tmp_path / "theirs.jsonl"  # labels of another run
-    bellman.main(["--trees", str(trees), "--out", str(theirs)])
-    before = theirs.read_bytes()
-    with pytest.raises(UserError, match="holds something else"):
-        bellman.main(["--trees", str(trees), "--chat", str(theirs), "--out", str(tmp_path / "q.jsonl")])
-    assert theirs.read_bytes() == before
-    for out in (trees, other, tmp_path / "thesis.txt"):
+    thesis.write_text("Chapter 1")
+    for out in (trees, other, thesis):
+        before = out.read_text()
         with pytest.raises(UserError, match="not labels that bellman"):
-            bellman.main(["--trees", str(trees), "--out", str(out)])
+            label_file(trees, out)
+        assert out.read_text() == before
     for _ in range(2):
-        bellman.main(["--trees", str(trees), "--out", str(tmp_path / "q_labels.jsonl")])
-    assert trees.read_text() == dump(tree_by_hand()) and other.read_text() == dump([{"task_id": "t"}])
-    assert (tmp_path / "thesis.txt").read_text() == "Chapter 1"
-
-
-def test_chat_lines_go_to_a_file_of_their_own(tmp_path):
-    trees, out = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl"
-    trees.write_text(dump(tree_by_hand()))
-    for chat in (trees, out, tmp_path / "x" / ".." / "trees.jsonl"):
-        with pytest.raises(UserError, match="holds something else"):
-            bellman.main(["--trees", str(trees), "--out", str(out), "--chat", str(chat)])
-    assert trees.read_text() == dump(tree_by_hand()) and not out.exists()
+        label_file(trees, tmp_path / "q_labels.jsonl")
+    with pytest.raises(UserError, match=r"begun with --gamma 0\.9, not 0\.5"):
+        label_file(trees, tmp_path / "q_labels.jsonl", "--gamma", "0.5")
 
 
 def test_help_more_has_the_flags_that_reach_the_trees(capsys):
@@ -184,20 +170,15 @@ def test_the_command_keeps_every_line_and_adds_q(tmp_path, capsys):
         node(0, None, task_id="u", nodes=2, messages=[{"role": "user", "content": "go"}], task=""),
         node(1, 0, task_id="u", done=True, branch=1),
     ]
-    trees, out, chat = (tmp_path / f for f in ("trees.jsonl", "labels.jsonl", "chat.jsonl"))
+    trees, out = tmp_path / "trees.jsonl", tmp_path / "labels.jsonl"
     trees.write_text(dump(tree_by_hand() + flat))
-    bellman.main(["--trees", str(trees), "--out", str(out), "--chat", str(chat), "--gamma", "0.5"])
+    label_file(trees, out, "--gamma", "0.5")
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [{k: v for k, v in n.items() if k not in ("q", "q_raw")} for n in written] == tree_by_hand() + flat
     assert [n["q_raw"] for n in written] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2, 0.0, 0.0])
     meta = json.loads((tmp_path / "labels.meta.json").read_text())
     assert (meta["trees"], meta["nodes"], meta["flat_trees"]) == (2, 7, 1)
     assert "1 of them with all values equal" in capsys.readouterr().out
-
-    pairs = [json.loads(line) for line in chat.read_text().splitlines()]
-    assert len(pairs) == 5  # every node but the roots
-    assert [m["content"] for m in pairs[1]["messages"]] == ["go", "Action: 1", "saw 1", "Action: 3"]
-    assert [p["q"] for p in pairs] == [n["q"] for n in written if n["parent_id"] is not None]
 
 
 def without(record: dict, key: str) -> dict:
@@ -220,7 +201,7 @@ def test_a_broken_tree_is_named_in_one_line(tmp_path, mistake, says):
     trees = tmp_path / "trees.jsonl"
     trees.write_text(dump(mistake(tree_by_hand())))
     with pytest.raises(UserError, match=says) as error:
-        bellman.main(["--trees", str(trees), "--out", str(tmp_path / "out.jsonl")])
+        label_file(trees, tmp_path / "out.jsonl")
     assert "\n" not in str(error.value) and "trees.jsonl" in str(error.value)
     assert not (tmp_path / "out.jsonl").exists()  # nothing half-done is left
 
@@ -229,7 +210,7 @@ def test_a_truncated_line_is_named_by_its_number(tmp_path):
     trees = tmp_path / "trees.jsonl"
     trees.write_text(dump(tree_by_hand())[:-9])
     with pytest.raises(UserError, match=r"trees\.jsonl:5: not valid JSON .* truncated"):
-        bellman.main(["--trees", str(trees), "--out", str(tmp_path / "out.jsonl")])
+        label_file(trees, tmp_path / "out.jsonl")
 
 
 def test_the_standard_library_and_filelock_are_enough(tmp_path):
