@@ -126,9 +126,9 @@ class Learner:
 
 
 def greedy(env: envs.TextEnv, task_id: str, rendering: Rendering) -> Generator:
-    trajectory = yield from episode(env, task_id, Method("greedy", temperature=0.0), 0, rendering)
+    steps = yield from episode(env, task_id, Method("greedy", temperature=0.0), 0, rendering)
     env.close()
-    return trajectory.reward
+    return steps[-1].reward
 
 
 def load(args: argparse.Namespace, lr: float, copied: bool = True) -> Learner:

@@ -32,7 +32,7 @@ from typing import Any
 
 import envs
 import sft
-from q_search import Method, episode, read_by_qnet
+from q_search import Method, episode
 from qlass import UserError, costs, files
 from qlass.chat import Chat
 from qlass.cli import at_least, handed_on, more, needed, parse, parser, run_stage
@@ -50,16 +50,17 @@ AGAIN = ("epochs", "batch", "patience", "lr", "max_tokens", "micro_tokens", "can
 
 def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
     """N trajectories of one task as lines of expert.jsonl, whatever they earned; the first has the tokens of all."""
-    lines, steps = [], []
+    lines: list[dict] = []
+    played = []
     for trial in range(method.N):
-        trajectory = yield from episode(env, task_id, method, trial, chat.rendering)
-        last = trajectory.steps[-1]
+        steps = yield from episode(env, task_id, method, trial, chat.rendering)
+        last = steps[-1]
         messages = [*last.state.dump(), {"role": "assistant", "content": last.action}]
         line = {"task_id": task_id, "env": env.name, "task": last.state.task, "messages": messages}
-        lines.append(line | {"reward": trajectory.reward, "tokens": {}})
-        steps.append(trajectory.steps)
+        lines.append(line | {"reward": last.reward, "tokens": {}})
+        played.append(steps)
     env.close()
-    lines[0]["tokens"] = costs.tokens(chat, steps, lambda step: read_by_qnet(method, step))
+    lines[0]["tokens"] = costs.tokens(chat, played, method.read_by_qnet)
     return lines
 
 

@@ -16,8 +16,6 @@ from qlass.chat import Chat, State
 from qlass.paraphrase import reword
 from qlass.records import is_number
 
-NONE = {"prompt": 0, "generated": 0, "scored": 0}  # of a player without a model
-
 
 def read(chat: Chat, trials: Iterable[Iterable[State]]) -> int:
     """Tokens of the environment's words along trajectories: all of a first state, then each last message.
@@ -63,29 +61,21 @@ def tokens(chat: Chat, trials: Sequence[Sequence[Any]], scored: Callable[[Any], 
     }
 
 
-def line(chat: Chat, trials: Sequence[Any], best: Any, scored: Callable[[Any], list[str]], step_each: bool) -> dict:
-    """What some `q_search.Trajectory`s of a task cost, and the one of them that counts.
-
-    scored: as in `tokens`. step_each: every candidate was stepped in the environment too.
-    """
+def outcome(chat: Chat | None, method: Any, best: Sequence[Any], trials: Sequence[Any], seconds: float) -> dict:
+    """What a task's trajectories cost by a `q_search.Method`, and the best of them; chat: None of a player without."""
     steps = []
-    for step in best.steps:
+    for step in best:
         q = [round(float(score), 4) if is_number(score) else None for score in step.scores]
         candidates = [{"action": a, "q": value} for a, value in zip(step.candidates, q, strict=True)]
         steps.append({"action": step.action, "observation": step.observation, "candidates": candidates})
-    env_steps = sum(1 + len(step.candidates) * step_each for trial in trials for step in trial.steps)
-    spent = tokens(chat, [trial.steps for trial in trials], scored)
-    seconds = sum(trial.seconds for trial in trials)
-    fields = result(best.steps[0].state.task, best.reward, steps, spent, env_steps, len(trials), seconds)
-    if chat.rendering.truncate:
-        fields["cut_prompts"] = sum(chat.is_cut(step.state) for trial in trials for step in trial.steps)
-    return fields
-
-
-def result(
-    task: str, reward: float, steps: list, spent: dict[str, int], env_steps: int, resets: int, seconds: float
-) -> dict:
-    return {
-        "task": task, "reward": reward, "success": reward > 1 - 1e-9, "n_steps": len(steps), "tokens": spent,
-        "env_steps": env_steps, "resets": resets, "seconds": round(seconds, 3), "steps": steps,
+    drew = any(step.drawn for step in best)  # else a player without a model
+    reward = best[-1].reward
+    fields = {
+        "task": best[0].state.task, "reward": reward, "success": reward > 1 - 1e-9, "n_steps": len(best),
+        "tokens": tokens(chat, trials, method.read_by_qnet) if drew else {"prompt": 0, "generated": 0, "scored": 0},
+        "env_steps": sum(method.env_steps(step) for trial in trials for step in trial), "resets": len(trials),
+        "seconds": round(seconds, 3), "steps": steps,
     }  # fmt: skip
+    if drew and chat.rendering.truncate:
+        fields["cut_prompts"] = sum(chat.is_cut(step.state) for trial in trials for step in trial)
+    return fields

@@ -7,6 +7,7 @@ does in the paper.
 
 import argparse
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -43,11 +44,11 @@ def reword(state: State, wording: str) -> State:
 class Paraphrased:
     """Answers `Sample` requests as `sample` does, candidate k of trial n under wording n M + k of the task.
 
-    wordings: how many there are of each task, counted with the original.
+    wordings: how many there are of each task, counted with the original; 0: all different.
     """
 
-    def __init__(self, sample: Callable, reworded: Reworder, wordings: int) -> None:
-        self.sample, self.reworded, self.wordings = sample, reworded, wordings
+    def __init__(self, sample: Callable, reworded: Reworder, wordings: int = 0) -> None:
+        self.sample, self.reworded, self.wordings = sample, reworded, wordings or sys.maxsize
 
     def __call__(self, requests: list[Sample]) -> list[list[Candidate]]:
         """A request's key is (task, trial, step)."""
@@ -91,9 +92,6 @@ class Server(Endpoint):
         return [self.wordings.get(r, r[0]) for r in requests]
 
 
-def rewording(policy: Any, env: Any, wordings: int | None, server: str | None) -> Callable | None:
-    """What answers the Sample requests of a method, given it; None where nothing is to be reworded."""
-    if wordings is None or policy is None:
-        return None
-    paraphraser = Server(server) if server else by_rules(env)
-    return lambda method: Paraphrased(policy.sample, paraphraser, wordings or method.M * method.N)
+def paraphrased(sample: Callable, env: Any, wordings: int | None, server: str | None) -> Callable:
+    """What answers the Sample requests of a search; wordings None: as `sample` does."""
+    return sample if wordings is None else Paraphrased(sample, Server(server) if server else by_rules(env), wordings)

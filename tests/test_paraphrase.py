@@ -150,26 +150,26 @@ def guided(method: Method, trial: int, wordings: int):
             return [float("c1" in action) for action in request.actions]  # Q is 1 for candidate "c1"
         return Paraphrased(model, rules, wordings)([request])[0]
 
-    trajectory, _ = run(q_search.episode(Shop(), "t", method, trial, word_chat().rendering), answer)
-    return trajectory, scored, drawn, reworded
+    steps, _ = run(q_search.episode(Shop(), "t", method, trial, word_chat().rendering), answer)
+    return steps, scored, drawn, reworded
 
 
 def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_original():
     chat = word_chat()
-    trajectory, scored, drawn, _ = guided(Method("qlass", M=3), 0, 3)
+    steps, scored, drawn, _ = guided(Method("qlass", M=3), 0, 3)
     words = [paraphrase(TASK, k) for k in range(3)]
     assert [[r.state.task for r in step] for step in drawn] == [words, words]
     for r in [r for step in drawn for r in step]:
         assert all(r.state.task in text for role, text in r.state.messages[2:] if role == "user")
     assert [r.key for r in drawn[0]] == [("t", 0, 0), ("t", 0, 0, words[1]), ("t", 0, 0, words[2])]
     assert all(s.task == TASK and TASK in s.messages[-1][1] for s in scored)
-    assert [step.action for step in trajectory.steps] == ["Action: c1"] * 2
+    assert [step.action for step in steps] == ["Action: c1"] * 2
 
     # Tokens, counted by hand: 2 a candidate; under the first wording what the user says, under the others all.
     last = drawn[-1]
     full = [len(chat.prompt(r.state)) for r in last]
     own, ok = (len(chat.action(text, "")) for text in ("Action: c1", "OK"))
-    tokens = costs.tokens(chat, [trajectory.steps], lambda step: step.candidates)
+    tokens = costs.tokens(chat, [steps], lambda step: step.candidates)
     assert tokens["generated"] == 2 * 3 * 2
     assert tokens["prompt"] == full[0] - own - ok + full[1] + full[2]
     assert tokens["scored"] == full[0] - own - ok + 2 * 3 * own
