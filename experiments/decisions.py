@@ -28,6 +28,11 @@ class Decision:
     valid: tuple[str, ...] = ()
     ids: tuple[int, ...] = ()
 
+    @property
+    def forced(self) -> bool:
+        """The only valid action, so no choice: it would dilute every mean."""
+        return len(set(self.valid)) == 1
+
     def tokens(self, chat: Chat) -> list[int]:
         return list(self.ids) or chat.action(self.action, self.state.task)
 
@@ -40,46 +45,40 @@ class Place(NamedTuple):
     id: int
 
 
-class Option(NamedTuple):
-    """A valid action of a choice, and the branches on the way to it."""
-
-    choice: int
-    taken: bool
-    branches: list[int]
-
-
 class PackedDecisions:
     """Decisions as one token tree, and where in it their probabilities are read."""
 
     def __init__(self) -> None:
         self.tree = TokenTree()
         self.owner: list[int] = []  # of each choice: the number of its decision
+        self.ends: list[int] = []  # of each choice: the last token of its prompt
         self.tokens: list[Place] = []  # of free text
         self.branches: list[Place] = []  # the tokens that may follow at the forks
-        self.options: list[Option] = []
+        self.options: list[tuple[int, bool]] = []  # of each valid action: its choice, and whether it was taken
+        self.ways: list[tuple[int, int]] = []  # (option, branch on the way to it)
         self.forks = 0
 
     def add(self, number: int, decision: Decision, chat: Chat) -> None:
+        if decision.forced:
+            return
         state, texts = decision.state, list(dict.fromkeys(decision.valid))
-        if len(texts) == 1:  # forced, so no choice: it would dilute every mean
-            return
         last = self.tree.add(chat.prompt(state))[-1]
-        choice = len(self.owner)
-        if not texts:
+        choice, choices = len(self.owner), 1
+        if texts:
+            trie = Trie([chat.action(text, state.task) for text in texts])
+            before = [[last, *self.tree.add(tail, last)] for tail in trie.tails]
+            for text, through in zip(texts, trie.through, strict=True):
+                self.ways += [(len(self.options), len(self.branches) + branch) for branch in through]
+                self.options.append((choice, text == decision.action))
+            for fork, (action, depth, token) in zip(trie.forks.tolist(), trie.branches, strict=True):
+                self.branches.append(Place(self.forks + fork, before[action][depth], token))
+            self.forks += len(set(trie.forks.tolist()))
+        else:
             ids = decision.tokens(chat)
-            before = [last, *self.tree.add(ids[:-1], last)]
+            choices, before = len(ids), [last, *self.tree.add(ids[:-1], last)]
             self.tokens += [Place(choice + i, before[i], token) for i, token in enumerate(ids)]
-            self.owner += [number] * len(ids)
-            return
-        trie = Trie([chat.action(text, state.task) for text in texts])
-        before = [[last, *self.tree.add(tail, last)] for tail in trie.tails]
-        for text, through in zip(texts, trie.through, strict=True):
-            branches = [len(self.branches) + branch for branch in through]
-            self.options.append(Option(choice, text == decision.action, branches))
-        for fork, (action, depth, token) in zip(trie.forks.tolist(), trie.branches, strict=True):
-            self.branches.append(Place(self.forks + fork, before[action][depth], token))
-        self.forks += len(set(trie.forks.tolist()))
-        self.owner.append(number)
+        self.owner += [number] * choices
+        self.ends += [last] * choices
 
     def logprobs(self, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """log pi of each choice as it was made, and the entropy of its distribution; (C,) and (C,), float32."""
@@ -102,10 +101,9 @@ class PackedDecisions:
             top = score.new_full((self.forks,), -torch.inf).scatter_reduce(0, fork, score.detach(), "amax")
             total = score.new_zeros(self.forks).index_add(0, fork, (score - top[fork]).exp())
             conditional = score - (top + total.log())[fork]
-            ways = [(i, branch) for i, option in enumerate(self.options) for branch in option.branches]
-            way, branch = torch.tensor(ways, device=model.device).T
+            way, branch = torch.tensor(self.ways, device=model.device).T
             option_logp = score.new_zeros(len(self.options)).index_add(0, way, conditional[branch])
-            choice, taken = torch.tensor([option[:2] for option in self.options], device=model.device).T
+            choice, taken = torch.tensor(self.options, device=model.device).T
             logp = logp.index_add(0, choice, taken * option_logp)
             entropy = entropy.index_add(0, choice, -option_logp.exp() * option_logp)
         return logp, entropy

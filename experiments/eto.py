@@ -134,61 +134,55 @@ class PackedPreferences:
     def __init__(self) -> None:
         self.choices = PackedDecisions()
         self.numbers: dict[Decision, int] = {}
-        self.steps: list[tuple[int, int]] = []  # (trajectory, decision); 2 i is preferred to 2 i + 1
-        self.trajectories = 0
+        self.trajectories: list[list[int]] = []  # of decisions' numbers; 2 i is preferred to 2 i + 1
 
     def add(self, preference: Preference, chat: Chat) -> None:
         for trajectory in preference:
             for decision in trajectory:
                 if decision not in self.numbers:
+                    self.choices.add(len(self.numbers), decision, chat)
                     self.numbers[decision] = len(self.numbers)
-                    self.choices.add(self.numbers[decision], decision, chat)
-                self.steps.append((self.trajectories, self.numbers[decision]))
-            self.trajectories += 1
+            self.trajectories.append([self.numbers[decision] for decision in trajectory])
 
     def logprobs(self, model: Any) -> torch.Tensor:
         """log pi of the actions of each trajectory, summed; (2, B): the preferred ones, the others."""
         logp, _ = self.choices.logprobs(model)
         owner = torch.tensor(self.choices.owner, device=logp.device)
         each = logp.new_zeros(len(self.numbers)).index_add(0, owner, logp)
-        trajectory, decision = torch.tensor(self.steps, device=logp.device).T
-        return logp.new_zeros(self.trajectories).index_add(0, trajectory, each[decision]).view(-1, 2).T
+        return torch.stack([each[numbers].sum() for numbers in self.trajectories]).view(-1, 2).T
 
 
-def pack_preferences(chat: Chat, preferences: Sequence[Preference], room: int) -> Iterator[PackedPreferences]:
+def pack_preferences(chat: Chat, preferences: Sequence[Preference], room: int) -> list[PackedPreferences]:
     """Token trees of about `room` tokens, of one preference at least."""
-    pack = PackedPreferences()
+    packs: list[PackedPreferences] = []
     for preference in preferences:
-        if pack.steps and len(pack.choices.tree) > room:
-            yield pack
-            pack = PackedPreferences()
-        pack.add(preference, chat)
-    if pack.steps:
-        yield pack
+        if not packs or len(packs[-1].choices.tree) > room:
+            packs.append(PackedPreferences())
+        packs[-1].add(preference, chat)
+    return packs
 
 
-def train(learner: Learner, preferences: list[Preference], updates: int, size: int, epochs: int, beta: float) -> dict:
-    """Passes over the pairs, `size` an update. Returns what it spent, and of the last pass the mean loss and the share
-    of pairs that are ranked right."""
-    groups = [preferences[i : i + size] for i in range(0, len(preferences), size)]
-    packs = [learner.share(list(pack_preferences(learner.chat, group, learner.room))) for group in groups]
+def train(learner: Learner, preferences: list[Preference], updates: int, args: argparse.Namespace) -> dict:
+    """--epochs passes over the pairs, --batch an update. Returns what it spent, and of the last pass the mean loss and
+    the share of pairs that are ranked right."""
+    groups = [preferences[i : i + args.batch] for i in range(0, len(preferences), args.batch)]
+    minibatches = [pack_preferences(learner.chat, group, learner.room) for group in groups]
     with torch.no_grad():  # the reference may be the model itself, before its first update
-        references = [[pack.logprobs(learner.reference) for pack in minibatch] for minibatch in packs]
+        references = [[pack.logprobs(learner.reference) for pack in packs] for packs in minibatches]
     learner.model.train()
-    for _ in range(epochs):
-        loss = right = 0
-        for group, minibatch, anchors in zip(groups, packs, references, strict=True):
-            for pack, reference in zip(minibatch, anchors, strict=True):
+    for _ in range(args.epochs):
+        loss = right = 0.0
+        for group, packs, anchors in zip(groups, minibatches, references, strict=True):
+            for pack, reference in zip(packs, anchors, strict=True):
                 logp = pack.logprobs(learner.model)
-                losses = dpo_loss(*logp, *reference, beta)
+                losses = dpo_loss(*logp, *reference, args.beta)
                 (losses.sum() / len(group)).backward()
                 win, lose = logp - reference
                 loss += losses.sum().item()
-                right += int((win > lose).sum())
+                right += float((win > lose).sum())
             updates += 1
             learner.step(updates)
-    tokens = epochs * sum(len(pack.choices.tree) for minibatch in packs for pack in minibatch)
-    tokens, loss, right = learner.total(tokens, loss, right)
+    tokens = args.epochs * sum(len(pack.choices.tree) for packs in minibatches for pack in packs)
     n = max(1, len(preferences))
     return {"updates": updates, "tokens": tokens, "loss": round(loss / n, 6), "right": round(right / n, 6)}
 
@@ -216,14 +210,12 @@ def main(argv: list[str] | None = None) -> None:
     must_exist(args.labels)
     # The reference of an iteration's failures is the agent that made them: itself, before its updates.
     learner = load(args, LR.get(args.env, LR_TINY), copied=args.pairs == "siblings")
-    chat = learner.chat
+    rendering = learner.chat.rendering
     if args.pairs == "expert":
         args.expert, args.n_expert = (args.expert, None) if args.expert else cloned_from(args.sft)
         args.expert = args.expert or args.run / "expert.jsonl"
         expert = demonstrated(args.expert, env, args.n_expert)
     else:
-        if learner.processes.num_processes > 1:  # one process makes what is missing
-            must_exist(args.labels or args.run / "q_labels.jsonl")
         args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
         trees = list(read_trees(args.labels, ["q", "messages"]))
         if not any(any(siblings(env, Rendering(), tree)) for tree in trees):
@@ -235,26 +227,24 @@ def main(argv: list[str] | None = None) -> None:
 
     def explored(last: dict) -> tuple[list[Preference], dict]:
         """Trajectories of the agent against the expert's, and what they cost and earned."""
-        tasks = learner.share(drawn(list(expert), last))
-        policy = Policy(learner.model, chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
-        episodes = (trajectories(env.fork(), task, Method("sample"), chat) for task in tasks)
+        policy = Policy(learner.model, learner.chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
+        tasks = drawn(list(expert), last)
+        episodes = (trajectories(env.fork(), task, Method("sample"), learner.chat) for task in tasks)
         sampled = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
-        played = learner.gather([line for (line,) in sampled])
-        preferences = list(failures(env, chat.rendering, played, expert))
-        tokens = sum(sum(line["tokens"].values()) for line in played)
-        turns = sum(len(line["messages"]) // 2 - 1 for line in played)  # after the layout's "OK"
+        played = [line for (line,) in sampled]
+        preferences = list(failures(env, rendering, played, expert))
         return preferences, {
             "reward": round(float(np.mean([line["reward"] for line in played])), 6),
             "pairs": len(preferences),
-            "played": last.get("played", 0) + tokens,
-            "env_steps": last["env_steps"] + turns,
+            "played": last.get("played", 0) + sum(sum(line["tokens"].values()) for line in played),
+            "env_steps": last["env_steps"] + sum(len(line["messages"]) // 2 - 1 for line in played),  # after the "OK"
             "flat": round(1 - len(preferences) / len(played), 6),
         }
 
     def compared(last: dict) -> tuple[list[Preference], dict]:
         """Siblings of some exploration trees, whose steps count when they are first read."""
         numbers = drawn(range(len(trees)), last)
-        preferences = [pair for i in numbers for pair in siblings(env, chat.rendering, trees[i])]
+        preferences = [pair for i in numbers for pair in siblings(env, rendering, trees[i])]
         fresh = numbers[: max(0, len(trees) - last["batch"] * args.batch_tasks)]
         env_steps = last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)
         return preferences, {"pairs": len(preferences), "env_steps": env_steps}
@@ -262,12 +252,12 @@ def main(argv: list[str] | None = None) -> None:
     def iteration(last: dict) -> dict:
         """The next line of updates.jsonl."""
         preferences, figures = explored(last) if args.pairs == "expert" else compared(last)
-        spent = train(learner, preferences, last["updates"], args.batch, args.epochs, args.beta)
+        spent = train(learner, preferences, last["updates"], args)
         spent["tokens"] += last["tokens"]
         return {"batch": last["batch"] + 1, **spent, **figures}
 
     # A token counts three times in an update, and goes through the reference once for all epochs.
-    learn(learner, env, iteration, vars(args), [args.labels, args.expert], passes=3 + 1 / args.epochs)
+    learn(learner, env, iteration, args, [args.labels, args.expert], passes=3 + 1 / args.epochs)
 
 
 if __name__ == "__main__":

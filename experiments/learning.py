@@ -1,4 +1,4 @@
-"""What the learners beside this file share: a budget, validation, the best checkpoint, early stopping, resuming.
+"""What the learners beside this file share: flags, a budget, validation, the best checkpoint, early stop, resuming.
 
 A learner improves RUN/sft by `iterate(last)`, which makes the next line of RUN/sft-NAME.updates.jsonl from the last
 one: what was spent so far, and figures of the batch. `learn` calls it until the budget is spent or nothing is gained.
@@ -10,23 +10,21 @@ import argparse
 import copy
 import itertools
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import numpy as np
 import torch
 import transformers
-from accelerate.utils import broadcast_object_list, gather_object
 
 import envs
 from q_search import Method, episode
-from qlass import UserError, loop, models
+from qlass import UserError, models
 from qlass.chat import PROMPTED, Chat, Rendering, uniforms
-from qlass.cli import at_least, more, must_exist, needed, parser, settle
+from qlass.cli import at_least, more, needed, parser, settle
 from qlass.driver import Sample, drive
-from qlass.files import Output, checkpoint_folder, progress, write_meta
+from qlass.files import Output, checkpoint_folder, share, write_meta
 from qlass.flags import add_memory, add_prompted, check_training, rendering_of, warn_of_another_world
 from qlass.policy import Policy
 from train_qnet import SMALL
@@ -51,56 +49,46 @@ def learner_parser(doc: str, epilog: str, argv: list[str] | None, every: int) ->
     return flags
 
 
-class Learner:
-    """The agent, its frozen reference and its optimiser.
+# -------------------------------------------------------------------------------------------------------- the learner
 
-    Each of several processes has all of them and works on its share of the tasks; gradients are summed.
-    """
+
+class Learner:
+    """The agent, its frozen reference, and the optimiser of all that learns."""
 
     def __init__(
         self, model: Any, reference: Any, chat: Chat, lr: float, optim: str = "adamw", adapter: Any = None,
         base: Callable[[], Any] | None = None,
     ) -> None:  # fmt: skip
         """adapter, base: LoRA's view of the model, and what loads the weights that it is merged into."""
-        self.model, self.reference, self.chat, self.lr = model, reference, chat, lr
-        self.adapter, self.base = adapter, base
-        self.processes = loop.start(model.device.type)
+        self.model, self.reference, self.chat, self.adapter, self.base = model, reference, chat, adapter, base
         self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = models.adamw(self.weights.values(), lr, optim)
+        self.rates = [lr]
         # Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed again.
         self.room = 512 if model.num_parameters() < SMALL else 4096
 
-    def share(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Every n-th of the items: what this one of n processes works on."""
-        return items[self.processes.process_index :: self.processes.num_processes]
-
-    def gather(self, results: list[Any]) -> list[Any]:
-        """The results of all processes, in the order of the items that `share` gave out."""
-        shares = gather_object([results])
-        return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
-
-    def total(self, *values: float) -> list[float]:
-        """Sums over the processes."""
-        return [sum(column) for column in zip(*gather_object([values]), strict=True)]
+    def teach(self, name: str, model: torch.nn.Module, lr: float) -> None:
+        """Train another model beside the agent, as a critic, at its own rate."""
+        weights = {f"{name}.{key}": p for key, p in model.named_parameters() if p.requires_grad}
+        self.weights |= weights
+        self.optimizer.add_param_group({"params": list(weights.values())})
+        self.rates.append(lr)
 
     def step(self, number: int) -> None:
-        """Update `number`, from 1: gradients summed and clipped; the rate rises linearly and then is constant."""
-        for p in self.weights.values():
-            p.grad = accelerate.utils.reduce(torch.zeros_like(p) if p.grad is None else p.grad, "sum")
-        if not torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0).isfinite():
-            reason = f"update {number}: the gradient is not finite, so the training has diverged"
-            raise UserError(f"{reason}: --overwrite and a lower --lr than {self.lr:g} start again")
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * min(1.0, number / WARMUP)
+        """Update `number`, from 1: each model's gradient clipped; rates rise linearly and then are constant."""
+        for group, lr in zip(self.optimizer.param_groups, self.rates, strict=True):
+            if not torch.nn.utils.clip_grad_norm_(group["params"], 1.0).isfinite():
+                reason = f"update {number}: the gradient is not finite, so the training has diverged"
+                raise UserError(f"{reason}: --overwrite and a lower --lr than {lr:g} start again")
+            group["lr"] = lr * min(1.0, number / WARMUP)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def validation(self, env: envs.TextEnv, tasks: Sequence[str]) -> float:
         """Mean reward of the greedy agent."""
-        episodes = (greedy(env.fork(), task, self.chat.rendering) for task in self.share(tasks))
+        episodes = (greedy(env.fork(), task, self.chat.rendering) for task in tasks)
         policy = Policy(self.model, self.chat)
-        rewards = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
-        return sum(self.gather(list(rewards))) / len(tasks)
+        return sum(drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)) / len(tasks)
 
     def save(self, folder: Path) -> None:
         """The agent as a checkpoint; LoRA's updates are merged in a copy."""
@@ -117,7 +105,8 @@ class Learner:
         """Read what `suspend` wrote. Returns its number of lines."""
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
-            self.model.load_state_dict(saved["model"], strict=False)
+            for name, p in self.weights.items():
+                p.data.copy_(saved["model"][name])
             self.optimizer.load_state_dict(saved["optimizer"])
             return saved["lines"]
         except Exception as error:  # of many kinds: cut short, zeros, another's
@@ -136,14 +125,9 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> Learner:
 
     Without --lr, `lr` is the tiny model's.
     """
+    if share()[1] > 1:
+        raise UserError("a learner is one process: unset WORLD_SIZE; --lora and --gradient-checkpointing save memory")
     check_training(args)
-    processes = loop.start(args.device)
-    if loop.divides():
-        raise UserError(
-            "a learner's processes have the whole model each: leave --use_fsdp out (--lora needs less memory)"
-        )
-    if processes.num_processes > 1:  # one process makes what is missing
-        must_exist(args.sft or args.run / "sft")
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     warn_of_another_world(args.sft, args)
     torch.manual_seed(args.seed)
@@ -157,7 +141,7 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> Learner:
     without_dropout(model)
     small = model.num_parameters() < SMALL
     settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
-    processes.print(models.memory_of(model, args.optim))
+    print(models.memory_of(model, args.optim))
     # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
     frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
     reference = copy.deepcopy(model, frozen).requires_grad_(False).eval() if copied else model
@@ -170,6 +154,9 @@ def without_dropout(model: torch.nn.Module) -> None:
         for name in ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------- the loop
 
 
 def batch_of(tasks: Sequence[Any], seed: int, number: int, size: int) -> list[Any]:
@@ -197,32 +184,31 @@ def why_stop(lines: Sequence[dict], unit: str = "tokens", patience: int = 8) -> 
 
 @models.within_memory()
 def learn(
-    learner: Learner, env: envs.TextEnv, iterate: Callable[[dict], dict], settings: dict[str, Any],
+    learner: Learner, env: envs.TextEnv, iterate: Callable[[dict], dict], args: argparse.Namespace,
     inputs: Sequence[Path | None], passes: float,
 ) -> None:  # fmt: skip
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
     larger --budget continues. The last batch of a smaller budget has been validated too.
 
-    settings: the flags. inputs: what is read besides the agent. passes: how often a token that was spent went forward,
-    for the report; a backward pass counts as two. "played" of a line, if it has that: tokens that went forward once.
+    inputs: what is read besides the agent. passes: how often a token that was spent went forward, for the report; a
+    backward pass counts as two. "played" of a line, if it has that: tokens that went forward once.
     """
-    name, unit, budget = settings["name"], settings["budget_in"], settings["budget"]
-    folder = checkpoint_folder(settings["run"] / f"sft-{name}", settings["sft"])
+    unit, budget, inputs = args.budget_in, args.budget, [args.sft, *inputs]
+    folder = checkpoint_folder(args.run / f"sft-{args.name}", args.sft)
     log, resume = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
-    tasks = env.task_ids("val")[: settings["val"] or None]
+    settings = vars(args) | {"out": log}
+    tasks = env.task_ids("val")[: args.val or None]
     if not tasks:
         raise UserError(f"{env.name}: no validation tasks here, by which the best checkpoint is chosen")
-    saved = learner.resume(resume) if resume.exists() and not settings["overwrite"] else 0
+    saved = learner.resume(resume) if resume.exists() and not args.overwrite else 0
 
-    def complete(lines: list[dict]) -> int:
-        if len(lines) < saved or (len(lines) > 1 and not saved):
+    def complete(records: list[dict]) -> int:
+        if len(records) < saved or (len(records) > 1 and not saved):
             raise UserError(f"{log}: has lost lines, or {resume} is missing: --overwrite starts again")
         return saved
 
-    settings, inputs = settings | {"out": log}, [settings["sft"], *inputs]
-    first = learner.processes.is_main_process  # which alone writes
-    out = Output(log, settings, complete, inputs, free=["budget", "budget_in"]) if first else None
-    lines: list[dict] = broadcast_object_list([out and list(out.records)])[0]
+    out = Output(log, settings, complete, inputs, free=["budget", "budget_in"])
+    lines = list(out.records)
     if len(lines) > 1 and lines[-2][unit] >= budget:
         spent = f"{lines[-1][unit]:,} {unit} are spent already"
         raise UserError(f"{log}: {spent}: raise --budget, or give another --name")
@@ -230,31 +216,27 @@ def learn(
     def over() -> str:
         return "the budget is spent" if lines[-1][unit] >= budget else why_stop(lines, unit)
 
-    def batches() -> Iterator[dict]:
-        while not lines or not over():
-            yield iterate(lines[-1]) if lines else SPENT
-
     def figures() -> dict:
         best = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"])
         return {"best": best, "last": lines[-1], "passes": passes}
 
-    for line in progress(batches(), f"{name}, batches"):
+    while not lines or not over():
+        line = iterate(lines[-1]) if lines else SPENT
         lines.append(line | {"val": None})
-        due = line["batch"] % settings["every"] == 0 or over()
+        due = line["batch"] % args.every == 0 or over()
         if due:
             lines[-1]["val"] = round(learner.validation(env, tasks), 6)
-        if first:
-            out.append(lines[-1:])
-        if first and due:
-            if figures()["best"] is lines[-1]:
-                learner.save(folder)
-                write_meta(folder, settings, inputs, **figures())
+            print(f"batch {line['batch']}: {line[unit]:,} {unit}, validation {lines[-1]['val']:.3f}", flush=True)
+        out.append(lines[-1:])
+        if due and figures()["best"] is lines[-1]:
+            learner.save(folder)
+            write_meta(folder, settings, inputs, **figures())
+        if due:
             learner.suspend(resume, len(lines))
-    if first:
-        summary = figures() | {"stopped": None if lines[-1][unit] >= budget else over()}
-        out.finish(**summary)
-        write_meta(folder, settings, inputs, **summary)
-        start, best = lines[0]["val"], summary["best"]
-        spent = f"{best['tokens']:,} tokens, {best['env_steps']:,} environment steps"
-        print(f"batch {lines[-1]['batch']}: {over()}")
-        print(f"{folder}: validation {start:.3f} -> {best['val']:.3f} at batch {best['batch']} ({spent})", flush=True)
+    summary = figures() | {"stopped": None if lines[-1][unit] >= budget else over()}
+    out.finish(**summary)
+    write_meta(folder, settings, inputs, **summary)
+    start, best = lines[0]["val"], summary["best"]
+    print(f"batch {lines[-1]['batch']}: {over()}")
+    spent = f"{best['tokens']:,} tokens, {best['env_steps']:,} environment steps"
+    print(f"{folder}: validation {start:.3f} -> {best['val']:.3f} at batch {best['batch']} ({spent})", flush=True)

@@ -6,18 +6,21 @@
 
     python -m experiments.tree_grpo --env webshop                        # M = 2 trees, N = 2 draws, L = 1 round
     python -m experiments.tree_grpo --env webshop --rounds 0 -M 4        # chain GRPO at the same nominal budget
+    python -m experiments.tree_grpo --env webshop --rounds 0 -M 4 --advantage states --name gigpo
     python q_search.py --env webshop --method greedy --sft runs/webshop/sft-tree_grpo --label tree_grpo \\
                        --out runs/webshop/results-tree_grpo.jsonl
 
 A task's trajectories are a group, and so are those of each of its trees. A trajectory's advantage is how many standard
 deviations its reward lies above its group's mean, summed over both groups, and every action on it gets that advantage.
 An action above a branching is on several trajectories and learns from each: outcome rewards become a signal for steps,
-without a value network. --advantage states replaces a tree's group by groups of visits to an equal observation (GiGPO,
-Feng et al. 2025).
+without a value network. --advantage states is GiGPO (Feng et al. 2025): a second group are all visits to an equal
+observation, each worth the reward discounted by the steps to it; --normalise mean leaves out the division, as its
+release does on WebShop.
 
 The released code (AMAP-ML/Tree-GRPO) differs: its chains and trees have another warm-up (.5 and .285 of the run); it
 samples with top-p .95 and trains the full softmax; a group of one has its reward as advantage (here 0); the ratio is a
-token's (here, among valid actions, an action's); the last checkpoint counts (here validation's best).
+token's (here, among valid actions, an action's); the last checkpoint counts (here validation's best). GiGPO's takes the
+mean of a task's rewards over steps (here over trajectories, as its Eq. 3).
 """
 
 from __future__ import annotations
@@ -119,29 +122,30 @@ def env_steps(trees: Forest) -> int:
 # ---------------------------------------------------------------------------------------------------------- advantages
 
 
-def normalised(rewards: Sequence[float]) -> np.ndarray:
+def normalised(rewards: Sequence[float], std: bool = True) -> np.ndarray:
     """(R - mean) / (std + 1e-6), unbiased std; 0 in a flat group, and in a group of one, which compares nothing."""
     r = np.asarray(rewards, dtype=float)
-    return (r - r.mean()) / (r.std(ddof=1) + 1e-6) if len(r) > 1 else np.zeros(1)
+    return (r - r.mean()) / (r.std(ddof=1) + 1e-6 if std and len(r) > 1 else 1)
 
 
-def advantages(trees: Forest, kind: str = "both") -> list[np.ndarray]:
+def advantages(trees: Forest, kind: str = "both", discount: float = 1.0, std: bool = True) -> list[np.ndarray]:
     """A of each decision of each trajectory, tree by tree.
 
     A = A_inter + A_intra: the reward normalised among the trajectories of the task, and among those of its tree.
     """
     trajectories = list(itertools.chain(*trees))
-    inter = normalised([trajectory.reward for trajectory in trajectories])
-    intra = np.concatenate([normalised([trajectory.reward for trajectory in tree]) for tree in trees])
+    inter = normalised([trajectory.reward for trajectory in trajectories], std)
+    intra = np.concatenate([normalised([trajectory.reward for trajectory in tree], std) for tree in trees])
     outcome = {"inter": inter, "intra": intra, "both": inter + intra, "states": inter}[kind]
     A = [np.full(len(trajectory.decisions), a) for trajectory, a in zip(trajectories, outcome, strict=True)]
-    if kind == "states":  # GiGPO's second term; it discounts the reward by the steps that are left
-        visits: dict[str, list[tuple[int, int]]] = {}  # by observation: (trajectory, step)
+    if kind == "states":
+        visits: dict[str, list[tuple[int, int, float]]] = {}  # by observation: (trajectory, step, return)
         for i, trajectory in enumerate(trajectories):
             for t, decision in enumerate(trajectory.decisions):
-                visits.setdefault(decision.state.messages[-1][1], []).append((i, t))
+                value = discount ** (len(trajectory.decisions) - 1 - t) * trajectory.reward
+                visits.setdefault(decision.state.messages[-1][1], []).append((i, t, value))
         for group in visits.values():
-            for (i, t), a in zip(group, normalised([trajectories[i].reward for i, _ in group]), strict=True):
+            for (i, t, _), a in zip(group, normalised([value for *_, value in group], std), strict=True):
                 A[i][t] += a
     return A
 
@@ -183,34 +187,35 @@ def policy_loss(logp: torch.Tensor, entropy: torch.Tensor, batch: Batch, kl: flo
     return (dual_clip(ratio, batch.positive, batch.negative) + batch.visits * regularisers).sum()
 
 
-def weights(trees: Forest, kind: str) -> dict[Decision, np.ndarray]:
+def weights(trees: Forest, A: list[np.ndarray]) -> dict[Decision, np.ndarray]:
     """Of each decision, over the trajectories through it: sum of A > 0, sum of -A > 0, their number.
 
     That is all that `dual_clip` needs, so a shared prefix is computed once; equal decisions of siblings are one too.
     """
     sums: dict[Decision, np.ndarray] = {}
-    for trajectory, steps in zip(itertools.chain(*trees), advantages(trees, kind), strict=True):
-        for decision, A in zip(trajectory.decisions, steps, strict=True):
-            sums[decision] = sums.get(decision, np.zeros(3)) + np.array([max(A, 0), max(-A, 0), 1])
+    for trajectory, steps in zip(itertools.chain(*trees), A, strict=True):
+        for decision, a in zip(trajectory.decisions, steps, strict=True):
+            sums[decision] = sums.get(decision, np.zeros(3)) + np.array([max(a, 0), max(-a, 0), 1])
     return sums
 
 
 @torch.no_grad()
-def batches(learner: Learner, forests: Sequence[Forest], kind: str) -> list[Batch]:
-    """The choices of these forests in packs, of which each process takes its share."""
-    decisions, sums = zip(*(item for trees in forests for item in weights(trees, kind).items()), strict=True)
+def batches(learner: Learner, forests: Sequence[Forest], A: Sequence[list[np.ndarray]]) -> list[Batch]:
+    """The choices of these forests in packs, given `advantages` of each forest."""
+    items = (item for trees, steps in zip(forests, A, strict=True) for item in weights(trees, steps).items())
+    decisions, sums = zip(*items, strict=True)
     rows = torch.tensor(np.array(sums), dtype=torch.float32, device=learner.model.device)
-    packs = learner.share(list(pack_decisions(learner.chat, decisions, learner.room)))
+    packs = pack_decisions(learner.chat, decisions, learner.room)
     models = learner.model, learner.reference
     return [Batch(pack, *rows[pack.owner].T, *(pack.logprobs(model)[0] for model in models)) for pack in packs]
 
 
-def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, number: int) -> list[float]:
+def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, number: int) -> torch.Tensor:
     """An update on the mean loss over the choices of all trajectories.
 
-    Returns KL, entropy and the share of clipped ratios, means over the choices, and the number of tokens.
+    Returns KL, entropy and the share of clipped ratios, means over the choices, and the number of tokens: (4,).
     """
-    (n,) = learner.total(sum(float(batch.visits.sum()) for batch in minibatch))
+    n = sum(float(batch.visits.sum()) for batch in minibatch)
     figures = torch.zeros(4)
     learner.model.train()
     for batch in minibatch:
@@ -220,7 +225,45 @@ def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, nu
         means = torch.stack([low_variance_kl(logp, batch.reference), entropy, clipped.float()]).detach()
         figures += torch.tensor([*(means * batch.visits / n).sum(1), len(batch.choices.tree)])
     learner.step(number)
-    return learner.total(*figures.tolist())
+    return figures
+
+
+# --------------------------------------------------------------------------------------------------------- a batch
+
+
+def play(learner: Learner, env: envs.TextEnv, last: dict, args: argparse.Namespace, *shape: int) -> list[Forest]:
+    """The next batch's forests of `shape` M, N, L, by the agent as it is now."""
+    chat = copy.copy(learner.chat)
+    chat.rendering = dataclasses.replace(chat.rendering, top_p=1.0, top_k=0)  # the distribution that is trained
+    tasks = batch_of(env.task_ids("train"), args.seed, last["batch"], args.batch_tasks)
+    key = ("grpo", args.seed, last["batch"] + 1)
+    growing = (forest(env.fork(), task, *shape, chat.rendering, (*key, i)) for i, task in enumerate(tasks))
+    policy = Policy(learner.model, chat, args.seed)  # a new one: the last one remembers the weights before
+    return list(drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True))
+
+
+def line_of(last: dict, forests: list[Forest], figures: Sequence[Any]) -> dict:
+    """The next line of updates.jsonl, from what `update` returned for each minibatch."""
+    rewards = [[trajectory.reward for trajectory in itertools.chain(*trees)] for trees in forests]
+    flat = np.mean([np.ptp(task) < 1e-9 for task in rewards])
+    means = [np.mean([np.mean(task) for task in rewards]), flat, *np.mean([f.tolist() for f in figures], 0)[:3]]
+    return {
+        "batch": last["batch"] + 1,
+        "updates": last["updates"] + len(figures),
+        "tokens": last["tokens"] + int(sum(f[3] for f in figures)),
+        "env_steps": last["env_steps"] + sum(map(env_steps, forests)),
+        **{name: round(float(x), 6) for name, x in zip(FIGURES, means, strict=True)},
+    }
+
+
+def add_update(parser: argparse.ArgumentParser) -> None:
+    """The flags of a batch and of `policy_loss`."""
+    add = parser.add_argument
+    add("--batch-tasks", type=at_least(1), default=32, metavar="N", help="tasks a batch (%(default)s; released: 512)")
+    add("--minibatch", type=at_least(1), default=16, metavar="N", help="tasks an update (%(default)s; released: 64)")
+    add("--lr", type=at_least(0, float), help="default: 1e-6 (--lora: 1e-5); tiny: alfworld 1e-4, others 3e-4")
+    add("--kl", type=at_least(0, float), default=1e-3, help="weight of the KL to --sft (default: %(default)s)")
+    add("--entropy", type=at_least(0, float), default=1e-3, help="weight of the entropy bonus (default: %(default)s)")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -230,11 +273,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--draws", type=at_least(1), default=2, metavar="N", help="branches a tree and round (default: %(default)s)")
     add("--rounds", type=at_least(0), default=1, metavar="L", help="rounds (default: %(default)s; 0: chain GRPO)")
     add("--advantage", choices=["both", "inter", "intra", "states"], default="both", help="default: %(default)s")
-    add("--batch-tasks", type=at_least(1), default=32, metavar="N", help="tasks a batch (%(default)s; released: 512)")
-    add("--minibatch", type=at_least(1), default=16, metavar="N", help="tasks an update (%(default)s; released: 64)")
-    add("--lr", type=at_least(0, float), help="default: 1e-6 (--lora: 1e-5); tiny: alfworld 1e-4, others 3e-4")
-    add("--kl", type=at_least(0, float), default=1e-3, help="weight of the KL to --sft (default: %(default)s)")
-    add("--entropy", type=at_least(0, float), default=1e-3, help="weight of the entropy bonus (default: %(default)s)")
+    add("--discount", type=at_least(0, float, 1), default=0.95, help="of states, a step (default: %(default)s)")
+    add("--normalise", choices=["mean-std", "mean"], default="mean-std", help="a group (default: %(default)s)")
+    add_update(flags)
     add("--name", help="of the checkpoint RUN/sft-NAME (default: tree_grpo, or grpo with --rounds 0)")
     args = parse(flags, argv)
     if args.M * (args.draws * args.rounds + 1) < 2:
@@ -249,38 +290,18 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     learner = load(args, LR.get(args.env, LR_TINY))
-    chat = copy.copy(learner.chat)
-    chat.rendering = dataclasses.replace(chat.rendering, top_p=1.0, top_k=0)  # the distribution that is trained
 
     def iteration(last: dict) -> dict:
-        """Trees of some tasks and the updates on them: the next line of updates.jsonl."""
-        batch = last["batch"] + 1
-        tasks = batch_of(env.task_ids("train"), args.seed, last["batch"], args.batch_tasks)
-
-        def grow(i: int) -> Generator[Sample, list, Forest]:
-            key = ("grpo", args.seed, batch, i)
-            return forest(env.fork(), tasks[i], args.M, args.draws, args.rounds, chat.rendering, key)
-
-        policy = Policy(learner.model, chat, args.seed)  # a new one: the last one remembers the weights before
-        growing = map(grow, learner.share(range(len(tasks))))
-        forests = learner.gather(list(drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True)))
-        del policy  # what it remembers would take memory from the updates
-        groups = [forests[i : i + args.minibatch] for i in range(0, len(tasks), args.minibatch)]
-        minibatches = [batches(learner, group, args.advantage) for group in groups]  # before the first update
+        """Trees of some tasks and the updates on them."""
+        forests = play(learner, env, last, args, args.M, args.draws, args.rounds)
+        std = args.normalise == "mean-std"
+        A = [advantages(trees, args.advantage, args.discount, std) for trees in forests]
+        parts = [slice(i, i + args.minibatch) for i in range(0, len(forests), args.minibatch)]
+        minibatches = [batches(learner, forests[part], A[part]) for part in parts]  # before the first update
         numbered = enumerate(minibatches, last["updates"] + 1)
-        figures = [update(learner, minibatch, args.kl, args.entropy, number) for number, minibatch in numbered]
-        rewards = [[trajectory.reward for trajectory in itertools.chain(*trees)] for trees in forests]
-        flat = np.mean([np.ptp(task) < 1e-9 for task in rewards])
-        means = [np.mean([np.mean(task) for task in rewards]), flat, *np.mean(figures, 0)[:3]]
-        return {
-            "batch": batch,
-            "updates": last["updates"] + len(figures),
-            "tokens": last["tokens"] + int(sum(tokens for *_, tokens in figures)),
-            "env_steps": last["env_steps"] + sum(map(env_steps, forests)),
-            **{name: round(float(x), 6) for name, x in zip(FIGURES, means, strict=True)},
-        }
+        return line_of(last, forests, [update(learner, b, args.kl, args.entropy, number) for number, b in numbered])
 
-    learn(learner, env, iteration, vars(args), [], PASSES)
+    learn(learner, env, iteration, args, [], PASSES)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import torch
 from fakes import WORLD, FakeEnv, Script, path_of, run, say, tiny_lm, word_chat
 from hypothesis import given
 from hypothesis import strategies as st
-from test_training import launch
 from torch.testing import assert_close
 
 import envs
@@ -44,18 +43,14 @@ def grow(M, N, L, key=("k",), script=None):
 
 
 @pytest.mark.parametrize(("M", "N", "L"), [(4, 2, 0), (1, 2, 1), (2, 2, 1), (3, 1, 4)])
-def test_number_of_leaves_and_each_edge_played_once(M, N, L):
+def test_leaves_their_number_and_each_edge_played_once(M, N, L):
     trees, requests, env = grow(M, N, L)
     assert [len(tree) for tree in trees] == [N * L + 1] * M
     assert len(env.played) == len(requests) == env_steps(trees)
     assert len({request.key for request in requests}) == len(requests)  # no noise is used twice
-    # Were each trajectory played from its start, there would be as many steps as all of them have.
     steps = sum(len(trajectory.decisions) for tree in trees for trajectory in tree)
     assert len(env.played) < steps or (N * L == 0 and len(env.played) == steps)
-
-
-def test_leaves_earn_what_their_paths_pay():
-    for trajectory in itertools.chain(*grow(3, 3, 3)[0]):
+    for trajectory in itertools.chain(*trees):  # leaves earn what their paths pay
         node = WORLD
         for i, decision in enumerate(trajectory.decisions):
             assert path_of(decision.state) == tuple(d.action.split()[-1] for d in trajectory.decisions[:i])
@@ -105,14 +100,20 @@ def test_advantages_by_hand():
     np.testing.assert_allclose(np.concatenate(chains), [0.5**0.5, -(0.5**0.5)], atol=1e-5)
 
 
-def test_steps_from_equal_observations_are_a_group():
+@pytest.mark.parametrize("std", [True, False])
+def test_gigpos_second_group_are_discounted_visits_to_an_equal_observation(std):
     def trajectory(reward, *observations):
         return Trajectory(tuple(Decision(State((("user", o),)), "go") for o in observations), reward)
 
-    trees = [[trajectory(1.0, "start", "hall"), trajectory(0.0, "start", "cave", "hall"), trajectory(0.5, "x")]]
-    extra = [a - b for a, b in zip(advantages(trees, "states"), advantages(trees, "inter"), strict=True)]
-    for values, expected in zip(extra, ([1, 1], [-1, 0, -1], [0]), strict=True):
-        np.testing.assert_allclose(values, np.array(expected) * 0.5**0.5, atol=1e-5)
+    trees = [[trajectory(1.0, "start", "hall")], [trajectory(0.8, "start", "cave", "hall")], [trajectory(0.5, "x")]]
+    A = [advantages(trees, kind, 0.5, std) for kind in ("states", "inter")]
+    extra = [a - b for a, b in zip(*A, strict=True)]
+    # start: 1 in two steps, .8 in three: .5 and .2, mean .35; hall: 1 and .8, mean .9; cave and x stand alone
+    start, hall = (0.5**0.5, 0.5**0.5) if std else (0.15, 0.1)  # of two values the unbiased std is sqrt 2 half the gap
+    for values, expected in zip(extra, ([start, hall], [-start, 0, -hall], [0]), strict=True):
+        np.testing.assert_allclose(values, expected, atol=1e-4)
+    inter = np.array([1.0, 0.8, 0.5]) - 2.3 / 3
+    np.testing.assert_allclose([a[0] for a in A[1]], inter / np.std([1, 0.8, 0.5], ddof=1) ** std, atol=1e-4)
 
 
 @given(st.floats(0.01, 20), st.lists(st.floats(-3, 3), min_size=1, max_size=6))
@@ -208,7 +209,7 @@ def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, 
 
     learner = Learner(model, reference, chat, 1e-3)
     learner.room = room
-    packs, total = batches(learner, forests, "both"), 0.0
+    packs, total = batches(learner, forests, [advantages(trees) for trees in forests]), 0.0
     assert (len(packs) > 1) == (room == 5)
     for batch in packs:
         with torch.no_grad():
@@ -234,7 +235,7 @@ def test_trees_are_of_the_distribution_that_is_trained(temperature):
         drawn.update({(r.state, c.text): c.logprob for r, (c,) in zip(requests, answers, strict=True)})
         return answers
 
-    decisions = list(dict.fromkeys(d for trees in played(chat, answer) for d in weights(trees, "both")))
+    decisions = list(dict.fromkeys(d for trees in played(chat, answer) for d in weights(trees, advantages(trees))))
     for pack in pack_decisions(chat, decisions, 2048):
         logp, entropy = pack.logprobs(model)
         for value, h, owner in zip(logp.tolist(), entropy.tolist(), pack.owner, strict=True):
@@ -246,7 +247,7 @@ def test_trees_are_of_the_distribution_that_is_trained(temperature):
 def test_a_shared_step_has_the_advantages_of_all_trajectories_through_it():
     a, b, c = (Decision(State((("user", x),)), x) for x in "abc")
     tree = [Trajectory(path, reward) for path, reward in [((a, b), 1.0), ((a, c), 0.0), ((c, c), 0.0)]]
-    sums = weights([tree], "inter")
+    sums = weights([tree], advantages([tree], "inter"))
     std = (1 / 3) ** 0.5
     np.testing.assert_allclose(sums[a], (2 / 3 / std, 1 / 3 / std, 2), atol=1e-4)
     np.testing.assert_allclose(sums[b], (2 / 3 / std, 0, 1), atol=1e-4)
@@ -342,7 +343,7 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypa
 def test_chains_are_trees_without_rounds(fake_world, agent, tmp_path):
     tree_grpo.main([*FLAGS, "--run", str(tmp_path), "--sft", str(agent), "--rounds", "0", "-M", "4", "--budget", "50"])
     assert (tmp_path / "sft-grpo" / "config.json").exists()
-    for flags, message in ((["-M", "1"], "nothing to be compared with"), (["--advantage", "intra"], "compare nothing")):
+    for flags, message in ((["-M", "1"], "compared with"), (["--advantage", "intra"], "compare nothing")):
         with pytest.raises(UserError, match=message):
             tree_grpo.arguments(["--rounds", "0", *flags])
 
@@ -389,14 +390,3 @@ def test_the_reference_stays_as_it_was_and_shares_what_is_frozen(fake_world, age
         learner.step(4)
     assert torch.equal(reference(ids).logits, before)
     assert not torch.allclose(model(ids).logits, before, atol=1e-4)
-
-
-def test_two_processes_train_what_one_does(train, agent, tmp_path):
-    flags = ["--batch-tasks", "7", "--val", "1"]  # so that one process plays more than the other
-    one = train("one", 300, *flags)
-    launch(tree_grpo, [*FLAGS, *flags, "--sft", str(agent), "--budget", "300", "--run", str(tmp_path / "two")], 2)
-    for a, b in zip(one, lines_of(tmp_path / "two"), strict=True):
-        assert a == pytest.approx(b, abs=1e-4)
-    states = [Policy.load(tmp_path / name / "sft-tree_grpo").model.state_dict() for name in ("one", "two")]
-    for name, w in states[0].items():
-        assert_close(states[1][name], w, atol=1e-4, rtol=1e-3)

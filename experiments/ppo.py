@@ -1,0 +1,237 @@
+"""Turn-level PPO (Schulman et al. 2017): a learned value of states in place of the groups of GRPO.
+
+    reads   RUN/sft/, and the exploration trees by `bellman.py --target avg` (RUN/q_labels-avg.jsonl, made if missing)
+    writes  RUN/sft-NAME/, RUN/sft-NAME.updates.jsonl, RUN/sft-NAME.resume.pt, as experiments/tree_grpo.py does
+
+    python -m experiments.ppo --env webshop
+
+A turn is one decision, and the advantage is the generalised one over turns: what a turn is worth to the outcome does
+not depend on how many tokens were written or read in between. (In the release behind Table 2's row, ETO's, it passes
+through the tokens of observations, so that with pages of 60 tokens the first of three turns gets .0003 of the outcome;
+it also learns from a fixed file of trajectories, here from the agent's own.) States with one valid action are no turns:
+they belong to the environment.
+
+The critic is a QNet that reads the last token of the prompt, before the agent acts. It begins with the mean final
+reward below each state of the trees, and then learns the returns A + V beside the agent. The policy's loss, its KL
+penalty and its entropy bonus are Tree-GRPO's.
+
+An episode that was cut by the step limit earned what the environment pays then, and nothing is expected behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+import bellman
+import envs
+from experiments.decisions import pack_decisions
+from experiments.learning import Learner, learn, learner_parser, load, without_dropout
+from experiments.tree_grpo import LR, LR_TINY, Batch, Forest, add_update, batches, line_of, play, update
+from qlass import models
+from qlass.chat import Chat, State
+from qlass.cli import at_least, handed_on, must_exist, parse, run_stage, settle
+from qlass.fast.token_tree import TokenTree, tree_inputs
+from qlass.files import is_complete
+from qlass.qnet import QNet, states_of
+from qlass.records import read_trees
+from train_qnet import SMALL
+
+CRITIC_LR, CRITIC_LR_TINY = 1e-5, 1e-3  # faster than the agent
+VALUE_CLIP = 0.2  # how far an update may move V
+PASSES = 10  # a token: Tree-GRPO's 6; the critic before the update, and its update
+
+# ---------------------------------------------------------------------------------------------------------- advantages
+
+
+def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.ndarray:
+    """A of each turn (T,), of a trajectory through states of these values (T,) that earns `reward` by its last turn.
+
+    A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V(s_{t+1}) - V(s_t), and V = 0 behind the end.
+    """
+    A = np.zeros(len(values))
+    ahead, following = 0.0, 0.0  # A and V of the next turn
+    for t in reversed(range(len(values))):
+        r = reward if t == len(values) - 1 else 0.0
+        A[t] = ahead = r + gamma * following - values[t] + gamma * lam * ahead
+        following = values[t]
+    return A
+
+
+def advantages(trees: Forest, values: dict[State, float], gamma: float, lam: float) -> list[np.ndarray]:
+    """A of each decision of each trajectory; nan where it was forced."""
+    A = [np.full(len(trajectory.decisions), np.nan) for trajectory in itertools.chain(*trees)]
+    for steps, trajectory in zip(A, itertools.chain(*trees), strict=True):
+        turns = [t for t, decision in enumerate(trajectory.decisions) if not decision.forced]
+        steps[turns] = gae([values[trajectory.decisions[t].state] for t in turns], trajectory.reward, gamma, lam)
+    return A
+
+
+def whitened(A: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    """The advantages of all turns of a batch, shifted and scaled to mean 0 and standard deviation 1."""
+    turns = np.concatenate([steps for forest in A for steps in forest])
+    mean, std = np.nanmean(turns), np.nanstd(turns) + 1e-6
+    return [[np.nan_to_num((steps - mean) / std) for steps in forest] for forest in A]
+
+
+# ---------------------------------------------------------------------------------------------------------- the critic
+
+
+def state_values(critic: QNet, tree: TokenTree, ends: torch.Tensor) -> torch.Tensor:
+    """V(s) (K,) of prompts in a token tree, at their last tokens (K,)."""
+    places, row = ends.to(critic.backbone.device).unique(return_inverse=True)
+    with models.mixed_precision(critic.backbone):
+        return critic(at=(0, places), **tree_inputs(critic.backbone, [tree]), use_cache=False).float()[row]
+
+
+@torch.no_grad()
+def values_of(critic: QNet, chat: Chat, forests: Sequence[Forest], room: int) -> dict[State, float]:
+    """V of each state in which there was a choice."""
+    paths = (trajectory.decisions for trees in forests for trajectory in itertools.chain(*trees))
+    decisions = list(dict.fromkeys(itertools.chain.from_iterable(paths)))
+    values = {}
+    for pack in pack_decisions(chat, decisions, room):
+        V = state_values(critic, pack.tree, torch.tensor(pack.ends))
+        values |= {decisions[number].state: v for number, v in zip(pack.owner, V.tolist(), strict=True)}
+    return values
+
+
+def value_loss(V: torch.Tensor, old: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Half the larger of (V - G)^2 and (clip(V, V_old +- .2) - G)^2; (K,)."""
+    clipped = old + (V - old).clamp(-VALUE_CLIP, VALUE_CLIP)
+    return torch.maximum((V - target).square(), (clipped - target).square()) / 2
+
+
+def returns(
+    forests: Sequence[Forest], A: Sequence[list[np.ndarray]], values: dict[State, float]
+) -> list[list[tuple[float, float]]]:
+    """(V, A + V) of each decision's state for each trajectory through it; decisions are numbered as in `batches`."""
+    visits: list[list[tuple[float, float]]] = []
+    for trees, steps in zip(forests, A, strict=True):
+        own: dict = {}
+        for trajectory, each in zip(itertools.chain(*trees), steps, strict=True):
+            for decision, a in zip(trajectory.decisions, each, strict=True):
+                v = values.get(decision.state, 0.0)
+                own.setdefault(decision, []).append((v, a + v))
+        visits += own.values()
+    return visits
+
+
+def criticise(critic: QNet, minibatch: list[Batch], visits: list[list[tuple[float, float]]]) -> float:
+    """The mean value loss over the turns of all trajectories; its gradient is left in the critic."""
+    packs = []
+    for batch in minibatch:
+        ends = dict(zip(batch.choices.owner, batch.choices.ends, strict=True))  # in free text a turn has many choices
+        packs.append([(end, *visit) for number, end in ends.items() for visit in visits[number]])
+    n, total = sum(map(len, packs)), 0.0
+    for batch, rows in zip(minibatch, packs, strict=True):
+        end, old, target = torch.tensor(rows, device=critic.backbone.device).T
+        loss = value_loss(state_values(critic, batch.choices.tree, end.long()), old, target).sum() / n
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def labelled_states(chat: Chat, labels: Path, room: int) -> Iterator[tuple[TokenTree, list[int], list[float]]]:
+    """The states of exploration trees in which something was done, in token trees of about `room` tokens: the last
+    tokens of their prompts, and the mean final reward below them."""
+    tree, rewards = TokenTree(), {}
+    for nodes in read_trees(labels, ["q_raw", "messages"]):
+        states, parents = states_of(nodes), {node["parent_id"] for node in nodes[1:]}
+        for node in nodes:
+            if node["node_id"] in parents:
+                end = tree.add(chat.prompt(states[node["node_id"]]))[-1]
+                rewards.setdefault(end, []).append(node["q_raw"])  # a state without memory comes again
+            if len(tree) > room:
+                yield tree, list(rewards), [float(np.mean(values)) for values in rewards.values()]
+                tree, rewards = TokenTree(), {}
+    if rewards:
+        yield tree, list(rewards), [float(np.mean(values)) for values in rewards.values()]
+
+
+def warm_up(learner: Learner, critic: QNet, labels: Path, updates: int) -> int:
+    """Regress V(s) onto the mean final reward below s. Returns the number of tokens."""
+    tokens = 0
+    packs = labelled_states(learner.chat, labels, 2 * learner.room)
+    for number, (tree, ends, rewards) in enumerate(itertools.islice(packs, updates), 1):
+        V = state_values(critic, tree, torch.tensor(ends))
+        (V - torch.tensor(rewards, device=V.device)).square().mean().backward()
+        learner.step(number)
+        tokens += len(tree)
+    return tokens
+
+
+# ---------------------------------------------------------------------------------------------------------------- main
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    flags = learner_parser(__doc__, "gamma .99 and lambda .95 over turns.", argv, every=4)
+    add = flags.add_argument
+    add("--chains", type=at_least(1), default=4, metavar="N", help="trajectories a task (default: %(default)s)")
+    add("--gamma", type=at_least(0, float, 1), default=0.99, help="discount a turn (default: %(default)s)")
+    add("--lam", type=at_least(0, float, 1), default=0.95, help="lambda of the advantage (default: %(default)s)")
+    add("--critic-lr", type=at_least(0, float), help=f"default: {CRITIC_LR}; tiny: {CRITIC_LR_TINY}")
+    add("--warm-up", type=at_least(0), default=200, metavar="N", help="critic's first updates (default: %(default)s)")
+    add("--labels", type=Path, help="of `bellman.py --target avg` (default: RUN/q_labels-avg.jsonl)")
+    add_update(flags)
+    add("--name", default="ppo", help="of the checkpoint RUN/sft-NAME (default: %(default)s)")
+    return parse(flags, argv)
+
+
+def load_critic(learner: Learner, args: argparse.Namespace) -> QNet:
+    """A QNet on the cloned agent's backbone, which learns beside the agent."""
+    kind, rendering = transformers.AutoModel, learner.chat.rendering
+    backbone, chat = models.load_checkpoint(
+        args.sft, kind, args.device, args.load_in, train=not args.lora, rendering=rendering
+    )
+    models.save_memory(backbone, args.lora, args.lora_alpha, args.gradient_checkpointing)
+    without_dropout(backbone)
+    settle(args, {"critic_lr": CRITIC_LR_TINY if learner.model.num_parameters() < SMALL else CRITIC_LR})
+    critic = QNet(backbone, chat, fast=False).train()
+    learner.teach("critic", critic, args.critic_lr)
+    return critic
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    env = envs.from_arguments(args)
+    must_exist(args.labels)
+    learner = load(args, LR.get(args.env, LR_TINY))
+    critic = load_critic(learner, args)
+    args.labels = args.labels or args.run / "q_labels-avg.jsonl"
+    if args.warm_up and not is_complete(args.labels):
+        bellman.main([*handed_on(args, "bellman"), "--target", "avg", "--out", str(args.labels)])
+
+    def iteration(last: dict) -> dict:
+        """Chains of some tasks and the updates on them."""
+        spent = 0 if last["batch"] else 3 * warm_up(learner, critic, args.labels, args.warm_up)
+        forests = play(learner, env, last, args, args.chains, 0, 0)
+        values = values_of(critic, learner.chat, forests, learner.room)
+        A = [advantages(trees, values, args.gamma, args.lam) for trees in forests]
+        white, figures, losses = whitened(A), [], []
+        minibatches = []
+        for i in range(0, len(forests), args.minibatch):
+            part = slice(i, i + args.minibatch)
+            minibatches.append((batches(learner, forests[part], white[part]), returns(forests[part], A[part], values)))
+        for number, (minibatch, visits) in enumerate(minibatches, last["updates"] + 1):
+            losses.append(criticise(critic, minibatch, visits))
+            figures.append(update(learner, minibatch, args.kl, args.entropy, number))
+        line = line_of(last, forests, figures)
+        del line["flat"]
+        advantage = np.concatenate(list(itertools.chain(*A)))
+        V = [values.get(d.state, np.nan) for trees in forests for t in itertools.chain(*trees) for d in t.decisions]
+        explained = 1 - np.nanvar(advantage) / (np.nanvar(advantage + V) + 1e-9)
+        more = {"explained": round(float(explained), 6), "value_loss": round(float(np.mean(losses)), 6)}
+        return line | more | {"played": last.get("played", 0) + spent}
+
+    learn(learner, env, iteration, args, [args.labels], PASSES)
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -1,0 +1,174 @@
+"""Turn-level PPO: advantages by hand, the critic against the plain way, and that it learns a written world."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from fakes import FakeEnv, dump, tiny_backbone, tiny_lm, word_chat
+from torch.testing import assert_close
+
+from bellman import label
+from build_trees import Exploration, exploration_tree, tree_records
+from experiments import ppo
+from experiments.decisions import Decision
+from experiments.learning import Learner
+from experiments.ppo import advantages, criticise, gae, returns, state_values, value_loss, values_of, warm_up, whitened
+from experiments.tree_grpo import Trajectory, batches, forest
+from qlass.chat import State
+from qlass.driver import Sample, drive
+from qlass.policy import Policy
+from qlass.qnet import QNet
+
+VALID = ("Action: left", "Action: right")
+
+
+def trajectory(reward, *observations, forced=()):
+    """A walk to the left through these pages; in the `forced` ones there is one valid action."""
+    state, decisions = State((("user", "walk"),), "find"), []
+    for t, observation in enumerate(observations):
+        state = State((*state.messages, ("user", observation)), "find")
+        decisions.append(Decision(state, VALID[0], VALID[: 1 if t in forced else 2]))
+        state = State((*state.messages, ("assistant", VALID[0])), "find")
+    return Trajectory(tuple(decisions), reward)
+
+
+def test_gae_by_hand():
+    # A_3 = 1 - .4; A_2 = .5 x .4 - .2 + .25 A_3; A_1 = .5 x .2 - .5 + .25 A_2
+    np.testing.assert_allclose(gae([0.5, 0.2, 0.4], 1.0, 0.5, 0.5), [-0.3625, 0.15, 0.6])
+    np.testing.assert_allclose(gae([0.5, 0.2, 0.4], 1.0, 1.0, 1.0), [0.5, 0.8, 0.6])  # R - V
+    np.testing.assert_allclose(gae([0.5, 0.2, 0.4], 1.0, 0.9, 0.0), [0.9 * 0.2 - 0.5, 0.9 * 0.4 - 0.2, 0.6])
+    assert gae([], 1.0, 0.9, 0.9).shape == (0,)
+
+
+def test_forced_steps_are_no_turns():
+    short, long = trajectory(1.0, "start", "left"), trajectory(1.0, "start", "walk", "left", forced=[1])
+    values = {decision.state: 0.5 for t in (short, long) for decision in t.decisions if not decision.forced}
+    (a,), (b,) = (advantages([[t]], values, 0.9, 0.8) for t in (short, long))
+    assert a.tolist() == b[[0, 2]].tolist() and np.isnan(b[1])
+    ((white,),) = whitened([[b]])
+    assert white[1] == 0 and white[[0, 2]] == pytest.approx([-1, 1], abs=1e-4)
+
+
+@pytest.mark.parametrize("words", [1, 60])
+def test_the_first_turns_advantage_does_not_depend_on_the_length_of_observations(words):
+    chat = word_chat()
+    critic = QNet(tiny_backbone(chat), chat, hidden=8, fast=False)
+    torch.nn.init.zeros_(critic.head[-1].weight)
+    torch.nn.init.constant_(critic.head[-1].bias, 0.25)
+    trees = [[trajectory(1.0, *[" ".join(["walk"] * words)] * 3)]]
+    values = values_of(critic, chat, [trees], 512)
+    (A,) = advantages(trees, values, 0.99, 0.95)
+    step, g = 0.99 * 0.25 - 0.25, 0.99 * 0.95
+    np.testing.assert_allclose(A, [step + g * (step + g * 0.75), step + g * 0.75, 0.75], rtol=1e-6)
+
+
+def test_value_loss_by_hand():
+    V, old, target = torch.tensor([0.5, 0.9, 0.1]), torch.tensor([0.4, 0.4, 0.4]), torch.tensor([1.0, 1.0, 1.0])
+    # within the clip; beyond it V would count as .6; away from the target V itself is worse than .2
+    assert_close(value_loss(V, old, target), torch.tensor([0.5**2, 0.4**2, 0.9**2]) / 2)
+
+
+@pytest.mark.parametrize("candidates", ["valid", "free"])
+def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidates):
+    chat = word_chat(candidates=candidates, temperature=1.0, max_new_tokens=4)
+    model = tiny_lm(chat, initializer_range=0.15)
+    growing = (forest(FakeEnv(), f"train{i}", 3, 0, 0, chat.rendering, (i,)) for i in range(2))
+    forests = list(drive(growing, {Sample: Policy(model, chat).sample}))
+    critic = QNet(tiny_backbone(chat, 1), chat, hidden=16, fast=False).train()
+    learner = Learner(model, model, chat, 1e-3)
+    learner.room = 20
+    values = values_of(critic, chat, forests, learner.room)
+
+    def plain(state):
+        return critic(input_ids=torch.tensor([chat.prompt(state)]), use_cache=False)[0, -1]
+
+    for state, v in values.items():
+        assert plain(state).item() == pytest.approx(v, abs=1e-5)
+    A = [[steps + 0.3 for steps in advantages(trees, values, 0.9, 0.8)] for trees in forests]
+    losses = []
+    for trees, steps in zip(forests, A, strict=True):
+        for t, each in zip(itertools.chain(*trees), steps, strict=True):
+            for decision, a in zip(t.decisions, each, strict=True):
+                V, v = plain(decision.state), values[decision.state]
+                losses.append(value_loss(V, torch.tensor(v), torch.tensor(a + v)))
+    torch.stack(losses).mean().backward()
+    expected = [p.grad.clone() for p in critic.parameters()]
+    critic.zero_grad()
+    loss = criticise(critic, batches(learner, forests, whitened(A)), returns(forests, A, values))
+    assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)
+    for p, gradient in zip(critic.parameters(), expected, strict=True):
+        assert_close(p.grad, gradient, atol=1e-5, rtol=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------- the script
+
+
+@pytest.fixture
+def labels(tmp_path):
+    """Exploration trees of the fake world with the mean final reward below each node."""
+    chat = word_chat(candidates="valid", temperature=1.0)
+    policy = Policy(tiny_lm(chat, initializer_range=0.05), chat)
+
+    def tree(task):
+        env = FakeEnv()
+        root = yield from exploration_tree(Exploration(env, task, chat.rendering, 3), 8, {})
+        return label(tree_records(env, task, root), "avg", 0.9)
+
+    trees = list(drive(map(tree, ["train0", "train1"]), {Sample: policy.sample}))
+    (tmp_path / "labels.jsonl").write_text(dump([node for nodes in trees for node in nodes]))
+    return tmp_path / "labels.jsonl"
+
+
+def test_the_critic_begins_with_the_mean_reward_below_a_state(labels):
+    chat = word_chat()
+    critic = QNet(tiny_backbone(chat), chat, hidden=32, fast=False).train()
+    learner = Learner(tiny_lm(chat), None, chat, 1e-3)
+    learner.teach("critic", critic, 3e-3)
+    before = {name: p.clone() for name, p in learner.model.named_parameters()}
+    for _ in range(60):
+        assert 0 < warm_up(learner, critic, labels, 200) < 500  # a state that comes again is read once
+    for tree, ends, rewards in ppo.labelled_states(chat, labels, 10**6):
+        assert len(set(rewards)) > 3
+        assert_close(state_values(critic, tree, torch.tensor(ends)), torch.tensor(rewards), atol=0.06, rtol=0)
+    assert all(torch.equal(before[name], p) for name, p in learner.model.named_parameters())
+
+
+@pytest.fixture
+def train(fake_world, agent, tmp_path, labels):
+    def start(name, budget, *flags):
+        argv = ["--env", "frozenlake", "--run", str(tmp_path / name), "--sft", str(agent), "--labels", str(labels)]
+        argv += ["--batch-tasks", "8", "--minibatch", "4", "--every", "2", "--val", "2", "--budget-in", "env_steps"]
+        ppo.main([*argv, "--budget", str(budget), *flags])
+        return [json.loads(line) for line in (tmp_path / name / "sft-ppo.updates.jsonl").read_text().splitlines()]
+
+    return start
+
+
+def test_it_learns_the_best_leaf_of_a_written_world(train):
+    lines = train("run", 2000, "--lr", "0.01")
+    assert lines[0]["val"] < 1 and max(line["val"] or 0 for line in lines) == 1.0
+    assert lines[1]["reward"] < 0.6 < 0.9 < lines[-1]["reward"]
+    assert max(line["explained"] for line in lines[1:]) > 0.3 and lines[1]["played"] > 0
+
+
+def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypatch):
+    def contents(name):
+        folder = tmp_path / name
+        return [(folder / file).read_bytes() for file in ("sft-ppo.updates.jsonl", "sft-ppo/model.safetensors")]
+
+    train("one", 500, "--lr", "0.003")
+    play, calls = ppo.play, []
+
+    def stops(*arguments):
+        calls.append(1)
+        if len(calls) == 4:  # between two validations
+            raise KeyboardInterrupt
+        return play(*arguments)
+
+    monkeypatch.setattr(ppo, "play", stops)
+    with pytest.raises(KeyboardInterrupt):
+        train("again", 500, "--lr", "0.003")
+    train("again", 500, "--lr", "0.003")
+    assert contents("again") == contents("one")
