@@ -1,9 +1,7 @@
 """ETO (Song et al. 2024): the agent learns by preference from its own failures.
 
-    reads   RUN/sft/, and the expert's trajectories that it was cloned from (RUN/expert.jsonl), or with --pairs siblings
-            RUN/q_labels.jsonl
-    writes  RUN/sft-NAME/ (the checkpoint with the best validation reward), RUN/sft-NAME.updates.jsonl (one line per
-            batch)
+    reads   RUN/sft/ and the demonstrations that it was cloned from, or with --pairs siblings RUN/q_labels.jsonl
+    writes  RUN/sft-NAME/ (by validation the best), RUN/sft-NAME.updates.jsonl (a line a batch), RUN/sft-NAME.resume.pt
 
     python -m experiments.eto --env webshop
     python -m experiments.eto --env webshop --pairs siblings --name eto-siblings

@@ -150,10 +150,10 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> Learner:
 
 def without_dropout(model: torch.nn.Module) -> None:
     """Training mode, in which --gradient-checkpointing works, is to compute the probabilities that were sampled."""
-    for module in model.modules():
-        for name in ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+    rates = ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop")
+    for module, name in itertools.product(model.modules(), rates):
+        if isinstance(getattr(module, name, None), float):
+            setattr(module, name, 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------- the loop

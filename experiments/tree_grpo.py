@@ -1,8 +1,7 @@
 """Tree-GRPO (Ji et al. 2025): reinforcement learning whose groups are the branches of trees.
 
-    reads   RUN/sft/ (the behaviour-cloned agent, which is also the reference of the KL penalty)
-    writes  RUN/sft-NAME/ (the checkpoint with the best validation reward), RUN/sft-NAME.updates.jsonl (one line per
-            batch), RUN/sft-NAME.resume.pt (weights and optimiser, for resuming a stopped run or with a larger --budget)
+    reads   RUN/sft/ (the cloned agent, which is also the reference of the KL penalty)
+    writes  RUN/sft-NAME/ (by validation the best), RUN/sft-NAME.updates.jsonl (a line a batch), RUN/sft-NAME.resume.pt
 
     python -m experiments.tree_grpo --env webshop                        # M = 2 trees, N = 2 draws, L = 1 round
     python -m experiments.tree_grpo --env webshop --rounds 0 -M 4        # chain GRPO at the same nominal budget
@@ -11,16 +10,15 @@
                        --out runs/webshop/results-tree_grpo.jsonl
 
 A task's trajectories are a group, and so are those of each of its trees. A trajectory's advantage is how many standard
-deviations its reward lies above its group's mean, summed over both groups, and every action on it gets that advantage.
-An action above a branching is on several trajectories and learns from each: outcome rewards become a signal for steps,
-without a value network. --advantage states is GiGPO (Feng et al. 2025): a second group are all visits to an equal
-observation, each worth the reward discounted by the steps to it; --normalise mean leaves out the division, as its
-release does on WebShop.
+deviations its reward lies above its group's mean, summed over both groups. An action above a branching learns from each
+trajectory through it: outcome rewards become a signal for steps, without a value network. --advantage states is GiGPO
+(Feng et al. 2025), whose second groups are the visits to an equal observation, each worth the reward discounted by the
+steps to it; --normalise mean leaves out the division, as its release does on WebShop.
 
-The released code (AMAP-ML/Tree-GRPO) differs: its chains and trees have another warm-up (.5 and .285 of the run); it
-samples with top-p .95 and trains the full softmax; a group of one has its reward as advantage (here 0); the ratio is a
-token's (here, among valid actions, an action's); the last checkpoint counts (here validation's best). GiGPO's takes the
-mean of a task's rewards over steps (here over trajectories, as its Eq. 3).
+Tree-GRPO's release differs: its chains and trees have another warm-up (.5 and .285 of the run); it samples with top-p
+.95 and trains the full softmax; a group of one has its reward as advantage (here 0); the ratio is a token's (here,
+among valid actions, an action's). GiGPO's takes a task's mean reward over steps (here over trajectories, as its Eq. 3).
+In both the last checkpoint counts (here validation's best).
 """
 
 from __future__ import annotations

@@ -346,5 +346,5 @@ def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world
 @pytest.mark.parametrize("env", envs.ENVIRONMENTS)
 def test_no_flag_of_a_command_is_one_of_an_environment(env):
     stages = ("sft", "build_trees", "bellman", "train_qnet", "q_search")
-    for name in (*stages, *(f"experiments.{it}" for it in ("self_train", "tree_grpo", "eto", "qval.__main__"))):
+    for name in (*stages, *(f"experiments.{it}" for it in ("self_train", "tree_grpo", "ppo", "eto", "qval.__main__"))):
         assert importlib.import_module(name).arguments(["--env", env])  # ArgumentError where two are the same
