@@ -121,12 +121,11 @@ def rollout(x: Exploration, node: Node) -> Generator:
     branch = [node]
     while not (node.done or node.t == x.steps):  # a demonstration may have gone on behind the limit
         x.env.restore(node.snapshot)
-        # A new child is wanted where the branch begins; from there on the agent plays as it would.
-        draws = 1 + RETRIES if len(branch) == 1 else 1
-        drawn = yield ask(x.env, node.state, draws, (x.task_id, x.branches, node.t), x.rendering)
+        first = len(branch) == 1  # here a new child is wanted; from there on the agent plays as it would
+        drawn = yield ask(x.env, node.state, 1 + RETRIES * first, (x.task_id, x.branches, node.t), x.rendering)
         actions = [candidate.text for candidate in drawn]
         new = [action for action in actions if parse_action(action) not in node.children]
-        node = step(x, node, new[0] if new and len(branch) == 1 else actions[0], "policy")
+        node = step(x, node, new[0] if first and new else actions[0], "policy")
         branch.append(node)
     return branch
 
@@ -169,6 +168,9 @@ def step(x: Exploration, node: Node, action: str, source: str) -> Node:
 # ------------------------------------------------------------------------------------------------------------ the file
 
 
+WRITTEN = ("action", "observation", "reward", "done", "source", "branch", "expert")  # of a node
+
+
 def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
     """A tree as lines of trees.jsonl, parents before children; the root carries the prompt and the number of nodes."""
     nodes = list(root.walk())
@@ -176,28 +178,10 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
     records = []
     for i, node in enumerate(nodes):
         parent = number[id(node.parent)] if node.parent else None
-        records.append({
-            "task_id": task_id, "node_id": i, "parent_id": parent, "depth": node.t, "action": node.action,
-            "observation": node.observation, "reward": node.reward, "done": node.done, "source": node.source,
-            "branch": node.branch, "expert": node.expert,
-        })  # fmt: skip
+        place = {"task_id": task_id, "node_id": i, "parent_id": parent, "depth": node.t}
+        records.append(place | {name: getattr(node, name) for name in WRITTEN})
     records[0] |= {"env": env.name, "task": root.state.task, "messages": root.state.dump(), "nodes": len(nodes)}
     return records
-
-
-def step_limit(env: envs.TextEnv, limit: int | None) -> int:
-    """Of the agent's trajectories: --steps, else the lower of the environment's two."""
-    if limit and isinstance(env.max_steps, int) and limit > env.max_steps:
-        raise UserError(
-            f"--steps {limit}: {env.name} ends after {env.max_steps}; give --env-option max_steps={limit} too"
-        )
-    limits = [n for n in (limit, env.tree_steps, env.max_steps) if isinstance(n, int)]
-    if not limits:
-        raise UserError(f"{env.name}: its trees have no limit of steps: give --steps, or tree_steps to its class")
-    return limit or min(limits)
-
-
-FIELDS = ("done", "source")
 
 
 def complete_trees(records: list[dict]) -> int:
@@ -205,10 +189,47 @@ def complete_trees(records: list[dict]) -> int:
     complete = 0
     while complete < len(records) and complete + records[complete]["nodes"] <= len(records):
         tree = records[complete : complete + records[complete]["nodes"]]
-        if not tree or any(wrong(node, TreeNode, FIELDS) for node in tree):
+        if not tree or any(wrong(node, TreeNode, ("done", "source")) for node in tree):
             raise ValueError(f"the tree of task {records[complete].get('task_id')} is damaged")
         complete += len(tree)
     return complete
+
+
+def figures_of(records: list[dict], recorded: dict[str, float]) -> dict[str, Any]:
+    """For the metadata: trees, nodes, the agent's leaves and their mean reward, demonstrations, and those that failed:
+    they earned nothing, or another reward than is `recorded` of them, by task or by first observation."""
+    roots = [r for r in records if r["parent_id"] is None]
+    begins = {root["task_id"]: root["observation"].strip() for root in roots}
+    leaves = [r["reward"] for r in records if r["done"] and r["source"] == "policy"]
+    ends = {r["task_id"]: r["reward"] for r in records if r["expert"]}  # of each demonstration its last node
+    expected = {task: recorded.get(task, recorded.get(begins[task], reward)) for task, reward in ends.items()}
+    return {
+        "trees": len(roots), "nodes": len(records), "leaves": len(leaves),
+        "mean_leaf_reward": sum(leaves) / max(1, len(leaves)), "demonstrations": len(ends),
+        "failed_demonstrations": sum(not r or abs(expected[task] - r) > 1e-3 for task, r in ends.items()),
+        "cut_prompts": sum(root.get("cut_prompts", 0) for root in roots),
+    }  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+
+
+def step_limit(env: envs.TextEnv, limit: int | None) -> int:
+    """Of the agent's trajectories: --steps, else the lower of the environment's two."""
+    if limit and env.max_steps and limit > env.max_steps:
+        hint = f"give --env-option max_steps={limit} too"
+        raise UserError(f"--steps {limit}: {env.name} ends after {env.max_steps}; {hint}")
+    return limit or min(n for n in (env.tree_steps, env.max_steps) if n)
+
+
+def tell_matches(env: envs.TextEnv, tasks: list[str], expert: dict[str, list[str]], file: Path) -> None:
+    """Say for how many of the tasks a file has demonstrations; UserError if for none."""
+    begins = {task: env.reset(options={"task_id": task})[0].strip() for task in tasks if task not in expert}
+    matches = sum(begins.get(task, task) in expert for task in tasks)
+    if not matches:
+        raise UserError(f"{file}: none of its {len(expert)} demonstrations is of a task here: --no-expert does without")
+    if matches < len(tasks):
+        print(f"{file}: demonstrations of {matches} of {len(tasks)} tasks; the environment's expert plays the others")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -238,10 +259,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
+    must_exist(args.expert)
     args.depth = env.tree_depth if args.depth is None else args.depth
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
-    must_exist(args.expert)
     steps = step_limit(env, args.steps)
     depth = min(args.depth, steps - 1)  # behind the limit, where a demonstration may lead, the agent explores nothing
 
@@ -249,16 +270,14 @@ def main(argv: list[str] | None = None) -> None:
     tasks = env.task_ids("train")[::-1][: args.limit or None]
     if not tasks:
         raise UserError(f"{args.env}: no training tasks")
-    named = args.expert is not None and not args.no_expert
-    args.expert, first = (args.expert, None) if args.expert else cloned_from(args.sft)
-    recorded: dict[str, float] = {}
-    expert = None
-    if not args.no_expert:
-        expert = actions_by_task(args.expert, env, first, recorded) if args.expert else {}
-    if named:
+    file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
+    rewards: dict[str, float] = {}
+    expert = actions_by_task(file, env, most, rewards) if file and not args.no_expert else {}
+    if args.expert and not args.no_expert:
         tell_matches(env, tasks, expert, args.expert)
-    inputs = [args.sft, args.expert]
-    trees = Output(args.out, vars(args), complete_trees, inputs, SAMPLING_FREE, identity=lambda node: node["task_id"])
+    args.expert = file
+
+    trees = Output(args.out, vars(args), complete_trees, [args.sft, file], SAMPLING_FREE, lambda node: node["task_id"])
     finished = {record["task_id"] for record in trees.records}
     share = my_share(tasks)
     todo = [task_id for task_id in share if task_id not in finished]
@@ -266,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def explore(task_id: str) -> Generator:
         x = Exploration(env.fork(), task_id, policy.chat.rendering, depth, args.width, steps, args.prune)
-        root = yield from exploration_tree(x, args.rollouts or math.inf, expert)
+        root = yield from exploration_tree(x, args.rollouts or math.inf, None if args.no_expert else expert)
         records = tree_records(env, task_id, root)
         if x.rendering.truncate:
             read = [n for n in root.walk() if any(child.source == "policy" for child in n.children.values())]
@@ -277,54 +296,16 @@ def main(argv: list[str] | None = None) -> None:
         grown = drive(map(explore, todo), {Sample: policy.sample}, args.in_flight or env.side_by_side)
         trees.grow(grown, "trees", len(share), len(share) - len(todo))
     trees.join()
-    figures = figures_of(trees.records, recorded)
-    rank = {task: n for n, task in enumerate(tasks)}
+    figures = figures_of(trees.records, rewards)
     # What another process or an earlier call computed, before a stop, is not known.
-    tokens = policy.computed if len(todo) == len(tasks) else None
-    trees.finish(lambda r: rank.get(r["task_id"], len(rank)), **figures, tokens=tokens)
-    print(
-        f"{trees.path}: {figures['trees']} trees, {figures['nodes']} nodes, "
-        f"mean reward of the agent's {figures['leaves']} leaves {figures['mean_leaf_reward']:.3f}"
-    )
-    if cut := figures.get("cut_prompts"):
-        print(f"{cut} prompts lost their oldest turns")
-    if lost := figures["unrewarded_demonstrations"]:
-        print(f"{lost} of {figures['demonstrations']} demonstrations earned nothing here: are they of these tasks?")
-    if others := figures["demonstrations_of_another_reward"]:
-        print(f"{others} of {figures['demonstrations']} demonstrations earned another reward here than they recorded")
-
-
-def tell_matches(env: envs.TextEnv, tasks: list[str], expert: dict[str, list[str]], file: Path) -> None:
-    """Say for how many of the tasks a file has demonstrations; UserError if for none."""
-
-    def begins(task_id: str) -> str:
-        return env.reset(options={"task_id": task_id})[0].strip()
-
-    matches = sum(task_id in expert or begins(task_id) in expert for task_id in tasks)
-    if not matches:
-        raise UserError(f"{file}: none of its {len(expert)} demonstrations is of a task here: --no-expert does without")
-    if matches < len(tasks):
-        print(f"{file}: demonstrations of {matches} of {len(tasks)} tasks; the environment's expert plays the others")
-
-
-def figures_of(records: list[dict], recorded: dict[str, float] | None = None) -> dict[str, Any]:
-    """For the metadata: trees, nodes, the agent's leaves and their mean reward, demonstrations and what they earned.
-
-    recorded: rewards that demonstrations say that they earned, by task or by first observation.
-    """
-    rewards = [r["reward"] for r in records if r["done"] and r["source"] == "policy"]
-    ends = {r["task_id"]: r["reward"] for r in records if r["expert"]}  # of each demonstration its last node
-    figures = {"trees": len({r["task_id"] for r in records}), "nodes": len(records), "leaves": len(rewards)}
-    figures["mean_leaf_reward"] = sum(rewards) / max(1, len(rewards))
-    figures["demonstrations"] = len(ends)
-    figures["unrewarded_demonstrations"] = sum(reward == 0 for reward in ends.values())
-    recorded = recorded or {}
-    begins = {r["task_id"]: r["observation"].strip() for r in records if r["parent_id"] is None}
-    expected = {task: recorded.get(task, recorded.get(begins[task], reward)) for task, reward in ends.items()}
-    figures["demonstrations_of_another_reward"] = sum(abs(expected[task] - ends[task]) > 1e-3 for task in ends)
-    if cut := sum(r.get("cut_prompts", 0) for r in records):
-        figures["cut_prompts"] = cut
-    return figures
+    figures["tokens"] = policy.computed if len(todo) == len(tasks) else None
+    rank = {task: n for n, task in enumerate(tasks)}
+    trees.finish(lambda record: rank.get(record["task_id"], len(rank)), **figures)
+    leaves = f"mean reward of the agent's {figures['leaves']} leaves {figures['mean_leaf_reward']:.3f}"
+    print(f"{trees.path}: {figures['trees']} trees, {figures['nodes']} nodes, {leaves}")
+    if failed := figures["failed_demonstrations"]:
+        reason = "earned nothing here, or another reward than they recorded: are they of these tasks?"
+        print(f"{failed} of {figures['demonstrations']} demonstrations {reason}")
 
 
 if __name__ == "__main__":

@@ -242,9 +242,7 @@ def search(
         wanted = {identity(line) for line in lines.values()}
         records = [record for record in out.records if identity(record) in wanted]
         reward = sum(record["reward"] for record in records) / len(records)
-        cut = sum(record.get("cut_prompts", 0) for record in records)
-        note = f"; {cut} prompts lost their oldest turns" if cut else ""
-        print(f"{method}: mean reward {reward:.3f} over {len(records)} {fields['split']} tasks{note}", flush=True)
+        print(f"{method}: mean reward {reward:.3f} over {len(records)} {fields['split']} tasks", flush=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- main

@@ -184,12 +184,11 @@ def test_a_demonstration_in_the_older_grammar_earns_its_reward():
         return build_trees.tree_records(alfworld, task, run(growing, lambda r: say(*["look"] * r.n))[0])
 
     assert [node["action"] for node in tree(older) if node["expert"]] == [f"Action: {action}" for action in played]
-    assert build_trees.figures_of(tree(older))["unrewarded_demonstrations"] == 0
-    assert build_trees.figures_of(tree(older[:-1]))["unrewarded_demonstrations"] == 1
     begins = tree(older)[0]["observation"].strip()
-    for recorded, others in (({task: 1.0}, 0), ({task: 0.5}, 1), ({begins: 0.5}, 1), ({"another": 0.5}, 0), ({}, 0)):
-        figures = build_trees.figures_of(tree(older), recorded)
-        assert figures["demonstrations_of_another_reward"] == others
+    recorded = [({}, 0), ({task: 1.0}, 0), ({task: 0.5}, 1), ({begins: 0.5}, 1), ({"another": 0.5}, 0)]
+    for rewards, failed in recorded:
+        assert build_trees.figures_of(tree(older), rewards)["failed_demonstrations"] == failed
+    assert build_trees.figures_of(tree(older[:-1]), {})["failed_demonstrations"] == 1  # it earned nothing
 
 
 def test_an_action_that_means_nothing_is_a_node_like_any_other():
