@@ -32,7 +32,6 @@ import envs
 from qlass import UserError, cli, files, loop, models
 from qlass.chat import Chat, Rendering, State, react
 from qlass.cli import at_least, choices, more, parse, settle
-from qlass.driver import in_time
 from qlass.fast.logits import predictions as predictions_that_count
 from qlass.fast.token_tree import batches
 from qlass.files import checkpoint_folder, only_writer, release
@@ -49,7 +48,6 @@ TAKES = "about two minutes with the tiny model on two cores"
 # ------------------------------------------------------------------------------------------------- expert trajectories
 
 
-@in_time()
 def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     """Play the environment's expert through one task: a line of expert.jsonl."""
     observation, info = env.reset(options={"task_id": task_id})

@@ -5,16 +5,11 @@ A generator yields `Sample` and `Score` requests; `drive` advances many generato
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import heapq
-import itertools
-import signal
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from qlass import UserError
 from qlass.chat import Rendering, State, react
 
 if TYPE_CHECKING:
@@ -65,33 +60,6 @@ class Candidate:
     task: str = ""  # the wording that it was sampled under, where the task was put in other words
 
 
-PATIENCE = 600  # seconds that an environment may take for a turn
-
-
-@contextlib.contextmanager
-def in_time() -> Iterator[None]:
-    """UserError if the block takes longer than PATIENCE, as where an engine hangs.
-
-    Counted in ten intervals, so that a suspended process loses at most one when it continues.
-    """
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield
-        return
-    parts = itertools.count(1)
-
-    def count(*_: Any) -> None:
-        if next(parts) >= 10:
-            raise UserError(f"the environment hangs: no answer for {PATIENCE:g} s; what is written so far is kept")
-
-    before = signal.signal(signal.SIGALRM, count)
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE / 10, PATIENCE / 10)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 Answers = dict[type, Callable[[list], list]]
 
 
@@ -108,8 +76,7 @@ def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64, in_o
 
     def advance(index: int, generator: Generator, answer: Any) -> None:
         try:
-            with in_time():
-                waiting.append((index, generator, generator.send(answer)))
+            waiting.append((index, generator, generator.send(answer)))
         except StopIteration as stop:
             heapq.heappush(finished, (index, stop.value))
 

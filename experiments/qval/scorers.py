@@ -117,8 +117,6 @@ def signalled(signal: code.Signal, env: envs.TextEnv, state: State, action: str)
     after, _ = peek(env, state, action)
     try:
         value = signal(code.text_of(state), parse_action(action), code.text_of(after))
-    except UserError:  # of `driver.in_time`: it does not return
-        raise
     except Exception:
         return None
     return value if np.isfinite(value) else None
