@@ -19,13 +19,13 @@ and what the engine itself reports (`clickables`, `admissible_commands`, `feedba
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import hashlib
 import importlib
 import inspect
 import json
 import os
-import string
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -45,15 +45,8 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number"}  # of 
 class AnyText(spaces.Text):
     """A space of all strings: pages of a shop hold any character, so membership is the type alone."""
 
-    def __init__(self) -> None:
-        super().__init__(max_length=1_000_000, min_length=0, charset=string.printable)
-
     def contains(self, x: Any) -> bool:
         return isinstance(x, str)
-
-    def sample(self, mask: Any = None, probability: Any = None) -> str:
-        length = int(self.np_random.integers(1, 20))
-        return "".join(self.np_random.choice(list(string.ascii_lowercase + " []"), size=length))
 
 
 def fair_order(task_ids: Iterable[str], task_type: Callable[[str], str]) -> list[str]:
@@ -105,8 +98,7 @@ class TextEnv(gymnasium.Env):
                 raise UserError(f"{self.name}: max_steps={max_steps}: a number of steps, or null for no limit")
         if instruction:
             self.instruction = read_text(Path(instruction))
-        self.observation_space = AnyText()
-        self.action_space = AnyText()
+        self.observation_space = self.action_space = AnyText(20)
         self.steps = 0
 
     def instruct(self, instruction: str) -> None:
@@ -217,18 +209,16 @@ for _class in ENVIRONMENTS.values():  # gymnasium.make("envs:qlass/WebShop-v0")
 
 def environment_class(name: str) -> type[TextEnv]:
     """The class of an environment by its name, or by MODULE:CLASS for one of your own."""
-    if name not in ENVIRONMENTS and ":" not in name:
-        names = ", ".join(ENVIRONMENTS)
-        raise UserError(f"unknown environment {name!r}: choose one of {names}, or MODULE:CLASS for your own")
     module, _, kind = ENVIRONMENTS.get(name, name).partition(":")
-    if name not in ENVIRONMENTS and "" not in sys.path:
+    if "" not in sys.path:
         sys.path.append("")  # a module of the folder at hand, as with `python -m`
     try:
         environment = getattr(importlib.import_module(module), kind)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"--env {name}: {error}") from None
-    if not (isinstance(environment, type) and issubclass(environment, TextEnv)):
-        raise UserError(f"--env {name}: not a class that is derived from envs.TextEnv")
+        if not issubclass(environment, TextEnv):
+            raise TypeError("not a class that is derived from envs.TextEnv")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        names = ", ".join(ENVIRONMENTS)
+        raise UserError(f"--env {name}: {error}; there are {names}, and MODULE:CLASS for your own") from None
     return environment
 
 
@@ -260,27 +250,21 @@ def add_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> No
 def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     """The environment that the flags name; `options` are the stage's own (`max_steps`)."""
     kind = environment_class(args.env)
+    parameters = inspect.signature(kind).parameters
     for flag, (option, _) in kind.flags.items():
         value = getattr(args, flag)
         if value == "":  # of an unset variable: not what is bundled
             raise UserError(f"--{flag.replace('_', '-')}: is empty; leave it out for the default")
         options |= {option: value} if value else {}
-    parameters = inspect.signature(kind).parameters
-    for option in args.env_option:
-        name, equals, value = option.partition("=")
-        if not equals:
-            raise UserError(f"--env-option {option}: NAME=VALUE is expected, e.g. map=4x4")
-        if name in options:
-            raise UserError(f"--env-option {option}: {name} has a flag of its own, which says {options[name]}")
-        try:
-            options[name] = json.loads(value)  # numbers, true, false, null
-        except json.JSONDecodeError:
-            options[name] = value
-        expected, got = type(getattr(parameters.get(name), "default", None)), type(options[name])
-        if expected in KINDS and got is not expected and (expected, got) != (float, int):
-            raise UserError(f"--env-option {option}: {name} must be {KINDS[expected]}")
-    try:
-        inspect.signature(kind).bind(**options)
-    except TypeError as error:
-        raise UserError(f"--env-option: {kind.__name__}: {error}") from None
+    for text in args.env_option:
+        name, equals, value = text.partition("=")
+        if not equals or name not in parameters or name in options:
+            free = ", ".join(option for option in parameters if option not in options)
+            raise UserError(f"--env-option {text}: NAME=VALUE is expected, of {free}; the rest has a flag of its own")
+        with contextlib.suppress(json.JSONDecodeError):
+            value = json.loads(value)  # numbers, true, false, null
+        expected = type(parameters[name].default)
+        if expected in KINDS and not (type(value) is expected or (expected, type(value)) == (float, int)):
+            raise UserError(f"--env-option {text}: {name} must be {KINDS[expected]}")
+        options[name] = value
     return kind(**options)

@@ -106,7 +106,7 @@ def test_help_fits_one_screen(stage, monkeypatch, capsys):
         ("sft", ["--env", "frozenlake", "--model", "./nowhere"], "nowhere"),
         ("sft", ["--env", "frozenlake", "--env-option", "map"], "NAME=VALUE"),
         ("sft", ["--env", "frozenlake", "--env-option", "map=9x9"], "9x9"),
-        ("sft", ["--env", "frozenlake", "--map", "8x8", "--env-option", "map=4x4"], "a flag of its own"),
+        ("sft", ["--env", "frozenlake", "--map", "8x8", "--env-option", "map=4x4"], "has a flag of its own"),
         ("sft", ["--env", "frozenlake", "--env-option", "colour=red"], "colour"),
         ("sft", ["--env", "frozenlake", "--env-option", "slippery=yes"], "true or false"),
         ("sft", ["--env", "frozenlake", "--env-option", "stray=often"], "a number"),
