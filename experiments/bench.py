@@ -1,12 +1,12 @@
 """How fast each part is, side by side with the plain way of doing the same, in one run.
 
-    python -m experiments.bench                     # a table; --json: a list of {name, plain, ours, ratio, goal, unit}
-    python -m experiments.bench --only trees qnet   # some of: trees, qnet, webshop, alfworld
+    python -m experiments.bench                     # all: trees, qnet, webshop, alfworld
+    python -m experiments.bench --only trees qnet
 
 The plain way of a model is that of qlass/policy.py and qlass/qnet.py, one sequence at a time; ours is qlass/fast/. Both
-do the same work: the same tree nodes, the same loss, the same pages. `ratio` says how many times more is done a second,
-or how many times less is used, and `goal` what the ratio should be at least. Seconds are CPU time of one thread, which
-other work on the machine hardly affects.
+do the same work: the same tree nodes, the same loss, the same pages. The ratio says how many times more is done a
+second, or how many times less is used. Seconds are CPU time of one thread, which other work on the machine hardly
+affects.
 
     trees     exploration trees on the bundled WebShop with a tiny Llama of random weights, which cost what trained ones
               do, and the tokens that go through it.
@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import json
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -63,6 +62,12 @@ class Figure:
         if self.plain is None:
             return None
         return self.ours / self.plain if "/" in self.unit else self.plain / self.ours
+
+    def __str__(self) -> str:
+        plain = f"{self.plain:>10,.4g} -> " if self.plain is not None else " " * 14
+        ratio = f"{self.ratio:8,.1f}x" if self.ratio is not None else ""
+        goal = f" (goal: {self.goal}x)" if self.goal else ""
+        return f"{self.name:60} {plain}{self.ours:>10,.4g} {self.unit:8}{ratio}{goal}"
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -212,16 +217,9 @@ def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) ->
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def row(f: Figure) -> str:
-    plain = f"{f.plain:>10,.4g} -> " if f.plain is not None else " " * 14
-    ratio = f"{f.ratio:8,.1f}x" if f.ratio is not None else ""
-    return f"{f.name:60} {plain}{f.ours:>10,.4g} {f.unit:8}{ratio}" + (f" (goal: {f.goal}x)" if f.goal else "")
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--json", action="store_true", help="a list of {name, plain, ours, ratio, goal, unit}")
     names = ["trees", "qnet", "webshop", "alfworld"]
     add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"some of {', '.join(names)}")
     add("--webshop-data", metavar="DIR", help="WebShop's own files (default: the bundled catalogue)")
@@ -234,13 +232,9 @@ def main(argv: list[str] | None = None) -> None:
         "webshop": lambda: webshop(args.webshop_data),
         "alfworld": lambda: alfworld(args.alfworld_data),
     }
-    figures = []
-    for figure in itertools.chain.from_iterable(benches[name]() for name in args.only):
-        figures.append(dataclasses.asdict(figure) | {"ratio": figure.ratio})
-        if not args.json:
-            print(row(figure), flush=True)
-    if args.json:
-        print(json.dumps(figures, indent=1))
+    for name in args.only:
+        for figure in benches[name]():
+            print(figure, flush=True)
 
 
 if __name__ == "__main__":

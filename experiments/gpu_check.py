@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -102,34 +102,24 @@ def decoding(run: Path) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-class Option(NamedTuple):
-    """A way to train QNet."""
-
-    name: str
-    lora: int | None = None
-    load_in: str | None = None
-    optim: str = "adamw"
-    checkpointing: bool = True
-
-
-OPTIONS = (
-    Option("all weights"),
-    Option("all weights, 8-bit AdamW", optim="adamw8bit"),
-    Option("LoRA 16", lora=16),
-    Option("LoRA 16, all activations kept", lora=16, checkpointing=False),
-    Option("LoRA 16, 8 bits", lora=16, load_in="8bit"),
-    Option("LoRA 16, 4 bits", lora=16, load_in="4bit"),
-)
+OPTIONS: dict[str, dict[str, Any]] = {  # ways to train QNet, other than all weights, AdamW and checkpointing
+    "all weights": {},
+    "all weights, 8-bit AdamW": {"optim": "adamw8bit"},
+    "LoRA 16": {"lora": 16},
+    "LoRA 16, all activations kept": {"lora": 16, "checkpointing": False},
+    "LoRA 16, 8 bits": {"lora": 16, "load_in": "8bit"},
+    "LoRA 16, 4 bits": {"lora": 16, "load_in": "4bit"},
+}
 
 
-def training(run: Path, option: Option) -> str:
+def training(
+    run: Path, lora: int | None = None, load_in: str | None = None, optim: str = "adamw", checkpointing: bool = True
+) -> str:
     """Peak memory, tokens a second and model FLOP utilisation of packed QNet training, as cells of a row."""
-    backbone, chat = models.load_checkpoint(
-        run / "base", transformers.AutoModel, None, option.load_in, train=not option.lora
-    )
-    models.save_memory(backbone, option.lora, None, option.checkpointing)
+    backbone, chat = models.load_checkpoint(run / "base", transformers.AutoModel, None, load_in, train=not lora)
+    models.save_memory(backbone, lora, None, checkpointing)
     qnet = QNet(backbone, chat).train()
-    optimizer = models.adamw(qnet.parameters(), 1e-5, option.optim)
+    optimizer = models.adamw(qnet.parameters(), 1e-5, optim)
     pairs = [pair for tree in read_trees(run / "q_labels.jsonl", ["q", "messages"]) for pair in pairs_of(tree)]
     largest = max(pack_pairs(chat, pairs, "all", MICRO // 2), key=lambda pack: len(pack.tree))
     packs = [largest] * max(1, MICRO // len(largest.tree))
@@ -148,29 +138,29 @@ def training(run: Path, option: Option) -> str:
     peak = f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if GPU else ""
     tokens = len(packs) * len(largest.tree)
     n = sum(p.numel() for p in backbone.parameters())  # in 4 bits two a byte: none of them is counted then
-    flops = (4 if option.lora else 6) * n * tokens / spent  # forward, backward to inputs, to weights; not done again
+    flops = (4 if lora else 6) * n * tokens / spent  # forward, backward to inputs, to weights; not done again
     card = torch.cuda.get_device_name() if GPU else ""
     peaks = [tera for name, tera in PEAK.items() if name in card]
-    used = f"{flops / peaks[0] / 1e12:.0%}" if peaks and not option.load_in else ""
+    used = f"{flops / peaks[0] / 1e12:.0%}" if peaks and not load_in else ""
     return f"{peak} | {tokens / spent:,.0f} | {used}"
 
 
 def figures(run: Path) -> Iterator[str]:
-    name = torch.cuda.get_device_name() if GPU else "no GPU: **a small model on a CPU, the figures mean nothing**"
-    yield f"# {name}; torch {torch.__version__}, transformers {transformers.__version__}\n"
+    card = torch.cuda.get_device_name() if GPU else "no GPU: **a small model on a CPU, the figures mean nothing**"
+    yield f"# {card}; torch {torch.__version__}, transformers {transformers.__version__}\n"
     yield "| decoding | measured | limit | share |\n|---|---|---|---|"
     yield from decoding(run)
     yield f"\nQNet's training in steps of {MICRO:,} packed tokens, gradient checkpointing unless said otherwise.\n"
     yield "| option | peak memory | tokens/s | FLOP utilisation |\n|---|---|---|---|"
-    for option in OPTIONS:
+    for name, option in OPTIONS.items():
         gc.collect()
         if GPU:
             torch.cuda.empty_cache()
         try:
-            cells = training(run, option)
+            cells = training(run, **option)
         except (UserError, torch.cuda.OutOfMemoryError) as error:
             cells = f"{str(error).splitlines()[0]} | | "
-        yield f"| {option.name} | {cells} |"
+        yield f"| {name} | {cells} |"
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
