@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Is a token better spent in training or in search, and do the two add up? The cloned agent against what learned by
-# reinforcement (Tree-GRPO, chain GRPO), from its failures (ETO), its successes (RFT) and siblings by q, at equal training
-# tokens and at equal environment steps; then QLASS on top of each, with the old QNet and with one of the new agent's own trees.
+# reinforcement (Tree-GRPO, chain GRPO, GiGPO, PPO), from its failures (ETO), its successes (RFT) and siblings by q, at
+# equal training tokens and at equal environment steps; then QLASS on top of each, with the old QNet and with one of the
+# new agent's own trees.
 #
 #   bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [an environment's FLAG...]  (webshop, 3 seeds)
 #
@@ -15,9 +16,9 @@ case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac
     echo "error: bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [an environment's FLAG...]" >&2 && exit 2
 }
 . "$(dirname "$0")/common.sh"
-plain=("${common[@]}") runs=() rl=() siblings=(--batch-tasks 30 --every 2)
+plain=("${common[@]}") runs=() rl=() gigpo=() siblings=(--batch-tasks 30 --every 2)
 case $ENV in  # env_steps: few enough to be spent before tokens; the best checkpoint is chosen by val validation tasks
-    webshop) tokens=400000 env_steps=4000 val=200 ;;
+    webshop) tokens=400000 env_steps=4000 val=200 gigpo=(--normalise mean) ;;  # as in its release
     alfworld) tokens=1000000 env_steps=10000 val=100 ;;
     frozenlake)  # its trees are large, so fewer of them are a batch of siblings
         tokens=100000 env_steps=10000 val=0 rl=(--entropy 0.02 --every 2 --lr 1e-4) siblings=(--batch-tasks 10) ;;
@@ -64,6 +65,8 @@ for ((seed = 0; seed < SEEDS; seed++)); do  # the main comparison of all seeds c
     search --method best_of_n -N 4  # search too: the same QNet picks a trajectory
     learn tree_grpo tree_grpo "${rl[@]}"                                # (2, 2, 1)
     learn tree_grpo grpo --rounds 0 -M 4 "${rl[@]}"                     # chains at the same nominal budget
+    learn tree_grpo gigpo --rounds 0 -M 4 --advantage states "${gigpo[@]}" "${rl[@]}"
+    learn ppo ppo "${rl[@]}"
     learn eto eto-siblings --pairs siblings "${siblings[@]}"
     learn eto eto --batch-tasks 30 --every 3
     stage -m experiments.self_train "${common[@]}" --run "$RUN" --method rft
@@ -77,7 +80,7 @@ done
 for ((seed = 0; seed < SEEDS; seed++)); do  # which advantage, and does a tree gain more where the budget a task is small?
     begin $seed
     for kind in inter intra states; do
-        train tree_grpo tree-$kind tokens --advantage $kind "${rl[@]}"
+        train tree_grpo tree-$kind tokens --advantage $kind --discount 1 "${rl[@]}"
         variant tree-$kind "tree_grpo, $kind" --method greedy --sft "$RUN/sft-tree-$kind"
     done
     for shape in "1 2 1" "4 5 1"; do
