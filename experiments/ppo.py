@@ -55,13 +55,11 @@ def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.
 
     A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V(s_{t+1}) - V(s_t), and V = 0 behind the end.
     """
-    A = np.zeros(len(values))
-    ahead, following = 0.0, 0.0  # A and V of the next turn
+    V, A = np.array([*values, 0.0]), np.zeros(len(values) + 1)
+    rewards = [0.0] * (len(values) - 1) + [reward]
     for t in reversed(range(len(values))):
-        r = reward if t == len(values) - 1 else 0.0
-        A[t] = ahead = r + gamma * following - values[t] + gamma * lam * ahead
-        following = values[t]
-    return A
+        A[t] = rewards[t] + gamma * V[t + 1] - V[t] + gamma * lam * A[t + 1]
+    return A[:-1]
 
 
 def advantages(trees: Forest, values: dict[State, float], gamma: float, lam: float) -> list[np.ndarray]:
@@ -138,32 +136,32 @@ def criticise(critic: QNet, minibatch: list[Batch], visits: list[list[tuple[floa
     return total
 
 
-def labelled_states(chat: Chat, labels: Path, room: int) -> Iterator[tuple[TokenTree, list[int], list[float]]]:
-    """The states of exploration trees in which something was done, in token trees of about `room` tokens: the last
-    tokens of their prompts, and the mean final reward below them."""
+def labelled_states(chat: Chat, labels: Path, room: int) -> Iterator[tuple[TokenTree, dict[int, list[float]]]]:
+    """The states of exploration trees in which something was done, in token trees of about `room` tokens; the mean
+    final rewards below them by the last token of their prompts. A state without memory comes again."""
     tree, rewards = TokenTree(), {}
     for nodes in read_trees(labels, ["q_raw", "messages"]):
         states, parents = states_of(nodes), {node["parent_id"] for node in nodes[1:]}
         for node in nodes:
+            if len(tree) > room:
+                yield tree, rewards
+                tree, rewards = TokenTree(), {}
             if node["node_id"] in parents:
                 end = tree.add(chat.prompt(states[node["node_id"]]))[-1]
-                rewards.setdefault(end, []).append(node["q_raw"])  # a state without memory comes again
-            if len(tree) > room:
-                yield tree, list(rewards), [float(np.mean(values)) for values in rewards.values()]
-                tree, rewards = TokenTree(), {}
-    if rewards:
-        yield tree, list(rewards), [float(np.mean(values)) for values in rewards.values()]
+                rewards.setdefault(end, []).append(node["q_raw"])
+    yield tree, rewards
 
 
 def warm_up(learner: Learner, critic: QNet, labels: Path, updates: int) -> int:
-    """Regress V(s) onto the mean final reward below s. Returns the number of tokens."""
+    """Regress V(s) onto the mean final reward below s. Returns the number of tokens, a backward pass counted as two."""
     tokens = 0
     packs = labelled_states(learner.chat, labels, 2 * learner.room)
-    for number, (tree, ends, rewards) in enumerate(itertools.islice(packs, updates), 1):
-        V = state_values(critic, tree, torch.tensor(ends))
-        (V - torch.tensor(rewards, device=V.device)).square().mean().backward()
+    for number, (tree, rewards) in enumerate(itertools.islice(packs, updates), 1):
+        V = state_values(critic, tree, torch.tensor(list(rewards)))
+        target = torch.tensor([np.mean(values) for values in rewards.values()], device=V.device)
+        (V - target.float()).square().mean().backward()
         learner.step(number)
-        tokens += len(tree)
+        tokens += 3 * len(tree)
     return tokens
 
 
@@ -210,25 +208,25 @@ def main(argv: list[str] | None = None) -> None:
 
     def iteration(last: dict) -> dict:
         """Chains of some tasks and the updates on them."""
-        spent = 0 if last["batch"] else 3 * warm_up(learner, critic, args.labels, args.warm_up)
+        spent = 0 if last["batch"] else warm_up(learner, critic, args.labels, args.warm_up)
         forests = play(learner, env, last, args, args.chains, 0, 0)
         values = values_of(critic, learner.chat, forests, learner.room)
         A = [advantages(trees, values, args.gamma, args.lam) for trees in forests]
         white, figures, losses = whitened(A), [], []
-        minibatches = []
-        for i in range(0, len(forests), args.minibatch):
-            part = slice(i, i + args.minibatch)
-            minibatches.append((batches(learner, forests[part], white[part]), returns(forests[part], A[part], values)))
-        for number, (minibatch, visits) in enumerate(minibatches, last["updates"] + 1):
-            losses.append(criticise(critic, minibatch, visits))
+        parts = [slice(i, i + args.minibatch) for i in range(0, len(forests), args.minibatch)]
+        minibatches = [batches(learner, forests[part], white[part]) for part in parts]  # before the first update
+        visits = [returns(forests[part], A[part], values) for part in parts]
+        for number, (minibatch, own) in enumerate(zip(minibatches, visits, strict=True), last["updates"] + 1):
+            losses.append(criticise(critic, minibatch, own))
             figures.append(update(learner, minibatch, args.kl, args.entropy, number))
+        V, G = np.array(list(itertools.chain.from_iterable(itertools.chain(*visits)))).T
         line = line_of(last, forests, figures)
-        del line["flat"]
-        advantage = np.concatenate(list(itertools.chain(*A)))
-        V = [values.get(d.state, np.nan) for trees in forests for t in itertools.chain(*trees) for d in t.decisions]
-        explained = 1 - np.nanvar(advantage) / (np.nanvar(advantage + V) + 1e-9)
-        more = {"explained": round(float(explained), 6), "value_loss": round(float(np.mean(losses)), 6)}
-        return line | more | {"played": last.get("played", 0) + spent}
+        del line["flat"]  # a task whose chains earn the same teaches too
+        return line | {
+            "explained": round(float(1 - np.nanvar(G - V) / (np.nanvar(G) + 1e-9)), 6),  # variance of the returns
+            "value_loss": round(float(np.mean(losses)), 6),
+            "played": last.get("played", 0) + spent,
+        }
 
     learn(learner, env, iteration, args, [args.labels], PASSES)
 
