@@ -5,17 +5,14 @@
 
     python -m experiments.ppo --env webshop
 
-A turn is one decision, and the advantage is the generalised one over turns: what a turn is worth to the outcome does
-not depend on how many tokens were written or read in between. (In the release behind Table 2's row, ETO's, it passes
-through the tokens of observations, so that with pages of 60 tokens the first of three turns gets .0003 of the outcome;
-it also learns from a fixed file of trajectories, here from the agent's own.) States with one valid action are no turns:
-they belong to the environment.
+A turn is one decision, and the advantage is the generalised one over turns, so that it does not depend on how many
+tokens were written or read in between. (In the release behind Table 2's row, ETO's, it passes through the tokens of
+observations: with pages of 60 tokens the first of three turns gets .0003 of the outcome.) A state with one valid action
+is no turn: it belongs to the environment. An episode cut by the step limit earned what the environment pays then, and
+nothing is expected behind it.
 
 The critic is a QNet that reads the last token of the prompt, before the agent acts. It begins with the mean final
-reward below each state of the trees, and then learns the returns A + V beside the agent. The policy's loss, its KL
-penalty and its entropy bonus are Tree-GRPO's.
-
-An episode that was cut by the step limit earned what the environment pays then, and nothing is expected behind it.
+reward below each state of the trees, and then learns the returns A + V beside the agent, whose loss is Tree-GRPO's.
 """
 
 from __future__ import annotations
@@ -55,7 +52,8 @@ def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.
 
     A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V(s_{t+1}) - V(s_t), and V = 0 behind the end.
     """
-    V, A = np.array([*values, 0.0]), np.zeros(len(values) + 1)
+    A = np.zeros(len(values) + 1)
+    V = [*values, 0.0]
     rewards = [0.0] * (len(values) - 1) + [reward]
     for t in reversed(range(len(values))):
         A[t] = rewards[t] + gamma * V[t + 1] - V[t] + gamma * lam * A[t + 1]
@@ -106,11 +104,12 @@ def value_loss(V: torch.Tensor, old: torch.Tensor, target: torch.Tensor) -> torc
     return torch.maximum((V - target).square(), (clipped - target).square()) / 2
 
 
-def returns(
-    forests: Sequence[Forest], A: Sequence[list[np.ndarray]], values: dict[State, float]
-) -> list[list[tuple[float, float]]]:
-    """(V, A + V) of each decision's state for each trajectory through it; decisions are numbered as in `batches`."""
-    visits: list[list[tuple[float, float]]] = []
+Visits = list[tuple[float, float]]  # (V, A + V) of a decision's state, for each trajectory through it
+
+
+def returns(forests: Sequence[Forest], A: Sequence[list[np.ndarray]], values: dict[State, float]) -> list[Visits]:
+    """Those of each decision, numbered as in `batches`."""
+    visits: list[Visits] = []
     for trees, steps in zip(forests, A, strict=True):
         own: dict = {}
         for trajectory, each in zip(itertools.chain(*trees), steps, strict=True):
@@ -121,19 +120,14 @@ def returns(
     return visits
 
 
-def criticise(critic: QNet, minibatch: list[Batch], visits: list[list[tuple[float, float]]]) -> float:
-    """The mean value loss over the turns of all trajectories; its gradient is left in the critic."""
-    packs = []
-    for batch in minibatch:
-        ends = dict(zip(batch.choices.owner, batch.choices.ends, strict=True))  # in free text a turn has many choices
-        packs.append([(end, *visit) for number, end in ends.items() for visit in visits[number]])
-    n, total = sum(map(len, packs)), 0.0
-    for batch, rows in zip(minibatch, packs, strict=True):
-        end, old, target = torch.tensor(rows, device=critic.backbone.device).T
-        loss = value_loss(state_values(critic, batch.choices.tree, end.long()), old, target).sum() / n
-        loss.backward()
-        total += loss.item()
-    return total
+def criticise(critic: QNet, minibatch: list[Batch], visits: list[Visits]) -> None:
+    """Leave the gradient of the mean value loss over the turns of all trajectories in the critic."""
+    ends = [dict(zip(batch.choices.owner, batch.choices.ends, strict=True)) for batch in minibatch]  # one a turn
+    rows = [[(end, *visit) for number, end in own.items() for visit in visits[number]] for own in ends]
+    for batch, own in zip(minibatch, rows, strict=True):
+        end, old, target = torch.tensor(own, device=critic.backbone.device).T
+        losses = value_loss(state_values(critic, batch.choices.tree, end.long()), old, target)
+        (losses.sum() / sum(map(len, rows))).backward()
 
 
 def labelled_states(chat: Chat, labels: Path, room: int) -> Iterator[tuple[TokenTree, dict[int, list[float]]]]:
@@ -184,10 +178,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def load_critic(learner: Learner, args: argparse.Namespace) -> QNet:
     """A QNet on the cloned agent's backbone, which learns beside the agent."""
-    kind, rendering = transformers.AutoModel, learner.chat.rendering
-    backbone, chat = models.load_checkpoint(
-        args.sft, kind, args.device, args.load_in, train=not args.lora, rendering=rendering
-    )
+    options = {"train": not args.lora, "rendering": learner.chat.rendering}
+    backbone, chat = models.load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, **options)
     models.save_memory(backbone, args.lora, args.lora_alpha, args.gradient_checkpointing)
     without_dropout(backbone)
     settle(args, {"critic_lr": CRITIC_LR_TINY if learner.model.num_parameters() < SMALL else CRITIC_LR})
@@ -212,21 +204,18 @@ def main(argv: list[str] | None = None) -> None:
         forests = play(learner, env, last, args, args.chains, 0, 0)
         values = values_of(critic, learner.chat, forests, learner.room)
         A = [advantages(trees, values, args.gamma, args.lam) for trees in forests]
-        white, figures, losses = whitened(A), [], []
+        white, figures = whitened(A), []
         parts = [slice(i, i + args.minibatch) for i in range(0, len(forests), args.minibatch)]
         minibatches = [batches(learner, forests[part], white[part]) for part in parts]  # before the first update
         visits = [returns(forests[part], A[part], values) for part in parts]
         for number, (minibatch, own) in enumerate(zip(minibatches, visits, strict=True), last["updates"] + 1):
-            losses.append(criticise(critic, minibatch, own))
+            criticise(critic, minibatch, own)
             figures.append(update(learner, minibatch, args.kl, args.entropy, number))
         V, G = np.array(list(itertools.chain.from_iterable(itertools.chain(*visits)))).T
+        explained = 1 - np.nanvar(G - V) / (np.nanvar(G) + 1e-9)  # variance of the returns
         line = line_of(last, forests, figures)
         del line["flat"]  # a task whose chains earn the same teaches too
-        return line | {
-            "explained": round(float(1 - np.nanvar(G - V) / (np.nanvar(G) + 1e-9)), 6),  # variance of the returns
-            "value_loss": round(float(np.mean(losses)), 6),
-            "played": last.get("played", 0) + spent,
-        }
+        return line | {"explained": round(float(explained), 6), "played": last.get("played", 0) + spent}
 
     learn(learner, env, iteration, args, [args.labels], PASSES)
 

@@ -96,8 +96,7 @@ def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidat
     torch.stack(losses).mean().backward()
     expected = [p.grad.clone() for p in critic.parameters()]
     critic.zero_grad()
-    loss = criticise(critic, batches(learner, forests, whitened(A)), returns(forests, A, values))
-    assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)
+    criticise(critic, batches(learner, forests, whitened(A)), returns(forests, A, values))
     for p, gradient in zip(critic.parameters(), expected, strict=True):
         assert_close(p.grad, gradient, atol=1e-5, rtol=1e-3)
 
