@@ -58,13 +58,13 @@ def learned_from(checkpoint: Path, arguments: dict[str, Any]) -> Learned | str:
 
 
 def leaks(
-    env: TextEnv, tasks: list[str], learned: dict[str, Path | None], arguments: dict, before: dict[str, int | None]
+    env: TextEnv, tasks: list[str], learned: dict[str, Path], arguments: dict, before: dict[str, int | None]
 ) -> dict[str, int | None]:
-    """`leaked` of each source by the checkpoint that learned from it (None: it does not play). Of several calls that
-    wrote a file, each with the figures `before` it, the highest; None: not known of one of them."""
+    """`leaked` of each source by the checkpoint that learned from it (0: none plays). Of several calls that wrote a
+    file, each with the figures `before` it, the highest; None: not known of one of them."""
     counts = {}
-    for source, checkpoint in learned.items():
-        count = leaked(env, tasks, learned_from(checkpoint, arguments), source) if checkpoint else 0
+    for source in ("demonstrations", "trees"):
+        count = leaked(env, tasks, learned_from(learned[source], arguments), source) if source in learned else 0
         earlier = before.get(source, 0)
         counts[source] = None if count is None or earlier is None else max(count, earlier)
     return counts
