@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -216,24 +213,8 @@ class PromptCache:
             waiting = [waiting[i] for i in later]
 
 
-CGROUP = Path("/sys/fs/cgroup")
-LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))  # v2, v1
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes, where the system reports them, and no more than a container's limit leaves; else 4 GiB."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 4 << 30
-    for limit, used in LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # no such file; "max"
-            free = min(free, int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text()))
-    return max(0, free)
-
-
 def room_for(model: Any, gigabytes: float | None = None) -> int:
-    """Bytes of a cache for this model; by default a quarter of the free memory."""
-    return int(free_memory(model.device) / 4 if gigabytes is None else gigabytes * (1 << 30))
+    """Bytes of a cache for this model; by default a quarter of what is free on a GPU, elsewhere 2 GiB."""
+    if gigabytes is not None:
+        return int(gigabytes * (1 << 30))
+    return torch.cuda.mem_get_info(model.device)[0] // 4 if model.device.type == "cuda" else 2 << 30

@@ -57,7 +57,7 @@ class FastPolicy:
     """The same candidates as `Policy.write` and `Policy.choose`, and the same log-probabilities."""
 
     def __init__(self, policy: Any, budget: int = 16_384, cache_gb: float | None = None) -> None:
-        """budget: padded tokens of a batch. cache_gb: room for read prompts (default: a quarter of the free memory)."""
+        """budget: padded tokens of a batch. cache_gb: room for read prompts (`room_for`)."""
         self.policy, self.model, self.chat, self.budget = policy, policy.model, policy.chat, budget
         self.cache = PromptCache(room_for(self.model, cache_gb))
         self.known: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen

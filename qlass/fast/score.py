@@ -15,7 +15,7 @@ class FastQNet:
     """The same values as `QNet.q`. It remembers what it has read, so a QNet makes a new one when its weights change."""
 
     def __init__(self, qnet: Any, budget: int = 16_384, cache_gb: float | None = None) -> None:
-        """budget: padded tokens of a batch. cache_gb: room for read prompts (default: a quarter of the free memory)."""
+        """budget: padded tokens of a batch. cache_gb: room for read prompts (`room_for`)."""
         self.qnet, self.budget = qnet, budget
         self.cache = PromptCache(room_for(qnet.backbone, cache_gb))
         self.known: dict[tuple[State, str], float] = {}
