@@ -32,18 +32,13 @@ ROWS_NOTE = (
     "Mean over tasks with its 95 % interval, of several seeds over seeds and tasks. “Oracle” marks a method that looks "
     "at the true reward before it answers. Tokens a task are all: prompt computed, generated, scored by QNet."
 )
-PAPER_NOTE = (
-    "Paper: Table 2 divided by 100 (Llama-2-7B-Chat; other model, other data; SciWorld and ALFWorld seen / unseen; its "
-    "best-of-N picks by the true reward; on WebShop QLASS and best-of-N sample under a language model's paraphrases, "
-    "without which the earlier version has .653 and .649). Its figure counts generated tokens alone."
-)
 DIFFERENCES_NOTE = (
     "Differences are paired, over the tasks that both methods ran, and “undecided” where the interval covers 0. QLASS "
     "meets the best-of-N nearest in tokens, and the one with as many samples. No correction for so many comparisons."
 )
 TITLES = {
     "tokens": "Reward against tokens and environment steps (Fig. 3)",
-    "targets": "Process rewards compared (Fig. 4)",
+    "labels": "Labels compared (Fig. 4)",
     "calibration": "Calibration of QNet",
     "frontier": "Train or search: reward against all tokens",
 }
@@ -71,32 +66,29 @@ def main(argv: list[str] | None = None) -> None:
     out = output(args.out or run / "report.html")
     trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if p.exists()), None)
     headline = tables.headline(groups) or groups
-    rows, differences = tables.short_table(headline), tables.differences_table(headline)
+    rows, differences = tables.results_table(headline)[tables.SHORT], tables.differences_table(headline)
     long = {
         "All results": tables.results_table(groups),
         "All paired differences in reward": tables.differences_table(groups),
-        "Mean reward by type of task": tables.types_table(groups),
-        "Rank correlations of q and reward": tables.calibration_table(groups),
     }
-    parts = [tables.markdown(rows), ROWS_NOTE, PAPER_NOTE, DIFFERENCES_NOTE]
+    parts = [tables.markdown(rows), ROWS_NOTE, DIFFERENCES_NOTE]
     for title, table in long.items():
-        parts += [title, tables.markdown(table)] if table else []
+        parts += [title, tables.markdown(table)] if len(table) else []
     text = "\n\n".join(parts) + "\n"
     with replacing(out.with_suffix(".md")) as file:
         file.write(text)
     print(text)
 
     drawn = draw(groups, out)
-    results, pairs, types, correlations = (page.fold(title, page.table(table)) for title, table in long.items())
-    notes = page.note(f"{ROWS_NOTE} {PAPER_NOTE}"), page.note(DIFFERENCES_NOTE)
+    results, pairs = (page.fold(title, page.table(table)) for title, table in long.items())
+    notes = page.note(ROWS_NOTE), page.note(DIFFERENCES_NOTE)
     sections = [
         page.section("tokens", TITLES["tokens"], drawn["tokens"]),
-        page.section("results", "Results", page.table(rows), notes[0], results, types),
+        page.section("results", "Results", page.table(rows), notes[0], results),
         page.section("differences", "Paired differences in reward", page.table(differences), notes[1], pairs),
-        page.section("targets", TITLES["targets"], drawn["targets"]),
-        page.section("calibration", TITLES["calibration"], drawn["calibration"], correlations),
+        page.section("labels", TITLES["labels"], drawn["labels"]),
+        page.section("calibration", TITLES["calibration"], drawn["calibration"]),
         page.section("frontier", TITLES["frontier"], drawn["frontier"]),
-        page.section("steps", "One task, step by step (Fig. 5)", page.cases(groups)),
     ]
     with replacing(out) as file:
         file.write(page.render(sections, page.tree_data(trees, args.max_trees), [path for _, path in sources]))
@@ -119,13 +111,12 @@ def output(out: Path) -> Path:
 def draw(groups: list[Group], out: Path) -> dict[str, str]:
     """The figures of each environment, as PNG beside the page and as part of it."""
     from reporting import figures, page
-    from reporting.frontier import frontier
 
     drawn = dict.fromkeys(TITLES, "")
     for env in dict.fromkeys(group.condition.env for group in groups):
         here = [group for group in groups if group.condition.env == env]
         part = re.sub(r"[^\w-]+", "_", env)  # of a file's name, whatever a result file calls its environment
-        for drawing in (figures.tokens, figures.targets, figures.calibration, frontier):
+        for drawing in (figures.tokens, figures.labels, figures.calibration, figures.frontier):
             name, figure = drawing.__name__, drawing(here)
             if figure:
                 picture = out.with_name(f"{out.stem}_{name}_{part}.png")

@@ -1,4 +1,4 @@
-"""The report's figures, by matplotlib: score against tokens (Fig. 3), process rewards (Fig. 4), calibration.
+"""The report's figures, by matplotlib.
 
 Colours are Okabe and Ito's, which colour-blind readers can distinguish on light and dark. In the HTML, text and axes
 take the page's own colour (`currentColor`).
@@ -6,10 +6,14 @@ take the page's own colour (`currentColor`).
 
 from __future__ import annotations
 
+import io
+import itertools
+import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -18,16 +22,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from reporting.results import Condition, Group
-from reporting.stats import bootstrap
+from qlass.files import read_meta
+from reporting.results import Group, ancestors, inputs_of
+from reporting.stats import Estimate, bootstrap
 
 INK = "#2b2d31"  # stands for the page's text colour
 GREY = "#8c8c8c"
 COLOURS = {"qlass": "#0072b2", "best_of_n": "#d55e00", "likeliest": "#e69f00", "greedy": GREY, "sample": GREY}
 ORACLE = "#cc79a7"  # step scorers that look at the true reward
-TARGETS = {"q": "#0072b2", "avg": "#e69f00", "reward": "#cc79a7", None: GREY}
 SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 MARKERS = "osD^vPX"
+COSTS = {"total": "tokens a task", "env_steps": "environment steps a task"}
+TASKS = (100, 1_000, 10_000)  # played by an agent, of the frontier
+UPDATE = 3  # passes of an update: a backward pass costs two
 STYLE = {
     **{f"{part}.color": INK for part in ("text", "xtick", "ytick")},
     **{f"axes.{part}color": INK for part in ("edge", "label")},
@@ -42,12 +49,11 @@ STYLE = {
 
 def save(figure: Figure, path: Path) -> str:
     """Write the figure to `path` as PNG; return it as an SVG element for an HTML page."""
-    svg = path.with_suffix(".svg")
+    svg = io.StringIO()
     with mpl.rc_context(STYLE):
         figure.savefig(path, dpi=150, bbox_inches="tight", facecolor="white")
-        figure.savefig(svg, bbox_inches="tight", transparent=True, metadata={"Date": None})
-    text = svg.read_text(encoding="utf-8")
-    svg.unlink()
+        figure.savefig(svg, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
+    text = svg.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     return re.sub(r'\s(?:xmlns(?::\w+)?|width|height)="[^"]*"', "", text, count=4).replace(INK, "currentColor")
 
@@ -63,6 +69,17 @@ def log_axis(axes: Axes, label: str) -> None:
     axes.grid(alpha=0.25)
 
 
+def spread(estimates: Sequence[Estimate]) -> np.ndarray:
+    """(2, n): how far the intervals reach below and above the means; 0 where there is none."""
+    return np.nan_to_num([[e.mean - e.low for e in estimates], [e.high - e.mean for e in estimates]]).clip(min=0)
+
+
+def curve(axes: Axes, x: Sequence[float], estimates: Sequence[Estimate], **look: Any) -> None:
+    means = [estimate.mean for estimate in estimates]
+    axes.errorbar(x, means, spread(estimates), capsize=2, elinewidth=0.7, **look)
+
+
+@mpl.rc_context(STYLE)
 def tokens(groups: Sequence[Group]) -> Figure | None:
     """Fig. 3: mean reward with its interval against all tokens a task and, beside it, against environment steps.
 
@@ -70,126 +87,138 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
     """
     lines = defaultdict(list)
     for group in groups:
-        condition = group.condition
-        name = condition.name + {"qlass": ", over M", "best_of_n": ", over N"}.get(condition.method, "")
-        if condition.method == "qlass" and (condition.N or 1) > 1:
-            name = f"{condition.name}, M={condition.M or 1}, over N"
-        if group.mean("total") > 0 and condition.method not in ("random", "expert"):
-            lines[name].append(group)
+        if group.mean("total") > 0 and group.condition.method not in ("random", "expert"):
+            over = {"qlass": ", over M", "best_of_n": ", over N"}.get(group.condition.method, "")
+            lines[group.condition.name + over].append(group)
     plain = {name: line for name, line in lines.items() if not line[0].condition.label}
-    curves = {name: line for name, line in lines.items() if len(line) > 1 and not line[0].condition.oracle}
-    lines = plain | curves or lines
-    if not lines:
+    labelled = {name: line for name, line in lines.items() if len(line) > 1 and not line[0].condition.oracle}
+    shown = plain | labelled or lines
+    if not shown:
         return None
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(9.5, 3.8 + 0.1 * len(lines)), layout="constrained")
-        panels = figure.subplots(1, 2, sharey=True)
-        for axes, cost in zip(panels, ("total", "env_steps"), strict=True):
-            for i, (name, line) in enumerate(lines.items()):
-                draw_line(axes, name, sorted(line, key=lambda g: g.mean(cost)), cost, MARKERS[i % len(MARKERS)])
-            log_axis(axes, {"total": "tokens a task", "env_steps": "environment steps a task"}[cost])
-        panels[0].set_ylabel("mean reward, 95 % interval")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-        return figure
+    figure = Figure(figsize=(9.5, 3.8 + 0.1 * len(shown)), layout="constrained")
+    for axes, (cost, label) in zip(figure.subplots(1, 2, sharey=True), COSTS.items(), strict=True):
+        for (name, line), marker in zip(shown.items(), itertools.cycle(MARKERS), strict=False):
+            line.sort(key=lambda group: group.mean(cost))
+            condition, x = line[0].condition, [group.mean(cost) for group in line]
+            look: dict[str, Any] = {"color": COLOURS.get(condition.method, ORACLE)}
+            hollow = {"linestyle": "--", "markerfacecolor": "none"} if condition.oracle else {}
+            curve(axes, x, [group.reward for group in line], label=name, marker=marker, **look, **hollow)
+            for group in line:
+                place = {"xytext": (6, -11), "textcoords": "offset points", "fontsize": 8}
+                axes.annotate(group.condition.budget, (group.mean(cost), group.reward.mean), **place, **look)
+        log_axis(axes, label)
+    figure.axes[0].set_ylabel("mean reward, 95 % interval")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure
 
 
-def draw_line(axes: Axes, name: str, line: Sequence[Group], cost: str, marker: str) -> None:
-    x, y = [group.mean(cost) for group in line], [group.reward.mean for group in line]
-    errors = np.array([errors_of(group) for group in line]).T
-    condition = line[0].condition
-    look = {"linestyle": "--", "markerfacecolor": "none"} if condition.oracle else {}
-    look |= {"color": COLOURS.get(condition.method, ORACLE), "marker": marker, "capsize": 2, "elinewidth": 1}
-    axes.errorbar(x, y, errors, label=name, **look)
-    for group, a, b in zip(line, x, y, strict=True):
-        offset = {"xytext": (6, -11), "textcoords": "offset points", "fontsize": 8}
-        axes.annotate(group.condition.budget, (a, b), color=look["color"], **offset)
-
-
-def errors_of(group: Group) -> tuple[float, float]:
-    """How far the interval reaches below and above the mean; 0 where there is none."""
-    reward = group.reward
-    below, above = np.nan_to_num([reward.mean - reward.low, reward.high - reward.mean])
-    return max(below, 0.0), max(above, 0.0)
-
-
-def targets(groups: Sequence[Group]) -> Figure | None:
-    """Fig. 4: QNets that learnt different process rewards, searched with at the same M and N, and self-trained with;
-    beside them SFT greedy and what was self-trained without a QNet. None where no label names another target."""
-    greedy = [g for g in groups if g.condition.method == "greedy"]
-    guided = [g for g in groups if g.condition.method == "qlass" and g.condition.target]
-    budgets = {g.condition.budget for g in guided if g.condition.label}
-    panels = {
-        "search guided by QNet": [g for g in guided if g.condition.budget in budgets],
-        "greedy after self-training": [g for g in greedy if g.condition.label.startswith("self-trained")],
-    }
-    panels = {title: sorted(half, key=lambda g: bar_order(g.condition)) for title, half in panels.items() if half}
-    if not panels:
+@mpl.rc_context(STYLE)
+def labels(groups: Sequence[Group]) -> Figure | None:
+    """Fig. 4 and ablations: SFT greedy, and QLASS at the budget that most labels have, a bar a label."""
+    budgets = Counter(g.condition.budget for g in groups if g.condition.method == "qlass" and g.condition.label)
+    budget = max(budgets, key=lambda budget: (budgets[budget], budget), default="")
+    shown = {("greedy", ""), ("qlass", budget)}
+    bars = [group for group in groups if (group.condition.method, group.condition.budget) in shown]
+    if not any(group.condition.label for group in bars):
         return None
-    panels = {title: [g for g in greedy if not g.condition.label] + half for title, half in panels.items()}
-    heights = [len(half) + 1 for half in panels.values()]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7, 0.6 + 0.42 * sum(heights)), layout="constrained")
-        subplots = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        for axes, (title, half) in zip(subplots, panels.items(), strict=True):
-            for row, group in enumerate(half):
-                mean, (below, above) = group.reward.mean, errors_of(group)
-                look = {"color": TARGETS[group.condition.target], "ecolor": INK, "capsize": 2, "height": 0.7}
-                axes.barh(row, mean, xerr=[[below], [above]], **look)
-                place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
-                axes.annotate(f"{mean:.3f}", (mean + above, row), **place)
-            axes.set_yticks(range(len(half)), [bar_name(g.condition) for g in half])
-            axes.invert_yaxis()
-            axes.set_title(title, loc="left", fontsize=10)
-        subplots[-1].set_xlabel("mean reward, 95 % interval")
-        return figure
+    rewards = [group.reward for group in bars]
+    figure = Figure(figsize=(7.5, 0.7 + 0.4 * len(bars)), layout="constrained")
+    axes = figure.subplots()
+    names, colours = zip(*((str(group.condition), COLOURS[group.condition.method]) for group in bars), strict=True)
+    means = [reward.mean for reward in rewards]
+    drawn = axes.barh(names, means, xerr=spread(rewards), color=colours, ecolor=INK, capsize=2)
+    axes.bar_label(drawn, fmt="{:.3f}", padding=4, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel("mean reward, 95 % interval")
+    return figure
 
 
-def bar_order(condition: Condition) -> tuple[str, int]:
-    order = [None, *TARGETS].index(condition.target)
-    return condition.otherwise if condition.target else "", order
-
-
-def bar_name(condition: Condition) -> str:
-    """What was learnt, at which M and N; the title of the bars says the rest."""
-    names = {"q": "Q-value", "avg": "averaged reward", "reward": "plain reward"}
-    name = names.get(condition.target or "") or condition.otherwise or condition.name
-    return ", ".join(filter(None, (name, condition.otherwise if condition.target else "", condition.budget)))
-
-
+@mpl.rc_context(STYLE)
 def calibration(groups: Sequence[Group], bins: int = 10) -> Figure | None:
     """QNet's value of the actions taken against the final reward of their episodes, in bins of equal counts.
 
-    One series for each process reward that a label names, else for each label (a QNet of its own). The interval of a
-    bin is drawn over tasks, since the steps of an episode share its reward.
+    Of what has a label (a QNet of its own), only where all have. The interval of a bin is drawn over tasks, since the
+    steps of an episode share its reward.
     """
     guided = [g for g in groups if g.condition.method == "qlass" and not g.condition.oracle]  # not picked by the reward
-    series = defaultdict(list)
-    for group in [g for g in guided if g.condition.target] or guided:
-        series[group.condition.label or "QLASS"].append(scored_steps(group))
-    steps = {name: pd.concat(frames).sort_values(["q", "reward", "task"]) for name, frames in series.items()}
-    steps = {name: frame for name, frame in steps.items() if len(frame) >= 2 * bins}
-    if not steps:
-        return None
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5, 4.6), layout="constrained")
-        axes = figure.subplots()
-        for i, (name, frame) in enumerate(steps.items()):
-            parts = [frame.iloc[part] for part in np.array_split(np.arange(len(frame)), bins)]
+    guided = [g for g in guided if not g.condition.label] or guided
+    figure = Figure(figsize=(5, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for i, label in enumerate(dict.fromkeys(group.condition.label for group in guided)):
+        steps = pd.concat([group.episodes for group in guided if group.condition.label == label])
+        steps = steps.explode("q").dropna(subset="q").astype({"q": float}).sort_values(["q", "reward", "task"])
+        if len(steps) >= 2 * bins:
+            parts = [part for _, part in steps.groupby(np.arange(len(steps)) * bins // len(steps))]
             rewards = [bootstrap(part.groupby("task", dropna=False)["reward"].mean()) for part in parts]
-            y = np.array([estimate.mean for estimate in rewards])
-            errors = np.nan_to_num([[e.mean - e.low for e in rewards], [e.high - e.mean for e in rewards]])
-            look = {"color": list(TARGETS.values())[i % len(TARGETS)], "marker": MARKERS[i % len(MARKERS)]}
-            axes.errorbar([part["q"].mean() for part in parts], y, errors, label=name, capsize=2, **look)
-        axes.axline((0, 0), slope=1, color=INK, alpha=0.4, linestyle=":")
-        axes.set_xlabel("q that QNet predicts for the action taken")
-        axes.set_ylabel("final reward of the episode, 95 % interval")
-        axes.grid(alpha=0.25)
-        if len(steps) > 1:
-            axes.legend()
-        return figure
+            rho = steps[["q", "reward"]].corr("spearman").loc["q", "reward"]
+            look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)]}
+            name = f"{label or 'QLASS'}: Spearman's rho {rho:.2f} of {len(steps)} steps"
+            curve(axes, [part["q"].mean() for part in parts], rewards, label=name, **look)
+    if not axes.containers:
+        return None
+    axes.axline((0, 0), slope=1, color=INK, alpha=0.4, linestyle=":")
+    axes.set_xlabel("q that QNet predicts for the action taken")
+    axes.set_ylabel("final reward of the episode, 95 % interval")
+    axes.grid(alpha=0.25)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center")
+    return figure
 
 
-def scored_steps(group: Group) -> pd.DataFrame:
-    """A row for each action taken that QNet scored: its q, and the task and final reward of its episode."""
-    steps = group.episodes[["task", "reward", "q"]].explode("q").dropna()
-    return steps.astype({"q": float})
+@mpl.rc_context(STYLE)
+def frontier(groups: Sequence[Group]) -> Figure | None:
+    """Train or search: mean reward against the tokens of training and of playing 100, 1,000 and 10,000 tasks.
+
+    A line an agent, from greedy over QLASS with more and more candidates, and a dotted one over best-of-N by QNet;
+    hollow where QNet is of the cloned agent's trees ("old QNet" in the label). Cloning is not counted: all agents begin
+    with it. None where no agent was trained after it.
+    """
+    cost = {id(group): training_tokens(group) for group in groups}
+    groups = [group for group in groups if not math.isnan(cost[id(group)])]
+    starts = {group.condition.label: group for group in groups if group.condition.method == "greedy"}
+    lines: dict[tuple[str, str, str], list[Group]] = {(label, label, "-"): [start] for label, start in starts.items()}
+    for group in groups:
+        condition = group.condition
+        agent = condition.label.removesuffix("old QNet").removesuffix("own QNet").rstrip(", ")
+        searched = condition.method == "qlass" and (condition.N or 1) == 1
+        if agent in starts and (searched or (condition.method == "best_of_n" and condition.select == "q")):
+            key = agent, condition.label, "-" if searched else ":"
+            lines.setdefault(key, [starts[agent]]).append(group)
+    if not any(len(line) > 1 for line in lines.values()) or not any(cost[id(g)] for g in starts.values()):
+        return None
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    for axes, tasks in zip(figure.subplots(1, len(TASKS), sharey=True), TASKS, strict=True):
+        for (agent, label, style), line in lines.items():
+            i = list(starts).index(agent)
+            x = [(cost[id(group)] + tasks * group.mean("total")) / 1e6 for group in line]
+            look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "linestyle": style}
+            look |= {"markerfacecolor": "white"} if label.endswith("old QNet") else {}
+            name = (agent or "cloned") if (label, style) == (agent, "-") else None
+            curve(axes, x, [group.reward for group in line], label=name, linewidth=0.8, **look)
+        axes.set_title(f"{tasks:,} tasks", loc="left", fontsize=10)
+        log_axis(axes, "million tokens in all")
+    figure.axes[0].set_ylabel("mean reward")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def training_tokens(group: Group) -> float:
+    """What was spent on the agent after cloning, and on QNet and its trees where Q is asked for (NaN: unknown)."""
+    files = group.episodes["file"].unique()  # a file a seed
+    origins = [ancestors(file, inputs_of(group.condition)) for file in files]
+    return sum(spent(of.split()[1], path) for paths in origins for path, of in paths.items()) / len(files)
+
+
+def spent(kind: str, path: Path) -> float:
+    """What an agent, a QNet or a file cost, without what it was made from."""
+    meta = read_meta(path)
+    if not meta:  # from elsewhere: an agent and demonstrations are what all begin with
+        return 0.0 if kind in ("sft", "expert") else math.nan
+    if kind == "sft" and "last" in meta:  # of a learner: its last line
+        return meta["passes"] * meta["last"]["tokens"] + meta["last"].get("played", 0)
+    tokens = meta.get("tokens", 0)
+    if tokens is None:  # of trees that were resumed
+        return math.nan
+    if kind == "sft":  # cloned: at first, or again from what self_train kept
+        expert = next(iter(ancestors(path, ["expert"])), Path("-"))
+        return UPDATE * tokens if "kept" in read_meta(expert) else 0.0
+    return UPDATE * tokens if kind == "qnet" else tokens

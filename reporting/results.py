@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,15 +14,9 @@ from typing import Any
 import pandas as pd
 
 from qlass import UserError, files, records
-from qlass.chat import RENDERED
+from qlass.chat import parse_action
 from reporting.stats import Estimate, interval
 
-# Table 2 of the paper (Llama-2-7B-Chat), reward x 100: WebShop; SciWorld and ALFWorld seen, unseen.
-PAPER = {
-    "greedy": {"webshop": (63.1,), "sciworld": (67.4, 53.0), "alfworld": (60.0, 67.2)},
-    "best_of_n": {"webshop": (67.9,), "sciworld": (70.2, 57.6), "alfworld": (62.1, 69.4)},
-    "qlass": {"webshop": (70.3,), "sciworld": (75.3, 66.4), "alfworld": (77.9, 82.8)},
-}
 METHODS = {  # in the order of the table
     "oracle": "best player, who may know the goal (oracle)",
     "expert": "expert",
@@ -37,11 +30,8 @@ METHODS = {  # in the order of the table
     "oracle_step": "choice by true value (oracle)",
     "oracle_lookahead": "look-ahead of the released code (oracle)",
 }
-TARGET = re.compile(r"(?:^|target[ =:_-]*)(q|avg|reward)\b")  # a process reward, in a label
 APART = 'name the runs apart: python report.py "first=PATH" "second=PATH"'
 CONDITION = ["env", "method", "M", "N", "select", "label", "player"]
-
-# ------------------------------------------------------------------------------------------------------------- groups
 
 
 @dataclass(frozen=True)
@@ -74,24 +64,6 @@ class Condition:
 
     def __str__(self) -> str:
         return f"{self.name} {self.budget}".strip()
-
-    @property
-    def target(self) -> str | None:
-        """The process reward that QNet learnt, where the label names one (Fig. 4)."""
-        match = TARGET.search(self.label)
-        return match[1] if match else "q" if self.method == "qlass" and not self.label else None
-
-    @property
-    def otherwise(self) -> str:
-        """What the label says besides the process reward."""
-        return TARGET.sub("", self.label).removeprefix("self-trained").strip(", ")
-
-    @property
-    def paper(self) -> str:
-        if self.label or (self.method == "best_of_n" and not self.oracle):
-            return "–"
-        numbers = PAPER.get(self.method, {}).get(self.env.split()[0], ())
-        return " / ".join(f"{x / 100:.3f}" for x in numbers) or "–"
 
     def order(self) -> tuple:
         rank = list(METHODS).index(self.method) if self.method in METHODS else len(METHODS)
@@ -127,11 +99,6 @@ class Group:
     def mean(self, name: str) -> float:
         return float(self.row.groupby("task", dropna=False)[name].mean().mean())
 
-    def seeds(self) -> str:
-        """The number of seeds, and the lowest and highest of their mean rewards."""
-        means = self.row.groupby("seed", dropna=False)["reward"].mean()
-        return "1" if len(means) == 1 else f"{len(means)} ({means.min():.3f}–{means.max():.3f})"
-
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
@@ -144,10 +111,8 @@ def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
             label, _, rest = argument.partition("=")
             path = Path(rest)
         paths = sorted(path.glob("results*.jsonl")) if path.is_dir() else [path]
-        if not paths:
-            raise UserError(f"{path}: no results*.jsonl in this folder; python q_search.py --run {path} writes one")
-        if not path.exists():
-            raise UserError(f"{path}: no such file or folder; python q_search.py writes results.jsonl")
+        if not paths or not path.exists():
+            raise UserError(f"{path}: no results*.jsonl; python q_search.py --run FOLDER writes one")
         yield from ((label, file) for file in paths)
 
 
@@ -165,15 +130,14 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
     table = pd.DataFrame.from_records(rows).astype({"M": "Int64", "N": "Int64"})
     table = table.sort_values(["task", "seed"], kind="stable")  # the same report, whatever the order of the lines
     same = [*CONDITION, "task", "seed"]
-    for _, twins in table[table.duplicated(same, keep=False)].groupby(same, dropna=False):
-        first, *others = twins.itertuples()
-        for other in others:
-            if (first.reward, first.total, first.q) != (other.reward, other.total, other.q):
-                places = f"{first.file}:{first.line} and {other.file}:{other.line}"
-                about = f"{first.method} for task {first.task}, seed {first.seed}"
-                raise UserError(f"{places}: two different results of {about}: {APART}")
+    table = table.drop_duplicates([*same, "reward", "total", "q"])
+    twins = table[table.duplicated(same, keep=False)].sort_values(same, kind="stable")
+    for first, second in zip(twins[:1].itertuples(), twins[1:2].itertuples(), strict=True):
+        places = f"{first.file}:{first.line} and {second.file}:{second.line}"
+        about = f"{first.method} for task {first.task}, seed {first.seed}"
+        raise UserError(f"{places}: two different results of {about}: {APART}")
     groups = []
-    for key, episodes in table.drop_duplicates(same).groupby(CONDITION, dropna=False):
+    for key, episodes in table.groupby(CONDITION, dropna=False):
         conditions = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}
         groups.append(Group(Condition(**conditions), episodes))
     groups.sort(key=lambda group: group.condition.order())
@@ -190,7 +154,6 @@ def episode(record: dict, label: str, path: Path, line: int) -> dict[str, Any]:
         **{name: record.get(name) for name in ("method", "M", "N", "select", "player")},
         "label": ", ".join(filter(None, (label, record.get("label")))) or None,
         "task": str(record["task_id"]),
-        "type": record.get("type") or "",
         "block": record.get("block") or str(record["task_id"]),  # tasks that vary together (TextEnv.block)
         "seed": record.get("seed") or 0,
         "reward": float(record["reward"]),
@@ -198,49 +161,43 @@ def episode(record: dict, label: str, path: Path, line: int) -> dict[str, Any]:
         "generated": tokens.get("generated", 0),
         "total": sum(tokens.get(part, 0) for part in ("prompt", "generated", "scored")),
         "env_steps": record.get("env_steps", record.get("n_steps", len(steps))),
-        "q": tuple(taken["q"] for step in steps if (taken := scored_candidates(step)[1])),  # of the actions taken
+        "q": tuple(q for q in map(value_taken, steps) if q is not None),
         "file": path,
         "line": line,
     }
 
 
-def split_react(text: str | None) -> tuple[str, str]:
-    """(thought, executable part) of "Thought: ...\\nAction: ...", for display; any other text as it is."""
-    thought, mark, action = (text or "").partition("Action:")
-    return (thought.removeprefix("Thought:").strip(), action.strip()) if mark else ("", text or "")
-
-
-def scored_candidates(step: dict) -> tuple[list[dict], dict | None]:
-    """The candidates that QNet scored, best first, and the one of them that was taken."""
-    scored = [candidate for candidate in step.get("candidates") or [] if candidate.get("q") is not None]
-    scored.sort(key=lambda candidate: -candidate["q"])
-    _, action = split_react(step["action"])
-    return scored, next((c for c in scored if split_react(c["action"])[1] == action), None)
+def value_taken(step: dict) -> float | None:
+    """QNet's value of the action taken: the highest of the candidates that say it; None where QNet scored none."""
+    action = parse_action(step["action"])
+    alike = (c for c in step.get("candidates") or [] if parse_action(c["action"]) == action)
+    return max((c["q"] for c in alike if c.get("q") is not None), default=None)
 
 
 # --------------------------------------------------------------------------------------- what one row may be made from
 
 INPUTS = ("sft", "qnet", "labels", "trees", "expert")  # arguments that name what an earlier stage wrote
 # Arguments that may differ between the seeds of a pipeline: names, places, speed; of results, what each line says.
-ANY = {*files.FREE, *files.SAMPLING_FREE, *files.TRAINING_FREE, "seed", "help_more", "chat"}
+ANY = {*files.FREE, *files.SAMPLING_FREE, *files.TRAINING_FREE, *INPUTS, "seed", "help_more", "chat"}
 OF_A_LINE = {"method", "M", "N", "select", "split", "limit", "label", "scorer"}
-OF_AN_AGENT = {*RENDERED, "load_in", "readout", "paraphrase", "paraphrase_server"}
 
 
 def check_pools(groups: Iterable[Group]) -> None:
-    """UserError names two files in one row whose metadata tell of another agent, QNet or environment, or of another
-    training than a seed's. What cannot be told is a warning."""
+    """UserError names two files in one row whose metadata tell of agents, QNets or environments that differ in more
+    than their seed. What cannot be told is a warning."""
     warnings: list[str] = []
     for group in groups:
         name, used = group.condition.name, inputs_of(group.condition)
         seeds = group.episodes.groupby("file", dropna=False)["seed"].agg(set)
-        unknown = [path for path in seeds.index if len(seeds) > 1 and "arguments" not in files.read_meta(path)]
-        warnings += [f"{path}: no metadata beside it, so its agent and QNet may be other ones" for path in unknown]
         for (a, of_a), (b, of_b) in combinations(seeds.items(), 2):
-            ours, theirs, hashes = recipe(a, used), recipe(b, used), [input_hashes(path, used) for path in (a, b)]
+            for path in (a, b):
+                if not files.read_meta(path):
+                    warnings.append(f"{path}: no metadata beside it, so its agent and QNet may be other ones")
+            ours, theirs = recipe(a, used), recipe(b, used)
+            models = [input_hashes(path, used) for path in (a, b)]
             if of_a & of_b:
-                ours, theirs = ours | hashes[0], theirs | hashes[1]
-            elif used and hashes[0] == hashes[1] and len(hashes[0]) == len(used):
+                ours, theirs = ours | models[0], theirs | models[1]
+            elif used and models[0] == models[1] and len(models[0]) == len(used):
                 warnings.append(f"{a} and {b}: {name} is of one model under two --seed, so not of two trainings")
             for flag in ours:
                 if flag in theirs and ours[flag] != theirs[flag]:
@@ -264,15 +221,27 @@ def input_hashes(output: Path, used: Iterable[str]) -> dict[str, str]:
     return {f"--{name} of one seed": digest for name, digest in hashes.items() if digest}
 
 
-def recipe(output: Path, used: Iterable[str], of: str = "") -> dict[str, Any]:
-    """{"--epochs of sft": 12}: the arguments that an output and, in turn, its inputs were made with."""
-    arguments = files.read_meta(output).get("arguments", {})
-    skipped = ANY if of else ANY | OF_A_LINE | (set() if used else OF_AN_AGENT)
-    flags = {f"--{n.replace('_', '-')}{of}": v for n, v in arguments.items() if n not in skipped and n not in INPUTS}
-    for name in INPUTS if of else used:
-        path = files.input_of(output, name)
-        if path and of.count(" of ") < 5:
-            flags |= recipe(path, used, f" of {name}{of}")
-            if name == "expert" and "sft" in files.read_meta(path).get("arguments", {}):
-                flags.pop(f"--n-expert{of}", None)  # an agent's own trajectories: their number is a result
+def ancestors(output: Path, names: Iterable[str]) -> dict[Path, str]:
+    """{path: " of labels of qnet"} of what an output was made from and, in turn, of what that was made from."""
+    places: dict[Path, str] = {}
+    queue = [(output, name, "") for name in names]
+    for product, name, of in queue:  # grows as it is read
+        named = files.read_meta(product).get("arguments", {}).get(name)
+        path = files.input_of(product, name) or (Path(named) if isinstance(named, str) else None)
+        if path and path not in places:
+            places[path] = f" of {name}{of}"
+            queue += [(path, earlier, places[path]) for earlier in INPUTS]
+    return places
+
+
+def recipe(output: Path, used: Iterable[str]) -> dict[str, Any]:
+    """{"--epochs of sft": 12}: the arguments that results and all that they were made from were made with."""
+    flags: dict[str, Any] = {}
+    for path, of in {output: "", **ancestors(output, used)}.items():
+        meta = files.read_meta(path)
+        skipped = ANY if of else ANY | OF_A_LINE
+        arguments = {name: value for name, value in meta.get("arguments", {}).items() if name not in skipped}
+        flags |= {f"--{name.replace('_', '-')}{of}": value for name, value in arguments.items()}
+        if "kept" in meta:  # an agent's own trajectories: their number is a result
+            flags.pop("--n-expert" + of.removeprefix(" of expert"), None)
     return flags

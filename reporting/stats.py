@@ -51,13 +51,8 @@ def bootstrap(values: Iterable[float], resamples: int = 10_000) -> Estimate:
     low, high = map(float, drawn.confidence_interval)
     means = drawn.bootstrap_distribution.round(12)  # without rounding errors, which would hide a mean of 0
     tail = min((means <= 0).sum(), (means >= 0).sum())
-    p = max(2 * (int(tail) + 1) / (resamples + 1), least_p(n))
+    p = max(2 * (int(tail) + 1) / (resamples + 1), 2.0 ** (1 - n))  # no less than if all go one way: the sign test
     return Estimate(float(sample.mean()), low, high, n, min(1.0, p))
-
-
-def least_p(n: int) -> float:
-    """The least p that n tasks can give, by the sign test: all of them differ in one direction."""
-    return 2.0 ** (1 - n)
 
 
 def interval(values: pd.Series, blocks: Mapping[Hashable, Hashable] | None = None) -> Estimate:
@@ -106,7 +101,7 @@ def crossed(values: np.ndarray) -> Estimate:
     parts = squares * [of_seed, of_task, 1.0 - of_seed - of_task] / values.size
     variance = max(parts.sum(), 0.0)
     if variance < 1e-24:  # but for rounding all are equal
-        return Estimate(mean, mean, mean, n_tasks, 1.0 if abs(mean) < 1e-9 else least_p(n_tasks))
+        return Estimate(mean, mean, mean, n_tasks, 1.0 if abs(mean) < 1e-9 else 2.0 ** (1 - n_tasks))
     satterthwaite = variance**2 / (parts**2 / freedom).sum()
     t = stats.t(min(n_seeds - 1, max(1.0, satterthwaite)), scale=math.sqrt(variance))
     half = float(t.ppf(0.975))

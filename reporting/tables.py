@@ -1,17 +1,17 @@
-"""The report's tables: rows of texts by column, printed as Markdown and put on the page."""
+"""The report's tables, of texts, printed as Markdown and put on the page."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pandas as pd
 
-from reporting.figures import scored_steps
 from reporting.results import Group
 from reporting.stats import paired_difference
 
-Table = list[dict[str, str]]
+SHORT = ["environment", "method", "reward [95 %]", "success", "tokens", "env steps"]
 HEADLINE = ("greedy", "sample", "best_of_n", "qlass")
 
 
@@ -31,49 +31,24 @@ def headline(groups: Sequence[Group]) -> list[Group]:
     return rows
 
 
-def short_table(groups: Sequence[Group]) -> Table:
-    rows = [(group.condition.env, str(group.condition), f"{group.reward}") for group in groups]
-    names = "environment", "method", "reward [95 %]"
-    return [dict(zip(names, row, strict=True)) | costs(group) for row, group in zip(rows, groups, strict=True)]
+def names(group: Group) -> dict[str, str]:
+    return {"environment": group.condition.env, "method": str(group.condition)}
 
 
-def costs(group: Group) -> dict[str, str]:
-    return {
-        "success": number(group.mean("success"), 3),
-        "tokens": number(group.mean("total")),
-        "env steps": number(group.mean("env_steps"), 1),
-        "paper": group.condition.paper,
-    }
-
-
-def results_table(groups: Sequence[Group]) -> Table:
-    return [
+def results_table(groups: Sequence[Group]) -> pd.DataFrame:
+    return pd.DataFrame(
         {
-            "environment": group.condition.env,
-            "method": group.condition.name,
-            "M": str(group.condition.M or "–"),
-            "N": str(group.condition.N or "–"),
+            **names(group),
             "reward [95 %]": f"{group.reward}",
             "tasks": str(group.reward.n),
-            "seeds (their means)": group.seeds(),
-            "zero reward": number((group.row["reward"] == 0).mean(), 3),
+            "seeds": str(group.episodes["seed"].nunique()),
+            "success": number(group.mean("success"), 3),
             "generated tokens": number(group.mean("generated")),
-            **costs(group),
+            "tokens": number(group.mean("total")),
+            "env steps": number(group.mean("env_steps"), 1),
         }
         for group in groups
-    ]
-
-
-def types_table(groups: Sequence[Group]) -> Table:
-    """Mean reward and number of episodes by type of task, where there are several."""
-    types = pd.concat([group.episodes["type"] for group in groups]).replace("", None).dropna().unique()
-    rows = []
-    for group in groups if len(types) > 1 else ():
-        rewards = group.episodes.groupby("type", dropna=False)["reward"].agg(["mean", "size"])
-        cells = {name: f"{mean:.3f} ({size})" for name, mean, size in rewards.itertuples()}
-        row = {"environment": group.condition.env, "method": str(group.condition)}
-        rows.append(row | {f"{name} (episodes)": cells.get(name, "–") for name in sorted(types)})
-    return rows
+    )
 
 
 def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
@@ -90,43 +65,28 @@ def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
             if rivals and a.mean("total") > 0:  # at equal cost, and at an equal number of samples
                 yield a, min(rivals, key=lambda b: abs(math.log((b.mean("total") or 1e-9) / a.mean("total"))))
             yield from ((a, b) for b in rivals if (b.condition.N or 1) == (ours.M or 1) * (ours.N or 1))
-        if ours.label:
-            for b in peers:
-                theirs = b.condition
-                same = (ours.method, ours.M, ours.N, ours.select) == (theirs.method, theirs.M, theirs.N, theirs.select)
-                if same and not theirs.label:
-                    yield a, b
+        yield from ((a, b) for b in peers if ours.label and b.condition == replace(ours, label=""))
 
 
-def differences_table(groups: Sequence[Group]) -> Table:
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
+def differences_table(groups: Sequence[Group]) -> pd.DataFrame:
+    rows = []
     for a, b in comparisons(groups):
         difference = paired_difference(a.values("reward"), b.values("reward"), a.blocks)
         if difference.n:
-            key = a.condition.env, str(a.condition), str(b.condition)
-            verdict = "undecided" if difference.covers_zero else "higher" if difference.mean > 0 else "lower"
-            rows[key] = {
-                **dict(zip(("environment", "method", "minus"), key, strict=True)),
-                "difference [95 %]": f"{difference:+}",
-                "verdict": verdict,
-                "tasks": str(difference.n),
-                "tokens (ratio)": f"{a.mean('total') / b.mean('total'):.2f}" if b.mean("total") else "–",
-            }
-    return list(rows.values())
+            verdict = "higher" if difference.mean > 0 else "lower"
+            rows.append(
+                {
+                    **names(a),
+                    "minus": str(b.condition),
+                    "difference [95 %]": f"{difference:+}",
+                    "verdict": "undecided" if difference.covers_zero else verdict,
+                    "tasks": str(difference.n),
+                    "tokens (ratio)": f"{a.mean('total') / b.mean('total'):.2f}" if b.mean("total") else "–",
+                }
+            )
+    return pd.DataFrame(rows).drop_duplicates()
 
 
-def calibration_table(groups: Sequence[Group]) -> Table:
-    rows = []
-    for group in groups:
-        steps = scored_steps(group)
-        if len(steps) > 1 and group.condition.method == "qlass" and not group.condition.oracle:
-            names = {"environment": group.condition.env, "method": str(group.condition)}
-            rho, tau = (steps[["q", "reward"]].corr(rank).loc["q", "reward"] for rank in ("spearman", "kendall"))
-            ranks = {"Spearman's rho": number(rho, 3), "Kendall's tau-b": number(tau, 3)}
-            rows.append(names | {"scored steps": str(len(steps))} | ranks)
-    return rows
-
-
-def markdown(table: Table) -> str:
-    lines = [list(table[0]), ["---"] * len(table[0]), *(row.values() for row in table)]
+def markdown(table: pd.DataFrame) -> str:
+    lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy()]
     return "\n".join("| " + " | ".join(" ".join(c.split()).replace("|", "\\|") for c in line) + " |" for line in lines)
