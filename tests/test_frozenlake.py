@@ -1,6 +1,5 @@
 import itertools
 import random
-import re
 
 import numpy as np
 import pytest
@@ -73,16 +72,11 @@ def test_the_lakes_have_enough_starts_to_decide_a_claim(layout, numbers):
     env = envs.make("frozenlake", map=layout)
     tasks = env.task_ids("all")
     assert len(set(tasks)) == len(tasks) and len(env.task_ids("test")) >= 100 and len(env.task_ids("val")) >= 50
-    assert {task.split("/")[1] for task in tasks} == set(map(str, numbers))
-    for number in numbers:
-        desc = generate_random_map(4, seed=number)
-        starts = {f"lakes/{number}/{r}{c}" for (r, c), d in distances(desc).items() if d}
-        assert starts == {task for task in tasks if task.split("/")[1] == str(number)}
-        in_train = starts & set(env.task_ids("train"))
-        assert 0.25 < len(in_train) / len(starts) < 0.55  # every lake is known from training
-    env.reset(options={"task_id": f"lakes/{numbers[7]}/00"})
-    assert env.instruction.endswith("\n".join(generate_random_map(4, seed=numbers[7])).replace("S", "F"))
-    assert re.fullmatch(rf"At cell \d\d of lake {numbers[7]}\.", env.step("left")[0])
+    cells = {number: distances(generate_random_map(4, seed=number)) for number in numbers}
+    assert set(tasks) == {f"lakes/{number}/{r}{c}" for number in numbers for (r, c), d in cells[number].items() if d}
+    for number in numbers:  # every lake is known from training
+        in_train, starts = ([t for t in of if t.split("/")[1] == str(number)] for of in (env.task_ids("train"), tasks))
+        assert 0.25 < len(in_train) / len(starts) < 0.55
 
 
 @pytest.mark.parametrize("layout", ["random4", "random8"])
@@ -142,25 +136,11 @@ def test_attainable_is_the_best_of_all_choosers(slippery):
     assert max(found) - 1e-9 <= best <= max(found) + 0.01 and len(found) == 24**2
 
 
-def test_choosing_by_the_true_value_is_no_ceiling():
-    """Both ways round are open. On the short one the agent proposes nothing but the hole; Q* takes it all the same."""
-    lake = lake_of("SFFF", "FHHF", "FHHF", "GFFF")
-    # The goal is three moves down, or nine round the other side; the agent knows the way round only.
-    proposals = np.full((16, 4), 0.25)
-    proposals[4] = np.eye(4)[RIGHT]
-    q = frozenlake.q_star(lake)
-    by_truth = {cell: list(np.argsort(-q[cell])) for cell in range(16)}
-    truth = chooser_success(lake, by_truth, proposals, m=4, steps=14)
-    best = frozenlake.attainable(lake, proposals, m=4, steps=14)
-    assert q[0].argmax() == DOWN and truth < 0.4 and best > 2 * truth
-
-
 def test_texts_rewards_and_limits():
     env = envs.make("frozenlake", map="4x4", max_steps=3)
     observation, info = env.reset(options={"task_id": "4x4/22"})
     assert observation == "At cell 22." and env.instruction.endswith("The map:\nFFFF\nFHFH\nFFFH\nHFFG")
-    assert info["valid_actions"] == ["left", "down", "right", "up"] and info["task_id"] == "4x4/22"
-    assert env.candidates()[2] == ("", "right")
+    assert info["valid_actions"] == ["left", "down", "right", "up"] and env.candidates()[2] == ("", "right")
     assert env.q_star_of("jump") == pytest.approx(0.9 * 0.9) and env.q_star_of("right") == 0.0
     start = env.snapshot()
     assert env.step("Down ")[:4] == ("At cell 32.", 0.0, False, False)
@@ -169,8 +149,10 @@ def test_texts_rewards_and_limits():
     assert env.step("right")[:4] == ("You fell into a hole at cell 23.", 0.0, True, False)
     env.restore(start)
     invalid = "Invalid action: choose left, down, right or up. At cell 22."
-    answers = [env.step("dance")[:4] for _ in range(3)]
-    assert answers == [(invalid, 0.0, False, False), (invalid, 0.0, False, False), (invalid, 0.0, False, True)]
+    assert [env.step("dance")[:4] for _ in range(3)] == [(invalid, 0.0, False, cut) for cut in (False, False, True)]
+    env = envs.make("frozenlake", map="lakes")
+    assert env.reset(options={"task_id": "lakes/7/00"})[0] == "At cell 00 of lake 7."
+    assert env.instruction.endswith("\n".join(generate_random_map(4, seed=7)).replace("S", "F"))
 
 
 def test_a_random_map_tells_what_lies_around():
@@ -183,37 +165,25 @@ def test_a_random_map_tells_what_lies_around():
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32), st.booleans())
-def test_a_restored_snapshot_repeats_the_future_even_on_slippery_ice(seed, other_env):
+@given(st.integers(0, 2**32))
+def test_a_restored_snapshot_repeats_the_future_even_on_slippery_ice_and_in_another_environment(seed):
     rng = random.Random(seed)
-    env = envs.make("frozenlake", slippery=True, max_steps=None)
+    env, other = envs.make("frozenlake", slippery=True, max_steps=None), envs.make("frozenlake", map="random4")
     env.reset(seed=seed, options={"task_id": rng.choice(env.task_ids("all"))})
     moves = [rng.choice([*frozenlake.MOVES, "sing"]) for _ in range(12)]
     for move in moves[:4]:
         env.step(move)
     snapshot = env.snapshot()
     future = [env.step(move)[:4] for move in moves]
-    if other_env:  # a snapshot carries its task: it can be restored into another environment, or after another task
-        env = envs.make("frozenlake", map="random4")
-        env.max_steps = None
-    env.restore(snapshot)
-    assert [env.step(move)[:4] for move in moves] == future
+    other.max_steps = None
+    for again in (env, other):
+        again.restore(snapshot)
+        assert [again.step(move)[:4] for move in moves] == future
 
 
 @pytest.mark.parametrize("task", ["8x8/99", "4x4/50", "8x8", "8x8/77", "lakes/99/00"])
 def test_mistakes(task):
-    env = envs.make("frozenlake")
     with pytest.raises(envs.UserError, match="frozenlake"):
-        env.reset(options={"task_id": task})
+        envs.make("frozenlake").reset(options={"task_id": task})
     with pytest.raises(envs.UserError, match="unknown map '5x5'"):
         envs.make("frozenlake", map="5x5")
-    with pytest.raises(envs.UserError, match="unknown split 'dev'"):
-        env.task_ids("dev")
-
-
-@pytest.mark.parametrize("map", ["4x4", "random4"])
-def test_another_instruction_stays_through_a_reset(map):
-    env = envs.make("frozenlake", map=map)
-    env.instruct("You walk on a lake.")
-    env.reset(options={"task_id": env.task_ids("train")[0]})
-    assert env.fork().instruction == env.instruction == "You walk on a lake."
