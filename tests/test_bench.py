@@ -39,12 +39,5 @@ def test_both_ways_train_alike(shop):
         assert float((a - b).norm() / a.norm()) < 1e-3
 
 
-def test_walks_and_ratios():
-    games = envs.make("alfworld").games
-    game = games.load(games.ids("valid_seen")[0])
-    commands = bench.random_walk(game, 8, bench.random.Random(1))
-    answers = bench.walk(game, commands)
-    assert len(commands) == len(answers) == 8
-    assert all(command in allowed for command, (_, allowed) in zip(commands[1:], answers, strict=False))
+def test_ratios():
     assert bench.Figure("", 50, 20_000, "steps/s").ratio == 400 and bench.Figure("", 8, 2, "s").ratio == 4
-    assert not any(feedback == "Nothing happens." for feedback, _ in answers)

@@ -11,17 +11,6 @@ from qlass.driver import Sample
 from qlass.policy import Policy
 
 
-def test_free_text_has_the_policys_probability():
-    chat = word_chat()
-    model = tiny_lm(chat)
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")
-    texts = ["Action: left", "Thought: hm Action: right"]
-    (p,) = pack_decisions(chat, [Decision(state, text) for text in texts], 2048)
-    logp = torch.zeros(2).index_add(0, torch.tensor(p.owner), p.logprobs(model)[0])
-    np.testing.assert_allclose(logp.tolist(), Policy(model, chat).logprobs([(state, t) for t in texts]), rtol=1e-5)
-    assert len(p.owner) == sum(len(chat.action(t, "find")) for t in texts)  # the token that ends the turn included
-
-
 @pytest.mark.parametrize("limit", [4, 200])
 def test_free_text_is_of_the_tokens_that_were_sampled(limit):
     """Cut short it lacks the token that ends the turn, and special tokens are not in its text."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import envs
-from experiments import learning, tree_grpo
+from experiments import tree_grpo
 from experiments.decisions import Decision, pack_decisions
 from experiments.learning import Learner, why_stop
 from experiments.tree_grpo import (
@@ -374,19 +374,3 @@ def test_free_text_and_lora_updates_train_too(train, tmp_path, flags):
     assert lines[0][-1]["entropy"] > 0 and lines[0][-1]["kl"] > 0  # words at random earn nothing: the bonus moves it
     saved = Policy.load(tmp_path / "run-free" / "sft-tree_grpo").model.state_dict()
     assert saved.keys() == tiny_lm(word_chat()).state_dict().keys()  # merged
-
-
-@pytest.mark.parametrize(("flags", "shared"), [([], False), (["--lora", "2"], True)])
-def test_the_reference_stays_as_it_was_and_shares_what_is_frozen(fake_world, agent, tmp_path, flags, shared):
-    learner = learning.load(tree_grpo.arguments(["--run", str(tmp_path), "--sft", str(agent), *flags]), 1e-2)
-    model, reference = learner.model, learner.reference
-    own = {p.data_ptr() for p in model.parameters()}
-    copies = [name for name, p in reference.named_parameters() if p.data_ptr() not in own]
-    assert copies and all((".lora_" in name) == shared for name in copies)
-    ids = torch.arange(1, 9)[None]
-    before = reference(ids).logits.clone()
-    for _ in range(2):  # the first moves LoRA's B, which begins at 0
-        model(ids).logits.square().sum().backward()
-        learner.step(4)
-    assert torch.equal(reference(ids).logits, before)
-    assert not torch.allclose(model(ids).logits, before, atol=1e-4)
