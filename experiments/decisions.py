@@ -63,8 +63,9 @@ class PackedDecisions:
             return
         state, texts = decision.state, list(dict.fromkeys(decision.valid))
         last = self.tree.add(chat.prompt(state))[-1]
-        choice, choices = len(self.owner), 1
+        choice = len(self.owner)
         if texts:
+            self.owner.append(number)
             trie = Trie([chat.action(text, state.task) for text in texts])
             before = [[last, *self.tree.add(tail, last)] for tail in trie.tails]
             for text, through in zip(texts, trie.through, strict=True):
@@ -75,10 +76,10 @@ class PackedDecisions:
             self.forks += len(set(trie.forks.tolist()))
         else:
             ids = decision.tokens(chat)
-            choices, before = len(ids), [last, *self.tree.add(ids[:-1], last)]
+            before = [last, *self.tree.add(ids[:-1], last)]
+            self.owner += [number] * len(ids)
             self.tokens += [Place(choice + i, before[i], token) for i, token in enumerate(ids)]
-        self.owner += [number] * choices
-        self.ends += [last] * choices
+        self.ends += [last] * (len(self.owner) - choice)
 
     def logprobs(self, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """log pi of each choice as it was made, and the entropy of its distribution; (C,) and (C,), float32."""

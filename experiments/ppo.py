@@ -52,11 +52,12 @@ def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.
 
     A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V(s_{t+1}) - V(s_t), and V = 0 behind the end.
     """
-    A = np.zeros(len(values) + 1)
+    T = len(values)
     V = [*values, 0.0]
-    rewards = [0.0] * (len(values) - 1) + [reward]
-    for t in reversed(range(len(values))):
-        A[t] = rewards[t] + gamma * V[t + 1] - V[t] + gamma * lam * A[t + 1]
+    A = np.zeros(T + 1)
+    for t in reversed(range(T)):
+        r = reward if t == T - 1 else 0.0
+        A[t] = r + gamma * V[t + 1] - V[t] + gamma * lam * A[t + 1]
     return A[:-1]
 
 
@@ -89,8 +90,7 @@ def state_values(critic: QNet, tree: TokenTree, ends: torch.Tensor) -> torch.Ten
 @torch.no_grad()
 def values_of(critic: QNet, chat: Chat, forests: Sequence[Forest], room: int) -> dict[State, float]:
     """V of each state in which there was a choice."""
-    paths = (trajectory.decisions for trees in forests for trajectory in itertools.chain(*trees))
-    decisions = list(dict.fromkeys(itertools.chain.from_iterable(paths)))
+    decisions = list(dict.fromkeys(d for trees in forests for t in itertools.chain(*trees) for d in t.decisions))
     values = {}
     for pack in pack_decisions(chat, decisions, room):
         V = state_values(critic, pack.tree, torch.tensor(pack.ends))
@@ -152,14 +152,10 @@ def warm_up(learner: Learner, critic: QNet, labels: Path, updates: int) -> int:
     packs = labelled_states(learner.chat, labels, 2 * learner.room)
     for number, (tree, rewards) in enumerate(itertools.islice(packs, updates), 1):
         V = state_values(critic, tree, torch.tensor(list(rewards)))
-        target = torch.tensor([np.mean(values) for values in rewards.values()], device=V.device)
-        (V - target.float()).square().mean().backward()
+        (V - V.new_tensor([np.mean(values) for values in rewards.values()])).square().mean().backward()
         learner.step(number)
         tokens += 3 * len(tree)
     return tokens
-
-
-# ---------------------------------------------------------------------------------------------------------------- main
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -194,20 +190,20 @@ def main(argv: list[str] | None = None) -> None:
     must_exist(args.labels)
     learner = load(args, LR.get(args.env, LR_TINY))
     critic = load_critic(learner, args)
-    args.labels = args.labels or args.run / "q_labels-avg.jsonl"
+    settle(args, {"labels": args.run / "q_labels-avg.jsonl"})
     if args.warm_up and not is_complete(args.labels):
         bellman.main([*handed_on(args, "bellman"), "--target", "avg", "--out", str(args.labels)])
 
     def iteration(last: dict) -> dict:
-        """Chains of some tasks and the updates on them."""
         spent = 0 if last["batch"] else warm_up(learner, critic, args.labels, args.warm_up)
         forests = play(learner, env, last, args, args.chains, 0, 0)
         values = values_of(critic, learner.chat, forests, learner.room)
         A = [advantages(trees, values, args.gamma, args.lam) for trees in forests]
-        white, figures = whitened(A), []
+        white = whitened(A)
         parts = [slice(i, i + args.minibatch) for i in range(0, len(forests), args.minibatch)]
         minibatches = [batches(learner, forests[part], white[part]) for part in parts]  # before the first update
         visits = [returns(forests[part], A[part], values) for part in parts]
+        figures = []
         for number, (minibatch, own) in enumerate(zip(minibatches, visits, strict=True), last["updates"] + 1):
             criticise(critic, minibatch, own)
             figures.append(update(learner, minibatch, args.kl, args.entropy, number))
