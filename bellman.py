@@ -23,7 +23,7 @@ from pathlib import Path
 from qlass import UserError
 from qlass.cli import HANDED_ON, at_least, needed, parse, parser, run_stage
 from qlass.files import locked, same_arguments, write_jsonl, write_meta
-from qlass.records import fields_of, read_trees
+from qlass.records import read_jsonl, read_trees
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 TAKES = "seconds"
@@ -105,8 +105,8 @@ def main(argv: list[str] | None = None) -> None:
     started = time.time()
     args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
-    fields = fields_of(args.out)
-    if fields is not None and "q_raw" not in fields:
+    first = next(read_jsonl(args.out), None) if args.out.exists() else None
+    if first is not None and "q_raw" not in first:
         raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
     figures: Counter[str] = Counter()
 

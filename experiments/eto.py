@@ -41,7 +41,7 @@ from qlass.driver import Sample, ask, drive
 from qlass.files import cloned_from
 from qlass.policy import Policy
 from qlass.qnet import Pair, pairs_of
-from qlass.records import by_agent, first_observation, known_id, read_trajectories, read_trees
+from qlass.records import first_observation, known_id, read_trajectories, read_trees
 
 LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY
 LR_TINY = 1e-4
@@ -81,7 +81,7 @@ def demonstrated(path: Path, env: envs.TextEnv, most: int | None) -> dict[str, d
     lines = {}
     for state, record in itertools.islice(read_trajectories(path), most):
         task, reward = known_id(record, env), record.get("reward")
-        if not by_agent(record):
+        if record.get("source") != "policy":  # what self-training added
             if task is None or reward is None:
                 raise UserError(f"{path}: a line without task_id or reward can't be compared with the agent")
             lines[task] = {"task_id": task, "task": state.task, "messages": state.dump(), "reward": reward}

@@ -7,6 +7,7 @@ A state is a list of chat messages (`State`); an action is "Thought: ...\\nActio
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -15,15 +16,16 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
+from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from qlass import UserError
-from qlass.records import is_flag, is_number, is_text, maybe, read_object, wrong
+from qlass.records import Number, read_object, wrong
 from qlass.tiny import MARK, mark, unmark, with_aids
 
 # ------------------------------------------------------------------------------------------------- states and actions
@@ -86,17 +88,18 @@ class Rendering:
     """How a checkpoint reads and writes; kept in its folder as `policy.json`, so that no later stage can disagree.
 
     The defaults are the paper's. The four aids are for models too small to have learned them from pretraining.
+    UserError where a setting is not what it can be.
     """
 
-    temperature: float = 0.7  # App. A.2
+    temperature: Number = 0.7  # App. A.2
     max_new_tokens: int = 256
     candidates: str = "free"  # "valid": only what the environment would act on, by trie-constrained decoding
     mark_matches: bool = False  # a mark before each word of the task, in observations, thoughts and actions
     compact: bool = False  # no instruction turn; in a page neither the task again nor a page shown before
     markov: bool = False  # the last observation alone, for an environment where it says all
-    top_p: float = 1.0  # of free text, as top_k and stop are; 1: all
+    top_p: Number = 1.0  # of free text, as top_k and stop are; 1: all
     top_k: int = 0  # 0: all
-    stop: tuple[str, ...] = RUN_ON  # texts that end an action, besides the end of the turn
+    stop: tuple = RUN_ON  # texts that end an action, besides the end of the turn
     think: bool = False  # leave a reasoning model its <think>; else the prompt closes it at once
     truncate: str | None = None  # "oldest": the oldest turns go where a prompt is beyond the model's context
     date: str | None = None  # what a template that prints today's date prints instead
@@ -107,44 +110,36 @@ class Rendering:
 
     FILE = "policy.json"
 
+    def __post_init__(self) -> None:
+        self.stop = tuple(self.stop) if isinstance(self.stop, list) else self.stop
+        if mistake := wrong(vars(self), Rendering) or wrong(vars(self), RANGES):
+            raise UserError(mistake)
+
     def save(self, folder: Path) -> None:
-        (folder / self.FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        (folder / self.FILE).write_text(json.dumps(vars(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> Rendering:
         file = Path(folder) / cls.FILE
         given = read_object(file) if file.exists() else {}
-        if unknown := sorted(given.keys() - SETTINGS.keys()):
-            raise UserError(f"{file}: unknown setting {unknown[0]!r}: it has {', '.join(SETTINGS)}")
-        if mistake := wrong(given, SETTINGS):
-            raise UserError(f"{file}: {mistake} (qlass/chat.py, Rendering, says what it means)")
-        return cls(**{name: tuple(value) if name == "stop" else value for name, value in given.items()})
+        try:
+            return cls(**given)
+        except (TypeError, UserError) as error:  # no such setting, or none of its values
+            raise UserError(f"{file}: {error} (qlass/chat.py, Rendering, says what it may hold)") from None
 
 
-def is_date(value: Any) -> bool:
-    try:
-        return bool(datetime.date.fromisoformat(value))
-    except (TypeError, ValueError):
-        return False
-
-
-SETTINGS: dict[str, Callable[[Any], bool]] = {  # what a policy.json may hold
-    "temperature": lambda v: is_number(v) and v >= 0, "max_new_tokens": lambda v: type(v) is int and v >= 1,
-    "candidates": lambda v: v in ("free", "valid"), "mark_matches": is_flag, "compact": is_flag, "markov": is_flag,
-    "top_p": lambda v: is_number(v) and 0 < v <= 1, "top_k": lambda v: type(v) is int and v >= 0,
-    "stop": lambda v: isinstance(v, list) and all(v) and all(map(is_text, v)), "think": is_flag,
-    "truncate": lambda v: v in (None, "oldest"), "date": maybe(is_date),
-    "system": maybe(is_text), "instruction": maybe(is_text), "agreement": maybe(is_text),
-}  # fmt: skip
-
-
+RANGES = {  # of settings for which not every value of their type will do
+    "temperature": lambda t: t >= 0,
+    "max_new_tokens": lambda n: n >= 1,
+    "candidates": ("free", "valid").__contains__,
+    "top_p": lambda p: 0 < p <= 1,
+    "top_k": lambda k: k >= 0,
+    "stop": lambda texts: all(isinstance(text, str) and text for text in texts),
+    "truncate": (None, "oldest").__contains__,
+    "date": lambda date: date is None or re.fullmatch(r"\d{4}-\d\d-\d\d", date),
+}
 PROMPTED = ("max_new_tokens", "truncate")  # settings by flag that a prompt depends on, for the agent and QNet alike
 RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all that have a flag
-
-
-def either(texts: Iterable[str]) -> re.Pattern:
-    """Any of these texts, the longest first."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
 class Chat:
@@ -174,43 +169,41 @@ class Chat:
         model's generation config."""
         self.tokenizer, self.rendering, self.vocabulary, self.context = tokenizer, rendering, vocabulary, context
         tokens = tokenizer.added_tokens_decoder.values()
-        self._specials = either(token.content for token in tokens if token.special)
+        self._controls = any_of(token.content for token in tokens if token.special)
         given = tokenizer.chat_template
         if isinstance(given, dict):  # several by name, as Command R's
             given = given.get("default") or next(iter(given.values()))
         if not given and tokenizer.eos_token is None:
             raise UserError("its tokenizer has neither a chat template nor an eos_token: set one of them")
-        template = self._dated(given or self.PLAIN)
+        self.template = self._dated(given or self.PLAIN)
         roles = ["user", "assistant"] * 2
         try:
-            self.begin, self.ask, after, *_ = self._around(template, roles)
+            self.begin, self.ask, after, *_ = self._around(roles)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise UserError(
-                f"its chat template can't show a chat of user and assistant ({error}): give its tokenizer another one"
-            ) from None
-        try:
-            self.system, self.between, *_ = self._around(template, ["system", *roles])
-        except jinja2.TemplateError:  # the template knows no such role: before the user's first words
-            self.system, self.between = self.begin, "\n\n"
-        except ValueError:  # it shows the system message elsewhere
-            self.system = self.between = None
+            reason = f"can't show a chat of user and assistant ({error})"
+            raise UserError(f"its chat template {reason}: give its tokenizer another one") from None
+        self.system = self.between = None
+        with contextlib.suppress(jinja2.TemplateError, ValueError):  # it knows no such role, or shows it elsewhere
+            self.system, self.between, *_ = self._around(["system", *roles])
         # The turn ends with the first token of its own behind the assistant's words, be it special or not.
-        added = either(token.content for token in tokens if token.content.strip() and token.content != MARK)
+        added = any_of(token.content for token in tokens if token.content.strip() and token.content != MARK)
         end = added.search(after)
         self.stop, self.turn = (after[: end.end()], after[end.end() :]) if end else (tokenizer.eos_token, after)
         if self.stop is None:
             raise UserError("its chat template and its tokenizer name no token that ends an answer: set its eos_token")
-        self.trims = {role: self._trims(template, role) for role in ("system", "user", "assistant")}
-        self._compare(template, "" if end else self.stop)
+        self.trims = {role: self._trims(role) for role in ("system", "user", "assistant")}
+        self.lead = ""
+        self._compare("" if end else self.stop)
 
         if not given and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]:
             self.begin = tokenizer.bos_token + self.begin
-        if "<think>" in template and "</think>" not in self.ask and not rendering.think:
+        if "<think>" in self.template and "</think>" not in self.ask and not rendering.think:
             self.ask += self.NO_THOUGHT
         # A space before the assistant's words is the first word's, as in any text; SentencePiece adds it by itself.
         without = self.ask.rstrip(" ")
-        prefixed = tokenizer.convert_ids_to_tokens(self._ids("", "a", ""))[0].startswith("▁")
-        self.ask, self.lead = without, "" if prefixed else self.ask[len(without) :]
+        if not tokenizer.convert_ids_to_tokens(self._ids("", "a", ""))[0].startswith("▁"):
+            self.lead = self.ask[len(without) :]
+        self.ask = without
         self.stop_id = self._ids(self.stop, "", "")[-1]
         self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} - {None}  # any of these ends what a model writes
         self._ids = functools.lru_cache(maxsize=100_000)(self._ids)  # type: ignore[method-assign]
@@ -226,6 +219,8 @@ class Chat:
         self.tokenizer.save_pretrained(folder)
         self.rendering.save(folder)
 
+    # ------------------------------------------------------------------------------------------- reading the template
+
     def _dated(self, template: str) -> str:
         """A template that prints today's date prints the checkpoint's, so that its prompts stay what they were."""
         if "strftime_now" not in template:
@@ -236,87 +231,85 @@ class Chat:
         written = "".join(f".replace({form!r}, {day.strftime(form)!r})" for form in forms)
         return "{% macro strftime_now(form) %}{{ form" + written + " }}{% endmacro %}{{ '' }}" + template
 
-    def _shown(self, template: str, messages: list[dict], prompt: bool = False) -> str:
-        apply = self.tokenizer.apply_chat_template
-        return apply(messages, chat_template=template, tokenize=False, add_generation_prompt=prompt)
+    def _shown(self, messages: Sequence[tuple[str, str]], prompt: bool = False) -> str:
+        """What the template writes."""
+        turns = [{"role": role, "content": content} for role, content in messages]
+        options = {"tokenize": False, "add_generation_prompt": prompt}
+        return self.tokenizer.apply_chat_template(turns, chat_template=self.template, **options)
 
-    def _around(self, template: str, roles: Sequence[str]) -> list[str]:
+    def _around(self, roles: Sequence[str]) -> list[str]:
         """What the template writes before, between and behind the contents of messages with these roles."""
-        text = self._shown(template, [{"role": role, "content": f"§{i}§"} for i, role in enumerate(roles)])
-        parts = re.split(r"§(\d)§", text)
+        parts = re.split(r"§(\d)§", self._shown([(role, f"§{i}§") for i, role in enumerate(roles)]))
         if parts[1::2] != [str(i) for i in range(len(roles))]:
             raise ValueError("not all messages are shown, each once and in turn")
         return parts[::2]
 
-    def _trims(self, template: str, role: str) -> tuple[str | None, str | None]:
+    def _trims(self, role: str) -> tuple[str | None, ...]:
         """What the template takes off the left and the right end of this role's words; None: all spaces."""
-        roles = ["system"] * (role == "system") + ["user", "assistant", "user"]
 
         def shown(words: str) -> str:
-            return self._shown(template, [{"role": r, "content": words if r == role else "a"} for r in roles])
+            roles = ["system"] * (role == "system") + ["user", "assistant", "user"]
+            return self._shown([(r, words if r == role else "a") for r in roles])
 
         try:
             left = "".join(space for space in " \n\t" if shown(space + "a") == shown("a"))
             right = "".join(space for space in " \n\t" if shown("a" + space) == shown("a"))
         except jinja2.TemplateError:  # it knows no such role
             return "", ""
-        return (None if len(left) == 3 else left), (None if len(right) == 3 else right)
+        return tuple(None if len(spaces) == 3 else spaces for spaces in (left, right))
+
+    def _compare(self, unwritten: str) -> None:
+        """UserError unless chats of one to four turns, and the prompts within, read as the template writes them.
+
+        unwritten: an end of the assistant's turns that is ours, where the template has none.
+        """
+        words = {"user": f"go to desk 1\nand look {self.stop.strip()} at it", "assistant": "Thought: a\nAction: b"}
+        for system in ([], [("system", "be brief")]) if self.system is not None else ([],):
+            for n in range(1, 9):
+                chat = [(role, words[role]) for role in (["user", "assistant"] * 4)[:n]]
+                theirs = self._shown(system + chat, prompt=n % 2 == 1)
+                ours = "".join(itertools.chain(*self._pieces(system, chat)))
+                # A reasoning model may show that it did not think in its last turn alone.
+                ours, theirs = (re.sub(any_of([self.NO_THOUGHT, unwritten]), "", text) for text in (ours, theirs))
+                # How a prompt ends may be less than what comes before an answer (a space), or more (<think>).
+                if not theirs.startswith(ours[: len(theirs)] if n % 2 else ours):
+                    end = next(n for n in range(len(ours) + 1) if not theirs.startswith(ours[:n]))
+                    there, here = (repr(text[max(0, end - 20) :][:40]) for text in (theirs, ours))
+                    raise UserError(
+                        f"its chat template can't be read off: of {n} messages it writes {there}, where two turns let "
+                        f"expect {here}: give its tokenizer another chat_template"
+                    )
+
+    # --------------------------------------------------------------------------------------------------------- tokens
+
+    def _pieces(
+        self, system: Sequence[tuple[str, str]], messages: Iterable[tuple[str, str]]
+    ) -> Iterator[tuple[str, str, str]]:
+        """Of each message what stands before its words, these, and what stands behind them."""
+        before = self.begin
+        for _, words in system:
+            before = self.system + self._trimmed("system", words) + self.between
+        for role, words in messages:
+            if role == "assistant":
+                yield self.lead, self._trimmed(role, words), self.stop
+                before = self.turn
+            else:
+                yield before, self._trimmed(role, words), self.ask
 
     def _trimmed(self, role: str, words: str) -> str:
         left, right = self.trims[role]
         return words.lstrip(left).rstrip(right)
 
-    def _compare(self, template: str, unwritten: str) -> None:
-        """UserError unless chats of one to four turns, and the prompts within, read as the template writes them.
-
-        unwritten: an end of the assistant's turns that is ours, where the template has none.
-        """
-        user, assistant = f"go to desk 1\nand look {self.stop.strip()} at it", "Thought: a\nAction: b"
-        pair = f"{user}{self.ask}{assistant}{self.stop.removesuffix(unwritten)}"
-        for system in (False, True) if self.system is not None else (False,):
-            messages = [{"role": "system", "content": "be brief"}] * system
-            text = f"{self.system}be brief{self.between}" if system else self.begin
-            for turns in range(1, 5):
-                try:
-                    messages.append({"role": "user", "content": user})
-                    prompt = self._shown(template, messages, prompt=True)
-                    messages.append({"role": "assistant", "content": assistant})
-                    shown = self._shown(template, messages)
-                except jinja2.TemplateError:  # it knows no system message, which then stands in the user's words
-                    break
-                # How a prompt ends may be less than what comes before an answer (a space), or more (<think>).
-                asked = text + user + self.ask
-                text += pair
-                self._same(text, shown, f"{turns} turns{' and a system message' if system else ''}")
-                self._same(asked[: len(prompt)], prompt, f"a prompt in turn {turns}")
-                text += self.turn
-
-    def _same(self, ours: str, theirs: str, where: str) -> None:
-        """UserError where the template's text does not begin with ours."""
-        # A reasoning model may show that it did not think in its last turn alone.
-        ours, theirs = (text.replace(self.NO_THOUGHT, "") for text in (ours, theirs))
-        if not theirs.startswith(ours):
-            at = next(i for i, (a, b) in enumerate(zip(ours + "\0", theirs + "\1", strict=False)) if a != b)
-            raise UserError(
-                f"its chat template can't be read off: of {where} it writes {theirs[max(0, at - 20) :][:40]!r}, where "
-                f"two turns let expect {ours[max(0, at - 20) :][:40]!r}: give its tokenizer another chat_template"
-            )
-
     def _ids(self, before: str, content: str, after: str) -> list[int]:
         """Tokens of the three texts joined; in the middle one, control tokens are no more than their characters."""
-        encode = functools.partial(self.tokenizer, add_special_tokens=False)
-        if self._specials.search(content):
-            # The template's own tokens around the content part the text: what is between them is encoded by itself.
-            head = max((m.end() for m in self._specials.finditer(before)), default=0)
-            tail = m.start() if (m := self._specials.search(after)) else len(after)
-            middle = encode(before[head:] + content + after[:tail], split_special_tokens=True).input_ids
-            ids = encode(before[:head]).input_ids + middle + encode(after[tail:]).input_ids
+        if self._controls.search(content):
+            ids = encode_marked_chat(self.tokenizer, before + mark_control_tokens(content, self._controls) + after)
         else:
-            ids = encode(before + content + after).input_ids
+            ids = self.tokenizer(before + content + after, add_special_tokens=False).input_ids
         if self.vocabulary and max(ids, default=0) >= self.vocabulary:
             token = self.tokenizer.convert_ids_to_tokens(max(ids))
-            raise UserError(f"the tokenizer writes {token!r}, of which the model of {self.vocabulary:,} knows nothing: "
-                            "was the checkpoint's folder mixed from two?")  # fmt: skip
+            known = f"of which the model of {self.vocabulary:,} knows nothing"
+            raise UserError(f"the tokenizer writes {token!r}, {known}: was the checkpoint's folder mixed from two?")
         return ids
 
     def message_tokens(self, state: State) -> list[list[int]]:
@@ -324,22 +317,11 @@ class Chat:
 
         A system message stands in one list with the user's first.
         """
-        messages, begin = list(state.messages), self.begin
-        if messages[0][0] == "system":
-            if self.system is None:
-                raise UserError(
-                    "its chat template moves a system message behind other words: put it into the instruction"
-                )
-            begin = self.system + self._trimmed(*messages.pop(0)) + self.between
-        messages = with_aids(messages, state.task, self.rendering)
-        lists = []
-        for i, (role, content) in enumerate(messages):
-            content = self._trimmed(role, content)
-            if role == "assistant":
-                lists.append(self._ids(self.lead, content, self.stop))
-            else:
-                lists.append(self._ids(self.turn if i else begin, content, self.ask))
-        return lists
+        system = state.messages[:1] if state.messages[0][0] == "system" else ()
+        if system and self.system is None:
+            raise UserError("its chat template has no system message in front: put it into the instruction")
+        messages = with_aids(list(state.messages[len(system) :]), state.task, self.rendering)
+        return [self._ids(*piece) for piece in self._pieces(system, messages)]
 
     def prompt_tokens(self, state: State) -> list[list[int]]:
         """`message_tokens` of a prompt that leaves the model room for an action; UserError where it does not."""
@@ -353,6 +335,9 @@ class Chat:
                 f"the model's context of {self.context:,}: {', '.join(ways)}"
             )
         return lists
+
+    def prompt(self, state: State) -> list[int]:
+        return [token for tokens in self.prompt_tokens(state) for token in tokens]
 
     @property
     def room(self) -> float:
@@ -392,9 +377,6 @@ class Chat:
         alone = self.rendering.compact or self.rendering.markov or turns[1:2] != [agreement]
         return 1 if alone else 3
 
-    def prompt(self, state: State) -> list[int]:
-        return [token for tokens in self.prompt_tokens(state) for token in tokens]
-
     def action(self, text: str, task: str, prompt: int = 0) -> list[int]:
         """Tokens of an action as the assistant writes it, the token that ends its turn included.
 
@@ -417,7 +399,12 @@ class Chat:
     def said(self, text: str) -> str:
         """What a model wrote -> the action in it: without its thinking, and up to the first stop text."""
         if self.rendering.think:
-            text = self._specials.sub("", text.rpartition("</think>")[2])
+            text = self._controls.sub("", text.rpartition("</think>")[2])
         for stop in self.rendering.stop:
             text = text.split(stop, 1)[0]
         return (unmark(text) if self.rendering.mark_matches else text).strip()
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern:
+    """Any of these texts, the longest first; of none, nothing."""
+    return re.compile("|".join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))) or r"(?!)")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from qlass.chat import State
 from qlass.files import input_of, lineage
-from qlass.records import is_text, known_id, openings, records_of
+from qlass.records import known_id, openings, records_of
 
 if TYPE_CHECKING:
     from envs import TextEnv
@@ -46,13 +46,13 @@ def learned_from(checkpoint: Path, arguments: dict[str, Any]) -> Learned | str:
         if any(recorded.get(name) != arguments[name] for name in ("env", *arguments["env_flags"])):
             return f"{folder.name} is of another environment, whose ids mean other tasks"
         for name, most in (("labels", "limit"), ("expert", "n_expert")):
-            if is_text(recorded.get(name)):
+            if isinstance(recorded.get(name), str):
                 path = input_of(folder, name)
                 if not path or not path.is_file():
                     return "the file is gone"
                 files.append((path, recorded.get(most)))
         played |= "rounds" in recorded  # of experiments.tree_grpo
-        if is_text(recorded.get("labels")) and "budget_in" not in recorded:
+        if isinstance(recorded.get("labels"), str) and "budget_in" not in recorded:
             break  # a QNet: its backbone is the agent's matter
     return Learned(files, played) if files else "the file is gone"
 

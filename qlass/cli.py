@@ -24,16 +24,21 @@ T = TypeVar("T")
 GONE = {  # flags of earlier versions, and what replaces them
     "--weights": "give --lora, or start the stage with accelerate launch --use_fsdp",
     "--fsdp": "start the stage with accelerate launch --use_fsdp",
-    "--shard": "set RANK (0 to N - 1) and WORLD_SIZE (N), as torchrun and job arrays do: the processes share the tasks",
+    "--shard": "set RANK and WORLD_SIZE, as torchrun and job arrays do: the processes share the tasks",
     "--scorer": "python -m experiments.qval search plays every score",
 }
+HANDED_ON = {  # flags that a stage hands on where it makes a missing input, and the stages that know them
+    "device": ("sft", "build_trees", "bellman", "train_qnet"),
+    "server": ("build_trees", "bellman"),
+    "load_in": ("build_trees", "bellman"),
+}
 
-# ----------------------------------------------------------------------------------------------------------- arguments
+# --------------------------------------------------------------------------------------------------------------- flags
 
 
 def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     """A stage's parser: its description is the first line of the stage's docstring."""
-    stage = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=epilog, usage=f"{command_line()} [flags]")
+    stage = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=epilog, usage="%(prog)s [flags]")
     add = stage.add_argument
     environments = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
     add("--env", default="webshop", metavar="NAME", help=environments)
@@ -42,33 +47,23 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     add("--overwrite", action="store_true", help="make the output again from scratch")
     add("--debug", action="store_true", help="show the traceback of an error")
     rest = "with the flags of the environment, of sampling and of large models"
-    add("--help-more", action=HelpMore, nargs=0, const=[], help=rest)
+    add("--help-more", action=HelpMore, nargs=0, help=rest)
+    stage.set_defaults(env_flags=[])  # envs.add_arguments adds those of the environment
 
     def error(message: str) -> NoReturn:
-        raise UserError(f"{message} ({command_line()} --help lists the flags)")
+        instead = [f"; {GONE[flag]}" for flag in GONE if flag in message.replace("=", " ").split()]
+        raise UserError(f"{message}{''.join(instead)} (--help lists the flags)")
 
     stage.error = error  # type: ignore[method-assign]
-    stage.set_defaults(env_flags=[])  # envs.add_arguments adds those of the environment
     return stage
-
-
-def command_line(stage: str | None = None) -> str:
-    """How a person calls this stage or that one: by its file in a clone, or by its installed command."""
-    called = Path(sys.argv[0]).name
-    if called.startswith("qlass-"):
-        return f"qlass-{stage.replace('_', '-')}" if stage else called
-    module = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "").removesuffix(".__main__")
-    if stage is None and module.startswith("experiments."):
-        return f"python -m {module}"
-    return f"python {stage}.py" if stage else f"python {called}"
 
 
 class HelpMore(argparse.Action):
     """--help-more: --help, with the flags that `more` has hidden."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        for action, text in self.const:
-            action.help = text
+        for action in parser._actions:
+            action.help = getattr(action, "hidden_help", action.help)
         parser.print_help()
         parser.exit()
 
@@ -78,19 +73,14 @@ def more(parser: argparse.ArgumentParser, *adders: Callable[[argparse.ArgumentPa
     visible = len(parser._actions)
     for add in adders:
         add(parser)
-    hidden = next(action.const for action in parser._actions if isinstance(action, HelpMore))
     for action in parser._actions[visible:]:
-        hidden.append((action, action.help))
+        action.hidden_help = action.help  # type: ignore[attr-defined]
         action.help = argparse.SUPPRESS
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    argv = sys.argv[1:] if argv is None else list(argv)
-    for flag in (word.partition("=")[0] for word in argv):
-        if flag in GONE and flag not in parser._option_string_actions:
-            raise UserError(f"{flag} is no more: {GONE[flag]}")
     args = parser.parse_args(argv)
-    args.argv = argv
+    args.argv = sys.argv[1:] if argv is None else list(argv)
     args.run = args.run or Path("runs") / args.env.rpartition(":")[2].lower()
     return args
 
@@ -112,13 +102,13 @@ def settle(args: argparse.Namespace, settings: dict[str, Any]) -> None:
             setattr(args, name, value)
 
 
-def at_least(low: float, kind: Callable[[str], T] = int, below: float = float("inf")) -> Callable[[str], T]:  # type: ignore[assignment]
+def at_least(low: float, kind: Callable[[str], T] = int, below: float = 1e30) -> Callable[[str], T]:  # type: ignore[assignment]
     """A flag's type: a number within [low, below]."""
 
     def number(text: str) -> T:
         value = kind(text)  # argparse names what is none
-        if not low <= value <= below or value == float("inf"):  # also refuses nan
-            bounds = f"{low} or more" if below == float("inf") else f"{low} to {below}"
+        if not low <= value <= below:  # also refuses nan
+            bounds = f"{low} or more" if below == 1e30 else f"{low} to {below}"
             raise argparse.ArgumentTypeError(f"{text} is out of range: {bounds}")
         return value
 
@@ -126,27 +116,23 @@ def at_least(low: float, kind: Callable[[str], T] = int, below: float = float("i
     return number
 
 
-HANDED_ON = {  # flags that a stage hands on where it makes a missing input, and the stages that know them
-    "device": ("sft", "build_trees", "bellman", "train_qnet"),
-    "server": ("build_trees", "bellman"),
-    "load_in": ("build_trees", "bellman"),
-}
+# ------------------------------------------------------------------------------------------------- inputs and processes
+
+
+def command_line(stage: str) -> str:
+    """How a person calls a stage: by its file in a clone, or by its installed command."""
+    installed = Path(sys.argv[0]).name.startswith("qlass-")
+    return f"qlass-{stage.replace('_', '-')}" if installed else f"python {stage}.py"
 
 
 def handed_on(args: argparse.Namespace, stage: str = "") -> list[str]:
     """The flags that all stages of a run share, and those of HANDED_ON that `stage` knows."""
     argv = ["--env", args.env, "--run", str(args.run), "--seed", str(args.seed)]
-    for name, stages in HANDED_ON.items():
-        if stage in stages and getattr(args, name, None):
-            argv += ["--" + name.replace("_", "-"), getattr(args, name)]
-    for name in args.env_flags:
-        flag, value = "--" + name.replace("_", "-"), getattr(args, name)
+    for name in (*(name for name, stages in HANDED_ON.items() if stage in stages), *args.env_flags):
+        flag, value = "--" + name.replace("_", "-"), getattr(args, name, None)
         for item in value if isinstance(value, list) else [value]:
             argv += [flag] if item is True else [flag, str(item)] if item else []
     return argv
-
-
-# --------------------------------------------------------------------------------------------------- inputs and shares
 
 
 def must_exist(*named: Path | None) -> None:
@@ -190,20 +176,16 @@ def my_share(tasks: list[T]) -> list[T]:
     return tasks[rank::world]
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
-
-
-class Terminated(KeyboardInterrupt):
-    """By SIGTERM, as a cluster sends it before it kills."""
+# -------------------------------------------------------------------------------------------------------------- running
 
 
 def run_stage(main: Callable[[], Any]) -> None:
     """A script's last line: mistakes in one line with exit code 2, Ctrl-C and SIGTERM without a traceback."""
 
-    def terminated(number: int, _: Any) -> NoReturn:
-        raise Terminated
+    def terminated(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt("SIGTERM")
 
-    signal.signal(signal.SIGTERM, terminated)  # whose default leaves temporary files
+    signal.signal(signal.SIGTERM, terminated)  # as a cluster sends it before it kills; the default leaves drafts
     try:
         main()
     except (UserError, OSError) as error:
@@ -215,9 +197,8 @@ def run_stage(main: Callable[[], Any]) -> None:
         print(f"error: {text}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as stop:
-        again = " (without --overwrite, once that has deleted the old)" if "--overwrite" in sys.argv else ""
-        print(f"\nstopped; the same command{again} resumes from what is written", file=sys.stderr)
-        sys.exit(143 if isinstance(stop, Terminated) else 130)
+        print("\nstopped; the same command, without --overwrite, resumes from what is written", file=sys.stderr)
+        sys.exit(143 if stop.args else 130)
 
 
 def command() -> None:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 
 from qlass import UserError
-from qlass.records import an_object, is_text, parse_json
+from qlass.records import parse_json, wrong
 
 T = TypeVar("T")
 
@@ -64,19 +64,51 @@ def locked(output: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def draft_of(output: Path) -> Iterator[Path]:
+    """Where to write a file or a folder that takes the place of `output` when the block ends without an error."""
+    draft = output.with_name(f".{output.name}.draft")
+    with locked(output):
+        discard(draft)  # of a killed process
+        try:
+            yield draft
+            if output.is_dir():
+                discard(output)
+            draft.replace(output)
+        finally:
+            discard(draft)
+
+
+def discard(path: Path) -> None:
+    """Delete a file or a folder, this under another name: half a checkpoint must not be taken for one."""
+    if path.is_dir():
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        shutil.rmtree(old)
+    path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Any]:
     """A file opened for writing that takes the place of `path` when the block ends without an error."""
     path = Path(path)
     if path.exists() and not path.is_file():
         raise UserError(f"{path}: a folder or a device, where a file is to be written: name another")
-    draft = path.with_name(f".{path.name}.draft")
-    with locked(path):
-        try:
-            with open(draft, "w", encoding="utf-8") as out:
-                yield out
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+    with draft_of(path) as draft, open(draft, "w", encoding="utf-8") as out:
+        yield out
+
+
+@contextlib.contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder that takes the place of the checkpoint `folder` when the block ends without an error."""
+    try:
+        with draft_of(folder) as draft:
+            draft.mkdir()
+            yield draft
+    except Exception as error:
+        if "os error" in str(error):  # of safetensors, which knows no OSError
+            raise UserError(f"{folder}: {error}: make room, and the same command resumes") from None
+        raise
 
 
 def dumps(record: dict) -> str:
@@ -87,34 +119,6 @@ def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     """Write all records, or leave the old file as it was."""
     with replacing(path) as out:
         out.writelines(map(dumps, records))
-
-
-@contextlib.contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder that takes the place of the checkpoint `folder` when the block ends without an error."""
-    draft = folder.with_name(folder.name + ".draft")
-    with locked(folder):
-        shutil.rmtree(draft, ignore_errors=True)  # of a killed process
-        draft.mkdir(parents=True)
-        try:
-            yield draft
-            discard(folder)
-            draft.rename(folder)
-        except Exception as error:
-            if "os error" in str(error):  # of safetensors, which knows no OSError
-                raise UserError(f"{folder}: {error}: make room, and the same command resumes") from None
-            raise
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-
-
-def discard(folder: Path) -> None:
-    """Delete a checkpoint, under another name: half of one must not be taken for one, nor for something else."""
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def checkpoint_folder(folder: Path, read: str | Path | None = None) -> Path:
@@ -150,11 +154,10 @@ def read_meta(output: str | Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     way_out = f": not the metadata of {output}; delete it, or name another --out"
-    record = parse_json(path.read_bytes(), str(path), way_out)
-    parts = {"arguments": {}, "inputs": {}} | record if isinstance(record, dict) else {"arguments": None}
-    if not all(isinstance(parts[name], dict) for name in ("arguments", "inputs")):
-        raise UserError(f"{path}: an object with arguments and inputs is expected{way_out}")
-    return parts
+    record = {"arguments": {}, "inputs": {}} | parse_json(path.read_bytes(), str(path), way_out)
+    if mistake := wrong(record, {"arguments": dict, "inputs": dict}):
+        raise UserError(f"{path}: {mistake}{way_out}")
+    return record
 
 
 def recorded(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -166,31 +169,34 @@ def recorded(arguments: dict[str, Any]) -> dict[str, Any]:
 def write_meta(
     output: str | Path, arguments: dict[str, Any], inputs: Iterable[Path | None] = (), **figures: Any
 ) -> None:
-    """How `output` came about: arguments, versions, commit, hashes of the inputs, and the figures of the run.
-
-    A commit ends in -dirty where files were changed since.
-    """
-    versions = {}
-    for package in ("torch", "transformers", "numpy", "gymnasium"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    commit, clone = "", Path(__file__).parents[1]
-    with contextlib.suppress(OSError):  # a machine without git
-        if (clone / ".git").exists():  # else it is installed, perhaps below another project's repository
-            command = ["git", "-C", clone, "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
-            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    """How `output` came about: arguments, versions, commit, hashes of the inputs, and the figures of the run."""
     record = {
         "arguments": recorded(arguments),
         "argv": arguments.get("argv", []),
         "inputs": {str(p): sha256(Path(p)) for p in inputs if p and Path(p).exists()},
-        "commit": commit or None,
+        "commit": commit(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": dict(versions()),
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **figures,
     }
     with replacing(meta_path(output)) as out:
         json.dump(record, out, indent=1, ensure_ascii=False)
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    for package in ("torch", "transformers", "numpy", "gymnasium"):
+        with contextlib.suppress(metadata.PackageNotFoundError):  # bellman.py needs none of them
+            yield package, metadata.version(package)
+
+
+def commit() -> str | None:
+    """Of the clone that runs, ending in -dirty where files were changed since; None: it is installed."""
+    clone = Path(__file__).parents[1]
+    if not (clone / ".git").exists() or not shutil.which("git"):
+        return None
+    command = ["git", "-C", clone, "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def sha256(path: Path) -> str:
@@ -210,6 +216,11 @@ def digest(files: tuple[tuple[str, int, int], ...]) -> str:
     return total.hexdigest()
 
 
+def changed(path: str | Path, content: str) -> bool:
+    """Whether an input is there and its hash is another."""
+    return Path(path).exists() and sha256(Path(path)) != content
+
+
 def same_arguments(output: str | Path, arguments: dict[str, Any], free: Iterable[str] = ()) -> None:
     """Resuming is only sound with the arguments and inputs that the output was begun with; UserError names others.
 
@@ -217,31 +228,30 @@ def same_arguments(output: str | Path, arguments: dict[str, Any], free: Iterable
     """
     begun = read_meta(output)
     hashes = dict(begun.get("inputs", {}))
-    changed = []
-    for name, value in recorded(arguments).items() if begun else ():
-        before = begun["arguments"].get(name, value)
-        content = hashes.pop(before, None) if is_text(before) else None
-        is_input = bool(content and value and Path(value).exists())
-        same = sha256(Path(value)) == content if is_input else before == value
+    others = []
+    for name, value in recorded(arguments).items():
+        before = begun.get("arguments", {}).get(name, value)
+        content = hashes.pop(before, None) if isinstance(before, str) else None
+        is_input = content and value and Path(value).exists()
+        same = not changed(value, content) if is_input else before == value
         if not same and name not in (*FREE, *free):
-            flag = f"--{name.replace('_', '-')} {before}"
-            changed.append(f"another {flag}, which has changed since" if before == value else f"{flag}, not {value}")
+            now = "which has changed since" if before == value else f"not {value}"
+            others.append(f"--{name.replace('_', '-')} {before}, {now}")
     for source, content in hashes.items():  # which no argument names
-        if Path(source).exists() and sha256(Path(source)) != content:
-            changed.append(f"another {source}, which has changed since")
-    if changed:
+        if changed(source, content):
+            others.append(f"{source}, which has changed since")
+    if others:
         way_out = "--overwrite starts again, another --out or --run keeps both"
-        raise UserError(f"{output} was begun with {', '.join(changed)}: {way_out}")
+        raise UserError(f"{output} was begun with {', '.join(others)}: {way_out}")
 
 
 def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
     """(what was made, what it was made from and has changed since), of an output and of all that it comes from."""
     for source, content in read_meta(output).get("inputs", {}).items():
-        path = Path(source)
-        if path.exists() and path.resolve() != output.resolve():  # labels may be made anew in their own place
-            if sha256(path) != content:
-                yield output, path
-            yield from outdated(path)
+        if Path(source).resolve() != output.resolve():  # labels may be made anew in their own place
+            if changed(source, content):
+                yield output, Path(source)
+            yield from outdated(Path(source))
 
 
 def is_complete(output: Path) -> bool:
@@ -258,30 +268,24 @@ def is_complete(output: Path) -> bool:
 def input_of(output: Path, name: str) -> Path | None:
     """Where the file or folder lies that an output's argument `name` named: there or, if a folder moved, beside it."""
     named = read_meta(output).get("arguments", {}).get(name)
-    places = [Path(named), output.parent / Path(named).name] if is_text(named) else []
+    places = [Path(named), output.parent / Path(named).name] if isinstance(named, str) else []
     return next((path for path in places if path.exists()), None)
 
 
 def lineage(checkpoint: Path) -> Iterator[tuple[Path, dict]]:
-    """A checkpoint and those it was trained from, down to the one that was cloned, with the arguments of each."""
-    start: Path | None = checkpoint.absolute()
+    """A checkpoint and those it was trained from, down to the one that sft.py cloned, with the arguments of each."""
+    folder: Path | None = checkpoint.absolute()
     for _ in range(10):  # metadata may lead in a circle
-        if start:
-            arguments = read_meta(start).get("arguments", {})
-            yield start, arguments
-            start = None if is_cloned(arguments) else input_of(start, "sft")
-
-
-def is_cloned(arguments: dict) -> bool:
-    """By sft.py: a learner (experiments/learning.py) may have demonstrations too, and is trained from a clone."""
-    return is_text(arguments.get("expert")) and "budget_in" not in arguments
+        if folder:
+            yield folder, read_meta(folder).get("arguments", {})
+            folder = input_of(folder, "sft")
 
 
 def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
     """The file of demonstrations that a checkpoint, or the one it was trained from, was cloned from (None: there is no
     such file), and how many of them it was given (None: all)."""
     *_, (folder, arguments) = lineage(checkpoint)
-    expert = input_of(folder, "expert") if is_cloned(arguments) else None
+    expert = None if "sft" in arguments else input_of(folder, "expert")  # a learner may have demonstrations too
     return (expert, arguments.get("n_expert")) if expert and expert.is_file() else (None, None)
 
 
@@ -300,8 +304,7 @@ def complete_records(path: Path, complete: Callable[[list[dict]], int]) -> tuple
         for number, line in enumerate(lines, 1):
             at += len(line)
             if line.strip() and line.endswith(b"\n"):
-                where = f"{path}:{number}"
-                records.append(an_object(parse_json(line, where), where))
+                records.append(parse_json(line, f"{path}:{number}"))
                 ends.append(at)
     try:
         keep = complete(records)
@@ -362,17 +365,13 @@ class Output:
         self, path: str | Path, arguments: dict[str, Any], complete: Callable[[list[dict]], int],
         inputs: Iterable[Path | None] = (), free: Iterable[str] = (), identity: Callable[[dict], Any] | None = None,
     ) -> None:  # fmt: skip
-        self.out = Path(path)
-        self.arguments, self.inputs = arguments, list(inputs)
-        self.free = ("limit", *free)
-        self.complete, self.identity = complete, identity
+        self.out, self.arguments, self.inputs = Path(path), arguments, list(inputs)
+        self.complete, self.free, self.identity = complete, ("limit", *free), identity
         self.started = time.time()
         self.figures: dict[str, Any] = {}  # for the metadata, known before the work is done
         rank, self.world = share() if identity else (0, 1)
         if self.world > 1 and arguments.get("overwrite"):
-            raise UserError(
-                f"{self.out}: delete it: of several processes, one would overwrite what others have written"
-            )
+            raise UserError(f"{self.out}: delete it: of several processes, one would overwrite what others wrote")
         own = self.part(rank) if self.world > 1 else self.out
         self.open(own, only_writer(own))
 
@@ -381,18 +380,18 @@ class Output:
 
     def open(self, path: Path, lock: FileLock) -> None:
         """Read what is complete in a file that is locked; if it is the output, take over the parts."""
+        self.path, self.lock, self.grown = path, lock, False
         parts = sorted(path.parent.glob(self.part("*", "*").name)) if self.identity else []
         others = [other for other in (self.out, *parts) if other != path and other.exists()]
         if self.arguments.get("overwrite"):
-            while others:
-                delete(others.pop())
-            delete(path)
+            for old in (path, *others):
+                delete(old)
+            others = []
         for old in (path, *others):
             if old.exists() and old.stat().st_size:
                 same_arguments(old, self.arguments, self.free)
                 if not read_meta(old) and not complete_records(old, self.complete)[0]:
                     raise UserError(f"{old}: holds something else, which would be lost: name another --out")
-        self.path, self.lock, self.grown = path, lock, False
         self.file = Resumable(path, self.complete)
         self.earlier = read_meta(path) if self.file.records else {}  # of the calls before this one
         self.elsewhere: list[dict] = []
@@ -401,8 +400,8 @@ class Output:
             records, _ = complete_records(other, self.complete)
             self.elsewhere += [record for record in records if self.identity(record) not in present]
         if path == self.out:
-            joined, self.elsewhere = self.elsewhere, []
-            self.append(joined)
+            self.append(self.elsewhere)
+            self.elsewhere = []
             for part in others:
                 delete(part)
         if path != self.out or not self.file.records:  # a call that is stopped at once is known by its arguments too

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from qlass import UserError
-from qlass.chat import PROMPTED, RENDERED, SETTINGS, Rendering
+from qlass.chat import PROMPTED, RENDERED, Rendering
 from qlass.cli import at_least
 from qlass.files import read_meta
-from qlass.records import wrong
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
@@ -83,12 +82,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 def rendering_of(folder: Path, args: argparse.Namespace, names: Sequence[str] = RENDERED) -> Rendering:
     """A checkpoint's rendering, but for what the flags of these names say."""
     settings = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-    if mistake := wrong(settings, SETTINGS):
-        name, _, reason = mistake.partition(" ")
-        raise UserError(f"--{name.replace('_', '-')} {reason}")
-    rendering = dataclasses.replace(Rendering.load(folder), **settings)
-    rendering.stop = tuple(rendering.stop)
-    return rendering
+    return dataclasses.replace(Rendering.load(folder), **settings)
 
 
 def warn_of_another_world(folder: Path, args: argparse.Namespace) -> None:

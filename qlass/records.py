@@ -30,9 +30,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= 1e30  # not NaN; sums and squares of such are finite
 
 
-def is_chat(value: Any) -> bool:
+def is_chat(value: list) -> bool:
     """Messages of user and assistant in turns, the user first, behind a system message if there is one."""
-    if not isinstance(value, list) or not all(isinstance(m, dict) and is_text(m.get("content")) for m in value):
+    if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in value):
         return False
     roles = [message.get("role") for message in value]
     roles = roles[roles[:1] == ["system"] :]
@@ -40,26 +40,18 @@ def is_chat(value: Any) -> bool:
 
 
 def check_of(kind: Any) -> Check:
-    """Whether a value is of a field's type, as a function. Numbers are finite; `Annotated` adds a check to a type."""
-    origin = typing.get_origin(kind)
-    parts = [check_of(part) for part in typing.get_args(kind)]
-    if origin is Annotated:
+    """Whether a value is of a type or of one of several. `Annotated` adds a check to a type; a function is one."""
+    if typing.get_origin(kind) is Annotated:
+        parts = [check_of(part) for part in typing.get_args(kind)]
         return lambda value: all(part(value) for part in parts)
-    if origin in (typing.Union, types.UnionType):
-        return lambda value: any(part(value) for part in parts)
-    if origin is list:
-        return lambda value: isinstance(value, list) and all(map(parts[0], value))
-    if kind is float:
-        return is_number
-    return (lambda value: isinstance(value, kind)) if isinstance(kind, type) else kind
+    if not isinstance(kind, type | types.UnionType):
+        return kind
+    kinds = typing.get_args(kind) or (kind,)
+    return lambda value: type(value) in kinds and (not isinstance(value, int | float) or is_number(value))
 
 
-def maybe(check: Check) -> Check:
-    return lambda value: value is None or check(value)
-
-
-is_text, is_flag, is_name = check_of(str), check_of(bool), check_of(str | int)
 Name = str | int  # an id
+Number = int | float
 Chat = Annotated[list, is_chat]
 Counts = Annotated[dict, lambda counts: all(map(is_number, counts.values()))]
 
@@ -68,10 +60,10 @@ Counts = Annotated[dict, lambda counts: all(map(is_number, counts.values()))]
 class Trajectory:
     """A line of expert.jsonl. ETO's and QLASS's files have `conversations` in place of `messages`."""
 
-    messages: Chat
+    messages: Annotated[Chat, lambda chat: any(message["role"] == "assistant" for message in chat)]
     task_id: Name | None = None
     task: str | None = None
-    reward: float | None = None
+    reward: Number | None = None
 
 
 @dataclass
@@ -83,13 +75,13 @@ class TreeNode:
     parent_id: Name | None
     action: str | None
     observation: str
-    reward: float
+    reward: Number
     done: bool = False
     source: str = "policy"
     branch: Name = 0
     expert: bool = False
-    q_raw: float = 0.0
-    q: float = 0.0
+    q_raw: Number = 0.0
+    q: Number = 0.0
     task: str = ""  # of a root, as are the next two
     messages: Chat = field(default_factory=list)
     nodes: Name = 0
@@ -102,7 +94,7 @@ class Result:
     task_id: Name
     env: Annotated[str, str.split]  # more than blanks
     method: str
-    reward: float
+    reward: Number
     tokens: Counts
     M: int | None = None
     N: int | None = None
@@ -114,11 +106,11 @@ class Result:
     type: str | None = None
     block: str | None = None
     task: str | None = None
-    success: float | None = None
-    n_steps: float = 0
-    env_steps: float = 0
-    seconds: float = 0
-    steps: list[dict] | None = None
+    success: bool | Number | None = None
+    n_steps: Number = 0
+    env_steps: Number = 0
+    seconds: Number = 0
+    steps: list | None = None
 
 
 @functools.cache
@@ -128,9 +120,9 @@ def schema(kind: type) -> tuple[dict[str, Check], list[str]]:
     return checks, [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
 
 
-def wrong(record: dict, kind: type | dict[str, Check], needed: Iterable[str] = ()) -> str | None:
+def wrong(record: dict, kind: type | dict[str, Any], needed: Iterable[str] = ()) -> str | None:
     """What is wrong with a record: a field that it lacks, or one that is not of its kind. None: nothing."""
-    checks, required = schema(kind) if isinstance(kind, type) else (kind, [])
+    checks, required = schema(kind) if isinstance(kind, type) else ({n: check_of(k) for n, k in kind.items()}, [])
     for name in (*required, *needed):
         if name not in record:
             return f"no {name}"
@@ -144,27 +136,28 @@ def wrong(record: dict, kind: type | dict[str, Check], needed: Iterable[str] = (
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
-def parse_json(content: bytes, where: str, hint: str = "") -> Any:
-    """The value of JSON; NaN and Infinity, which Python's reader allows, are none. UserError says where it stands."""
+def parse_json(content: bytes, where: str, hint: str = "", kind: type = dict) -> Any:
+    """The object (or list) that JSON holds. NaN and Infinity, which Python's reader allows, are no numbers."""
 
     def no_number(name: str) -> NoReturn:
         raise ValueError(f"{name} is not a number")
 
     try:
-        return json.loads(content.decode("utf-8-sig"), parse_constant=no_number)
+        value = json.loads(content.decode("utf-8-sig"), parse_constant=no_number)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({error}){hint}") from None
+    return of_kind(value, where, kind)
 
 
-def an_object(value: Any, where: str) -> dict:
-    if not isinstance(value, dict):
+def of_kind(value: Any, where: str, kind: type = dict) -> Any:
+    if not isinstance(value, kind):
         raise UserError(f"{where}: a JSON object is expected, not {type(value).__name__}")
     return value
 
 
 def read_object(path: Path) -> dict:
     """The one JSON object that a file holds."""
-    return an_object(parse_json(path.read_bytes(), str(path)), str(path))
+    return parse_json(path.read_bytes(), str(path))
 
 
 def read_text(path: Path) -> str:
@@ -174,43 +167,25 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: can't be read ({error})") from None
 
 
-def records_of(path: str | Path, skip_cut: bool = False) -> Iterator[tuple[str, dict]]:
-    """Each object of JSON Lines, or of a JSON list as in ETO's files, and where it stands: "FILE:LINE".
-
-    skip_cut: a last line that a stopped run has cut short is left out, with a warning.
-    """
+def records_of(path: str | Path) -> Iterator[tuple[str, dict]]:
+    """Each object of JSON Lines, or of a JSON list as in ETO's files, and where it stands: "FILE:LINE"."""
     if not Path(path).exists():
         raise UserError(f"{path}: no such file")
     with open(path, "rb") as lines:
         if lines.peek(100).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            for number, value in enumerate(parse_json(lines.read(), str(path)), 1):
+            for number, value in enumerate(parse_json(lines.read(), str(path), kind=list), 1):
                 where = f"{path}: record {number}"
-                yield where, an_object(value, where)
+                yield where, of_kind(value, where)
         for number, line in enumerate(lines, 1):
-            where, cut = f"{path}:{number}", not line.endswith(b"\n")
-            hint = "; a truncated line?" if cut else "; one JSON object a line is expected"
-            try:
-                if line.strip():
-                    yield where, an_object(parse_json(line, where, hint), where)
-            except UserError:
-                if not (cut and skip_cut):
-                    raise
-                print(f"warning: {where}: skipped, cut short by a stopped run", file=sys.stderr)
+            if line.strip():
+                where = f"{path}:{number}"
+                hint = "; one JSON object a line is expected" if line.endswith(b"\n") else "; a truncated line?"
+                yield where, parse_json(line, where, hint)
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict]:
     """The records of a file. UserError names FILE:LINE where one is malformed."""
     return (record for _, record in records_of(path))
-
-
-def fields_of(path: Path) -> set[str] | None:
-    """The fields of a file's first record, none if it is no object; None: there is nothing to lose."""
-    if not path.exists() or not path.stat().st_size:
-        return None
-    try:
-        return set(next(read_jsonl(path), ()))
-    except UserError:
-        return set()
 
 
 def read_trees(path: str | Path, needed: Iterable[str] = ()) -> Iterator[list[dict]]:
@@ -220,36 +195,42 @@ def read_trees(path: str | Path, needed: Iterable[str] = ()) -> Iterator[list[di
     """
     of_root = list(needed)
     of_node = [name for name in of_root if name != "messages"]
-    lines = records_of(path)
-    for where, root in lines:
-        tree: list[dict] = []
-        ids: set = {None}
-        for place, node in itertools.chain([(where, root)], lines):
-            if mistake := wrong(node, TreeNode, of_node if tree else of_root):
-                hint = "run bellman.py on it and name its output" if mistake == "no q" else "is this a trees.jsonl?"
-                raise UserError(f"{place}: {mistake}; {hint}")
-            if node["parent_id"] not in ids or node["node_id"] in ids or node["task_id"] != root["task_id"]:
-                name = f"node {node['node_id']} of task {node['task_id']}"
-                raise UserError(f"{place}: {name} stands before its parent, twice, or in another task's tree")
-            tree.append(node)
-            ids.discard(None)
-            ids.add(node["node_id"])
-            if len(tree) == root.get("nodes"):
-                break
-        else:
-            raise UserError(
-                f"{path}: the tree of task {root['task_id']} has {len(tree)} of {root.get('nodes')} nodes; "
-                "run build_trees.py again with the same arguments to complete it"
-            )
-        yield tree
+    tree: list[dict] = []
+    ids: set = set()
+    for where, node in records_of(path):
+        if mistake := wrong(node, TreeNode, of_node if tree else of_root):
+            hint = "run bellman.py on it and name its output" if mistake == "no q" else "is this a trees.jsonl?"
+            raise UserError(f"{where}: {mistake}; {hint}")
+        tree.append(node)
+        task, name, parent = node["task_id"], node["node_id"], node["parent_id"]
+        if parent not in (ids or {None}) or name in ids or task != tree[0]["task_id"]:
+            place = "stands before its parent, twice, or in another task's tree"
+            raise UserError(f"{where}: node {name} of task {task} {place}")
+        ids.add(name)
+        if len(tree) == tree[0].get("nodes"):
+            yield tree
+            tree = []
+            ids = set()
+    if tree:
+        raise UserError(
+            f"{path}: the tree of task {tree[0]['task_id']} has {len(tree)} of {tree[0].get('nodes')} nodes; "
+            "run build_trees.py again with the same arguments to complete it"
+        )
 
 
 def read_results(path: str | Path) -> Iterator[dict]:
-    """The lines of results.jsonl, ids as they are written; a last one that a stop has cut short is left out."""
-    for where, record in records_of(path, skip_cut=True):
+    """The lines of results.jsonl, ids as they are written."""
+    for where, record in records_of(path):
         if mistake := wrong(record, Result):
             raise UserError(f"{where}: {mistake}; fix or delete this line")
         yield record
+
+
+def complete_results(records: list[dict]) -> int:
+    """All of them, if each is a result."""
+    for mistake in filter(None, (wrong(record, Result) for record in records)):
+        raise ValueError(mistake)
+    return len(records)
 
 
 def identity(record: dict) -> tuple:
@@ -257,56 +238,46 @@ def identity(record: dict) -> tuple:
     return (record["task_id"], record["method"], *(record.get(k) for k in ("split", "M", "N", "select", "player")))
 
 
-def complete_results(records: list[dict]) -> int:
-    """All of them, if each is a result."""
-    for record in records:
-        if mistake := wrong(record, Result):
-            raise ValueError(mistake)
-    return len(records)
-
-
 # ------------------------------------------------------------------------------------------------------- demonstrations
 
-
+ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
 USED = {"id", "game_file", "env", "source", "conversations"}  # by somebody, beside `Trajectory`'s fields
-ROLES = {"human": "user", "gpt": "assistant"}
-NAMED: set[tuple[Path, str]] = set()  # files and their unused fields, once they have been named
+OF_A_TURN = {"role", "content", "from", "value"}
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
-    """Each trajectory as a State, and its record, in our layout or in ETO's and QLASS's.
+    """Each trajectory as a State, and its record, in our layout or in ETO's, QLASS's and AgentGym's.
 
     Theirs has `conversations` of {"from", "value"}, as a JSON list or as JSONL, and may have a `system` text beside.
     """
     from qlass.chat import State
 
     for where, record in records_of(path):
-        turns = record.get("messages")
-        with contextlib.suppress(KeyError, TypeError):
-            turns = turns or [
-                {"role": ROLES.get(t["from"], t["from"]), "content": t["value"]} for t in record["conversations"]
-            ]
-        beside = is_text(record.get("system")) and is_chat(turns) and turns[0]["role"] != "system"
-        if beside and record["system"]:
-            turns = [{"role": "system", "content": record["system"]}, *turns]
-        mistake = wrong(record | {"messages": turns}, Trajectory)
-        if not is_chat(turns) or not any(turn["role"] == "assistant" for turn in turns):
-            mistake = "no chat of user and assistant in turns"
-        if mistake:
+        turns = record.get("messages") or record.get("conversations")
+        messages: list[dict] = []
+        with contextlib.suppress(AttributeError, TypeError):  # they are no list of objects
+            for turn in turns:
+                role = turn.get("role", turn.get("from"))
+                messages.append({"role": ROLES.get(role, role), "content": turn.get("content", turn.get("value"))})
+        used = schema(Trajectory)[0].keys() | USED
+        if messages and messages[0]["role"] != "system" and isinstance(record.get("system"), str):
+            used |= {"system"}
+            messages[:0] = [{"role": "system", "content": record["system"]}] if record["system"] else []
+        if mistake := wrong(record | {"messages": messages}, Trajectory):
+            mistake = "no chat of user and assistant in turns" if mistake.startswith("messages") else mistake
             raise UserError(f"{where}: {mistake} (data/README.md shows the layout)")
-        name_unused(path, record, {"system"} if beside else set())
-        yield State.load(turns, record.get("task") or ""), record
+        for name in record:
+            if record[name] and name not in used:
+                note(f"{path}: not used: {name}")
+        for name in sorted(set().union(*turns) - OF_A_TURN):
+            note(f"{path}: not used: {name} of a turn")
+        yield State.load(messages, record.get("task") or ""), record
 
 
-def name_unused(path: Path, record: dict, used: set[str]) -> None:
-    """A line on what a record holds and nobody uses, where no earlier one of the file has it."""
-    of_record = {name for name in record if record[name]} - schema(Trajectory)[0].keys() - USED - used
-    of_turns = set().union(*(record.get("messages") or record["conversations"])) - {"role", "content", "from", "value"}
-    names = [*sorted(of_record), *(f"{name} of a turn" for name in sorted(of_turns))]
-    unused = [name for name in names if (path, name) not in NAMED]
-    NAMED.update((path, name) for name in unused)
-    if unused:
-        print(f"note: {path}: not used: {', '.join(unused)}", file=sys.stderr)
+@functools.cache
+def note(text: str) -> None:
+    """Say it once."""
+    print(f"note: {text}", file=sys.stderr)
 
 
 def agreed(messages: Iterable[tuple[str, str]]) -> bool:
@@ -331,11 +302,6 @@ def known_id(record: dict, env: Any) -> str | None:
     return env.published_id(record) if record.get("task_id") is None else str(record["task_id"])
 
 
-def by_agent(record: dict) -> bool:
-    """Whether an agent did this itself: self-training keeps it in one file with the demonstrations."""
-    return record.get("source") == "policy"
-
-
 def actions_by_task(
     path: Path, env: Any, most: int | None = None, rewards: dict[str, float] | None = None
 ) -> dict[str, list[str]]:
@@ -343,16 +309,17 @@ def actions_by_task(
     its first observation; [] for one that several tasks begin with. rewards: takes those that are recorded."""
     demonstrations: dict[str, list[str]] = {}
     for state, record in itertools.islice(read_trajectories(path), most):
-        agreed, observation = first_observation(state)
-        actions = [content for role, content in state.messages if role == "assistant"][agreed:]
+        if record.get("source") == "policy":  # self-training keeps what the agent did in one file with them
+            continue
+        at, observation = first_observation(state)
+        actions = [content for role, content in state.messages if role == "assistant"][at:]
         task_id = known_id(record, env)
         if task_id is None and observation in demonstrations and not env.unique_tasks:
             actions = []
-        if not by_agent(record):
-            task = observation if task_id is None else task_id
-            demonstrations[task] = actions
-            if rewards is not None and actions and record.get("reward") is not None:
-                rewards[task] = record["reward"]
+        task = observation if task_id is None else task_id
+        demonstrations[task] = actions
+        if rewards is not None and actions and record.get("reward") is not None:
+            rewards[task] = record["reward"]
     return demonstrations
 
 

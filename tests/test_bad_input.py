@@ -119,7 +119,7 @@ BAD = {
     ],
     "policy.json": [
         ("[]", "a JSON object is expected, not list"),
-        ('{"temprature": 1}', "unknown setting 'temprature'"),
+        ('{"temprature": 1}', "unexpected keyword argument 'temprature'"),
         ('{"max_new_tokens": 0}', "max_new_tokens can't be 0"),
     ],
     "sft.meta.json": [("", "not the metadata of"), ('{"arguments": 3}', "not the metadata of")],

@@ -295,8 +295,8 @@ def test_system_messages():
     tokenizer = chat_tokenizer("chatml")
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     tokenizer.chat_template = refuses + TEMPLATES["chatml"][0]
-    text = tokenizer.decode(Chat(tokenizer, Rendering()).prompt(system))
-    assert text.startswith("<|im_start|>user\nbe brief\n\nwalk<|im_end|>")
+    with pytest.raises(UserError, match="no system message in front"):
+        Chat(tokenizer, Rendering()).prompt(system)
 
 
 THINKS = TEMPLATES["chatml"][0] + "{# <think> #}"
@@ -400,7 +400,7 @@ LAST_USER = (  # as Mistral's: the system message stands in the last user turn
 def test_a_template_that_moves_the_system_message_takes_none():
     chat = Chat(chatml(LAST_USER), Rendering())
     assert chat.prompt(STATE) == CHATS["chatml"].prompt(STATE)
-    with pytest.raises(UserError, match="system message behind other words"):
+    with pytest.raises(UserError, match="no system message in front"):
         chat.prompt(State((("system", "be brief"), *STATE.messages)))
 
 

@@ -120,7 +120,10 @@ def test_a_stop_leaves_no_temporary_file(forks, undisturbed, tmp_path, sent, cod
             time.sleep(0.01)
         process.send_signal(sent)
         ended = process.wait()
-    assert ended[0] == code and ended[2] == "\nstopped; the same command resumes from what is written\n"
+    assert (
+        ended[0] == code
+        and ended[2] == "\nstopped; the same command, without --overwrite, resumes from what is written\n"
+    )
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"trees.jsonl"}
 
 

@@ -12,7 +12,7 @@ from experiments.self_train import best_branch, kept
 from q_search import Method
 from qlass import UserError
 from qlass.chat import State, parse_action
-from qlass.records import by_agent, read_jsonl
+from qlass.records import read_jsonl
 
 # ------------------------------------------------------------------------------------------------------------- trees
 
@@ -60,7 +60,7 @@ def test_kept_are_new_distinct_and_good():
     chosen = kept(lines, 0.8, [line("known", 1.0)])
     assert [c["messages"][1]["content"] for c in chosen] == ["a", "b"]
     assert set(chosen[0]) == {"task_id", "env", "task", "messages", "reward", "source"}
-    assert by_agent(chosen[0]) and not by_agent(line("known", 1.0))  # so that it never is a tree's demonstration
+    assert chosen[0]["source"] == "policy" and "source" not in line("known", 1.0)  # so it is no tree's demonstration
 
 
 # -------------------------------------------------------------------------------------------------------- trajectories

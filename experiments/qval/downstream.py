@@ -22,7 +22,7 @@ from experiments.qval.metrics import markdown
 from qlass import UserError
 from qlass.cli import run_stage
 from qlass.files import replacing
-from qlass.records import is_number, is_text, read_jsonl, wrong
+from qlass.records import Number, read_jsonl, wrong
 from reporting.stats import Estimate
 
 # The figures of alignment.json that are to predict the reward; rho is the per-state one.
@@ -46,7 +46,7 @@ def rewards(path: Path, env: str) -> dict[str, dict[str, float]]:
     for record in read_jsonl(path):
         if record.get("method") != "scorer":
             continue
-        if mistake := wrong(record, {"player": is_text, "reward": is_number}, ["player", "task_id", "reward"]):
+        if mistake := wrong(record, {"player": str, "reward": Number}, ["player", "task_id", "reward"]):
             raise UserError(f"{path}: {mistake}; is it of experiments.qval search?")
         name, task = record["player"], record["task_id"]
         if record.get("env") != env:

@@ -26,13 +26,15 @@ from experiments.qval.points import Point
 from qlass import UserError
 from qlass.cli import run_stage
 from qlass.files import replacing
-from qlass.records import is_number, is_text, maybe, read_object, wrong
+from qlass.records import is_number, read_object, wrong
 from reporting.stats import Estimate, bootstrap
 
 KINDS = {
-    "method_name": is_text, "values": lambda v: isinstance(v, list) and all(map(maybe(is_number), v)),
-    "config": maybe(lambda v: isinstance(v, dict)), "metadata": maybe(lambda v: isinstance(v, dict)),
-}  # fmt: skip
+    "method_name": str,
+    "values": lambda v: isinstance(v, list) and all(value is None or is_number(value) for value in v),
+    "config": dict | None,
+    "metadata": dict | None,
+}
 
 
 def as_ranks(scores: Sequence[float | None]) -> list[float | None]:
