@@ -191,7 +191,6 @@ class Chat:
         self.stop, self.turn = (after[: end.end()], after[end.end() :]) if end else (tokenizer.eos_token, after)
         if self.stop is None:
             raise UserError("its chat template and its tokenizer name no token that ends an answer: set its eos_token")
-        self.trims = {role: self._trims(role) for role in ("system", "user", "assistant")}
         self.lead = ""
         self._compare("" if end else self.stop)
 
@@ -244,36 +243,22 @@ class Chat:
             raise ValueError("not all messages are shown, each once and in turn")
         return parts[::2]
 
-    def _trims(self, role: str) -> tuple[str | None, ...]:
-        """What the template takes off the left and the right end of this role's words; None: all spaces."""
-
-        def shown(words: str) -> str:
-            roles = ["system"] * (role == "system") + ["user", "assistant", "user"]
-            return self._shown([(r, words if r == role else "a") for r in roles])
-
-        try:
-            left = "".join(space for space in " \n\t" if shown(space + "a") == shown("a"))
-            right = "".join(space for space in " \n\t" if shown("a" + space) == shown("a"))
-        except jinja2.TemplateError:  # it knows no such role
-            return "", ""
-        return tuple(None if len(spaces) == 3 else spaces for spaces in (left, right))
-
     def _compare(self, unwritten: str) -> None:
         """UserError unless chats of one to four turns, and the prompts within, read as the template writes them.
 
         unwritten: an end of the assistant's turns that is ours, where the template has none.
         """
         words = {"user": f"go to desk 1\nand look {self.stop.strip()} at it", "assistant": "Thought: a\nAction: b"}
+        chat = [(role, words[role]) for role in ["user", "assistant"] * 4]
         for system in ([], [("system", "be brief")]) if self.system is not None else ([],):
             for n in range(1, 9):
-                chat = [(role, words[role]) for role in (["user", "assistant"] * 4)[:n]]
-                theirs = self._shown(system + chat, prompt=n % 2 == 1)
-                ours = "".join(itertools.chain(*self._pieces(system, chat)))
+                theirs = self._shown(system + chat[:n], prompt=n % 2 == 1)
+                ours = "".join(itertools.chain(*self._pieces(system + chat[:n])))
                 # A reasoning model may show that it did not think in its last turn alone.
                 ours, theirs = (re.sub(any_of([self.NO_THOUGHT, unwritten]), "", text) for text in (ours, theirs))
                 # How a prompt ends may be less than what comes before an answer (a space), or more (<think>).
                 if not theirs.startswith(ours[: len(theirs)] if n % 2 else ours):
-                    end = next(n for n in range(len(ours) + 1) if not theirs.startswith(ours[:n]))
+                    end = next(i for i in range(len(ours) + 1) if not theirs.startswith(ours[:i]))
                     there, here = (repr(text[max(0, end - 20) :][:40]) for text in (theirs, ours))
                     raise UserError(
                         f"its chat template can't be read off: of {n} messages it writes {there}, where two turns let "
@@ -282,23 +267,19 @@ class Chat:
 
     # --------------------------------------------------------------------------------------------------------- tokens
 
-    def _pieces(
-        self, system: Sequence[tuple[str, str]], messages: Iterable[tuple[str, str]]
-    ) -> Iterator[tuple[str, str, str]]:
-        """Of each message what stands before its words, these, and what stands behind them."""
+    def _pieces(self, messages: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
+        """Of each message what stands before its words, these, and what stands behind; a system's are the user's."""
         before = self.begin
-        for _, words in system:
-            before = self.system + self._trimmed("system", words) + self.between
         for role, words in messages:
-            if role == "assistant":
-                yield self.lead, self._trimmed(role, words), self.stop
+            if role == "system":
+                if self.system is None:
+                    raise UserError("its chat template has no system message in front: put it into the instruction")
+                before = self.system + words + self.between
+            elif role == "assistant":
+                yield self.lead, words, self.stop
                 before = self.turn
             else:
-                yield before, self._trimmed(role, words), self.ask
-
-    def _trimmed(self, role: str, words: str) -> str:
-        left, right = self.trims[role]
-        return words.lstrip(left).rstrip(right)
+                yield before, words, self.ask
 
     def _ids(self, before: str, content: str, after: str) -> list[int]:
         """Tokens of the three texts joined; in the middle one, control tokens are no more than their characters."""
@@ -315,13 +296,13 @@ class Chat:
     def message_tokens(self, state: State) -> list[list[int]]:
         """One list of tokens for each message of the state; the last user message's ends with the generation prompt.
 
-        A system message stands in one list with the user's first.
+        A system message stands in one list with the user's first. Spaces at a message's ends are left out, as most
+        templates do.
         """
-        system = state.messages[:1] if state.messages[0][0] == "system" else ()
-        if system and self.system is None:
-            raise UserError("its chat template has no system message in front: put it into the instruction")
-        messages = with_aids(list(state.messages[len(system) :]), state.task, self.rendering)
-        return [self._ids(*piece) for piece in self._pieces(system, messages)]
+        messages = [(role, content.strip()) for role, content in state.messages]
+        at = int(messages[0][0] == "system")
+        messages[at:] = with_aids(messages[at:], state.task, self.rendering)
+        return [self._ids(*piece) for piece in self._pieces(messages)]
 
     def prompt_tokens(self, state: State) -> list[list[int]]:
         """`message_tokens` of a prompt that leaves the model room for an action; UserError where it does not."""
@@ -382,8 +363,8 @@ class Chat:
 
         prompt: length of what it stands behind; UserError where both are more than the model's context.
         """
-        text = self._trimmed("assistant", text)
-        ids = self._ids(self.lead, mark(text, task) if self.rendering.mark_matches else text, self.stop)
+        text = mark(text.strip(), task) if self.rendering.mark_matches else text.strip()
+        ids = self._ids(self.lead, text, self.stop)
         if prompt and prompt + len(ids) > (self.context or math.inf):
             raise UserError(
                 f"a prompt of {prompt:,} tokens and an action of {len(ids):,} are more than the model's context of "

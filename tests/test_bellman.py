@@ -33,7 +33,7 @@ def test_it_replaces_labels_and_nothing_else(tmp_path):
     thesis.write_text("Chapter 1")
     for out in (trees, other, thesis):
         before = out.read_text()
-        with pytest.raises(UserError, match="not labels that bellman|thesis.txt:1: not valid JSON"):
+        with pytest.raises(UserError, match=r"not labels that bellman|thesis\.txt:1: not valid JSON"):
             label_file(trees, out)
         assert out.read_text() == before
     for _ in range(2):

@@ -227,7 +227,7 @@ def test_control_tokens_in_a_message_stay_text(name, control):
         return sum(i in special for i in chat.prompt(state))
 
     page = f"see {control} and {control}"
-    page = page.strip() if chat.trims["user"] == (None, None) else page
+    page = page.strip()  # as most templates do
     assert count(page) == count("see it")  # the template's own, no more
     observed = chat.prompt(State((("user", page),)))
     assert page.replace(" ", "") in chat.tokenizer.decode(observed).replace(" ", "")
@@ -447,19 +447,13 @@ def test_a_chat_without_an_end_of_the_turn_is_refused():
         Chat(tokenizer, Rendering())
 
 
-TRIMS = {
-    "m.content | trim": str.strip, "m.content.lstrip('\n')": lambda text: text.lstrip("\n"),
-    "' ' + m.content.strip() + ' '": lambda text: f" {text.strip()} ", "m.content": str,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("words", TRIMS)
-def test_spaces_that_a_template_trims_are_no_tokens(words):
+@pytest.mark.parametrize("words", ["m.content | trim", "m.content.lstrip('\n')", "' ' + m.content.strip() + ' '"])
+def test_spaces_at_a_messages_ends_are_no_tokens(words):
     tokenizer = chatml(TEMPLATES["chatml"][0].replace("m.content", words))
-    state = State((("system", "\n be brief "), ("user", " walk \n"), ("assistant", "OK "), ("user", "\nyou stand\n\n")))
-    written = tokenizer.apply_chat_template(state.dump(), tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(Chat(tokenizer, Rendering()).prompt(state)) == written
-    assert TRIMS[words](" walk \n") in written
+    said = (("system", "be brief"), ("user", "walk"), ("assistant", "OK"), ("user", "you stand"))
+    written = tokenizer.apply_chat_template(State(said).dump(), tokenize=False, add_generation_prompt=True)
+    spaced = State(tuple((role, f"\n{content} \n") for role, content in said))
+    assert tokenizer.decode(Chat(tokenizer, Rendering()).prompt(spaced)) == written
 
 
 def longest(n: int) -> str:
