@@ -29,6 +29,11 @@ METHODS = {  # in the order of the table
     "qlass": "QLASS",
     "oracle_step": "choice by true value (oracle)",
     "oracle_lookahead": "look-ahead of the released code (oracle)",
+    "lookahead": "look-ahead by QNet",
+    "beam": "beam by QNet",
+    "mcts": "MCTS by QNet",
+    "oracle_mcts": "MCTS by QNet, ends by true reward (oracle)",
+    "particles": "particles by QNet",
 }
 APART = 'name the runs apart: python report.py "first=PATH" "second=PATH"'
 CONDITION = ["env", "method", "M", "N", "select", "label", "player"]
@@ -211,7 +216,7 @@ def inputs_of(condition: Condition) -> tuple[str, ...]:
     """Whose results they are: of nobody's training (the environment's own players), of the agent, of QNet too."""
     if condition.method in ("rule", "expert", "oracle"):
         return ()
-    scored = condition.method in ("qlass", "oracle_lookahead") or (condition.select == "q" and (condition.N or 1) > 1)
+    scored = condition.method in ("qlass", "oracle_lookahead") or condition.select == "q"
     return ("sft", "qnet") if scored else ("sft",)
 
 

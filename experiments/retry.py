@@ -1,0 +1,86 @@
+"""Retry: trials of a task until one is good enough; with --server Reflexion (arXiv 2303.11366), a plan between two.
+
+    python -m experiments.retry --env webshop -N 4 --stop oracle 0.9
+
+--stop oracle ends at the first trial of reward 1, which an oracle knows; --stop 0.9 where QNet's value of the last
+action is that high. Trials without plans are those of best-of-N, which is played beside; the best counts, by the same
+judge. --server names a chat model, which plays and, after a trial that failed, writes what to do otherwise: the last
+three such plans stand below the instruction. A tiny model can write none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Generator
+from functools import partial
+from typing import Any
+
+import q_search
+from q_search import Method, episode
+from qlass import costs
+from qlass.chat import State
+from qlass.cli import run_stage
+from qlass.driver import Score
+from qlass.server import Endpoint
+
+ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."
+PLANS = "\nYour plans after attempts at this task that failed:\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reflect:
+    """What to do otherwise than in a trial, whose messages end with the question."""
+
+    state: State
+
+
+def retry(stop: float, reflect: bool, env: Any, task_id: str, method: Method, chat: Any, shared: dict) -> Generator:
+    """A task, as `Method.search` has it: at most N trials, until one is worth `stop` by its reward or by QNet."""
+    trials, values, plans, instruction = [], [], [], env.instruction
+    spent, started = {"prompt": 0, "generated": 0}, time.time()
+    for number in range(method.N):
+        played = {} if plans else shared
+        if (task_id, number) not in played:
+            played[task_id, number] = yield from episode(env, task_id, method, number, chat.rendering)
+        trials.append(played[task_id, number])
+        end = trials[-1][-1]
+        values.append((yield Score(end.state, (end.action,)))[0] if method.select == "q" else end.reward)
+        if values[-1] >= stop:
+            break
+        if reflect and number + 1 < method.N:
+            question = end.state.then(end.action, end.observation + ASK)
+            plans.append((yield Reflect(question)))
+            spent["prompt"] += sum(map(len, chat.prompt_tokens(question)))
+            spent["generated"] += len(chat.action(plans[-1], ""))
+            env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
+    outcome = costs.outcome(chat, method, trials[values.index(max(values))], trials, time.time() - started)
+    return outcome | {"tokens": {part: n + spent.get(part, 0) for part, n in outcome["tokens"].items()}}
+
+
+def planned(stops: list[str], Ns: list[int], reflect: bool) -> list[Method]:
+    """Retry, and best-of-N beside it."""
+    plan = []
+    for N in Ns:
+        for stop in stops:
+            select, value = ("oracle", 1 - 1e-9) if stop == "oracle" else ("q", float(stop))
+            name = f"{'reflexion' if reflect else 'retry'}:stop={stop}"
+            plan.append(Method(name, 1, N, select, search=partial(retry, value, reflect)))
+            plan.append(Method("best_of_n", 1, N, select))
+    return list(dict.fromkeys(plan))
+
+
+def main(argv: list[str] | None = None) -> None:
+    flags = argparse.ArgumentParser("python -m experiments.retry", description=__doc__.split("\n")[0])
+    flags.epilog = "further flags: those of q_search.py; -N 4 by default"
+    flags.add_argument("--stop", nargs="+", default=["oracle"], help="oracle, or a value of QNet's (oracle)")
+    own, rest = flags.parse_known_args(argv)
+    server = q_search.arguments(rest).server
+    chat = Endpoint(server).chat if server else None
+    answers = {Reflect: lambda requests: [chat(request.state.messages)[0] for request in requests]}
+    q_search.main(rest, answers, planned=lambda env, names, Ms, Ns, *_: planned(own.stop, Ns or [4], bool(server)))
+
+
+if __name__ == "__main__":
+    run_stage(main)

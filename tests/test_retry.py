@@ -1,0 +1,82 @@
+"""Retry on a written world: when it stops, what it costs, and where a reflection goes."""
+
+import pytest
+from fakes import FakeEnv, path_of, run, say, word_chat
+
+import q_search
+from experiments import retry
+from experiments.retry import Reflect
+from q_search import Method
+from qlass.chat import parse_action
+from qlass.driver import Sample, Score
+from qlass.server import Endpoint
+
+CHAT = word_chat()
+TRIALS = ["left left", "right left", "right right right", "left right left"]  # rewards 0, .4, 1, .5
+Q = [0.3, 0.8, 0.7, 0.1]  # what QNet thinks of them
+
+
+def answer(request):
+    if isinstance(request, Sample):
+        return say(TRIALS[request.key[1]].split()[request.key[2]])
+    if isinstance(request, Score):
+        path = " ".join((*path_of(request.state), parse_action(request.actions[0])))
+        return [Q[TRIALS.index(path)]]
+    return "plan after " + " ".join(path_of(request.state))
+
+
+def play(select, stop, N=4, reflect=False, shared=None):
+    shared = {} if shared is None else shared
+    return run(retry.retry(stop, reflect, FakeEnv(), "test0", Method("retry", 1, N, select), CHAT, shared), answer)
+
+
+@pytest.mark.parametrize(
+    ("select", "stop", "N", "trials", "reward"),
+    [
+        ("oracle", 1 - 1e-9, 4, 3, 1.0),  # it sees that the third is right
+        ("oracle", 1 - 1e-9, 2, 2, 0.4),  # none is: the best of them
+        ("q", 0.75, 4, 2, 0.4),  # QNet stops too early
+        ("q", 0.9, 4, 4, 0.4),  # never, so QNet's choice of all
+    ],
+)
+def test_when_it_stops_and_what_counts(select, stop, N, trials, reward):
+    record, requests = play(select, stop, N)
+    assert (record["resets"], record["reward"]) == (trials, reward)
+    assert (record["tokens"]["scored"] > 0) == any(isinstance(r, Score) for r in requests) == (select == "q")
+    assert record["tokens"]["generated"] == 3 * record["env_steps"] == 3 * sum(len(t.split()) for t in TRIALS[:trials])
+
+
+def test_trials_are_those_of_best_of_n():
+    shared = {}
+    expected, _ = run(q_search.play(FakeEnv(), "test0", Method("best_of_n", N=4, select="q"), CHAT, shared), answer)
+    record, requests = play("q", 0.9, shared=shared)
+    assert all(isinstance(request, Score) for request in requests)  # what was sampled for one serves the other
+    assert record | {"seconds": 0, "task_id": "test0"} == expected | {"seconds": 0}
+
+
+def test_a_plan_stands_in_the_next_prompt_and_costs_its_tokens():
+    record, requests = play("oracle", 1 - 1e-9, reflect=True)
+    first = {r.key[1]: r.state.messages[0][1] for r in requests if isinstance(r, Sample)}
+    assert first[0] == "walk"
+    assert first[1] == "walk" + retry.PLANS + "plan after left left"
+    assert first[2] == first[1] + "\nplan after right left"
+    reflections = [r for r in requests if isinstance(r, Reflect)]
+    assert len(reflections) == 2 and reflections[0].state.messages[-1][1].endswith(retry.ASK)
+    assert record["tokens"]["generated"] > play("oracle", 1 - 1e-9)[0]["tokens"]["generated"]
+    assert record["tokens"]["prompt"] > play("oracle", 1 - 1e-9)[0]["tokens"]["prompt"]
+
+
+def test_the_command_line(tmp_path, agent, fake_world, monkeypatch):
+    plans = {}
+    monkeypatch.setattr(Endpoint, "__init__", lambda self, url: None)
+    monkeypatch.setattr(Endpoint, "chat", lambda self, messages: ("go right", {}))
+
+    def search(argv, answers, planned):
+        plans["methods"] = [str(method) for method in planned(None, [], [2], [2], "q", True)]
+        plans["plan"] = answers[Reflect]([play("oracle", 1, reflect=True)[1][2]])
+
+    monkeypatch.setattr(q_search, "main", search)
+    retry.main(["--run", str(tmp_path), "--stop", "oracle", "0.5", "--server", "http://localhost:1/v1"])
+    names = ["reflexion:stop=oracle N=2 select=oracle", "best_of_n N=2 select=oracle"]
+    assert plans["methods"] == [*names, "reflexion:stop=0.5 N=2 select=q", "best_of_n N=2 select=q"]
+    assert plans["plan"] == ["go right"]

@@ -1,0 +1,218 @@
+"""Tree searches and retry on written worlds: what they find, that they read no reward, and what they cost."""
+
+import functools
+import math
+
+import pytest
+from fakes import WORLD, FakeEnv, Script, best, path_of, run, say, tiny_backbone, word_chat
+
+import envs
+import q_search
+from experiments import tree_search
+from experiments.tree_search import Search
+from q_search import Method
+from qlass import UserError
+from qlass.chat import parse_action, react, uniforms
+from qlass.driver import Candidate, Sample, Score
+from qlass.qnet import QNet
+from qlass.records import read_jsonl
+from reporting import results
+
+CHAT = word_chat()
+BOTH = Script({}, otherwise="left right")
+BEST_OF_4 = Method("best_of_n", N=4, select="q")
+PUCT = {"c": 1.0, "gamma": 0.9}
+BLIND = [("lookahead", {"gamma": 0.9}), ("beam", {"k": 2}), ("mcts", {"S": 8} | PUCT)]
+PARTICLES = ("particles", {"tau": 0.1, "gamma": 0.9})
+
+
+def behind(request: Score) -> list:
+    """The node of the world that each action leads to."""
+    nodes = []
+    for action in request.actions:
+        node = WORLD
+        for step in (*path_of(request.state), parse_action(action)):
+            node = node[step]
+        nodes.append(node)
+    return nodes
+
+
+def true_q(request: Score) -> list[float]:
+    return [best(node) for node in behind(request)]
+
+
+def short_sighted(request: Score) -> list[float]:
+    """It knows a purse when it stands before it; from afar all that is left seems better."""
+    guesses = [0.6 if "left" in action else 0.3 for action in request.actions]
+    return [g if isinstance(node, dict) else node for g, node in zip(guesses, behind(request), strict=True)]
+
+
+def written(table: dict):
+    """Q of left and right by path."""
+    return lambda request: [table.get(path_of(request.state), (0, 0))["right" in action] for action in request.actions]
+
+
+def by_key(request: Sample) -> list[Candidate]:
+    """Draws of the request's key, as a policy's."""
+    return say(*(("left", "right")[int(2 * uniforms(1, *request.key, k)[0])] for k in range(request.n)))
+
+
+def answer(q=true_q, draw=BOTH):
+    return lambda request: draw(request) if isinstance(request, Sample) else q(request)
+
+
+def play(name, M=2, N=1, q=true_q, draw=BOTH, env=None, task="test0", **settings):
+    env = env or FakeEnv()
+    method = Method(name, M, N, "q", search=functools.partial(tree_search.play, settings))
+    record, requests = run(q_search.play(env, task, method, CHAT, {}), answer(q, draw))
+    return record, tuple(parse_action(step["action"]) for step in record["steps"]), env, requests
+
+
+@pytest.mark.parametrize("q", [true_q, short_sighted])
+@pytest.mark.parametrize(("name", "settings"), [("mcts", {"S": 1} | PUCT), ("beam", {"k": 1})])
+def test_one_expansion_a_step_is_qlass(name, settings, q):
+    record, *_ = play(name, q=q, draw=by_key, **settings)
+    expected, _ = run(q_search.play(FakeEnv(), "test0", Method("qlass", M=2), CHAT, {}), answer(q, by_key))
+    assert (record["restores"], record["env_steps_replayed"]) == (0, record["env_steps"])
+    assert {key: record[key] for key in expected} | {"seconds": 0} == expected | {"seconds": 0}
+
+
+@pytest.mark.parametrize(("name", "q"), [("mcts", short_sighted), ("oracle_mcts", lambda r: [0.5] * len(r.actions))])
+def test_enough_simulations_find_the_best_leaf(name, q):
+    assert play(name, q=q, S=1, **PUCT)[1][0] == "left"
+    record, path, *_ = play(name, q=q, S=60, c=2.0, gamma=0.95)
+    assert path == ("right", "right", "right") and record["reward"] == 1.0
+
+
+@pytest.mark.parametrize(("gamma", "first"), [(0.9, "left"), (1.0, "right")])
+def test_a_leaf_counts_less_the_deeper_it_is(gamma, first):
+    """Left pays .5 at once, right .52 a step later."""
+    env = FakeEnv({"left": 0.5, "right": {"left": 0.52, "right": 0.52}})
+    q = written({(): (0.5, 0.5), ("right",): (0.52, 0.52)})
+    assert play("mcts", q=q, env=env, S=30, c=1.0, gamma=gamma)[1][0] == first
+
+
+def test_look_ahead_ranks_by_the_next_page():
+    q = written({(): (0.9, 0.1), ("left",): (0.2, 0.3), ("right",): (0.5, 0.4), ("right", "right"): (0.1, 0.2)})
+    record, path, env, _ = play("lookahead", q=q, gamma=0.9)
+    # left: .9 * .3, right: .9 * .5; then left: .5, an end, so by Q itself; right: .9 * .2
+    assert path == ("right", "left") and record["reward"] == 0.4
+    assert [[c["q"] for c in step["candidates"]] for step in record["steps"]] == [[0.27, 0.45], [0.5, 0.18]]
+    # Four looks and two steps. Restores: to the root twice (its second look, the step), to `right` twice, at depth 1.
+    assert record["env_steps"] == len(env.played) == 6
+    assert (record["restores"], record["env_steps_replayed"], record["resets"]) == (4, 8, 1)
+    # Four states with two draws of three tokens each; test_q_search.py says how many tokens a page has.
+    assert record["tokens"] == {"prompt": 3 + 6 + 8 + 8 + 9, "generated": 4 * 2 * 3, "scored": 34 + 4 * 2 * 5}
+
+
+def test_a_wider_beam_keeps_what_seems_worse_at_first():
+    q = written({(): (0.9, 0.1), ("left",): (0.2, 0.1), ("right",): (0.3, 0.8), ("right", "right"): (0.1, 0.95)})
+    assert play("beam", q=q, k=1)[1][0] == "left"
+    record, path, env, _ = play("beam", q=q, k=2)
+    assert path == ("right", "right", "right") and record["env_steps"] == len(env.played) == 2 + 2 + 2
+
+
+@pytest.mark.parametrize("task", [f"test{i}" for i in range(6)])
+def test_particles_at_infinite_tau_are_independent_chains(task):
+    expected, asked = run(q_search.play(FakeEnv(), task, BEST_OF_4, CHAT, {}), answer(true_q, by_key))
+    record, path, _, requests = play("particles", 1, 4, draw=by_key, task=task, tau=math.inf, gamma=0.9)
+    draws = [{request for request in of if isinstance(request, Sample)} for of in (asked, requests)]
+    assert draws[0] == draws[1] and record["restores"] == 0
+    assert path == tuple(parse_action(step["action"]) for step in expected["steps"])
+    shared = expected.keys() - {"steps", "seconds"}
+    assert {key: record[key] for key in shared} == {key: expected[key] for key in shared}
+
+
+def test_light_particles_give_way_to_copies_of_the_heavy():
+    def draw(request):
+        _, trial, t = request.key
+        return say("right" if trial == 2 or t else "left")
+
+    record, path, _, requests = play("particles", 1, 4, draw=draw, tau=0.01, gamma=1.0)
+    draws = [request for request in requests if isinstance(request, Sample)]
+    assert path == ("right", "right", "right") and record["reward"] == 1
+    assert {request.key[1:] for request in draws} == {(i, t) for i in range(4) for t in range(3)}
+    assert [path_of(request.state) for request in draws[4:8]] == [("right",)] * 4
+    assert (record["env_steps"], record["restores"], record["env_steps_replayed"], record["resets"]) == (12, 3, 15, 4)
+
+
+@pytest.mark.parametrize(("name", "settings"), BLIND)
+def test_with_the_exact_q_every_search_takes_a_shortest_path(name, settings):
+    env, chat = envs.make("frozenlake", map="lakes"), word_chat(candidates="valid")
+
+    def exact(request):
+        other = env.fork()
+        other.reset(options={"task_id": task})
+        for action in path_of(request.state):
+            other.step(action)
+        return [other.q_star_of(parse_action(action)) for action in request.actions]
+
+    for task in env.task_ids("test")[:3]:
+        walk = getattr(Search(env.fork(), task, Method(name, M=4), chat.rendering), name)(**settings)
+        end, _ = run(walk, answer(exact, lambda r: [Candidate(action, 1, -1.0) for action in r.valid]))
+        env.reset(options={"task_id": task})
+        assert end.path[-1].reward == 1 and 0.9 ** (len(end.path) - 1) == pytest.approx(env.q_star()[env.cell].max())
+
+
+class Sealed:
+    """A reward that nobody may look at."""
+
+    def _refuse(self, *_):
+        raise AssertionError("the true reward was read")
+
+    __float__ = __int__ = __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __hash__ = None
+
+
+class SealedEnv(FakeEnv):
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, Sealed(), *rest
+
+    def optimal_value(self, gamma=0.99):
+        raise AssertionError("the true value was read")
+
+
+@pytest.mark.parametrize(("name", "settings"), [*BLIND, PARTICLES, ("oracle_mcts", {"S": 8} | PUCT)])
+def test_only_an_oracle_reads_rewards(name, settings):
+    search = Search(SealedEnv(), "test0", Method(name, M=2, N=3), CHAT.rendering)
+    walk = getattr(search, name)(**settings)
+    if name == "oracle_mcts":
+        with pytest.raises(AssertionError, match="reward was read"):
+            run(walk, answer(true_q, by_key))
+    else:
+        end, _ = run(walk, answer(true_q, by_key))
+        assert end.done and isinstance(end.path[-1].reward, Sealed)
+
+
+@pytest.mark.parametrize(("name", "settings"), [BLIND[0], BLIND[2]])
+def test_on_slippery_ice_a_search_does_not_foresee_the_slips(name, settings):
+    """What is played is what the same moves lead to without a search, and each look has new random numbers."""
+    env, again = (envs.make("frozenlake", map="4x4", slippery=True) for _ in range(2))
+    seeds = []
+    env.reseed = lambda seed: (seeds.append(seed), type(env).reseed(env, seed))
+    task = env.task_ids("all")[0]
+    record, moves, *_ = play(
+        name, 4, task=task, env=env, q=lambda r: list(uniforms(len(r.actions), len(r.state.messages))),
+        draw=lambda r: [Candidate(react("", move), 1, -1.0) for move in ("left", "down", "right", "up")], **settings,
+    )  # fmt: skip
+    again.reset(options={"task_id": task})
+    assert [step["observation"] for step in record["steps"]] == [again.message(again.step(move)[0]) for move in moves]
+    assert len(seeds) > 5 and len(set(seeds)) == len(seeds)
+
+
+def test_lines_say_their_settings_and_the_report_reads_them(tmp_path, agent, fake_world):
+    chat, out = word_chat(), tmp_path / "results.jsonl"
+    (tmp_path / "qnet").mkdir()
+    QNet(tiny_backbone(chat, 3), chat, hidden=16).save_pretrained(tmp_path / "qnet")
+    flags = ["--run", str(tmp_path), "--sft", str(agent), "--qnet", str(tmp_path / "qnet"), "--out", str(out)]
+    names = ["lookahead", "beam", "mcts", "oracle_mcts", "particles"]
+    tree_search.main([*flags, "--method", *names, "-S", "1", "2", "-N", "3", "--limit", "2"])
+    players = {(r["method"], r["M"], r["N"], r["player"]) for r in read_jsonl(out)}
+    assert ("lookahead", 2, 1, "gamma=0.9") in players and ("particles", 1, 3, "tau=0.1 gamma=0.9") in players
+    assert ("beam", 2, 1, "k=2") in players and ("mcts", 2, 1, "S=2 c=1 gamma=0.9") in players
+    groups = {str(group.condition): group.condition.oracle for group in results.read_results([("", out)])}
+    assert len(groups) == len(players) == 7 and sum(groups.values()) == 2
+    with pytest.raises(UserError, match="--paraphrase"):
+        tree_search.main([*flags, "--method", "beam", "--paraphrase", "1"])
