@@ -21,7 +21,7 @@ from torch import nn
 from qlass import UserError, models
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
-from qlass.records import read_object, wrong
+from qlass.records import read_object
 
 
 class QNet(nn.Module):
@@ -33,6 +33,8 @@ class QNet(nn.Module):
         """readout: Q is the value at the action's "last" token, or the "mean" over the action's tokens. room: `budget`
         (tokens of a batch) and `cache_gb` of the fast way."""
         super().__init__()
+        if readout not in ("last", "mean"):
+            raise ValueError(f"readout {readout!r} is neither last nor mean")
         self.backbone, self.chat, self.readout = backbone, chat, readout
         size = backbone.config.get_text_config().hidden_size
         self.head = nn.Sequential(  # Eq. (10); App. A.2: two hidden layers of 1024, ReLU
@@ -102,17 +104,13 @@ class QNet(nn.Module):
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
         kind = transformers.AutoModel
         backbone, chat = models.load_checkpoint(folder, kind, device, load_in, False, plain, rendering, precision)
-        settings = read_object(folder / "qnet.json")
-        kinds = {"hidden": lambda v: type(v) is int and v > 0, "readout": lambda v: v in ("last", "mean")}
-        if mistake := wrong(settings, kinds, kinds):
-            raise UserError(f"{folder / 'qnet.json'}: {mistake}; train_qnet.py writes one")
         try:
+            settings = read_object(folder / "qnet.json")
             qnet = cls(backbone, chat, settings["hidden"], readout or settings["readout"], not plain, **room)
             qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
-        except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-            why = str(error).splitlines()[0]
-            hint = "are these files of two checkpoints?"
-            raise UserError(f"{folder}: no value head that fits its backbone ({why}): {hint}") from None
+        except (KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+            why = f"no {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+            raise UserError(f"{folder}: qnet.json and head.safetensors hold no value head that fits ({why})") from None
         return qnet.to(backbone.device).eval()
 
 
