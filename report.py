@@ -67,29 +67,21 @@ def main(argv: list[str] | None = None) -> None:
     trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if p.exists()), None)
     headline = tables.headline(groups) or groups
     rows, differences = tables.results_table(headline)[tables.SHORT], tables.differences_table(headline)
-    long = {
-        "All results": tables.results_table(groups),
-        "All paired differences in reward": tables.differences_table(groups),
-    }
-    parts = [tables.markdown(rows), ROWS_NOTE, DIFFERENCES_NOTE]
-    for title, table in long.items():
-        parts += [title, tables.markdown(table)] if len(table) else []
+    all_rows, all_differences = tables.results_table(groups), tables.differences_table(groups)
+    parts = [tables.markdown(rows), ROWS_NOTE, DIFFERENCES_NOTE, "All results", tables.markdown(all_rows)]
+    if len(all_differences):
+        parts += ["All paired differences in reward", tables.markdown(all_differences)]
     text = "\n\n".join(parts) + "\n"
     with replacing(out.with_suffix(".md")) as file:
         file.write(text)
     print(text)
 
-    drawn = draw(groups, out)
-    results, pairs = (page.fold(title, page.table(table)) for title, table in long.items())
-    notes = page.note(ROWS_NOTE), page.note(DIFFERENCES_NOTE)
-    sections = [
-        page.section("tokens", TITLES["tokens"], drawn["tokens"]),
-        page.section("results", "Results", page.table(rows), notes[0], results),
-        page.section("differences", "Paired differences in reward", page.table(differences), notes[1], pairs),
-        page.section("labels", TITLES["labels"], drawn["labels"]),
-        page.section("calibration", TITLES["calibration"], drawn["calibration"]),
-        page.section("frontier", TITLES["frontier"], drawn["frontier"]),
-    ]
+    every_row = page.fold("All results", page.table(all_rows))
+    every_pair = page.fold("All paired differences in reward", page.table(all_differences))
+    first, *others = (page.section(name, TITLES[name], drawn) for name, drawn in draw(groups, out).items())
+    results = page.section("results", "Results", page.table(rows), page.note(ROWS_NOTE), every_row)
+    paired = [page.table(differences), page.note(DIFFERENCES_NOTE), every_pair]
+    sections = [first, results, page.section("differences", "Paired differences in reward", *paired), *others]
     with replacing(out) as file:
         file.write(page.render(sections, page.tree_data(trees, args.max_trees), [path for _, path in sources]))
     print(f"{out}, {out.with_suffix('.md')} and the figures beside them")
