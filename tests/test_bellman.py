@@ -65,22 +65,15 @@ def values(tree, target, gamma=0.9):
     return {n["node_id"]: (n["q_raw"], n["q"]) for n in bellman.label(tree, target, gamma)}
 
 
-def test_q_values_by_hand():
-    # Q(3) = 1, Q(4) = .5, Q(1) = .9 max(1, .5), Q(2) = .2, Q(0) = .9 max(.9, .2); least .2, greatest 1
-    expected = {0: (0.81, 0.7625), 1: (0.9, 0.875), 2: (0.2, 0.0), 3: (1.0, 1.0), 4: (0.5, 0.375)}
-    for n, (raw, q) in values(tree_by_hand(), "q").items():
-        assert (raw, q) == pytest.approx(expected[n])
-
-
-def test_average_by_hand():
-    raw = {0: 1.7 / 3, 1: 0.75, 2: 0.2, 3: 1.0, 4: 0.5}
-    for n, (value, q) in values(tree_by_hand(), "avg").items():
-        assert (value, q) == pytest.approx((raw[n], (raw[n] - 0.2) / 0.8))
-
-
-def test_branch_reward_by_hand():
-    raw = {0: 0.2, 1: 1.0, 2: 0.2, 3: 1.0, 4: 0.5}  # the root, of no branch, does not set the scale
-    for n, (value, q) in values(tree_by_hand(), "reward").items():
+@pytest.mark.parametrize(("target", "raw"), [
+    # Q(3) = 1, Q(4) = .5, Q(1) = .9 max(1, .5), Q(2) = .2, Q(0) = .9 max(.9, .2)
+    ("q", {0: 0.81, 1: 0.9, 2: 0.2, 3: 1.0, 4: 0.5}),
+    ("avg", {0: 1.7 / 3, 1: 0.75, 2: 0.2, 3: 1.0, 4: 0.5}),
+    ("reward", {0: 0.2, 1: 1.0, 2: 0.2, 3: 1.0, 4: 0.5}),  # the root, of no branch, does not set the scale
+])  # fmt: skip
+def test_values_by_hand(target, raw):
+    """Of each the least is .2 and the greatest 1."""
+    for n, (value, q) in values(tree_by_hand(), target).items():
         assert (value, q) == pytest.approx((raw[n], (raw[n] - 0.2) / 0.8))
 
 

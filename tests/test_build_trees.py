@@ -287,9 +287,7 @@ def test_a_tree_in_lines():
     assert records[1]["observation"] == "Observation: you stand at start left"
     assert "messages" not in records[1]  # a state is the path: no text is stored twice
     assert [r["node_id"] for r in records if r["expert"]] == [5, 7, 9]
-
-
-def test_the_experts_way_is_known_where_the_agent_went_it_before():
+    # What the agent did before the expert stays the agent's.
     _, _, root, env = grow({(): "right", R: "right", RR: "right"}, depth=0, width=1, with_expert=True)
     records = build_trees.tree_records(env, "train0", root)
     assert [(r["source"], r["expert"]) for r in records] == [("root", False)] + [("policy", True)] * 3
@@ -337,24 +335,12 @@ def test_the_file_is_the_same_wherever_a_run_was_stopped(build, tmp_path, monkey
     assert build("--seed", "1", out="other.jsonl") != whole
 
 
-def test_a_part_adds_the_trees_that_the_output_lacks_and_no_line_of_those_it_has(build, tmp_path):
-    """A tree that was grown twice may differ a little, as in half precision: it counts once, as it was first."""
-    whole = build().splitlines(keepends=True)
-    first = json.loads(whole[0])["nodes"]
-    other = whole[0].replace(b'"nodes": ', b'"again": 1, "nodes": ')
-    (tmp_path / "trees.1-of-2.jsonl").write_bytes(other + b"".join(whole[1:]))
-    (tmp_path / "trees.1-of-2.meta.json").write_bytes((tmp_path / "trees.meta.json").read_bytes())
-    (tmp_path / "trees.jsonl").write_bytes(b"".join(whole[:first]))
-    assert build() == b"".join(whole)
-
-
 def test_figures_are_of_all_trees_in_the_file(build, tmp_path, capsys):
-    whole = build()
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert f"4 trees, {len(whole.splitlines())} nodes" in said and "of the agent's" in said
-    build("--limit", "1")
-    assert capsys.readouterr().out.splitlines()[-1] == said
-    assert json.loads((tmp_path / "trees.meta.json").read_text())["trees"] == 4
+    nodes = len(build().splitlines())
+    for _ in range(2):
+        assert f"4 trees, {nodes} nodes" in capsys.readouterr().out.splitlines()[-1]
+        assert json.loads((tmp_path / "trees.meta.json").read_text())["trees"] == 4
+        build("--limit", "1")
 
 
 def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_tree_step_limit(build, monkeypatch):
@@ -369,24 +355,21 @@ def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_tree_step_
     assert max(r["depth"] for r in records) == 1 and {r["source"] for r in records} == {"root", "policy"}
 
 
-def test_a_run_goes_on_only_as_it_was_begun(build, tmp_path):
+def test_a_run_goes_on_only_as_it_was_begun(build):
     build()
     with pytest.raises(UserError, match=r"begun with --width 3, not 2"):
         build("--width", "2")
-    (tmp_path / "results.jsonl").write_text(dump([{"task_id": "t", "reward": 1.0}]))
-    with pytest.raises(UserError, match=r"results\.jsonl"):
-        build(out="results.jsonl")
 
 
-def test_demonstrations_of_few_tasks_are_told_and_of_none_are_an_error(build, tmp_path, capsys):
+@pytest.mark.parametrize(("task_id", "matches"), [("train3", 1), ("test1", 0), (None, 0)])
+def test_demonstrations_of_few_tasks_are_told_and_of_none_are_an_error(build, tmp_path, capsys, task_id, matches):
     messages = [("user", "walk"), ("assistant", "OK"), ("user", "you stand"), ("assistant", "Action: right")]
-    record = {"messages": [{"role": role, "content": content} for role, content in messages]}
-    for task_id, told in (("train3", "demonstrations of 1 of 4 tasks"), ("test1", None), (None, None)):
-        (tmp_path / "expert.jsonl").write_text(dump([record | {"task_id": task_id}]))
-        flags = ["--expert", str(tmp_path / "expert.jsonl")]
-        if told:
-            build(*flags, out="few.jsonl")
-            assert told in capsys.readouterr().out
-        else:
-            with pytest.raises(UserError, match="none of its 1 demonstrations is of a task here"):
-                build(*flags, out="none.jsonl")
+    record = {"messages": [{"role": role, "content": content} for role, content in messages], "task_id": task_id}
+    (tmp_path / "expert.jsonl").write_text(dump([record]))
+    flags = ["--expert", str(tmp_path / "expert.jsonl")]
+    if matches:
+        build(*flags)
+        assert "demonstrations of 1 of 4 tasks" in capsys.readouterr().out
+    else:
+        with pytest.raises(UserError, match="none of its 1 demonstrations is of a task here"):
+            build(*flags)
