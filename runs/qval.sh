@@ -15,7 +15,7 @@ case $ENV$# in
     *) echo "error: bash runs/qval.sh webshop|alfworld|frozenlake|sciworld" >&2 && exit 2 ;;
 esac
 . "$(dirname "$0")/common.sh"
-judges=(direct direct_16 batched sequential ranking verifier delta_belief gvl codegen codegen_16 eureka)
+judges=(direct direct_16 batched ranking)
 splits=("${splits[0]}")  # of ALFWorld and ScienceWorld the unseen one
 
 nets() {  # the agent, its QNet, and nets of the same trees on other targets
@@ -37,8 +37,7 @@ play() {  # NAME FLAG...: search with every score that can steer it, at one budg
 }
 qval() {  # NAME FLAG...: every score against reference labels
     align=(-m experiments.qval "${common[@]}" --run "$RUN" --split "${splits[0]}" --out "$RUN/$1" "${@:2}")
-    stage "${align[@]}"
-    [ -z "${JUDGE:-}" ] || stage "${align[@]}" --judge "$JUDGE" --scorers "${judges[@]}"
+    stage "${align[@]}" ${JUDGE:+--judge "$JUDGE"}
 }
 
 clone

@@ -4,12 +4,13 @@ import argparse
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from fakes import FakeEnv, Script, run, say, tiny_lm, word_chat
+from fakes import FakeEnv, Script, run, say
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from json_server import json_server, started, stopped
@@ -17,9 +18,9 @@ from json_server import json_server, started, stopped
 import envs
 import q_search
 from experiments.qval import __main__ as qval
-from experiments.qval import downstream, judges, labels, metrics, published, report, search, targets
-from experiments.qval.points import Point, trajectory
-from experiments.qval.scorers import SCORERS, Call, Context, answer, embeddings, scorer
+from experiments.qval import downstream, judges, metrics, report, search, targets
+from experiments.qval.points import Point, digest, exact, label, trajectory
+from experiments.qval.scorers import SCORERS, Call, Context, Decision, answer, entry
 from qlass import UserError
 from qlass.chat import Rendering, State, parse_action, react
 from qlass.driver import Sample, drive
@@ -102,9 +103,9 @@ def test_exact_labels_are_value_iteration_within_the_steps_that_are_left(slipper
         env.reset(options={"task_id": task})
         start = env.snapshot()
         for i, move in enumerate(("left", "down", "right", "up")):
-            assert labels.exact(env, move, 0.95) == pytest.approx(brute(env, env.cell, i, 4, 0.95))
+            assert exact(env, move, 0.95) == pytest.approx(brute(env, env.cell, i, 4, 0.95))
         best = max(brute(env, env.cell, i, 3, 0.95) for i in range(4))
-        assert labels.exact(env, "dance", 0.95) == pytest.approx(0.95 * best)
+        assert exact(env, "dance", 0.95) == pytest.approx(0.95 * best)
         assert env.snapshot()[:3] == start[:3]
 
 
@@ -115,56 +116,53 @@ def test_exact_labels_obey_bellman(name, options):
     env.reset(options={"task_id": env.task_ids("test")[0]})
     done = False
     while not done:
-        values = {action: labels.exact(env, action, 0.95) for action in env.valid_actions()}
+        values = {action: exact(env, action, 0.95) for action in env.valid_actions()}
         best = max(values, key=values.get)
         _, reward, terminated, truncated, _ = env.step(best)
         done = terminated or truncated
-        after = reward if done else 0.95 * max(labels.exact(env, action, 0.95) for action in env.valid_actions())
+        after = reward if done else 0.95 * max(exact(env, action, 0.95) for action in env.valid_actions())
         assert values[best] == pytest.approx(after)
     assert reward > 0
 
 
-def rolled_out(policy, *arguments):
-    """The returns of labels.rollouts, and its requests in the batches that they share."""
+def returns_of(env, point, reference, policy, K, gamma):
+    """(candidates, K), and the requests in the batches that they share."""
     batches = []
 
     def sample(requests):
         batches.append(requests)
         return [policy(request) for request in requests]
 
-    (returns,) = drive([labels.rollouts(*arguments)], {Sample: sample})
-    return returns, batches
+    places = itertools.product(range(len(point.candidates)), range(K))
+    labels = (label(env.fork(), point, i, k, reference, gamma, RENDERING) for i, k in places)
+    values = drive(labels, {Sample: sample}, 1000, in_order=True)
+    return np.reshape(list(values), (len(point.candidates), K)), batches
 
 
 def test_returns_by_hand():
-    env = FakeEnv()
+    here = root(FakeEnv()).messages[-1][1]
+    point = Point("val0", (), tuple(ACTIONS), 0, here, digest(here))
     # After "left": right, then left (0.5) or right (0.2), two steps later; after "right": left, 0.4 one step later.
     policy = Script({("left",): "right", ("left", "right"): "left right", ("right",): "left"})
-    returns, batches = rolled_out(policy, env, root(env), ACTIONS, 4, 0.9, ("t",), RENDERING)
+    returns, batches = returns_of(FakeEnv(), point, "policy", policy, 4, 0.9)
     assert [sorted(row) for row in returns] == [pytest.approx(sorted([0.405, 0.162] * 2)), pytest.approx([0.36] * 4)]
     assert [len(batch) for batch in batches] == [8, 4]  # all side by side; those after "right" have ended
     assert len({r.key for batch in batches for r in batch}) == 12  # each with random numbers of its own
     env = FakeEnv(max_steps=2)  # the step limit ends them
-    returns, batches = rolled_out(Script({}, otherwise="nowhere"), env, root(env), ["left"], 2, 0.9, (), RENDERING)
-    assert returns == [[0.0, 0.0]] and len(batches) == 1
+    returns, batches = returns_of(env, point, "policy", Script({}, otherwise="nowhere"), 2, 0.9)
+    assert not returns.any() and len(batches) == 1
 
 
-def test_on_slippery_ice_every_rollout_slips_its_own_way():
+def test_on_slippery_ice_every_return_slips_its_own_way():
     env = envs.make("frozenlake", map="4x4", slippery=True, stray=0)
-    policy = Script({}, otherwise="right down")
-    state = root(env, "slippery-4x4/32")
-    (returns,), _ = run(labels.rollouts(env, state, ["right"], 200, 0.95, (), RENDERING), answered(policy))
-    assert len(set(returns)) > 2
-    root(env, "slippery-4x4/32")
-    assert max(returns) > 1.2 * labels.exact(env, "right", 0.95)  # the luckiest beats what the best play can expect
-    # The mean of the expert's returns tends to the exact value, and their maximum above it.
     (point, *_) = [p for task in env.task_ids("all") for p in walked(env, task)]
-    line, _ = run(labels.label(env, point, "expert", 400, 0.9, RENDERING), answered())
-    values = labels.variants("expert", pd.DataFrame(line["returns"]))
     point.restore(env)
-    truth = [labels.exact(env, parse_action(a), 0.9) for a in point.candidates]
-    assert values["expert mean"].tolist() == pytest.approx(truth, abs=0.05)
-    assert (values["expert max"] > 2 * np.array(truth)).all()
+    truth = np.array([exact(env, parse_action(a), 0.9) for a in point.candidates])
+    returns, _ = returns_of(env, point, "expert", None, 400, 0.9)
+    assert returns.mean(axis=1) == pytest.approx(truth, abs=0.05)
+    assert (returns.max(axis=1) > 2 * truth).all()  # the luckiest beats what the best play can expect
+    returns, _ = returns_of(env, point, "policy", Script({}, otherwise="right down"), 40, 0.9)
+    assert all(len(set(row)) > 2 for row in returns)
 
 
 # ----------------------------------------------------------------------------------------------------------- statistics
@@ -178,13 +176,13 @@ def test_oracle_1_reversed_minus_1_constant_0(states):
     of = series(states)
     oracle, reverse, constant = (metrics.alignment(sign * of, of) for sign in (1, -1, 0))
     n = sum(len(set(state)) > 1 for state in states)
-    assert all(a["states"] == n and a["tied"] == len(states) - n for a in (oracle, reverse, constant))
+    assert all(a["states"] == n for a in (oracle, reverse, constant))
     if n:
-        assert [a["rho"].mean for a in (oracle, reverse, constant)] == pytest.approx([1, -1, 0])
-        assert oracle["gain"] == oracle["top_1"] == 1 and constant["gain"] == pytest.approx(0)
-        assert reverse["top_1"] == 0 and oracle["centred"] == pytest.approx(1)
+        assert [a[metrics.RHO].mean for a in (oracle, reverse, constant)] == pytest.approx([1, -1, 0])
+        assert oracle["gain"] == oracle["top-1"] == 1 and constant["gain"] == pytest.approx(0)
+        assert reverse["top-1"] == 0 and oracle["centred"] == pytest.approx(1)
     else:
-        assert math.isnan(oracle["rho"].mean)
+        assert math.isnan(oracle[metrics.RHO].mean)
 
 
 @settings(max_examples=15)
@@ -197,8 +195,8 @@ def test_order_of_candidates_and_monotone_transforms_change_nothing(states, rand
     def aligned(*nested, taken, form=lambda score: score):
         scores, of = (series(values, blocks, taken) for values in nested)
         a = metrics.alignment(form(scores), of)
-        figures = ("states", "failed_last", "coverage", "top_1", "gain", "overall", "tau", "actor")
-        return pytest.approx([a["rho"].mean, *(a[name] for name in figures)], nan_ok=True)
+        figures = ("states", "failures last", "coverage", "top-1", "gain", "global", "tau", "actor")
+        return pytest.approx([a[metrics.RHO].mean, *(a[name] for name in figures)], nan_ok=True)
 
     shuffled = ([[row[i] for i in order] for row, order in zip(v, orders, strict=True)] for v in (scores, states))
     first = aligned(scores, states, taken=[0] * len(states))
@@ -210,9 +208,9 @@ def test_alignment_by_hand():
     of = [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [0.0, 1.0], [0.4, 0.0], [0.5, 0.5]]
     scores = [[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.5, 0.5], [0.9, 0.8], [0.9, 0.1]]
     a = metrics.alignment(series(scores, "aabbb"), series(of, "aabbb"))
-    assert (a["states"], a["tied"], a["coverage"]) == (4, 1, 1.0)
-    assert a["rho"].mean == pytest.approx(((1 - 1) / 2 + (0 + 1) / 2) / 2)
-    assert a["top_1"] == pytest.approx((1 + 0 + 0.5 + 1) / 4)  # a tie is split
+    assert (a["states"], a["coverage"]) == (4, 1.0)
+    assert a[metrics.RHO].mean == pytest.approx(((1 - 1) / 2 + (0 + 1) / 2) / 2)
+    assert a["top-1"] == pytest.approx((1 + 0 + 0.5 + 1) / 4)  # a tie is split
     assert a["gain"] == pytest.approx((1 - 1 + 0 + 0.2) / (1 + 1 + 0.5 + 0.2))
 
 
@@ -220,15 +218,35 @@ def test_failures_are_counted_and_ranked_last():
     of, scores = [[0.0, 1.0, 2.0], [0.0, 1.0], [0.0, 1.0]], [[None, 1.0, 2.0], [None, 1.0], [None, None]]
     a = metrics.alignment(series(scores), series(of))
     assert (a["states"], a["coverage"]) == (1, 3 / 7)  # the others have one score or none
-    assert a["rho"].mean == 1 and a["failed_last"] == pytest.approx((1 + 1 + 0) / 3)
-    assert a["top_1"] == pytest.approx((1 + 1 + 0.5) / 3)  # no score at all: a blind choice
+    assert a[metrics.RHO].mean == 1 and a["failures last"] == pytest.approx((1 + 1 + 0) / 3)
+    assert a["top-1"] == pytest.approx((1 + 1 + 0.5) / 3)  # no score at all: a blind choice
+
+
+def test_two_scores_are_compared_on_the_candidates_that_both_have():
+    """A score that is the rival's, but for a hard candidate that it does not score, is no better."""
+    labels = series([[0.0, 0.3, 0.6, 1.0]] * 6)
+    rival = series([[0.9, 0.2, 0.4, 0.6]] * 6)  # wrong about the first
+    fewer = series([[None, 0.2, 0.4, 0.6]] * 6)
+    assert metrics.difference(fewer, rival, labels).mean() == 0
+
+
+def test_tasks_of_one_block_count_as_one():
+    """Four lakes of three starts each are four values of an interval, not twelve."""
+    score = [[0.1, 0.2] if i % 4 else [0.2, 0.1] for i in range(12)]  # wrong on the first lake alone
+
+    def rho(blocks):
+        return metrics.alignment(series(score, blocks), series([[0.0, 1.0]] * 12, blocks))[metrics.RHO]
+
+    lakes, tasks = rho([f"lake {i % 4}" for i in range(12)]), rho([])
+    assert (lakes.n, tasks.n) == (4, 12) and lakes.mean == pytest.approx(tasks.mean) == 0.5
+    assert lakes.low < tasks.low and lakes.high > tasks.high - 1e-12
 
 
 def test_a_score_of_the_state_alone_is_global_and_nothing_else():
     rng = np.random.default_rng(0)
     of = series([[v + 0.01 * x for x in rng.random(4)] for v in range(40)], taken=[0] * 40)
     a = metrics.alignment(series([[v] * 4 for v in range(40)], taken=[0] * 40), of)
-    assert a["overall"] > 0.95 and a["actor"] > 0.99 and a["rho"].mean == 0 and a["gain"] == pytest.approx(0)
+    assert a["global"] > 0.95 and a["actor"] > 0.99 and a[metrics.RHO].mean == 0 and a["gain"] == pytest.approx(0)
 
 
 def test_ceilings():
@@ -249,121 +267,69 @@ def test_ceilings():
     )  # ranks of four lose a little more than the formula knows
 
 
-def test_sign_flips():
-    assert metrics.sign_flip(pd.Series([1.0] * 3)) == pytest.approx(2 / 8)  # all signs alike: two of eight
-    assert metrics.sign_flip(pd.Series([0.0, 0.0])) == 1 and metrics.sign_flip(pd.Series([0.1] * 20)) < 0.001
+# --------------------------------------------------------------------------------------------------- scorers and search
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
-
-
-def test_predictions_in_qvals_layout_and_back(tmp_path):
-    points = [Point(f"t{i}", (), ("Action: a", "Action: b", "Action: c"), i, "o", f"{i:016x}") for i in range(2)]
-    values = [[0.5, None, 0.7], [1.0, 1.0, 0.0]]
-
-    def read(points=points):
-        return published.read_folder(tmp_path, points, lambda name: {})
-
-    published.write(tmp_path, "mine", points, values, {"family": "code"})
-    assert read() == ({"mine": ("code", values)}, [])
-    single, ranking = (json.loads((tmp_path / f"mine{end}.json").read_text()) for end in ("", "_ranking"))
-    assert single["values"] == [0.5, 1.0] and single["method_type"] == "eval"  # the actions taken: 0, then 1
-    assert ranking["values"] == [2.0, None, 1.0, 1.5, 1.5, 3.0]
-    assert ranking["config"]["candidate_counts"] == [3, 3]
-    (tmp_path / "mine.json").unlink()
-    assert read()[0] == {"mine": ("code", [[-2.0, None, -1.0], [-1.5, -1.5, -3.0]])}
-    with pytest.raises(UserError, match="other points"):
-        read(points[:1])
-    for damage in ("{", "[]", '{"method_name": "zzz", "values": ["x"]}'):
-        (tmp_path / "zzz.json").write_text(damage)
-        with pytest.raises(UserError, match=r"zzz\.json"):
-            read()
-
-
-# -------------------------------------------------------------------------------------------------------------- scorers
-
-
-def context_of(run, judge=None, code=(), **cache):
-    args = argparse.Namespace(env="frozenlake", run=run, sft=None, base=None, code=code, gamma=0.9, seed=0)
+def context_of(run, judge=None, **cache):
+    args = argparse.Namespace(env="frozenlake", run=run, sft=None, base=None, server=None, gamma=0.9, seed=0)
     return Context(args, judge, cache)
 
 
 @pytest.fixture
 def context(tmp_path, agent):
+    """The agent, also as its own base, and a tree of two steps: left, then right for a reward of 0.5."""
+    first = {"nodes": 3, "messages": root(FakeEnv()).dump(), "task": "find the purse"}
+    steps = [(None, 0.0, False), ("Action: left", 0.0, False), ("Action: right", 0.5, True)]
     tree = [
-        {"task_id": "t", "node_id": 0, "parent_id": None, "action": None, "observation": "", "reward": 0.0, "nodes": 3,
-         "done": False, "branch": 0, "messages": root(FakeEnv()).dump(), "task": "find the purse"},
-        {"task_id": "t", "node_id": 1, "parent_id": 0, "action": "Action: left", "observation": "here",
-         "reward": 0.0, "done": False, "branch": 1},
-        {"task_id": "t", "node_id": 2, "parent_id": 1, "action": "Action: right", "observation": "", "reward": 0.5,
-         "done": True, "branch": 1},
+        {"task_id": "t", "node_id": i, "parent_id": i - 1 if i else None, "action": action, "observation": "here",
+         "reward": reward, "done": done, "branch": min(i, 1)}
+        for i, (action, reward, done) in enumerate(steps)
     ]  # fmt: skip
-    write_jsonl(tmp_path / "trees.jsonl", tree)
+    write_jsonl(tmp_path / "trees.jsonl", [tree[0] | first, *tree[1:]])
     policy = Policy.load(agent)
     context = context_of(tmp_path, sft=policy, base=policy)
     context.args.sft = agent
     return context
 
 
-def scored(name, context, actions=ACTIONS, env=None, policy=None):
-    env = env or FakeEnv()
-    return run(scorer(name, context)(env, root(env), actions, ("t", 0)), answered(policy))[0]
+def scored(name, context, actions=ACTIONS):
+    env = FakeEnv()
+    decision = Decision(env, root(env), actions, ("t", 0))
+    values, _ = run(entry(name, context).scores(context, decision), answered())
+    assert env.path == ()  # it stands where it stood
+    return values
 
 
 def test_controls_and_what_they_know(tmp_path):
-    env, context = FakeEnv(), context_of(tmp_path)
-    assert scored("oracle", context, env=env) == pytest.approx([0.5 * 0.81, 0.81])
+    context = context_of(tmp_path)
+    assert scored("oracle", context) == pytest.approx([0.5 * 0.81, 0.81])
     assert len(set(scored("state_value", context))) == 1 and scored("step_index", context) == [0.0, 0.0]
     random = scored("random", context)
     assert scored("random", context, ACTIONS[::-1]) == random[::-1] and random[0] != random[1]
-    assert env.path == ()
     with pytest.raises(UserError, match="unknown scorer"):
-        scorer("wisdom", context)
+        entry("wisdom", context)
     assert {entry.family for entry in SCORERS.values()} <= set(report.FAMILIES)
 
 
-@pytest.mark.parametrize("parameters, body, expected", [
-    ("state, action, next_state", "len(next_state) - len(state) - 2 * len(action)", [44, 44]),
-    ("state, action", "1 / (action == 'left')", [1, None]),
-    ("state, action", "float('nan' if action == 'left' else '-inf')", [None, None]),
-])  # fmt: skip
-def test_anyones_signal_function(parameters, body, expected, tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(f"def signal_function({parameters}):\n    return {body}\n")
-    assert scored("mine", context_of(tmp_path, code=[str(file)]), ["Action: left", "Action: right"]) == expected
-
-
 def test_the_policys_scores(context):
-    state = root(FakeEnv())
-    logp = context.agent().logprobs([(state, a) for a in ACTIONS])
+    logp = context.agent().logprobs([(root(FakeEnv()), a) for a in ACTIONS])
     assert scored("logprob", context) == pytest.approx(logp)
     assert scored("logprob_token", context) == pytest.approx([v / 5 for v in logp])
     assert scored("log_ratio", context) == pytest.approx([0.0, 0.0])  # the base is the policy
-    p = np.exp(logp) / np.exp(logp).sum()
-    assert scored("confidence", context) == pytest.approx([p @ np.log(p)] * 2)
-    assert scored("self_certainty", context) == pytest.approx([-np.log(p).mean() - np.log(2)] * 2)
     shares = scored("vote_share", context, [react("", a) for a in ("left", "right", "fly")])
     assert sum(shares) == 1 and shares[2] == 0
     assert scored("self_distillation", context) != pytest.approx([0.0, 0.0])
 
 
-def test_trees_and_neighbours(context):
-    actions, state = ["Action: left", "Action: right"], root(FakeEnv())
+def test_labels_are_looked_up_in_trees(context):
+    actions = ["Action: left", "Action: right"]
     # 0.45 after "left", between the root's 0.405 and the leaf's 0.5; "right" occurs nowhere.
     assert scored("tree_bellman", context, actions) == [pytest.approx(0.045 / 0.095), None]
     assert scored("tree_plain", context, actions) == [0, None]  # of one branch there is nothing to compare
-    assert all(0 <= q <= 1 for q in scored("neighbours", context, actions))
-    vectors = embeddings(context.agent(), [(state, a) for a in (*actions, "")])
-    alone = [embeddings(context.agent(), [(state, a)])[0] for a in (*actions, "")]
-    assert np.allclose(vectors, alone, atol=1e-5)  # padding changes nothing
-    assert all(-1.001 <= v <= 1.001 for v in scored("task_cosine", context, actions))
-
-
-# --------------------------------------------------------------------------------------------------------------- search
 
 
 def test_scores_are_entered_into_search(context, monkeypatch):
-    flags = argparse.Namespace(**vars(context.args) | {"server": None, "qnet": None, "plain": False, "device": None})
+    flags = argparse.Namespace(**vars(context.args) | {"qnet": None, "plain": False, "device": None})
     monkeypatch.setattr(q_search, "SCORERS", {})
     answers = {Call: answer, Sample: context.agent().sample}
     methods, paths = search.register([], flags, answers)
@@ -373,12 +339,13 @@ def test_scores_are_entered_into_search(context, monkeypatch):
     env = FakeEnv()
     steered, _ = run(q_search.SCORERS["scorer:logprob"](env, root(env), ACTIONS, ("t", 0)), answered())
     assert steered == pytest.approx(context.agent().logprobs([(root(env), a) for a in ACTIONS]))
-    for names, change, says in (
+    for names, change, reason in (
         (["oracle"], {}, "oracle_step"),
         (["qnet"], {"qnet": Path("qnet-other")}, "--qnet"),
         (["vote_share", "logprob"], {"server": "http://localhost/v1"}, "scorer logprob: --server"),
+        (["direct"], {}, "direct: needs its language model"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=reason):
             search.register(names, argparse.Namespace(**vars(flags) | change), answers)
 
 
@@ -397,26 +364,14 @@ def test_equal_scores_are_taken_at_random_and_missing_ones_last():
 
 
 class Fake:
-    """A judge by script: what it writes to a prompt, and the log-probabilities that it gives to options."""
+    """A judge by script: what it writes to a prompt."""
 
-    def __init__(self, says=None, logp=None, name="small"):
-        self.says, self.logp, self.name, self.questions = says, logp, name, []
+    def __init__(self, reply, name="small"):
+        self.reply, self.name, self.questions = reply, name, []
 
     def write(self, questions):
         self.questions += questions
-        return [self.says(q) for q in questions]
-
-    def choose(self, choices):
-        return [self.logp(q, options) for q, options in choices]
-
-
-def judged(name, tmp_path, **script):
-    judge = Fake(**script)
-    return scored(name, context_of(tmp_path, judge)), judge
-
-
-def last(question):
-    return question.messages[-1][1]
+        return [self.reply(q) for q in questions]
 
 
 @pytest.mark.parametrize("name, reply, values", [
@@ -428,96 +383,125 @@ def last(question):
     ("ranking", "Ranking: 2 2", [None, None]), ("ranking", "the second", [None, None]),
 ])  # fmt: skip
 def test_answers_of_judges_are_read(name, reply, values, tmp_path):
-    got, judge = judged(name, tmp_path, says=lambda q: reply)
-    assert got == values and len(judge.questions) == (2 if name == "direct" else 1)
-    assert ("you stand at start left" in last(judge.questions[0])) == (name == "ranking")  # next states are shown
+    judge = Fake(lambda question: reply)
+    assert scored(name, context_of(tmp_path, judge)) == values
+    assert len(judge.questions) == (2 if name == "direct" else 1)
+    assert ("you stand at start left" in judge.questions[0].text) == (name == "ranking")  # next states are shown
 
 
-def test_judges_of_several_answers(tmp_path):
+def test_sixteen_scores_are_averaged(tmp_path):
     replies = itertools.cycle(["Score: 10", "Score: 30", "??", "Score: 20"])
-    values, judge = judged("direct_16", tmp_path, says=lambda q: next(replies))
-    assert values == [20, 20] and len({q.key for q in judge.questions[:16]}) == 16
-    values, _ = judged("sequential", tmp_path, says=lambda q: f"Score: {len(q.messages)}")
-    assert values == [1, 3]  # the second sees the first one's answer
-    program = "```python\ndef signal_function(state, action, next_state):\n    return len(action)\n```"
-    assert judged("codegen", tmp_path, says=lambda q: program)[0] == [4, 5]
-    assert judged("codegen", tmp_path, says=lambda q: "```python\nimport nothing_of_this_name\n```")[0] == [None, None]
+    judge = Fake(lambda question: next(replies))
+    assert scored("direct_16", context_of(tmp_path, judge)) == [20, 20]
+    assert len({q.key for q in judge.questions[:16]}) == 16
 
 
-def test_judges_by_log_probability(tmp_path):
-    def grade(question, options):
-        top = 19 if "Action: right" in last(question) else 0
-        return [0.0 if i == top else -math.inf for i in range(len(options))]
-
-    assert judged("verifier", tmp_path, logp=grade)[0] == [0, 19]
-    assert judged("verifier", tmp_path, logp=lambda q, o: None)[0] == [None, None]
-
-    def yes(question, options):
-        p = 0.9 if "start right" in last(question) else 0.5
-        return [math.log(p), math.log(1 - p)]
-
-    assert judged("delta_belief", tmp_path, logp=yes)[0] == pytest.approx([0, math.log(0.9 / 0.5)])
-
-
-def test_a_chat_server_and_a_checkpoint_answer_alike(tmp_path):
+def test_a_judge_is_a_chat_server(tmp_path):
     bodies = []
-    top = [{"token": word, "logprob": logp} for word, logp in ((" Yes", -0.1), ("Yes", -3.0), ("No", -2.4))]
-    choice = {"message": {"content": "Score: 7"}, "logprobs": {"content": [{"top_logprobs": top}]}}
 
     def reply(body):
         bodies.append(body)
-        return 200, {"choices": [choice]}
+        return 200, {"choices": [{"message": {"content": "Score: 7"}}]}
 
-    server = started(json_server(reply, ("small",)))
-    judge = judges.load(server.url, None, 0)
-    question = judges.user("how good?", key=("a",))
-    assert judge.write([question, question]) == ["Score: 7"] * 2
-    assert judge.choose([(question, ("Yes", "No", "Maybe"))]) == [[-0.1, -2.4, -math.inf]]
-    assert bodies[0]["model"] == "small" and bodies[0]["seed"] == bodies[1]["seed"] and bodies[-1]["top_logprobs"] == 20
+    server = started(json_server(reply, ("a/small model",)))
+    judge = judges.Judge(server.url)
     assert scored("direct", context_of(tmp_path, judge)) == [7, 7]
     stopped(server)
-    chat = word_chat(max_new_tokens=3)
-    local = judges.Checkpoint(Policy(tiny_lm(chat), chat))
-    assert chat.rendering.max_new_tokens == 2048  # not the checkpoint's own: that is an action's
-    assert len(local.write([question])) == 1
-    (logp,) = local.choose([(question, ("left", "right"))])
-    assert len(logp) == 2 and all(v < 0 for v in logp)
+    assert judges.full_name("direct", judge) == "direct=a-small-model"
+    assert bodies[0]["model"] == "a/small model" and bodies[0]["seed"] == bodies[1]["seed"]
 
 
 # -------------------------------------------------------------------------------------------------------------- a study
 
 
+@pytest.fixture
+def study(tmp_path, monkeypatch, capsys):
+    """Run a study of a few states of small lakes; the scores of each set of labels, and the report."""
+    reply = "1: 1\n2: 2\n3: 3\n4: 4"
+    monkeypatch.setattr(qval, "Judge", lambda name: Fake(lambda question: reply, name))
+
+    def run(*flags, scorers=("random", "code"), points=5, options=("map=random4",)):
+        options = [word for option in options for word in ("--env-option", option)]
+        common = ["--env", "frozenlake", *options, "--run", str(tmp_path), "--actor", "random", "--points", str(points)]
+        qval.main([*common, "--references", "exact", *(["--scorers", *scorers] if scorers else []), *flags])
+        rows = json.loads((tmp_path / "qval" / "alignment.json").read_text())["labels"]
+        return {name: set(scores) for name, scores in rows.items()}, capsys.readouterr().out
+
+    return run
+
+
+def prediction(tmp_path, name):
+    return (tmp_path / "qval" / "predictions" / f"{name}.json").read_bytes()
+
+
+def test_judgements_are_kept_by_their_model(study, tmp_path):
+    scores, _ = study("--judge", "a", scorers=())  # all whose inputs are there
+    assert {"random", "code", "batched=a", "direct_16=a"} <= scores["exact"]
+    before = prediction(tmp_path, "batched=a")
+    scores, _ = study("--judge", "b", scorers=["batched", "random"])
+    assert scores["exact"] == {"batched=b", "random"} and prediction(tmp_path, "batched=b") != before
+    study("--judge", "a", scorers=["batched"])
+    assert prediction(tmp_path, "batched=a") == before
+
+
+def test_overwrite_starts_the_study_again_and_leaves_what_is_of_others(study, tmp_path):
+    study()
+    notes = tmp_path / "qval" / "notes.md"
+    notes.touch()
+    with pytest.raises(UserError, match="--points 5, not 6: --overwrite starts again"):
+        study(points=6)
+    scores, _ = study("--overwrite", points=6, scorers=["random"])
+    assert scores == {"exact": {"random"}} and notes.exists()
+    assert {path.name for path in (tmp_path / "qval" / "predictions").glob("*.json")} == {
+        "random.json", "random.json.meta.json"}  # fmt: skip
+
+
+def test_predictions_are_in_qvals_layout_and_of_these_points_alone(study, tmp_path):
+    study()
+    record, folder = json.loads(prediction(tmp_path, "code")), tmp_path / "qval"
+    points = [json.loads(line) for line in (folder / "points.jsonl").read_text().splitlines()]
+    values = record["metadata"]["candidate_values"]
+    assert record["method_name"] == "code" and record["method_type"] == "eval"
+    assert record["values"] == [row[point["taken"]] for row, point in zip(values, points, strict=True)]
+    assert record["metadata"]["ranking_point_hashes"] == [point["hash"] for point in points]
+    with (folder / "points.jsonl").open("a") as lines:
+        lines.write("\n")
+    with pytest.raises(UserError, match=r"labels-exact\.jsonl was begun with another .*points\.jsonl"):
+        study()
+
+
+@pytest.mark.parametrize("flags, options, ceiling", [
+    (("--references", "exact"), ("map=random4",), r"1\.000 for the labels"),
+    (("--references", "expert", "-K", "1"), ("map=4x4", "slippery=true"), "– for the labels"),
+    (("--references", "expert", "-K", "8"), ("map=4x4", "slippery=true"), r"0\.\d+ for the labels"),
+])  # fmt: skip
+def test_the_ceiling_of_noise_is_told_where_it_is_known(study, flags, options, ceiling):
+    assert re.search(rf"Ceilings per state: {ceiling}' noise", study(*flags, options=options, points=20)[1])
+
+
 def test_a_study_of_a_small_lake(tmp_path, agent, monkeypatch, capsys):
     common = ["--env", "frozenlake", "--env-option", "map=random4", "--run", str(tmp_path), "--sft", str(agent)]
-    names, results = ["random", "step_index", "code", "logprob", "task_cosine"], tmp_path / "results.jsonl"
+    names, results = ["random", "step_index", "code", "logprob", "untried"], tmp_path / "results.jsonl"
     monkeypatch.setattr(Policy, "sample", lambda self, requests: [say("right") * r.n for r in requests])
     qval.main(["search", *common, "--scorer", *names, "-M", "3", "--limit", "5"])
     assert list(downstream.rewards(results, "frozenlake")) == names
     with pytest.raises(UserError, match="of frozenlake, not of webshop"):
         downstream.rewards(results, "webshop")
-    flags = [*common, "--actor", "random", "--trajectories", "3", "--points", "20", "-K", "2", "--results"]
-    flags += [str(results), "--references", "exact", "policy"]
-    flags += ["--scorers", *names, "oracle"]
-    qval.main(flags)
-    shown, folder = capsys.readouterr().out, tmp_path / "qval"
-    record = json.loads((folder / "alignment.json").read_text())
-    exact = record["labels"]["exact"]
-    assert exact["oracle"]["rho"]["mean"] == pytest.approx(1) and exact["step_index"]["rho"]["mean"] == 0
+    flags = ["--actor", "random", "--trajectories", "3", "--points", "20", "-K", "2", "--results", str(results)]
+    qval.main([*common, *flags, "--references", "exact", "policy", "--scorers", *names, "oracle"])
+    record = json.loads((tmp_path / "qval" / "alignment.json").read_text())
+    scores = record["labels"]["exact"]
+    assert scores["oracle"][metrics.RHO]["mean"] == pytest.approx(1) and scores["step_index"][metrics.RHO]["mean"] == 0
     assert set(record["labels"]) == {"exact", "policy max", "policy mean"}
-    assert "What rollouts buy" in shown and "Alignment against downstream" in shown
-    assert (folder / "forest-exact.png").exists()
-    assert json.loads((folder / "labels" / "exact.json").read_text())["method_type"] == "gt"
-    with pytest.raises(UserError, match="--points 20, not 31"):
-        qval.main([*flags, "--points", "31"])
+    assert "Alignment against downstream" in capsys.readouterr().out
 
 
 def summary(title, order):
     """Five scores, the per-state figure of which is their reward's rank; the global one is the reverse."""
     rows = {}
     for i, name in enumerate("abcde"):
-        figures = dict.fromkeys(("failed_last", "top_1", "gain", "centred", "actor"), float(i))
-        rho = {"mean": float(i), "low": 0.0, "high": 0.0, "n": 9}
-        rows[name] = {"family": "code", "orders": True, "rho": rho, "overall": -float(i), **figures}
+        figures = dict.fromkeys(downstream.PREDICT, float(i)) | {"global": -float(i)}
+        rows[name] = {**figures, metrics.RHO: {"mean": float(i)}, "orders": True}
     rewards = {name: {f"t{t}": order.index(name) + t / 100 for t in range(6)} for name in order}
     return {"title": title, "labels": {"exact": rows}, "rewards": rewards}
 
@@ -537,9 +521,6 @@ def test_which_metric_predicts_the_reward(tmp_path, capsys):
     downstream.main([str(tmp_path / "abcde"), str(tmp_path / "bacde"), "--out", str(tmp_path / "all.md")])
     assert "| rho per state | 1.000 [1.000, 1.000] | 0.900" in capsys.readouterr().out
     assert "5 scorers" in (tmp_path / "all.md").read_text()
-
-
-# -------------------------------------------------------------------------------------------------------------- targets
 
 
 def test_td_and_mc_targets_by_hand():

@@ -18,16 +18,14 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
-from experiments.qval.metrics import markdown
+from experiments.qval.metrics import RHO, markdown
 from qlass import UserError
 from qlass.cli import run_stage
 from qlass.files import replacing
-from qlass.records import Number, read_jsonl, wrong
+from qlass.records import read_results
 from reporting.stats import Estimate
 
-# The figures of alignment.json that are to predict the reward; rho is the per-state one.
-METRICS = {"rho": "rho per state", "failed_last": "failures last", "top_1": "top-1", "gain": "gain",
-           "centred": "centred", "overall": "global", "actor": "actor"}  # fmt: skip
+PREDICT = [RHO, "failures last", "top-1", "gain", "centred", "global", "actor"]  # figures that may predict the reward
 LEAST = 4  # scorers for a correlation
 
 
@@ -42,34 +40,27 @@ class Played:
 
 def rewards(path: Path, env: str) -> dict[str, dict[str, float]]:
     """{scorer: {task: reward}} of the lines of `experiments.qval search` in a results file of this environment."""
-    table: dict[str, dict[str, float]] = {}
-    for record in read_jsonl(path):
-        if record.get("method") != "scorer":
-            continue
-        if mistake := wrong(record, {"player": str, "reward": Number}, ["player", "task_id", "reward"]):
-            raise UserError(f"{path}: {mistake}; is it of experiments.qval search?")
-        name, task = record["player"], record["task_id"]
-        if record.get("env") != env:
-            raise UserError(f"{path}: of {record.get('env')}, not of {env}")
-        if task in table.setdefault(name, {}):
-            raise UserError(f"{path}: {name} plays {task} twice: one M, split, seed and label a file is expected")
-        table[name][task] = record["reward"]
-    if not table:
+    lines = pd.DataFrame.from_records([record for record in read_results(path) if record["method"] == "scorer"])
+    if lines.empty:
         raise UserError(f"{path}: nothing of experiments.qval search")
-    return table
+    if others := {*lines.env} - {env}:
+        raise UserError(f"{path}: of {', '.join(others)}, not of {env}")
+    if lines.duplicated(["player", "task_id"]).any():
+        raise UserError(f"{path}: a scorer plays a task twice: one M, split, seed and label a file is expected")
+    return {name: dict(zip(own.task_id, own.reward, strict=True)) for name, own in lines.groupby("player", sort=False)}
 
 
 def played(summary: dict) -> Played | None:
     """From alignment.json, against its first labels. Left out: scores without a rho, and scores of the state alone,
-    which all choose at random."""
+    which all choose at random. None where fewer than LEAST scores are left."""
     alignment = pd.DataFrame.from_dict(next(iter(summary["labels"].values())), orient="index")
-    rewards = pd.DataFrame.from_dict(summary.get("rewards") or {}, orient="index")
-    alignment["rho"] = alignment["rho"].map(lambda estimate: estimate["mean"])
-    names = rewards.index[rewards.index.isin(alignment[alignment.orders & alignment.rho.notna()].index)]
+    rewards = pd.DataFrame.from_dict(summary["rewards"], orient="index")
+    alignment[RHO] = alignment[RHO].map(lambda estimate: estimate["mean"])
+    names = rewards.index.intersection(alignment[alignment.orders & alignment[RHO].notna()].index, sort=False)
     rewards = rewards.loc[names].dropna(axis=1).sort_index(axis=1)  # tasks that all have played
     if len(names) < LEAST or rewards.empty:
         return None
-    return Played(summary["title"], alignment.loc[names, list(METRICS)].fillna(0.0).rename(columns=METRICS), rewards)
+    return Played(summary["title"], alignment.loc[names, PREDICT].fillna(0.0), rewards)
 
 
 def correlations(studies: Sequence[Played], draws: int = 2000) -> dict[str, Estimate]:
@@ -78,23 +69,24 @@ def correlations(studies: Sequence[Played], draws: int = 2000) -> dict[str, Esti
     names = [name for name in studies[0].rewards.index if all(name in study.rewards.index for study in studies)]
     if len(names) < LEAST:
         raise UserError(f"{len(names)} scorers have steered in all of these; {LEAST} or more are needed")
+    tables = [(study.alignment.loc[names].to_numpy(), study.rewards.loc[names].to_numpy()) for study in studies]
+    n, sizes = len(names), [rewards.shape[1] for _, rewards in tables]
 
     def rhos(scorers: np.ndarray, tasks: Sequence[np.ndarray]) -> np.ndarray:
-        """Each metric's Spearman with these scorers' rewards on these tasks, mean over environments."""
-        columns = [np.column_stack([metrics[scorers], rewards[scorers][:, lot].mean(axis=1)])
-                   for (metrics, rewards), lot in zip(tables, tasks, strict=True)]  # fmt: skip
-        with np.errstate(invalid="ignore"):  # of a resample without an order: NaN
-            values = np.mean([np.corrcoef(rankdata(c, axis=0), rowvar=False)[-1, :-1] for c in columns], axis=0)
-        return np.append(values, values[first] - values[other])
+        """Each metric's Spearman with these scorers' rewards on these tasks; last the first's beyond the global one."""
+        values = []
+        for (metrics, rewards), drawn in zip(tables, tasks, strict=True):
+            columns = np.column_stack([metrics[scorers], rewards[scorers][:, drawn].mean(axis=1)])
+            with np.errstate(invalid="ignore"):  # of a resample without an order: NaN
+                values.append(np.corrcoef(rankdata(columns, axis=0), rowvar=False)[-1, :-1])
+        mean = np.mean(values, axis=0)
+        return np.append(mean, mean[0] - mean[PREDICT.index("global")])
 
-    tables = [(study.alignment.loc[names].to_numpy(), study.rewards.loc[names].to_numpy()) for study in studies]
-    heads = [*studies[0].alignment, "rho per state - global"]
-    first, other = heads.index("rho per state"), heads.index("global")
-    n, sizes = len(names), [rewards.shape[1] for _, rewards in tables]
     rng = np.random.default_rng(0)
     drawn = [rhos(rng.integers(n, size=n), [rng.integers(size, size=size) for size in sizes]) for _ in range(draws)]
-    low, high = (pd.DataFrame(drawn).quantile(q) for q in (0.025, 0.975))
+    low, high = pd.DataFrame(drawn).quantile([0.025, 0.975]).to_numpy()
     mean = rhos(np.arange(n), [np.arange(size) for size in sizes])
+    heads = [*PREDICT, f"{RHO} - global"]
     return {head: Estimate(*map(float, row), n) for head, *row in zip(heads, mean, low, high, strict=True)}
 
 
@@ -110,7 +102,7 @@ def table(studies: Sequence[Played]) -> str:
     tables = [rows.rename_axis("rank correlation with reward [95 % over scorers and tasks]")]
     for study in studies:
         reward = study.rewards.mean(axis=1).sort_values(ascending=False, kind="stable")
-        columns = {"reward": reward, "rho per state": study.alignment["rho per state"].loc[reward.index]}
+        columns = {"reward": reward, RHO: study.alignment[RHO].loc[reward.index]}
         tables.append(pd.DataFrame(columns).rename_axis(f"scorer ({study.title})"))
     return "\n\n".join(markdown(rows.reset_index()) for rows in tables)
 
@@ -119,7 +111,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", type=Path, nargs="+", help="with alignment.json, one an environment")
     parser.add_argument("--out", type=Path, default=Path("downstream.md"), help="table (default: %(default)s)")
-    args, studies = parser.parse_args(argv), []
+    args = parser.parse_args(argv)
+    studies = []
     for path in (folder / "alignment.json" for folder in args.folders):
         try:
             study = played(json.loads(path.read_bytes()))  # with NaN, where nothing could be measured

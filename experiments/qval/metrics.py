@@ -16,18 +16,21 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from reporting.stats import Estimate, bootstrap
 
 Values = Sequence[Sequence[float | None]]  # of each state's candidates
 STATE = ["block", "state"]
+RHO = "rho per state"
 
 
 def index(counts: Sequence[int], blocks: Sequence[str] = (), taken: Sequence[int] = ()) -> pd.MultiIndex:
     """A row for each candidate of each state; without `blocks` each state is one of its own."""
-    rows = [(blocks[state] if blocks else str(state), state, action, bool(taken) and taken[state] == action)
-            for state, n in enumerate(counts) for action in range(n)]  # fmt: skip
+    rows = [
+        (blocks[state] if blocks else str(state), state, action, bool(taken) and taken[state] == action)
+        for state, n in enumerate(counts)
+        for action in range(n)
+    ]
     return pd.MultiIndex.from_tuples(rows, names=[*STATE, "action", "taken"])
 
 
@@ -49,14 +52,24 @@ def of_blocks(rho: pd.Series) -> pd.Series:
     return rho.groupby("block").mean()
 
 
+def mean_rho(scores: pd.Series, labels: pd.Series) -> float:
+    return float(of_blocks(per_state(scores, labels)).mean())
+
+
+def difference(scores: pd.Series, rival: pd.Series, labels: pd.Series) -> pd.Series:
+    """Of each block, how far a score's per-state rho is above its rival's, on the candidates that both have scored."""
+    shared = scores.notna() & rival.notna()
+    return of_blocks(per_state(scores[shared], labels[shared]) - per_state(rival[shared], labels[shared]))
+
+
 def last(scores: pd.Series) -> pd.Series:
     """The scores, those that failed below all others."""
     return scores.fillna(-np.inf)
 
 
-def ordered(labels: pd.Series) -> pd.Series:
-    """Whether each candidate's state has labels that differ."""
-    return labels.groupby(STATE).transform("nunique") > 1
+def differ(values: pd.Series) -> pd.Series:
+    """Whether the values of a state differ, for each state."""
+    return values.groupby(STATE).nunique() > 1
 
 
 def choices(scores: pd.Series, labels: pd.Series) -> pd.DataFrame:
@@ -66,7 +79,7 @@ def choices(scores: pd.Series, labels: pd.Series) -> pd.DataFrame:
     best, mean = states.transform("max"), states.transform("mean")
     values = pd.DataFrame({"right": labels >= best - 1e-12, "gain": labels - mean, "possible": best - mean})
     top = last(scores) == last(scores).groupby(STATE).transform("max")
-    return values[top & ordered(labels)].groupby(STATE).mean()
+    return values[top].groupby(STATE).mean()[differ(labels)]
 
 
 def alignment(scores: pd.Series, labels: pd.Series) -> dict[str, Any]:
@@ -75,18 +88,17 @@ def alignment(scores: pd.Series, labels: pd.Series) -> dict[str, Any]:
     pairs = pd.DataFrame({"score": scores, "label": labels}).dropna()
     taken = pairs[pairs.index.get_level_values("taken")]
     return {
-        "rho": bootstrap(of_blocks(rho)),  # per state
+        RHO: bootstrap(of_blocks(rho)),
         "states": len(rho),  # with a rho
-        "tied": int((labels.groupby(STATE).nunique() < 2).sum()),  # without: one candidate, or equal labels
-        "failed_last": float(of_blocks(per_state(last(scores), labels)).mean()),
+        "failures last": mean_rho(last(scores), labels),
         "coverage": len(pairs) / len(labels),  # share of candidates with a score
-        "top_1": float(choice.right.mean()),
+        "top-1": float(choice.right.mean()),
         "gain": float(choice.gain.mean() / choice.possible.mean()),  # over that of the highest label
         "centred": correlation((pairs - pairs.groupby(STATE).transform("mean")).round(12)),  # without V(s)
-        "overall": correlation(pairs),  # global Spearman over all (s, a)
+        "global": correlation(pairs),  # Spearman over all (s, a)
         "tau": correlation(pairs, "kendall"),
         "actor": correlation(taken),  # over the actions taken: QVAL's published figure
-        "actor_tau": correlation(taken, "kendall"),
+        "actor tau": correlation(taken, "kendall"),
     }
 
 
@@ -97,7 +109,7 @@ def correlation(pairs: pd.DataFrame, method: str = "spearman") -> float:
 
 def permutation_ceiling(labels: pd.Series) -> float:
     """The best per-state rho of scores that tie no two candidates, where labels do tie some."""
-    return float(of_blocks(per_state(labels.groupby(STATE).rank(method="first"), labels)).mean())
+    return mean_rho(labels.groupby(STATE).rank(method="first"), labels)
 
 
 def label_ceiling(returns: pd.DataFrame) -> float:
@@ -107,25 +119,12 @@ def label_ceiling(returns: pd.DataFrame) -> float:
     (Spearman-Brown), and its correlation with the truth the root of that, .03 to .08 high with four candidates.
     NaN where nothing tells the noise: fewer than eight returns make ranks too coarse; labels may all be equal.
     """
-    if returns.shape[1] < 8 or not ordered(returns.mean(axis=1).round(9)).any():
+    if returns.shape[1] < 8 or not differ(returns.mean(axis=1).round(9)).any():
         return np.nan
     even, odd = (returns.iloc[:, start::2].mean(axis=1) for start in (0, 1))
-    r = np.mean([of_blocks(per_state(even, odd)).mean(), of_blocks(per_state(odd, even)).mean()])
+    r = np.mean([mean_rho(even, odd), mean_rho(odd, even)])
     r = np.maximum(0.0, r)  # which keeps NaN
     return float(np.sqrt(2 * r / (1 + r)))
-
-
-def difference(scores: pd.Series, rival: pd.Series, labels: pd.Series) -> pd.Series:
-    """Of each block, how far a score's per-state rho is above its rival's, on the candidates that both have scored."""
-    shared = scores.notna() & rival.notna()
-    return of_blocks(per_state(scores[shared], labels[shared]) - per_state(rival[shared], labels[shared]))
-
-
-def sign_flip(differences: pd.Series) -> float:
-    """Two-sided p of a mean of 0: the share of random signs under which the mean is at least as far from it."""
-    if len(differences) < 2:
-        return 1.0
-    return float(stats.permutation_test((differences,), np.mean, permutation_type="samples", rng=0).pvalue)
 
 
 def markdown(table: pd.DataFrame) -> str:

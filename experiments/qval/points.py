@@ -1,13 +1,24 @@
-"""The states in which scores are judged: a behaviour policy visits them, on tasks that nothing was trained on.
+"""Points, the states in which scores are judged, and their labels: what an action is worth there.
 
-A line of points.jsonl is enough to restore a state anywhere: reset the task, replay the prefix; the hash of the
-observation says whether the state is the same.
+A behaviour policy visits the points, on tasks that nothing was trained on. A line of points.jsonl is enough to restore
+one anywhere: reset the task, replay the prefix; the hash of the observation says whether the state is the same.
+
+Labels are Q(s, a) of a reference policy:
+
+    exact    the optimal policy: FrozenLake by value iteration, WebShop by weighing every purchase in reach
+    planner  the shortest plan of a player who knows where everything is (ALFWorld)
+    expert   the environment's expert, from the state that the action leads to; K times where the ice slips
+    policy   K rollouts of the agent: "max" is QVAL's MVMC, "mean" the plain Monte-Carlo value
+
+If the episode ends with reward r after n steps, the action's own included, the action is worth gamma^(n - 1) r. The
+step limit counts for all references.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
@@ -19,6 +30,12 @@ from qlass.driver import ask
 
 DRAWS = 4  # of the agent in each state: what it does, and what else it might have done
 FIRST, LAST, MOST = 1, 2, 3  # turns dropped at the two ends of a trajectory, and the most that are kept of one
+REFERENCES = {
+    "frozenlake": ("exact", "expert", "policy"),
+    "webshop": ("exact", "policy"),
+    "alfworld": ("planner", "expert", "policy"),
+}
+EXACT = ("exact", "planner")  # without noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +57,9 @@ class Point:
         for action in self.prefix:
             observation, *_ = env.step(parse_action(action))
             state = state.then(action, env.message(observation))
-        if digest(state) != self.hash:
-            raise UserError(
-                f"task {self.task_id}: {len(self.prefix)} actions lead to another state than when the points were "
-                "collected; --overwrite starts the study again"
-            )
+        if digest(state.messages[-1][1]) != self.hash:
+            steps = f"task {self.task_id}: {len(self.prefix)} actions lead to another state than when the points were"
+            raise UserError(f"{steps} collected; --overwrite starts the study again")
         return state
 
     @classmethod
@@ -52,8 +67,8 @@ class Point:
         return cls(**{**record, "prefix": tuple(record["prefix"]), "candidates": tuple(record["candidates"])})
 
 
-def digest(state: State) -> str:
-    return hashlib.sha256(state.messages[-1][1].encode()).hexdigest()[:16]
+def digest(observation: str) -> str:
+    return hashlib.sha256(observation.encode()).hexdigest()[:16]
 
 
 def trajectory(
@@ -84,7 +99,7 @@ def trajectory(
         candidates = distinct_actions([taken, *drawn, *uniform])[:width]  # the first of equals: the one taken stays
         shuffled = tuple(action for _, action in sorted(zip(order, candidates, strict=False)))
         seen, block = state.messages[-1][1], env.block(task_id)
-        points.append(Point(task_id, prefix, shuffled, shuffled.index(taken), seen, digest(state), block))
+        points.append(Point(task_id, prefix, shuffled, shuffled.index(taken), seen, digest(seen), block))
         observation, _, terminated, truncated, _ = env.step(parse_action(taken))
         state, done = state.then(taken, env.message(observation)), terminated or truncated
         prefix += (taken,)
@@ -94,13 +109,84 @@ def trajectory(
     return [inner[i] for i in sorted(sorted(range(len(inner)), key=lambda i: order[i])[:MOST])]
 
 
-def distinct(trajectories: Iterable[list[Point]], wanted: int) -> Iterator[Point]:
-    """The points one by one, each (task, observation) once, until there are as many as wanted."""
+def distinct(trajectories: Iterable[list[Point]]) -> Iterator[Point]:
+    """The points one by one, each (task, observation) once."""
     seen: set[tuple[str, str]] = set()
-    for points in trajectories:
-        for point in points:
-            if len(seen) < wanted and (point.task_id, point.hash) not in seen:
-                seen.add((point.task_id, point.hash))
-                yield point
-        if len(seen) >= wanted:
-            return
+    for point in itertools.chain.from_iterable(trajectories):
+        if (point.task_id, point.hash) not in seen:
+            seen.add((point.task_id, point.hash))
+            yield point
+
+
+# -------------------------------------------------------------------------------------------------------------- labels
+
+
+def references(env: str) -> tuple[str, ...]:
+    """The policies whose values can be labels. Of other environments nobody knows the values."""
+    return REFERENCES.get(env, ("policy",))
+
+
+def drawn(reference: str, task_id: str) -> bool:
+    """Whether a label is K returns, which differ by their random numbers; else it is one."""
+    return reference == "policy" or (reference == "expert" and task_id.startswith("slippery"))
+
+
+def label(
+    env: envs.TextEnv, point: Point, i: int, k: int, reference: str, gamma: float, rendering: Rendering
+) -> Generator[Any, Any, float]:
+    """The k-th return of a point's i-th candidate. Each has its own random numbers, those of slippery ice too."""
+    state, text = point.restore(env), point.candidates[i]
+    key = (point.task_id, "label", point.hash, i, k)
+    if reference == "policy":
+        value = yield from rollout(env, state, text, gamma, key, rendering)
+    elif reference == "expert":
+        value = expert(env, point.task_id, parse_action(text), gamma, key)
+    else:
+        value = exact(env, parse_action(text), gamma)
+    env.close()
+    return value
+
+
+def exact(env: envs.TextEnv, action: str, gamma: float) -> float:
+    """Q*(s, a) where `env` stands, which is left as it was."""
+    if hasattr(env, "q_star_of"):  # its steps may slip: no single next state decides
+        return env.q_star_of(action, gamma)
+    start = env.snapshot()
+    _, reward, terminated, truncated, _ = env.step(action)
+    value = reward if terminated or truncated else env.optimal_value(gamma)
+    env.restore(start)
+    return float(value)
+
+
+def expert(env: envs.TextEnv, task_id: str, action: str, gamma: float, key: tuple) -> float:
+    """The discounted reward of the expert after this action."""
+    reseed(env, key)
+    _, reward, terminated, truncated, _ = env.step(action)
+    player, discount = env.expert(task_id), 1.0
+    while not (terminated or truncated) and (decision := next(player, None)):
+        _, reward, terminated, truncated, _ = env.step(decision[1])
+        discount *= gamma
+    return discount * float(reward)
+
+
+def rollout(
+    env: envs.TextEnv, state: State, text: str, gamma: float, key: tuple, rendering: Rendering
+) -> Generator[Any, Any, float]:
+    """The discounted reward of the agent after this action."""
+    reseed(env, key)
+    observation, reward, terminated, truncated, _ = env.step(parse_action(text))
+    t = 0
+    while not (terminated or truncated):
+        t += 1
+        state = state.then(text, env.message(observation))
+        if rendering.markov:  # the same state, whatever led there: the agent reads it once
+            state = State(state.messages[-1:], state.task)
+        (candidate,) = yield ask(env, state, 1, (*key, t), rendering)
+        text = candidate.text
+        observation, reward, terminated, truncated, _ = env.step(parse_action(text))
+    return round(gamma**t * float(reward), 6)
+
+
+def reseed(env: envs.TextEnv, key: tuple) -> None:
+    """Give slippery ice other random numbers from here on."""
+    env.reseed(int(uniforms(1, *key, "ice")[0] * 2**53))

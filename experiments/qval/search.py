@@ -15,16 +15,15 @@ from pathlib import Path
 
 import envs
 import q_search
-from experiments.qval import judges
-from experiments.qval.scorers import Call, Context, Scorer, Scores, answer, available, inputs, need_no_weights, scorer
+from experiments.qval.judges import Judge, full_name
+from experiments.qval.scorers import Call, Context, Decision, Entry, Scores, answer, available, entry, inputs
 from qlass import UserError
 from qlass.chat import State, uniforms
 from qlass.driver import Sample
 
 KNOWING = {"oracle", "state_value"}  # they know the true values: --method oracle_step is their search
-BLIND = {"step_index", "confidence", "self_certainty"}  # of the state alone: they choose at random, as `random` does
-# They step each candidate to see the next state.
-PEEKING = {"value_gain", "self_distillation", "ranking", "delta_belief", "gvl", "codegen", "codegen_16", "eureka"}
+BLIND = {"step_index"}  # of the state alone: it chooses at random, as `random` does
+PEEKING = {"value_gain", "self_distillation", "ranking"}  # they step each candidate
 
 
 def decided(scores: Sequence[float | None], key: tuple) -> list[float]:
@@ -37,13 +36,14 @@ def decided(scores: Sequence[float | None], key: tuple) -> list[float]:
     return values
 
 
-def steering(score: Scorer, context: Context, answers: dict) -> Callable[..., Scores]:
+def steering(entry: Entry, context: Context, answers: dict) -> Callable[..., Scores]:
     """A score as q_search.SCORERS has them; `answers` are those of the search."""
 
     def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
         sample = answers[Sample]  # of the agent that the search has loaded, below its wordings with --paraphrase
         context.cache.setdefault("sft", getattr(sample, "sample", sample).__self__)
-        return decided((yield from score(env, state, candidates, key)), (context.args.seed, *key))
+        values = yield from entry.scores(context, Decision(env, state, candidates, key))
+        return decided(values, (context.args.seed, *key))
 
     return scores
 
@@ -51,37 +51,33 @@ def steering(score: Scorer, context: Context, answers: dict) -> Callable[..., Sc
 def register(names: Sequence[str], args: argparse.Namespace, answers: dict) -> tuple[list[str], list[Path]]:
     """Enter these scores (none named: all whose inputs are there) into q_search.py; their methods, and their inputs."""
     context = Context(args)
-    names = names or [name for name in available(context) if name not in KNOWING | BLIND]
     if args.qnet:
         raise UserError("--qnet: scores are of the nets in --run; leave it out, or give another --out")
-    for name in KNOWING.intersection(names):
-        raise UserError(f"--scorer {name}: it knows the true values; --method oracle_step searches with those")
-    if args.server:
-        need_no_weights(names, context)
     methods, paths = [], []
-    for name, _, model in (given.partition("=") for given in names):
-        judge = judges.load(model, args.device, args.seed, args.plain) if model else None
-        judged = dataclasses.replace(context, judge=judge)
-        score = steering(scorer(name, judged), judged, answers)
-        methods.append(f"scorer:{judges.full_name(name, judge)}")
-        paths += inputs(name, context)
-        q_search.SCORERS[methods[-1]] = score
-        q_search.STEP_EACH |= {score} if name in PEEKING else set()
+    for given in names or [name for name in available(context) if name not in KNOWING | BLIND]:
+        name, _, url = given.partition("=")
+        if name in KNOWING:
+            raise UserError(f"--scorer {name}: it knows the true values; --method oracle_step searches with those")
+        judged = dataclasses.replace(context, judge=Judge(url) if url else None)
+        chosen, method = entry(name, judged), f"scorer:{full_name(name, judged.judge)}"
+        q_search.SCORERS[method] = steering(chosen, judged, answers)
+        if name in PEEKING:
+            q_search.STEP_EACH.add(q_search.SCORERS[method])
+        methods.append(method)
+        paths += inputs(chosen, context)
     return methods, paths
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    flags = argparse.ArgumentParser(
-        "python -m experiments.qval search", description=__doc__.split("\n")[0], allow_abbrev=False,
-        epilog="further flags: those of q_search.py, but for --method",
-    )  # fmt: skip
-    what = "scores, judges as JUDGE=URL#MODEL (default: all scores whose inputs are there, but judges)"
+    name, rest = "python -m experiments.qval search", "further flags: those of q_search.py, but for --method"
+    flags = argparse.ArgumentParser(name, description=__doc__.split("\n")[0], epilog=rest, allow_abbrev=False)
+    what = "scores, judges as JUDGE=URL#MODEL (default: all but judges whose inputs are there)"
     flags.add_argument("--scorer", nargs="+", default=[], metavar="NAME", help=what)
     own, rest = flags.parse_known_args(argv)
     args = q_search.arguments(rest)
     if args.method != ["qlass"]:
         raise UserError("--method: search follows what --scorer names; q_search.py plays the methods")
-    return argparse.Namespace(**vars(args) | {"scorer": own.scorer, "base": None, "code": [], "gamma": 0.95})
+    return argparse.Namespace(**vars(args) | {"scorer": own.scorer, "base": None, "gamma": 0.95})
 
 
 def main(argv: list[str]) -> None:
