@@ -1,24 +1,20 @@
-import itertools
 import json
 import random
 import subprocess
 import sys
 import time
-from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("scienceworld")
 
-import build_trees
 import envs
 from environments.sciworld import expert as sciworld_expert
 from environments.sciworld import simulator as sciworld
 from environments.sciworld import tasks
 from environments.sciworld.expert import held_after
-from qlass.chat import Rendering
-from qlass.driver import Candidate
 
 HERE = Path(__file__).parents[1]
 BOIL = "Your task is to boil water. For compounds without a boiling point, combusting the substance is also acceptable."
@@ -39,19 +35,19 @@ def play(env, task_id, actions):
 def test_splits_are_the_packages_and_disjoint():
     env = envs.make("sciworld", balanced=False, simulators=1)
     ids = {split: env.split_ids(split) for split in ("train", "val", "test_seen", "test_unseen", "all")}
-    assert len(set(ids["all"])) == len(ids["all"]) == sum(len(ids[split]) for split in ids if split != "all")
-    assert len({task.split("/", 1)[1] for task in ids["all"]}) == len(ids["all"])  # without the split's own name
+    assert len({task.split("/", 1)[1] for task in ids["all"]}) == sum(
+        len(ids[split]) for split in ids if split != "all"
+    )
     assert len({task.split("/")[1] for task in tasks.task_ids("eto")["all"]}) == 24
     assert {task.split("/")[1] for task in tasks.task_ids("task-1-boil,melt")["all"]} == {"boil", "melt"}
-    assert 0.05 < len(ids["val"]) / (len(ids["val"]) + len(ids["train"])) < 0.15
     simulator = sciworld.simulators().nearest(sciworld.Task("boil", 0), ())
     for name in ("identify-life-stages-2", "power-component", "chemistry-mix", "lifespan-longest-lived"):
         simulator.load(sciworld.Task(name, 0))
         variations = {s: {int(i.split("/")[2]) for i in ids[s] if i.split("/")[1] == name} for s in ids}
         assert variations["train"] | variations["val"] == set(simulator.engine.getVariationsTrain())
         for split, theirs in (("test_seen", "Dev"), ("test_unseen", "Test")):
-            whole = sorted(getattr(simulator.engine, f"getVariations{theirs}")())
-            assert variations[split] == {v for i, v in enumerate(whole) if i not in (0, 2, 4)} and variations[split]
+            everything = sorted(getattr(simulator.engine, f"getVariations{theirs}")())
+            assert variations[split] == {v for i, v in enumerate(everything) if i not in (0, 2, 4)} != set()
 
 
 def test_etos_ids_name_tasks(env):
@@ -65,15 +61,12 @@ def test_etos_ids_name_tasks(env):
 
 
 def test_balanced_splits_hold_some_variations_of_every_task(env):
-    whole, balanced = tasks.task_ids("eto", balanced=False), tasks.task_ids("eto")
+    everything, balanced = tasks.task_ids("eto", balanced=False), tasks.task_ids("eto")
     for split, most in {"train": 60, "val": 10, "test_seen": 10, "test_unseen": 10}.items():
-        assert set(balanced[split]) <= set(whole[split])
-        counts = {kind: [0, 0] for kind in map(env.task_type, whole[split])}
-        for i, ids in enumerate((whole[split], balanced[split])):
-            for task_id in ids:
-                counts[env.task_type(task_id)][i] += 1
-        assert all(some == min(all_of_them, most) for all_of_them, some in counts.values())
-    assert len(balanced["test"]) >= 150 and len(balanced["test_seen"]) >= 150
+        assert set(balanced[split]) <= set(everything[split])
+        counts = Counter(map(env.task_type, everything[split]))
+        expected = {kind: min(count, most) for kind, count in counts.items()}
+        assert Counter(map(env.task_type, balanced[split])) == expected
 
 
 def test_published_splits(tmp_path):
@@ -95,7 +88,6 @@ def test_published_splits(tmp_path):
 @pytest.mark.parametrize(
     ("options", "split", "task", "message"),
     [
-        ({}, "dev", None, "unknown split 'dev'"),
         ({"tasks": "boil,fry"}, "test", None, "unknown task 'fry': choose of boil, "),
         ({"simulators": 0}, "test", None, "simulators=0: at least one"),
         ({"simplifications": "esay"}, None, "train/boil/0", "Unknown simplification label: esay"),
@@ -169,7 +161,7 @@ def test_the_step_limit_pays_the_best_score_and_eto_has_its_own_limits():
 
 # ---------------------------------------------------------------------------------------------------- restore by replay
 @pytest.mark.parametrize("seed", range(3))
-def test_a_restored_snapshot_repeats_the_future(env, seed):
+def test_a_restored_snapshot_repeats_the_future_though_the_simulator_dies(env, seed):
     rng = random.Random(seed)
     task = rng.choice(["train/grow-plant/3", "train/chemistry-mix/2", "train/test-conductivity/5"])
     env.reset(options={"task_id": task})
@@ -179,10 +171,15 @@ def test_a_restored_snapshot_repeats_the_future(env, seed):
     snapshot, actions = env.snapshot(), walk(6)
     future = [env.step(action)[:4] for action in actions]
     play(env, "train/find-animal/0", ["look around"])  # the one simulator is somewhere else
-    sciworld.simulators().answers.clear()
     other = env.fork()
-    other.restore(snapshot)
-    assert [other.step(action)[:4] for action in actions] == future
+    for dies in (False, True):
+        sciworld.simulators().answers.clear()
+        other.restore(snapshot)
+        again = [other.step(action)[:4] for action in actions[:3]]
+        if dies:
+            sciworld.simulators().answers.clear()
+            sciworld.simulators().running[-1].process.kill()
+        assert again + [other.step(action)[:4] for action in actions[3:]] == future
 
 
 def test_circuits_work_at_the_same_step_in_every_replay(env):
@@ -222,9 +219,8 @@ def test_candidates_are_few_valid_and_begin_with_what_the_task_names(env):
     candidates, valid = env.candidates(), env.valid_actions()
     actions = [action for _, action in candidates]
     assert len(valid) > 500 and len(set(actions)) == len(actions) <= 60 and set(actions) <= set(valid)
-    assert {"look around", "wait", "teleport to bathroom", "pick up thermometer", "focus on thermometer"} <= set(
-        actions
-    )
+    named = {"look around", "wait", "teleport to bathroom", "pick up thermometer", "focus on thermometer"}
+    assert named <= set(actions)
     assert not any("sewer" in action or "focus on air" in action for action in actions)
     assert dict(map(reversed, candidates))["pick up thermometer"] == "I can use the thermometer."
 
@@ -252,42 +248,6 @@ def test_no_java_process_is_left_however_python_ends(ending):
     while alive(java) and time.time() < until:
         time.sleep(0.05)
     assert not alive(java)
-
-
-def test_trees_are_the_same_though_simulators_die_in_the_middle(tmp_path, monkeypatch, agent):
-    """The agent is a rule over the valid actions; every few answers a simulator is killed."""
-    task, killed = "train/find-plant/1", []
-
-    def choose(requests):
-        answers = []
-        for r in requests:
-            luck = random.Random(str((r.key, len(r.state.messages))))
-            answers.append([Candidate(luck.choice(r.valid), 3, -1.0) for _ in range(r.n)])
-        return answers
-
-    class Rule:
-        chat, computed, sample = Namespace(rendering=Rendering(candidates="valid")), 0, staticmethod(choose)
-
-    def ask(pool, *question):
-        found = plain_ask(pool, *question)
-        if len(killed) < kills and next(count) % 7 == 6:
-            killed.append(pool.running[-1].process.pid)
-            pool.running[-1].process.kill()
-        return found
-
-    monkeypatch.setattr("build_trees.load_agent", lambda args, env: Rule)
-    monkeypatch.setattr(tasks, "task_ids", lambda *_: {"train": [task]})
-    plain_ask, made = sciworld.Simulators.ask, []
-    monkeypatch.setattr(sciworld.Simulators, "ask", ask)
-    for kills in (0, 2):
-        count, out = itertools.count(), tmp_path / f"trees-{kills}.jsonl"
-        sciworld.simulators().answers.clear()
-        argv = ["--env", "sciworld", "--run", str(tmp_path), "--sft", str(agent), "--out", str(out)]
-        build_trees.main([*argv, "--rollouts", "2", "--steps", "4", "--limit", "1", "--env-option", "simulators=1"])
-        made.append(out.read_bytes())
-    sciworld.simulators().close()
-    assert len(set(killed)) == 2 and made[0] == made[1] and made[0].count(b"\n") > 6
-    assert not any(map(alive, killed))
 
 
 def test_candidates_know_of_what_is_held_by_what_was_read_alone():

@@ -84,12 +84,8 @@ def test_prices_and_goals_are_drawn_as_in_the_original(kind, seed):
 @recorded
 def test_published_splits():
     splits = webshop_data.splits([{"asin": ""}] * 12_087, SHARED)  # as many goals as the full catalogue has
-    assert {name: len(indices) for name, indices in splits.items()} == {
-        "all": 12_087,
-        "train": 1823,
-        "test": 200,
-        "test_500": 500,
-    }
+    sizes = {name: len(indices) for name, indices in splits.items()}
+    assert sizes == {"all": 12_087, "train": 1823, "test": 200, "test_500": 500}
     assert len({*splits["train"]} & {*splits["test"]}) == 21
     with pytest.raises(envs.UserError, match=r"_indices.*only 6910 goals"):
         real_shop(split_file=SHARED)
@@ -99,8 +95,7 @@ def test_a_limit_of_tasks_per_product_keeps_the_first(tmp_path):
     goals = [{"asin": asin} for asin in "abaacab"]
     for limit, kept in ((math.inf, [*range(7)]), (1, [0, 1, 4]), (2, [0, 1, 2, 4, 6]), (9, [*range(7)])):
         splits = webshop_data.splits(goals, None, limit)
-        assert splits["all"] == kept
-        assert sorted(splits["train"] + splits["val"] + splits["test"]) == kept
+        assert splits["all"] == sorted(splits["train"] + splits["val"] + splits["test"]) == kept
     file = tmp_path / "test_indices.json"
     file.write_text("[6, 5, 3, 2, 1]")
     assert webshop_data.splits(goals, file, 1) == {"test": [6, 5], "all": [0, 1, 4]}
@@ -203,12 +198,14 @@ def test_pages(shop):
     assert env.step("search[the]")[0].endswith("Page 1 (Total results: 0) [SEP] Next >")
 
 
-def test_an_empty_bullet_is_an_empty_entry(shop):
+@pytest.mark.parametrize(
+    ("bullets", "shown"), [(["warm", "", "soft"], "warm [SEP]  [SEP] soft"), (["a", "\n", "b"], "a [SEP] b"), ("", "")]
+)
+def test_an_empty_bullet_is_an_empty_entry(shop, bullets, shown):
     """A bullet has a leading blank; white space with a line break is no text."""
-    for bullets, shown in (["warm", "", "soft"], "warm [SEP]  [SEP] soft"), (["a", "\n", "b"], "a [SEP] b"), ("", ""):
-        env = shop([SHIRT | {"small_description": bullets}])
-        observation = play(env, "search[shirt]", "click[b000000001]", "click[features]")[0]
-        assert observation.partition(" [SEP] Back to Search [SEP] < Prev [SEP] ")[2] == shown
+    env = shop([SHIRT | {"small_description": bullets}])
+    observation = play(env, "search[shirt]", "click[b000000001]", "click[features]")[0]
+    assert observation.partition(" [SEP] Back to Search [SEP] < Prev [SEP] ")[2] == shown
 
 
 def test_options_are_kept_on_sub_pages_replaced_by_name_and_dropped_on_the_way_back(shop):
@@ -222,19 +219,9 @@ def test_options_are_kept_on_sub_pages_replaced_by_name_and_dropped_on_the_way_b
     assert env.session.options == ()
 
 
-NOT_VALID = (
-    "",
-    "buy now",
-    "click[]",
-    "Click[next >]",
-    "click [next >]",
-    "click[wine]",
-    "search[a[b]]",
-    "click\n[next >]",
+@pytest.mark.parametrize(
+    "action", ["", "buy now", "click[]", "Click[next >]", "click [next >]", "click[wine]", "search[a[b]]", "click\n[a]"]
 )
-
-
-@pytest.mark.parametrize("action", NOT_VALID)
 def test_what_is_not_valid_changes_nothing_but_counts_a_step(shop, action):
     env = shop()
     page = play(env, "search[shirt]")
@@ -253,31 +240,29 @@ def test_text_behind_the_last_bracket_is_ignored_and_a_value_with_brackets_is_ou
 
 
 # The goal has 2 attributes, 2 options and a price limit: each part weighs 1/5.
-BUY = {
-    # "breathable" is in the description, "machine wash" is like "machine washable"; 27 <= 30
-    "plain": (["search[cotton]", "click[b000000001]"], 3 / 5),
-    # "x-large" holds all words of "large"; "dark blue | green" is "blue", the first colour in it
-    "options": (["search[cotton]", "click[b000000001]", "click[x-large]", "click[dark blue | green]"], 5 / 5),
-    "wrong option": (["search[cotton]", "click[b000000001]", "click[wine]"], 3 / 5),
-    # no attribute; price 25 of the range was drawn; two common breadcrumbs, but no common noun: type 0
-    "other kind": (["search[wool]", "click[a000000002]"], 0.0),
-    # price 100; no common query or breadcrumb, but one of two nouns of the goal's title: type 1; nothing else
-    "other place": (["search[lamp]", "click[c000000003]"], 0.0),
-}
-
-
-@pytest.mark.parametrize("name", BUY)
-def test_rewards_by_hand(shop, name):
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [
+        # "breathable" is in the description, "machine wash" is like "machine washable"; 27 <= 30
+        (["search[cotton]", "click[b000000001]"], 3 / 5),
+        # "x-large" holds all words of "large"; "dark blue | green" is "blue", the first colour in it
+        (["search[cotton]", "click[b000000001]", "click[x-large]", "click[dark blue | green]"], 5 / 5),
+        (["search[cotton]", "click[b000000001]", "click[wine]"], 3 / 5),
+        # no attribute; price 25 of the range was drawn; two common breadcrumbs, but no common noun: type 0
+        (["search[wool]", "click[a000000002]"], 0.0),
+        # price 100; no common query or breadcrumb, but one of two nouns of the goal's title: type 1; nothing else
+        (["search[lamp]", "click[c000000003]"], 0.0),
+    ],
+)
+def test_rewards_by_hand(shop, actions, expected):
     env = shop()
-    actions, expected = BUY[name]
     assert play(env, *actions)[1] == 0
     observation, reward, done, truncated, info = env.step("click[buy now]")
-    assert (reward, done, truncated) == (pytest.approx(expected), True, False)
-    assert observation.endswith(f"[SEP] {reward} [SEP] Reward Details [SEP] None")
-    assert observation.startswith(env.message(observation).removeprefix(env.prefix)) and "Your score" in observation
+    assert (reward, done, truncated) == (pytest.approx(expected), True, False) and info["valid_actions"] == []
+    assert observation.endswith(f"[SEP] {reward} [SEP] Reward Details [SEP] None") and "Your score" in observation
+    assert observation.startswith(env.message(observation).removeprefix(env.prefix))
     assert "score" not in env.message(observation) and env.message(observation).endswith("[SEP] Goal [SEP] None")
     assert env.message("Reward [SEP] Reward [SEP] 1") == env.prefix + "Reward [SEP] Reward [SEP] 1"  # a page's text
-    assert info["valid_actions"] == []
     assert env.score(actions[1][6:-1].upper(), dict(enumerate(a[6:-1] for a in actions[2:])))[0] == reward
 
 
@@ -316,9 +301,8 @@ def test_nouns_of_a_title(shop, monkeypatch):
 
 
 def test_plain_color():
-    assert [webshop.plain_color(v) for v in ("dark blue", "standard", "xl")] == ["blue", "tan", "xl"]
-    assert webshop.plain_color(("color", "wine")) == "wine"
-    assert webshop.plain_color(("color", "dark wine")) == "('color', 'dark wine')"
+    colours = "dark blue", "standard", "xl", ("color", "wine"), ("color", "dark wine")
+    assert [webshop.plain_color(v) for v in colours] == ["blue", "tan", "xl", "wine", "('color', 'dark wine')"]
 
 
 # ------------------------------------------------------------------------------------------------------- environment
@@ -361,15 +345,10 @@ def test_mistakes_are_told_with_their_place(shop, tmp_path, monkeypatch, options
 
 
 def test_candidates_of_the_start_page_come_from_the_instruction_alone():
-    assert webshop_data.queries(GOAL["instruction_text"]) == [
-        "find me a breathable cotton shirt with color: blue, and size: large",
-        "breathable cotton shirt with color: blue, and size: large",
-        "breathable cotton shirt",
-    ]
-    assert webshop_data.queries("i need an odd long lasting green tea, and price lower than 9.00 dollars") == [
-        "i need an odd long lasting green tea",
-        "odd long lasting green tea",
-    ]
+    options = "breathable cotton shirt with color: blue, and size: large"
+    assert webshop_data.queries(WISH) == ["find me a " + options, options, "breathable cotton shirt"]
+    tea = "i need an odd long lasting green tea, and price lower than 9.00 dollars"
+    assert webshop_data.queries(tea) == ["i need an odd long lasting green tea", "odd long lasting green tea"]
 
 
 @pytest.fixture(scope="module")
@@ -391,16 +370,15 @@ def test_valid_actions_act(endless):
     env, rng = endless, random.Random(0)
     for task in rng.sample(env.task_ids("all"), 5):
         _, info = env.reset(options={"task_id": task})
-        for _ in range(6):
+        while info["valid_actions"] and env.steps < 6:
             here = env.snapshot()
             chosen = [f"click[{value}]" for _, value in env.session.options]
             for action in info["valid_actions"]:
                 env.restore(here)
                 env.step(action)
                 assert env.session != here[1] or action in chosen
-            if info["valid_actions"]:
-                env.restore(here)
-                *_, info = env.step(rng.choice(info["valid_actions"]))
+            env.restore(here)
+            *_, info = env.step(rng.choice(info["valid_actions"]))
 
 
 # ------------------------------------------------------------------------------------------------------------ search

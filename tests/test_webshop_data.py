@@ -5,6 +5,7 @@ import json
 import os
 import random
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -29,11 +30,13 @@ def some(env, n, split="all"):
     return random.Random(0).sample(ids, min(n, len(ids)))
 
 
-def play(env, task, choose):
-    """[(action, reward)] of an episode whose actions `choose` yields."""
+def play(env, task, player):
+    """[(action, reward)] of an episode that `player(env, task)` plays."""
     env.reset(options={"task_id": task})
     steps = []
-    for action in choose(env, task):
+    for thought, action in player(env, task):
+        if player is expert:
+            assert (thought, action) in env.candidates(), "a demonstration must be what `--candidates valid` offers"
         _, reward, done, truncated, _ = env.step(action)
         steps.append((action, reward))
         if done or truncated:
@@ -42,21 +45,15 @@ def play(env, task, choose):
 
 
 def expert(env, task):
-    for thought, action in env.expert(task):
-        assert (thought, action) in env.candidates(), "a demonstration must be what `--candidates valid` offers"
-        yield action
+    return env.expert(task)
 
 
 def oracle(env, task):
-    return (action for _, action in env.oracle(task))
+    return env.oracle(task)
 
 
 def by_rule(name):
-    return lambda env, task: (action for _, action in env.rules()[name]())
-
-
-def mean(rewards):
-    return sum(rewards) / len(rewards)
+    return lambda env, task: env.rules()[name]()
 
 
 # -------------------------------------------------------------------------------------------------------- the files
@@ -141,12 +138,11 @@ def test_only_the_oracle_acts_on_the_hidden_goal(options):
     folder = options.get("data") or make_webshop.ensure(0)
     other.shop = webshop.Shop(folder, title_nouns=options.get("title_nouns"), page_size=env.shop.page_size)
     players = {"oracle": oracle, "expert": expert} | {name: by_rule(name) for name in env.rules()}
-    tasks, same = some(env, 30), {name: 0 for name in players}
+    tasks, same = some(env, 30), dict.fromkeys(players, 0)
     hidden = [dict(goal) for goal in other.shop.goals]
     for task, stranger in zip(tasks, reversed(tasks), strict=True):
-        other.shop.goals[int(task)] = hidden[int(stranger)] | {
-            "instruction_text": env.shop.goals[int(task)]["instruction_text"]
-        }
+        sentence = {"instruction_text": env.shop.goals[int(task)]["instruction_text"]}
+        other.shop.goals[int(task)] = hidden[int(stranger)] | sentence
     for task in tasks:
         for name, player in players.items():
             actions, others = ([action for action, _ in play(e, task, player)] for e in (env, other))

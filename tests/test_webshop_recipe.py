@@ -2,12 +2,10 @@
 
 import json
 
-import bellman
 import build_trees
 import envs
 import q_search
 import sft
-import train_qnet
 from qlass.chat import State, parse_action, react
 from qlass.records import actions_by_task, read_trajectories
 
@@ -51,17 +49,10 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys
     flags += ["--human-goals", "--split-file", options["split_file"], "--instruction", options["instruction"]]
     sft.main([*flags, "--expert", str(tmp_path / "eto.json"), "--epochs", "2"])
     build_trees.main([*flags, "--rollouts", "2"])
-    bellman.main(flags)
-    train_qnet.main([*flags, "--epochs", "1"])
-    q_search.main([*flags, "--method", "expert", "greedy", "qlass", "--max-steps", "4"])
-
     trees = [json.loads(line) for line in (tmp_path / "trees.jsonl").read_text().splitlines()]
     published = actions_by_task(tmp_path / "eto.json", env)
     for root in (node for node in trees if node["parent_id"] is None):  # tau_0 is the file's, known by its first words
         shown = [n["action"] for n in trees if n["task_id"] == root["task_id"] and n["expert"]]
         assert shown == published[root["observation"].strip()]
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [(line["method"], line["task_id"]) for line in lines] == [
-        (method, task) for method in ("expert", "greedy", "qlass") for task in env.task_ids("test")
-    ]
+    q_search.main([*flags, "--method", "expert", "greedy", "--max-steps", "4"])
     assert "over 2 test tasks" in capsys.readouterr().out
