@@ -7,7 +7,6 @@ be told is None, not 0.
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from qlass.chat import State
 from qlass.files import input_of, lineage
-from qlass.records import known_id, openings, records_of
+from qlass.records import known_id, records_of
 
 if TYPE_CHECKING:
     from envs import TextEnv
     from qlass.policy import Policy
     from qlass.qnet import Pair
-
-TRIED = 100  # training tasks, by whose words it is seen whether demonstrations without ids are of this environment
 
 
 @dataclass(frozen=True)
@@ -73,41 +70,24 @@ def leaks(
 def leaked(env: TextEnv, tasks: list[str], learned: Learned | str, source: str) -> int | None:
     """How many of the tasks played are about what was learned from, the same task or product; a line where any are.
 
-    Demonstrations without ids (ETO's of WebShop) are known by their words: a task's first observation or, where that
-    has other words too, its instruction. None, with a line, where nothing is known.
+    None, with a line, where that is not known, as of demonstrations without ids.
     """
     n = None
     if isinstance(learned, Learned):
-        player = env.fork()
-        ids = set(env.task_ids("train") if learned.played else ())
-        texts: list[str] = []
+        ids: set[str | None] = set(env.task_ids("train") if learned.played else ())
         for path, most in learned.files:
             records = (record for _, record in records_of(path) if record.get("parent_id") is None)  # trees: the root
-            own = {known_id(record, env) for record in itertools.islice(records, most)}
-            texts += [words(text) for text in openings(path, most)] if None in own else []
-            ids |= own - {None}
-        subjects = {env.subject(str(task)) for task in ids}
-        n = sum(env.subject(task) in subjects or is_told(player, task, texts) for task in tasks)
-        if texts and not n and not any(is_told(player, task, texts) for task in env.task_ids("train")[:TRIED]):
-            names = ", ".join(path.name for path, _ in learned.files)
-            n, learned = None, f"{names}: no task ids, and none of the texts is of a task known here"
-        player.close()
+            ids |= {known_id(record, env) for record in itertools.islice(records, most)}
+        if None in ids:
+            learned = f"{', '.join(path.name for path, _ in learned.files)}: no task ids"
+        else:
+            subjects = {env.subject(str(task)) for task in ids}
+            n = sum(env.subject(task) in subjects for task in tasks)
     if n is None:
         print(f"warning: whether tasks played are also in the {source} is not known: {learned}", file=sys.stderr)
     elif n:
         print(f"warning: {n} of {len(tasks)} tasks played are also in the {source}", file=sys.stderr)
     return n
-
-
-def words(text: str) -> str:
-    return " ".join(re.findall(r"\w+", text.lower()))
-
-
-def is_told(env: TextEnv, task: str, texts: list[str]) -> bool:
-    """Whether one of these texts tells a player the task."""
-    observation, info = env.reset(options={"task_id": task}) if texts else ("", {})
-    phrases = [observation, info.get("task", "")] if env.unique_tasks else [observation]
-    return any(words(phrase) in text for phrase in phrases for text in texts)
 
 
 def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], float], gap: float = 0.05) -> dict:

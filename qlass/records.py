@@ -321,9 +321,3 @@ def actions_by_task(
         if rewards is not None and actions and record.get("reward") is not None:
             rewards[task] = record["reward"]
     return demonstrations
-
-
-def openings(path: Path, most: int | None = None) -> list[str]:
-    """The first observation of each of the first `most` demonstrations that has no task id."""
-    trajectories = itertools.islice(read_trajectories(path), most)
-    return [first_observation(state)[1] for state, record in trajectories if record.get("task_id") is None]

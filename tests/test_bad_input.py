@@ -240,20 +240,13 @@ def test_tasks_that_were_learned_from_are_counted_and_told(tmp_path, agent, fake
 
 
 class Shop:
-    """Tasks of three products, known by their instruction alone."""
+    """Tasks of three products."""
 
-    unique_tasks = True
     published_id = staticmethod(lambda record: None)
     subject = staticmethod({"1": "mug", "2": "mug", "3": "shirt"}.get)
 
-    def reset(self, options: dict) -> tuple[str, dict]:
-        task = f"I need product {options['task_id']}!"
-        return f"WebShop. Instruction: {task} Search", {"task": task}
-
     def task_ids(self, split: str) -> list[str]:
         return ["1", "2"]
-
-    fork = close = lambda self: self
 
 
 def leaks_of(tmp_path, capsys, records: list[dict], played: list[str], most: int | None = None):
@@ -273,18 +266,11 @@ def test_another_task_of_the_same_product_is_a_leak(tmp_path, capsys):
     assert leaks_of(tmp_path, capsys, trees, ["1", "7"], most=2)[0] == 2  # 1 is of the same product as 2
 
 
-def test_demonstrations_without_ids_are_known_by_their_words(tmp_path, capsys):
-    def eto(observation: str) -> dict:
-        turns = [("human", "You shop."), ("gpt", "OK"), ("human", observation), ("gpt", "Action: search[x]")]
-        return {"conversations": [{"from": who, "value": text} for who, text in turns]}
-
-    theirs = [eto("Instruction: [SEP] i need product 1 [SEP] Search"), eto("Instruction: i need product 7")]
-    warning = "warning: 1 of 2 tasks played are also in the trees\n"
-    assert leaks_of(tmp_path, capsys, theirs, ["1", "3"]) == (1, warning)
-    assert leaks_of(tmp_path, capsys, theirs, ["3"]) == (0, "")  # a training task is known by its words
-    count, warning = leaks_of(tmp_path, capsys, theirs[1:], ["3"])
-    assert count is None and "is not known: learned.jsonl: no task ids, and none of the texts" in warning
-    assert leaks_of(tmp_path, capsys, theirs[::-1], ["1"], most=1)[0] is None  # the other was not learned from
+def test_whether_demonstrations_without_ids_leak_is_not_known(tmp_path, capsys):
+    turns = [("human", "You shop."), ("gpt", "OK"), ("human", "Search"), ("gpt", "Action: search[x]")]
+    theirs = {"conversations": [{"from": who, "value": text} for who, text in turns]}
+    count, warning = leaks_of(tmp_path, capsys, [theirs], ["3"])
+    assert count is None and "in the trees is not known: learned.jsonl: no task ids" in warning
 
 
 def checkpoint(path: Path, **arguments) -> Path:
