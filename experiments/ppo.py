@@ -30,7 +30,7 @@ import bellman
 import envs
 from experiments.decisions import pack_decisions
 from experiments.learning import Learner, learn, learner_parser, load, without_dropout
-from experiments.tree_grpo import LR, LR_TINY, Batch, Forest, add_update, batches, line_of, play, update
+from experiments.tree_grpo import LR, LR_TINY, Batch, Group, add_update, batches, line_of, play, update
 from qlass import models
 from qlass.chat import Chat, State
 from qlass.cli import at_least, handed_on, must_exist, parse, run_stage, settle
@@ -61,10 +61,10 @@ def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.
     return A[:-1]
 
 
-def advantages(trees: Forest, values: dict[State, float], gamma: float, lam: float) -> list[np.ndarray]:
+def advantages(group: Group, values: dict[State, float], gamma: float, lam: float) -> list[np.ndarray]:
     """A of each decision of each trajectory; nan where it was forced."""
-    A = [np.full(len(trajectory.decisions), np.nan) for trajectory in itertools.chain(*trees)]
-    for steps, trajectory in zip(A, itertools.chain(*trees), strict=True):
+    A = [np.full(len(trajectory.decisions), np.nan) for trajectory in group]
+    for steps, trajectory in zip(A, group, strict=True):
         turns = [t for t, decision in enumerate(trajectory.decisions) if not decision.forced]
         steps[turns] = gae([values[trajectory.decisions[t].state] for t in turns], trajectory.reward, gamma, lam)
     return A
@@ -72,9 +72,9 @@ def advantages(trees: Forest, values: dict[State, float], gamma: float, lam: flo
 
 def whitened(A: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
     """The advantages of all turns of a batch, shifted and scaled to mean 0 and standard deviation 1."""
-    turns = np.concatenate([steps for forest in A for steps in forest])
+    turns = np.concatenate([steps for group in A for steps in group])
     mean, std = np.nanmean(turns), np.nanstd(turns) + 1e-6
-    return [[np.nan_to_num((steps - mean) / std) for steps in forest] for forest in A]
+    return [[np.nan_to_num((steps - mean) / std) for steps in group] for group in A]
 
 
 # ---------------------------------------------------------------------------------------------------------- the critic
@@ -88,9 +88,9 @@ def state_values(critic: QNet, tree: TokenTree, ends: torch.Tensor) -> torch.Ten
 
 
 @torch.no_grad()
-def values_of(critic: QNet, chat: Chat, forests: Sequence[Forest], room: int) -> dict[State, float]:
+def values_of(critic: QNet, chat: Chat, groups: Sequence[Group], room: int) -> dict[State, float]:
     """V of each state in which there was a choice."""
-    decisions = list(dict.fromkeys(d for trees in forests for t in itertools.chain(*trees) for d in t.decisions))
+    decisions = list(dict.fromkeys(d for group in groups for trajectory in group for d in trajectory.decisions))
     values = {}
     for pack in pack_decisions(chat, decisions, room):
         V = state_values(critic, pack.tree, torch.tensor(pack.ends))
@@ -107,12 +107,12 @@ def value_loss(V: torch.Tensor, old: torch.Tensor, target: torch.Tensor) -> torc
 Visits = list[tuple[float, float]]  # (V, A + V) of a decision's state, for each trajectory through it
 
 
-def returns(forests: Sequence[Forest], A: Sequence[list[np.ndarray]], values: dict[State, float]) -> list[Visits]:
+def returns(groups: Sequence[Group], A: Sequence[list[np.ndarray]], values: dict[State, float]) -> list[Visits]:
     """Those of each decision, numbered as in `batches`."""
     visits: list[Visits] = []
-    for trees, steps in zip(forests, A, strict=True):
+    for group, steps in zip(groups, A, strict=True):
         own: dict = {}
-        for trajectory, each in zip(itertools.chain(*trees), steps, strict=True):
+        for trajectory, each in zip(group, steps, strict=True):
             for decision, a in zip(trajectory.decisions, each, strict=True):
                 v = values.get(decision.state, 0.0)
                 own.setdefault(decision, []).append((v, a + v))
@@ -196,20 +196,20 @@ def main(argv: list[str] | None = None) -> None:
 
     def iteration(last: dict) -> dict:
         spent = 0 if last["batch"] else warm_up(learner, critic, args.labels, args.warm_up)
-        forests = play(learner, env, last, args, args.chains, 0, 0)
-        values = values_of(critic, learner.chat, forests, learner.room)
-        A = [advantages(trees, values, args.gamma, args.lam) for trees in forests]
+        groups = play(learner, env, last, args, args.chains, 0, 0)
+        values = values_of(critic, learner.chat, groups, learner.room)
+        A = [advantages(group, values, args.gamma, args.lam) for group in groups]
         white = whitened(A)
-        parts = [slice(i, i + args.minibatch) for i in range(0, len(forests), args.minibatch)]
-        minibatches = [batches(learner, forests[part], white[part]) for part in parts]  # before the first update
-        visits = [returns(forests[part], A[part], values) for part in parts]
+        parts = [slice(i, i + args.minibatch) for i in range(0, len(groups), args.minibatch)]
+        minibatches = [batches(learner, groups[part], white[part]) for part in parts]  # before the first update
+        visits = [returns(groups[part], A[part], values) for part in parts]
         figures = []
         for number, (minibatch, own) in enumerate(zip(minibatches, visits, strict=True), last["updates"] + 1):
             criticise(critic, minibatch, own)
             figures.append(update(learner, minibatch, args.kl, args.entropy, number))
         V, G = np.array(list(itertools.chain.from_iterable(itertools.chain(*visits)))).T
         explained = 1 - np.nanvar(G - V) / (np.nanvar(G) + 1e-9)  # variance of the returns
-        line = line_of(last, forests, figures)
+        line = line_of(last, groups, figures)
         del line["flat"]  # a task whose chains earn the same teaches too
         return line | {"explained": round(float(explained), 6), "played": last.get("played", 0) + spent}
 

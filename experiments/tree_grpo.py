@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import itertools
 import zlib
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -68,23 +67,24 @@ class Trajectory:
 
     decisions: tuple[Decision, ...]
     reward: float
+    tree: int = 0
 
 
-Forest = list[list[Trajectory]]  # a task's trees
+Group = Sequence[Trajectory]  # of one task, tree by tree
 
 
 def forest(
     env: envs.TextEnv, task_id: str, M: int, N: int, L: int, rendering: Rendering, key: tuple
-) -> Generator[Sample, list, Forest]:
+) -> Generator[Sample, list, Group]:
     """M chains, then L rounds in which each tree grows N more: M (N L + 1) leaves. `key` names the noise."""
     observation, info = env.reset(options={"task_id": task_id})
     root = Node(State.first(env, observation, info), env.snapshot())
     nodes = [[root] for _ in range(M)]  # of each tree, the root and what is no leaf
-    trees: Forest = [[] for _ in range(M)]
+    leaves: list[Trajectory] = []
 
     def chain(tree: int, node: Node) -> Generator[Sample, list, None]:
         """The agent plays from a node of a tree to the end."""
-        name = (*key, task_id, sum(map(len, trees)))
+        name = (*key, task_id, len(leaves))
         env.restore(node.snapshot)
         env.reseed(zlib.crc32(repr(name).encode()))  # else siblings would slip on the same ice
         done = False
@@ -98,7 +98,7 @@ def forest(
             node = Node(state, None if done else env.snapshot(), (*node.decisions, decision))
             if not done:
                 nodes[tree].append(node)
-        trees[tree].append(Trajectory(node.decisions, float(reward)))
+        leaves.append(Trajectory(node.decisions, float(reward), tree))
 
     for tree in range(M):
         yield from chain(tree, root)
@@ -109,43 +109,45 @@ def forest(
         for tree, node in starts:
             yield from chain(tree, node)
     env.close()
-    return trees
+    return sorted(leaves, key=lambda leaf: leaf.tree)
 
 
-def env_steps(trees: Forest) -> int:
+def env_steps(group: Group) -> int:
     """A step above a branching was made once: trajectories hold the same decision there."""
-    return len({id(decision) for trajectory in itertools.chain(*trees) for decision in trajectory.decisions})
+    return len({id(decision) for trajectory in group for decision in trajectory.decisions})
 
 
 # ---------------------------------------------------------------------------------------------------------- advantages
 
 
-def normalised(rewards: Sequence[float], std: bool = True) -> np.ndarray:
-    """(R - mean) / (std + 1e-6), unbiased std; 0 in a flat group, and in a group of one, which compares nothing."""
-    r = np.asarray(rewards, dtype=float)
-    return (r - r.mean()) / (r.std(ddof=1) + 1e-6 if std and len(r) > 1 else 1)
+def normalised(values: Sequence[float], groups: Sequence[Any], std: bool = True) -> np.ndarray:
+    """(x - mean) / (std + 1e-6) within each group, unbiased std; 0 where a group is flat, or of one."""
+    x, A = np.asarray(values, dtype=float), np.zeros(len(values))
+    members: dict[Any, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    for own in members.values():
+        if len(own) > 1:
+            A[own] = (x[own] - x[own].mean()) / (x[own].std(ddof=1) + 1e-6 if std else 1)
+    return A
 
 
-def advantages(trees: Forest, kind: str = "both", discount: float = 1.0, std: bool = True) -> list[np.ndarray]:
-    """A of each decision of each trajectory, tree by tree.
+def advantages(group: Group, kind: str = "both", discount: float = 1.0, std: bool = True) -> list[np.ndarray]:
+    """A of each decision of each trajectory.
 
     A = A_inter + A_intra: the reward normalised among the trajectories of the task, and among those of its tree.
     """
-    trajectories = list(itertools.chain(*trees))
-    inter = normalised([trajectory.reward for trajectory in trajectories], std)
-    intra = np.concatenate([normalised([trajectory.reward for trajectory in tree], std) for tree in trees])
+    rewards = [trajectory.reward for trajectory in group]
+    lengths = [len(trajectory.decisions) for trajectory in group]
+    inter = normalised(rewards, [0] * len(rewards), std)
+    intra = normalised(rewards, [trajectory.tree for trajectory in group], std)
     outcome = {"inter": inter, "intra": intra, "both": inter + intra, "states": inter}[kind]
-    A = [np.full(len(trajectory.decisions), a) for trajectory, a in zip(trajectories, outcome, strict=True)]
+    A = np.repeat(outcome, lengths)
     if kind == "states":
-        visits: dict[str, list[tuple[int, int, float]]] = {}  # by observation: (trajectory, step, return)
-        for i, trajectory in enumerate(trajectories):
-            for t, decision in enumerate(trajectory.decisions):
-                value = discount ** (len(trajectory.decisions) - 1 - t) * trajectory.reward
-                visits.setdefault(decision.state.messages[-1][1], []).append((i, t, value))
-        for group in visits.values():
-            for (i, t, _), a in zip(group, normalised([value for *_, value in group], std), strict=True):
-                A[i][t] += a
-    return A
+        pages = [decision.state.messages[-1][1] for trajectory in group for decision in trajectory.decisions]
+        returns = [discount ** np.arange(n)[::-1] * reward for reward, n in zip(rewards, lengths, strict=True)]
+        A += normalised(np.concatenate(returns), pages, std)
+    return np.split(A, np.cumsum(lengths)[:-1])
 
 
 # ----------------------------------------------------------------------------------------------------- loss and update
@@ -185,22 +187,22 @@ def policy_loss(logp: torch.Tensor, entropy: torch.Tensor, batch: Batch, kl: flo
     return (dual_clip(ratio, batch.positive, batch.negative) + batch.visits * regularisers).sum()
 
 
-def weights(trees: Forest, A: list[np.ndarray]) -> dict[Decision, np.ndarray]:
+def weights(group: Group, A: list[np.ndarray]) -> dict[Decision, np.ndarray]:
     """Of each decision, over the trajectories through it: sum of A > 0, sum of -A > 0, their number.
 
     That is all that `dual_clip` needs, so a shared prefix is computed once; equal decisions of siblings are one too.
     """
     sums: dict[Decision, np.ndarray] = {}
-    for trajectory, steps in zip(itertools.chain(*trees), A, strict=True):
+    for trajectory, steps in zip(group, A, strict=True):
         for decision, a in zip(trajectory.decisions, steps, strict=True):
             sums[decision] = sums.get(decision, np.zeros(3)) + np.array([max(a, 0), max(-a, 0), 1])
     return sums
 
 
 @torch.no_grad()
-def batches(learner: Learner, forests: Sequence[Forest], A: Sequence[list[np.ndarray]]) -> list[Batch]:
-    """The choices of these forests in packs, given `advantages` of each forest."""
-    items = (item for trees, steps in zip(forests, A, strict=True) for item in weights(trees, steps).items())
+def batches(learner: Learner, groups: Sequence[Group], A: Sequence[list[np.ndarray]]) -> list[Batch]:
+    """The choices of these tasks' trajectories in packs, given the `advantages` of each task."""
+    items = (item for group, steps in zip(groups, A, strict=True) for item in weights(group, steps).items())
     decisions, sums = zip(*items, strict=True)
     rows = torch.tensor(np.array(sums), dtype=torch.float32, device=learner.model.device)
     packs = pack_decisions(learner.chat, decisions, learner.room)
@@ -229,8 +231,8 @@ def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, nu
 # --------------------------------------------------------------------------------------------------------- a batch
 
 
-def play(learner: Learner, env: envs.TextEnv, last: dict, args: argparse.Namespace, *shape: int) -> list[Forest]:
-    """The next batch's forests of `shape` M, N, L, by the agent as it is now."""
+def play(learner: Learner, env: envs.TextEnv, last: dict, args: argparse.Namespace, *shape: int) -> list[Group]:
+    """The trajectories of the next batch's tasks, of forests of `shape` M, N, L, by the agent as it is now."""
     chat = copy.copy(learner.chat)
     chat.rendering = dataclasses.replace(chat.rendering, top_p=1.0, top_k=0)  # the distribution that is trained
     tasks = batch_of(env.task_ids("train"), args.seed, last["batch"], args.batch_tasks)
@@ -240,16 +242,16 @@ def play(learner: Learner, env: envs.TextEnv, last: dict, args: argparse.Namespa
     return list(drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True))
 
 
-def line_of(last: dict, forests: list[Forest], figures: Sequence[Any]) -> dict:
+def line_of(last: dict, groups: list[Group], figures: Sequence[Any]) -> dict:
     """The next line of updates.jsonl, from what `update` returned for each minibatch."""
-    rewards = [[trajectory.reward for trajectory in itertools.chain(*trees)] for trees in forests]
+    rewards = [[trajectory.reward for trajectory in group] for group in groups]
     flat = np.mean([np.ptp(task) < 1e-9 for task in rewards])
     means = [np.mean([np.mean(task) for task in rewards]), flat, *np.mean([f.tolist() for f in figures], 0)[:3]]
     return {
         "batch": last["batch"] + 1,
         "updates": last["updates"] + len(figures),
         "tokens": last["tokens"] + int(sum(f[3] for f in figures)),
-        "env_steps": last["env_steps"] + sum(map(env_steps, forests)),
+        "env_steps": last["env_steps"] + sum(map(env_steps, groups)),
         **{name: round(float(x), 6) for name, x in zip(FIGURES, means, strict=True)},
     }
 
@@ -291,13 +293,13 @@ def main(argv: list[str] | None = None) -> None:
 
     def iteration(last: dict) -> dict:
         """Trees of some tasks and the updates on them."""
-        forests = play(learner, env, last, args, args.M, args.draws, args.rounds)
+        groups = play(learner, env, last, args, args.M, args.draws, args.rounds)
         std = args.normalise == "mean-std"
-        A = [advantages(trees, args.advantage, args.discount, std) for trees in forests]
-        parts = [slice(i, i + args.minibatch) for i in range(0, len(forests), args.minibatch)]
-        minibatches = [batches(learner, forests[part], A[part]) for part in parts]  # before the first update
+        A = [advantages(group, args.advantage, args.discount, std) for group in groups]
+        parts = [slice(i, i + args.minibatch) for i in range(0, len(groups), args.minibatch)]
+        minibatches = [batches(learner, groups[part], A[part]) for part in parts]  # before the first update
         numbered = enumerate(minibatches, last["updates"] + 1)
-        return line_of(last, forests, [update(learner, b, args.kl, args.entropy, number) for number, b in numbered])
+        return line_of(last, groups, [update(learner, b, args.kl, args.entropy, number) for number, b in numbered])
 
     learn(learner, env, iteration, args, [], PASSES)
 

@@ -1,6 +1,5 @@
 """Turn-level PPO: advantages by hand, the critic against the plain way, and that it learns a written world."""
 
-import itertools
 import json
 
 import numpy as np
@@ -45,7 +44,7 @@ def test_gae_by_hand():
 def test_forced_steps_are_no_turns():
     short, long = trajectory(1.0, "start", "left"), trajectory(1.0, "start", "walk", "left", forced=[1])
     values = {decision.state: 0.5 for t in (short, long) for decision in t.decisions if not decision.forced}
-    (a,), (b,) = (advantages([[t]], values, 0.9, 0.8) for t in (short, long))
+    (a,), (b,) = (advantages([t], values, 0.9, 0.8) for t in (short, long))
     assert a.tolist() == b[[0, 2]].tolist() and np.isnan(b[1])
     ((white,),) = whitened([[b]])
     assert white[1] == 0 and white[[0, 2]] == pytest.approx([-1, 1], abs=1e-4)
@@ -57,9 +56,8 @@ def test_the_first_turns_advantage_does_not_depend_on_the_length_of_observations
     critic = QNet(tiny_backbone(chat), chat, hidden=8, fast=False)
     torch.nn.init.zeros_(critic.head[-1].weight)
     torch.nn.init.constant_(critic.head[-1].bias, 0.25)
-    trees = [[trajectory(1.0, *[" ".join(["walk"] * words)] * 3)]]
-    values = values_of(critic, chat, [trees], 512)
-    (A,) = advantages(trees, values, 0.99, 0.95)
+    group = [trajectory(1.0, *[" ".join(["walk"] * words)] * 3)]
+    (A,) = advantages(group, values_of(critic, chat, [group], 512), 0.99, 0.95)
     step, g = 0.99 * 0.25 - 0.25, 0.99 * 0.95
     np.testing.assert_allclose(A, [step + g * (step + g * 0.75), step + g * 0.75, 0.75], rtol=1e-6)
 
@@ -75,28 +73,28 @@ def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidat
     chat = word_chat(candidates=candidates, temperature=1.0, max_new_tokens=4)
     model = tiny_lm(chat, initializer_range=0.15)
     growing = (forest(FakeEnv(), f"train{i}", 3, 0, 0, chat.rendering, (i,)) for i in range(2))
-    forests = list(drive(growing, {Sample: Policy(model, chat).sample}))
+    groups = list(drive(growing, {Sample: Policy(model, chat).sample}))
     critic = QNet(tiny_backbone(chat, 1), chat, hidden=16, fast=False).train()
     learner = Learner(model, model, chat, 1e-3)
     learner.room = 20
-    values = values_of(critic, chat, forests, learner.room)
+    values = values_of(critic, chat, groups, learner.room)
 
     def plain(state):
         return critic(input_ids=torch.tensor([chat.prompt(state)]), use_cache=False)[0, -1]
 
     for state, v in values.items():
         assert plain(state).item() == pytest.approx(v, abs=1e-5)
-    A = [[steps + 0.3 for steps in advantages(trees, values, 0.9, 0.8)] for trees in forests]
+    A = [[steps + 0.3 for steps in advantages(group, values, 0.9, 0.8)] for group in groups]
     losses = []
-    for trees, steps in zip(forests, A, strict=True):
-        for t, each in zip(itertools.chain(*trees), steps, strict=True):
+    for group, steps in zip(groups, A, strict=True):
+        for t, each in zip(group, steps, strict=True):
             for decision, a in zip(t.decisions, each, strict=True):
                 V, v = plain(decision.state), values[decision.state]
                 losses.append(value_loss(V, torch.tensor(v), torch.tensor(a + v)))
     torch.stack(losses).mean().backward()
     expected = [p.grad.clone() for p in critic.parameters()]
     critic.zero_grad()
-    criticise(critic, batches(learner, forests, whitened(A)), returns(forests, A, values))
+    criticise(critic, batches(learner, groups, whitened(A)), returns(groups, A, values))
     for p, gradient in zip(critic.parameters(), expected, strict=True):
         assert_close(p.grad, gradient, atol=1e-5, rtol=1e-3)
 

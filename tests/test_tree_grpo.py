@@ -44,13 +44,13 @@ def grow(M, N, L, key=("k",), script=None):
 
 @pytest.mark.parametrize(("M", "N", "L"), [(4, 2, 0), (1, 2, 1), (2, 2, 1), (3, 1, 4)])
 def test_leaves_their_number_and_each_edge_played_once(M, N, L):
-    trees, requests, env = grow(M, N, L)
-    assert [len(tree) for tree in trees] == [N * L + 1] * M
-    assert len(env.played) == len(requests) == env_steps(trees)
+    group, requests, env = grow(M, N, L)
+    assert [trajectory.tree for trajectory in group] == [i for i in range(M) for _ in range(N * L + 1)]
+    assert len(env.played) == len(requests) == env_steps(group)
     assert len({request.key for request in requests}) == len(requests)  # no noise is used twice
-    steps = sum(len(trajectory.decisions) for tree in trees for trajectory in tree)
+    steps = sum(len(trajectory.decisions) for trajectory in group)
     assert len(env.played) < steps or (N * L == 0 and len(env.played) == steps)
-    for trajectory in itertools.chain(*trees):  # leaves earn what their paths pay
+    for trajectory in group:  # leaves earn what their paths pay
         node = WORLD
         for i, decision in enumerate(trajectory.decisions):
             assert path_of(decision.state) == tuple(d.action.split()[-1] for d in trajectory.decisions[:i])
@@ -62,7 +62,7 @@ def test_leaves_their_number_and_each_edge_played_once(M, N, L):
 def test_the_drawn_nodes_are_the_root_and_what_is_no_leaf():
     starts = Counter()
     for i in range(300):
-        ((first, second),), _, _ = grow(1, 1, 1, key=(i,), script=Script({}, "right"))
+        (first, second), _, _ = grow(1, 1, 1, key=(i,), script=Script({}, "right"))
         starts[sum(a is b for a, b in zip(first.decisions, second.decisions, strict=True))] += 1
     assert set(starts) == {0, 1, 2} and min(starts.values()) > 70  # root, right, right right: a third each
 
@@ -73,7 +73,7 @@ def test_siblings_on_slippery_ice_have_luck_of_their_own():
     task = env.task_ids("train")[0]
 
     def ends():
-        (tree,), _ = run(forest(env, task, 1, 12, 1, chat, ("k",)), lambda request: say("down"))
+        tree, _ = run(forest(env, task, 1, 12, 1, chat, ("k",)), lambda request: say("down"))
         return [(len(trajectory.decisions), trajectory.decisions[-1].state) for trajectory in tree]
 
     assert len(set(ends())) > 1 and ends() == ends()
@@ -85,7 +85,7 @@ def test_siblings_on_slippery_ice_have_luck_of_their_own():
 def trees_of(rewards):
     """Trees of trajectories with one decision each."""
     start = Decision(State((("user", "start"),)), "go")
-    return [[Trajectory((start,), reward) for reward in tree] for tree in rewards]
+    return [Trajectory((start,), reward, i) for i, tree in enumerate(rewards) for reward in tree]
 
 
 def test_advantages_by_hand():
@@ -105,8 +105,8 @@ def test_gigpos_second_group_are_discounted_visits_to_an_equal_observation(std):
     def trajectory(reward, *observations):
         return Trajectory(tuple(Decision(State((("user", o),)), "go") for o in observations), reward)
 
-    trees = [[trajectory(1.0, "start", "hall")], [trajectory(0.8, "start", "cave", "hall")], [trajectory(0.5, "x")]]
-    A = [advantages(trees, kind, 0.5, std) for kind in ("states", "inter")]
+    group = [trajectory(1.0, "start", "hall"), trajectory(0.8, "start", "cave", "hall"), trajectory(0.5, "x")]
+    A = [advantages(group, kind, 0.5, std) for kind in ("states", "inter")]
     extra = [a - b for a, b in zip(*A, strict=True)]
     # start: 1 in two steps, .8 in three: .5 and .2, mean .35; hall: 1 and .8, mean .9; cave and x stand alone
     start, hall = (0.5**0.5, 0.5**0.5) if std else (0.15, 0.1)  # of two values the unbiased std is sqrt 2 half the gap
@@ -180,20 +180,20 @@ def world(request):
     if request.param == "free":  # words at random reach no purse: what matters here is that rewards differ
         texts = itertools.cycle(["left", "right", "find", "right", "left"])
         answer = lambda requests: [say(next(texts)) for _ in requests]  # noqa: E731
-    forests = [
-        [[dataclasses.replace(t, reward=t.reward + 0.1 * i) for i, t in enumerate(tree)] for tree in trees]
-        for trees in played(chat, answer, 2)
+    groups = [
+        [dataclasses.replace(t, reward=t.reward + 0.1 * (i % 3)) for i, t in enumerate(group)]
+        for group in played(chat, answer, 2)
     ]
-    return chat, model, old, reference, forests
+    return chat, model, old, reference, groups
 
 
 @pytest.mark.parametrize("room", [5, 2048])
 def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, room):
-    chat, model, old, reference, forests = world
+    chat, model, old, reference, groups = world
     kl, bonus = 0.3, 0.2
     loss, n = torch.zeros(()), 0
-    for trees in forests:  # every trajectory, every step, every advantage by itself
-        for trajectory, steps in zip(itertools.chain(*trees), advantages(trees), strict=True):
+    for group in groups:  # every trajectory, every step, every advantage by itself
+        for trajectory, steps in zip(group, advantages(group), strict=True):
             for decision, a in zip(trajectory.decisions, steps, strict=True):
                 three = [list(plain_choices(m, chat, decision)) for m in (model, old, reference)]
                 for (logp, entropy), (before, _), (anchor, _) in zip(*three, strict=True):
@@ -209,7 +209,7 @@ def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, 
 
     learner = Learner(model, reference, chat, 1e-3)
     learner.room = room
-    packs, total = batches(learner, forests, [advantages(trees) for trees in forests]), 0.0
+    packs, total = batches(learner, groups, [advantages(group) for group in groups]), 0.0
     assert (len(packs) > 1) == (room == 5)
     for batch in packs:
         with torch.no_grad():
@@ -235,7 +235,7 @@ def test_trees_are_of_the_distribution_that_is_trained(temperature):
         drawn.update({(r.state, c.text): c.logprob for r, (c,) in zip(requests, answers, strict=True)})
         return answers
 
-    decisions = list(dict.fromkeys(d for trees in played(chat, answer) for d in weights(trees, advantages(trees))))
+    decisions = list(dict.fromkeys(d for group in played(chat, answer) for d in weights(group, advantages(group))))
     for pack in pack_decisions(chat, decisions, 2048):
         logp, entropy = pack.logprobs(model)
         for value, h, owner in zip(logp.tolist(), entropy.tolist(), pack.owner, strict=True):
@@ -247,7 +247,7 @@ def test_trees_are_of_the_distribution_that_is_trained(temperature):
 def test_a_shared_step_has_the_advantages_of_all_trajectories_through_it():
     a, b, c = (Decision(State((("user", x),)), x) for x in "abc")
     tree = [Trajectory(path, reward) for path, reward in [((a, b), 1.0), ((a, c), 0.0), ((c, c), 0.0)]]
-    sums = weights([tree], advantages([tree], "inter"))
+    sums = weights(tree, advantages(tree, "inter"))
     std = (1 / 3) ** 0.5
     np.testing.assert_allclose(sums[a], (2 / 3 / std, 1 / 3 / std, 2), atol=1e-4)
     np.testing.assert_allclose(sums[b], (2 / 3 / std, 0, 1), atol=1e-4)
