@@ -30,7 +30,7 @@ from qlass.chat import Rendering, State, parse_action, react
 from qlass.cli import at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Sample, ask, drive
 from qlass.files import SAMPLING_FREE, Output, cloned_from
-from qlass.flags import add_loading, add_sampling, load_agent
+from qlass.flags import add_sampling, load_agent
 from qlass.records import TreeNode, actions_by_task, wrong
 
 # App. A.2: D = 3 on WebShop, 6 on ScienceWorld, 8 on ALFWorld (each environment's `tree_depth`). W = 3 and the bound on
@@ -252,7 +252,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     line_9 = "a branch without reward queues nothing (branch, line 9), or its first new node alone (tail)"
     add("--prune", choices=["branch", "tail"], default="branch", help=line_9)
     add("--device")
-    more(flags, add_loading, add_sampling)
+    more(flags, add_sampling)
     return parse(flags, argv)
 
 

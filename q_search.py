@@ -41,7 +41,7 @@ from qlass.checks import leaks
 from qlass.cli import at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Candidate, Likelihood, Sample, Score, ask, drive
 from qlass.files import SAMPLING_FREE, Output
-from qlass.flags import add_loading, add_sampling, load_agent, load_qnet
+from qlass.flags import add_sampling, load_agent, load_qnet
 from qlass.oracles import Scores, by_q_or_reward, by_true_value
 from qlass.paraphrase import add_paraphrases, paraphrased
 from qlass.records import complete_results, identity
@@ -294,7 +294,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=at_least(0, float), metavar="T", help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--max-steps", type=at_least(1), metavar="N", help="step limit (default: the environment's)")
     add("--device")
-    more(flags, add_paraphrases, add_loading, add_sampling)
+    more(flags, add_paraphrases, add_sampling)
     args = parse(flags, argv)
     args.M = args.M or (COMPARED if "all" in args.method else [PAPER["M"]])
     args.out = args.out or args.run / "results.jsonl"

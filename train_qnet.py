@@ -18,7 +18,9 @@ Held-out trees (one in ten) show whether QNet can rank *siblings*, which is all 
 from __future__ import annotations
 
 import argparse
-import sys
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,20 @@ import transformers
 
 import envs
 from qlass import UserError, cli, files, loop, models
-from qlass.chat import PROMPTED, Chat
+from qlass.chat import PROMPTED
 from qlass.checks import policy_scores, print_ranking, sibling_accuracy
-from qlass.cli import at_least, choices, more, parse, settle
-from qlass.fast.packing import PackedPairs, pack_pairs, packed_loss, packed_scores
-from qlass.fast.token_tree import batches
-from qlass.files import checkpoint_folder, only_writer, release, replacing_folder
-from qlass.flags import add_prompted, add_training, check_training, rendering_of, warn_of_another_world
-from qlass.loop import Training, finish, is_trained
+from qlass.cli import at_least, settle
+from qlass.driver import Score
+from qlass.flags import (
+    LORA_LR,
+    add_prompted,
+    add_schedule,
+    add_training,
+    check_training,
+    rendering_of,
+    warn_of_another_world,
+)
+from qlass.loop import Training, micro_batches
 from qlass.policy import Policy
 from qlass.qnet import Pair, QNet, pair_loss, pairs_of
 from qlass.records import read_trees
@@ -44,74 +52,77 @@ PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4
 TINY = {"epochs": 8, "lr": 1e-3, "batch": 64, "loss_on": "last", "max_tokens": 1024, "micro_tokens": 2048}
 SMALL = 50_000_000  # parameters, below which the settings are TINY's
 HELD_OUT = 10  # every tenth tree is not trained on
-TAKES = "10 to 15 minutes with the tiny model on two cores"
 MEASURED = 50  # trees at most, when training is over
+TAKES = "10 to 15 minutes with the tiny model on two cores"
 
 Tree = list[Pair]
 
 # ----------------------------------------------------------------------------------------------------------- training
 
 
-def within_context(chat: Chat, trees: list[Tree]) -> tuple[list[Tree], int]:
-    """The trees without the pairs that the model can't read, and how many these are."""
-    readable = [[pair for pair in tree if chat.fits(pair.state, pair.action)] for tree in trees]
-    return readable, sum(map(len, trees)) - sum(map(len, readable))
+@dataclass(frozen=True)
+class Pack:
+    """Pairs that go through QNet together, and how many tokens that takes: here one, packed as many as fit."""
+
+    pairs: Sequence[Pair]
+    tokens: int
+
+
+def packed(qnet: QNet, trees: list[Tree], loss_on: str, max_tokens: int, fast: bool = True) -> list[Pack]:
+    """The pairs of each tree, depth first, in packs of at most `max_tokens`; one by one if not `fast`."""
+    if fast:
+        from qlass.fast.packing import pack_pairs
+
+        return [pack for tree in trees for pack in pack_pairs(qnet.chat, tree, loss_on, max_tokens)]
+    chat, pairs = qnet.chat, [pair for tree in trees for pair in tree]
+    return [Pack([p], len(chat.prompt(p.state)) + len(chat.action(p.action, p.state.task))) for p in pairs]
 
 
 def hold_out(trees: list[Tree]) -> tuple[list[Tree], list[Tree]]:
-    """Every tenth tree, from the first one on, to measure on; the others to train on."""
-    held_out, training = trees[::HELD_OUT], [tree for i, tree in enumerate(trees) if i % HELD_OUT]
-    tasks = {tree[0].state for tree in training if tree}
-    if shared := sum(tree[0].state in tasks for tree in held_out if tree):
-        print(f"warning: {shared} of {len(held_out)} held-out trees are of tasks that are trained on", file=sys.stderr)
-    return held_out, training or trees
-
-
-def packed(qnet: QNet, trees: list[Tree], loss_on: str, max_tokens: int, fast: bool = True) -> list[PackedPairs]:
-    """The trees' pairs in the order in which they are trained on, as many together as `max_tokens` hold; else each."""
-    return [pack for tree in trees for pack in pack_pairs(qnet.chat, tree, loss_on, max_tokens if fast else 1)]
+    """Trees to train on, and every tenth one, from the first on, to validate; a tree alone is both."""
+    training = [tree for i, tree in enumerate(trees) if i % HELD_OUT]
+    return training or trees, trees[::HELD_OUT]
 
 
 def train(
-    fit: Training, packs: list[PackedPairs], held_out: list[Tree], validation: list[PackedPairs], loss_on: str,
-    micro_tokens: int, fast: bool = True,
-) -> None:  # fmt: skip
-    """Regress QNet onto the Q-values of (s, a). validation: the packs of the held-out trees."""
+    fit: Training, packs: list[Pack], held_out: list[Tree], loss_on: str, micro_tokens: int, fast: bool = True
+) -> None:
+    """Regress QNet onto the Q-values of (s, a)."""
+    if fast:
+        from qlass.fast.packing import packed_loss
     for _ in fit.epochs():
         for update in fit.updates():  # complete packs
             batch = [packs[i] for i in update]
-            pairs = sum(pack.pairs for pack in batch)
-            for group in fit.share(list(batches(batch, lambda pack: len(pack.tree), micro_tokens))):
-                part = [batch[i] for i in group]
-                if not fast:  # Eq. (11)
-                    loss = sum(pair_loss(fit.model, pair, loss_on) for pack in part for pair in pack.members)
-                else:  # the same at a fraction of the cost
-                    loss = packed_loss(fit.model, part)
-                fit.backward(loss / pairs, sum(len(pack.tree) for pack in part))
+            n = sum(len(pack.pairs) for pack in batch)
+            for group in fit.share(micro_batches(batch, lambda pack: pack.tokens, micro_tokens if fast else 1)):
+                if fast:  # the same at a fraction of the cost
+                    loss = packed_loss(fit.model, group)
+                else:
+                    loss = sum(pair_loss(fit.model, pair, loss_on) for pack in group for pair in pack.pairs)  # Eq. (11)
+                fit.backward(loss / n, sum(pack.tokens for pack in group))
             fit.step()
-        figures = ranking(fit.model, held_out, validation, micro_tokens, fast)
-        score = -figures["mse"] if len(held_out) >= 5 else None
-        fit.validated(score, {f"held_out_{name}": value for name, value in figures.items()})
+        figures = ranking(fit.model, held_out)
+        enough = len(held_out) >= 5
+        fit.validated(figures["mse"] if enough else None, {f"held_out_{name}": v for name, v in figures.items()})
 
 
 # --------------------------------------------------------------------------------------------- can it rank siblings?
 
 
-def ranking(qnet: Any, trees: list[Tree], packs: list[PackedPairs], micro_tokens: int, fast: bool = True) -> dict:
-    """`sibling_accuracy` of QNet on these trees, given their packs, and the mean square error of its values (Eq. 8)."""
-    qnet.eval()
+def ranking(qnet: QNet, trees: list[Tree]) -> dict:
+    """The mean square error of QNet's values on these trees (Eq. 8), and how it ranks siblings: `sibling_accuracy`."""
     pairs = [pair for tree in trees for pair in tree]
-    values = packed_scores(qnet, packs, micro_tokens) if fast else [qnet.q(p.state, p.action) for p in pairs]
+    values = [q for (q,) in qnet.score([Score(pair.state, (pair.action,)) for pair in pairs])]
     mse = sum((pair.q - v) ** 2 for pair, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
     scores = {(pair.state, pair.action): v for pair, v in zip(pairs, values, strict=True)}
     return {"mse": mse} | sibling_accuracy(trees, scores)
 
 
-def beside_policy(qnet: Any, policy: Policy, trees: list[Tree], *ranked: Any) -> dict:
+def beside_policy(qnet: QNet, policy: Policy, trees: list[Tree]) -> dict:
     """`ranking` of QNet, and how well the agent's own log-probability ranks the same siblings."""
     of_policy = sibling_accuracy(trees, policy_scores(policy, trees))
     own = {f"policy_{name}": of_policy[name] for name in ("sibling_accuracy", "own_sibling_accuracy")}
-    return ranking(qnet, trees, *ranked) | own
+    return ranking(qnet, trees) | own
 
 
 # --------------------------------------------------------------------------------------------------------------- main
@@ -120,115 +131,83 @@ def beside_policy(qnet: Any, policy: Policy, trees: list[Tree], *ranked: Any) ->
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
     envs.add_arguments(flags, argv)
-    add, default = flags.add_argument, choices(PAPER, TINY)
+    add, default = flags.add_argument, cli.choices(PAPER, TINY)
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
-    add("--epochs", type=at_least(1), help=f"at most ({default('epochs')})")
-    add("--lr", type=at_least(0, float), help=f"{default('lr')}; with --lora {models.LR}")
-    add("--batch", type=at_least(1), help=f"(s, a) pairs an update ({default('batch')})")
+    add_schedule(flags, PAPER, TINY, "(s, a) pairs")
     tokens = ["all", "action", "last"]
     add("--loss-on", choices=tokens, help=f"tokens of (s, a) that carry the loss ({default('loss_on')}; Eq. 11: all)")
     add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
     add("--freeze", action="store_true", help="train the head alone")
     add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
-    more(flags, add_training)
+    cli.more(flags, add_training)
     add("--max-tokens", type=at_least(1), help=f"of a packed tree ({default('max_tokens')})")
-    add("--micro-tokens", type=at_least(1), help=f"padded tokens in memory at once ({default('micro_tokens')})")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
-    more(flags, add_prompted)  # as the trees were grown
+    cli.more(flags, add_prompted)  # as the trees were grown
     add("--device")
-    args = parse(flags, argv)
+    args = cli.parse(flags, argv)
     if args.lora and args.freeze:
         raise UserError("--lora and --freeze: give one of them")
-    if args.plain and loop.divides():
-        raise UserError(
-            "--plain: makes a pass for each pair, and with FSDP all must make as many: leave one of them out"
-        )
     check_training(args)
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    process = loop.start(args.device)
     cli.must_exist(args.labels, args.sft)
     args.labels = cli.needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
-    args.out = checkpoint_folder(args.out or args.run / "qnet", args.sft or args.run / "sft")
-    lock = only_writer(args.out) if process.is_main_process else None
+    args.out = files.checkpoint_folder(args.out or args.run / "qnet", args.sft or args.run / "sft")
+    with loop.training(args.out, args.device) as process:
+        trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
+        args.sft = cli.needed(args.sft, args.run / "sft", "sft", args)
+        warn_of_another_world(args.sft, args)
 
-    trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
-    if not any(trees):
-        raise UserError(f"{args.labels}: no trees with actions")
+        rendering, kind = rendering_of(args.sft, args, PROMPTED), transformers.AutoModel
+        load = functools.partial(
+            models.load_checkpoint, args.sft, kind, args.device,
+            plain=args.plain, rendering=rendering, precision=args.precision,
+        )  # fmt: skip
 
-    args.sft = cli.needed(args.sft, args.run / "sft", "sft", args)
-    warn_of_another_world(args.sft, args)
-    rendering = rendering_of(args.sft, args, PROMPTED)
+        def begin() -> tuple[QNet, Any]:
+            torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or is new
+            backbone, chat = load(load_in=args.load_in, train=not (args.lora or args.freeze))
+            qnet = QNet(backbone, chat, readout=args.readout, fast=not args.plain)
+            if args.freeze:
+                backbone.requires_grad_(False)
+            return qnet, models.save_memory(backbone, args.lora, args.lora_alpha, args.gradient_checkpointing)
 
-    def load(load_in: str | None, float32: bool) -> tuple[Any, Any]:
-        kind = transformers.AutoModel
-        return models.load_checkpoint(
-            args.sft, kind, args.device, load_in, float32, args.plain, rendering, args.precision
-        )
+        qnet, adapter = begin()
+        small = sum(p.numel() for p in qnet.backbone.parameters()) < SMALL
+        settle(args, (TINY if small else PAPER) | ({"lr": LORA_LR} if args.lora else {}))
+        if loop.is_trained(vars(args), [args.labels, args.sft]):
+            return
+        readable = [[pair for pair in tree if qnet.chat.fits(pair.state, pair.action)] for tree in trees]
+        if left_out := sum(map(len, trees)) - sum(map(len, readable)):
+            cut = "" if qnet.chat.rendering.truncate else "; --truncate oldest cuts them"
+            process.print(f"{left_out} pairs are left out: they are beyond the model's context{cut}")
+        training, held_out = hold_out(readable)
+        packs = packed(qnet, training, args.loss_on, args.max_tokens, not args.plain)
+        if not packs:
+            raise UserError(f"{args.labels}: no pair of (s, a) to train on")
+        fit = Training("qnet", qnet, vars(args), [len(pack.pairs) for pack in packs])
+        train(fit, packs, held_out, args.loss_on, args.micro_tokens, not args.plain)
+        qnet, adapter = fit.result((qnet, adapter), begin)
+        if not process.is_main_process:
+            return
 
-    def begin() -> tuple[QNet, Any]:
-        torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or is new
-        qnet = QNet(
-            *load(args.load_in, float32=not (args.lora or args.freeze)), readout=args.readout, fast=not args.plain
-        )
-        if args.freeze:
-            qnet.backbone.requires_grad_(False)
-        return qnet, models.save_memory(qnet.backbone, args.lora, args.lora_alpha, args.gradient_checkpointing)
-
-    qnet, adapter = begin()
-    small = sum(p.numel() for p in qnet.backbone.parameters()) < SMALL
-    settle(args, (TINY if small else PAPER) | ({"lr": models.LR} if args.lora else {}))
-    if is_trained(vars(args), [args.labels, args.sft]):
-        return release(lock)
-    readable, left_out = within_context(qnet.chat, trees)
-    if left_out:
-        cut = "" if qnet.chat.rendering.truncate else "; --truncate oldest cuts them"
-        process.print(f"{left_out} pairs are left out: they are beyond the model's context{cut}")
-    held_out, training = hold_out(readable)
-
-    def packs_of(part: list[Tree]) -> list[PackedPairs]:
-        return packed(qnet, part, args.loss_on, args.max_tokens, fast=not args.plain)
-
-    packs = packs_of(training)
-    if not packs:
-        raise UserError(f"{args.labels}: no pair of (s, a) to train on")
-    process.print(models.memory_of(qnet, args.optim))
-    optimizer = models.adamw(qnet.parameters(), args.lr, args.optim)
-    fit = Training("qnet", qnet, optimizer, vars(args), [pack.pairs for pack in packs])
-    with models.within_memory(), fit.bar:
-        train(fit, packs, held_out, packs_of(held_out), args.loss_on, args.micro_tokens, fast=not args.plain)
-    qnet, adapter = fit.result((qnet, adapter), begin)
-    if not process.is_main_process:
-        return
-
-    with replacing_folder(args.out) as folder:
-        if adapter:
-            qnet.backbone = models.merge(adapter, folder / "adapter", lambda: load(None, float32=False)[0])
-        models.cast(qnet.backbone, models.device_and_dtype(args.device, args.precision)[1])  # as q_search.py loads it
-        qnet.save_pretrained(folder)
-    figures = fit.figures() | {"trees": len(trees), "pairs_left_out": left_out}
-    each, once = sum(pack.tokens for pack in packs), sum(len(pack.tree) for pack in packs)
-    figures["tokens_pair_by_pair"] = figures["tokens"] // once * each
-    files.write_meta(
-        args.out, vars(args), [args.labels, args.sft], **figures
-    )  # QNet is there; what follows measures it
-    print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}, each token once: "
-          f"{figures['tokens']:,} of {figures['tokens_pair_by_pair']:,} tokens")  # fmt: skip
-
-    policy = Policy.load(
-        args.sft, args.device, args.seed, args.load_in, args.plain, qnet.chat.rendering, args.precision
-    )
-    for name, part in (("held_out", held_out[:MEASURED]), ("training", training[: len(held_out)][:MEASURED])):
-        figures[name] = beside_policy(qnet, policy, part, packs_of(part), args.micro_tokens, not args.plain)
-        print_ranking(name, figures[name])
-    files.write_meta(args.out, vars(args), [args.labels, args.sft], **figures)
-    finish(args.out)
-    release(lock)
+        with files.replacing_folder(args.out) as folder:
+            qnet.backbone = models.merge(qnet.backbone, adapter, folder, lambda: load()[0])
+            models.cast(qnet.backbone, models.device_and_dtype(args.device, args.precision)[1])
+            qnet.save_pretrained(folder)
+        figures = fit.figures() | {"trees": len(trees), "pairs_left_out": left_out}
+        files.write_meta(args.out, vars(args), [args.labels, args.sft], **figures)
+        print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}")
+        policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, rendering, args.precision)
+        for name, part in (("held_out", held_out), ("training", training[: len(held_out)])):
+            figures[name] = beside_policy(qnet, policy, part[:MEASURED])
+            print_ranking(name, figures[name])
+        files.write_meta(args.out, vars(args), [args.labels, args.sft], **figures)
 
 
 if __name__ == "__main__":

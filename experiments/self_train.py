@@ -38,7 +38,7 @@ from qlass.chat import Chat
 from qlass.cli import at_least, handed_on, more, needed, parse, parser, run_stage
 from qlass.driver import Sample, Score, drive
 from qlass.files import Output
-from qlass.flags import add_loading, add_sampling, load_agent, load_qnet
+from qlass.flags import add_sampling, load_agent, load_qnet
 from qlass.qnet import states_of
 from qlass.records import read_trajectories, read_trees
 
@@ -135,7 +135,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     text = "only write the trajectories: for sft.py --expert FILE --out RUN/sft-NAME, as by torchrun"
     add("--no-train", action="store_true", help=text)
     add("--device")
-    more(flags, add_loading, add_sampling)
+    more(flags, add_sampling)
     args = parse(flags, argv)
     rft = args.method == "rft"
     if rft and (args.M or 1) > 1:

@@ -1,4 +1,4 @@
-"""The flags of a stage that loads an agent or a QNet, and what they load."""
+"""The flags of a stage that loads or trains a model, and the agent and QNet that they name."""
 
 from __future__ import annotations
 
@@ -11,62 +11,64 @@ from typing import Any
 
 from qlass import UserError
 from qlass.chat import PROMPTED, RENDERED, Rendering
-from qlass.cli import at_least
+from qlass.cli import at_least, choices
 from qlass.files import read_meta
 
+LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
 
-def add_loading(parser: argparse.ArgumentParser) -> None:
+
+def add_loading(parser: Any) -> None:
     add = parser.add_argument
     add("--load-in", choices=["4bit", "8bit"], metavar="BITS", help="fewer bits a weight: 4bit or 8bit (a GPU's)")
-
-
-def add_precision(parser: Any) -> None:
     text = "float32 or bf16 (default: bf16 on a GPU, float32 on a CPU)"
-    parser.add_argument("--precision", choices=["float32", "bf16"], metavar="NAME", help=text)
+    add("--precision", choices=["float32", "bf16"], metavar="NAME", help=text)
 
 
-def add_memory(parser: argparse.ArgumentParser) -> None:
-    """The flags by which all who train a large model take less memory; for `check_training` and `save_memory`."""
+def add_memory(parser: Any) -> None:
+    """How a large model is trained in little memory; for `check_training` and `models.save_memory`."""
+    add_loading(parser)
     add, names = parser.add_argument, ["adamw", "adamw8bit"]
     add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank instead of the weights")
     add("--lora-alpha", type=at_least(1), metavar="A", help="the updates' factor is A / RANK (default: twice the rank)")
-    add_loading(parser)
     add("--optim", choices=names, default="adamw", metavar="NAME", help="adamw or adamw8bit (default: %(default)s)")
     trade = "keep one layer's activations at a time, compute a third more"
     add("--gradient-checkpointing", action="store_true", help=trade)
 
 
-def add_training(parser: argparse.ArgumentParser) -> None:
-    """The flags of a stage that trains a model."""
+def add_schedule(parser: Any, paper: dict, tiny: dict, batch: str) -> None:
+    """What a stage that trains does how often; `batch`: what an update holds."""
+    add, default = parser.add_argument, choices(paper, tiny)
+    add("--epochs", type=at_least(1), help=f"at most ({default('epochs')})")
+    add("--lr", type=at_least(0, float), help=f"{default('lr')}; with --lora {LORA_LR}")
+    add("--batch", type=at_least(1), help=f"{batch} an update ({default('batch')})")
+    add("--micro-tokens", type=at_least(1), help=f"padded tokens in memory at once ({default('micro_tokens')})")
+
+
+def add_training(parser: Any) -> None:
     add_memory(parser)
-    add_precision(parser)
     add = parser.add_argument
-    logs = ["jsonl", "tensorboard", "wandb"]
     add("--patience", type=at_least(1), default=2, help="epochs without a better validation until it stops (2)")
-    add("--log", choices=logs, default="jsonl", metavar="NAME", help="jsonl (OUT.log.jsonl), tensorboard or wandb")
     add("--save-every", type=at_least(1), default=50, metavar="N", help="updates between checkpoints (default: 50)")
 
 
 def check_training(args: argparse.Namespace) -> None:
-    if args.lora_alpha and not args.lora:
-        raise UserError(f"--lora-alpha {args.lora_alpha}: stands beside --lora RANK; give both")
-    if args.load_in and not args.lora:
-        raise UserError(f"--load-in {args.load_in}: weights of so few bits can't be trained; give --lora RANK too")
+    if (args.lora_alpha or args.load_in) and not args.lora:
+        raise UserError("--lora-alpha, --load-in: a training has them beside --lora RANK alone; give that too")
 
 
 def add_prompted(parser: Any) -> None:
     """The flags of PROMPTED, which agent and QNet must share."""
-    parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
-    parser.add_argument(
-        "--truncate", choices=["oldest"], help="leave out the oldest turns of a prompt beyond the model's context"
-    )
+    add = parser.add_argument
+    add("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
+    text = "leave out the oldest turns of a prompt beyond the model's context"
+    add("--truncate", choices=["oldest"], help=text)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """The flags of a stage that samples from the agent, besides --temperature and --load-in; for `load_agent`."""
+    """The flags of a stage that samples from the agent, besides --temperature; for `load_agent`."""
     group = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)")
+    add_loading(group)
     add_prompted(group)
-    add_precision(group)
     add = group.add_argument
     add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text: the likeliest that hold P together")
     add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
@@ -99,12 +101,11 @@ def begin_as_cloned(env: Any, rendering: Rendering, args: argparse.Namespace) ->
     """Let the environment begin with the messages that the agent was cloned with; --instruction overrides its part."""
     env.system = rendering.system or env.system
     env.agreement = rendering.agreement or env.agreement
-    if rendering.instruction in (None, env.instruction):
-        return
-    if getattr(args, "instruction", None):
+    cloned = rendering.instruction or env.instruction
+    if cloned != env.instruction and getattr(args, "instruction", None):
         print(f"warning: {args.sft} was cloned with another instruction than --instruction", file=sys.stderr)
-    else:
-        env.instruct(rendering.instruction)
+    elif cloned != env.instruction:
+        env.instruct(cloned)
 
 
 def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
@@ -119,17 +120,16 @@ def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
         begin_as_cloned(env, rendering, args)
     if args.server:
         return ServerPolicy(args.server, load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
-    return Policy.load(
-        args.sft, args.device, args.seed, args.load_in, args.plain, rendering, args.precision,
-        budget=args.decode_tokens, cache_gb=args.cache_gb,
-    )  # fmt: skip
+    room = {"budget": args.decode_tokens, "cache_gb": args.cache_gb}
+    how = (args.device, args.seed, args.load_in, args.plain, rendering, args.precision)
+    return Policy.load(args.sft, *how, **room)
 
 
 def load_qnet(folder: Path, args: argparse.Namespace) -> Any:
     """The QNet in a folder, with the agent's prompts; --readout is q_search.py's own flag."""
     from qlass.qnet import QNet
 
-    return QNet.from_pretrained(
-        folder, args.device, getattr(args, "readout", None), args.load_in, args.plain,
-        rendering_of(folder, args, PROMPTED), args.precision, budget=args.decode_tokens, cache_gb=args.cache_gb,
-    )  # fmt: skip
+    rendering, readout = rendering_of(folder, args, PROMPTED), getattr(args, "readout", None)
+    room = {"budget": args.decode_tokens, "cache_gb": args.cache_gb}
+    how = (args.device, readout, args.load_in, args.plain, rendering, args.precision)
+    return QNet.from_pretrained(folder, *how, **room)

@@ -1,4 +1,4 @@
-"""What both training loops share, on Accelerate: processes, log, save and resume, early stop.
+"""What both training loops share, on Accelerate: processes, updates, log, save and resume, early stop.
 
 torchrun --nproc-per-node 8 -- train_qnet.py ...           (-- keeps torchrun from reading --run as its own)
 accelerate launch --use_fsdp ... train_qnet.py ...         (GPUs that divide weights, gradients and moments)
@@ -9,52 +9,57 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import inspect
 import json
 import math
 import os
 import shutil
 import sys
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import accelerate
 import torch
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, reduce
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from qlass import UserError, files
+from qlass import UserError, files, models
 from qlass.records import read_object
 
+T = TypeVar("T")
 MAY_DIFFER = (*files.TRAINING_FREE, *files.FREE)  # between a training and its continuation
-FIRST = 20  # updates
-EXPLODED = 10  # a training has diverged when its last FIRST losses average so many times the highest of its first ones
+
+# ----------------------------------------------------------------------------------------------------------- processes
+
+
+@contextlib.contextmanager
+def training(out: Path, device: str | None) -> Iterator[accelerate.PartialState]:
+    """The frame of a stage that trains the checkpoint `out`: its processes, of which only the first writes there.
+
+    When the block ends, the checkpoint is complete, and what it could be resumed from goes.
+    """
+    process = start(device)
+    lock = files.only_writer(out) if process.is_main_process else None
+    with models.within_memory():
+        yield process
+    if process.is_main_process:
+        shutil.rmtree(partial_folder(out), ignore_errors=True)
+        files.release(lock)
 
 
 def start(device: str | None = None) -> accelerate.PartialState:
     """Join the other processes, if a launcher has started several; the state says which one this is."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        raise UserError("accelerate launch: DeepSpeed is not supported; FSDP shares the same: give --use_fsdp instead")
     launched = int(os.environ.get("WORLD_SIZE", 1))
-    way = f"start them by torchrun --nproc-per-node {launched} --, or unset WORLD_SIZE"
-    if launched > 1 and "MASTER_ADDR" not in os.environ:  # as in a job array, whose processes do not know one another
-        raise UserError(f"WORLD_SIZE is {launched}, but MASTER_ADDR is not set: {way}")
+    alone = launched > 1 and "MASTER_ADDR" not in os.environ  # as in a job array
+    cpu = not torch.cuda.is_available() or (device or "").startswith("cpu")  # else it starts one process without a GPU
     patience = datetime.timedelta(days=2)  # the others may wait as long as the first plays demonstrations
-    state = accelerate.PartialState(cpu=on_cpu(device), timeout=patience)
-    if state.num_processes != launched:
-        raise UserError(f"WORLD_SIZE is {launched}, but this process sees {state.num_processes}: {way}")
+    state = None if alone else accelerate.PartialState(cpu=cpu, timeout=patience)
+    if alone or state.num_processes != launched:
+        way = f"start them by torchrun --nproc-per-node {launched} --, or unset WORLD_SIZE"
+        raise UserError(f"WORLD_SIZE is {launched}, but the processes do not see one another: {way}")
     return state
-
-
-def on_cpu(device: str | None) -> bool:
-    """Accelerate has to be told: else it starts one process without a GPU, and says nothing."""
-    return not torch.cuda.is_available() or (device or "").startswith("cpu")
 
 
 def divides() -> bool:
@@ -62,15 +67,7 @@ def divides() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP") == "true"
 
 
-class Replica(DistributedDataParallel):
-    """A process's copy of a model. Its attributes and methods are the model's own; what these call goes through here,
-    where gradients are exchanged."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "module":
-            return super().__getattr__(name)
-        method = getattr(type(self.module), name, None)
-        return types.MethodType(method, self) if inspect.isfunction(method) else getattr(self.module, name)
+# ------------------------------------------------------------------------------------------------------------- updates
 
 
 def updates_of(sizes: Sequence[int], batch: int, seed: int, epoch: int) -> list[list[int]]:
@@ -79,15 +76,25 @@ def updates_of(sizes: Sequence[int], batch: int, seed: int, epoch: int) -> list[
     It depends on the seed and the epoch alone, so that a resumed run needs no memory of it.
     """
     order = torch.Generator().manual_seed((seed << 20) + epoch)
-    plan: list[list[int]] = []
+    updates: list[list[int]] = []
     room = 0
     for i in torch.randperm(len(sizes), generator=order).tolist():
         if room <= 0:
-            plan.append([])
+            updates.append([])
             room = batch
-        plan[-1].append(i)
+        updates[-1].append(i)
         room -= sizes[i]
-    return plan
+    return updates
+
+
+def micro_batches(examples: Sequence[T], length: Callable[[T], int], budget: int) -> list[list[T]]:
+    """Examples of like length, as many together as fit into `budget` padded tokens, at least one."""
+    groups: list[list[T]] = []
+    for example in sorted(examples, key=length, reverse=True):
+        if not groups or length(groups[-1][0]) * (len(groups[-1]) + 1) > budget:
+            groups.append([])
+        groups[-1].append(example)
+    return groups
 
 
 def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
@@ -96,22 +103,24 @@ def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
     return (step + 1) / rise if step < rise else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
+# ------------------------------------------------------------------------------------------------------------ training
+
+
 @dataclasses.dataclass
 class Progress:
     """Where a training stands: what a state holds beside weights, moments and random numbers."""
 
     update: int = 0  # completed, of the current epoch
     tokens: int = 0
-    seconds: float = 0.0  # until the last state, of all calls
+    seconds: float = 0.0  # of all calls
     losses: list[float] = dataclasses.field(default_factory=list)  # one a completed update
     curve: list[dict] = dataclasses.field(default_factory=list)  # one entry a completed epoch
-    scores: list[float | None] = dataclasses.field(default_factory=list)  # likewise, by validation
 
     @property
     def best(self) -> int:
-        """The epoch of the best validation, from 1; the last one where there is none."""
-        scores = [score for score in self.scores if score is not None]
-        return self.scores.index(max(scores)) + 1 if scores else len(self.curve)
+        """The epoch of the lowest validation loss, from 1; the last one where there is none."""
+        losses = [entry["validation"] for entry in self.curve]
+        return losses.index(min(losses)) + 1 if losses and None not in losses else len(losses)
 
 
 class Training:
@@ -122,72 +131,58 @@ class Training:
             for group in fit.share(micro_batches):
                 fit.backward(loss, tokens)
             fit.step()
-        fit.validated(score, figures)
+        fit.validated(loss, figures)
     """
 
-    def __init__(
-        self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any],
-        sizes: Sequence[int],
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, model: nn.Module, settings: dict[str, Any], sizes: Sequence[int]) -> None:
         """`sizes[i]`: what example i counts in a batch. settings: the stage's arguments."""
         self.name, self.settings, self.at = name, settings, Progress()
-        batch, seed, out, log = (settings[key] for key in ("batch", "seed", "out", "log"))
-        self.plans = [updates_of(sizes, batch, seed, epoch) for epoch in range(settings["epochs"])]
-        self.steps = sum(map(len, self.plans))
+        epochs, batch, seed, out = (settings[key] for key in ("epochs", "batch", "seed", "out"))
+        self.plan = [updates_of(sizes, batch, seed, epoch) for epoch in range(epochs)]
+        self.steps = sum(map(len, self.plan))
+        _, dtype = models.device_and_dtype(settings["device"], settings["precision"])
+        mixed = "bf16" if dtype == torch.bfloat16 else "no"
+        self.accelerator = accelerate.Accelerator(mixed_precision=mixed, device_placement=False)
+        self.accelerator.print(models.memory_of(model, settings["optim"]))
+        optimizer = models.adamw(model.parameters(), settings["lr"], settings["optim"])
+        if divides():
+            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        else:  # each process has a copy of the model, and `step` averages their gradients
+            self.model = self.accelerator.prepare_model(model, evaluation_mode=True)
+            self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+        self.accelerator.register_save_state_pre_hook(only_trained)
         self.folder = partial_folder(out)
-        cpu = on_cpu(settings.get("device"))
-        precision = settings.get("precision") or ("float32" if cpu else "bf16")
-        if log != "jsonl" and find_spec(log) is None:
-            raise UserError(f"--log {log}: pip install {log}, or leave it out")
-        self.accelerator = accelerate.Accelerator(
-            cpu=cpu, mixed_precision={"float32": "no", "bf16": "bf16"}[precision], device_placement=False,
-            project_dir=out.parent, log_with=None if log == "jsonl" else log,
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-        )  # fmt: skip
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        if isinstance(self.model, DistributedDataParallel):
-            self.model.__class__ = Replica
-        self.accelerator.register_save_state_pre_hook(trained_alone)
         self.folder.mkdir(parents=True, exist_ok=True)
         if states := self._states():
             self.at = self._load(states[-1])
-
-        step = len(self.at.losses)
-        first = self.accelerator.is_main_process
-        self.lines = log_lines(out, step) if log == "jsonl" and first else None
-        options = {"tensorboard": {"purge_step": step + 1}, "wandb": {"name": out.name}}
-        self.accelerator.init_trackers(f"{out.name}.log" if log == "tensorboard" else "qlass", init_kwargs=options)
+        first, step = self.accelerator.is_main_process, len(self.at.losses)
+        self.log = log_lines(out, step) if first else None
         every = 0.1 if sys.stderr.isatty() else 30  # seconds; off a terminal a report is a line
         self.bar = tqdm(total=self.steps, initial=step, desc=name, disable=not first, mininterval=every)
-        self.weight, self.loss, self.tokens = self.accelerator.num_processes, 0.0, 0  # of the update at hand
-        self.saved = self.began = time.perf_counter()
-        self.began_at = self.at.tokens
-
-    # ------------------------------------------------------------------------------------------------- the loop's steps
+        self.weight, self.loss, self.tokens = 1, 0.0, 0  # of the update at hand
+        self.clock = time.perf_counter()
 
     def epochs(self) -> Iterator[int]:
         """Epochs until --patience of them in a row bring no better validation, then the best one's weights."""
-        at = self.at
-        while len(at.curve) < min(len(self.plans), at.best + self.settings["patience"]):
-            self.model.train()
-            yield len(at.curve)
-        if at.best < len(at.curve):
-            self._load(self.folder / f"state-{at.best}-0")
+        with self.bar:
+            while len(self.at.curve) < min(len(self.plan), self.at.best + self.settings["patience"]):
+                self.model.train()
+                yield len(self.at.curve)
+        if self.at.best < len(self.at.curve):
+            self._load(self.folder / f"state-{self.at.best}-0")
 
     def updates(self) -> Iterator[list[int]]:
-        yield from self.plans[len(self.at.curve)][self.at.update :]
+        yield from self.plan[len(self.at.curve)][self.at.update :]
 
-    def share(self, groups: Sequence[Any]) -> Iterator[Any]:
-        """This process's micro-batches of an update, every n-th; behind the last one gradients are exchanged.
+    def share(self, groups: Sequence[T]) -> Iterator[T]:
+        """This process's micro-batches of an update: of n processes each takes every n-th.
 
-        Processes wait for one another, so each goes through as many: the last one may come again, with weight 0.
+        With FSDP all must make as many passes, so the last one may come again, with weight 0.
         """
         n = self.accelerator.num_processes
-        end = math.ceil(len(groups) / n) * n
-        for i in range(self.accelerator.process_index, end, n):
-            self.weight = n if i < len(groups) else 0  # the exchange averages, and the loss is a sum
-            with self.accelerator.no_sync(self.model) if i + n < end else contextlib.nullcontext():
-                yield groups[min(i, len(groups) - 1)]
+        for i in range(self.accelerator.process_index, math.ceil(len(groups) / n) * n, n):
+            self.weight = n if i < len(groups) else 0  # gradients are averaged, and the loss is a sum
+            yield groups[min(i, len(groups) - 1)]
 
     def backward(self, loss: torch.Tensor, tokens: int) -> None:
         """Gradients of a part of the update's loss, added to those at hand."""
@@ -197,38 +192,38 @@ class Training:
 
     def step(self) -> None:
         """One update from the gradients at hand: clipped, at the schedule's rate."""
-        at = self.at
-        rate = self.settings["lr"] * cosine(len(at.losses), self.steps)
-        loss, tokens = map(sum, zip(*gather_object([(self.loss, self.tokens)]), strict=True))
+        at, processes = self.at, self.accelerator.num_processes
+        for p in self.model.parameters() if processes > 1 and not divides() else ():
+            p.grad = None if p.grad is None else reduce(p.grad, "mean")
         norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0))
+        loss, tokens = map(sum, zip(*gather_object([(self.loss, self.tokens)]), strict=True))
         self.loss, self.tokens = 0.0, 0
-        at.losses.append(loss)
-        exploded = sum(at.losses[-FIRST:]) / FIRST > EXPLODED * max(at.losses[:FIRST])
-        if exploded or not (math.isfinite(loss) and math.isfinite(norm)):  # before it spoils the weights
+        if not (math.isfinite(loss) and math.isfinite(norm)):  # before it spoils the weights
             raise UserError(
-                f"{self.name}: stopped at update {len(at.losses)}: loss {loss:.3g}, gradient norm {norm:.3g}; the last "
-                f"state is in {self.folder}. Give --overwrite and a lower --lr than {self.settings['lr']:g}"
+                f"{self.name}: stopped at update {len(at.losses) + 1}: loss {loss:.3g}, gradient norm {norm:.3g}; the "
+                f"last state is in {self.folder}. Give --overwrite and a lower --lr than {self.settings['lr']:g}"
             )
+        rate = self.settings["lr"] * cosine(len(at.losses), self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        at.update, at.tokens = at.update + 1, at.tokens + tokens
-        speed = (at.tokens - self.began_at) / (time.perf_counter() - self.began)
-        self._log({"loss": loss, "lr": rate, "tokens_per_second": round(speed, 1)})
+        at.losses.append(loss)
+        at.update += 1
+        at.tokens += tokens
+        self._log(loss=loss, lr=rate, tokens=at.tokens)
         self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
         self.bar.update()
         if len(at.losses) % self.settings["save_every"] == 0:
             self._save()
 
-    def validated(self, score: float | None, figures: dict) -> None:
-        """The end of an epoch. Higher scores are better; None: there is nothing to validate on."""
+    def validated(self, loss: float | None, figures: dict[str, Any] | None = None) -> None:
+        """The end of an epoch. loss: of the validation, None if there is none; figures: more that is known of it."""
         at = self.at
-        at.scores += broadcast_object_list([score])
-        at.curve.append({"epoch": len(at.scores), "step": len(at.losses)})
-        at.curve[-1] |= {"loss": sum(at.losses[-at.update :]) / at.update, **figures}
+        entry = {"epoch": len(at.curve) + 1, "loss": sum(at.losses[-at.update :]) / at.update, **(figures or {})}
+        at.curve += broadcast_object_list([entry | {"validation": loss}])
         at.update = 0
-        self._log({"epoch": len(at.curve)} | {k: v for k, v in figures.items() if v is not None})
+        self._log(**at.curve[-1])
         self._save()
 
     def figures(self) -> dict:
@@ -250,61 +245,58 @@ class Training:
 
     # ------------------------------------------------------------------------------------------------- log and states
 
-    def _log(self, figures: dict[str, float]) -> None:
-        step = len(self.at.losses)
-        self.accelerator.log(figures, step=step)
-        if self.lines:
-            self.lines.append([{"step": step, **figures}])
+    def _log(self, **figures: float | None) -> None:
+        now = time.perf_counter()
+        self.at.seconds += now - self.clock
+        self.clock = now
+        if self.log:
+            self.log.append([{"step": len(self.at.losses), "seconds": round(self.at.seconds, 3), **figures}])
 
     def _states(self) -> list[Path]:
         return sorted(self.folder.glob("state-*"), key=lambda state: [int(n) for n in state.name.split("-")[1:]])
 
     def _save(self) -> None:
         """A state, under its name only when all of it is there. Of the older ones the best epoch's stays."""
-        draft = self.folder / "draft"
-        first = self.accelerator.is_main_process
-        now = time.perf_counter()
-        self.at.seconds += now - self.saved
-        self.saved = now
+        draft, first = self.folder / "draft", self.accelerator.is_main_process
         if first:
             shutil.rmtree(draft, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         try:
             self.accelerator.save_state(str(draft))
-            state = {"processes": self.accelerator.num_processes, "progress": dataclasses.asdict(self.at)}
             if first:
+                state = {"processes": self.accelerator.num_processes, "progress": dataclasses.asdict(self.at)}
                 (draft / "progress.json").write_text(json.dumps(state))
         except Exception as error:  # torch and safetensors have their own
             why = str(error).splitlines()[0]
             raise UserError(f"{draft}: {why}: make room, and the same command resumes from the last state") from None
         self.accelerator.wait_for_everyone()
         if first:
-            state = draft.rename(self.folder / f"state-{len(self.at.curve)}-{self.at.update}")
-            for older in self._states():
-                if older.name not in (state.name, f"state-{self.at.best}-0"):
-                    shutil.rmtree(older)
+            latest = draft.rename(self.folder / f"state-{len(self.at.curve)}-{self.at.update}")
+            for state in self._states():
+                if state.name not in (latest.name, f"state-{self.at.best}-0"):
+                    shutil.rmtree(state)
 
     def _load(self, state: Path) -> Progress:
         """Weights, moments and random numbers of a state, and where it stands."""
         n = self.accelerator.num_processes
         try:
             saved = read_object(state / "progress.json")
-            before, progress = saved["processes"], Progress(**saved["progress"])
-            if before == n:
+            if saved["processes"] == n:
                 accelerate.utils.load(state / f"random_states_{self.accelerator.process_index}.pkl")  # see below
                 self.accelerator.load_state(str(state), strict=False)  # it passes over missing random numbers
+            progress = Progress(**saved["progress"])
         except Exception as error:  # of many kinds: cut short, zeros, another's
-            why = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
+            why = (str(error) or type(error).__name__).splitlines()[0][:80]
             raise UserError(f"{state}: can't be read ({why}): --overwrite starts again") from None
-        if before != n:
-            raise UserError(f"{state}: of {before} processes, not {n}: start as many, or give --overwrite")
+        if saved["processes"] != n:
+            raise UserError(f"{state}: of {saved['processes']} processes, not {n}: start as many, or give --overwrite")
         return progress
 
 
-def trained_alone(models: list[nn.Module], weights: list[dict], _: str) -> None:
+def only_trained(modules: list[nn.Module], weights: list[dict], _: str) -> None:
     """What is not trained need not be saved: with LoRA it is nearly all."""
-    for model, saved in zip(models, weights, strict=False):
-        for name in saved.keys() - {name for name, p in model.named_parameters() if p.requires_grad}:
+    for module, saved in zip(modules, weights, strict=False):
+        for name in saved.keys() - {name for name, p in module.named_parameters() if p.requires_grad}:
             del saved[name]
 
 
@@ -312,7 +304,7 @@ def trained_alone(models: list[nn.Module], weights: list[dict], _: str) -> None:
 
 
 def partial_folder(out: Path) -> Path:
-    """Where an unfinished training keeps its states."""
+    """Where an unfinished training keeps its states; its being there says that the training is not complete."""
     return out.with_name(out.name + ".partial")
 
 
@@ -332,26 +324,18 @@ def is_trained(arguments: dict[str, Any], inputs: Iterable[Path]) -> bool:
     """
     out, partial = arguments["out"], partial_folder(arguments["out"])
     first = accelerate.PartialState().is_main_process
-    if arguments["overwrite"] and first:
-        finish(out)
-        files.meta_path(out).unlink(missing_ok=True)
-        files.discard(out)
-    if (partial / "last.pt").exists():
-        raise UserError(f"{partial}: a training that an earlier version began: --overwrite starts it again")
-    begun = any(partial.glob("state-*"))
-    if not arguments["overwrite"] and ((out / "config.json").exists() or begun):
+    if not arguments["overwrite"] and ((out / "config.json").exists() or any(partial.glob("state-*"))):
         files.same_arguments(out, arguments, MAY_DIFFER)
         if not partial.exists():
             if "steps" not in files.read_meta(out):
                 raise UserError(f"{out}: not made by this command: --overwrite replaces it, another --out keeps both")
             print(f"{out}: is complete; --overwrite trains it again", flush=True)
             return True
+    if arguments["overwrite"] and first:
+        shutil.rmtree(partial, ignore_errors=True)
+        files.meta_path(out).unlink(missing_ok=True)
+        files.discard(out)
     if first:
-        partial.mkdir(parents=True, exist_ok=True)  # the mark of what is not complete
+        partial.mkdir(parents=True, exist_ok=True)
         files.write_meta(out, arguments, inputs)
     return False
-
-
-def finish(out: Path) -> None:
-    """The checkpoint `out` is complete: what it could be resumed from can go."""
-    shutil.rmtree(partial_folder(out), ignore_errors=True)

@@ -8,10 +8,10 @@ one, and kept in its folder adapter/ in PEFT's format. With W in 4 bits this is 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,25 @@ from torch import nn
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering
-from qlass.fast import parity
 from qlass.files import replacing_folder
 
 MORE_TOKENS = 64  # that a tokenizer may have and its model not: some are published so (gemma-3-1b-it has one)
 NO_CODE = {"use_safetensors": True, "trust_remote_code": False}  # a checkpoint may come from a stranger
-LR = 2e-4  # if none is given: updates that start from 0 take larger steps than weights
+PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 MOMENTS = {"adamw": 8, "adamw8bit": 2}  # bytes a trained weight
 
 
-PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
+def needs(package: str, flag: Any) -> Any:
+    """An optional package, which `flag` or a file asks for."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise UserError(f"{flag}: {package} is missing: pip install {package}") from None
+
+
+def in_a_line(error: Exception) -> str:
+    """The reason may stand in a later line of a library's error."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[torch.device, torch.dtype]:
@@ -50,13 +59,78 @@ def mixed_precision(model: Any) -> torch.autocast:
     return torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda")
 
 
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def load_checkpoint(
+    path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False,
+    plain: bool = False, rendering: Rendering | None = None, precision: str | None = None,
+) -> tuple[Any, Chat]:  # fmt: skip
+    """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder, a hub name, or a
+    GGUF file. A PEFT adapter is merged into its base.
+
+    plain: it is to read one sequence at a time; else it must give the outputs of plain sequences for a token tree.
+    rendering: instead of the folder's.
+    To be trained, it is float32: an AdamW step of 1e-5 is less than half a bf16 step of a weight above 0.005.
+    """
+    if kind is transformers.AutoModelForCausalLM and (Path(path) / "qnet.json").exists():
+        raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
+    where, dtype = device_and_dtype(device, precision)
+    options = {"dtype": torch.float32 if train else dtype, **quantised(load_in, where), **NO_CODE}
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
+    try:
+        name, file = source(path)
+        adapter = None if file else transformers.utils.find_adapter_config_file(name)
+        base = base_of(path, load_in) if adapter else name
+        of_base = transformers.AutoModelForCausalLM if adapter else kind  # from there an adapter names its layers
+        model, report = of_base.from_pretrained(base, output_loading_info=True, **options, **file)
+        if file:
+            model = ordinary(model)
+        if adapter:
+            model = with_adapter(model, path)
+            model = model if kind is of_base else model.base_model
+        own = not adapter or (Path(path) / "tokenizer_config.json").exists()
+        tokenizer = load_tokenizer(path if own else base)
+        rendering = rendering or Rendering.load(path)
+    except UserError:
+        raise
+    except Exception as error:  # tokenizers raises no kind of its own
+        raise UserError(f"{path}: not a checkpoint that transformers can load ({in_a_line(error)})") from None
+    if report["missing_keys"]:  # transformers would draw them at random
+        raise UserError(f"{path}: no weights for {min(report['missing_keys'])}; was the folder mixed from two?")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > vocabulary + MORE_TOKENS:
+        sizes = f"its tokenizer has {len(tokenizer):,} tokens, its model {vocabulary:,}"
+        raise UserError(f"{path}: {sizes}; was the folder mixed from two?")
+    model = model if load_in else model.to(where)
+    if not plain:
+        from qlass.fast import parity
+
+        parity.check(model.eval(), str(path))
+    ends = ends_of(getattr(model, "generation_config", None))
+    return model, Chat(tokenizer, rendering, vocabulary, context_of(model.config), ends)
+
+
+def load_chat(path: str | Path, rendering: Rendering) -> Chat:
+    """A checkpoint's Chat without its weights, which a server holds."""
+    try:
+        folder, file = source(path)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **file)
+        generation = None
+        with contextlib.suppress(OSError):  # not every checkpoint has one
+            generation = transformers.GenerationConfig.from_pretrained(folder)
+        return Chat(load_tokenizer(path), rendering, None, context_of(config), ends_of(generation))
+    except Exception as error:
+        raise UserError(f"{path}: no tokenizer and config ({in_a_line(error)})") from None
+
+
 def source(path: str | Path) -> tuple[str, dict[str, str]]:
     """What from_pretrained takes of a folder, a hub name, or a GGUF file."""
     file = Path(path)
     if file.suffix != ".gguf":
         return str(path), {}
-    if find_spec("gguf") is None:
-        raise UserError(f"{path}: gguf is missing: pip install gguf")
+    needs("gguf", path)
     return str(file.parent), {"gguf_file": file.name}
 
 
@@ -81,59 +155,11 @@ def load_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
-def load_checkpoint(
-    path: str | Path, kind: Any, device: str | None, load_in: str | None = None, train: bool = False,
-    plain: bool = False, rendering: Rendering | None = None, precision: str | None = None,
-) -> tuple[Any, Chat]:  # fmt: skip
-    """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder, a hub name, or a
-    GGUF file.
-
-    plain: it is to read one sequence at a time; else it must give the outputs of plain sequences for a token tree.
-    rendering: instead of the folder's. A PEFT adapter is merged into its base.
-    To be trained, it is float32: an AdamW step of 1e-5 is less than half a bf16 step of a weight above 0.005.
-    """
-    if kind is transformers.AutoModelForCausalLM and (Path(path) / "qnet.json").exists():
-        raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
-    where, dtype = device_and_dtype(device, precision)
-    options = {"dtype": torch.float32 if train else dtype, **quantised(load_in, where), **NO_CODE}
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
-    try:
-        adapter = None if source(path)[1] else transformers.utils.find_adapter_config_file(str(path))
-        base = base_of(path, load_in) if adapter else path
-        name, file = source(base)
-        of_base = transformers.AutoModelForCausalLM if adapter else kind  # from there an adapter names its layers
-        model, report = of_base.from_pretrained(name, output_loading_info=True, **options, **file)
-        model = ordinary(model) if file else model
-        if adapter:
-            model = with_adapter(model, path)
-            model = model if kind is of_base else model.base_model
-        named = adapter and not (Path(path) / "tokenizer_config.json").exists()
-        tokenizer = load_tokenizer(base if named else path)
-        rendering = rendering or Rendering.load(path)
-    except UserError:
-        raise
-    except Exception as error:  # tokenizers raises no kind of its own
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]  # the reason may stand in a later line
-        raise UserError(f"{path}: not a checkpoint that transformers can load ({why})") from None
-    if report["missing_keys"]:  # transformers would draw them at random
-        raise UserError(f"{path}: no weights for {min(report['missing_keys'])}; was the folder mixed from two?")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > vocabulary + MORE_TOKENS:
-        raise UserError(f"{path}: its tokenizer has {len(tokenizer):,} tokens, its model {vocabulary:,}; "
-                        "was the folder mixed from two?")  # fmt: skip
-    model = model if load_in else model.to(where)
-    if not plain:
-        parity.check(model.eval(), str(path))
-    ends = ends_of(getattr(model, "generation_config", None))
-    return model, Chat(tokenizer, rendering, vocabulary, context_of(model.config), ends)
-
-
 def base_of(adapter: str | Path, load_in: str | None) -> str:
     """The model that a PEFT adapter was trained on."""
     if load_in:
         raise ValueError("an adapter merges into weights with all their bits: leave --load-in out")
-    base = needs_peft(str(adapter)).PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    base = needs("peft", adapter).PeftConfig.from_pretrained(adapter).base_model_name_or_path
     if not base or (Path(base).is_absolute() and not Path(base).exists()):
         raise ValueError(f"its base model {base} is not here: name it in adapter_config.json, base_model_name_or_path")
     return base
@@ -141,40 +167,23 @@ def base_of(adapter: str | Path, load_in: str | None) -> str:
 
 def with_adapter(model: Any, adapter: str | Path) -> Any:
     """The model with a PEFT adapter's updates merged into its weights, and the embeddings of tokens that it adds."""
-    weights = needs_peft(str(adapter)).load_peft_weights(str(adapter), device="cpu")
-    embeddings = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
-    for name, weight in weights.items():
-        if name.endswith(f"{embeddings}.weight") and len(weight) != model.get_input_embeddings().num_embeddings:
+    peft, embeddings = needs("peft", adapter), model.get_input_embeddings()
+    layer = next(name for name, module in model.named_modules() if module is embeddings)
+    for name, weight in peft.load_peft_weights(str(adapter), device="cpu").items():
+        if name.endswith(f"{layer}.weight") and len(weight) != embeddings.num_embeddings:
             model.resize_token_embeddings(len(weight), mean_resizing=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing adapter keys")  # they would stay as drawn at random
-        model = needs_peft(str(adapter)).PeftModel.from_pretrained(model, adapter)
-    kind = model.peft_config["default"].peft_type
+        model = peft.PeftModel.from_pretrained(model, adapter)
     if not hasattr(model.base_model, "merge_and_unload"):  # learned prompts are no weights
-        raise ValueError(f"{kind} does not merge into its base: LoRA does")
+        raise ValueError(f"{model.peft_config['default'].peft_type} does not merge into its base: LoRA does")
     return model.merge_and_unload().requires_grad_(True)  # PEFT has frozen the base
-
-
-def load_chat(path: str | Path, rendering: Rendering) -> Chat:
-    """A checkpoint's Chat without its weights, which a server holds."""
-    try:
-        folder, file = source(path)
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **file)
-        generation = None
-        with contextlib.suppress(OSError):  # not every checkpoint has one
-            generation = transformers.GenerationConfig.from_pretrained(folder)
-        return Chat(load_tokenizer(path), rendering, None, context_of(config), ends_of(generation))
-    except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        raise UserError(f"{path}: no tokenizer and config ({why})") from None
 
 
 def ends_of(generation: Any) -> list[int]:
     """The tokens that end a turn, by a model's generation config (Llama 3 lists two)."""
     ids = getattr(generation, "eos_token_id", None)
-    if ids is None:
-        return []
-    return ids if isinstance(ids, list) else [ids]
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def context_of(config: Any) -> int | None:
@@ -186,75 +195,35 @@ def context_of(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
 
 
+# -------------------------------------------------------------------------------------------------------------- saving
+
+
 def save_checkpoint(
-    model: Any, chat: Chat, folder: Path, adapter: Any = None, base: Callable[[], Any] | None = None
-) -> None:
+    model: Any, chat: Chat, folder: Path, adapter: Any = None, base: Callable[[], Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
     """A HuggingFace checkpoint with its tokenizer and rendering; of a model with LoRA's updates see `merge`."""
     transformers.utils.logging.disable_progress_bar()
     with replacing_folder(folder) as draft:
-        if adapter:
-            model = merge(adapter, draft / "adapter", base)
+        model = merge(model, adapter, draft, base)
+        if dtype:
+            cast(model, dtype)
         model.save_pretrained(draft)
         chat.save(draft)
 
 
-def add_lora(model: Any, rank: int, alpha: int | None = None) -> Any:
-    """Freeze the model and give its linear layers low-rank updates in float32, which alone are trained.
+def merge(model: Any, adapter: Any, folder: Path, base: Callable[[], Any] | None = None) -> Any:
+    """An ordinary model again: LoRA's updates are kept in folder/adapter as PEFT loads them and added to the weights.
 
-    The output layer stays as it is. The model is changed in place; PEFT's view of it is returned, for `merge`.
+    adapter: PEFT's view of the model, None where there are no updates. Weights of 4 or 8 bits would be rounded anew:
+    `base()` loads them with all their bits.
     """
-    peft = needs_peft(f"--lora {rank}")
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules="all-linear")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about a name that PEFT reads
-            return peft.get_peft_model(model, config)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--lora {rank}: not for this model ({str(error).splitlines()[0]}); leave --lora out") from None
-
-
-def needs_peft(flag: str) -> Any:
-    if find_spec("peft") is None:
-        raise UserError(f"{flag}: peft is missing: pip install -r requirements.txt")
-    import peft
-
-    return peft
-
-
-def merge(adapter: Any, folder: Path, base: Callable[[], Any] | None = None) -> Any:
-    """Keep the updates in `folder` as PEFT loads them, then add them to the weights: an ordinary model again.
-
-    Weights of 4 or 8 bits would be rounded anew: `base()` loads them with all their bits.
-    """
-    adapter.save_pretrained(folder, save_embedding_layers=False)
-    if getattr(adapter.get_base_model(), "is_quantized", False):
-        return with_adapter(base(), folder)
+    if not adapter:
+        return model
+    adapter.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    if getattr(model, "is_quantized", False):
+        return with_adapter(base(), folder / "adapter")
     return adapter.merge_and_unload()
-
-
-def quantised(load_in: str | None, where: torch.device) -> dict:
-    """from_pretrained's options for weights in 4 bits (NF4) or 8 (LLM.int8), None: as they are."""
-    if load_in is None:
-        return {}
-    needs_bitsandbytes(f"--load-in {load_in}", where)
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=load_in == "4bit", load_in_8bit=load_in == "8bit",
-        bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16,
-    )  # fmt: skip
-    gpu = torch.cuda.current_device() if where.index is None else where.index  # by its number, as Accelerate compares
-    return {"quantization_config": config, "device_map": {"": gpu}}
-
-
-def adamw(parameters: Iterable[nn.Parameter], lr: float, name: str = "adamw") -> torch.optim.Optimizer:
-    """AdamW of what is trained, without weight decay (Table 5); "adamw8bit" keeps its moments in 8 bits."""
-    parameters = [p for p in parameters if p.requires_grad]
-    kind: Any = torch.optim.AdamW
-    if name == "adamw8bit":
-        needs_bitsandbytes("--optim adamw8bit", parameters[0].device)
-        import bitsandbytes
-
-        kind = bitsandbytes.optim.AdamW8bit
-    return kind(parameters, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -264,25 +233,66 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
         p.data = p.data.to(dtype) if p.is_floating_point() else p.data
 
 
-def save_memory(model: Any, lora: int | None, lora_alpha: int | None, gradient_checkpointing: bool) -> Any:
-    """What the flags of `add_memory` ask for. Returns LoRA's view of the model, None without."""
-    adapter = add_lora(model, lora, lora_alpha) if lora else None
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def save_memory(
+    model: Any, lora: int | None = None, lora_alpha: int | None = None, gradient_checkpointing: bool = False
+) -> Any:
+    """What the flags of `add_memory` ask for, in place. Returns PEFT's view of the model (`merge`), None without LoRA.
+
+    LoRA freezes the weights and gives the linear layers, but for the output layer, updates in float32.
+    """
+    adapter = None
+    if lora:
+        peft = needs("peft", f"--lora {lora}")
+        config = peft.LoraConfig(r=lora, lora_alpha=lora_alpha or 2 * lora, target_modules="all-linear")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of transformers, about a name that PEFT reads
+                adapter = peft.get_peft_model(model, config)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"--lora {lora}: not for this model ({in_a_line(error)}); leave --lora out") from None
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return adapter
 
 
+def quantised(load_in: str | None, where: torch.device) -> dict:
+    """from_pretrained's options for weights in 4 bits (NF4) or 8 (LLM.int8), None: as they are."""
+    if load_in is None:
+        return {}
+    bitsandbytes(f"--load-in {load_in}", where)
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=load_in == "4bit", load_in_8bit=load_in == "8bit",
+        bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    gpu = torch.cuda.current_device() if where.index is None else where.index  # by its number, as Accelerate compares
+    return {"quantization_config": config, "device_map": {"": gpu}}
+
+
+def bitsandbytes(flag: str, where: torch.device) -> Any:
+    if where.type == "cpu":
+        raise UserError(f"{flag}: needs a GPU; leave it out on a CPU")
+    return needs("bitsandbytes", flag)
+
+
+def adamw(parameters: Iterable[nn.Parameter], lr: float, name: str = "adamw") -> torch.optim.Optimizer:
+    """AdamW of what is trained, without weight decay (Table 5); "adamw8bit" keeps its moments in 8 bits."""
+    parameters = [p for p in parameters if p.requires_grad]
+    eight = name == "adamw8bit"
+    kind = bitsandbytes("--optim adamw8bit", parameters[0].device).optim.AdamW8bit if eight else torch.optim.AdamW
+    return kind(parameters, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
+
+
 def memory_of(model: nn.Module, optim: str) -> str:
     """What is trained and what memory that takes, in a line. UserError where nothing is."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    count, parameters = sum(p.numel() for p in trained), sum(p.numel() for p in model.parameters())
+    count = sum(p.numel() for p in trained)
     if not count:
         raise UserError("none of the model's parameters can be trained")
-    weights, gradients = sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in trained)
-    sizes = {"weights": weights, "gradients": gradients, "moments": count * MOMENTS[optim]}
-    terms = " + ".join(f"{name} {size / 1e9:.2f}" for name, size in sizes.items())
-    memory = f"memory: {terms} = {sum(sizes.values()) / 1e9:.2f} GB, activations on top"
-    return f"trains {count:,} of {parameters:,} parameters; {memory}"
+    size = sum(p.nbytes for p in [*model.parameters(), *trained]) + count * MOMENTS[optim]
+    return f"trains {count:,} parameters: {size / 1e9:.2f} GB of weights, gradients, moments; activations on top"
 
 
 @contextlib.contextmanager
@@ -293,10 +303,3 @@ def within_memory() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         why = str(error).split(". ")[0]
         raise UserError(f"{why}: give --gradient-checkpointing, --lora 16, or fewer --micro-tokens") from None
-
-
-def needs_bitsandbytes(flag: str, where: torch.device) -> None:
-    if find_spec("bitsandbytes") is None:
-        raise UserError(f"{flag}: bitsandbytes is missing: pip install -r requirements-gpu.txt")
-    if where.type == "cpu":
-        raise UserError(f"{flag}: needs a GPU; leave it out on a CPU")

@@ -5,9 +5,11 @@ No fake knows the answer that a test expects of it: worlds are data of the test,
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -265,3 +267,13 @@ def tiny_backbone(chat: Chat, seed: int = 0) -> Any:
 
 def dump(records: list[dict]) -> str:
     return "".join(json.dumps(r) + "\n" for r in records)
+
+
+RUNS = itertools.count()
+
+
+def training_settings(**more: Any) -> dict:
+    """A stage's arguments as `Training` reads them; each has an output of its own in the folder at hand."""
+    settings = {"out": Path(f"out{next(RUNS)}"), "epochs": 6, "batch": 4, "lr": 3e-3, "optim": "adamw", "seed": 0,
+                "patience": 2, "save_every": 50, "device": None, "precision": None, "overwrite": False}  # fmt: skip
+    return settings | more

@@ -29,7 +29,7 @@ LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 def adapted(model: nn.Module, rank: int = 2) -> nn.Module:
     """PEFT's view of a model with updates that are no longer 0."""
-    adapter = models.add_lora(model, rank)
+    adapter = models.save_memory(model, rank)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(p)
@@ -46,7 +46,7 @@ def test_an_update_by_hand(tmp_path):
     parts = dict(model.named_parameters())
     a, b = (parts[f"model.layers.0.self_attn.v_proj.lora_{ab}.default.weight"].detach() for ab in "AB")
     assert a.shape == (3, 32) and b.shape == (16, 3) and a.dtype == torch.float32
-    merged = models.merge(adapter, tmp_path)
+    merged = models.merge(model, adapter, tmp_path)
     at = "model.layers.0.self_attn.v_proj.weight"
     close(dict(merged.named_parameters())[at], dict(plain.named_parameters())[at] + 2.0 * b @ a)
     assert list(merged.state_dict()) == list(plain.state_dict())
@@ -63,7 +63,7 @@ def test_any_architecture_has_its_linear_layers_updated_and_merged(kind, tmp_pat
     adapter = adapted(model)
     updated = model(IDS).logits
     assert (updated - plain).abs().max() > 1e-3
-    close(models.merge(adapter, tmp_path)(IDS).logits, updated)
+    close(models.merge(model, adapter, tmp_path)(IDS).logits, updated)
 
 
 def test_weights_of_few_bits_get_all_their_bits_back_before_the_merge(tmp_path):
@@ -117,7 +117,7 @@ def test_the_stages_train_save_and_load_it(tmp_path, agent):
         for p, q in zip(model.parameters(), expected.parameters(), strict=True):
             close(p, q)
     other = LlamaForCausalLM(tiny_config(len(CHAT.tokenizer), num_hidden_layers=1))
-    models.add_lora(other, 2).save_pretrained(tmp_path / "other", save_embedding_layers=False)
+    models.save_memory(other, 2).save_pretrained(tmp_path / "other", save_embedding_layers=False)
     shutil.copy(tmp_path / "other" / "adapter_model.safetensors", folder)
     with pytest.raises(UserError, match="missing adapter keys"):  # of the second layer
         Policy.load(folder)
@@ -161,7 +161,7 @@ def test_positions_are_not_rounded_with_the_weights():
         (sft, ["--lora", "8"], "tiny model is trained from scratch"),
         (train_qnet, ["--lora-alpha", "8"], "beside --lora RANK"),
         (train_qnet, ["--lora", "8", "--freeze"], "one of them"),
-        (train_qnet, ["--load-in", "8bit"], "give --lora RANK too"),
+        (train_qnet, ["--load-in", "8bit"], "beside --lora RANK"),
     ],
 )
 def test_flags_that_do_not_go_together(stage, flags, says):
@@ -171,13 +171,10 @@ def test_flags_that_do_not_go_together(stage, flags, says):
 
 def test_what_needs_a_gpu_or_a_package_says_so(tmp_path, agent, monkeypatch):
     search = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--load-in", "4bit"]
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"peft is missing: pip install -r requirements\.txt"):
-        models.add_lora(tiny_lm(CHAT), 2)
-    with pytest.raises(UserError, match=r"bitsandbytes is missing: pip install -r requirements-gpu\.txt"):
-        q_search.main([*search, "--method", "greedy"])
-    monkeypatch.setattr(models, "find_spec", lambda name: sys)
-    with pytest.raises(UserError, match=r"needs a GPU; leave it out on a CPU"):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match="--lora 2: peft is missing: pip install peft"):
+        models.save_memory(tiny_lm(CHAT), 2)
+    with pytest.raises(UserError, match="--load-in 4bit: needs a GPU; leave it out on a CPU"):
         q_search.main([*search, "--method", "greedy"])
 
 

@@ -67,7 +67,7 @@ def test_the_example_pays_for_each_switch():
 
 
 def test_one_command_takes_it_through_all_stages(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sft.TINY_STEPS", 10)
+    monkeypatch.setattr("sft.UPDATES", 10)
     monkeypatch.setitem(sft.TINY, "epochs", 1)
     monkeypatch.setitem(train_qnet.TINY, "epochs", 1)
     monkeypatch.setitem(build_trees.DEFAULTS, "limit", 2)

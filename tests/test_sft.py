@@ -1,23 +1,21 @@
 """Stage 1: what counts in the loss, the learning rate, what expert files may look like, and that training trains."""
 
 import argparse
-import itertools
 import json
 import math
 import shutil
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, word_chat
+from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, training_settings, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import q_search
 import sft
-from qlass import UserError, models
+from qlass import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.flags import begin_as_cloned
 from qlass.loop import Training, cosine
@@ -42,7 +40,9 @@ def test_the_loss_mask_by_hand():
     ]  # fmt: skip
     words = [(word.strip("*"), run[0] == "*") for run in marked for word in run.split()]
     assert list(zip(CHAT.tokenizer.convert_ids_to_tokens(ids), wrote, strict=True)) == words
-    assert sft.tokens_and_mask(CHAT, STATE, 9) == (ids[:9], wrote[:9])
+    short = word_chat()
+    short.context = 9  # the model's, as --max-tokens
+    assert sft.tokens_and_mask(CHAT, STATE, 9) == sft.tokens_and_mask(short, STATE, 100) == (ids[:9], wrote[:9])
 
 
 def test_the_loss_mask_of_llama_2_by_hand():
@@ -65,8 +65,8 @@ def test_the_mask_follows_the_compact_rendering():
     assert sft.tokens_and_mask(chat, only_ok, 100) == ([], [])
 
 
-def loss_of(model, ids: torch.Tensor, wrote: torch.Tensor, fast: bool = True) -> torch.Tensor:
-    logits, labels, _ = sft.predictions(model, ids, ids.masked_fill(~wrote, -100), fast)
+def loss_of(model, ids: torch.Tensor, wrote: torch.Tensor) -> torch.Tensor:
+    logits, labels, _ = sft.predictions(model, ids, wrote)
     return sft.sft_loss(logits, labels)
 
 
@@ -79,9 +79,8 @@ def test_the_loss_by_hand():
 
     # Tokens 1 and 2 were written: -log(1/2) of the first position, -log(3/4) of the second.
     by_hand = math.log(2) - math.log(3 / 4)
-    for fast in (True, False):
-        assert loss_of(model, ids, torch.tensor([[False, True, True, False]]), fast).item() == pytest.approx(by_hand)
-        assert loss_of(model, ids, torch.tensor([[True, False, False, False]]), fast).item() == 0  # none predicts it
+    assert loss_of(model, ids, torch.tensor([[False, True, True, False]])).item() == pytest.approx(by_hand)
+    assert loss_of(model, ids, torch.tensor([[True, False, False, False]])).item() == 0  # none predicts it
     # In a second row other tokens were written: each row has the columns of both, and counts its own.
     ids, wrote = ids.repeat(2, 1), torch.tensor([[False, True, True, False], [False, False, False, True]])
     logits = logits.repeat(2, 1, 1)
@@ -93,9 +92,10 @@ def test_the_loss_by_hand():
 def test_the_logits_that_count_give_the_loss_and_gradients_of_all(rows):
     model, gradients = tiny_lm(CHAT), []
     ids, wrote, _ = sft.collate([(list(range(5, 5 + len(row))), row) for row in rows], "cpu")
-    for fast in (True, False):
+    logits = model(input_ids=ids).logits[:, :-1]
+    plain = sft.sft_loss(logits, ids.masked_fill(~wrote, -100)[:, 1:])
+    for loss in (plain, loss_of(model, ids, wrote)):
         model.zero_grad()
-        loss = loss_of(model, ids, wrote, fast)
         loss.backward()
         gradients.append((loss.detach(), *(p.grad for p in model.parameters())))
     for one, other in zip(*gradients, strict=True):
@@ -130,10 +130,9 @@ def test_the_loss_of_what_was_read_by_hand():
             end = t if mask[t] else end
             expected -= 0.0 if mask[t] or end is None else logp[end, token].item()
     assert expected > 1
-    for fast in (True, False):
-        logits, labels, at = sft.predictions(model, ids_, ids_.masked_fill(~wrote_, -100), fast, ends=True)
-        assert observation_loss(logits, at, ids_, wrote_, real).item() == pytest.approx(expected, rel=1e-4)
-        assert sft.sft_loss(logits, labels).item() == pytest.approx(loss_of(model, ids_, wrote_).item(), rel=1e-5)
+    logits, labels, at = sft.predictions(model, ids_, wrote_, ends=True)
+    assert observation_loss(logits, at, ids_, wrote_, real).item() == pytest.approx(expected, rel=1e-4)
+    assert sft.sft_loss(logits, labels).item() == pytest.approx(loss_of(model, ids_, wrote_).item(), rel=1e-5)
 
 
 def test_an_agent_learns_to_predict_what_will_answer_its_action():
@@ -168,9 +167,6 @@ def test_the_learning_rate_rises_and_falls():
 # ----------------------------------------------------------------------------------------------------------- training
 
 
-RUNS = itertools.count()
-
-
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -178,10 +174,9 @@ def elsewhere(tmp_path, monkeypatch):
 
 def trained(model, chat: Chat, states: list[State], observation_loss: float = 0.0, **more) -> dict:
     """Train a model on trajectories: the figures."""
-    settings = {"micro_tokens": 1000, "lr": 1e-2, "batch": 4, "epochs": 2, "seed": 0, "log": "jsonl",
-                "out": Path(f"out{next(RUNS)}"), "patience": 2, "save_every": 50} | more  # fmt: skip
-    examples = [e for s in states for e in sft.examples_of(chat, s, 100, observation_loss > 0)]
-    fit = Training("sft", model, models.adamw(model.parameters(), settings["lr"]), settings, [1] * len(examples))
+    settings = training_settings(lr=1e-2, **{"micro_tokens": 1000, "epochs": 2, **more})
+    examples = list(sft.examples_of(chat, states, 100, observation_loss > 0))
+    fit = Training("sft", model, settings, [1] * len(examples))
     sft.train(fit, examples, [], settings["micro_tokens"], observation_loss)
     return fit.figures()
 
@@ -228,28 +223,12 @@ def test_every_twentieth_task_is_held_out():
 
 
 def test_validation_by_hand():
-    """Two actions: of the first all tokens are the likeliest, of the second not."""
     states = [STATE, others(1)[0]]
     examples = [sft.tokens_and_mask(CHAT, s, 100) for s in states]
     model = tiny_lm(CHAT)
     loss = sum(loss_of(model, torch.tensor([i]), torch.tensor([w])).item() for i, w in examples)
-    figures = sft.validate(model, examples, 1000)
-    assert figures["held_out_loss"] == pytest.approx(loss / sum(sum(w) for _, w in examples), rel=1e-2)
-
-    class Knows(torch.nn.Module):
-        """Expects the example's own next token, but "left" where it reads "Action:" and the actions it has seen."""
-
-        device = torch.device("cpu")
-
-        def forward(self, input_ids: torch.Tensor, logits_to_keep: torch.Tensor, **_) -> SimpleNamespace:
-            logits = torch.nn.functional.one_hot(input_ids.roll(-1, 1), len(CHAT.tokenizer)).float()
-            action, left = CHAT.tokenizer.convert_tokens_to_ids(["Action:", "left"])
-            logits[input_ids == action] = torch.nn.functional.one_hot(torch.tensor(left), len(CHAT.tokenizer)).float()
-            return SimpleNamespace(logits=logits[:, logits_to_keep])
-
-    # STATE's actions are OK, left and right; the other's OK and left.
-    assert sft.validate(Knows(), examples, 1000)["held_out_exact"] == pytest.approx(4 / 5)
-    assert sft.validate(Knows(), [], 1000) == {}
+    assert sft.validate(model, examples, 1000) == pytest.approx(loss / sum(sum(w) for _, w in examples), rel=1e-4)
+    assert sft.validate(model, [], 1000) is None
 
 
 def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
@@ -258,10 +237,10 @@ def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     words = ["<user>", "Observation:", "nothing", "happens", "<agent>", "Action:", "right", "<end>"]
     assert chat.tokenizer.convert_ids_to_tokens(ids) == words and wrote == [False] * 5 + [True] * 3
     other = sft.tokens_and_mask(chat, State(STATE.messages[:4]), 100)
-    assert list(sft.examples_of(chat, STATE, 100)) == [other, (ids, wrote)]
+    assert list(sft.examples_of(chat, [STATE], 100)) == [other, (ids, wrote)]
     # With --observation-loss the answer stands behind the action, where there is one.
     answered = (other[0] + ids[:5], other[1] + [False] * 5)
-    assert list(sft.examples_of(chat, STATE, 100, answered=True)) == [answered, (ids, wrote)]
+    assert list(sft.examples_of(chat, [STATE], 100, answered=True)) == [answered, (ids, wrote)]
     assert trained(tiny_lm(chat), chat, [STATE], batch=1, epochs=1)["steps"] == 2
 
 
@@ -298,19 +277,17 @@ def test_expert_files_in_all_layouts_are_the_same(tmp_path):
     assert (state, record["reward"]) == (State(MESSAGES, "a shirt"), 0.5)
 
 
+NO_TEXT = {"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]}
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ('[{"conversations": [\n', r"file: not valid JSON .*line 2"),
-        ('{"messages"', "file:1: not valid JSON"),
         (json.dumps([{"id": 1}]), "no chat"),
         (json.dumps([ETO, {"conversations": ETO["conversations"][1:]}]), "record 2"),
-        (json.dumps([{"conversations": [{"from": "human"}, {"from": "gpt"}]}]), "no chat"),
         (json.dumps([ETO, ["human", "gpt"]]), "record 2"),
-        (
-            json.dumps([{"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]}]),
-            "record 1",
-        ),
+        (json.dumps([NO_TEXT]), "record 1"),
         (dump([{"messages": State((*MESSAGES, ("assistant", "Action: more"))).dump()}]), "no chat"),
     ],
 )
@@ -337,21 +314,21 @@ def test_a_demonstration_ends_with_the_experts_last_action():
 def test_a_stopped_demonstrator_plays_what_is_missing(tmp_path, monkeypatch):
     played, play = [], sft.demonstrate
     monkeypatch.setattr(sft, "demonstrate", lambda env, task: played.append(task) or play(env, task))
-    path, about = tmp_path / "expert.jsonl", {"env": "frozenlake", "run": tmp_path}
-    sft.collect(FakeEnv(), path, 4, dict(about), overwrite=False)
+    path, about = tmp_path / "expert.jsonl", {"env": "frozenlake", "run": tmp_path, "overwrite": False}
+    sft.collect(FakeEnv(), path, 4, about)
     complete = path.read_bytes()
     path.write_bytes(complete[: complete.rindex(b"messages")])  # in the middle of the last line
-    sft.collect(FakeEnv(), path, 4, dict(about), overwrite=False)
+    sft.collect(FakeEnv(), path, 4, about)
     assert path.read_bytes() == complete and played == ["train0", "train1", "train2", "train3", "train3"]
     with pytest.raises(UserError, match="begun with --env frozenlake, not webshop"):
-        sft.collect(FakeEnv(), path, 4, about | {"env": "webshop"}, overwrite=False)
+        sft.collect(FakeEnv(), path, 4, about | {"env": "webshop"})
 
 
 # -------------------------------------------------------------------------------------------------------- the command
 
 
 def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world, monkeypatch):
-    monkeypatch.setattr(sft, "TINY_STEPS", 3)
+    monkeypatch.setattr(sft, "UPDATES", 3)
     sft.main(["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "1", "--n-expert", "4"])
     assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == ["train0", "train1", "train2", "train3"]
     chat = Policy.load(tmp_path / "sft").chat
@@ -365,15 +342,12 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world, 
     for action in ("Thought: a , b .\nAction: click[x [SEP] y]", "Action: ünïcode ½", "Action: 12.5  two spaces"):
         assert chat.text(chat.action(action, "x y")) == action.replace(" [SEP]", "[SEP]")
     meta = json.loads((tmp_path / "sft.meta.json").read_text())
-    assert meta["trajectories"] == 4 and meta["expert_reward"] == 1.0 and meta["steps"] == 4  # batches of a quarter
+    assert meta["trajectories"] == 4 and meta["steps"] == 4  # batches of a quarter
 
 
 def test_another_model_keeps_its_tokenizer_and_the_papers_rendering(tmp_path, agent, fake_world):
     (tmp_path / "expert.json").write_text(json.dumps([ETO] * 3))
-    (tmp_path / "model").mkdir()
-    for file in agent.iterdir():
-        if file.name != Rendering.FILE:
-            (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(agent, tmp_path / "model", ignore=shutil.ignore_patterns(Rendering.FILE))
     argv = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(tmp_path / "model")]
     sft.main([*argv, "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
     agent = Policy.load(tmp_path / "sft")
@@ -407,16 +381,14 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     assert env.instruction == "another" and "cloned with another instruction" in capsys.readouterr().err
 
 
-def test_demonstrations_in_other_words_are_counted(tmp_path, agent, fake_world, capsys, monkeypatch):
+def test_demonstrations_are_put_in_the_environments_words(tmp_path, monkeypatch):
     monkeypatch.setattr(FakeEnv, "in_own_words", lambda self, text: text.replace("shirt", "purse"))
-    plain = [turn | {"value": turn["value"].replace("shirt", "coat")} for turn in ETO["conversations"]]
-    (tmp_path / "expert.json").write_text(json.dumps([ETO, ETO, {"conversations": plain}]))
-    run = ["--env", "frozenlake", "--run", str(tmp_path)]
-    sft.main([*run, "--model", str(agent), "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
-    assert "2 of 3 demonstrations are put in this environment's words" in capsys.readouterr().out
+    (tmp_path / "expert.json").write_text(json.dumps([ETO, ETO, ETO]))
+    state, _ = sft.demonstrations(FakeEnv(), tmp_path / "expert.json", 2)
+    assert [text for _, text in state.messages[2:]] == ["Find a purse.", "Thought: x\nAction: search[purse]"]
 
 
-def test_what_later_records_alone_have_is_named_too(tmp_path, agent, fake_world, capsys):
+def test_what_later_records_alone_have_is_named_too(tmp_path, capsys):
     plain, system = ETO["conversations"], {"from": "system", "value": "Be brief."}
     records = [
         {"conversations": plain},
@@ -425,12 +397,13 @@ def test_what_later_records_alone_have_is_named_too(tmp_path, agent, fake_world,
         {"conversations": plain, "tools": [1], "rejected": ""},
     ]
     (tmp_path / "expert.json").write_text(json.dumps(records))
-    run = ["--env", "frozenlake", "--run", str(tmp_path)]
-    sft.main([*run, "--model", str(agent), "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
-    lines = [
-        line.partition("expert.json: ")[2] for line in capsys.readouterr().err.splitlines() if "expert.json" in line
-    ]
-    assert lines[:3] == ["not used: system", "not used: tools", "not used: weight of a turn"]
+    env = FakeEnv()
+    assert sft.first_messages(env, sft.demonstrations(env, tmp_path / "expert.json", None)) == {
+        "instruction": "You are shopping."
+    }
+    lines = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    unused = [line.partition("not used: ")[2] for line in lines[:3]]
+    assert unused == ["system", "tools", "weight of a turn"]
     assert lines[3:] == ["system messages differ, so that at inference the agent gets none"]
 
 
@@ -447,16 +420,12 @@ def test_a_padding_token_that_the_model_lacks_does_no_harm(tmp_path, agent, fake
     assert (tmp_path / "sft" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    "damage", ["no folder", "empty", "no weights", "cut weights", "other vocabulary", "bad json", "bad policy"]
-)
+@pytest.mark.parametrize("damage", ["no folder", "no weights", "cut weights", "other vocabulary", "bad json"])
 def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path, agent, damage, capfd):
     folder = tmp_path / "sft"
     if damage != "no folder":
         shutil.copytree(agent, folder)
     weights, config = folder / "model.safetensors", folder / "config.json"
-    for file in agent.iterdir() if damage == "empty" else ():
-        (folder / file.name).write_bytes(b"")
     if damage == "no weights":
         weights.unlink()
     elif damage == "cut weights":
@@ -465,8 +434,6 @@ def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path, agent, damage, capf
         config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 9}))
     elif damage == "bad json":
         config.write_text("{")
-    elif damage == "bad policy":
-        (folder / Rendering.FILE).write_text('{"warmth": 1}')
     with pytest.raises(UserError, match=str(folder)) as error:
         Policy.load(folder)
     assert "\n" not in str(error.value) and capfd.readouterr().err == ""
@@ -479,28 +446,20 @@ def test_a_device_that_is_not_there_is_named_in_one_line(agent, device):
     assert "\n" not in str(error.value)
 
 
-def test_nothing_but_a_checkpoint_is_overwritten(tmp_path, fake_world):
+def test_neither_other_files_nor_what_a_training_starts_from_are_overwritten(tmp_path, agent, fake_world):
+    shutil.copytree(agent, tmp_path / "model")
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match="name another --out"):
-        sft.main(["--env", "frozenlake", "--run", str(tmp_path), "--out", str(tmp_path)])
-    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]  # told before anything is played or trained
-
-
-def test_what_a_training_starts_from_is_not_overwritten(tmp_path, agent, fake_world):
-    model = tmp_path / "model"
-    shutil.copytree(agent, model)
-    with pytest.raises(UserError, match="starts from: name another --out"):
-        sft.main(["--run", str(tmp_path), "--model", str(model), "--out", str(model), "--overwrite"])
-    assert (model / "model.safetensors").exists()
-
-
-def test_a_trajectory_is_cut_at_the_models_context():
-    chat = word_chat()
-    chat.context = 9
-    assert sft.tokens_and_mask(chat, STATE, 100) == sft.tokens_and_mask(CHAT, STATE, 9)
+    for more in (
+        ["--out", str(tmp_path)],
+        ["--model", f"{tmp_path}/model", "--out", f"{tmp_path}/model", "--overwrite"],
+    ):
+        with pytest.raises(UserError, match="name another --out"):  # told before anything is played or trained
+            sft.main(["--env", "frozenlake", "--run", str(tmp_path), *more])
+    assert {p.name for p in tmp_path.iterdir()} == {"thesis.tex", "model"}
+    assert (tmp_path / "model" / "model.safetensors").exists()
 
 
 def test_few_demonstrations_make_small_batches_and_many_epochs():
-    assert sft.length(8, None, None) == {"batch": 2, "epochs": 50}
-    assert sft.length(1000, None, None) == {"batch": 16, "epochs": 12}
-    assert sft.length(8, 8, 1) == {"batch": 8, "epochs": 1}  # what was asked for is not cut
+    for examples, batch, expected in ((8, None, (2, 50)), (8, 8, (8, 200)), (1000, None, (16, 12))):
+        settings = sft.settings_of(examples, batch)
+        assert (settings["batch"], settings["epochs"]) == expected

@@ -34,7 +34,7 @@ from qlass.chat import Rendering
 from qlass.cli import at_least, more, must_exist, needed, parse, parser, run_stage
 from qlass.driver import Sample, drive
 from qlass.files import progress, read_meta, replacing, same_arguments, sha256, write_jsonl, write_meta
-from qlass.flags import add_loading, add_sampling, begin_as_cloned
+from qlass.flags import add_sampling, begin_as_cloned
 from qlass.records import read_jsonl, read_object
 
 
@@ -60,7 +60,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--base", type=Path, help="checkpoint for log_ratio (default: RUN/base, if there)")
     add("--out", type=Path, metavar="DIR", help="default: RUN/qval")
     add("--device")
-    more(flags, add_loading, add_sampling)
+    more(flags, add_sampling)
     args = parse(flags, argv)
     args.out = args.out or args.run / "qval"
     there = references(args.env)
