@@ -31,7 +31,7 @@ from qlass.cli import at_least, more, must_exist, my_share, needed, parse, parse
 from qlass.driver import Sample, ask, drive
 from qlass.files import SAMPLING_FREE, Output, cloned_from
 from qlass.flags import add_sampling, load_agent
-from qlass.records import TreeNode, actions_by_task, wrong
+from qlass.records import actions_by_task, complete_trees
 
 # App. A.2: D = 3 on WebShop, 6 on ScienceWorld, 8 on ALFWorld (each environment's `tree_depth`). W = 3 and the bound on
 # the rollouts are ours: an unbounded tree takes up to W^(D+1).
@@ -182,17 +182,6 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
         records.append(place | {name: getattr(node, name) for name in WRITTEN})
     records[0] |= {"env": env.name, "task": root.state.task, "messages": root.state.dump(), "nodes": len(nodes)}
     return records
-
-
-def complete_trees(records: list[dict]) -> int:
-    """How many of these lines belong to trees that are all there."""
-    complete = 0
-    while complete < len(records) and complete + records[complete]["nodes"] <= len(records):
-        tree = records[complete : complete + records[complete]["nodes"]]
-        if not tree or any(wrong(node, TreeNode, ("done", "source")) for node in tree):
-            raise ValueError(f"the tree of task {records[complete].get('task_id')} is damaged")
-        complete += len(tree)
-    return complete
 
 
 def figures_of(records: list[dict], recorded: dict[str, float]) -> dict[str, Any]:

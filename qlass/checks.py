@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +21,35 @@ if TYPE_CHECKING:
     from qlass.qnet import Pair
 
 
-@dataclass(frozen=True)
-class Learned:
-    """The files that an agent or a QNet was trained on, with how many of their trajectories or trees (None: all)."""
-
-    files: list[tuple[Path, int | None]]
-    played: bool  # it also learned from playing the training tasks itself
+class Unknown(Exception):
+    """Why it cannot be told what a checkpoint has learned from."""
 
 
-def learned_from(checkpoint: Path, arguments: dict[str, Any]) -> Learned | str:
-    """What a checkpoint and those it was trained from have learned from; text: why that cannot be told.
+def leaks(
+    env: TextEnv, tasks: list[str], learned: dict[str, Path], arguments: dict, before: dict[str, int | None]
+) -> dict[str, int | None]:
+    """How many of the tasks played each source has, by the checkpoint that learned from it (0: none plays); a line
+    where it has any. Of several calls that wrote a file, each with the figures `before` it, the highest; None: not
+    known of one of them."""
+    counts: dict[str, int | None] = {}
+    for source in ("demonstrations", "trees"):
+        n: int | None = 0
+        try:
+            if source in learned:
+                n = leaked(env, tasks, *learned_from(learned[source], arguments))
+        except Unknown as reason:
+            n = None
+            print(f"warning: whether tasks played are also in the {source} is not known: {reason}", file=sys.stderr)
+        if n:
+            print(f"warning: {n} of {len(tasks)} tasks played are also in the {source}", file=sys.stderr)
+        earlier = before.get(source, 0)
+        counts[source] = None if n is None or earlier is None else max(n, earlier)
+    return counts
+
+
+def learned_from(checkpoint: Path, arguments: dict[str, Any]) -> tuple[list[tuple[Path, int | None]], bool]:
+    """The files that a checkpoint and those it was trained from have learned from, with how many of their trajectories
+    or trees (None: all), and whether it also learned from playing the training tasks itself.
 
     arguments: of the environment that is played now, "env" and the names in "env_flags".
     """
@@ -39,55 +57,30 @@ def learned_from(checkpoint: Path, arguments: dict[str, Any]) -> Learned | str:
     played = False
     for folder, recorded in lineage(checkpoint):
         if not recorded:
-            return f"{folder.name} has no metadata"
+            raise Unknown(f"{folder.name} has no metadata")
         if any(recorded.get(name) != arguments[name] for name in ("env", *arguments["env_flags"])):
-            return f"{folder.name} is of another environment, whose ids mean other tasks"
+            raise Unknown(f"{folder.name} is of another environment, whose ids mean other tasks")
         for name, most in (("labels", "limit"), ("expert", "n_expert")):
             if isinstance(recorded.get(name), str):
-                path = input_of(folder, name)
-                if not path or not path.is_file():
-                    return "the file is gone"
-                files.append((path, recorded.get(most)))
+                files.append((input_of(folder, name) or Path(), recorded.get(most)))
         played |= "rounds" in recorded  # of experiments.tree_grpo
         if isinstance(recorded.get("labels"), str) and "budget_in" not in recorded:
             break  # a QNet: its backbone is the agent's matter
-    return Learned(files, played) if files else "the file is gone"
+    if not files or not all(path.is_file() for path, _ in files):
+        raise Unknown("the file is gone")
+    return files, played
 
 
-def leaks(
-    env: TextEnv, tasks: list[str], learned: dict[str, Path], arguments: dict, before: dict[str, int | None]
-) -> dict[str, int | None]:
-    """`leaked` of each source by the checkpoint that learned from it (0: none plays). Of several calls that wrote a
-    file, each with the figures `before` it, the highest; None: not known of one of them."""
-    counts = {}
-    for source in ("demonstrations", "trees"):
-        count = leaked(env, tasks, learned_from(learned[source], arguments), source) if source in learned else 0
-        earlier = before.get(source, 0)
-        counts[source] = None if count is None or earlier is None else max(count, earlier)
-    return counts
-
-
-def leaked(env: TextEnv, tasks: list[str], learned: Learned | str, source: str) -> int | None:
-    """How many of the tasks played are about what was learned from, the same task or product; a line where any are.
-
-    None, with a line, where that is not known, as of demonstrations without ids.
-    """
-    n = None
-    if isinstance(learned, Learned):
-        ids: set[str | None] = set(env.task_ids("train") if learned.played else ())
-        for path, most in learned.files:
-            records = (record for _, record in records_of(path) if record.get("parent_id") is None)  # trees: the root
-            ids |= {known_id(record, env) for record in itertools.islice(records, most)}
-        if None in ids:
-            learned = f"{', '.join(path.name for path, _ in learned.files)}: no task ids"
-        else:
-            subjects = {env.subject(str(task)) for task in ids}
-            n = sum(env.subject(task) in subjects for task in tasks)
-    if n is None:
-        print(f"warning: whether tasks played are also in the {source} is not known: {learned}", file=sys.stderr)
-    elif n:
-        print(f"warning: {n} of {len(tasks)} tasks played are also in the {source}", file=sys.stderr)
-    return n
+def leaked(env: TextEnv, tasks: list[str], files: list[tuple[Path, int | None]], played: bool = False) -> int:
+    """How many of the tasks are about what was learned from, the same task or product; Unknown without ids."""
+    ids: set[str | None] = set(env.task_ids("train") if played else ())
+    for path, most in files:
+        records = (record for _, record in records_of(path) if record.get("parent_id") is None)  # trees: the root
+        ids |= {known_id(record, env) for record in itertools.islice(records, most)}
+    if None in ids:
+        raise Unknown(f"{', '.join(path.name for path, _ in files)}: no task ids")
+    subjects = {env.subject(str(task)) for task in ids}
+    return sum(env.subject(task) in subjects for task in tasks)
 
 
 def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], float], gap: float = 0.05) -> dict:

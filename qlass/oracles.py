@@ -32,8 +32,6 @@ def look_ahead(env: TextEnv, candidates: list[str], otherwise: list[float | None
         _, reward, terminated, truncated, _ = env.step(parse_action(action))
         if terminated or truncated:
             score = reward
-        elif score is None:
-            score = env.optimal_value()
-        scores.append(score)
+        scores.append(env.optimal_value() if score is None else score)
         env.restore(here)
     return scores

@@ -226,6 +226,17 @@ def read_results(path: str | Path) -> Iterator[dict]:
         yield record
 
 
+def complete_trees(records: list[dict]) -> int:
+    """How many of these lines belong to trees that are all there."""
+    complete = 0
+    while complete < len(records) and complete + records[complete]["nodes"] <= len(records):
+        tree = records[complete : complete + records[complete]["nodes"]]
+        if not tree or any(wrong(node, TreeNode, ("done", "source")) for node in tree):
+            raise ValueError(f"the tree of task {records[complete].get('task_id')} is damaged")
+        complete += len(tree)
+    return complete
+
+
 def complete_results(records: list[dict]) -> int:
     """All of them, if each is a result."""
     for mistake in filter(None, (wrong(record, Result) for record in records)):

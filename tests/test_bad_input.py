@@ -3,7 +3,6 @@
 First by hand, mistake by mistake; then by a mutator of bytes and values over every reader.
 """
 
-import argparse
 import gc
 import importlib
 import json
@@ -23,10 +22,10 @@ import envs
 import q_search
 from qlass import UserError, cli, files
 from qlass.chat import Rendering
-from qlass.checks import Learned, leaked, learned_from
+from qlass.checks import Unknown, leaked, leaks
 from qlass.files import Resumable, cloned_from
 from qlass.qnet import pairs_of
-from qlass.records import actions_by_task, complete_results, read_results, read_trajectories, read_trees
+from qlass.records import actions_by_task, complete_results, complete_trees, read_results, read_trajectories, read_trees
 from reporting import page
 
 HERE = Path(__file__).parent
@@ -81,7 +80,7 @@ READERS = {  # a sound file, and what reads it
     "theirs.json": (json.dumps(THEIRS), lambda path: list(read_trajectories(path))),
     "trees.jsonl": (dump([{k: v for k, v in node.items() if k[0] != "q"} for node in LABELS]), read_any_trees),
     "q_labels.jsonl": (dump(LABELS), lambda path: [pairs_of(tree) for tree in read_trees(path, ["q", "messages"])]),
-    "begun-trees.jsonl": (dump(LABELS), resume(build_trees.complete_trees)),
+    "begun-trees.jsonl": (dump(LABELS), resume(complete_trees)),
     "results.jsonl": (RESULTS, lambda path: list(read_results(path))),
     "begun-results.jsonl": (RESULTS, resume(complete_results)),
     "policy.json": (json.dumps(vars(Rendering(stop=["a"]))), lambda path: Rendering.load(path.parent)),
@@ -249,28 +248,27 @@ class Shop:
         return ["1", "2"]
 
 
-def leaks_of(tmp_path, capsys, records: list[dict], played: list[str], most: int | None = None):
+def in_common(tmp_path, records: list[dict], played: list[str], most: int | None = None) -> int:
     (tmp_path / "learned.jsonl").write_text(dump(records))
-    learned = Learned([(tmp_path / "learned.jsonl", most)], False)
-    return leaked(Shop(), played, learned, "trees"), capsys.readouterr().err
+    return leaked(Shop(), played, [(tmp_path / "learned.jsonl", most)])
 
 
-def test_another_task_of_the_same_product_is_a_leak(tmp_path, capsys):
+def test_another_task_of_the_same_product_is_a_leak(tmp_path):
     learned = [{"task_id": "2", "messages": CHAT}]
-    assert leaks_of(tmp_path, capsys, learned, ["1", "3"])[0] == 1
-    assert leaks_of(tmp_path, capsys, learned, ["3"]) == (0, "")
-    assert leaks_of(tmp_path, capsys, [{"task_id": 0, "messages": CHAT}], ["0"])[0] == 1  # an id, too
-    assert leaks_of(tmp_path, capsys, [{"task_id": "3", "messages": CHAT}, *learned], ["1"], most=1) == (0, "")
+    assert in_common(tmp_path, learned, ["1", "3"]) == 1
+    assert in_common(tmp_path, learned, ["3"]) == 0
+    assert in_common(tmp_path, [{"task_id": 0, "messages": CHAT}], ["0"]) == 1  # an id, too
+    assert in_common(tmp_path, [{"task_id": "3", "messages": CHAT}, *learned], ["1"], most=1) == 0
     trees = [{"task_id": task, "node_id": n, "parent_id": n - 1 if n else None} for task in "726" for n in range(3)]
-    assert leaks_of(tmp_path, capsys, trees, ["1"], most=1) == (0, "")
-    assert leaks_of(tmp_path, capsys, trees, ["1", "7"], most=2)[0] == 2  # 1 is of the same product as 2
+    assert in_common(tmp_path, trees, ["1"], most=1) == 0
+    assert in_common(tmp_path, trees, ["1", "7"], most=2) == 2  # 1 is of the same product as 2
 
 
-def test_whether_demonstrations_without_ids_leak_is_not_known(tmp_path, capsys):
+def test_whether_demonstrations_without_ids_leak_is_not_known(tmp_path):
     turns = [("human", "You shop."), ("gpt", "OK"), ("human", "Search"), ("gpt", "Action: search[x]")]
     theirs = {"conversations": [{"from": who, "value": text} for who, text in turns]}
-    count, warning = leaks_of(tmp_path, capsys, [theirs], ["3"])
-    assert count is None and "in the trees is not known: learned.jsonl: no task ids" in warning
+    with pytest.raises(Unknown, match=r"learned\.jsonl: no task ids"):
+        in_common(tmp_path, [theirs], ["3"])
 
 
 def checkpoint(path: Path, **arguments) -> Path:
@@ -292,25 +290,23 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
 
 
 def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tmp_path):
-    args = argparse.Namespace(env="shop", env_flags=[])
-
-    def leaks(name: str, **arguments) -> int | None:
-        learned = learned_from(checkpoint(tmp_path / name, **arguments), vars(args))
-        return leaked(Shop(), ["1", "3", "7"], learned, "demonstrations")
+    def leaks_of(name: str, **arguments) -> int | None:
+        learned = {"demonstrations": checkpoint(tmp_path / name, **arguments)}
+        return leaks(Shop(), ["1", "3", "7"], learned, {"env": "shop", "env_flags": []}, {})["demonstrations"]
 
     expert, labels = str(tmp_path / "expert.jsonl"), str(tmp_path / "q_labels.jsonl")
     Path(expert).write_text(dump([{"task_id": "3", "messages": CHAT}]))
     Path(labels).write_text(dump([{"task_id": "7", "node_id": 0, "parent_id": None}]))
     cloned, grpo = {"sft": str(tmp_path / "sft")}, {"sft": str(tmp_path / "grpo")}
     learner = {"budget_in": "tokens"}
-    assert leaks("sft", expert=expert) == 1
-    assert leaks("siblings", **cloned, **learner, labels=labels) == 2
-    assert leaks("qnet", **cloned, labels=labels) == 1  # its trees alone
-    assert leaks("grpo", **cloned, **learner, rounds=0) == 2  # it may have played the training tasks 1 and 2
-    assert leaks("again", **grpo, **learner) == 2
-    assert leaks("eto", **cloned, **learner, expert=labels, n_expert=1) == 2  # its own, and the agent's
-    assert leaks("eto-grpo", **grpo, **learner, expert=labels, n_expert=1) == 3
-    assert leaks("circle", sft=str(tmp_path / "circle")) is None
+    assert leaks_of("sft", expert=expert) == 1
+    assert leaks_of("siblings", **cloned, **learner, labels=labels) == 2
+    assert leaks_of("qnet", **cloned, labels=labels) == 1  # its trees alone
+    assert leaks_of("grpo", **cloned, **learner, rounds=0) == 2  # it may have played the training tasks 1 and 2
+    assert leaks_of("again", **grpo, **learner) == 2
+    assert leaks_of("eto", **cloned, **learner, expert=labels, n_expert=1) == 2  # its own, and the agent's
+    assert leaks_of("eto-grpo", **grpo, **learner, expert=labels, n_expert=1) == 3
+    assert leaks_of("circle", sft=str(tmp_path / "circle")) is None
 
 
 def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world, capsys):

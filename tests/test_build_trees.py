@@ -13,7 +13,7 @@ import envs
 from build_trees import RETRIES
 from qlass import UserError
 from qlass.chat import Rendering, parse_action
-from qlass.records import actions_by_task
+from qlass.records import actions_by_task, complete_trees
 
 FREE = Rendering(temperature=0.9)
 
@@ -298,7 +298,7 @@ def test_whole_trees_are_counted():
     node |= {"parent_id": None, "action": None, "observation": "here"}
     tree = [node | {"nodes": 3}, node, node]
     for n, whole in enumerate([0, 0, 0, 3, 3, 3, 6]):
-        assert build_trees.complete_trees((tree * 2)[:n]) == whole
+        assert complete_trees((tree * 2)[:n]) == whole
 
 
 @pytest.fixture
