@@ -284,7 +284,6 @@ def main(argv: list[str] | None = None) -> None:
     if todo:
         grown = drive(map(explore, todo), {Sample: policy.sample}, args.in_flight or env.side_by_side)
         trees.grow(grown, "trees", len(share), len(share) - len(todo))
-    trees.join()
     figures = figures_of(trees.records, rewards)
     # What another process or an earlier call computed, before a stop, is not known.
     figures["tokens"] = policy.computed if len(todo) == len(tasks) else None

@@ -358,54 +358,48 @@ class Output:
 
     complete: as of `complete_records`. free: arguments that may change from call to call. identity: what a record is
     of, the same in all of a group and in no other. With it processes may share the tasks (`share`): each writes a part
-    and skips what is in the output or in any part; the last one joins them, as does a later call by one process.
+    and skips what is in the output or in any part; the next call by one process joins them.
     """
 
     def __init__(
         self, path: str | Path, arguments: dict[str, Any], complete: Callable[[list[dict]], int],
         inputs: Iterable[Path | None] = (), free: Iterable[str] = (), identity: Callable[[dict], Any] | None = None,
     ) -> None:  # fmt: skip
-        self.out, self.arguments, self.inputs = Path(path), arguments, list(inputs)
-        self.complete, self.free, self.identity = complete, ("limit", *free), identity
+        out = Path(path)
+        self.arguments, self.inputs = arguments, list(inputs)
         self.started = time.time()
+        self.grown = False
         self.figures: dict[str, Any] = {}  # for the metadata, known before the work is done
-        rank, self.world = share() if identity else (0, 1)
-        if self.world > 1 and arguments.get("overwrite"):
-            raise UserError(f"{self.out}: delete it: of several processes, one would overwrite what others wrote")
-        own = self.part(rank) if self.world > 1 else self.out
-        self.open(own, only_writer(own))
-
-    def part(self, rank: int | str, world: int | str = "") -> Path:
-        return self.out.with_name(f"{self.out.stem}.{rank}-of-{world or self.world}.jsonl")
-
-    def open(self, path: Path, lock: FileLock) -> None:
-        """Read what is complete in a file that is locked; if it is the output, take over the parts."""
-        self.path, self.lock, self.grown = path, lock, False
-        parts = sorted(path.parent.glob(self.part("*", "*").name)) if self.identity else []
-        others = [other for other in (self.out, *parts) if other != path and other.exists()]
-        if self.arguments.get("overwrite"):
-            for old in (path, *others):
-                delete(old)
-            others = []
-        for old in (path, *others):
+        rank, world = share() if identity else (0, 1)
+        if world > 1 and arguments.get("overwrite"):
+            raise UserError(f"{out}: delete it: of several processes, one would overwrite what others wrote")
+        self.path = out.with_name(f"{out.stem}.{rank}-of-{world}.jsonl") if world > 1 else out
+        self.lock = only_writer(self.path)
+        parts = sorted(out.parent.glob(f"{out.stem}.*-of-*.jsonl")) if identity else []
+        others = [other for other in (out, *parts) if other != self.path and other.exists()]
+        if arguments.get("overwrite"):
+            while others:
+                delete(others.pop())
+            delete(self.path)
+        for old in (self.path, *others):
             if old.exists() and old.stat().st_size:
-                same_arguments(old, self.arguments, self.free)
-                if not read_meta(old) and not complete_records(old, self.complete)[0]:
+                same_arguments(old, arguments, ("limit", *free))
+                if not read_meta(old) and not complete_records(old, complete)[0]:
                     raise UserError(f"{old}: holds something else, which would be lost: name another --out")
-        self.file = Resumable(path, self.complete)
-        self.earlier = read_meta(path) if self.file.records else {}  # of the calls before this one
+        self.file = Resumable(self.path, complete)
+        self.earlier = read_meta(self.path) if self.file.records else {}  # of the calls before this one
         self.elsewhere: list[dict] = []
         for other in others:
-            present = set(map(self.identity, self.records))
-            records, _ = complete_records(other, self.complete)
-            self.elsewhere += [record for record in records if self.identity(record) not in present]
-        if path == self.out:
+            present = set(map(identity, self.records))
+            records, _ = complete_records(other, complete)
+            self.elsewhere += [record for record in records if identity(record) not in present]
+        if world > 1 or not self.file.records:  # a call that is stopped at once is known by its arguments too
+            self.describe()
+        if world == 1:
             self.append(self.elsewhere)
             self.elsewhere = []
             for part in others:
                 delete(part)
-        if path != self.out or not self.file.records:  # a call that is stopped at once is known by its arguments too
-            self.describe()
 
     @property
     def records(self) -> list[dict]:
@@ -425,28 +419,10 @@ class Output:
         for group in progress(groups, what, total, done):
             self.append(group)
 
-    def join(self) -> None:
-        """This process has done its share. The last one to say so goes on with the output, joined of all parts."""
-        if self.path == self.out or self.file.file.closed:
-            return
-        self.file.close()
-        self.elsewhere = []
-        release(self.lock)
-        self.describe(seconds=time.time() - self.started)
-        if all(is_complete(self.part(rank)) for rank in range(self.world)):
-            try:
-                lock = only_writer(self.out)
-            except UserError:  # another process joins them
-                return
-            self.open(self.out, lock)
-
     def finish(self, order: Callable[[dict], Any] | None = None, **figures: Any) -> None:
-        """Close the file; if it is the output, put its groups in order and complete its metadata."""
-        self.join()
+        """Close the file, put its groups in order and complete its metadata."""
         self.file.close()
-        if self.path != self.out:
-            return
-        records = sorted(self.records, key=order) if order else self.records
+        records = sorted(self.file.records, key=order) if order else self.file.records
         if records != self.file.records:
             write_jsonl(self.path, records)
             self.file.records = records

@@ -191,7 +191,6 @@ def by_rank(tmp_path: Path, monkeypatch, rank: int, world: int, tasks: list[int]
         out.file.close()
         release(out.lock)
         return out
-    out.join()
     out.finish(lambda record: record["n"], lines=len(out.records))
     return out
 
@@ -207,8 +206,9 @@ def test_parts_of_a_stopped_run_are_taken_over_by_any_number_of_processes(tmp_pa
     assert ids(out.path) == tasks and {path.name for path in tmp_path.iterdir()} == {"x.jsonl", "x.meta.json"}
     who = {record["n"]: record["by"] for record in out.records}
     assert [who[n] for n in (0, 1, 4, 7, 2, 3)] == ["0/3", "1/3", "1/3", "1/3", "0/2", "0/1"]
-    by_rank(tmp_path, monkeypatch, 0, 2, list(range(12)))  # more tasks: what the output has is not done again
-    assert ids(by_rank(tmp_path, monkeypatch, 1, 2, list(range(12))).path) == list(range(12))
+    for rank in (0, 1):  # more tasks: what the output has is not done again
+        assert len(ids(by_rank(tmp_path, monkeypatch, rank, 2, list(range(12))).path)) < 3
+    assert ids(by_rank(tmp_path, monkeypatch, 0, 1, []).path) == list(range(12))
     assert by_rank(tmp_path, monkeypatch, 0, 1, tasks, "--overwrite").records[0]["by"] == "0/1"
 
 
