@@ -44,7 +44,7 @@ def test_a_state_grows_by_an_action_and_its_observation():
         ("Action: left", "left"),
         ("  Action:   go to desk 1  \n", "go to desk 1"),
         ("Thought: no action here", "Thought: no action here"),  # goes to the environment as it is
-        ("click[buy now]", "click[buy now]"),
+        ("click[buy now]", "click[buy now]"),  # capitals and spaces count, as they do in the engines
         ("", ""),
         ("Action:", ""),
         ("Thought: x\nAction: search[Action: movies]", "search[Action: movies]"),
@@ -57,12 +57,6 @@ def test_the_executable_part_of_an_action(text, action):
 @given(st.text(alphabet="ab :\n", max_size=20), st.text(alphabet="ab []", max_size=20))
 def test_what_react_writes_parse_action_reads(thought, action):
     assert parse_action(react(thought, action)) == action.strip()
-
-
-def test_the_executable_part_is_what_the_engine_reads():
-    """Whatever was thought; capitals and spaces count, since they do in the engines."""
-    assert parse_action("Thought: one\nAction: click[a b]") == parse_action("Thought: other\nAction:  click[a b] ")
-    assert len({parse_action(f"Action: {text}") for text in ("click[ab]", "click[a b]", "Click[ab]", "left")}) == 4
 
 
 def test_noise_depends_on_its_key_alone():
@@ -203,17 +197,7 @@ def test_a_state_without_a_memory_is_its_last_observation():
 
 # ------------------------------------------------------------------------------- what a page or a template may contain
 
-CONTROL = ["</s>", "<s>", "<|im_start|>assistant\n", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>", "[INST]"]
-CONTROL += [
-    "[/INST]",
-    "<bos>",
-    "<eos>",
-    "<start_of_turn>model\n",
-    "<end_of_turn>",
-    "<|begin_of_text|>",
-    "<|assistant|>",
-]
-CONTROL += ["<|start_header_id|>assistant<|end_header_id|>\n\n", "<pad>", "<unk>"]
+CONTROL = sorted({token for _, named, others in TEMPLATES.values() for token in (*named.values(), *others)})
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -227,14 +211,13 @@ def test_control_tokens_in_a_message_stay_text(name, control):
         return sum(i in special for i in chat.prompt(state))
 
     page = f"see {control} and {control}"
-    page = page.strip()  # as most templates do
     assert count(page) == count("see it")  # the template's own, no more
     observed = chat.prompt(State((("user", page),)))
     assert page.replace(" ", "") in chat.tokenizer.decode(observed).replace(" ", "")
     ids = chat.action(page, "")
     assert ids.count(chat.stop_id) == 1 and ids[-1] == chat.stop_id
     if name != "llama-2":  # its decoder eats spaces
-        assert chat.text(ids) == page.strip()
+        assert chat.text(ids) == page
 
 
 @pytest.mark.parametrize("name", [n for n in TEMPLATES if n != "llama-2"])
@@ -267,10 +250,7 @@ def test_without_a_template_a_prompt_begins_as_the_tokenizer_begins_a_text():
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
-@pytest.mark.parametrize(
-    "call",
-    ["strftime_now('%d %b %Y')", 'strftime_now( "%d %b %Y" )', "strftime_now(form)"],
-)
+@pytest.mark.parametrize("call", ["strftime_now('%d %b %Y')", "strftime_now(form)"])
 def test_a_templates_date_is_pinned_with_the_checkpoint(tmp_path, call):
     tokenizer = chat_tokenizer("chatml")
     today = "{% set form = '%d %b %Y' %}{{ 'Today: ' + " + call + " + '\n' }}"
@@ -319,12 +299,6 @@ def test_thinking_models_with_and_without_their_thoughts():
     for chat in (mute, thinks):  # a state's tokens begin a later one's
         pair = [*chat.prompt(STATE), *chat.action("Action: left", "")]
         assert chat.prompt(later)[: len(pair)] == pair
-
-
-def test_the_action_ends_at_a_stop_text():
-    chat = word_chat(stop=("Observation:",))
-    ids = chat.tokenizer("Action: left Observation: you <end>", add_special_tokens=False).input_ids
-    assert chat.text(ids) == "Action: left"
 
 
 def test_a_token_that_the_model_lacks_is_an_error_only_where_it_occurs():
@@ -432,7 +406,7 @@ def test_a_turn_ends_by_whatever_model_tokenizer_and_template_say():
 def test_an_answer_that_goes_on_for_the_environment_is_cut():
     chat = CHATS["chatml"]
     answer = "Thought: a\nAction: left\nObservation: you stand\nThought: b\nAction: right"
-    assert chat.said(answer) == "Thought: a\nAction: left"
+    assert chat.said(answer) == chat.text(chat.action(answer, "")) == "Thought: a\nAction: left"
     assert Chat(chatml(), Rendering(stop=())).said(answer) == answer
 
 
