@@ -41,7 +41,7 @@ from qlass.driver import Sample, ask, drive
 from qlass.files import cloned_from
 from qlass.policy import Policy
 from qlass.qnet import Pair, pairs_of
-from qlass.records import first_observation, known_id, read_trajectories, read_trees
+from qlass.records import agreed, known_id, read_trajectories, read_trees
 
 LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY
 LR_TINY = 1e-4
@@ -62,7 +62,7 @@ def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, last: State
 
     If it acts among the valid actions, `env` plays it again to know them; an expert's action beyond them joins them.
     """
-    turns = [i for i, (role, _) in enumerate(last.messages) if role == "assistant"][first_observation(last)[0] :]
+    turns = [i for i, (role, _) in enumerate(last.messages) if role == "assistant"][agreed(last.messages) :]
     written = [Decision(State(last.messages[:i], last.task), last.messages[i][1]) for i in turns]
     if rendering.candidates == "free":
         return written

@@ -291,21 +291,14 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def agreed(messages: Iterable[tuple[str, str]]) -> bool:
-    """Do the agent's first words in a trajectory, of messages (role, content), agree to the instruction?
+def agreed(messages: Iterable[tuple[str, str]]) -> int:
+    """1 where the agent's first words in a trajectory, of messages (role, content), agree to the instruction; else 0.
 
-    ETO has "OK" there, AgentGym a longer sentence. Else they are an action.
+    ETO has "OK" there, AgentGym a longer sentence, and the first observation follows. Else they are an action.
     """
     users = sum(role == "user" for role, _ in messages)
     first, *later = [text for role, text in messages if role == "assistant"]
-    return users > 1 and "Action:" not in first and (len(first) < 10 or any("Action:" in text for text in later))
-
-
-def first_observation(state: Any) -> tuple[int, str]:
-    """Which user message of a trajectory holds the first observation, and its text."""
-    users = [text for role, text in state.messages if role == "user"]
-    at = int(agreed(state.messages))  # instruction, agreement, first observation
-    return at, users[at].strip()
+    return int(users > 1 and "Action:" not in first and (len(first) < 10 or any("Action:" in text for text in later)))
 
 
 def known_id(record: dict, env: Any) -> str | None:
@@ -322,7 +315,8 @@ def actions_by_task(
     for state, record in itertools.islice(read_trajectories(path), most):
         if record.get("source") == "policy":  # self-training keeps what the agent did in one file with them
             continue
-        at, observation = first_observation(state)
+        at = agreed(state.messages)
+        observation = [content for role, content in state.messages if role == "user"][at].strip()
         actions = [content for role, content in state.messages if role == "assistant"][at:]
         task_id = known_id(record, env)
         if task_id is None and observation in demonstrations and not env.unique_tasks:

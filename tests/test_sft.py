@@ -20,7 +20,7 @@ from qlass.chat import Chat, Rendering, State
 from qlass.flags import begin_as_cloned
 from qlass.loop import Training, cosine
 from qlass.policy import Policy
-from qlass.records import first_observation, read_jsonl, read_trajectories
+from qlass.records import read_jsonl, read_trajectories
 from qlass.tiny import AIDS, MARK, observation_loss
 
 CHAT = word_chat()
@@ -374,7 +374,7 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
         ("system", "Be brief."), ("user", "You are shopping."), ("assistant", turns[1]["value"]), ("user", observation)
     )  # fmt: skip
     cloned, _ = next(read_trajectories(tmp_path / "expert.json"))
-    assert cloned.messages[:3] == state.messages[:3] and first_observation(cloned) == (1, "Find a shirt.")
+    assert cloned.messages[:3] == state.messages[:3] and cloned.messages[3] == ("user", "Find a shirt.")
     q_search.main([*run, "--method", "greedy", "--limit", "1"])
     env.instruction = "another"
     begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", instruction="FILE"))
