@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# What should one do with a step-level value? On one agent and one QNet: QLASS, the agent's log-probability, best-of-N,
+# look-ahead, beam, MCTS, particles, retry, and QLASS by Math-Shepherd's target (`avg`), every token and step counted.
+#
+#   bash runs/tree_search.sh [webshop|alfworld|frozenlake] [--seeds N]        (webshop, 3 seeds)
+#
+# Trees, QNets and test tasks are fewer than elsewhere, so that a seed takes minutes; seed 0 has the run folder
+# runs/ENV-searches-seed0, and so on. -c, -k and --tau were chosen on validation tasks; reference_output/table2.md has results.
+set -euo pipefail
+ENV=webshop SEEDS=3
+case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac
+[ "${1:-}" != --seeds ] || { SEEDS=${2:-} && shift $(($# > 1 ? 2 : 1)); }
+. "$(dirname "$0")/common.sh"
+[[ $SEEDS =~ ^[1-9][0-9]*$ && $# = 0 ]] || {
+    echo "error: bash runs/tree_search.sh [webshop|alfworld|frozenlake] [--seeds N]" >&2 && exit 2
+}
+splits=("${splits[0]}") c=1 k=2 tau=0.1 stop=0.9
+case $ENV in
+    webshop) tasks=(--skip 400 --limit 100) trees=(--limit 300 --rollouts 6 --temperature 1.5) qnet=(--epochs 2 --patience 2) ;;
+    alfworld) tasks=(--limit 100) trees=(--limit 120 --rollouts 6) qnet=(--epochs 2 --patience 2) ;;
+    frozenlake)
+        trees=(--depth 6 --width 4 --rollouts 100 --steps 20 --prune tail --temperature 1.5)
+        qnet=(--batch 1000 --epochs 15 --patience 15) ;;
+esac
+walk() {  # MODULE FLAG...
+    stage -m "experiments.$1" "${common[@]}" --run "$RUN" --split "${splits[0]}" "${tasks[@]}" "${@:2}"
+}
+
+runs=()
+for ((SEED = 0; SEED < SEEDS; SEED++)); do
+    RUN=runs/$ENV-searches-seed$SEED common[3]=$SEED
+    runs+=("$RUN")
+    clone
+    learn_q "$RUN" "$RUN/sft"
+    search --method greedy likeliest -M 4
+    search --method qlass -M 2 4 8
+    search --method best_of_n -N 2 4 8
+    walk tree_search --method lookahead mcts -M 4 -S 4 8 16 -c $c
+    walk tree_search --method beam -M 4 -k $k
+    walk tree_search --method particles -N 4 8 --tau $tau
+    walk retry -N 4 --stop oracle $stop
+    stage bellman.py "${common[@]}" --run "$RUN" "${labels[@]}" --target avg --out "$RUN/q_labels-avg.jsonl"
+    stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" --labels "$RUN/q_labels-avg.jsonl" --out "$RUN/qnet-avg"
+    variant avg "target=avg" --method qlass -M 4 --qnet "$RUN/qnet-avg"
+done
+stage report.py "${runs[@]}" --out "${runs[0]}/searches.html"
