@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 from fakes import tiny_lm
 
-import build_trees
 import envs
 import q_search
 import sft
-from environments.webshop import engine as webshop
 from qlass.chat import Chat, Rendering, State
 from qlass.cli import run_stage
 from qlass.files import meta_path
@@ -152,26 +150,6 @@ def shopper(tmp_path_factory):
     tiny_lm(chat, initializer_range=0.1).save_pretrained(folder)
     chat.save(folder)
     return folder
-
-
-def test_trees_and_search_in_the_bundled_shop(shopper, tmp_path, monkeypatch):
-    argv = ["--env", "webshop", "--run", str(tmp_path), "--sft", str(shopper), "--limit", "2"]
-    written = []
-    for width in (64, 1):
-        monkeypatch.setattr("environments.webshop.env.WebShopEnv.side_by_side", width)
-        out = tmp_path / f"trees{width}.jsonl"
-        build_trees.main([*argv, "--out", str(out), "--depth", "1", "--width", "2", "--rollouts", "2"])
-        written.append(out.read_bytes())
-    assert written[0] == written[1]
-    trees = list(read_trees(tmp_path / "trees64.jsonl"))
-    assert len(trees) == 2 and all(max(n["reward"] for n in t if n["source"] == "expert") > 0.9 for t in trees)
-    assert all(n["depth"] <= webshop.BUNDLED_MAX_STEPS for t in trees for n in t)
-
-    q_search.main([*argv, "--method", "expert", "sample", "oracle_step", "-M", "3"])
-    results = lines(tmp_path / "results.jsonl")
-    assert [r["method"] for r in results] == ["expert"] * 2 + ["sample"] * 2 + ["oracle_step"] * 2
-    assert all(r["reward"] > 0.9 for r in results[:2])
-    assert all(r["n_steps"] <= webshop.BUNDLED_MAX_STEPS for r in results)
 
 
 @pytest.mark.parametrize("stage", ["bellman", "build_trees", "q_search", "report"])
