@@ -36,10 +36,10 @@ from typing import Any
 
 import envs
 from qlass import UserError, costs
-from qlass.chat import Rendering, State, parse_action, react, uniforms
+from qlass.chat import Rendering, State, parse_action, uniforms
 from qlass.checks import leaks
 from qlass.cli import at_least, more, must_exist, my_share, needed, parse, parser, run_stage
-from qlass.driver import Candidate, Likelihood, Sample, Score, ask, drive
+from qlass.driver import Likelihood, Sample, Score, Step, ask, drive, follow
 from qlass.files import SAMPLING_FREE, Output
 from qlass.flags import add_sampling, load_agent, load_qnet
 from qlass.oracles import Scores, by_q_or_reward, by_true_value
@@ -84,19 +84,6 @@ class Method:
     def __str__(self) -> str:
         settings = {"M": self.M, "N": self.N, "select": self.select}
         return " ".join([self.name, *(f"{name}={value}" for name, value in settings.items() if value not in (1, None))])
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """s_t, the M draws, the distinct candidates among them with their scores, the action taken, and its answer."""
-
-    state: State
-    drawn: list[Candidate]
-    candidates: list[str]
-    scores: list[float]
-    action: str
-    observation: str
-    reward: float
 
 
 def episode(env: envs.TextEnv, task_id: str, method: Method, trial: int, rendering: Rendering) -> Generator:
@@ -186,30 +173,13 @@ STEP_EACH = {by_true_value, by_q_or_reward}  # scorers that step every candidate
 # ------------------------------------------------------------------------------------------------- playing the methods
 
 
-def by_player(env: envs.TextEnv, task_id: str, name: str) -> list[Step]:
-    """A trajectory of one of the environment's own players, which draw no candidates."""
-    observation, info = env.reset(options={"task_id": task_id})
-    state = State.first(env, observation, info)
-    steps: list[Step] = []
-    player = env.rules()[name.removeprefix("rule:")]() if ":" in name else getattr(env, name)(task_id)
-    for thought, move in player:
-        action = react(thought, move)
-        observation, reward, terminated, truncated, _ = env.step(move)
-        observation = env.message(observation)
-        steps.append(Step(state, [], [], [], action, observation, float(reward)))
-        state = state.then(action, observation)
-        if terminated or truncated:
-            break
-    return steps
-
-
 def play(env: envs.TextEnv, task_id: str, method: Method, chat: Any, shared: dict) -> Generator:
     """One task by one method: the outcome, as a line of results.jsonl tells it."""
     started = time.time()
     if method.search:
         outcome = yield from method.search(env, task_id, method, chat, shared)
     elif method.kind in PLAYERS:
-        steps = by_player(env, task_id, method.name)
+        steps = follow(env, task_id, method.name)
         outcome = costs.outcome(chat, method, steps, [steps], time.time() - started)
     else:
         best, trajectories = yield from best_of(env, task_id, method, chat.rendering, shared)

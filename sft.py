@@ -30,8 +30,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 import envs
 from qlass import UserError, cli, files, loop, models
-from qlass.chat import Chat, Rendering, State, react
+from qlass.chat import Chat, Rendering, State
 from qlass.cli import at_least, settle
+from qlass.driver import follow
 from qlass.flags import LORA_LR, add_schedule, add_training, check_training
 from qlass.loop import Training, micro_batches
 from qlass.records import agreed, read_trajectories
@@ -47,16 +48,9 @@ TAKES = "about two minutes with the tiny model on two cores"
 
 def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     """Play the environment's expert through one task: a line of expert.jsonl."""
-    observation, info = env.reset(options={"task_id": task_id})
-    state, reward = State.first(env, observation, info), 0.0
-    for thought, action in env.expert(task_id):
-        observation, reward, terminated, truncated, _ = env.step(action)
-        state = state.then(react(thought, action), env.message(observation))
-        if terminated or truncated:
-            break
-    # The last observation answers nothing that a policy could learn from.
-    messages = State(state.messages[:-1], state.task).dump()
-    return {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages, "reward": float(reward)}
+    last = follow(env, task_id, "expert")[-1]  # whose answer holds nothing that a policy could learn from
+    messages = [*last.state.dump(), {"role": "assistant", "content": last.action}]
+    return {"task_id": task_id, "env": env.name, "task": last.state.task, "messages": messages, "reward": last.reward}
 
 
 def collect(env: envs.TextEnv, path: Path, limit: int | None, arguments: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ def read(chat: Chat, trials: Iterable[Iterable[State]]) -> int:
 
 
 def tokens(chat: Chat, trials: Sequence[Sequence[Any]], scored: Callable[[Any], list[str]]) -> dict[str, int]:
-    """The costs of some trajectories of a task, from their steps' states and draws (`q_search.Step`).
+    """The costs of some trajectories of a task, from their steps' states and draws (`driver.Step`).
 
     scored: the actions of a step that QNet reads.
     """

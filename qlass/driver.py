@@ -60,6 +60,36 @@ class Candidate:
     task: str = ""  # the wording that it was sampled under, where the task was put in other words
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """s_t, the M draws, the distinct candidates among them with their scores, the action taken, and its answer."""
+
+    state: State
+    drawn: list[Candidate]
+    candidates: list[str]
+    scores: list[float]
+    action: str
+    observation: str
+    reward: float
+
+
+def follow(env: TextEnv, task_id: str, name: str) -> list[Step]:
+    """A trajectory of one of the environment's own players ("expert", "oracle", "rule:NAME"), which draw nothing."""
+    observation, info = env.reset(options={"task_id": task_id})
+    state = State.first(env, observation, info)
+    steps: list[Step] = []
+    player = env.rules()[name.removeprefix("rule:")]() if ":" in name else getattr(env, name)(task_id)
+    for thought, move in player:
+        action = react(thought, move)
+        observation, reward, terminated, truncated, _ = env.step(move)
+        observation = env.message(observation)
+        steps.append(Step(state, [], [], [], action, observation, float(reward)))
+        state = state.then(action, observation)
+        if terminated or truncated:
+            break
+    return steps
+
+
 Answers = dict[type, Callable[[list], list]]
 
 
