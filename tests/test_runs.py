@@ -56,8 +56,10 @@ def parsed(*command):
     """The arguments as the stage of a command reads them."""
     name, *flags = command
     module = importlib.import_module(name.removesuffix(".py"))
-    if hasattr(module, "__path__"):  # python -m PACKAGE
-        module = importlib.import_module(f"{name}.__main__")
+    if hasattr(module, "__path__"):  # python -m PACKAGE, or python -m PACKAGE COMMAND
+        command_of = flags[:1] == ["search"]
+        module = importlib.import_module(f"{name}.{'search' if command_of else '__main__'}")
+        flags = flags[command_of:]
     try:
         return (module.arguments if hasattr(module, "arguments") else module.parse_args)(flags)
     except SystemExit:
