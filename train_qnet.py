@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> None:
         if not process.is_main_process:
             return
 
-        with files.replacing_folder(args.out) as folder:
+        with files.draft_of(args.out) as folder:
             qnet.backbone = models.merge(qnet.backbone, adapter, folder, lambda: load()[0])
             models.cast(qnet.backbone, models.device_and_dtype(args.device, args.precision)[1])
             qnet.save_pretrained(folder)

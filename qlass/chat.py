@@ -207,12 +207,6 @@ class Chat:
         self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} - {None}  # any of these ends what a model writes
         self._ids = functools.lru_cache(maxsize=100_000)(self._ids)  # type: ignore[method-assign]
 
-    @property
-    def end_texts(self) -> list[str]:
-        """What the tokens that end a turn look like, the template's own first."""
-        others = sorted(self.stop_ids - {self.stop_id})
-        return [self.stop.strip(), *(self.tokenizer.decode([token]).strip() for token in others)]
-
     def save(self, folder: Path) -> None:
         """Tokenizer and rendering, beside the weights of a checkpoint."""
         self.tokenizer.save_pretrained(folder)

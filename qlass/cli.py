@@ -20,13 +20,8 @@ from qlass import UserError
 from qlass.files import is_complete, outdated, share
 
 T = TypeVar("T")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-GONE = {  # flags of earlier versions, and what replaces them
-    "--weights": "give --lora, or start the stage with accelerate launch --use_fsdp",
-    "--fsdp": "start the stage with accelerate launch --use_fsdp",
-    "--shard": "set RANK and WORLD_SIZE, as torchrun and job arrays do: the processes share the tasks",
-    "--scorer": "python -m experiments.qval search plays every score",
-}
 HANDED_ON = {  # flags that a stage hands on where it makes a missing input, and the stages that know them
     "device": ("sft", "build_trees", "bellman", "train_qnet"),
     "server": ("build_trees", "bellman"),
@@ -51,8 +46,7 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     stage.set_defaults(env_flags=[])  # envs.add_arguments adds those of the environment
 
     def error(message: str) -> NoReturn:
-        instead = [f"; {GONE[flag]}" for flag in GONE if flag in message.replace("=", " ").split()]
-        raise UserError(f"{message}{''.join(instead)} (--help lists the flags)")
+        raise UserError(f"{message} (--help-more lists the flags)")
 
     stage.error = error  # type: ignore[method-assign]
     return stage
@@ -188,11 +182,14 @@ def run_stage(main: Callable[[], Any]) -> None:
     signal.signal(signal.SIGTERM, terminated)  # as a cluster sends it before it kills; the default leaves drafts
     try:
         main()
-    except (UserError, OSError) as error:
+    except Exception as error:
+        of_system = isinstance(error, OSError) or "os error" in str(error)  # that of safetensors
+        if not (of_system or isinstance(error, UserError)):
+            raise
         if "--debug" in sys.argv:
             traceback.print_exc()
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        text = f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else str(error)
+        if any(f"os error {number}" in text or getattr(error, "errno", None) == number for number in NO_ROOM):
             text += ": make room; what was complete is kept, and the same command resumes"
         print(f"error: {text}", file=sys.stderr)
         sys.exit(2)

@@ -30,8 +30,9 @@ T = TypeVar("T")
 # ----------------------------------------------------------------------------------- one writer, complete or not at all
 
 
-def only_writer(output: Path) -> FileLock:
-    """The lock of an output, beside it, until `release` or the end of this process, however that comes.
+@contextlib.contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Hold the lock of an output, beside it, until the block or this process ends, however that comes.
 
     Who holds it may take it again. UserError, with its id, where another process holds it.
     """
@@ -44,23 +45,12 @@ def only_writer(output: Path) -> FileLock:
         holder = path.read_text() if path.exists() else ""
         raise UserError(f"{output}: process {holder} is writing it; wait for it, or name another --out") from None
     path.write_text(str(os.getpid()))
-    return lock
-
-
-def release(lock: FileLock | None) -> None:
-    if lock:
-        if lock.lock_counter == 1:
-            Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
-
-
-@contextlib.contextmanager
-def locked(output: Path) -> Iterator[None]:
-    lock = only_writer(output)
     try:
         yield
     finally:
-        release(lock)
+        if lock.lock_counter == 1:
+            path.unlink(missing_ok=True)
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -96,19 +86,6 @@ def replacing(path: str | Path) -> Iterator[Any]:
         raise UserError(f"{path}: a folder or a device, where a file is to be written: name another")
     with draft_of(path) as draft, open(draft, "w", encoding="utf-8") as out:
         yield out
-
-
-@contextlib.contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder that takes the place of the checkpoint `folder` when the block ends without an error."""
-    try:
-        with draft_of(folder) as draft:
-            draft.mkdir()
-            yield draft
-    except Exception as error:
-        if "os error" in str(error):  # of safetensors, which knows no OSError
-            raise UserError(f"{folder}: {error}: make room, and the same command resumes") from None
-        raise
 
 
 def dumps(record: dict) -> str:
@@ -374,7 +351,8 @@ class Output:
         if world > 1 and arguments.get("overwrite"):
             raise UserError(f"{out}: delete it: of several processes, one would overwrite what others wrote")
         self.path = out.with_name(f"{out.stem}.{rank}-of-{world}.jsonl") if world > 1 else out
-        self.lock = only_writer(self.path)
+        self.lock = contextlib.ExitStack()
+        self.lock.enter_context(locked(self.path))
         parts = sorted(out.parent.glob(f"{out.stem}.*-of-*.jsonl")) if identity else []
         others = [other for other in (out, *parts) if other != self.path and other.exists()]
         if arguments.get("overwrite"):
@@ -428,7 +406,7 @@ class Output:
             self.file.records = records
         if self.grown or "seconds" not in read_meta(self.path):  # a stop may have come behind the last line
             self.describe(**figures, seconds=time.time() - self.started)
-        release(self.lock)
+        self.lock.close()
 
 
 def delete(output: Path) -> None:

@@ -41,12 +41,11 @@ def training(out: Path, device: str | None) -> Iterator[accelerate.PartialState]
     When the block ends, the checkpoint is complete, and what it could be resumed from goes.
     """
     process = start(device)
-    lock = files.only_writer(out) if process.is_main_process else None
-    with models.within_memory():
-        yield process
-    if process.is_main_process:
-        shutil.rmtree(partial_folder(out), ignore_errors=True)
-        files.release(lock)
+    with files.locked(out) if process.is_main_process else contextlib.nullcontext():
+        with models.within_memory():
+            yield process
+        if process.is_main_process:
+            shutil.rmtree(partial_folder(out), ignore_errors=True)
 
 
 def start(device: str | None = None) -> accelerate.PartialState:

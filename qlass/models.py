@@ -21,7 +21,7 @@ from torch import nn
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering
-from qlass.files import replacing_folder
+from qlass.files import draft_of
 
 MORE_TOKENS = 64  # that a tokenizer may have and its model not: some are published so (gemma-3-1b-it has one)
 NO_CODE = {"use_safetensors": True, "trust_remote_code": False}  # a checkpoint may come from a stranger
@@ -204,7 +204,7 @@ def save_checkpoint(
 ) -> None:  # fmt: skip
     """A HuggingFace checkpoint with its tokenizer and rendering; of a model with LoRA's updates see `merge`."""
     transformers.utils.logging.disable_progress_bar()
-    with replacing_folder(folder) as draft:
+    with draft_of(folder) as draft:
         model = merge(model, adapter, draft, base)
         if dtype:
             cast(model, dtype)

@@ -120,7 +120,9 @@ class ServerPolicy:
         self, prompt: list[int] | str, temperature: float, key: tuple, room: int | None = None
     ) -> tuple[str, dict]:
         """The text up to the end of the turn, and the server's counts of tokens."""
-        r, ends = self.chat.rendering, self.chat.end_texts
+        r, chat = self.chat.rendering, self.chat
+        others = sorted(chat.stop_ids - {chat.stop_id})
+        ends = [chat.stop.strip(), *(chat.tokenizer.decode([token]).strip() for token in others)]
         digest = hashlib.blake2b(repr((self.seed, *key)).encode(), digest_size=4).digest()
         client = self.server.client.with_options(max_retries=0) if room else self.server.client
         with self.server.one_line():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import bellman
 import envs
 from qlass import UserError, cli, files
-from qlass.files import Output, Resumable, release
+from qlass.files import Output, Resumable
 from qlass.records import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -71,9 +71,11 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
 def test_a_checkpoint_takes_the_place_of_an_older_one_alone(tmp_path, monkeypatch):
     folder = files.checkpoint_folder(tmp_path / "deep" / "sft")
     for text in ("old", "new"):
-        with files.replacing_folder(folder) as draft:
+        with files.draft_of(folder) as draft:
+            draft.mkdir()
             (draft / "config.json").write_text(text)
-    with pytest.raises(RuntimeError), files.replacing_folder(folder) as draft:
+    with pytest.raises(RuntimeError), files.draft_of(folder) as draft:
+        draft.mkdir()
         (draft / "config.json").write_text("half")
         raise RuntimeError("power cut")
     assert (files.checkpoint_folder(folder) / "config.json").read_text() == "new"
@@ -144,10 +146,10 @@ def test_an_output_is_put_in_order_and_overwritten_on_request(tmp_path):
 
 def test_another_writer_is_refused_unless_it_was_killed(tmp_path):
     out = output(tmp_path)
-    code = f"only_writer(Path({str(tmp_path / 'x.jsonl')!r}))"
+    code = f"lock = locked(Path({str(tmp_path / 'x.jsonl')!r})); lock.__enter__()"
     assert f"process {os.getpid()} is writing it" in in_another_process(code).stderr
     out.finish()
-    killed = in_another_process(f"lock = {code}; os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    killed = in_another_process(f"{code}; os.kill(os.getpid(), {int(signal.SIGKILL)})")
     assert killed.returncode == -9 and (tmp_path / ".x.jsonl.lock").exists()
     output(tmp_path).finish()
     assert {path.name for path in tmp_path.iterdir()} == {"x.jsonl", "x.meta.json"}
@@ -166,7 +168,7 @@ def by_rank(tmp_path: Path, monkeypatch, rank: int, world: int, tasks: list[int]
     out.grow(([{"n": n, "by": f"{rank}/{world}"}] for n in todo[:stop]), "lines", len(tasks))
     if stop < len(todo):
         out.file.close()
-        release(out.lock)
+        out.lock.close()
         return out
     out.finish(lambda record: record["n"], lines=len(out.records))
     return out
@@ -291,12 +293,6 @@ def test_the_arguments_that_stages_share_are_handed_on():
     assert flags("--env", "frozenlake").run == Path("runs/frozenlake")
     with pytest.raises(UserError, match="--engine"):  # ALFWorld's
         flags("--engine", "textworld")
-
-
-@pytest.mark.parametrize("flag", cli.GONE)
-def test_a_flag_that_is_gone_is_answered_with_what_replaces_it(flag):
-    with pytest.raises(UserError, match=f"{flag}.*; {cli.GONE[flag][:9]}"):
-        flags(f"{flag}=1/2")
 
 
 def exits(main, capsys) -> tuple[int, str]:

@@ -28,7 +28,7 @@ def test_a_command_runs_its_stage_and_names_itself(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.command()
     error = capsys.readouterr().err
-    assert "--gamma" in error and "(--help lists the flags)" in error
+    assert "--gamma" in error and "(--help-more lists the flags)" in error
     assert cli.command_line("build_trees") == "qlass-build-trees"
     monkeypatch.setattr(sys, "argv", ["bellman.py"])
     assert cli.command_line("sft") == "python sft.py"
