@@ -248,7 +248,8 @@ def main(argv: list[str] | None = None) -> None:
     args.n_expert = args.n_expert or (env.demonstrations if tiny else None)
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
     with loop.training(args.out, args.device) as process:
-        if args.expert is None:
+        named = args.expert is not None  # else its first messages are the environment's own
+        if not named:
             args.expert = args.run / "expert.jsonl"
             if process.is_main_process:
                 world = {name: getattr(args, name) for name in ("env", "run", "overwrite", *args.env_flags)}
@@ -270,7 +271,8 @@ def main(argv: list[str] | None = None) -> None:
             return model, chat, models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
 
         model, chat, adapter = begin()
-        chat.rendering = dataclasses.replace(chat.rendering, **first_messages(env, states))
+        beginning = first_messages(env, states) if named else {}
+        chat.rendering = dataclasses.replace(chat.rendering, **beginning)
         limit = min(args.max_tokens, chat.context or args.max_tokens)
         answered = args.observation_loss > 0
         examples, validation = (list(examples_of(chat, part, limit, answered)) for part in hold_out(states))
