@@ -36,7 +36,7 @@ from qlass.driver import follow
 from qlass.flags import LORA_LR, add_schedule, add_training, check_training
 from qlass.loop import Training, micro_batches
 from qlass.records import agreed, read_trajectories
-from qlass.tiny import AIDS, observation_loss, tiny_model
+from qlass.tiny import AIDS, answers, observation_loss, tiny_model
 
 PAPER = {"epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free", "micro_tokens": 8192}  # Table 5
 TINY = {"epochs": 12, "lr": 3e-3, "batch": 16, "candidates": "valid", "micro_tokens": 2048}
@@ -110,18 +110,15 @@ def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
 
 # ------------------------------------------------------------------------------------------------- behaviour cloning
 
-Example = tuple[list[int], list[bool]]  # tokens, and which of them the agent wrote
+Example = list[tuple[int, bool]]  # tokens, and whether the agent wrote them
 
 
-def tokens_and_mask(chat: Chat, state: State, limit: int) -> Example:
-    """The trajectory's tokens and which of them the agent wrote (Eq. 5's a_t, and OK), cut at `limit`."""
-    ids: list[int] = []
-    wrote: list[bool] = []
+def tokens_of(chat: Chat, state: State, limit: int) -> Example:
+    """A trajectory's tokens, cut at `limit`; the agent wrote Eq. (5)'s a_t, and OK."""
     runs = chat.message_tokens(state)
-    for (role, _), run in zip(state.messages[len(state.messages) - len(runs) :], runs, strict=True):
-        ids += run
-        wrote += [role == "assistant"] * len(run)
-    return ids[: chat.context][:limit], wrote[: chat.context][:limit]
+    messages = state.messages[len(state.messages) - len(runs) :]
+    tokens = [(t, role == "assistant") for (role, _), run in zip(messages, runs, strict=True) for t in run]
+    return tokens[: chat.context][:limit]
 
 
 def examples_of(chat: Chat, states: list[State], limit: int, answered: bool = False) -> Iterator[Example]:
@@ -130,16 +127,11 @@ def examples_of(chat: Chat, states: list[State], limit: int, answered: bool = Fa
     for state in states:
         length = len(state.messages)
         for n in range(len(opening(state)) + 1, length + 1, 2) if chat.rendering.markov else [length]:
-            ids, wrote = tokens_and_mask(chat, State(state.messages[:n], state.task), limit)
+            example = tokens_of(chat, State(state.messages[:n], state.task), limit)
             if answered and n < length:
-                answer, read = tokens_and_mask(chat, State(state.messages[: n + 1], state.task), limit)
-                ids, wrote = ids + answer, wrote + read
-            if any(wrote[1:]):
-                yield ids, wrote
-
-
-def n_tokens(example: Example) -> int:
-    return len(example[0])
+                example += tokens_of(chat, State(state.messages[: n + 1], state.task), limit)
+            if any(wrote for _, wrote in example[1:]):
+                yield example
 
 
 def collate(examples: list[Example], device: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -147,9 +139,9 @@ def collate(examples: list[Example], device: Any) -> tuple[torch.Tensor, torch.T
 
     Padding is on the right and attention is causal: nothing that counts can see it, so any token will do.
     """
-    ids, wrote = ([torch.tensor(part) for part in parts] for parts in zip(*examples, strict=True))
-    ids, wrote = pad_sequence(ids, True, -1).to(device), pad_sequence(wrote, True, False).to(device)
-    return ids.clamp(min=0), wrote, ids >= 0
+    tokens = pad_sequence([torch.tensor(example) for example in examples], True, -1).to(device)  # (B, T, 2)
+    ids, wrote = tokens.unbind(-1)
+    return ids.clamp(min=0), wrote == 1, ids >= 0
 
 
 def predictions(
@@ -182,14 +174,14 @@ def train(
     for _ in fit.epochs():
         for update in fit.updates():
             batch = [examples[i] for i in update]
-            n_wrote = sum(sum(wrote[1:]) for _, wrote in batch)
-            n_read = sum(wrote[wrote.index(True) :].count(False) for _, wrote in batch)  # behind an action
-            for group in fit.share(micro_batches(batch, n_tokens, micro_tokens)):  # gradient accumulation
-                ids, wrote, real = collate(group, fit.model.device)
+            groups = [collate(group, fit.model.device) for group in micro_batches(batch, len, micro_tokens)]
+            n_wrote = sum(int(wrote[:, 1:].sum()) for _, wrote, _ in groups)
+            n_answers = sum(int(answers(wrote, real).sum()) for _, wrote, real in groups)
+            for ids, wrote, real in fit.share(groups):  # gradient accumulation
                 logits, labels, at = predictions(fit.model, ids, wrote, ends=bool(observation_weight))
                 loss = sft_loss(logits, labels) / n_wrote
-                if observation_weight and n_read:
-                    loss += observation_weight * observation_loss(logits, at, ids, wrote, real) / n_read
+                if observation_weight and n_answers:
+                    loss += observation_weight * observation_loss(logits, at, ids, wrote, real) / n_answers
                 fit.backward(loss, ids.numel())
             fit.step()
         fit.validated(validate(fit.model, validation, micro_tokens))
@@ -198,15 +190,14 @@ def train(
 @torch.no_grad()
 def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | None:
     """The loss a token, given the expert's own history; None without examples."""
-    if not examples:
-        return None
     model.eval()
-    loss = 0.0
-    for group in micro_batches(examples, n_tokens, micro_tokens):
+    loss, n_wrote = 0.0, 0
+    for group in micro_batches(examples, len, micro_tokens):
         ids, wrote, _ = collate(group, model.device)
         logits, labels, _ = predictions(model, ids, wrote)
         loss += sft_loss(logits, labels).item()
-    return loss / sum(sum(wrote[1:]) for _, wrote in examples)
+        n_wrote += int(wrote[:, 1:].sum())
+    return loss / n_wrote if examples else None
 
 
 # --------------------------------------------------------------------------------------------------------------- main
@@ -236,8 +227,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args = cli.parse(flags, argv)
     if args.lora and args.model == "tiny":
         raise UserError("--lora: the tiny model is trained from scratch; leave it out, or name another --model")
-    if args.model.startswith((".", "/")) or args.model.endswith(".gguf"):  # no hub name
-        cli.must_exist(Path(args.model))
     check_training(args)
     return args
 
@@ -246,6 +235,8 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env, tiny = envs.from_arguments(args), args.model == "tiny"
     args.n_expert = args.n_expert or (env.demonstrations if tiny else None)
+    if args.model.startswith((".", "/")) or args.model.endswith(".gguf"):  # no hub name
+        cli.must_exist(Path(args.model))
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
     with loop.training(args.out, args.device) as process:
         named = args.expert is not None  # else its first messages are the environment's own
@@ -278,7 +269,7 @@ def main(argv: list[str] | None = None) -> None:
         examples, validation = (list(examples_of(chat, part, limit, answered)) for part in hold_out(states))
         if not examples:
             raise UserError(f"{args.expert}: no trajectory holds an action within {limit} tokens (--max-tokens)")
-        if cut := sum(len(ids) == limit for ids, _ in examples):
+        if cut := sum(len(example) == limit for example in examples):
             process.print(f"{cut} of {len(examples)} demonstrations are cut after {limit} tokens (--max-tokens)")
         settle(args, settings_of(len(examples), args.batch) if tiny else PAPER | ({"lr": LORA_LR} if args.lora else {}))
         chat.rendering.candidates = args.candidates

@@ -52,7 +52,6 @@ PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4
 TINY = {"epochs": 8, "lr": 1e-3, "batch": 64, "loss_on": "last", "max_tokens": 1024, "micro_tokens": 2048}
 SMALL = 50_000_000  # parameters, below which the settings are TINY's
 HELD_OUT = 10  # every tenth tree is not trained on
-MEASURED = 50  # trees at most, when training is over
 TAKES = "10 to 15 minutes with the tiny model on two cores"
 
 Tree = list[Pair]
@@ -200,14 +199,12 @@ def main(argv: list[str] | None = None) -> None:
             qnet.backbone = models.merge(qnet.backbone, adapter, folder, lambda: load()[0])
             models.cast(qnet.backbone, models.device_and_dtype(args.device, args.precision)[1])
             qnet.save_pretrained(folder)
+        policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, rendering, args.precision)
         figures = fit.figures() | {"trees": len(trees), "pairs_left_out": left_out}
+        figures["held_out"] = beside_policy(qnet, policy, held_out)
         files.write_meta(args.out, vars(args), [args.labels, args.sft], **figures)
         print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}")
-        policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, rendering, args.precision)
-        for name, part in (("held_out", held_out), ("training", training[: len(held_out)])):
-            figures[name] = beside_policy(qnet, policy, part[:MEASURED])
-            print_ranking(name, figures[name])
-        files.write_meta(args.out, vars(args), [args.labels, args.sft], **figures)
+        print_ranking("held_out", figures["held_out"])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import json
 import math
 import os
 import shutil
@@ -23,12 +22,18 @@ import accelerate
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, reduce
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from tqdm import tqdm
 
 from qlass import UserError, files, models
-from qlass.records import read_object
 
 T = TypeVar("T")
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 MAY_DIFFER = (*files.TRAINING_FREE, *files.FREE)  # between a training and its continuation
 
 # ----------------------------------------------------------------------------------------------------------- processes
@@ -40,30 +45,19 @@ def training(out: Path, device: str | None) -> Iterator[accelerate.PartialState]
 
     When the block ends, the checkpoint is complete, and what it could be resumed from goes.
     """
-    process = start(device)
-    with files.locked(out) if process.is_main_process else contextlib.nullcontext():
-        with models.within_memory():
-            yield process
-        if process.is_main_process:
-            shutil.rmtree(partial_folder(out), ignore_errors=True)
-
-
-def start(device: str | None = None) -> accelerate.PartialState:
-    """Join the other processes, if a launcher has started several; the state says which one this is."""
     launched = int(os.environ.get("WORLD_SIZE", 1))
     alone = launched > 1 and "MASTER_ADDR" not in os.environ  # as in a job array
     cpu = not torch.cuda.is_available() or (device or "").startswith("cpu")  # else it starts one process without a GPU
     patience = datetime.timedelta(days=2)  # the others may wait as long as the first plays demonstrations
-    state = None if alone else accelerate.PartialState(cpu=cpu, timeout=patience)
-    if alone or state.num_processes != launched:
+    process = None if alone else accelerate.PartialState(cpu=cpu, timeout=patience)
+    if alone or process.num_processes != launched:
         way = f"start them by torchrun --nproc-per-node {launched} --, or unset WORLD_SIZE"
         raise UserError(f"WORLD_SIZE is {launched}, but the processes do not see one another: {way}")
-    return state
-
-
-def divides() -> bool:
-    """Whether processes divide the weights among them (FSDP)."""
-    return os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    lock = files.locked(out) if process.is_main_process else contextlib.nullcontext()
+    with lock, models.within_memory():
+        yield process
+        if process.is_main_process:
+            shutil.rmtree(partial_folder(out), ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- updates
@@ -144,12 +138,12 @@ class Training:
         self.accelerator = accelerate.Accelerator(mixed_precision=mixed, device_placement=False)
         self.accelerator.print(models.memory_of(model, settings["optim"]))
         optimizer = models.adamw(model.parameters(), settings["lr"], settings["optim"])
-        if divides():
+        self.model, self.optimizer = model, optimizer
+        self.divided = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        if self.divided:
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         else:  # each process has a copy of the model, and `step` averages their gradients
-            self.model = self.accelerator.prepare_model(model, evaluation_mode=True)
-            self.optimizer = self.accelerator.prepare_optimizer(optimizer)
-        self.accelerator.register_save_state_pre_hook(only_trained)
+            self.accelerator.prepare_model(model, evaluation_mode=True)
         self.folder = partial_folder(out)
         self.folder.mkdir(parents=True, exist_ok=True)
         if states := self._states():
@@ -168,7 +162,7 @@ class Training:
                 self.model.train()
                 yield len(self.at.curve)
         if self.at.best < len(self.at.curve):
-            self._load(self.folder / f"state-{self.at.best}-0")
+            self._load(self.folder / f"state-{self.at.best}-0.pt")
 
     def updates(self) -> Iterator[list[int]]:
         yield from self.plan[len(self.at.curve)][self.at.update :]
@@ -192,7 +186,7 @@ class Training:
     def step(self) -> None:
         """One update from the gradients at hand: clipped, at the schedule's rate."""
         at, processes = self.at, self.accelerator.num_processes
-        for p in self.model.parameters() if processes > 1 and not divides() else ():
+        for p in self.model.parameters() if processes > 1 and not self.divided else ():
             p.grad = None if p.grad is None else reduce(p.grad, "mean")
         norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0))
         loss, tokens = map(sum, zip(*gather_object([(self.loss, self.tokens)]), strict=True))
@@ -233,10 +227,10 @@ class Training:
 
     def result(self, parts: tuple, again: Callable[[], tuple]) -> tuple:
         """The parts that a training began with, the first of them the model; if divided, put together in new parts."""
-        if not divides():
+        if not self.divided:
             self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
             return parts
-        weights = self.accelerator.get_state_dict(self.model)  # all of them, in the first process
+        weights = get_model_state_dict(self.model, options=WHOLE)
         if self.accelerator.is_main_process:
             parts = again()
             parts[0].load_state_dict(weights, strict=False)
@@ -252,51 +246,36 @@ class Training:
             self.log.append([{"step": len(self.at.losses), "seconds": round(self.at.seconds, 3), **figures}])
 
     def _states(self) -> list[Path]:
-        return sorted(self.folder.glob("state-*"), key=lambda state: [int(n) for n in state.name.split("-")[1:]])
+        return sorted(self.folder.glob("state-*.pt"), key=lambda state: [int(n) for n in state.stem.split("-")[1:]])
 
     def _save(self) -> None:
-        """A state, under its name only when all of it is there. Of the older ones the best epoch's stays."""
-        draft, first = self.folder / "draft", self.accelerator.is_main_process
-        if first:
-            shutil.rmtree(draft, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        try:
-            self.accelerator.save_state(str(draft))
-            if first:
-                state = {"processes": self.accelerator.num_processes, "progress": dataclasses.asdict(self.at)}
-                (draft / "progress.json").write_text(json.dumps(state))
-        except Exception as error:  # torch and safetensors have their own
-            why = str(error).splitlines()[0]
-            raise UserError(f"{draft}: {why}: make room, and the same command resumes from the last state") from None
-        self.accelerator.wait_for_everyone()
-        if first:
-            latest = draft.rename(self.folder / f"state-{len(self.at.curve)}-{self.at.update}")
+        """The state, under its name only when all of it is written. Of the older ones the best epoch's stays."""
+        weights, moments = get_state_dict(self.model, self.optimizer, options=WHOLE)
+        if self.accelerator.is_main_process:
+            state = {"weights": weights, "moments": moments, "random": torch.get_rng_state()}
+            latest, draft = self.folder / f"state-{len(self.at.curve)}-{self.at.update}.pt", self.folder / "draft"
+            try:
+                torch.save(state | {"progress": dataclasses.asdict(self.at)}, draft)
+            except RuntimeError as error:  # torch's own
+                reason = str(error).splitlines()[0]
+                raise UserError(f"{draft}: {reason}: make room, and the same command resumes") from None
+            draft.replace(latest)
             for state in self._states():
-                if state.name not in (latest.name, f"state-{self.at.best}-0"):
-                    shutil.rmtree(state)
+                if state.name not in (latest.name, f"state-{self.at.best}-0.pt"):
+                    state.unlink()
 
     def _load(self, state: Path) -> Progress:
         """Weights, moments and random numbers of a state, and where it stands."""
-        n = self.accelerator.num_processes
         try:
-            saved = read_object(state / "progress.json")
-            if saved["processes"] == n:
-                accelerate.utils.load(state / f"random_states_{self.accelerator.process_index}.pkl")  # see below
-                self.accelerator.load_state(str(state), strict=False)  # it passes over missing random numbers
-            progress = Progress(**saved["progress"])
+            saved = torch.load(state, map_location="cpu", weights_only=True)  # runs no code
+            weights, moments = saved["weights"], saved["moments"]
+            set_state_dict(
+                self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments, options=WHOLE
+            )
+            torch.set_rng_state(saved["random"])
+            return Progress(**saved["progress"])
         except Exception as error:  # of many kinds: cut short, zeros, another's
-            why = (str(error) or type(error).__name__).splitlines()[0][:80]
-            raise UserError(f"{state}: can't be read ({why}): --overwrite starts again") from None
-        if saved["processes"] != n:
-            raise UserError(f"{state}: of {saved['processes']} processes, not {n}: start as many, or give --overwrite")
-        return progress
-
-
-def only_trained(modules: list[nn.Module], weights: list[dict], _: str) -> None:
-    """What is not trained need not be saved: with LoRA it is nearly all."""
-    for module, saved in zip(modules, weights, strict=False):
-        for name in saved.keys() - {name for name, p in module.named_parameters() if p.requires_grad}:
-            del saved[name]
+            raise UserError(f"{state}: can't be read ({models.in_a_line(error)}): --overwrite starts again") from None
 
 
 # ------------------------------------------------------------------------------------------------------------ the files

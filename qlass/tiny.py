@@ -105,6 +105,11 @@ def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
     return transformers.LlamaForCausalLM(config), tokenizer
 
 
+def answers(wrote: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Which tokens answer an action: what is read behind the first that the agent wrote; all masks are (B, T)."""
+    return ~wrote & (wrote.cumsum(1) > 0) & real
+
+
 def observation_loss(
     logits: torch.Tensor, kept: torch.Tensor, ids: torch.Tensor, wrote: torch.Tensor, real: torch.Tensor
 ) -> torch.Tensor:
@@ -115,6 +120,6 @@ def observation_loss(
     import torch
 
     end = wrote.mul(torch.arange(ids.shape[1], device=ids.device)).cummax(1).values  # of the last action so far
-    row, at = (~wrote & (end > 0) & real).nonzero(as_tuple=True)
+    row, at = answers(wrote, real).nonzero(as_tuple=True)
     k = torch.searchsorted(kept, end[row, at])
     return -logits.float().log_softmax(-1)[row, k, ids[row, at]].sum()

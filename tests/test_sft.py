@@ -32,8 +32,14 @@ STATE = State(
 # ----------------------------------------------------------------------------------------------------------- the loss
 
 
+def apart(example: sft.Example) -> tuple[list[int], list[bool]]:
+    """The tokens of an example, and which of them the agent wrote."""
+    return [token for token, _ in example], [wrote for _, wrote in example]
+
+
 def test_the_loss_mask_by_hand():
-    ids, wrote = sft.tokens_and_mask(CHAT, STATE, 100)
+    example = sft.tokens_of(CHAT, STATE, 100)
+    ids, wrote = apart(example)
     marked = [
         "<user> walk <agent>", "*OK <end>", "<user> you stand <agent>", "*Thought: hm Action: left <end>",
         "<user> Observation: nothing happens <agent>", "*Action: right <end>",
@@ -42,12 +48,12 @@ def test_the_loss_mask_by_hand():
     assert list(zip(CHAT.tokenizer.convert_ids_to_tokens(ids), wrote, strict=True)) == words
     short = word_chat()
     short.context = 9  # the model's, as --max-tokens
-    assert sft.tokens_and_mask(CHAT, STATE, 9) == sft.tokens_and_mask(short, STATE, 100) == (ids[:9], wrote[:9])
+    assert sft.tokens_of(CHAT, STATE, 9) == sft.tokens_of(short, STATE, 100) == example[:9]
 
 
 def test_the_loss_mask_of_llama_2_by_hand():
     chat = Chat(chat_tokenizer("llama-2"), Rendering())
-    ids, wrote = sft.tokens_and_mask(chat, STATE, 1000)
+    ids, wrote = apart(sft.tokens_of(chat, STATE, 1000))
     written = [i for i, w in zip(ids, wrote, strict=True) if w]
     assert chat.tokenizer.decode(written) == "OK </s> Thought: hm Action: left </s> Action: right </s>"
     read = [i for i, w in zip(ids, wrote, strict=True) if not w]
@@ -58,11 +64,11 @@ def test_the_loss_mask_of_llama_2_by_hand():
 
 def test_the_mask_follows_the_compact_rendering():
     chat = word_chat(compact=True)
-    ids, wrote = sft.tokens_and_mask(chat, STATE, 100)
+    ids, wrote = apart(sft.tokens_of(chat, STATE, 100))
     assert chat.tokenizer.convert_ids_to_tokens(ids)[:3] == ["<user>", "you", "stand"]  # no instruction, no OK
     assert sum(wrote) == 5 + 3
     only_ok = State(STATE.messages[:2])  # an expert who did nothing
-    assert sft.tokens_and_mask(chat, only_ok, 100) == ([], [])
+    assert sft.tokens_of(chat, only_ok, 100) == []
 
 
 def loss_of(model, ids: torch.Tensor, wrote: torch.Tensor) -> torch.Tensor:
@@ -91,7 +97,7 @@ def test_the_loss_by_hand():
 @given(st.lists(st.lists(st.booleans(), min_size=2, max_size=9), min_size=1, max_size=4))
 def test_the_logits_that_count_give_the_loss_and_gradients_of_all(rows):
     model, gradients = tiny_lm(CHAT), []
-    ids, wrote, _ = sft.collate([(list(range(5, 5 + len(row))), row) for row in rows], "cpu")
+    ids, wrote, _ = sft.collate([list(enumerate(row, 5)) for row in rows], "cpu")
     logits = model(input_ids=ids).logits[:, :-1]
     plain = sft.sft_loss(logits, ids.masked_fill(~wrote, -100)[:, 1:])
     for loss in (plain, loss_of(model, ids, wrote)):
@@ -105,7 +111,7 @@ def test_the_logits_that_count_give_the_loss_and_gradients_of_all(rows):
 def test_what_the_loss_does_not_see_does_not_move_it():
     """Padding on the right, and the words of the user where nothing that was written follows."""
     model = tiny_lm(CHAT)
-    ids, wrote = (torch.tensor([x]) for x in sft.tokens_and_mask(CHAT, STATE, 100))
+    ids, wrote = (torch.tensor([x]) for x in apart(sft.tokens_of(CHAT, STATE, 100)))
     loss = loss_of(model, ids, wrote)
     padded = torch.cat([ids, torch.full((1, 5), 7)], 1), torch.cat([wrote, torch.zeros(1, 5, dtype=torch.bool)], 1)
     assert loss_of(model, *padded).item() == pytest.approx(loss.item(), abs=1e-4)
@@ -117,22 +123,19 @@ def test_what_the_loss_does_not_see_does_not_move_it():
 def test_the_loss_of_what_was_read_by_hand():
     """Each token that answers an action counts, predicted where the action ends; no padding, nothing before it."""
     model = tiny_lm(CHAT)
-    (short, wrote_short), (ids, wrote) = (
-        sft.tokens_and_mask(CHAT, State(STATE.messages[:3]), 100),
-        sft.tokens_and_mask(CHAT, STATE, 100),
-    )
-    ids_, wrote_, real = sft.collate([(ids, wrote), (short, wrote_short)], "cpu")
+    examples = [sft.tokens_of(CHAT, state, 100) for state in (STATE, State(STATE.messages[:3]))]
+    ids, wrote, real = sft.collate(examples, "cpu")
     expected = 0.0
-    for tokens, mask in ((ids, wrote), (short, wrote_short)):
-        logp = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+    for example in examples:
+        logp = model(input_ids=torch.tensor([[token for token, _ in example]])).logits[0].log_softmax(-1)
         end = None
-        for t, token in enumerate(tokens):
-            end = t if mask[t] else end
-            expected -= 0.0 if mask[t] or end is None else logp[end, token].item()
+        for t, (token, written) in enumerate(example):
+            end = t if written else end
+            expected -= 0.0 if written or end is None else logp[end, token].item()
     assert expected > 1
-    logits, labels, at = sft.predictions(model, ids_, wrote_, ends=True)
-    assert observation_loss(logits, at, ids_, wrote_, real).item() == pytest.approx(expected, rel=1e-4)
-    assert sft.sft_loss(logits, labels).item() == pytest.approx(loss_of(model, ids_, wrote_).item(), rel=1e-5)
+    logits, labels, at = sft.predictions(model, ids, wrote, ends=True)
+    assert observation_loss(logits, at, ids, wrote, real).item() == pytest.approx(expected, rel=1e-4)
+    assert sft.sft_loss(logits, labels).item() == pytest.approx(loss_of(model, ids, wrote).item(), rel=1e-5)
 
 
 def test_an_agent_learns_to_predict_what_will_answer_its_action():
@@ -223,24 +226,24 @@ def test_every_twentieth_task_is_held_out():
 
 
 def test_validation_by_hand():
-    states = [STATE, others(1)[0]]
-    examples = [sft.tokens_and_mask(CHAT, s, 100) for s in states]
+    examples = [sft.tokens_of(CHAT, state, 100) for state in (STATE, others(1)[0])]
     model = tiny_lm(CHAT)
-    loss = sum(loss_of(model, torch.tensor([i]), torch.tensor([w])).item() for i, w in examples)
-    assert sft.validate(model, examples, 1000) == pytest.approx(loss / sum(sum(w) for _, w in examples), rel=1e-4)
+    parts = [apart(example) for example in examples]
+    loss = sum(loss_of(model, torch.tensor([ids]), torch.tensor([wrote])).item() for ids, wrote in parts)
+    assert sft.validate(model, examples, 1000) == pytest.approx(loss / sum(sum(wrote) for _, wrote in parts), rel=1e-4)
     assert sft.validate(model, [], 1000) is None
 
 
 def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     chat = word_chat(markov=True)
-    ids, wrote = sft.tokens_and_mask(chat, STATE, 100)
+    last = sft.tokens_of(chat, STATE, 100)
     words = ["<user>", "Observation:", "nothing", "happens", "<agent>", "Action:", "right", "<end>"]
-    assert chat.tokenizer.convert_ids_to_tokens(ids) == words and wrote == [False] * 5 + [True] * 3
-    other = sft.tokens_and_mask(chat, State(STATE.messages[:4]), 100)
-    assert list(sft.examples_of(chat, [STATE], 100)) == [other, (ids, wrote)]
+    assert chat.tokenizer.convert_ids_to_tokens(apart(last)[0]) == words
+    assert apart(last)[1] == [False] * 5 + [True] * 3
+    other = sft.tokens_of(chat, State(STATE.messages[:4]), 100)
+    assert list(sft.examples_of(chat, [STATE], 100)) == [other, last]
     # With --observation-loss the answer stands behind the action, where there is one.
-    answered = (other[0] + ids[:5], other[1] + [False] * 5)
-    assert list(sft.examples_of(chat, [STATE], 100, answered=True)) == [answered, (ids, wrote)]
+    assert list(sft.examples_of(chat, [STATE], 100, answered=True)) == [other + last[:5], last]
     assert trained(tiny_lm(chat), chat, [STATE], batch=1, epochs=1)["steps"] == 2
 
 

@@ -356,8 +356,7 @@ def test_the_command_trains_backbone_and_head(train, tmp_path, agent, capsys):
     assert net.head[0].out_features == 1024
     meta = json.loads((tmp_path / "qnet.meta.json").read_text())
     assert meta["trees"] == 3 and meta["tokens"] > 0 and not list(tmp_path.glob("*.draft"))
-    for trees in ("held_out", "training"):
-        assert 0 <= meta[trees]["policy_sibling_accuracy"] <= 1 and meta[trees]["sibling_pairs"] > 0
+    assert 0 <= meta["held_out"]["policy_sibling_accuracy"] <= 1 and meta["held_out"]["sibling_pairs"] > 0
     assert "chance .5" in capsys.readouterr().out
     again = train(out="again")
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
@@ -370,7 +369,7 @@ def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, m
     train_qnet.main(["--env", "frozenlake", "--sft", str(agent), "--labels", str(tmp_path / "labels.jsonl"),
                      "--out", str(tmp_path / "qnet"), "--epochs", "1", "--plain"])  # fmt: skip
     meta = json.loads((tmp_path / "qnet.meta.json").read_text())
-    assert meta["training"]["sibling_pairs"] and 0 <= meta["training"]["policy_sibling_accuracy"] <= 1
+    assert meta["held_out"]["sibling_pairs"] and 0 <= meta["held_out"]["policy_sibling_accuracy"] <= 1
 
 
 def test_pairs_beyond_the_context_are_left_out_or_cut(train, tmp_path, monkeypatch, capsys):
@@ -378,11 +377,11 @@ def test_pairs_beyond_the_context_are_left_out_or_cut(train, tmp_path, monkeypat
     monkeypatch.setattr(Chat, "stays", lambda *_: 1)  # as where the first message tells all
     train()
     meta = json.loads((tmp_path / "qnet.meta.json").read_text())
-    assert meta["pairs_left_out"] > 0 and "policy_sibling_accuracy" in meta["training"]
+    assert meta["pairs_left_out"] > 0 and "policy_sibling_accuracy" in meta["held_out"]
     assert f"{meta['pairs_left_out']} pairs are left out" in capsys.readouterr().out
     train("--truncate", "oldest", out="cut")
     meta = json.loads((tmp_path / "cut.meta.json").read_text())
-    assert meta["pairs_left_out"] == 0 and "policy_sibling_accuracy" in meta["training"]
+    assert meta["pairs_left_out"] == 0 and "policy_sibling_accuracy" in meta["held_out"]
 
 
 def test_a_qnet_is_saved_before_it_is_measured(train, tmp_path, monkeypatch):
@@ -393,8 +392,6 @@ def test_a_qnet_is_saved_before_it_is_measured(train, tmp_path, monkeypatch):
     with pytest.raises(MemoryError):
         train()
     QNet.from_pretrained(tmp_path / "qnet")
-    meta = json.loads((tmp_path / "qnet.meta.json").read_text())
-    assert meta["curve"][0]["epoch"] == 1 and "held_out" not in meta
     before = (tmp_path / "qnet" / "model.safetensors").read_bytes()
     monkeypatch.undo()
     train()  # the same command measures it

@@ -117,20 +117,15 @@ def stopped(settings: dict) -> Path:
     """A run that was stopped at its sixth update: its last state."""
     with pytest.raises(Stopped):
         fit(settings, [1.0] * 6, 5)
-    (state,) = partial_folder(settings["out"]).glob("state-1-0")
+    (state,) = partial_folder(settings["out"]).glob("state-1-0.pt")
     return state
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "progress.json"])
-@pytest.mark.parametrize("cut", [True, False])
-def test_a_missing_or_damaged_part_of_a_state_is_one_line(tmp_path, file, cut):
+def test_a_damaged_state_is_one_line(tmp_path):
     settings = arguments(tmp_path)
-    path = stopped(settings) / file
-    sound = path.read_bytes()
-    path.unlink()
-    if cut:
-        path.write_bytes(sound[: len(sound) // 2])
-    with pytest.raises(UserError, match=r"state-1-0: can't be read .*: --overwrite starts again$"):
+    state = stopped(settings)
+    state.write_bytes(state.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"state-1-0.pt: can't be read .*: --overwrite starts again$"):
         fit(settings, [1.0] * 6)
 
 
@@ -143,7 +138,7 @@ def test_another_run_does_not_continue_this_one(tmp_path):
     with pytest.raises(UserError, match=r"begun with --lr 0.1, not 0.2"):
         is_trained(settings | {"lr": 0.2}, [data])
     data.write_text("others")
-    with pytest.raises(UserError, match=r"begun with another .*data"):
+    with pytest.raises(UserError, match="data, which has changed since"):
         is_trained(settings, [data])
     assert not is_trained(settings | {"overwrite": True}, [data]) and not any(partial_folder(settings["out"]).iterdir())
 
@@ -155,7 +150,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
     settings = arguments(tmp_path)
     with pytest.raises(UserError, match=r"small: stopped at update 6: loss nan.*lower --lr"):
         fit(settings, [1.0] * 6, spoil=5)
-    weights = load_file(partial_folder(settings["out"]) / "state-1-0" / "model.safetensors")
+    weights = torch.load(partial_folder(settings["out"]) / "state-1-0.pt", weights_only=True)["weights"]
     assert weights and all(p.isfinite().all() for p in weights.values())
 
 
@@ -251,8 +246,6 @@ def test_two_processes_resume_what_two_began(small_run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Training, "step", stopping)
         launch(sft, argv("sft", "parts"), 2, code=7)
-    with pytest.raises(UserError, match="of 2 processes, not 1: start as many"):
-        sft.main(argv("sft", "parts"))
     launch(sft, argv("sft", "parts"), 2)
     assert same(written("one")[1].values(), written("parts")[1].values())
 
@@ -266,11 +259,12 @@ def test_torchrun_starts_the_processes(tmp_path):
     assert done.stdout.count("2 trajectories, loss") == 1 and (tmp_path / "sft" / "model.safetensors").exists()
 
 
-def test_processes_that_do_not_see_one_another_are_refused(monkeypatch):
+def test_processes_that_do_not_see_one_another_are_refused(tmp_path, monkeypatch):
     accelerate.PartialState(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for address in (None, "localhost"):  # as in a job array, and as where accelerate sees no GPU
         if address:
             monkeypatch.setenv("MASTER_ADDR", address)
-        with pytest.raises(UserError, match=r"WORLD_SIZE is 2, .*: start them by torchrun --nproc-per-node 2 --"):
-            loop.start()
+        says = "WORLD_SIZE is 2, .*: start them by torchrun --nproc-per-node 2 --"
+        with pytest.raises(UserError, match=says), loop.training(tmp_path / "out", None):
+            pass
