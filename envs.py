@@ -25,11 +25,10 @@ import hashlib
 import importlib
 import inspect
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 from gymnasium import spaces
@@ -80,9 +79,6 @@ class TextEnv(gymnasium.Env):
     demonstrations = 1350  # for the tiny model; few enough that it errs
     side_by_side = 64  # how many forks may be open at once
     omniscient = False  # the expert knows what no page has shown, so tables call it an oracle
-    # The options of the class that have a flag of their own: {flag: (option, "METAVAR what --help says")}; a metavar in
-    # brackets makes a switch.
-    flags: ClassVar[dict[str, tuple[str, str]]] = {}
     unique_tasks = False  # the instruction alone says which task it is
     markov = False  # instruction and last observation say all that there is to know
 
@@ -125,6 +121,13 @@ class TextEnv(gymnasium.Env):
         return other
 
     # --------------------------------------------------------------------------------------------------------------
+    @staticmethod
+    def add_flags(add: Callable[..., Any]) -> None:
+        """Flags of their own for options of the class; `add` is argparse's add_argument.
+
+        Where an option's name is too short, the environment's stands before it: --webshop-data is for `data`.
+        """
+
     def split_ids(self, split: str) -> list[str]:
         """The tasks of a split, in any order; UserError if there is no such split."""
         raise NotImplementedError
@@ -231,31 +234,27 @@ def add_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> No
     """The flags that the environment which --env names declares."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--env", default="webshop")
-    flags = environment_class(first.parse_known_args(argv)[0].env).flags
+    kind = environment_class(first.parse_known_args(argv)[0].env)
 
     def declared(parser: argparse.ArgumentParser) -> None:
-        for flag, (_, description) in flags.items():
-            metavar, _, hint = description.partition(" ")
-            settings = {"action": "store_true"} if metavar == "[]" else {"metavar": metavar}
-            if "$" + flag.upper() in hint:  # its value stands in the metadata, so no run is resumed on other data
-                settings["default"] = os.environ.get(flag.upper()) or None
-            parser.add_argument("--" + flag.replace("_", "-"), **settings, help=hint)
+        others = len(parser._actions)
+        kind.add_flags(parser.add_argument)
         hint = "any other option of the environment's class"
         parser.add_argument("--env-option", action="append", default=[], metavar="NAME=VALUE", help=hint)
+        parser.set_defaults(env_flags=[action.dest for action in parser._actions[others:]])
 
     more(parser, declared)
-    parser.set_defaults(env_flags=[*flags, "env_option"])
 
 
 def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     """The environment that the flags name; `options` are the stage's own (`max_steps`)."""
     kind = environment_class(args.env)
     parameters = inspect.signature(kind).parameters
-    for flag, (option, _) in kind.flags.items():
+    for flag in args.env_flags[:-1]:  # the last is --env-option
         value = getattr(args, flag)
         if value == "":  # of an unset variable: not what is bundled
             raise UserError(f"--{flag.replace('_', '-')}: is empty; leave it out for the default")
-        options |= {option: value} if value else {}
+        options |= {flag.removeprefix(f"{kind.name}_"): value} if value else {}
     for text in args.env_option:
         name, equals, value = text.partition("=")
         if not equals or name not in parameters or name in options:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from data import make_alfworld
 from environments import writable
@@ -30,11 +30,6 @@ class ALFWorldEnv(TextEnv):
 
     name = "alfworld"
     demonstrations = 200
-    flags: ClassVar = {
-        "alfworld_data": ("data", "DIR ALFWorld's games (default: $ALFWORLD_DATA, or the bundled ones)"),
-        "engine": ("engine", "NAME python (ours, the default) or textworld (the original)"),
-        "instruction": ("instruction", "FILE another first user message"),
-    }
     instruction = (
         "You are in a household and have a task to do there.\n"
         "First you are told what is in the room and what your task is. Then, each turn, you read what your last action "
@@ -46,6 +41,14 @@ class ALFWorldEnv(TextEnv):
         'An action that is not possible changes nothing, and is answered with "Nothing happens."'
     )
     wordings = ("move {obj} to {recep}", "put {obj} in/on {recep}")  # PUT in games of the newer, the older grammar
+
+    @staticmethod
+    def add_flags(add: Callable[..., Any]) -> None:
+        games = "ALFWorld's games (default: $ALFWORLD_DATA, or the bundled ones)"
+        # The variable's value stands in the metadata, so that no run is resumed on other data.
+        add("--alfworld-data", metavar="DIR", default=os.environ.get("ALFWORLD_DATA") or None, help=games)
+        add("--engine", metavar="NAME", help="python (ours, the default) or textworld (the original)")
+        add("--instruction", metavar="FILE", help="another first user message")
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from gymnasium.envs.toy_text.utils import categorical_sample
@@ -39,7 +39,10 @@ class FrozenLakeEnv(TextEnv):
     )
     prefix, instruction, markov = "", told, True
     given = ""  # another first user message, for all tasks
-    flags: ClassVar = {"map": ("map", "NAME 8x8 (the default), 4x4, lakes, lakes2, random4 or random8")}
+
+    @staticmethod
+    def add_flags(add: Callable[..., Any]) -> None:
+        add("--map", metavar="NAME", help="8x8 (the default), 4x4, lakes, lakes2, random4 or random8")
 
     def __init__(
         self, map: str = "8x8", slippery: bool = False, stray: float = 0.3, max_steps: int | None = UNSET

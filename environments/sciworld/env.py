@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from envs import UNSET, TextEnv
 from qlass import UserError
@@ -28,11 +28,6 @@ class SciWorldEnv(TextEnv):
     """
 
     name = "sciworld"
-    flags: ClassVar = {
-        "tasks": ("tasks", "NAMES all (the default), eto, or task names with commas between them"),
-        "split_file": ("split_file", "DIR published splits: ETO's folder of NAME_indices.json, in place of --tasks"),
-        "instruction": ("instruction", "FILE another first user message"),
-    }
     tree_depth, side_by_side = 6, 4
     omniscient = True  # the simulator's own solutions
     instruction = (
@@ -47,6 +42,12 @@ class SciWorldEnv(TextEnv):
         "wait1: let one step pass\n\n"
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
+
+    @staticmethod
+    def add_flags(add: Callable[..., Any]) -> None:
+        add("--tasks", metavar="NAMES", help="all (the default), eto, or task names with commas between them")
+        add("--split-file", metavar="DIR", help="published splits, for --tasks: ETO's folder of NAME_indices.json")
+        add("--instruction", metavar="FILE", help="another first user message")
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from data import make_webshop
 from environments import writable
@@ -28,12 +28,6 @@ class WebShopEnv(TextEnv):
     """
 
     name, unique_tasks = "webshop", True
-    flags: ClassVar = {
-        "webshop_data": ("data", "DIR folder with WebShop's own files (default: the bundled catalogue)"),
-        "human_goals": ("human_goals", "[] the instructions that people wrote, as ETO's trajectories have"),
-        "split_file": ("split_file", "FILE published splits: a JSON list, or a folder of NAME_indices.json"),
-        "instruction": ("instruction", "FILE another first user message"),
-    }
     prefix = "Observation:\n"
     max_steps, tree_steps, tree_depth = engine.MAX_STEPS, engine.MAX_STEPS, 3
     instruction = (
@@ -46,6 +40,13 @@ class WebShopEnv(TextEnv):
         "The keywords are yours to choose, with care; the value of a click must stand on the page.\n"
         "Your response should use the following format:\n\nThought: I think ...\nAction: click[something]"
     )
+
+    @staticmethod
+    def add_flags(add: Callable[..., Any]) -> None:
+        add("--webshop-data", metavar="DIR", help="folder with WebShop's own files (default: the bundled catalogue)")
+        add("--human-goals", action="store_true", help="the instructions that people wrote, as in ETO's trajectories")
+        add("--split-file", metavar="FILE", help="published splits: a JSON list, or a folder of NAME_indices.json")
+        add("--instruction", metavar="FILE", help="another first user message")
 
     def __init__(
         self,
