@@ -22,7 +22,6 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from qlass import UserError
 from qlass.records import Number, read_object, wrong
@@ -278,6 +277,8 @@ class Chat:
     def _ids(self, before: str, content: str, after: str) -> list[int]:
         """Tokens of the three texts joined; in the middle one, control tokens are no more than their characters."""
         if self._controls.search(content):
+            from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
+
             ids = encode_marked_chat(self.tokenizer, before + mark_control_tokens(content, self._controls) + after)
         else:
             ids = self.tokenizer(before + content + after, add_special_tokens=False).input_ids
