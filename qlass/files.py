@@ -285,7 +285,7 @@ def complete_records(path: Path, complete: Callable[[list[dict]], int]) -> tuple
                 ends.append(at)
     try:
         keep = complete(records)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, UserError, ValueError) as error:
         mistake = f"lines without {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(f"{path}: {mistake}: from another stage? Name another --out") from None
     return records[:keep], ends[keep]

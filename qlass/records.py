@@ -14,7 +14,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -193,12 +193,21 @@ def read_trees(path: str | Path, needed: Iterable[str] = ()) -> Iterator[list[di
 
     needed: fields that a node must have besides those of every tree; "messages" the root alone.
     """
-    of_root = list(needed)
-    of_node = [name for name in of_root if name != "messages"]
+    rest = yield from trees_of(records_of(path), needed)
+    if rest:
+        raise UserError(
+            f"{path}: the tree of task {rest[0]['task_id']} has {len(rest)} of {rest[0].get('nodes')} nodes; "
+            "run build_trees.py again with the same arguments to complete it"
+        )
+
+
+def trees_of(lines: Iterable[tuple[str, dict]], needed: Iterable[str]) -> Generator:
+    """Yield each tree of these lines (where it stands, node); returns the nodes of a last one that is not complete."""
+    of_node = [name for name in needed if name != "messages"]
     tree: list[dict] = []
     ids: set = set()
-    for where, node in records_of(path):
-        if mistake := wrong(node, TreeNode, of_node if tree else of_root):
+    for where, node in lines:
+        if mistake := wrong(node, TreeNode, of_node if tree else needed):
             hint = "run bellman.py on it and name its output" if mistake == "no q" else "is this a trees.jsonl?"
             raise UserError(f"{where}: {mistake}; {hint}")
         tree.append(node)
@@ -211,11 +220,13 @@ def read_trees(path: str | Path, needed: Iterable[str] = ()) -> Iterator[list[di
             yield tree
             tree = []
             ids = set()
-    if tree:
-        raise UserError(
-            f"{path}: the tree of task {tree[0]['task_id']} has {len(tree)} of {tree[0].get('nodes')} nodes; "
-            "run build_trees.py again with the same arguments to complete it"
-        )
+    return tree
+
+
+def complete_trees(records: list[dict]) -> int:
+    """How many of these lines belong to trees that are all there."""
+    lines = ((f"line {number}", record) for number, record in enumerate(records, 1))
+    return sum(map(len, trees_of(lines, ("done", "source"))))
 
 
 def read_results(path: str | Path) -> Iterator[dict]:
@@ -226,21 +237,11 @@ def read_results(path: str | Path) -> Iterator[dict]:
         yield record
 
 
-def complete_trees(records: list[dict]) -> int:
-    """How many of these lines belong to trees that are all there."""
-    complete = 0
-    while complete < len(records) and complete + records[complete]["nodes"] <= len(records):
-        tree = records[complete : complete + records[complete]["nodes"]]
-        if not tree or any(wrong(node, TreeNode, ("done", "source")) for node in tree):
-            raise ValueError(f"the tree of task {records[complete].get('task_id')} is damaged")
-        complete += len(tree)
-    return complete
-
-
 def complete_results(records: list[dict]) -> int:
     """All of them, if each is a result."""
-    for mistake in filter(None, (wrong(record, Result) for record in records)):
-        raise ValueError(mistake)
+    for number, record in enumerate(records, 1):
+        if mistake := wrong(record, Result):
+            raise UserError(f"line {number}: {mistake}")
     return len(records)
 
 

@@ -296,7 +296,7 @@ def test_a_tree_in_lines():
 def test_whole_trees_are_counted():
     node = {"task_id": "a", "node_id": 0, "reward": 0.0, "done": False, "source": "root"}
     node |= {"parent_id": None, "action": None, "observation": "here"}
-    tree = [node | {"nodes": 3}, node, node]
+    tree = [node | {"nodes": 3}, *(node | {"node_id": i, "parent_id": 0} for i in (1, 2))]
     for n, whole in enumerate([0, 0, 0, 3, 3, 3, 6]):
         assert complete_trees((tree * 2)[:n]) == whole
 
