@@ -25,15 +25,12 @@ MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=Tr
 
 def test_a_state_grows_by_an_action_and_its_observation():
     env = FakeEnv()
-    observation, info = env.reset(options={"task_id": "t"})
-    first = State.first(env, observation, info)
+    first = State.first(env, *env.reset(options={"task_id": "t"}))
     assert first.messages == (("user", "walk"), ("assistant", "OK"), ("user", "you stand at start"))
     later = first.then("Action: left", "Observation: you")
-    assert later.messages[:3] == first.messages and later.task == "find the purse"
-    assert later.dump()[3:] == [
-        {"role": "assistant", "content": "Action: left"},
-        {"role": "user", "content": "Observation: you"},
-    ]
+    added = (("assistant", "Action: left"), ("user", "Observation: you"))
+    assert later.messages == first.messages + added and later.task == "find the purse"
+    assert later.dump()[3] == {"role": "assistant", "content": "Action: left"}
     assert State.load(later.dump(), later.task) == later and hash(State.load(later.dump(), later.task)) == hash(later)
 
 
