@@ -15,6 +15,7 @@ import dataclasses
 import time
 from collections.abc import Generator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import q_search
@@ -59,22 +60,21 @@ def retry(stop: float, reflect: bool, env: Any, task_id: str, method: Method, ch
     return outcome | {"tokens": {part: n + spent.get(part, 0) for part, n in outcome["tokens"].items()}}
 
 
-def planned(stops: list[str], Ns: list[int], reflect: bool) -> list[Method]:
+def planned(stops: list[float | str], Ns: list[int], reflect: bool) -> list[Method]:
     """Retry, and best-of-N beside it."""
     plan = []
-    for N in Ns:
-        for stop in stops:
-            select, value = ("oracle", 1 - 1e-9) if stop == "oracle" else ("q", float(stop))
-            name = f"{'reflexion' if reflect else 'retry'}:stop={stop}"
-            plan.append(Method(name, 1, N, select, search=partial(retry, value, reflect)))
-            plan.append(Method("best_of_n", 1, N, select))
+    for N, stop in product(Ns, stops):
+        select, value = ("oracle", 1 - 1e-9) if stop == "oracle" else ("q", stop)
+        name = f"{'reflexion' if reflect else 'retry'}:stop={stop}"
+        plan += [Method(name, 1, N, select, search=partial(retry, value, reflect)), Method("best_of_n", 1, N, select)]
     return list(dict.fromkeys(plan))
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser("python -m experiments.retry", description=__doc__.split("\n")[0])
     flags.epilog = "further flags: those of q_search.py; -N 4 by default"
-    flags.add_argument("--stop", nargs="+", default=["oracle"], help="oracle, or a value of QNet's (oracle)")
+    stop = lambda text: text if text == "oracle" else float(text)  # noqa: E731
+    flags.add_argument("--stop", nargs="+", type=stop, default=["oracle"], help="oracle, or a value of QNet's (oracle)")
     own, rest = flags.parse_known_args(argv)
     return argparse.Namespace(**vars(q_search.arguments(rest)) | vars(own))
 
