@@ -29,7 +29,7 @@ from reporting.stats import Estimate, bootstrap
 INK = "#2b2d31"  # stands for the page's text colour
 GREY = "#8c8c8c"
 COLOURS = {"qlass": "#0072b2", "best_of_n": "#d55e00", "likeliest": "#e69f00", "greedy": GREY, "sample": GREY}
-ORACLE = "#cc79a7"  # step scorers that look at the true reward
+ORACLE, OTHER = "#cc79a7", "#009e73"  # methods that look at the true reward; those that search differently
 SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 MARKERS = "osD^vPX"
 COSTS = {"total": "tokens a task", "env_steps": "environment steps a task"}
@@ -100,7 +100,7 @@ def tokens(groups: Sequence[Group]) -> Figure | None:
         for (name, line), marker in zip(shown.items(), itertools.cycle(MARKERS), strict=False):
             line.sort(key=lambda group: group.mean(cost))
             condition, x = line[0].condition, [group.mean(cost) for group in line]
-            look: dict[str, Any] = {"color": COLOURS.get(condition.method, ORACLE)}
+            look: dict[str, Any] = {"color": COLOURS.get(condition.method, ORACLE if condition.oracle else OTHER)}
             hollow = {"linestyle": "--", "markerfacecolor": "none"} if condition.oracle else {}
             curve(axes, x, [group.reward for group in line], label=name, marker=marker, **look, **hollow)
             for group in line:

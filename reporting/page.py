@@ -20,6 +20,8 @@ from qlass import files
 from qlass.chat import parse_action
 from qlass.records import read_trees
 
+FIELDS = ("observation", "reward", "done", "source", "branch", "expert", "q", "q_raw")  # of a node, for the viewer
+
 
 def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
     """Fill page.html: each {{name}} is replaced once, so that a {{name}} inside a text stays as it is."""
@@ -60,11 +62,6 @@ def table(rows: pd.DataFrame) -> str:
         rows = rows.drop(columns="environment")
     with pd.option_context("display.max_colwidth", None):
         return f'<div class="wide" tabindex="0">{rows.to_html(index=False, border=0)}</div>'
-
-
-# --------------------------------------------------------------------------------------------------------- the viewer
-
-FIELDS = ("observation", "reward", "done", "source", "branch", "expert", "q", "q_raw")
 
 
 def tree_data(path: Path | None, limit: int) -> str:

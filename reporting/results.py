@@ -105,9 +105,6 @@ class Group:
         return float(self.row.groupby("task", dropna=False)[name].mean().mean())
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
-
-
 def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
     """(label, file) of each argument: a file, a folder's results*.jsonl, either with LABEL= in front."""
     for argument in arguments:
