@@ -27,7 +27,6 @@ nets() {  # the agent, its QNet, and nets of the same trees on other targets
         stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" \
             --labels "$RUN/q_labels-$target.jsonl" --out "$RUN/qnet-$target"
     done
-    stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}" --epochs 2 --out "$RUN/base"  # for log_ratio
 }
 play() {  # NAME FLAG...: search with every score that can steer it, at one budget
     played=(--results "$RUN/$1/results.jsonl")  # apart from the run's own: on slippery ice they are of another environment

@@ -57,7 +57,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--judge", metavar="URL#MODEL", help="chat server of a language model: its judges are scorers too")
     add("--results", type=Path, metavar="FILE", help="of `search`: rewards to predict")
     add("--sft", type=Path, help="the agent (default: RUN/sft, made if missing)")
-    add("--base", type=Path, help="checkpoint for log_ratio (default: RUN/base, if there)")
     add("--out", type=Path, metavar="DIR", help="default: RUN/qval")
     add("--device")
     more(flags, add_sampling)

@@ -97,13 +97,9 @@ def direct(context: Context, decision: Decision, samples: int = 1) -> Scores:
         temperature = 0.7 if samples > 1 else 0.0
         questions += [Question(text, (*decision.key, i), temperature) for i in range(samples)]
     numbers = [number(text) for text in (yield [Call(context.judge.write, question) for question in questions])]
-    return [mean(numbers[i : i + samples]) for i in range(0, len(numbers), samples)]
-
-
-def mean(values: list[float | None]) -> float | None:
-    """Of the values that there are."""
-    numbers = [value for value in values if value is not None]
-    return float(np.mean(numbers)) if numbers else None
+    parts = [numbers[i : i + samples] for i in range(0, len(numbers), samples)]  # of each candidate
+    read = [[value for value in part if value is not None] for part in parts]
+    return [float(np.mean(part)) if part else None for part in read]
 
 
 def batched(context: Context, decision: Decision) -> Scores:

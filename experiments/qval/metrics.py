@@ -19,7 +19,6 @@ import pandas as pd
 
 from reporting.stats import Estimate, bootstrap
 
-Values = Sequence[Sequence[float | None]]  # of each state's candidates
 STATE = ["block", "state"]
 RHO = "rho per state"
 
@@ -34,7 +33,8 @@ def index(counts: Sequence[int], blocks: Sequence[str] = (), taken: Sequence[int
     return pd.MultiIndex.from_tuples(rows, names=[*STATE, "action", "taken"])
 
 
-def series(values: Values, index: pd.MultiIndex) -> pd.Series:
+def series(values: Sequence[Sequence[float | None]], index: pd.MultiIndex) -> pd.Series:
+    """Of the values of each state's candidates."""
     return pd.Series([value for actions in values for value in actions], index, dtype=float)
 
 
@@ -86,6 +86,7 @@ def alignment(scores: pd.Series, labels: pd.Series) -> dict[str, Any]:
     """One score against one set of labels."""
     rho, choice = per_state(scores, labels), choices(scores, labels)
     pairs = pd.DataFrame({"score": scores, "label": labels}).dropna()
+    centred = (pairs - pairs.groupby(STATE).transform("mean")).round(12)
     taken = pairs[pairs.index.get_level_values("taken")]
     return {
         RHO: bootstrap(of_blocks(rho)),
@@ -94,17 +95,18 @@ def alignment(scores: pd.Series, labels: pd.Series) -> dict[str, Any]:
         "coverage": len(pairs) / len(labels),  # share of candidates with a score
         "top-1": float(choice.right.mean()),
         "gain": float(choice.gain.mean() / choice.possible.mean()),  # over that of the highest label
-        "centred": correlation((pairs - pairs.groupby(STATE).transform("mean")).round(12)),  # without V(s)
-        "global": correlation(pairs),  # Spearman over all (s, a)
-        "tau": correlation(pairs, "kendall"),
-        "actor": correlation(taken),  # over the actions taken: QVAL's published figure
-        "actor tau": correlation(taken, "kendall"),
+        "centred": correlation(centred.score, centred.label),  # without V(s)
+        "global": correlation(pairs.score, pairs.label),  # Spearman over all (s, a)
+        "tau": correlation(pairs.score, pairs.label, "kendall"),
+        "actor": correlation(taken.score, taken.label),  # over the actions taken: QVAL's published figure
+        "actor tau": correlation(taken.score, taken.label, "kendall"),
     }
 
 
-def correlation(pairs: pd.DataFrame, method: str = "spearman") -> float:
-    """Between two columns; NaN where one of them is constant."""
-    return float(pairs.rank().corr(method).iloc[0, 1])  # ranks first: corr leaves out infinite values
+def correlation(a: pd.Series, b: pd.Series, method: str = "spearman") -> float:
+    """Of what both have; NaN where one of them is constant."""
+    ranks = pd.DataFrame({"a": a, "b": b}).rank()  # ranks first: corr leaves out infinite values
+    return float(ranks.corr(method).iloc[0, 1])
 
 
 def permutation_ceiling(labels: pd.Series) -> float:

@@ -72,10 +72,9 @@ def digest(observation: str) -> str:
 
 
 def trajectory(
-    env: envs.TextEnv, task_id: str, number: int, actor: str, epsilon: float, width: int, rendering: Rendering,
-    seed: int,
-) -> Generator[Any, Any, list[Point]]:  # fmt: skip
-    """One episode of the behaviour policy: the actor, or with probability epsilon a uniform valid action.
+    env: envs.TextEnv, task_id: str, n: int, actor: str, epsilon: float, width: int, rendering: Rendering, seed: int
+) -> Generator[Any, Any, list[Point]]:
+    """The n-th episode of the behaviour policy: the actor, or with probability epsilon a uniform valid action.
 
     The candidates of a state are the action taken, the agent's other draws, then uniform valid actions up to `width`.
     """
@@ -85,7 +84,7 @@ def trajectory(
     points: list[Point] = []
     prefix: tuple[str, ...] = ()
     while not done:
-        key = (task_id, "qval", number, len(prefix))
+        key = (task_id, "qval", n, len(prefix))
         valid = [react(*candidate) for candidate in env.candidates()]
         drawn = uniform = sorted(valid, key=lambda action: uniforms(1, seed, *key, action)[0])
         if actor == "agent":
@@ -105,7 +104,7 @@ def trajectory(
         prefix += (taken,)
     env.close()
     inner = points[FIRST : len(points) - LAST]
-    order = uniforms(len(inner), seed, task_id, "keep", number)
+    order = uniforms(len(inner), seed, task_id, "keep", n)
     return [inner[i] for i in sorted(sorted(range(len(inner)), key=lambda i: order[i])[:MOST])]
 
 
@@ -134,13 +133,14 @@ def drawn(reference: str, task_id: str) -> bool:
 def label(
     env: envs.TextEnv, point: Point, i: int, k: int, reference: str, gamma: float, rendering: Rendering
 ) -> Generator[Any, Any, float]:
-    """The k-th return of a point's i-th candidate. Each has its own random numbers, those of slippery ice too."""
+    """The k-th return of a point's i-th candidate. Each has its own random numbers."""
     state, text = point.restore(env), point.candidates[i]
     key = (point.task_id, "label", point.hash, i, k)
+    env.reseed(int(uniforms(1, *key, "ice")[0] * 2**53))  # of slippery ice
     if reference == "policy":
         value = yield from rollout(env, state, text, gamma, key, rendering)
     elif reference == "expert":
-        value = expert(env, point.task_id, parse_action(text), gamma, key)
+        value = expert(env, point.task_id, parse_action(text), gamma)
     else:
         value = exact(env, parse_action(text), gamma)
     env.close()
@@ -158,9 +158,8 @@ def exact(env: envs.TextEnv, action: str, gamma: float) -> float:
     return float(value)
 
 
-def expert(env: envs.TextEnv, task_id: str, action: str, gamma: float, key: tuple) -> float:
+def expert(env: envs.TextEnv, task_id: str, action: str, gamma: float) -> float:
     """The discounted reward of the expert after this action."""
-    reseed(env, key)
     _, reward, terminated, truncated, _ = env.step(action)
     player, discount = env.expert(task_id), 1.0
     while not (terminated or truncated) and (decision := next(player, None)):
@@ -173,7 +172,6 @@ def rollout(
     env: envs.TextEnv, state: State, text: str, gamma: float, key: tuple, rendering: Rendering
 ) -> Generator[Any, Any, float]:
     """The discounted reward of the agent after this action."""
-    reseed(env, key)
     observation, reward, terminated, truncated, _ = env.step(parse_action(text))
     t = 0
     while not (terminated or truncated):
@@ -185,8 +183,3 @@ def rollout(
         text = candidate.text
         observation, reward, terminated, truncated, _ = env.step(parse_action(text))
     return round(gamma**t * float(reward), 6)
-
-
-def reseed(env: envs.TextEnv, key: tuple) -> None:
-    """Give slippery ice other random numbers from here on."""
-    env.reseed(int(uniforms(1, *key, "ice")[0] * 2**53))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.qval import downstream, metrics
-from experiments.qval.metrics import RHO, alignment, cell, markdown
+from experiments.qval.metrics import RHO, alignment, cell, correlation, markdown
 from experiments.qval.points import EXACT, Point
 from qlass.files import replacing
 from reporting.stats import bootstrap
@@ -19,11 +19,11 @@ from reporting.stats import bootstrap
 FAMILIES = ["control", "code", "learned", "tree", "policy", "hindsight", "judge"]
 NOTE = (
     "rho: Spearman per state, mean of the tasks' means, 95 % over tasks (those of one product or lake count as one). "
-    "tied: states whose labels are all equal, or with one candidate; no rho there. minus {against}: the difference in "
-    "rho on the states that both have; of many scores, one in twenty differs by chance. failures last: rho with "
-    "candidates without a score ranked last. centred: global Spearman of scores and labels without their state's mean. "
-    "global, tau: Spearman and Kendall over all (s, a); actor, actor tau: over the actions taken, QVAL's published "
-    "figure. top-1, gain: of the highest score, ties in expectation."
+    "tied: states whose labels are all equal; no rho there. minus {against}: the difference in rho on the states that "
+    "both have; of many scores, one in twenty differs by chance. failures last: rho with candidates without a score "
+    "ranked last. centred: global Spearman of scores and labels without their state's mean. global, tau: Spearman and "
+    "Kendall over all (s, a); actor, actor tau: over the actions taken, QVAL's published figure. top-1, gain: of the "
+    "highest score, ties in expectation."
 )
 
 
@@ -53,9 +53,9 @@ class Study:
     def noise_ceiling(self, name: str) -> float:
         """What a scorer that knows the truth would reach against these labels; NaN where that is not known."""
         reference, _, kind = name.partition(" ")
-        if reference in EXACT:
-            return 1.0
-        return math.nan if kind == "max" else metrics.label_ceiling(self.returns[reference])
+        if kind == "max":
+            return math.nan
+        return 1.0 if reference in EXACT else metrics.label_ceiling(self.returns[reference])
 
 
 def alignments(study: Study, labels: pd.Series) -> pd.DataFrame:
@@ -92,19 +92,15 @@ def references_table(study: Study, rows: dict[str, pd.DataFrame]) -> str:
     is worth, whatever was done there."""
     labels, lines = study.labels(), []
     for a, b in itertools.combinations(labels, 2):
-        order = spearman(means(rows[a]), means(rows[b]))
-        lines.append((a, b, spearman(labels[a], labels[b]), metrics.mean_rho(labels[a], labels[b]), order))
+        order = correlation(means(rows[a]), means(rows[b]))
+        lines.append((a, b, correlation(labels[a], labels[b]), metrics.mean_rho(labels[a], labels[b]), order))
     for name, values in labels.items():
         v = values.groupby("state").transform("max")
         of_v = pd.Series({scorer: alignment(scores, v)["actor"] for scorer, scores in study.scores.items()})
-        order = spearman(rows[name].actor.fillna(-2.0), of_v.fillna(-2.0))
+        order = correlation(rows[name].actor.fillna(-2.0), of_v.fillna(-2.0))
         lines.append((name, "its V(s), over the actions taken", math.nan, math.nan, order))
     heads = ["labels", "and", "global", "per state that the second orders", "order of the scorers"]
     return markdown(pd.DataFrame(lines, columns=heads))
-
-
-def spearman(a: pd.Series, b: pd.Series) -> float:
-    return metrics.correlation(pd.DataFrame({"a": a, "b": b}))
 
 
 def write(study: Study, folder: Path, title: str, rewards: dict[str, dict[str, float]]) -> str:

@@ -85,13 +85,13 @@ class Context:
         return self.cache[key]
 
     def path(self, name: str) -> Path:
-        """Where an input lies: sft, base, trees, a QNet's folder."""
-        named = {"sft": self.args.sft, "base": self.args.base, "trees": self.args.run / "trees.jsonl"}
+        """Where an input lies: sft, trees, a QNet's folder."""
+        named = {"sft": self.args.sft, "trees": self.args.run / "trees.jsonl"}
         return named.get(name) or self.args.run / name
 
-    def agent(self, name: str = "sft") -> Policy:
-        flags = argparse.Namespace(**vars(self.args) | {"sft": self.path(name)})
-        return self.cached(name, lambda: load_agent(flags))
+    def agent(self) -> Policy:
+        flags = argparse.Namespace(**vars(self.args) | {"sft": self.path("sft")})
+        return self.cached("sft", lambda: load_agent(flags))
 
     def qnet(self, name: str) -> QNet:
         return self.cached(name, lambda: load_qnet(self.path(name), self.args))
@@ -140,27 +140,27 @@ def untried(state: State, action: str) -> float:
     return -float(sum(seen == now and parse_action(step) == parse_action(action) for seen, step in turns))
 
 
-# --------------------------------------------------------------------------------------------------- by trees and QNet
+# ------------------------------------------------------------------------------------------ by trees, QNet, the policy
 
 
 def in_trees(target: str) -> Scorer:
     """The label of this state and action in the training trees, averaged over where they occur; None: nowhere."""
 
-    def place(state: State, action: str, markov: bool) -> tuple:
-        turns = [parse_action(text) if role == "assistant" else text for role, text in state.messages[2:]]
-        return (*turns[-1 if markov else 0 :], parse_action(action))
-
-    def table(context: Context, markov: bool) -> dict[tuple, list[float]]:
-        labels = defaultdict(list)
-        for tree in read_trees(context.path("trees")):
-            for pair in pairs_of(bellman.label(tree, target, context.args.gamma)):
-                labels[place(pair.state, pair.action, markov)].append(pair.q)
-        return labels
-
     def value(context: Context, decision: Decision, action: str) -> float | None:
-        markov = decision.env.markov
-        labels = context.cached(("in trees", target), lambda: table(context, markov))
-        q = labels.get(place(decision.state, action, markov))
+        first = -1 if decision.env.markov else 2  # the last observation alone, or all behind the instruction
+
+        def place(state: State, action: str) -> tuple:
+            turns = [parse_action(text) if role == "assistant" else text for role, text in state.messages[first:]]
+            return (*turns, parse_action(action))
+
+        def table() -> dict[tuple, list[float]]:
+            labels = defaultdict(list)
+            for tree in read_trees(context.path("trees")):
+                for pair in pairs_of(bellman.label(tree, target, context.args.gamma)):
+                    labels[place(pair.state, pair.action)].append(pair.q)
+            return labels
+
+        q = context.cached(("in trees", target), table).get(place(decision.state, action))
         return float(np.mean(q)) if q else None
 
     return each(value)
@@ -187,12 +187,9 @@ def value_gain(context: Context, decision: Decision) -> Scores:
     return [max(values) - max(now) for values in later]
 
 
-# ------------------------------------------------------------------------------------------------------- by the policy
-
-
-def logprob(context: Context, decision: Decision, name: str = "sft") -> Scores:
+def logprob(context: Context, decision: Decision) -> Scores:
     """log pi(a | s)."""
-    return (yield [Call(context.agent(name).logprobs, (decision.state, a)) for a in decision.candidates])
+    return (yield [Call(context.agent().logprobs, (decision.state, action)) for action in decision.candidates])
 
 
 def per_token(context: Context, decision: Decision, logp: list[float]) -> list[float]:
@@ -203,13 +200,6 @@ def per_token(context: Context, decision: Decision, logp: list[float]) -> list[f
 
 def logprob_token(context: Context, decision: Decision) -> Scores:
     return per_token(context, decision, (yield from logprob(context, decision)))
-
-
-def log_ratio(context: Context, decision: Decision) -> Scores:
-    """log pi(a | s) beyond that of an agent with less training."""
-    logp = yield from logprob(context, decision)
-    base = yield from logprob(context, decision, "base")
-    return np.subtract(logp, base).tolist()
 
 
 def self_distillation(context: Context, decision: Decision) -> Scores:
@@ -239,23 +229,22 @@ def vote_share(context: Context, decision: Decision) -> Scores:
 class Entry(NamedTuple):
     family: str
     scores: Scorer
-    needs: tuple[str, ...] = ()  # paths of a context; "truth" and "rules": what its environment must have
+    needs: tuple[str, ...] = ()  # paths of a context; "truth": an environment that knows it
 
 
-RULES = {"frozenlake": lake, "webshop": overlap, "alfworld": overlap, "sciworld": overlap}
+RULES = {"frozenlake": lake}  # of the others: overlap
 SCORERS = {  # judges.py adds its own
     "random": Entry("control", each(lambda c, d, a: uniforms(1, c.args.seed, *d.key, parse_action(a))[0])),
     "step_index": Entry("control", each(lambda c, d, a: float(d.env.steps))),
     "untried": Entry("control", each(lambda c, d, a: untried(d.state, a))),
     "state_value": Entry("control", each(lambda c, d, a: d.env.optimal_value(c.args.gamma)), ("truth",)),
     "oracle": Entry("control", each(lambda c, d, a: exact(d.env, parse_action(a), c.args.gamma)), ("truth",)),
-    "code": Entry("code", each(lambda c, d, a: RULES[c.args.env](d.state, a)), ("rules",)),
+    "code": Entry("code", each(lambda c, d, a: RULES.get(c.args.env, overlap)(d.state, a))),
     "tree_bellman": Entry("tree", in_trees("q"), ("trees",)),
     "tree_average": Entry("tree", in_trees("avg"), ("trees",)),
     "tree_plain": Entry("tree", in_trees("reward"), ("trees",)),
     "logprob": Entry("policy", logprob, ("sft",)),
     "logprob_token": Entry("policy", logprob_token, ("sft",)),
-    "log_ratio": Entry("policy", log_ratio, ("sft", "base")),
     "vote_share": Entry("policy", vote_share, ("sft",)),
     "value_gain": Entry("hindsight", value_gain, ("qnet",)),
     "self_distillation": Entry("hindsight", self_distillation, ("sft",)),
@@ -282,13 +271,12 @@ def entry(name: str, context: Context) -> Entry:
 
 def available(context: Context) -> list[str]:
     """The scores whose inputs are there."""
-    env = context.args.env
-    there = {"judge": context.judge is not None, "truth": references(env) != ("policy",), "rules": env in RULES}
-    return [
-        name
-        for name, (_, _, needs) in entries(context).items()
-        if all(there.get(part, context.path(part).exists()) for part in needs)
-    ]
+    others = {"judge": context.judge is not None, "truth": references(context.args.env) != ("policy",)}
+
+    def is_there(part: str) -> bool:
+        return others.get(part, context.path(part).exists())
+
+    return [name for name, entry in entries(context).items() if all(map(is_there, entry.needs))]
 
 
 def inputs(entry: Entry, context: Context) -> list[Path]:

@@ -77,7 +77,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     args = q_search.arguments(rest)
     if args.method != ["qlass"]:
         raise UserError("--method: search follows what --scorer names; q_search.py plays the methods")
-    return argparse.Namespace(**vars(args) | {"scorer": own.scorer, "base": None, "gamma": 0.95})
+    return argparse.Namespace(**vars(args) | {"scorer": own.scorer, "gamma": 0.95})
 
 
 def main(argv: list[str]) -> None:

@@ -11,10 +11,8 @@ mc   the discounted reward of the branch that made the node: the sample that a M
 from __future__ import annotations
 
 import bellman
-from bellman import arguments, children_of, main
+from bellman import children_of, main
 from qlass.cli import run_stage
-
-__all__ = ["arguments", "main", "mc", "td"]
 
 
 def td(tree: list[dict], gamma: float) -> list[float]:
