@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from fakes import FakeEnv, Script, say
+from fakes import FakeEnv, Script, explore, say
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from json_server import json_server, started, stopped
 
 import envs
 import q_search
+from build_trees import tree_records
 from experiments.qval import __main__ as qval
 from experiments.qval import downstream, judges, metrics, report, search, targets
 from experiments.qval.metrics import RHO
@@ -51,9 +52,6 @@ def walked(env, task):
     return played(trajectory(env, task, 0, "random", 0.25, 4, RENDERING, 0))
 
 
-# --------------------------------------------------------------------------------------------------- points and labels
-
-
 @pytest.mark.parametrize("name, options", [("frozenlake", {"map": "8x8", "slippery": True}), ("webshop", {})])
 def test_replay_reproduces_every_hash(name, options):
     env = envs.make(name, **options)
@@ -61,8 +59,7 @@ def test_replay_reproduces_every_hash(name, options):
     assert len(points) > 10
     for point in points:
         copy = Point.load(json.loads(json.dumps(vars(point))))
-        state = copy.restore(env.fork())
-        assert copy == point and state.messages[-1][1] == point.observation
+        assert copy == point and copy.restore(env.fork()).messages[-1][1] == point.observation
         assert len(set(point.candidates)) == len(point.candidates) <= 4
     with pytest.raises(UserError, match="another state"):
         Point(**{**vars(points[0]), "hash": "0" * 16}).restore(env)
@@ -73,9 +70,7 @@ def test_what_the_actor_takes_is_its_first_draw_and_the_ends_are_dropped():
     walk = trajectory(FakeEnv(world), "val0", 0, "agent", 0.0, 4, RENDERING, 0)
     points = played(walk, Script({}, otherwise="left right"))
     assert [len(p.prefix) for p in points] == [1, 2]  # of five turns the first and the last two are left out
-    for p in points:
-        assert parse_action(p.candidates[p.taken]) == "left"
-        assert {parse_action(a) for a in p.prefix} == {"left"}
+    assert {parse_action(a) for p in points for a in (*p.prefix, p.candidates[p.taken])} == {"left"}
 
 
 def brute(env, cell, action, left, gamma):
@@ -102,30 +97,28 @@ def test_exact_labels_are_value_iteration_within_the_steps_that_are_left(slipper
 
 
 def returns_of(env, point, reference, policy, K, gamma):
-    """(candidates, K) labels of a point, and how many samples were asked for side by side."""
-    batches = []
-
-    def sample(requests):
-        batches.append(len({request.key for request in requests}))  # each with random numbers of its own
-        return [policy(request) for request in requests]
-
-    places = itertools.product(range(len(point.candidates)), range(K))
-    labels = (label(env.fork(), point, i, k, reference, gamma, RENDERING) for i, k in places)
-    values = list(drive(labels, {Sample: sample}, 1000, in_order=True))
-    return np.reshape(values, (len(point.candidates), K)), batches
+    """(candidates, K) labels of a point."""
+    return [
+        [played(label(env.fork(), point, i, k, reference, gamma, RENDERING), policy) for k in range(K)]
+        for i in range(len(point.candidates))
+    ]
 
 
 def test_returns_by_hand():
-    here = root(FakeEnv()).messages[-1][1]
+    here, keys = root(FakeEnv()).messages[-1][1], []
     point = Point("val0", (), tuple(ACTIONS), 0, here, digest(here))
     # After "left": right, then left (0.5) or right (0.2), two steps later; after "right": left, 0.4 one step later.
-    policy = Script({("left",): "right", ("left", "right"): "left right", ("right",): "left"})
-    returns, batches = returns_of(FakeEnv(), point, "policy", policy, 4, 0.9)
-    assert [sorted(row) for row in returns] == [pytest.approx(sorted([0.405, 0.162] * 2)), pytest.approx([0.36] * 4)]
-    assert batches == [8, 4]  # those after "right" have ended
+    script = Script({("left",): "right", ("left", "right"): "left right", ("right",): "left"})
+
+    def policy(request):
+        keys.append(request.key)
+        return script(request)
+
+    left, right = returns_of(FakeEnv(), point, "policy", policy, 4, 0.9)
+    assert left == pytest.approx([0.405, 0.162] * 2) and right == pytest.approx([0.36] * 4)
+    assert len(set(keys)) == len(keys) == 12  # each with random numbers of its own
     nowhere = Script({}, otherwise="nowhere")
-    returns, batches = returns_of(FakeEnv(max_steps=2), point, "policy", nowhere, 2, 0.9)
-    assert not returns.any() and batches == [4]  # the step limit ends them
+    assert returns_of(FakeEnv(max_steps=3), point, "policy", nowhere, 1, 0.9) == [[0.0], [0.0]]  # the step limit
 
 
 def test_on_slippery_ice_every_return_slips_its_own_way():
@@ -133,14 +126,12 @@ def test_on_slippery_ice_every_return_slips_its_own_way():
     (point, *_) = [p for task in env.task_ids("all") for p in walked(env, task)]
     point.restore(env)
     truth = np.array([exact(env, parse_action(a), 0.9) for a in point.candidates])
-    returns, _ = returns_of(env, point, "expert", None, 400, 0.9)
+    returns = np.array(returns_of(env, point, "expert", None, 400, 0.9))
     assert returns.mean(axis=1) == pytest.approx(truth, abs=0.05)
     assert (returns.max(axis=1) > 2 * truth).all()  # the luckiest beats what the best play can expect
-    returns, _ = returns_of(env, point, "policy", Script({}, otherwise="right down"), 40, 0.9)
+    returns = returns_of(env, point, "policy", Script({}, otherwise="right down"), 40, 0.9)
     assert all(len(set(row)) > 2 for row in returns)
 
-
-# ----------------------------------------------------------------------------------------------------------- statistics
 
 STATES = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5), min_size=1, max_size=8)
 
@@ -222,9 +213,6 @@ def test_ceilings():
     assert reached < ceiling(returns.tolist()) < reached + 0.08  # ranks of four lose more than the formula knows
 
 
-# --------------------------------------------------------------------------------------------------- scorers and search
-
-
 def context_of(run, judge=None, **cache):
     args = argparse.Namespace(env="frozenlake", run=run, sft=None, server=None, gamma=0.9, seed=0)
     return Context(args, judge, cache)
@@ -232,15 +220,11 @@ def context_of(run, judge=None, **cache):
 
 @pytest.fixture
 def context(tmp_path, agent):
-    """The agent, and a tree of two steps: left, then right for a reward of 0.5."""
-    nodes = [(None, None, 0.0, False, 0), (0, "Action: left", 0.0, False, 1), (1, "Action: right", 0.5, True, 1)]
-    names = ("parent_id", "action", "reward", "done", "branch")
-    tree = [{"task_id": "t", "node_id": i, "observation": "here", **dict(zip(names, node, strict=True))}
-            for i, node in enumerate(nodes)]  # fmt: skip
-    tree[0] |= {"nodes": 3, "messages": root(FakeEnv()).dump(), "task": "find the purse"}
-    write_jsonl(tmp_path / "trees.jsonl", tree)
-    policy = Policy.load(agent)
-    context = context_of(tmp_path, sft=policy)
+    """The agent, and a tree of two branches: left, right, left for 0.5; right, left for 0.4."""
+    policy = Script({(): "left right", ("left",): "right"})
+    tree = played(explore(FakeEnv(), "train0", RENDERING, 0, 2, 2, False), policy)
+    write_jsonl(tmp_path / "trees.jsonl", tree_records(FakeEnv(), "train0", tree))
+    context = context_of(tmp_path, sft=Policy.load(agent))
     context.args.sft = agent
     return context
 
@@ -274,31 +258,30 @@ def test_the_policys_scores(context):
 
 
 def test_labels_are_looked_up_in_trees(context):
-    actions = ["Action: left", "Action: right"]
-    # 0.45 after "left", between the root's 0.405 and the leaf's 0.5; "right" occurs nowhere.
-    assert scored("tree_bellman", context, actions) == [pytest.approx(0.045 / 0.095), None]
-    assert scored("tree_plain", context, actions) == [0, None]  # of one branch there is nothing to compare
+    actions = [react("", action) for action in ("left", "right", "up")]
+    # The root's actions are worth .405 and .36, the least of the tree; the most is .5. "up" occurs nowhere.
+    assert scored("tree_bellman", context, actions) == [pytest.approx(0.045 / 0.14), 0, None]
+    assert scored("tree_plain", context, actions) == [1, 0, None]  # the branches' rewards
 
 
 def test_scores_are_entered_into_search(context, monkeypatch):
-    flags = argparse.Namespace(**vars(context.args) | {"qnet": None, "plain": False, "device": None})
+    flags = vars(context.args) | {"qnet": None, "plain": False, "device": None}
     monkeypatch.setattr(q_search, "SCORERS", {})
     answers = {Call: answer, Sample: context.agent().sample}
-    methods, paths = search.register([], flags, answers)
-    assert context.path("trees") in paths
-    assert {"scorer:random", "scorer:logprob", "scorer:tree_bellman"} <= set(methods)
+    methods, paths = search.register([], argparse.Namespace(**flags), answers)
+    assert context.path("trees") in paths and {"scorer:random", "scorer:tree_bellman"} < set(methods)
     assert not {"scorer:oracle", "scorer:state_value", "scorer:step_index"} & set(methods)
     env = FakeEnv()
     steered = played(q_search.SCORERS["scorer:logprob"](env, root(env), ACTIONS, ("t", 0)))
-    assert steered == pytest.approx(context.agent().logprobs([(root(env), a) for a in ACTIONS]))
-    for names, change, reason in (
-        (["oracle"], {}, "oracle_step"),
-        (["qnet"], {"qnet": Path("qnet-other")}, "--qnet"),
-        (["vote_share", "logprob"], {"server": "http://localhost/v1"}, "scorer logprob: --server"),
-        (["direct"], {}, "direct: needs its language model"),
+    assert steered == pytest.approx(scored("logprob", context))
+    for name, change, reason in (
+        ("oracle", {}, "oracle_step"),
+        ("qnet", {"qnet": Path("qnet-other")}, "--qnet"),
+        ("logprob", {"server": "http://localhost/v1"}, "scorer logprob: --server"),
+        ("direct", {}, "direct: needs its language model"),
     ):
         with pytest.raises(UserError, match=reason):
-            search.register(names, argparse.Namespace(**vars(flags) | change), answers)
+            search.register([name], argparse.Namespace(**flags | change), answers)
 
 
 def test_equal_scores_are_taken_at_random_and_missing_ones_last():
@@ -310,9 +293,6 @@ def test_equal_scores_are_taken_at_random_and_missing_ones_last():
             assert sum(v == max(values) for v in values) == 1
             taken.add(values.index(max(values)))
         assert taken == {0, 1}
-
-
-# --------------------------------------------------------------------------------------------------------------- judges
 
 
 class Fake:
@@ -333,19 +313,14 @@ class Fake:
     ("batched", "**1**) **-1.5**\n2 = `8`", [-1.5, 8]), ("batched", "1:\n2: 20", [None, 20]),
     ("ranking", "Ranking: 2, 1", [-1, 0]), ("ranking", "Ranking: 2", [None, None]),
     ("ranking", "Ranking: 2 2", [None, None]), ("ranking", "the second", [None, None]),
+    ("direct_16", "Score: 10|Score: 30|??|Score: 20", [20, 20]),
 ])  # fmt: skip
 def test_answers_of_judges_are_read(name, reply, values, tmp_path):
-    judge = Fake(lambda question: reply)
-    assert scored(name, context_of(tmp_path, judge)) == values
-    assert len(judge.questions) == (2 if name == "direct" else 1)
-    assert ("you stand at start left" in judge.questions[0].text) == (name == "ranking")  # next states are shown
-
-
-def test_sixteen_scores_are_averaged(tmp_path):
-    replies = itertools.cycle(["Score: 10", "Score: 30", "??", "Score: 20"])
+    replies = itertools.cycle(reply.split("|"))
     judge = Fake(lambda question: next(replies))
-    assert scored("direct_16", context_of(tmp_path, judge)) == [20, 20]
-    assert len({question.key for question in judge.questions[:16]}) == 16
+    assert scored(name, context_of(tmp_path, judge)) == values
+    assert len(set(judge.questions)) == {"direct": 2, "direct_16": 32}.get(name, 1)
+    assert ("you stand at start left" in judge.questions[0].text) == (name == "ranking")  # next states are shown
 
 
 def test_a_judge_is_a_chat_server(tmp_path):
@@ -361,9 +336,6 @@ def test_a_judge_is_a_chat_server(tmp_path):
     stopped(server)
     assert judges.full_name("direct", judge) == "direct=a-small-model"
     assert set(bodies[:2]) == set(bodies[2:]) and bodies[0][0] == "a/small model"  # the same seeds again
-
-
-# -------------------------------------------------------------------------------------------------------------- a study
 
 
 @pytest.fixture
@@ -403,10 +375,8 @@ def test_predictions_are_in_qvals_layout_and_of_these_points_alone(study, tmp_pa
         lines.write("\n")
     with pytest.raises(UserError, match=r"labels-exact\.jsonl was begun with .*points\.jsonl"):
         study()
-    (folder / "notes.md").touch()
     study("--overwrite", "--scorers", "random", points="6")
     assert {path.name for path in folder.glob("predictions/*")} == {"random.json", "random.json.meta.json"}
-    assert (folder / "notes.md").exists()
 
 
 def test_a_study_of_a_small_lake(study, tmp_path, agent, monkeypatch, capsys):
@@ -421,16 +391,15 @@ def test_a_study_of_a_small_lake(study, tmp_path, agent, monkeypatch, capsys):
     labels = study(*flags, "--results", str(results), "--scorers", *names, "oracle", points="20")
     assert set(labels) == {"exact", "policy max", "policy mean"}
     assert [labels["exact"][name][RHO]["mean"] for name in ("oracle", "step_index")] == pytest.approx([1, 0])
-    report = capsys.readouterr().out
-    assert "Ceilings per state: 1.000 for the labels' noise" in report and "Alignment against downstream" in report
+    assert "| 4 scorers, 5 tasks |" in capsys.readouterr().out  # the step index is of the state alone
 
 
-def summary(order, blind=()):
+def summary(order):
     """Five scores, the per-state figure of which is their place in the alphabet, the global one the reverse."""
-    rows = {}
-    for i, name in enumerate("abcde"):
-        figures = dict.fromkeys(downstream.PREDICT, float(i)) | {"global": -float(i), RHO: {"mean": float(i)}}
-        rows[name] = {**figures, "orders": name not in blind}
+    rows = {
+        name: dict.fromkeys(downstream.PREDICT, float(i)) | {"global": -float(i), RHO: {"mean": i}, "orders": True}
+        for i, name in enumerate("abcde")
+    }
     rewards = {name: {f"t{t}": order.index(name) + t / 100 for t in range(6)} for name in order}
     return {"title": order, "labels": {"exact": rows}, "rewards": rewards}
 
@@ -445,8 +414,6 @@ def test_which_metric_predicts_the_reward(tmp_path, capsys):
     for head, figures in {"rho per state": "1.000 .* 0.900 .* 0.950", "global": "-1.000 .* -0.900 .* -0.950",
                           "rho per state - global": "2.000 .* 1.800 .* 1.900"}.items():  # fmt: skip
         assert re.search(rf"^\| {head} \| {figures}", table, re.MULTILINE)
-    rewards = downstream.played(summary("abcde", blind="a")).rewards  # a score of the state alone chooses at random
-    assert list(rewards.index) == list("bcde")
 
 
 def test_td_and_mc_targets_by_hand():
