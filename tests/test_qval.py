@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -105,10 +104,10 @@ def returns_of(env, point, reference, policy, K, gamma):
 
 
 def test_returns_by_hand():
-    here, keys = root(FakeEnv()).messages[-1][1], []
-    point = Point("val0", (), tuple(ACTIONS), 0, here, digest(here))
+    point = Point("val0", (), tuple(ACTIONS), 0, "", digest(root(FakeEnv()).messages[-1][1]))
     # After "left": right, then left (0.5) or right (0.2), two steps later; after "right": left, 0.4 one step later.
     script = Script({("left",): "right", ("left", "right"): "left right", ("right",): "left"})
+    keys = []
 
     def policy(request):
         keys.append(request.key)
@@ -141,9 +140,8 @@ STATES = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5), min_size=
 def test_oracle_1_reversed_minus_1_constant_0(states):
     of = series(states)
     oracle, reverse, constant = (metrics.alignment(sign * of, of) for sign in (1, -1, 0))
-    n = sum(len(set(state)) > 1 for state in states)
-    assert all(a["states"] == n for a in (oracle, reverse, constant))
-    if n:
+    assert {a["states"] for a in (oracle, reverse, constant)} == {sum(len(set(state)) > 1 for state in states)}
+    if oracle["states"]:
         assert [a[RHO].mean for a in (oracle, reverse, constant)] == pytest.approx([1, -1, 0])
         assert oracle["gain"] == oracle["top-1"] == 1 and constant["gain"] == pytest.approx(0)
         assert reverse["top-1"] == 0 and oracle["centred"] == pytest.approx(1)
@@ -183,10 +181,9 @@ def test_failures_are_counted_and_ranked_last():
 
 
 def test_two_scores_are_compared_on_the_candidates_that_both_have():
-    """A score that is the rival's, but for a hard candidate that it does not score, is no better."""
     labels = series([[0.0, 0.3, 0.6, 1.0]] * 6)
     rival = series([[0.9, 0.2, 0.4, 0.6]] * 6)  # wrong about the first
-    fewer = series([[None, 0.2, 0.4, 0.6]] * 6)
+    fewer = series([[None, 0.2, 0.4, 0.6]] * 6)  # the rival, but for that one
     assert metrics.difference(fewer, rival, labels).mean() == 0
 
 
@@ -213,9 +210,9 @@ def test_ceilings():
     assert reached < ceiling(returns.tolist()) < reached + 0.08  # ranks of four lose more than the formula knows
 
 
-def context_of(run, judge=None, **cache):
+def context_of(run, judge=None):
     args = argparse.Namespace(env="frozenlake", run=run, sft=None, server=None, gamma=0.9, seed=0)
-    return Context(args, judge, cache)
+    return Context(args, judge)
 
 
 @pytest.fixture
@@ -224,8 +221,8 @@ def context(tmp_path, agent):
     policy = Script({(): "left right", ("left",): "right"})
     tree = played(explore(FakeEnv(), "train0", RENDERING, 0, 2, 2, False), policy)
     write_jsonl(tmp_path / "trees.jsonl", tree_records(FakeEnv(), "train0", tree))
-    context = context_of(tmp_path, sft=Policy.load(agent))
-    context.args.sft = agent
+    context = context_of(tmp_path)
+    context.args.sft, context.cache["sft"] = agent, Policy.load(agent)
     return context
 
 
@@ -276,7 +273,7 @@ def test_scores_are_entered_into_search(context, monkeypatch):
     assert steered == pytest.approx(scored("logprob", context))
     for name, change, reason in (
         ("oracle", {}, "oracle_step"),
-        ("qnet", {"qnet": Path("qnet-other")}, "--qnet"),
+        ("qnet", {"qnet": "qnet-other"}, "--qnet"),
         ("logprob", {"server": "http://localhost/v1"}, "scorer logprob: --server"),
         ("direct", {}, "direct: needs its language model"),
     ):
@@ -366,7 +363,7 @@ def test_predictions_are_in_qvals_layout_and_of_these_points_alone(study, tmp_pa
     record = json.loads((folder / "predictions" / "code.json").read_text())
     points = [json.loads(line) for line in (folder / "points.jsonl").read_text().splitlines()]
     values = record["metadata"]["candidate_values"]
-    assert record["method_name"] == "code" and record["method_type"] == "eval"
+    assert (record["method_name"], record["method_type"]) == ("code", "eval")
     assert record["values"] == [row[point["taken"]] for row, point in zip(values, points, strict=True)]
     assert record["metadata"]["ranking_point_hashes"] == [point["hash"] for point in points]
     with pytest.raises(UserError, match="--points 5, not 6: --overwrite starts again"):
