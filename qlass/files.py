@@ -74,7 +74,7 @@ def discard(path: Path) -> None:
         old = path.with_name(f".{path.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
     path.unlink(missing_ok=True)
 
 
