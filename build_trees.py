@@ -33,8 +33,7 @@ from qlass.files import SAMPLING_FREE, Output, cloned_from
 from qlass.flags import add_sampling, load_agent
 from qlass.records import actions_by_task, complete_trees
 
-# App. A.2: D = 3 on WebShop, 6 on ScienceWorld, 8 on ALFWorld (each environment's `tree_depth`). W = 3 and the bound on
-# the rollouts are ours: an unbounded tree takes up to W^(D+1).
+# D is each environment's `tree_depth` (App. A.2: 3 WebShop, 6 ScienceWorld, 8 ALFWorld); W and the bound are ours.
 DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
 TAKES = "about two minutes with the tiny model on two cores"
 RETRIES = 2  # further draws and further rollouts for a node whose new child turned out to be an old one
