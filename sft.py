@@ -113,7 +113,7 @@ def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
 Example = list[tuple[int, bool]]  # tokens, and whether the agent wrote them
 
 
-def tokens_of(chat: Chat, state: State, limit: int) -> Example:
+def tokens_and_mask(chat: Chat, state: State, limit: int) -> Example:
     """A trajectory's tokens, cut at `limit`; the agent wrote Eq. (5)'s a_t, and OK."""
     runs = chat.message_tokens(state)
     messages = state.messages[len(state.messages) - len(runs) :]
@@ -127,9 +127,9 @@ def examples_of(chat: Chat, states: list[State], limit: int, answered: bool = Fa
     for state in states:
         length = len(state.messages)
         for n in range(len(opening(state)) + 1, length + 1, 2) if chat.rendering.markov else [length]:
-            example = tokens_of(chat, State(state.messages[:n], state.task), limit)
+            example = tokens_and_mask(chat, State(state.messages[:n], state.task), limit)
             if answered and n < length:
-                example += tokens_of(chat, State(state.messages[: n + 1], state.task), limit)
+                example += tokens_and_mask(chat, State(state.messages[: n + 1], state.task), limit)
             if any(wrote for _, wrote in example[1:]):
                 yield example
 

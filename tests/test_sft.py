@@ -38,7 +38,7 @@ def apart(example: sft.Example) -> tuple[list[int], list[bool]]:
 
 
 def test_the_loss_mask_by_hand():
-    example = sft.tokens_of(CHAT, STATE, 100)
+    example = sft.tokens_and_mask(CHAT, STATE, 100)
     ids, wrote = apart(example)
     marked = [
         "<user> walk <agent>", "*OK <end>", "<user> you stand <agent>", "*Thought: hm Action: left <end>",
@@ -48,12 +48,12 @@ def test_the_loss_mask_by_hand():
     assert list(zip(CHAT.tokenizer.convert_ids_to_tokens(ids), wrote, strict=True)) == words
     short = word_chat()
     short.context = 9  # the model's, as --max-tokens
-    assert sft.tokens_of(CHAT, STATE, 9) == sft.tokens_of(short, STATE, 100) == example[:9]
+    assert sft.tokens_and_mask(CHAT, STATE, 9) == sft.tokens_and_mask(short, STATE, 100) == example[:9]
 
 
 def test_the_loss_mask_of_llama_2_by_hand():
     chat = Chat(chat_tokenizer("llama-2"), Rendering())
-    ids, wrote = apart(sft.tokens_of(chat, STATE, 1000))
+    ids, wrote = apart(sft.tokens_and_mask(chat, STATE, 1000))
     written = [i for i, w in zip(ids, wrote, strict=True) if w]
     assert chat.tokenizer.decode(written) == "OK </s> Thought: hm Action: left </s> Action: right </s>"
     read = [i for i, w in zip(ids, wrote, strict=True) if not w]
@@ -64,11 +64,11 @@ def test_the_loss_mask_of_llama_2_by_hand():
 
 def test_the_mask_follows_the_compact_rendering():
     chat = word_chat(compact=True)
-    ids, wrote = apart(sft.tokens_of(chat, STATE, 100))
+    ids, wrote = apart(sft.tokens_and_mask(chat, STATE, 100))
     assert chat.tokenizer.convert_ids_to_tokens(ids)[:3] == ["<user>", "you", "stand"]  # no instruction, no OK
     assert sum(wrote) == 5 + 3
     only_ok = State(STATE.messages[:2])  # an expert who did nothing
-    assert sft.tokens_of(chat, only_ok, 100) == []
+    assert sft.tokens_and_mask(chat, only_ok, 100) == []
 
 
 def loss_of(model, ids: torch.Tensor, wrote: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_the_logits_that_count_give_the_loss_and_gradients_of_all(rows):
 def test_what_the_loss_does_not_see_does_not_move_it():
     """Padding on the right, and the words of the user where nothing that was written follows."""
     model = tiny_lm(CHAT)
-    ids, wrote = (torch.tensor([x]) for x in apart(sft.tokens_of(CHAT, STATE, 100)))
+    ids, wrote = (torch.tensor([x]) for x in apart(sft.tokens_and_mask(CHAT, STATE, 100)))
     loss = loss_of(model, ids, wrote)
     padded = torch.cat([ids, torch.full((1, 5), 7)], 1), torch.cat([wrote, torch.zeros(1, 5, dtype=torch.bool)], 1)
     assert loss_of(model, *padded).item() == pytest.approx(loss.item(), abs=1e-4)
@@ -123,7 +123,7 @@ def test_what_the_loss_does_not_see_does_not_move_it():
 def test_the_loss_of_what_was_read_by_hand():
     """Each token that answers an action counts, predicted where the action ends; no padding, nothing before it."""
     model = tiny_lm(CHAT)
-    examples = [sft.tokens_of(CHAT, state, 100) for state in (STATE, State(STATE.messages[:3]))]
+    examples = [sft.tokens_and_mask(CHAT, state, 100) for state in (STATE, State(STATE.messages[:3]))]
     ids, wrote, real = sft.collate(examples, "cpu")
     expected = 0.0
     for example in examples:
@@ -226,7 +226,7 @@ def test_every_twentieth_task_is_held_out():
 
 
 def test_validation_by_hand():
-    examples = [sft.tokens_of(CHAT, state, 100) for state in (STATE, others(1)[0])]
+    examples = [sft.tokens_and_mask(CHAT, state, 100) for state in (STATE, others(1)[0])]
     model = tiny_lm(CHAT)
     parts = [apart(example) for example in examples]
     loss = sum(loss_of(model, torch.tensor([ids]), torch.tensor([wrote])).item() for ids, wrote in parts)
@@ -236,11 +236,11 @@ def test_validation_by_hand():
 
 def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     chat = word_chat(markov=True)
-    last = sft.tokens_of(chat, STATE, 100)
+    last = sft.tokens_and_mask(chat, STATE, 100)
     words = ["<user>", "Observation:", "nothing", "happens", "<agent>", "Action:", "right", "<end>"]
     assert chat.tokenizer.convert_ids_to_tokens(apart(last)[0]) == words
     assert apart(last)[1] == [False] * 5 + [True] * 3
-    other = sft.tokens_of(chat, State(STATE.messages[:4]), 100)
+    other = sft.tokens_and_mask(chat, State(STATE.messages[:4]), 100)
     assert list(sft.examples_of(chat, [STATE], 100)) == [other, last]
     # With --observation-loss the answer stands behind the action, where there is one.
     assert list(sft.examples_of(chat, [STATE], 100, answered=True)) == [other + last[:5], last]
@@ -423,7 +423,10 @@ def test_a_padding_token_that_the_model_lacks_does_no_harm(tmp_path, agent, fake
     assert (tmp_path / "sft" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("damage", ["no folder", "no weights", "cut weights", "other vocabulary", "bad json"])
+DAMAGES = ["no folder", "no weights", "cut weights", "other vocabulary", "fewer layers", "bad json"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path, agent, damage, capfd):
     folder = tmp_path / "sft"
     if damage != "no folder":
@@ -435,6 +438,8 @@ def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path, agent, damage, capf
         weights.write_bytes(weights.read_bytes()[:1000])
     elif damage == "other vocabulary":
         config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 9}))
+    elif damage == "fewer layers":  # than the config says: their weights are not made up
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 3}))
     elif damage == "bad json":
         config.write_text("{")
     with pytest.raises(UserError, match=str(folder)) as error:

@@ -186,10 +186,10 @@ def test_a_qnet_comes_back_from_its_folder(tmp_path):
     assert QNet.from_pretrained(folder, readout="last").readout == "last"
 
 
-@pytest.mark.parametrize("damage", [
-    "no head", "head of another size", "cut head", "no qnet.json", '{"hidden": ', "[]",
-    '{"hidden": "x", "readout": "last"}', '{"hidden": 8, "readout": "first"}', '{"readout": "last"}',
-])  # fmt: skip
+DAMAGES = ["no head", "head of another size", "cut head", '{"hidden": ', '{"hidden": 8, "readout": "first"}']
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_mixed_or_damaged_qnet_is_named_in_one_line(tmp_path, damage):
     qnet().save_pretrained(tmp_path)
     head, about = tmp_path / "head.safetensors", tmp_path / "qnet.json"
@@ -199,8 +199,6 @@ def test_a_mixed_or_damaged_qnet_is_named_in_one_line(tmp_path, damage):
         about.write_text('{"hidden": 8, "readout": "last"}')
     elif damage == "cut head":
         head.write_bytes(head.read_bytes()[:50])
-    elif damage == "no qnet.json":
-        about.unlink()
     else:
         about.write_text(damage)
     with pytest.raises(UserError, match=str(tmp_path)) as error:
@@ -213,15 +211,6 @@ def test_an_agent_is_no_qnet_and_a_qnet_no_agent(tmp_path, agent):
         QNet.from_pretrained(agent)
     qnet().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"sft"):
-        Policy.load(tmp_path)
-
-
-def test_weights_that_a_checkpoint_lacks_are_not_made_up(tmp_path, agent):
-    for file in agent.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(UserError, match=str(tmp_path)):
         Policy.load(tmp_path)
 
 
@@ -349,15 +338,13 @@ def test_trees_without_a_pair_to_train_on_are_refused(train, tmp_path):
         train()
 
 
-def test_the_command_trains_backbone_and_head(train, tmp_path, agent, capsys):
+def test_the_command_trains_backbone_and_head(train, tmp_path, agent):
     net = train()
     start = Policy.load(agent).model.model
     assert not torch.equal(net.backbone.embed_tokens.weight, start.embed_tokens.weight)
     assert net.head[0].out_features == 1024
     meta = json.loads((tmp_path / "qnet.meta.json").read_text())
     assert meta["trees"] == 3 and meta["tokens"] > 0 and not list(tmp_path.glob("*.draft"))
-    assert 0 <= meta["held_out"]["policy_sibling_accuracy"] <= 1 and meta["held_out"]["sibling_pairs"] > 0
-    assert "chance .5" in capsys.readouterr().out
     again = train(out="again")
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
@@ -401,17 +388,13 @@ def test_a_qnet_is_saved_before_it_is_measured(train, tmp_path, monkeypatch):
 
 
 def test_what_is_measured_is_what_was_saved(train, tmp_path, capsys):
-    tree = [node | {"source": "policy"} if node["depth"] > 1 else node for node in labelled_tree("train0")]
-    (tmp_path / "labels.jsonl").write_text(dump(tree + labelled_tree("train1")))
     train()
-    about, trees = json.loads((tmp_path / "qnet.meta.json").read_text()), [pairs_of(tree)]
-    net = QNet.from_pretrained(tmp_path / "qnet")
-    scores = {(p.state, p.action): net.q(p.state, p.action) for tree in trees for p in tree}
-    found = sibling_accuracy(trees, scores)
-    assert 0 < found["own_sibling_pairs"] < found["sibling_pairs"]
-    assert {key: about["held_out"][key] for key in found} == pytest.approx(found, rel=1e-4)  # one packed, one not
-    assert 0 <= about["held_out"]["policy_own_sibling_accuracy"] <= 1
-    assert f"without the expert's nodes {found['own_sibling_accuracy']:.3f} of" in capsys.readouterr().out
+    held_out = json.loads((tmp_path / "qnet.meta.json").read_text())["held_out"]
+    net, tree = QNet.from_pretrained(tmp_path / "qnet"), pairs_of(labelled_tree("train0"))
+    figures = sibling_accuracy([tree], {(p.state, p.action): net.q(p.state, p.action) for p in tree})
+    assert {key: held_out[key] for key in figures} == pytest.approx(figures, rel=1e-4)  # the one in batches
+    assert figures["sibling_pairs"] and 0 <= held_out["policy_sibling_accuracy"] <= 1
+    assert f"ranked right {figures['sibling_accuracy']:.3f} of" in capsys.readouterr().out
 
 
 def test_a_frozen_backbone_is_the_agents_own(train, agent):
