@@ -20,6 +20,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,12 @@ def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | 
 # --------------------------------------------------------------------------------------------------------------- main
 
 
+def tiny_agent(env: envs.TextEnv, states: list[State], device: Any) -> tuple[Any, Chat]:
+    """The tiny model before its first update, with the words of the demonstrations."""
+    model, tokenizer = tiny_model(text for state in states for _, text in state.messages)
+    return model.to(device), Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
+
+
 def settings_of(examples: int, batch: int | None) -> dict[str, Any]:
     """The tiny model's settings for so many examples, in batches of `batch` if that is given."""
     batch = batch or min(TINY["batch"], math.ceil(examples / 4))
@@ -239,6 +246,7 @@ def main(argv: list[str] | None = None) -> None:
         cli.must_exist(Path(args.model))
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
     with loop.training(args.out, args.device) as process:
+        where, dtype = models.device_and_dtype(args.device, args.precision)
         named = args.expert is not None  # else its first messages are the environment's own
         if not named:
             args.expert = args.run / "expert.jsonl"
@@ -248,20 +256,11 @@ def main(argv: list[str] | None = None) -> None:
             process.wait_for_everyone()
         states = demonstrations(env, args.expert, args.n_expert)
 
-        def load(**how: Any) -> tuple[Any, Chat]:
-            if tiny:
-                model, tokenizer = tiny_model(text for state in states for _, text in state.messages)
-                chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
-                return model.to(models.device_and_dtype(args.device)[0]), chat
-            kind = transformers.AutoModelForCausalLM
-            return models.load_checkpoint(args.model, kind, args.device, plain=True, precision=args.precision, **how)
-
-        def begin() -> tuple[Any, Chat, Any]:
-            torch.manual_seed(args.seed)
-            model, chat = load(load_in=args.load_in, train=not args.lora)
-            return model, chat, models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
-
-        model, chat, adapter = begin()
+        kind = transformers.AutoModelForCausalLM
+        load = partial(models.load_checkpoint, args.model, kind, args.device, plain=True, precision=args.precision)
+        torch.manual_seed(args.seed)
+        model, chat = tiny_agent(env, states, where) if tiny else load(load_in=args.load_in, train=not args.lora)
+        adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
         beginning = first_messages(env, states) if named else {}
         chat.rendering = dataclasses.replace(chat.rendering, **beginning)
         limit = min(args.max_tokens, chat.context or args.max_tokens)
@@ -275,11 +274,10 @@ def main(argv: list[str] | None = None) -> None:
         chat.rendering.candidates = args.candidates
         if loop.is_trained(vars(args), [args.expert]):
             return
-        fit = Training("sft", model, vars(args), [1] * len(examples))
+        fit = Training("sft", model, vars(args), [1] * len(examples), adapter)
         train(fit, examples, validation, args.micro_tokens, args.observation_loss)
-        model, _, adapter = fit.result((model, chat, adapter), begin)
+        model, adapter = fit.result()
         if process.is_main_process:
-            dtype = models.device_and_dtype(args.device, args.precision)[1]
             models.save_checkpoint(model, chat, args.out, adapter, lambda: load()[0], dtype)
             figures = fit.figures() | {"trajectories": len(states)}
             files.write_meta(args.out, vars(args), [args.expert], **figures)

@@ -18,11 +18,10 @@ Held-out trees (one in ten) show whether QNet can rank *siblings*, which is all 
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -163,35 +162,29 @@ def main(argv: list[str] | None = None) -> None:
         warn_of_another_world(args.sft, args)
 
         rendering, kind = rendering_of(args.sft, args, PROMPTED), transformers.AutoModel
-        load = functools.partial(
-            models.load_checkpoint, args.sft, kind, args.device,
-            plain=args.plain, rendering=rendering, precision=args.precision,
-        )  # fmt: skip
-
-        def begin() -> tuple[QNet, Any]:
-            torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or is new
-            backbone, chat = load(load_in=args.load_in, train=not (args.lora or args.freeze))
-            qnet = QNet(backbone, chat, readout=args.readout, fast=not args.plain)
-            if args.freeze:
-                backbone.requires_grad_(False)
-            return qnet, models.save_memory(backbone, args.lora, args.lora_alpha, args.gradient_checkpointing)
-
-        qnet, adapter = begin()
-        small = sum(p.numel() for p in qnet.backbone.parameters()) < SMALL
+        how = {"plain": args.plain, "rendering": rendering, "precision": args.precision}
+        load = partial(models.load_checkpoint, args.sft, kind, args.device, **how)
+        torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or is new
+        backbone, chat = load(load_in=args.load_in, train=not (args.lora or args.freeze))
+        qnet = QNet(backbone, chat, readout=args.readout, fast=not args.plain)
+        if args.freeze:
+            backbone.requires_grad_(False)
+        adapter = models.save_memory(backbone, args.lora, args.lora_alpha, args.gradient_checkpointing)
+        small = sum(p.numel() for p in backbone.parameters()) < SMALL
         settle(args, (TINY if small else PAPER) | ({"lr": LORA_LR} if args.lora else {}))
         if loop.is_trained(vars(args), [args.labels, args.sft]):
             return
-        readable = [[pair for pair in tree if qnet.chat.fits(pair.state, pair.action)] for tree in trees]
+        readable = [[pair for pair in tree if chat.fits(pair.state, pair.action)] for tree in trees]
         if left_out := sum(map(len, trees)) - sum(map(len, readable)):
-            cut = "" if qnet.chat.rendering.truncate else "; --truncate oldest cuts them"
+            cut = "" if rendering.truncate else "; --truncate oldest cuts them"
             process.print(f"{left_out} pairs are left out: they are beyond the model's context{cut}")
         training, held_out = hold_out(readable)
         packs = packed(qnet, training, args.loss_on, args.max_tokens, not args.plain)
         if not packs:
             raise UserError(f"{args.labels}: no pair of (s, a) to train on")
-        fit = Training("qnet", qnet, vars(args), [len(pack.pairs) for pack in packs])
+        fit = Training("qnet", qnet, vars(args), [len(pack.pairs) for pack in packs], adapter)
         train(fit, packs, held_out, args.loss_on, args.micro_tokens, not args.plain)
-        qnet, adapter = fit.result((qnet, adapter), begin)
+        qnet, adapter = fit.result()
         if not process.is_main_process:
             return
 

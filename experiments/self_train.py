@@ -113,7 +113,7 @@ def demonstrations(checkpoint: Path, env: str) -> list[dict]:
 
 
 def training_flags(record: dict[str, Any]) -> list[str]:
-    """The flags that RUN/sft was trained with; what was not given the tiny model chooses again, for the new number."""
+    """The flags that RUN/sft was trained with."""
     flags = [f"--{name.replace('_', '-')}={record[name]}" for name in AGAIN if record.get(name) is not None]
     return flags + ["--gradient-checkpointing"] * bool(record.get("gradient_checkpointing"))
 

@@ -7,6 +7,7 @@ accelerate launch --use_fsdp ... train_qnet.py ...         (GPUs that divide wei
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 import math
@@ -127,8 +128,10 @@ class Training:
         fit.validated(loss, figures)
     """
 
-    def __init__(self, name: str, model: nn.Module, settings: dict[str, Any], sizes: Sequence[int]) -> None:
-        """`sizes[i]`: what example i counts in a batch. settings: the stage's arguments."""
+    def __init__(
+        self, name: str, model: nn.Module, settings: dict[str, Any], sizes: Sequence[int], adapter: Any = None
+    ) -> None:
+        """settings: the stage's arguments. `sizes[i]`: what example i counts in a batch. adapter: LoRA's view."""
         self.name, self.settings, self.at = name, settings, Progress()
         epochs, batch, seed, out = (settings[key] for key in ("epochs", "batch", "seed", "out"))
         self.plan = [updates_of(sizes, batch, seed, epoch) for epoch in range(epochs)]
@@ -138,9 +141,10 @@ class Training:
         self.accelerator = accelerate.Accelerator(mixed_precision=mixed, device_placement=False)
         self.accelerator.print(models.memory_of(model, settings["optim"]))
         optimizer = models.adamw(model.parameters(), settings["lr"], settings["optim"])
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.parts = model, optimizer, (model, adapter)
         self.divided = os.environ.get("ACCELERATE_USE_FSDP") == "true"
         if self.divided:
+            self.parts = copy.deepcopy(self.parts) if self.accelerator.is_main_process else self.parts
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         else:  # each process has a copy of the model, and `step` averages their gradients
             self.accelerator.prepare_model(model, evaluation_mode=True)
@@ -225,16 +229,14 @@ class Training:
         figures = {"steps": len(at.losses), "tokens": at.tokens, "seconds": at.seconds}
         return figures | {"loss": at.curve[at.best - 1]["loss"], "best_epoch": at.best, "curve": at.curve}
 
-    def result(self, parts: tuple, again: Callable[[], tuple]) -> tuple:
-        """The parts that a training began with, the first of them the model; if divided, put together in new parts."""
-        if not self.divided:
+    def result(self) -> tuple[Any, Any]:
+        """The trained model and LoRA's view of it, in the first process."""
+        if self.divided:
+            weights = get_model_state_dict(self.model, options=WHOLE)  # all of them, in the first process
+            self.parts[0].load_state_dict(weights, strict=False)
+        else:
             self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-            return parts
-        weights = get_model_state_dict(self.model, options=WHOLE)
-        if self.accelerator.is_main_process:
-            parts = again()
-            parts[0].load_state_dict(weights, strict=False)
-        return parts
+        return self.parts
 
     # ------------------------------------------------------------------------------------------------- log and states
 

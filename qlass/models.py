@@ -149,10 +149,7 @@ def load_tokenizer(path: str | Path) -> Any:
     if Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in names):
         raise ValueError("no tokenizer in the folder: copy the files of its base model's there")
     folder, file = source(path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **file)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **file)
 
 
 def base_of(adapter: str | Path, load_in: str | None) -> str:
