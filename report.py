@@ -44,7 +44,7 @@ TITLES = {
 }
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tables, figures and an HTML page from result files.")
     parser.add_argument("results", nargs="*", help="results*.jsonl or run folders; LABEL=PATH names one (RUN)")
     parser.add_argument("--run", type=Path, help=f"run folder (that of the first result file, or {DEFAULT_RUN})")
@@ -56,7 +56,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
+    args = arguments(argv)
     from reporting import page, tables
     from reporting.results import read_results, result_files
 

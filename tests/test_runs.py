@@ -7,6 +7,7 @@ import functools
 import importlib
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def parsed(*command):
         module = importlib.import_module(f"{name}.{'search' if command_of else '__main__'}")
         flags = flags[command_of:]
     try:
-        return (module.arguments if hasattr(module, "arguments") else module.parse_args)(flags)
+        return sys.modules[module.main.__module__].arguments(flags)
     except SystemExit:
         pytest.fail(f"python {' '.join(command)}: {name} does not know these flags")
 
