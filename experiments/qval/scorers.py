@@ -263,7 +263,7 @@ def entry(name: str, context: Context) -> Entry:
     if chosen is None:
         raise UserError(f"unknown scorer {name!r}: choose among {', '.join([*SCORERS, 'qnet*'])}")
     if chosen.family == "judge" and context.judge is None:
-        raise UserError(f"{name}: needs its language model: --judge URL#MODEL")
+        raise UserError(f"{name}: needs its language model: --judge URL#MODEL, or --scorer {name}=URL#MODEL of search")
     if context.args.server and "sft" in chosen.needs and name != "vote_share":
         raise UserError(f"scorer {name}: --server does not tell log-probabilities: name other scorers")
     return chosen

@@ -71,7 +71,7 @@ def register(names: Sequence[str], args: argparse.Namespace, answers: dict) -> t
 def arguments(argv: list[str]) -> argparse.Namespace:
     name, rest = "python -m experiments.qval search", "further flags: those of q_search.py, but for --method"
     flags = argparse.ArgumentParser(name, description=__doc__.split("\n")[0], epilog=rest, allow_abbrev=False)
-    what = "scores, judges as JUDGE=URL#MODEL (default: all but judges whose inputs are there)"
+    what = "scores, of a judge JUDGE=URL#MODEL (default: all whose inputs are there, without judges)"
     flags.add_argument("--scorer", nargs="+", default=[], metavar="NAME", help=what)
     own, rest = flags.parse_known_args(argv)
     args = q_search.arguments(rest)
