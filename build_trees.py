@@ -26,7 +26,7 @@ from typing import Any
 
 import envs
 from qlass import UserError
-from qlass.chat import Rendering, State, parse_action, react
+from qlass.chat import Chat, Rendering, State, parse_action, react
 from qlass.cli import at_least, more, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Sample, ask, drive
 from qlass.files import SAMPLING_FREE, Output, cloned_from
@@ -167,6 +167,16 @@ def step(x: Exploration, node: Node, action: str, source: str) -> Node:
 # ------------------------------------------------------------------------------------------------------------ the file
 
 
+def tree_lines(x: Exploration, chat: Chat, bound: float, expert: dict | None) -> Generator:
+    """A task's tree as lines of trees.jsonl. With --truncate the root counts the prompts without their oldest turns."""
+    root = yield from exploration_tree(x, bound, expert)
+    records = tree_records(x.env, x.task_id, root)
+    if chat.rendering.truncate:
+        read = [n for n in root.walk() if any(child.source == "policy" for child in n.children.values())]
+        records[0]["cut_prompts"] = sum(chat.is_cut(n.state) for n in read)
+    return records
+
+
 WRITTEN = ("action", "observation", "reward", "done", "source", "branch", "expert")  # of a node
 
 
@@ -260,9 +270,11 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.env}: no training tasks")
     file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
     rewards: dict[str, float] = {}
-    expert = actions_by_task(file, env, most, rewards) if file and not args.no_expert else {}
-    if args.expert and not args.no_expert:
-        tell_matches(env, tasks, expert, args.expert)
+    expert = None
+    if not args.no_expert:
+        expert = actions_by_task(file, env, most, rewards) if file else {}
+        if args.expert:
+            tell_matches(env, tasks, expert, args.expert)
     args.expert = file
 
     trees = Output(args.out, vars(args), complete_trees, [args.sft, file], SAMPLING_FREE, lambda node: node["task_id"])
@@ -270,18 +282,11 @@ def main(argv: list[str] | None = None) -> None:
     share = my_share(tasks)
     todo = [task_id for task_id in share if task_id not in finished]
     policy = load_agent(args, env) if todo else None
-
-    def explore(task_id: str) -> Generator:
-        x = Exploration(env.fork(), task_id, policy.chat.rendering, depth, args.width, steps, args.prune)
-        root = yield from exploration_tree(x, args.rollouts or math.inf, None if args.no_expert else expert)
-        records = tree_records(env, task_id, root)
-        if x.rendering.truncate:
-            read = [n for n in root.walk() if any(child.source == "policy" for child in n.children.values())]
-            records[0]["cut_prompts"] = sum(policy.chat.is_cut(n.state) for n in read)
-        return records
-
-    if todo:
-        grown = drive(map(explore, todo), {Sample: policy.sample}, args.in_flight or env.side_by_side)
+    if policy:
+        settings = {"depth": depth, "width": args.width, "steps": steps, "prune": args.prune}
+        explored = (Exploration(env.fork(), task_id, policy.chat.rendering, **settings) for task_id in todo)
+        growing = (tree_lines(x, policy.chat, args.rollouts or math.inf, expert) for x in explored)
+        grown = drive(growing, {Sample: policy.sample}, args.in_flight or env.side_by_side)
         trees.grow(grown, "trees", len(share), len(share) - len(todo))
     figures = figures_of(trees.records, rewards)
     # What another process or an earlier call computed, before a stop, is not known.
