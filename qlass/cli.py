@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from qlass import UserError
-from qlass.files import is_complete, outdated, share
+from qlass.files import is_complete, outdated, parts_of, share
 
 T = TypeVar("T")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -149,6 +149,8 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
         agent = getattr(args, "sft", None)
         if agent and stage != "sft" and agent.resolve() != (args.run / "sft").resolve():
             raise UserError(f"{state}, and would be made of {args.run / 'sft'}, not of --sft {agent}: make it first")
+        if parts_of(default):
+            raise UserError(f"{state}: the command that wrote its parts, by one process, joins them")
         argv = handed_on(args, stage)
         command = f"{command_line(stage)} {shlex.join(argv)}"
         if share()[1] > 1:

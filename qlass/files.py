@@ -330,6 +330,11 @@ def progress(items: Iterable[T], what: str, total: int | None = None, done: int 
     yield from tqdm(items, what, total, initial=done, **seldom)
 
 
+def parts_of(output: Path) -> list[Path]:
+    """What processes that share an output have written of it."""
+    return sorted(output.parent.glob(f"{output.stem}.*-of-*.jsonl"))
+
+
 class Output:
     """A stage's JSONL output: one writer, the same arguments whenever it resumes, metadata beside it.
 
@@ -353,7 +358,7 @@ class Output:
         self.path = out.with_name(f"{out.stem}.{rank}-of-{world}.jsonl") if world > 1 else out
         self.lock = contextlib.ExitStack()
         self.lock.enter_context(locked(self.path))
-        parts = sorted(out.parent.glob(f"{out.stem}.*-of-*.jsonl")) if identity else []
+        parts = parts_of(out) if identity else []
         others = [other for other in (out, *parts) if other != self.path and other.exists()]
         if arguments.get("overwrite"):
             while others:

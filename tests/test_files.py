@@ -200,6 +200,9 @@ def test_processes_that_can_not_share_are_refused(tmp_path, monkeypatch):
         output(tmp_path, "--overwrite", identity=repr)
     with pytest.raises(UserError, match=r"trees\.jsonl is missing: make it first.* python build_trees\.py --env web"):
         cli.needed(None, tmp_path / "trees.jsonl", "build_trees", flags())
+    (tmp_path / "trees.0-of-8.jsonl").touch()
+    with pytest.raises(UserError, match=r"trees\.jsonl is missing: the command that wrote its parts, by one process"):
+        cli.needed(None, tmp_path / "trees.jsonl", "build_trees", flags())
 
 
 # ------------------------------------------------------------------------------------------------------------ metadata
