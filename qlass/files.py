@@ -208,6 +208,8 @@ def same_arguments(output: str | Path, arguments: dict[str, Any], free: Iterable
     others = []
     for name, value in recorded(arguments).items():
         before = begun.get("arguments", {}).get(name, value)
+        if before is None:  # a default that was chosen later, as the tiny model's batch
+            before = begun.get(name)
         content = hashes.pop(before, None) if isinstance(before, str) else None
         is_input = content and value and Path(value).exists()
         same = not changed(value, content) if is_input else before == value
