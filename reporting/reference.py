@@ -7,6 +7,7 @@ import operator
 from pathlib import Path
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from reporting.figures import COLOURS, GREY, STYLE, curve
@@ -36,21 +37,53 @@ LINES = {  # method, select: label, colour, marker and line
 }
 
 
-def tokens(results: list[dict], settings: tuple[str, ...]) -> Figure:
-    """Fig. 3: mean reward with its interval against all tokens a task, a panel a setting."""
-    columns = operator.itemgetter("environment", "split", "agent", "commit", "seed", "method", "select")
-    figure = Figure(figsize=(3.1 * len(settings), 3.5), layout="constrained")
-    for axes, title in zip(figure.subplots(1, len(settings)), settings, strict=True):
-        for key, (label, color, style) in LINES.items():
-            rows = [row for row in results if columns(row) == (*SETTINGS[title], "all", *key)]
-            rows.sort(key=lambda row: float(row["tokens"]))
-            rewards = [Estimate(*(float(row[name]) for name in ("reward", "low", "high")), n=0) for row in rows]
-            x = [float(row["tokens"]) for row in rows]
-            curve(axes, x, rewards, fmt=style, label=label, color=color, markersize=5)
+SEARCHES = LINES | {  # beside them, on a page of their own
+    ("lookahead", "q"): ("look-ahead by QNet", "#009e73", "v-"),
+    ("beam", "q"): ("beam", "#cc79a7", "P-"),
+    ("mcts", "q"): ("MCTS, S simulations a step", "#56b4e9", "X-"),
+    ("particles", "q"): ("particles", "#999999", "<-"),
+}
+SEARCHED = {  # file: environment, split, agent, commit
+    "searches_webshop": ("webshop", "test 400-499", "cloned, small", "ece9359"),
+    "searches_frozenlake": ("frozenlake", "lakes", "cloned, small", "ece9359"),
+}
+
+
+def panel(axes: Axes, results: list[dict], setting: tuple[str, ...], lines: dict, cost: str) -> None:
+    """Mean reward with its interval against a cost a task, a line a method."""
+    columns = operator.itemgetter("environment", "split", "agent", "commit", "seed", "select")
+    for (method, select), (label, color, style) in lines.items():
+        rows = [row for row in results if columns(row) == (*setting, "all", select)]
+        rows = [row for row in rows if row["method"].partition(":")[0] == method]
+        rows.sort(key=lambda row: float(row[cost]))
+        rewards = [Estimate(*(float(row[name]) for name in ("reward", "low", "high")), n=0) for row in rows]
+        if rows:
+            curve(axes, [float(row[cost]) for row in rows], rewards, fmt=style, label=label, color=color, markersize=5)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.25)
+
+
+def tokens(results: list[dict], titles: tuple[str, ...]) -> Figure:
+    """Fig. 3: mean reward against all tokens a task, a panel a setting."""
+    figure = Figure(figsize=(3.1 * len(titles), 3.5), layout="constrained")
+    for axes, title in zip(figure.subplots(1, len(titles)), titles, strict=True):
+        panel(axes, results, SETTINGS[title], LINES, "tokens")
         axes.set(title=title, xlabel="all tokens a task")
-        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.locator_params(axis="x", nbins=5)
-        axes.grid(alpha=0.25)
+    return with_legend(figure)
+
+
+def searches(results: list[dict], setting: tuple[str, ...]) -> Figure:
+    """What can be done with a QNet at test time: mean reward against tokens and against environment steps."""
+    figure = Figure(figsize=(9.3, 4.2), layout="constrained")
+    costs = {"tokens": "all tokens a task", "env_steps": "environment steps a task"}
+    for axes, (cost, label) in zip(figure.subplots(1, 2, sharey=True), costs.items(), strict=True):
+        panel(axes, results, setting, SEARCHES, cost)
+        axes.set(xlabel=label, xscale="log")
+    return with_legend(figure)
+
+
+def with_legend(figure: Figure) -> Figure:
     figure.axes[0].set_ylabel("reward, 95 % interval")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     return figure
@@ -61,6 +94,8 @@ def main() -> None:
     with mpl.rc_context(STYLE | {"savefig.dpi": 120}):
         for name, settings in FIGURES.items():
             tokens(results, settings).savefig(FOLDER / f"{name}.png")
+        for name, setting in SEARCHED.items():
+            searches(results, setting).savefig(FOLDER / f"{name}.png")
 
 
 if __name__ == "__main__":
