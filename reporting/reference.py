@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from reporting.figures import COLOURS, GREY, STYLE, curve
+from reporting.figures import COLOURS, GREY, INK, STYLE, curve
 from reporting.stats import Estimate
 
 FOLDER = Path(__file__).parents[1] / "runs" / "reference_output"
@@ -41,7 +41,7 @@ SEARCHES = LINES | {  # beside them, on a page of their own
     ("lookahead", "q"): ("look-ahead by QNet", "#009e73", "v-"),
     ("beam", "q"): ("beam", "#cc79a7", "P-"),
     ("mcts", "q"): ("MCTS, S simulations a step", "#56b4e9", "X-"),
-    ("particles", "q"): ("particles", "#999999", "<-"),
+    ("particles", "q"): ("particles", INK, "<-"),
 }
 SEARCHED = {  # file: environment, split, agent, commit
     "searches_webshop": ("webshop", "test 400-499", "cloned, small", "ece9359"),
@@ -79,7 +79,8 @@ def searches(results: list[dict], setting: tuple[str, ...]) -> Figure:
     costs = {"tokens": "all tokens a task", "env_steps": "environment steps a task"}
     for axes, (cost, label) in zip(figure.subplots(1, 2, sharey=True), costs.items(), strict=True):
         panel(axes, results, setting, SEARCHES, cost)
-        axes.set(xlabel=label, xscale="log")
+        axes.set(xlabel=label)
+    figure.axes[0].set_ylim(top=min(1.05, figure.axes[0].get_ylim()[1]))
     return with_legend(figure)
 
 
