@@ -43,9 +43,14 @@ SEARCHES = LINES | {  # beside them, on a page of their own
     ("mcts", "q"): ("MCTS, S simulations a step", "#56b4e9", "X-"),
     ("particles", "q"): ("particles", INK, "<-"),
 }
-SEARCHED = {  # file: environment, split, agent, commit
-    "searches_webshop": ("webshop", "test 400-499", "cloned, small", "ece9359"),
-    "searches_frozenlake": ("frozenlake", "lakes", "cloned, small", "ece9359"),
+PRETRAINED = LINES | {
+    ("sample", ""): ("agent, one sample", GREY, "D-"),
+    ("random", ""): ("a random one of M actions", "#cc79a7", "v-"),
+}
+BESIDE_STEPS = {  # file: lines, and environment, split, agent, commit
+    "searches_webshop": (SEARCHES, ("webshop", "test 400-499", "cloned, small", "ece9359")),
+    "searches_frozenlake": (SEARCHES, ("frozenlake", "lakes", "cloned, small", "ece9359")),
+    "smollm2": (PRETRAINED, ("alfworld_real", "valid_unseen, first 30", "SmolLM2-135M", "a95484b")),
 }
 
 
@@ -73,12 +78,12 @@ def tokens(results: list[dict], titles: tuple[str, ...]) -> Figure:
     return with_legend(figure)
 
 
-def searches(results: list[dict], setting: tuple[str, ...]) -> Figure:
-    """What can be done with a QNet at test time: mean reward against tokens and against environment steps."""
+def beside_steps(results: list[dict], lines: dict, setting: tuple[str, ...]) -> Figure:
+    """Mean reward against tokens, and against environment steps."""
     figure = Figure(figsize=(9.3, 4.2), layout="constrained")
     costs = {"tokens": "all tokens a task", "env_steps": "environment steps a task"}
     for axes, (cost, label) in zip(figure.subplots(1, 2, sharey=True), costs.items(), strict=True):
-        panel(axes, results, setting, SEARCHES, cost)
+        panel(axes, results, setting, lines, cost)
         axes.set(xlabel=label)
     figure.axes[0].set_ylim(top=min(1.05, figure.axes[0].get_ylim()[1]))
     return with_legend(figure)
@@ -95,8 +100,8 @@ def main() -> None:
     with mpl.rc_context(STYLE | {"savefig.dpi": 120}):
         for name, settings in FIGURES.items():
             tokens(results, settings).savefig(FOLDER / f"{name}.png")
-        for name, setting in SEARCHED.items():
-            searches(results, setting).savefig(FOLDER / f"{name}.png")
+        for name, (lines, setting) in BESIDE_STEPS.items():
+            beside_steps(results, lines, setting).savefig(FOLDER / f"{name}.png")
 
 
 if __name__ == "__main__":
