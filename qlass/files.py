@@ -116,7 +116,7 @@ def checkpoint_folder(folder: Path, read: str | Path | None = None) -> Path:
 # Arguments that may differ between a run and its resumption: of any stage, of one that samples, of one that trains.
 FREE = ("run", "out", "device", "overwrite", "debug")
 SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight", "server")
-TRAINING_FREE = ("save_every", "log", "micro_tokens", "gradient_checkpointing")
+TRAINING_FREE = ("save_every", "micro_tokens", "gradient_checkpointing")
 
 
 def meta_path(output: str | Path) -> Path:
@@ -208,7 +208,7 @@ def same_arguments(output: str | Path, arguments: dict[str, Any], free: Iterable
     others = []
     for name, value in recorded(arguments).items():
         before = begun.get("arguments", {}).get(name, value)
-        if before is None:  # a default that was chosen later, as the tiny model's batch
+        if before is None and value is not None:  # a default that was chosen later, as the tiny model's batch
             before = begun.get(name)
         content = hashes.pop(before, None) if isinstance(before, str) else None
         is_input = content and value and Path(value).exists()

@@ -20,8 +20,11 @@ LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
 def add_loading(parser: Any) -> None:
     add = parser.add_argument
     add("--load-in", choices=["4bit", "8bit"], metavar="BITS", help="fewer bits a weight: 4bit or 8bit (a GPU's)")
+
+
+def add_precision(parser: Any) -> None:
     text = "float32 or bf16 (default: bf16 on a GPU, float32 on a CPU)"
-    add("--precision", choices=["float32", "bf16"], metavar="NAME", help=text)
+    parser.add_argument("--precision", choices=["float32", "bf16"], metavar="NAME", help=text)
 
 
 def add_memory(parser: Any) -> None:
@@ -46,6 +49,7 @@ def add_schedule(parser: Any, paper: dict, tiny: dict, batch: str) -> None:
 
 def add_training(parser: Any) -> None:
     add_memory(parser)
+    add_precision(parser)
     add = parser.add_argument
     add("--patience", type=at_least(1), default=2, help="epochs without a better validation until it stops (2)")
     add("--save-every", type=at_least(1), default=50, metavar="N", help="updates between checkpoints (default: 50)")
@@ -68,6 +72,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     """The flags of a stage that samples from the agent, besides --temperature; for `load_agent`."""
     group = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)")
     add_loading(group)
+    add_precision(group)
     add_prompted(group)
     add = group.add_argument
     add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text: the likeliest that hold P together")
