@@ -45,7 +45,7 @@ from qlass.records import read_trajectories, read_trees
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
 FIELDS = ("depth", "done", "source", "messages")  # of a tree, that not every one has
 AGAIN = ("epochs", "batch", "patience", "lr", "max_tokens", "micro_tokens", "candidates", "optim", "observation_loss",
-         "lora", "lora_alpha", "load_in")  # flags of RUN/sft's training that are given again  # fmt: skip
+         "lora", "lora_alpha", "precision", "load_in")  # flags of RUN/sft's training that are given again  # fmt: skip
 
 
 def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
