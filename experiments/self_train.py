@@ -113,7 +113,7 @@ def demonstrations(checkpoint: Path, env: str) -> list[dict]:
 
 
 def training_flags(record: dict[str, Any]) -> list[str]:
-    """The flags that RUN/sft was trained with."""
+    """The flags that RUN/sft was trained with, and the epochs and batch that the tiny model chose then."""
     flags = [f"--{name.replace('_', '-')}={record[name]}" for name in AGAIN if record.get(name) is not None]
     return flags + ["--gradient-checkpointing"] * bool(record.get("gradient_checkpointing"))
 

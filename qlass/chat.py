@@ -284,8 +284,8 @@ class Chat:
             ids = self.tokenizer(before + content + after, add_special_tokens=False).input_ids
         if self.vocabulary and max(ids, default=0) >= self.vocabulary:
             token = self.tokenizer.convert_ids_to_tokens(max(ids))
-            known = f"of which the model of {self.vocabulary:,} knows nothing"
-            raise UserError(f"the tokenizer writes {token!r}, {known}: was the checkpoint's folder mixed from two?")
+            reason = f"of which the model of {self.vocabulary:,} knows nothing"
+            raise UserError(f"the tokenizer writes {token!r}, {reason}: was the checkpoint's folder mixed from two?")
         return ids
 
     def message_tokens(self, state: State) -> list[list[int]]:
