@@ -82,7 +82,7 @@ def layout(seed: int, room: str, index: int) -> Layout:
     """The receptacles of one kind of room's layout 1 to 30."""
     first, receptacles = ROOMS[room].values()
     rng = random.Random(f"alfworld-{seed}-{room}-{index}")
-    made = Layout(first + index, {}, {}, set())
+    layout = Layout(first + index, {}, {}, set())
     words = receptacles.split()
     for kind, count in zip(words[::2], words[1::2], strict=True):
         few, many = map(int, count.split("-"))
@@ -90,11 +90,11 @@ def layout(seed: int, room: str, index: int) -> Layout:
             basin = f"_bar_{kind}" if kind.endswith("Basin") else ""
             receptacle = f"{kind.removesuffix('Basin')}_bar_{i:02d}{basin}"
             together = i > 1 and kind in ("Cabinet", "Drawer", "Shelf") and rng.random() < 0.25
-            made.spot[receptacle] = max(made.spot.values(), default=0) + (not together)
-            made.kinds[receptacle] = kind
+            layout.spot[receptacle] = max(layout.spot.values(), default=0) + (not together)
+            layout.kinds[receptacle] = kind
             if rng.random() < OPENABLE.get(kind, 0):
-                made.openable.add(receptacle)
-    return made
+                layout.openable.add(receptacle)
+    return layout
 
 
 def trial(rng: random.Random, task: Task, room: str, place: Layout) -> tuple[str, str, str] | None:
@@ -181,8 +181,8 @@ def games(seed: int, train: int) -> Iterator[tuple[str, dict]]:
     for split, count in {"train": train, "valid_seen": VALID_SEEN, "valid_unseen": VALID_UNSEEN}.items():
         source = seed if split == "train" else seed + EVALUATION
         rng = random.Random(f"alfworld-{source}-{split}")
-        made = 0
-        while made < count:
+        number = 0
+        while number < count:
             [task] = rng.choices(TASKS, [task.share for task in TASKS])
             room = rng.choice(task.rooms.split())
             place = rooms[room, rng.choice(list(UNSEEN) if split == "valid_unseen" else seen)]
@@ -201,8 +201,8 @@ def games(seed: int, train: int) -> Iterator[tuple[str, dict]]:
                 continue
             used.add(place.number)
             content = {"pddl_domain": "", "grammar": grammar, "pddl_problem": pddl, "solvable": True}
-            yield f"{split}/{folder}/trial_{source}_{made:05d}/game.tw-pddl", content | {"walkthrough": walkthrough}
-            made += 1
+            yield f"{split}/{folder}/trial_{source}_{number:05d}/game.tw-pddl", content | {"walkthrough": walkthrough}
+            number += 1
 
 
 # What differs between games in ALFWorld's grammar: the sentence, and the wording's version.

@@ -88,7 +88,7 @@ def instruct(rng: random.Random, words: list[str]) -> str:
 
 
 def family(rng: random.Random, category: str, kind: str, shown: str) -> list[dict]:
-    """Four products as records with the keys of WebShop's files (and `asked`: what an instruction names of it).
+    """Four products as records with the keys of WebShop's files (and `wishes`: what an instruction names of it).
 
     `shown`: the attribute in all their titles.
     """
@@ -120,7 +120,7 @@ def family(rng: random.Random, category: str, kind: str, shown: str) -> list[dic
                 "images": [""],
                 "attributes": attributes,
                 "noun": (extra or [kind])[0],
-                "asked": rng.sample(attributes, 3) if role.startswith("wanted") else None,
+                "wishes": rng.sample(attributes, 3) if role.startswith("wanted") else None,
             }
         )
     return members
@@ -143,16 +143,16 @@ def catalogue(seed: int = 0, products: int = PRODUCTS) -> dict[str, object]:
     items, attributes, human, nouns = [], {}, {}, {}
     for code, product in zip(codes, members, strict=True):
         asin = f"{chr(ord('A') + code // 1000)}{code % 1000:03d}"
-        asked, kind = product.pop("asked"), product["query"]
+        wishes, kind = product.pop("wishes"), product["query"]
         attributes[asin] = {"attributes": product.pop("attributes")}
         nouns[asin] = [product.pop("noun")]
         items.append({"asin": asin, **product})
-        if asked:
-            attributes[asin] |= {"instruction": instruct(rng, [*asked, kind]), "instruction_attributes": asked}
+        if wishes:
+            attributes[asin] |= {"instruction": instruct(rng, [*wishes, kind]), "instruction_attributes": wishes}
             wanted = [rng.choice(values)["value"] for values in product["customization_options"].values()]
-            text = f"{instruct(rng, [*asked, kind])} that is {' and '.join(wanted)}"
+            text = f"{instruct(rng, [*wishes, kind])} that is {' and '.join(wanted)}"
             human[asin] = [
-                {"asin": asin, "instruction": text, "instruction_attributes": asked, "instruction_options": wanted}
+                {"asin": asin, "instruction": text, "instruction_attributes": wishes, "instruction_options": wanted}
             ]
     return {
         "items_shuffle.json": items,

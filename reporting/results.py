@@ -136,8 +136,8 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
     twins = table[table.duplicated(same, keep=False)].sort_values(same, kind="stable")
     for first, second in zip(twins[:1].itertuples(), twins[1:2].itertuples(), strict=True):
         places = f"{first.file}:{first.line} and {second.file}:{second.line}"
-        about = f"{first.method} for task {first.task}, seed {first.seed}"
-        raise UserError(f"{places}: two different results of {about}: {APART}")
+        subject = f"{first.method} for task {first.task}, seed {first.seed}"
+        raise UserError(f"{places}: two different results of {subject}: {APART}")
     groups = []
     for key, episodes in table.groupby(CONDITION, dropna=False):
         conditions = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}

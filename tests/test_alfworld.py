@@ -282,7 +282,7 @@ def test_walks(env, data):
         first = env.step(action)
         assert (first[0] == "Nothing happens.") == (action not in info["valid_actions"])
         assert first[0] != "Nothing happens." or env.state is before[1]
-        held = [env.state.held] if env.state.held else []
+        held = [env.state.hand] if env.state.hand else []
         assert sorted([*held, *(o for objects in env.state.contents.values() for o in objects)]) == things
         after = env.snapshot()
         env.restore(before)
@@ -318,7 +318,7 @@ def shortest(game, state, limit):
         for here in frontier:
             for command in here.commands:
                 there, _ = game.step(here, command)
-                key = (there.location, there.held, tuple(there.contents.values()), there.opened, there.marks)
+                key = (there.location, there.hand, tuple(there.contents.values()), there.opened, there.marks)
                 if key not in seen:
                     seen.add(key)
                     after.append(there)
@@ -342,7 +342,7 @@ def test_plans_are_the_shortest_ways(task):
         way = plan(game, state)
         if way is not None and len(way) <= 8:
             compared += 1
-            assert shortest(game, state, len(way)) == len(way), (lies, state.location, state.held, way)
+            assert shortest(game, state, len(way)) == len(way), (lies, state.location, state.hand, way)
     assert compared > WALKS / 4
 
 

@@ -14,7 +14,7 @@ import envs
 from environments.sciworld import expert as sciworld_expert
 from environments.sciworld import simulator as sciworld
 from environments.sciworld import tasks
-from environments.sciworld.expert import held_after
+from environments.sciworld.expert import inventory_after
 
 HERE = Path(__file__).parents[1]
 BOIL = "Your task is to boil water. For compounds without a boiling point, combusting the substance is also acceptable."
@@ -251,8 +251,10 @@ def test_no_java_process_is_left_however_python_ends(ending):
 
 
 def test_candidates_know_of_what_is_held_by_what_was_read_alone():
-    held = held_after((), "You move the thermometer to the inventory.")
-    assert held_after(held, "This room is called the kitchen.") == held == ("thermometer",)
-    assert held_after(held, "You move the thermometer to the kitchen.") == ()
-    listed = held_after(held, "In your inventory, you see:\n\tan orange\n\ta thermometer, currently reading 10 degrees")
-    assert len(listed) == 2 and held_after(listed, "You move the thermometer to the sink.") == ("an orange",)
+    held = inventory_after((), "You move the thermometer to the inventory.")
+    assert inventory_after(held, "This room is called the kitchen.") == held == ("thermometer",)
+    assert inventory_after(held, "You move the thermometer to the kitchen.") == ()
+    listed = inventory_after(
+        held, "In your inventory, you see:\n\tan orange\n\ta thermometer, currently reading 10 degrees"
+    )
+    assert len(listed) == 2 and inventory_after(listed, "You move the thermometer to the sink.") == ("an orange",)

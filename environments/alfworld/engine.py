@@ -56,7 +56,7 @@ class World(NamedTuple):
     """All that changes in a game. Its parts are never modified, so states share them."""
 
     location: str
-    held: str | None
+    hand: str | None
     contents: Mapping[str, tuple[str, ...]]  # receptacle -> its objects, sorted; an object can lie in two at once
     spots: frozenset[tuple[str, str]]  # (object, location): what a knife can reach, even in a closed receptacle
     opened: frozenset[str]
@@ -101,7 +101,7 @@ class Game:
         return receptacle not in self.traits["openable"] or receptacle in state.opened
 
     def _commands(self, state: World) -> Iterator[tuple[str, tuple[str, ...]]]:
-        name, kind, traits, hand = self.names, self.kinds, self.traits, state.held
+        name, kind, traits, hand = self.names, self.kinds, self.traits, state.hand
         if state.location not in self._moves:
             moves = {f"go to {name[r]}": ("go", r) for r, at in self.location.items() if at != state.location}
             moves |= {"look": ("look",), "inventory": ("inventory",)} | ({} if self.old else {"help": ("help",)})
@@ -145,7 +145,7 @@ class Game:
             case "look":
                 return state, self._look(state)
             case "inventory":
-                hand = state.held and self.names[state.held]
+                hand = state.hand and self.names[state.hand]
                 return state, f"You are carrying: a {hand}." if hand else "You are not carrying anything."
             case "examine":
                 return state, self._view(state, a) if a in self.location else self._inspect(state, a)
@@ -161,11 +161,11 @@ class Game:
                 new, text = state._replace(opened=state.opened - {a}), f"You close the {one}."
             case "take":
                 contents = {**state.contents, b: tuple(o for o in state.contents[b] if o != a)}
-                new = state._replace(held=a, contents=contents, spots=state.spots - {(a, state.location)})
+                new = state._replace(hand=a, contents=contents, spots=state.spots - {(a, state.location)})
                 text = f"You pick up the {one} from the {two}."
             case "put":
                 contents = {**state.contents, b: tuple(sorted({*state.contents[b], a}))}
-                new = state._replace(held=None, contents=contents, spots=state.spots | {(a, state.location)})
+                new = state._replace(hand=None, contents=contents, spots=state.spots | {(a, state.location)})
                 text = f"You put the {one} in/on the {two}." if self.old else f"You move the {one} to the {two}."
             case "use":  # the original's lamps turn on, and say so, each time; none turns off
                 new, text = state._replace(marks=state.marks | {("istoggled", a)}), f"You turn on the {one}."
@@ -183,7 +183,7 @@ class Game:
         kind, goal = self.kinds, self.goal
         if goal.kind == "look":
             lit = (o for r in self.at.get(state.location, ()) for o in state.contents[r] if self.is_lit_lamp(state, o))
-            return kind.get(state.held) == goal.object and any(lit)
+            return kind.get(state.hand) == goal.object and any(lit)
         for receptacle, objects in state.contents.items():
             if kind[receptacle] == goal.target:
                 done = sum(kind.get(o) == goal.object and self.is_treated(state, o) for o in objects)

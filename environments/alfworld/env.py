@@ -67,8 +67,8 @@ class ALFWorldEnv(TextEnv):
         self.games = games.Games(
             data or os.environ.get("ALFWORLD_DATA") or make_alfworld.ensure(seed, writable(make_alfworld.GENERATED))
         )
-        self.task_id, self.told = None, self.instruction  # no task yet
-        self.instruction = self.told.replace("PUT", self.wordings[0])
+        self.task_id, self.template = None, self.instruction  # no task yet
+        self.instruction = self.template.replace("PUT", self.wordings[0])
 
     def split_ids(self, split: str) -> list[str]:
         return self.games.ids(split)
@@ -79,7 +79,7 @@ class ALFWorldEnv(TextEnv):
         return match and match[0]
 
     def instruct(self, instruction: str) -> None:
-        self.told = self.instruction = instruction
+        self.template = self.instruction = instruction
 
     def in_own_words(self, text: str) -> str:
         """ETO's demonstrations are of the older grammar (put X in/on Y), alfworld's games since 0.4 of the newer."""
@@ -100,7 +100,7 @@ class ALFWorldEnv(TextEnv):
             if self.engine == "textworld":
                 player = textworld.TextWorldGame(self.games.path(task_id))
             self.game, self.player = game, player  # together, or a game that fails to load would leave half of it
-            self.instruction = self.told.replace("PUT", self.wordings[self.game.old])
+            self.instruction = self.template.replace("PUT", self.wordings[self.game.old])
             self.task_id = task_id
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:

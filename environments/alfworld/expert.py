@@ -66,7 +66,7 @@ class Memory:
     looked: frozenset[str] = frozenset()  # those of which a text has said all that lies there
     closed: frozenset[str] = frozenset()  # those found closed and not opened since
     near: frozenset[str] = frozenset()  # those within reach: several may stand side by side
-    held: str = ""
+    hand: str = ""
     put: str = "move {} to {}"  # how this game words it
     treated: frozenset[tuple[str, str]] = frozenset()  # (verb, object)
     lit: frozenset[str] = frozenset()
@@ -96,9 +96,9 @@ class Memory:
             return replace(self, closed=self.closed | {one})
         if verb == "take":
             left = tuple(o for o in self.seen.get(two, ()) if o != one)
-            return replace(self, held=one, seen={**self.seen, two: left})
+            return replace(self, hand=one, seen={**self.seen, two: left})
         if verb in ("move", "put"):
-            return replace(self, held="", seen={**self.seen, two: (*self.seen.get(two, ()), one)})
+            return replace(self, hand="", seen={**self.seen, two: (*self.seen.get(two, ()), one)})
         if verb in TREATMENTS:
             undone = {"heat": "cool", "cool": "heat"}.get(verb)
             return replace(self, treated=self.treated - {(undone, one)} | {(verb, one)})
@@ -119,9 +119,9 @@ class Memory:
         return {o: best for o in ready.get(best, ())}
 
     @cached_property
-    def known(self) -> dict[str, dict[str, str]]:
+    def whereabouts(self) -> dict[str, dict[str, str]]:
         """type -> object -> receptacle of the things of the task that were seen and are still to be used."""
-        used = {*self.in_place, self.held}
+        used = {*self.in_place, self.hand}
         seen = [(o, r) for r, objects in self.seen.items() for o in objects if o not in used]
         return {k: {o: r for o, r in seen if kind(o) == k} for k in (self.wish.object, self.wish.target)}
 
@@ -136,9 +136,9 @@ class Memory:
     # --------------------------------------------------------------------------------------------------- the expert
     def decide(self) -> str | None:
         """What a sensible person does next; None if everything was searched in vain."""
-        wish, hand = self.wish, self.held
+        wish, hand = self.wish, self.hand
         if not hand:
-            places = self.known[wish.object]
+            places = self.whereabouts[wish.object]
             if not places:
                 return self._search(wish.object)
             o = min(places, key=lambda o: self.cost(places[o]))
@@ -147,7 +147,7 @@ class Memory:
             fits = [r for r in self.receptacles if self.rate(kind(hand), r)]
             return self._place(min(fits or self.receptacles, key=self.cost))
         if wish.lamp:
-            lamps = self.known[wish.target]
+            lamps = self.whereabouts[wish.target]
             if not lamps:
                 return self._search(wish.target)
             lamp = min(lamps, key=lambda o: self.cost(lamps[o]))
@@ -167,7 +167,7 @@ class Memory:
         return f"open {receptacle}" if receptacle in self.closed else None
 
     def _place(self, receptacle: str) -> str:
-        return self._reach(receptacle) or self.put.format(self.held, receptacle)
+        return self._reach(receptacle) or self.put.format(self.hand, receptacle)
 
     def _search(self, wanted: str) -> str | None:
         """The likeliest place for its cost that was not searched yet."""
@@ -179,7 +179,7 @@ class Memory:
     def thought(self, command: str) -> str:
         """What is known about a command's object: from the texts so far, and in view of what the task asks."""
         verb, one, two = _parse(command)
-        wish, hand, object = self.wish, self.held, self.wish.object
+        wish, hand, object = self.wish, self.hand, self.wish.object
         match verb:
             case "go" | "open":
                 return self._about(one)
@@ -213,7 +213,7 @@ class Memory:
 
     def _about(self, receptacle: str) -> str:
         """What is known about a receptacle for what comes next."""
-        wish, hand, door = self.wish, self.held, " and is closed" if receptacle in self.closed else ""
+        wish, hand, door = self.wish, self.hand, " and is closed" if receptacle in self.closed else ""
         if hand and kind(hand) != wish.object:
             return f"The {hand} in my hands is not {a(wish.object)}."
         if hand and not wish.lamp and not self.ready(hand):
@@ -226,7 +226,7 @@ class Memory:
                 return f"The {other[0]} is in the {other[1]}, {'here' if other[1] == receptacle else 'not here'}."
             return f"The {hand} belongs in the {receptacle}{door.replace('and is', 'which is')}."
         wanted = wish.target if hand else wish.object
-        there = [o for o, r in self.known[wanted].items() if r == receptacle]
+        there = [o for o, r in self.whereabouts[wanted].items() if r == receptacle]
         if there:
             return f"The {there[0]} is in the {receptacle}{door}."
         if receptacle in self.looked:
@@ -250,7 +250,7 @@ class _Way:
     """A plan in the making: commands, and what they change."""
 
     def __init__(self, game: Game, state: World) -> None:
-        self.game, self.location, self.held, self.opened = game, state.location, state.held, set(state.opened)
+        self.game, self.location, self.hand, self.opened = game, state.location, state.hand, set(state.opened)
         self.commands: list[str] = []
 
     def reach(self, receptacle: str, inside: bool = True) -> None:
@@ -265,13 +265,13 @@ class _Way:
     def take(self, o: str, receptacle: str) -> None:
         self.reach(receptacle)
         self.commands.append(f"take {self.game.names[o]} from {self.game.names[receptacle]}")
-        self.held = o
+        self.hand = o
 
     def put(self, receptacle: str) -> None:
         self.reach(receptacle)
         link = ("put", "in/on") if self.game.old else ("move", "to")
-        self.commands.append(f"{link[0]} {self.game.names[self.held]} {link[1]} {self.game.names[receptacle]}")
-        self.held = None
+        self.commands.append(f"{link[0]} {self.game.names[self.hand]} {link[1]} {self.game.names[receptacle]}")
+        self.hand = None
 
 
 def plan(game: Game, state: World) -> list[str] | None:
@@ -284,7 +284,7 @@ def plan(game: Game, state: World) -> list[str] | None:
 
 
 def _ways(game: Game, state: World) -> Iterator[list[str]]:
-    goal, kinds, hand = game.goal, game.kinds, state.held
+    goal, kinds, hand = game.goal, game.kinds, state.hand
     sources = {hand: [None]} if kinds.get(hand) == goal.object else {}
     for receptacle, objects in state.contents.items():
         for o in objects:
@@ -338,7 +338,7 @@ def _light(way: _Way, state: World, receptacle: str) -> None:
 
 def _drop(way: _Way, state: World, source: str) -> bool:
     """Put down what is held where it costs least: here, on the way, or anywhere. Some objects fit nowhere."""
-    game, kind = way.game, way.game.kinds.get(way.held)
+    game, kind = way.game, way.game.kinds.get(way.hand)
     near = (way.location, game.location[source])
     fits = [r for r in game.location if (game.kinds[r], kind) in game.can_contain]
     if fits:

@@ -31,13 +31,13 @@ class FrozenLakeEnv(TextEnv):
 
     name = "frozenlake"
     task = "reach the goal"
-    told = (
+    introduction = (
         "You are walking on a frozen lake. On its map F is ice, H a hole and G the goal. A cell is named by its row "
         "and its column, both from 0. Each turn you move one cell: your action is left, down, right or up. Reach the "
         "goal and do not fall into a hole.\n"
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
-    prefix, instruction, markov = "", told, True
+    prefix, instruction, markov = "", introduction, True
     given = ""  # another first user message, for all tasks
 
     @staticmethod
@@ -76,7 +76,7 @@ class FrozenLakeEnv(TextEnv):
         self.new_map = "random" in task_id
         rows = ((" " if self.new_map else "").join(row) for row in self.lake.desc.astype(str))
         self.rows = "\n".join(rows).replace("S", "F")
-        own = self.told if self.new_map else f"{self.told}\nThe map:\n{self.rows}"
+        own = self.introduction if self.new_map else f"{self.introduction}\nThe map:\n{self.rows}"
         self.instruction = self.given or own
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:

@@ -85,7 +85,7 @@ class SciWorldEnv(TextEnv):
         super().reset(seed=seed)
         task_id = self.asked(options)
         self.task = tasks.find_task(task_id, self.simplifications)
-        self.task_id, self.played, self.recent, self.held, self.best, self.steps = task_id, (), (), (), 0.0, 0
+        self.task_id, self.played, self.recent, self.inventory, self.best, self.steps = task_id, (), (), (), 0.0, 0
         self.pool.players.add(self)
         description = self.pool.description(self.task)
         return description, self._info(description, 0.0)
@@ -93,7 +93,7 @@ class SciWorldEnv(TextEnv):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         turn, self.played = self.pool.step(self.task, self.played, action)
         self.recent = (*self.recent, (action, turn.observation))[-3:]
-        self.held = expert.held_after(self.held, turn.observation)
+        self.inventory = expert.inventory_after(self.inventory, turn.observation)
         self.best, self.steps = max(self.best, turn.score), self.steps + 1
         limit = tasks.eto_steps(self.task) if self.max_steps == "eto" else self.max_steps
         truncated = not turn.over and limit is not None and self.steps >= limit
@@ -118,7 +118,7 @@ class SciWorldEnv(TextEnv):
             return [(meant, str(i)) for i, meant in enumerate(simulator.choices(self.recent[-1][1]))]
         recent = " ".join(f"{a} {o}" for a, o in self.recent if not re.match("This (room|outside location) is", o))
         task = self.pool.description(self.task)
-        chosen = expert.candidates(self.valid_actions(), task, recent, " ".join(self.held))
+        chosen = expert.candidates(self.valid_actions(), task, recent, " ".join(self.inventory))
         return [(expert.thought(action), action) for action in chosen]
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
@@ -138,10 +138,10 @@ class SciWorldEnv(TextEnv):
         return {"uniform": uniform}
 
     def snapshot(self) -> Any:
-        return self.task, self.task_id, self.played, self.recent, self.held, self.best, self.steps
+        return self.task, self.task_id, self.played, self.recent, self.inventory, self.best, self.steps
 
     def restore(self, snapshot: Any) -> None:
-        self.task, self.task_id, self.played, self.recent, self.held, self.best, self.steps = snapshot
+        self.task, self.task_id, self.played, self.recent, self.inventory, self.best, self.steps = snapshot
         self.pool.players.add(self)
 
     def close(self) -> None:

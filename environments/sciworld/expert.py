@@ -71,14 +71,14 @@ def bare(name: str) -> str | None:
     return None if scenery else _words(name)
 
 
-def held_after(held: tuple[str, ...], observation: str) -> tuple[str, ...]:
+def inventory_after(inventory: tuple[str, ...], observation: str) -> tuple[str, ...]:
     """What the agent knows that it holds, by what it has read."""
     if observation.startswith("In your inventory, you see:"):
         return tuple(line.strip() for line in observation.splitlines()[1:])
     moved = re.fullmatch(r"You move the (.+) to the (.+)\.", observation.strip())
     if not moved:
-        return held
-    others = tuple(name for name in held if _words(moved[1]) not in _words(name))
+        return inventory
+    others = tuple(name for name in inventory if _words(moved[1]) not in _words(name))
     return (*others, moved[1]) if moved[2] == "inventory" else others
 
 

@@ -183,8 +183,8 @@ class Simulator:
 class Lazy(dict):
     """A dict whose further entries are found when they are asked for."""
 
-    def __init__(self, known: dict, **finders: Callable[[], Any]) -> None:
-        super().__init__(known)
+    def __init__(self, entries: dict, **finders: Callable[[], Any]) -> None:
+        super().__init__(entries)
         self.finders = finders
 
     def __missing__(self, key: str) -> Any:

@@ -124,7 +124,7 @@ def published_ids(published: str | Path) -> dict[str, list[str]]:
         if beyond:
             raise UserError(f"{file}: the package has no {beyond[0][0]} {beyond[0][1]}")
         ids[ETO_SPLITS.get(name, name)] = [id_of(*pair) for pair in dict.fromkeys(pairs)]
-    everything = {task_id: None for some in ids.values() for task_id in some}
+    everything = {task_id: None for group in ids.values() for task_id in group}
     return {"test": ids.get("test_unseen", [])} | ids | {"all": list(everything)}
 
 

@@ -124,8 +124,8 @@ class WebShopEnv(TextEnv):
 
     def _info(self) -> dict[str, Any]:
         clickables = list(self.shop.page(self.session).clickables)
-        about = {"task_id": str(self.index), "task": self.task}
-        return about | {"valid_actions": self.valid_actions(), "clickables": clickables}
+        info = {"task_id": str(self.index), "task": self.task}
+        return info | {"valid_actions": self.valid_actions(), "clickables": clickables}
 
     def message(self, observation: str) -> str:
         """Without the reward, which the receipt states: no score of a step may read it there."""
