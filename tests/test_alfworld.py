@@ -449,6 +449,13 @@ def test_a_problem_that_lacks_a_part_is_refused(made, tmp_path, part):
         envs.make("alfworld", data=tmp_path).reset(options={"task_id": "train/" + "/".join(game.parts[-3:-1])})
 
 
+def test_published_demonstrations_name_their_games(env):
+    game = "train/pick_and_place_simple-Mug-None-Desk-308/trial_T20190909_000000_000000"
+    for name in (game, f"json_2.1.1/{game}", f"/data/{game}/game.tw-pddl", f"json_2.1.1/valid_{game}"):
+        assert env.published_id({"game_file": name}) == ("valid_" * ("valid" in name) + game)
+    assert env.published_id({"id": "x"}) is None
+
+
 def test_messages_of_the_other_grammar_are_put_into_the_games_own(env):
     """The bundled games are of the newer one; what names no object stays as it is."""
     newer = "Thought: I put it in/on the desk.\nAction: move pen 1 to desk 2", "You move the pen 1 to the desk 2."

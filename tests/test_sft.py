@@ -139,24 +139,16 @@ def test_the_loss_of_what_was_read_by_hand():
 
 
 def test_an_agent_learns_to_predict_what_will_answer_its_action():
-    def world(i: int) -> State:  # the answer depends on the action alone
-        move, answer = [("left", "stand"), ("right", "nothing")][i % 2]
-        return State((*STATE.messages[:3], ("assistant", f"Action: {move}"), ("user", answer), ("assistant", "OK")))
-
-    def predicted(weight: float) -> list[float]:
-        """How much likelier `stand` is than `nothing`, in logits, where each of the two actions ends."""
-        torch.manual_seed(0)
-        model, states = tiny_lm(CHAT), [world(i) for i in range(8)]
-        trained(model, CHAT, states, epochs=30, observation_loss=weight)
-        stand, nothing = CHAT.tokenizer.convert_tokens_to_ids(["stand", "nothing"])
-        ended = [CHAT.prompt(State(STATE.messages[:3])) + CHAT.action(f"Action: {m}", "") for m in ("left", "right")]
-        logits = model(input_ids=torch.tensor(ended)).logits[:, -1]
-        return (logits[:, stand] - logits[:, nothing]).tolist()
-
-    after_left, after_right = predicted(1.0)
-    assert after_left > 1 and after_right < -1
-    after_left, after_right = predicted(0.0)  # cloned alone it says the same of both, or nothing of either
-    assert not (after_left > 1 and after_right < -1)
+    begun = STATE.messages[:3]
+    answers = {"left": "stand", "right": "nothing"}
+    turns = [(("assistant", f"Action: {move}"), ("user", word), ("assistant", "OK")) for move, word in answers.items()]
+    model = tiny_lm(CHAT)
+    trained(model, CHAT, [State((*begun, *turn)) for turn in turns] * 4, epochs=30, observation_loss=1.0)
+    stand, nothing = CHAT.tokenizer.convert_tokens_to_ids(["stand", "nothing"])
+    for move, sign in (("left", 1), ("right", -1)):
+        ids = CHAT.prompt(State(begun)) + CHAT.action(f"Action: {move}", "")
+        logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+        assert sign * (logits[stand] - logits[nothing]) > 1
 
 
 def test_the_learning_rate_rises_and_falls():
@@ -190,17 +182,12 @@ def others(n: int) -> list[State]:
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch():
-    def weights(**more) -> tuple[dict, dict]:
-        model = tiny_lm(CHAT)
-        figures = trained(model, CHAT, others(7), **more)
-        return figures, {name: p.detach() for name, p in model.named_parameters()}
-
-    (one, at_once), (two, in_parts), (_, other_order) = weights(), weights(micro_tokens=1), weights(seed=1)
+    whole, parts = tiny_lm(CHAT), tiny_lm(CHAT)
+    one, two = trained(whole, CHAT, others(7)), trained(parts, CHAT, others(7), micro_tokens=1)
     assert one["steps"] == two["steps"] == 4  # 7 trajectories in batches of 4, twice
     assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
-    for name, p in at_once.items():
-        torch.testing.assert_close(p, in_parts[name], atol=1e-4, rtol=1e-4)
-    assert any(not torch.equal(p, other_order[name]) for name, p in at_once.items())
+    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-4, rtol=1e-4)
 
 
 def test_four_trajectories_are_learned_by_heart():
@@ -280,27 +267,6 @@ def test_expert_files_in_all_layouts_are_the_same(tmp_path):
     assert (state, record["reward"]) == (State(MESSAGES, "a shirt"), 0.5)
 
 
-NO_TEXT = {"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]}
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ('[{"conversations": [\n', r"file: not valid JSON .*line 2"),
-        (json.dumps([{"id": 1}]), "no chat"),
-        (json.dumps([ETO, {"conversations": ETO["conversations"][1:]}]), "record 2"),
-        (json.dumps([ETO, ["human", "gpt"]]), "record 2"),
-        (json.dumps([NO_TEXT]), "record 1"),
-        (dump([{"messages": State((*MESSAGES, ("assistant", "Action: more"))).dump()}]), "no chat"),
-    ],
-)
-def test_a_malformed_expert_file_is_named_in_one_line(tmp_path, text, says):
-    (tmp_path / "file").write_text(text)
-    with pytest.raises(UserError, match=says) as error:
-        list(read_trajectories(tmp_path / "file"))
-    assert "\n" not in str(error.value)
-
-
 def test_a_demonstration_ends_with_the_experts_last_action():
     record = sft.demonstrate(FakeEnv(), "train0")
     contents = [m["content"] for m in record["messages"]]
@@ -312,19 +278,6 @@ def test_a_demonstration_ends_with_the_experts_last_action():
     ]  # fmt: skip
     about = {"reward": 1.0, "task": "find the purse", "env": "fake", "task_id": "train0"}
     assert record == about | {"messages": record["messages"]}
-
-
-def test_a_stopped_demonstrator_plays_what_is_missing(tmp_path, monkeypatch):
-    played, play = [], sft.demonstrate
-    monkeypatch.setattr(sft, "demonstrate", lambda env, task: played.append(task) or play(env, task))
-    path, about = tmp_path / "expert.jsonl", {"env": "frozenlake", "run": tmp_path, "overwrite": False}
-    sft.collect(FakeEnv(), path, 4, about)
-    complete = path.read_bytes()
-    path.write_bytes(complete[: complete.rindex(b"messages")])  # in the middle of the last line
-    sft.collect(FakeEnv(), path, 4, about)
-    assert path.read_bytes() == complete and played == ["train0", "train1", "train2", "train3", "train3"]
-    with pytest.raises(UserError, match="begun with --env frozenlake, not webshop"):
-        sft.collect(FakeEnv(), path, 4, about | {"env": "webshop"})
 
 
 # -------------------------------------------------------------------------------------------------------- the command
@@ -342,8 +295,8 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world, 
     text = chat.tokenizer.decode(chat.prompt(state))
     # The mark and what the byte pairs have joined; no instruction.
     assert text == f"<user>you stand\nThought: the{MARK} purse\nAction: left<end><user>Observation: the{MARK} purse\n"
-    for action in ("Thought: a , b .\nAction: click[x [SEP] y]", "Action: ünïcode ½", "Action: 12.5  two spaces"):
-        assert chat.text(chat.action(action, "x y")) == action.replace(" [SEP]", "[SEP]")
+    action = "Thought: a , b ½ .\nAction: click[12.5  two spaces]"
+    assert chat.text(chat.action(action, "x y")) == action
     meta = json.loads((tmp_path / "sft.meta.json").read_text())
     assert meta["trajectories"] == 4 and meta["steps"] == 4  # batches of a quarter
 
@@ -371,17 +324,23 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     assert error.count("not used: item_id\n") == error.count("not used: loss of a turn\n") == 1
     chat, env = Policy.load(tmp_path / "sft").chat, FakeEnv()
     begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", instruction=None))
-    observation, info = env.reset()
-    state = State.first(env, observation, info)
-    assert state.messages == (
-        ("system", "Be brief."), ("user", "You are shopping."), ("assistant", turns[1]["value"]), ("user", observation)
-    )  # fmt: skip
+    state = State.first(env, *env.reset())
     cloned, _ = next(read_trajectories(tmp_path / "expert.json"))
-    assert cloned.messages[:3] == state.messages[:3] and cloned.messages[3] == ("user", "Find a shirt.")
+    assert cloned.messages[:3] == state.messages[:3] == (
+        ("system", "Be brief."), ("user", "You are shopping."), ("assistant", turns[1]["value"])
+    )  # fmt: skip
     q_search.main([*run, "--method", "greedy", "--limit", "1"])
     env.instruction = "another"
     begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", instruction="FILE"))
     assert env.instruction == "another" and "cloned with another instruction" in capsys.readouterr().err
+
+
+def test_of_system_messages_that_differ_an_agent_gets_none(tmp_path, capsys):
+    records = [ETO, ETO | {"system": "Be long."}]
+    (tmp_path / "expert.json").write_text(json.dumps(records))
+    states = sft.demonstrations(FakeEnv(), tmp_path / "expert.json", None)
+    assert sft.first_messages(FakeEnv(), states) == {"instruction": "You are shopping."}
+    assert "system messages differ" in capsys.readouterr().err
 
 
 def test_demonstrations_are_put_in_the_environments_words(tmp_path, monkeypatch):
@@ -389,25 +348,6 @@ def test_demonstrations_are_put_in_the_environments_words(tmp_path, monkeypatch)
     (tmp_path / "expert.json").write_text(json.dumps([ETO, ETO, ETO]))
     state, _ = sft.demonstrations(FakeEnv(), tmp_path / "expert.json", 2)
     assert [text for _, text in state.messages[2:]] == ["Find a purse.", "Thought: x\nAction: search[purse]"]
-
-
-def test_what_later_records_alone_have_is_named_too(tmp_path, capsys):
-    plain, system = ETO["conversations"], {"from": "system", "value": "Be brief."}
-    records = [
-        {"conversations": plain},
-        {"conversations": [system, *plain], "system": "Be long."},
-        {"conversations": [*plain[:-1], plain[-1] | {"weight": 0}], "tools": [1]},
-        {"conversations": plain, "tools": [1], "rejected": ""},
-    ]
-    (tmp_path / "expert.json").write_text(json.dumps(records))
-    env = FakeEnv()
-    assert sft.first_messages(env, sft.demonstrations(env, tmp_path / "expert.json", None)) == {
-        "instruction": "You are shopping."
-    }
-    lines = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
-    unused = [line.partition("not used: ")[2] for line in lines[:3]]
-    assert unused == ["system", "tools", "weight of a turn"]
-    assert lines[3:] == ["system messages differ, so that at inference the agent gets none"]
 
 
 def test_a_padding_token_that_the_model_lacks_does_no_harm(tmp_path, agent, fake_world):
@@ -423,25 +363,24 @@ def test_a_padding_token_that_the_model_lacks_does_no_harm(tmp_path, agent, fake
     assert (tmp_path / "sft" / "model.safetensors").exists()
 
 
-DAMAGES = ["no folder", "no weights", "cut weights", "other vocabulary", "fewer layers", "bad json"]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path, agent, damage, capfd):
-    folder = tmp_path / "sft"
-    if damage != "no folder":
-        shutil.copytree(agent, folder)
-    weights, config = folder / "model.safetensors", folder / "config.json"
-    if damage == "no weights":
-        weights.unlink()
-    elif damage == "cut weights":
-        weights.write_bytes(weights.read_bytes()[:1000])
-    elif damage == "other vocabulary":
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 9}))
-    elif damage == "fewer layers":  # than the config says: their weights are not made up
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 3}))
-    elif damage == "bad json":
-        config.write_text("{")
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", None),
+        ("model.safetensors", "cut"),
+        ("config.json", "{"),
+        ("config.json", {"vocab_size": 9}),
+        ("config.json", {"num_hidden_layers": 3}),  # one that has no weights: they are not made up
+    ],
+)
+def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path, agent, file, content, capfd):
+    folder = shutil.copytree(agent, tmp_path / "sft")
+    path = folder / file
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_text()) | content)
+    path.unlink()
+    if content:
+        path.write_text(content)
     with pytest.raises(UserError, match=str(folder)) as error:
         Policy.load(folder)
     assert "\n" not in str(error.value) and capfd.readouterr().err == ""
@@ -454,17 +393,12 @@ def test_a_device_that_is_not_there_is_named_in_one_line(agent, device):
     assert "\n" not in str(error.value)
 
 
-def test_neither_other_files_nor_what_a_training_starts_from_are_overwritten(tmp_path, agent, fake_world):
-    shutil.copytree(agent, tmp_path / "model")
-    (tmp_path / "thesis.tex").touch()
-    for more in (
-        ["--out", str(tmp_path)],
-        ["--model", f"{tmp_path}/model", "--out", f"{tmp_path}/model", "--overwrite"],
-    ):
-        with pytest.raises(UserError, match="name another --out"):  # told before anything is played or trained
-            sft.main(["--env", "frozenlake", "--run", str(tmp_path), *more])
-    assert {p.name for p in tmp_path.iterdir()} == {"thesis.tex", "model"}
-    assert (tmp_path / "model" / "model.safetensors").exists()
+def test_what_a_training_starts_from_is_not_overwritten(tmp_path, agent, fake_world):
+    model = shutil.copytree(agent, tmp_path / "model")
+    with pytest.raises(UserError, match="name another --out"):  # told before anything is played or trained
+        sft.main(["--env", "frozenlake", "--run", str(tmp_path), "--model", str(model), "--out", str(model),
+                  "--overwrite"])  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and (model / "model.safetensors").exists()
 
 
 def test_few_demonstrations_make_small_batches_and_many_epochs():
