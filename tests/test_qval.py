@@ -18,10 +18,10 @@ import envs
 import q_search
 from build_trees import tree_records
 from experiments.qval import __main__ as qval
-from experiments.qval import downstream, judges, metrics, report, search, targets
+from experiments.qval import downstream, judges, metrics, search, targets
 from experiments.qval.metrics import RHO
 from experiments.qval.points import Point, digest, exact, label, trajectory
-from experiments.qval.scorers import SCORERS, Call, Context, Decision, answer, entry
+from experiments.qval.scorers import Call, Context, Decision, answer, entry
 from qlass import UserError
 from qlass.chat import Rendering, State, parse_action, react
 from qlass.driver import Sample, drive
@@ -233,31 +233,23 @@ def scored(name, context, actions=ACTIONS):
     return values
 
 
-def test_controls_and_what_they_know(tmp_path):
-    context = context_of(tmp_path)
+def test_what_scores_say(context):
     assert scored("oracle", context) == pytest.approx([0.5 * 0.81, 0.81])
     assert len(set(scored("state_value", context))) == 1 and scored("step_index", context) == [0.0, 0.0]
     random = scored("random", context)
     assert scored("random", context, ACTIONS[::-1]) == random[::-1] and random[0] != random[1]
-    with pytest.raises(UserError, match="unknown scorer"):
-        entry("wisdom", context)
-    assert {score.family for score in SCORERS.values()} <= {*report.FAMILIES}
-
-
-def test_the_policys_scores(context):
     logp = context.agent().logprobs([(root(FakeEnv()), a) for a in ACTIONS])
     assert scored("logprob", context) == pytest.approx(logp)
     assert scored("logprob_token", context) == pytest.approx([v / 5 for v in logp])
     shares = scored("vote_share", context, [react("", a) for a in ("left", "right", "fly")])
     assert sum(shares) == 1 and shares[2] == 0
     assert scored("self_distillation", context) != pytest.approx([0.0, 0.0])
-
-
-def test_labels_are_looked_up_in_trees(context):
     actions = [react("", action) for action in ("left", "right", "up")]
     # The root's actions are worth .405 and .36, the least of the tree; the most is .5. "up" occurs nowhere.
     assert scored("tree_bellman", context, actions) == [pytest.approx(0.045 / 0.14), 0, None]
     assert scored("tree_plain", context, actions) == [1, 0, None]  # the branches' rewards
+    with pytest.raises(UserError, match="unknown scorer"):
+        entry("wisdom", context)
 
 
 def test_scores_are_entered_into_search(context, monkeypatch):
@@ -266,18 +258,13 @@ def test_scores_are_entered_into_search(context, monkeypatch):
     answers = {Call: answer, Sample: context.agent().sample}
     methods, paths = search.register([], argparse.Namespace(**flags), answers)
     assert context.path("trees") in paths and {"scorer:random", "scorer:tree_bellman"} < set(methods)
-    assert not {"scorer:oracle", "scorer:state_value", "scorer:step_index"} & set(methods)
+    assert not {"scorer:oracle", "scorer:state_value"} & set(methods)  # who know the true values
     env = FakeEnv()
     steered = played(q_search.SCORERS["scorer:logprob"](env, root(env), ACTIONS, ("t", 0)))
     assert steered == pytest.approx(scored("logprob", context))
-    for name, change, reason in (
-        ("oracle", {}, "oracle_step"),
-        ("qnet", {"qnet": "qnet-other"}, "--qnet"),
-        ("logprob", {"server": "http://localhost/v1"}, "scorer logprob: --server"),
-        ("direct", {}, "direct: needs its language model"),
-    ):
+    for name, reason in (("oracle", "oracle_step"), ("direct", "direct: needs its language model")):
         with pytest.raises(UserError, match=reason):
-            search.register([name], argparse.Namespace(**flags | change), answers)
+            search.register([name], argparse.Namespace(**flags), answers)
 
 
 def test_equal_scores_are_taken_at_random_and_missing_ones_last():
@@ -303,12 +290,10 @@ class Fake:
 
 
 @pytest.mark.parametrize("name, reply, values", [
-    ("direct", "no idea", [None, None]), ("direct", "Score: -5", [-5, -5]), ("direct", "**Score:** -0.5.", [-0.5] * 2),
+    ("direct", "no idea", [None, None]), ("direct", "**Score:** -0.5.", [-0.5] * 2),
     ("direct", "Score - 5", [5, 5]), ("direct", "good. **Score**: 40 or so", [40, 40]),
-    ("batched", "1: 30\n3: 9\n2. nothing", [30, None]), ("batched", "1: -20\n2: 5", [-20, 5]),
-    ("batched", "**1**) **-1.5**\n2 = `8`", [-1.5, 8]), ("batched", "1:\n2: 20", [None, 20]),
-    ("ranking", "Ranking: 2, 1", [-1, 0]), ("ranking", "Ranking: 2", [None, None]),
-    ("ranking", "Ranking: 2 2", [None, None]), ("ranking", "the second", [None, None]),
+    ("batched", "**1**) **-1.5**\n2 = `8`", [-1.5, 8]), ("batched", "1:\n3: 9\n2: 20", [None, 20]),
+    ("ranking", "Ranking: 2, 1", [-1, 0]), ("ranking", "Ranking: 2 2", [None, None]),
     ("direct_16", "Score: 10|Score: 30|??|Score: 20", [20, 20]),
 ])  # fmt: skip
 def test_answers_of_judges_are_read(name, reply, values, tmp_path):
@@ -331,7 +316,7 @@ def test_a_judge_is_a_chat_server(tmp_path):
     assert [scored("direct", context_of(tmp_path, judge)) for _ in range(2)] == [[7, 7]] * 2
     stopped(server)
     assert judges.full_name("direct", judge) == "direct=a-small-model"
-    assert set(bodies[:2]) == set(bodies[2:]) and bodies[0][0] == "a/small model"  # the same seeds again
+    assert len(bodies) == 4 and set(bodies[:2]) == set(bodies[2:])  # the same seeds again
 
 
 @pytest.fixture
@@ -347,30 +332,21 @@ def study(tmp_path, monkeypatch):
     return run
 
 
-def test_judgements_are_kept_by_their_model(study, tmp_path):
-    file = tmp_path / "qval" / "predictions" / "batched=a.json"
+def test_predictions_are_in_qvals_layout_and_of_these_points_alone(study, tmp_path):
     assert {"random", "code", "batched=a", "direct_16=a"} <= set(study("--judge", "a")["exact"])  # all that can be
-    before = file.stat().st_mtime_ns
+    folder = tmp_path / "qval"
+    judged = folder / "predictions" / "batched=a.json"
+    before = judged.stat().st_mtime_ns
     assert set(study("--judge", "b", "--scorers", "batched", "random")["exact"]) == {"batched=b", "random"}
     assert set(study("--judge", "a", "--scorers", "batched")["exact"]) == {"batched=a"}
-    assert file.stat().st_mtime_ns == before
-
-
-def test_predictions_are_in_qvals_layout_and_of_these_points_alone(study, tmp_path):
-    study("--scorers", "code")
-    folder = tmp_path / "qval"
+    assert judged.stat().st_mtime_ns == before  # a judge is asked once
     record = json.loads((folder / "predictions" / "code.json").read_text())
     points = [json.loads(line) for line in (folder / "points.jsonl").read_text().splitlines()]
     values = record["metadata"]["candidate_values"]
-    assert (record["method_name"], record["method_type"]) == ("code", "eval")
     assert record["values"] == [row[point["taken"]] for row, point in zip(values, points, strict=True)]
     assert record["metadata"]["ranking_point_hashes"] == [point["hash"] for point in points]
     with pytest.raises(UserError, match="--points 5, not 6: --overwrite starts again"):
         study(points="6")
-    with (folder / "points.jsonl").open("a") as lines:
-        lines.write("\n")
-    with pytest.raises(UserError, match=r"labels-exact\.jsonl was begun with .*points\.jsonl"):
-        study()
     study("--overwrite", "--scorers", "random", points="6")
     assert {path.name for path in folder.glob("predictions/*")} == {"random.json", "random.json.meta.json"}
 
