@@ -62,9 +62,9 @@ def collect(env: envs.TextEnv, path: Path, limit: int | None, arguments: dict[st
     tasks = env.task_ids("train")
     arguments = arguments | {"out": path, "overwrite": arguments["overwrite"] and files.meta_path(path).exists()}
 
-    def in_order(lines: list[dict]) -> int:
-        if [line["task_id"] for line in lines] != tasks[: len(lines)]:
-            raise ValueError("other demonstrations (--expert trains on them; delete the file to play them again)")
+    def in_order(lines: list[tuple[str, dict]]) -> int:
+        if [line.get("task_id") for _, line in lines] != tasks[: len(lines)]:
+            raise UserError(f"{path}: other demonstrations (--expert trains on them; delete it to play them again)")
         return len(lines)
 
     out = files.Output(path, arguments, in_order)

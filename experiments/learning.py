@@ -202,8 +202,8 @@ def learn(
         raise UserError(f"{env.name}: no validation tasks here, by which the best checkpoint is chosen")
     saved = learner.resume(resume) if resume.exists() and not args.overwrite else 0
 
-    def complete(records: list[dict]) -> int:
-        if len(records) < saved or (len(records) > 1 and not saved):
+    def complete(logged: list[tuple[str, dict]]) -> int:
+        if len(logged) < saved or (len(logged) > 1 and not saved):
             raise UserError(f"{log}: has lost lines, or {resume} is missing: --overwrite starts again")
         return saved
 

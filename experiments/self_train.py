@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
             ["threshold", "no_train", *files.SAMPLING_FREE],
         )
         settings, inputs = vars(args) | {"out": path}, [args.sft, args.qnet]
-        out = Output(path, settings, lambda records: len(records) // args.N * args.N, inputs, free)
+        out = Output(path, settings, lambda lines: len(lines) // args.N * args.N, inputs, free)
         method = Method("qlass" if args.qnet else "sample", args.M, args.N)
         lines = rollouts(env, tasks, method, agent, out, args.in_flight or env.side_by_side)
     new = kept(lines, args.threshold, expert)

@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import re
+import typing
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ class Rendering:
 
     def __post_init__(self) -> None:
         self.stop = tuple(self.stop) if isinstance(self.stop, list) else self.stop
-        if mistake := wrong(vars(self), Rendering) or wrong(vars(self), RANGES):
+        if mistake := wrong(vars(self), (), typing.get_type_hints(Rendering), RANGES):
             raise UserError(mistake)
 
     def save(self, folder: Path) -> None:

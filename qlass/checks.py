@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qlass import UserError
 from qlass.chat import State
 from qlass.files import input_of, lineage
 from qlass.records import known_id, records_of
@@ -21,66 +22,57 @@ if TYPE_CHECKING:
     from qlass.qnet import Pair
 
 
-class Unknown(Exception):
-    """Why it cannot be told what a checkpoint has learned from."""
-
-
 def leaks(
     env: TextEnv, tasks: list[str], learned: dict[str, Path], arguments: dict, before: dict[str, int | None]
 ) -> dict[str, int | None]:
     """How many of the tasks played each source has, by the checkpoint that learned from it (0: none plays); a line
     where it has any. Of several calls that wrote a file, each with the figures `before` it, the highest; None: not
-    known of one of them."""
-    counts: dict[str, int | None] = {}
-    for source in ("demonstrations", "trees"):
-        n: int | None = 0
+    known of one of them. A task of which another is about the same subject (a product) counts too."""
+    counts = {"demonstrations": 0, "trees": 0} | before
+    for source, checkpoint in learned.items():
+        n: int | None = None
         try:
-            if source in learned:
-                n = leaked(env, tasks, *learned_from(learned[source], arguments))
-        except Unknown as reason:
-            n = None
+            subjects = {env.subject(task) for task in learned_tasks(env, checkpoint, arguments)}
+            n = sum(env.subject(task) in subjects for task in tasks)
+        except UserError as reason:
             print(f"warning: whether tasks played are also in the {source} is not known: {reason}", file=sys.stderr)
         if n:
             print(f"warning: {n} of {len(tasks)} tasks played are also in the {source}", file=sys.stderr)
-        earlier = before.get(source, 0)
+        earlier = counts[source]
         counts[source] = None if n is None or earlier is None else max(n, earlier)
     return counts
 
 
-def learned_from(checkpoint: Path, arguments: dict[str, Any]) -> tuple[list[tuple[Path, int | None]], bool]:
-    """The files that a checkpoint and those it was trained from have learned from, with how many of their trajectories
-    or trees (None: all), and whether it also learned from playing the training tasks itself.
+def learned_tasks(env: TextEnv, checkpoint: Path, arguments: dict[str, Any]) -> set[str]:
+    """The tasks that a checkpoint and those it was trained from have learned from; UserError where it is not known.
 
     arguments: of the environment that is played now, "env" and the names in "env_flags".
     """
-    files: list[tuple[Path, int | None]] = []
-    played = False
-    for folder, recorded in lineage(checkpoint):
-        if not recorded:
-            raise Unknown(f"{folder.name} has no metadata")
-        if any(recorded.get(name) != arguments[name] for name in ("env", *arguments["env_flags"])):
-            raise Unknown(f"{folder.name} is of another environment, whose ids mean other tasks")
+    tasks: set[str] = set()
+    for folder, trained in lineage(checkpoint):
+        if not trained:
+            raise UserError(f"{folder.name} has no metadata")
+        if any(trained.get(name) != arguments[name] for name in ("env", *arguments["env_flags"])):
+            raise UserError(f"{folder.name} is of another environment, whose ids mean other tasks")
+        if "rounds" in trained or "chains" in trained:  # of experiments.tree_grpo and ppo, which play them
+            tasks.update(env.task_ids("train"))
         for name, most in (("labels", "limit"), ("expert", "n_expert")):
-            if isinstance(recorded.get(name), str):
-                files.append((input_of(folder, name) or Path(), recorded.get(most)))
-        played |= "rounds" in recorded  # of experiments.tree_grpo
-        if isinstance(recorded.get("labels"), str) and "budget_in" not in recorded:
+            if path := input_of(folder, name):
+                tasks |= tasks_of(env, path, trained.get(most))
+        if "labels" in trained and "budget_in" not in trained:
             break  # a QNet: its backbone is the agent's matter
-    if not files or not all(path.is_file() for path, _ in files):
-        raise Unknown("the file is gone")
-    return files, played
+    if not tasks:
+        raise UserError(f"{checkpoint.name} names no file")
+    return tasks
 
 
-def leaked(env: TextEnv, tasks: list[str], files: list[tuple[Path, int | None]], played: bool = False) -> int:
-    """How many of the tasks are about what was learned from, the same task or product; Unknown without ids."""
-    ids: set[str | None] = set(env.task_ids("train") if played else ())
-    for path, most in files:
-        records = (record for _, record in records_of(path) if record.get("parent_id") is None)  # trees: the root
-        ids |= {known_id(record, env) for record in itertools.islice(records, most)}
+def tasks_of(env: TextEnv, path: Path, most: int | None) -> set[str]:
+    """The tasks of the first `most` trajectories or trees of a file."""
+    records = (record for _, record in records_of(path) if record.get("parent_id") is None)  # of a tree: the root
+    ids = {known_id(record, env) for record in itertools.islice(records, most)}
     if None in ids:
-        raise Unknown(f"{', '.join(path.name for path, _ in files)}: no task ids")
-    subjects = {env.subject(str(task)) for task in ids}
-    return sum(env.subject(task) in subjects for task in tasks)
+        raise UserError(f"{path.name}: no task ids")
+    return {str(task) for task in ids}
 
 
 def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], float], gap: float = 0.05) -> dict:

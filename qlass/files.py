@@ -6,8 +6,8 @@ Standard library and filelock only.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 
 from qlass import UserError
-from qlass.records import parse_json, wrong
+from qlass.records import parse_json, read_object
 
 T = TypeVar("T")
+Complete = Callable[[list[tuple[str, dict]]], int]
 
 # ----------------------------------------------------------------------------------- one writer, complete or not at all
 
@@ -117,6 +118,8 @@ def checkpoint_folder(folder: Path, read: str | Path | None = None) -> Path:
 FREE = ("run", "out", "device", "overwrite", "debug")
 SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight", "server")
 TRAINING_FREE = ("save_every", "micro_tokens", "gradient_checkpointing")
+PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions are recorded
+HASHES: dict[tuple, str] = {}  # by path, size and time of the files, so that a large model is read once
 
 
 def meta_path(output: str | Path) -> Path:
@@ -130,10 +133,9 @@ def read_meta(output: str | Path) -> dict[str, Any]:
     path = meta_path(output)
     if not path.exists():
         return {}
-    way_out = f": not the metadata of {output}; delete it, or name another --out"
-    record = {"arguments": {}, "inputs": {}} | parse_json(path.read_bytes(), str(path), way_out)
-    if mistake := wrong(record, {"arguments": dict, "inputs": dict}):
-        raise UserError(f"{path}: {mistake}{way_out}")
+    record = {"arguments": {}, "inputs": {}} | read_object(path)
+    if not isinstance(record["arguments"], dict) or not isinstance(record["inputs"], dict):
+        raise UserError(f"{path}: not the metadata of {output}; delete it, or name another --out")
     return record
 
 
@@ -150,21 +152,15 @@ def write_meta(
     record = {
         "arguments": recorded(arguments),
         "argv": arguments.get("argv", []),
-        "inputs": {str(p): sha256(Path(p)) for p in inputs if p and Path(p).exists()},
+        "inputs": {str(path): sha256(path) for path in inputs if path and path.exists()},
         "commit": commit(),
         "python": platform.python_version(),
-        "versions": dict(versions()),
+        "versions": {name: metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)},
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **figures,
     }
     with replacing(meta_path(output)) as out:
         json.dump(record, out, indent=1, ensure_ascii=False)
-
-
-def versions() -> Iterator[tuple[str, str]]:
-    for package in ("torch", "transformers", "numpy", "gymnasium"):
-        with contextlib.suppress(metadata.PackageNotFoundError):  # bellman.py needs none of them
-            yield package, metadata.version(package)
 
 
 def commit() -> str | None:
@@ -179,18 +175,15 @@ def commit() -> str | None:
 def sha256(path: Path) -> str:
     """Of a file, or of a folder's files one after the other in order of their names."""
     paths = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    return digest(tuple((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths))
-
-
-@functools.cache
-def digest(files: tuple[tuple[str, int, int], ...]) -> str:
-    """Of files by path, size and time: a large model is read once."""
-    total = hashlib.sha256()
-    for path, *_ in files:
-        with open(path, "rb") as content:
-            while chunk := content.read(1 << 20):
-                total.update(chunk)
-    return total.hexdigest()
+    files = tuple((p, p.stat().st_size, p.stat().st_mtime_ns) for p in paths)
+    if files not in HASHES:
+        total = hashlib.sha256()
+        for p in paths:
+            with open(p, "rb") as content:
+                while chunk := content.read(1 << 20):
+                    total.update(chunk)
+        HASHES[files] = total.hexdigest()
+    return HASHES[files]
 
 
 def changed(path: str | Path, content: str) -> bool:
@@ -201,23 +194,17 @@ def changed(path: str | Path, content: str) -> bool:
 def same_arguments(output: str | Path, arguments: dict[str, Any], free: Iterable[str] = ()) -> None:
     """Resuming is only sound with the arguments and inputs that the output was begun with; UserError names others.
 
-    An input is the same if its content is, wherever it lies.
+    free: arguments that may be others, as may the inputs that they name.
     """
-    begun = read_meta(output)
-    hashes = dict(begun.get("inputs", {}))
+    metadata = read_meta(output)
+    begun = metadata.get("arguments", {})
     others = []
     for name, value in recorded(arguments).items():
-        before = begun.get("arguments", {}).get(name, value)
-        if before is None and value is not None:  # a default that was chosen later, as the tiny model's batch
-            before = begun.get(name)
-        content = hashes.pop(before, None) if isinstance(before, str) else None
-        is_input = content and value and Path(value).exists()
-        same = not changed(value, content) if is_input else before == value
-        if not same and name not in (*FREE, *free):
-            now = "which has changed since" if before == value else f"not {value}"
-            others.append(f"--{name.replace('_', '-')} {before}, {now}")
-    for source, content in hashes.items():  # which no argument names
-        if changed(source, content):
+        if name not in (*FREE, *free) and begun.get(name, value) != value:
+            others.append(f"--{name.replace('_', '-')} {begun[name]}, not {value}")
+    freely_named = [begun.get(name) for name in free]
+    for source, content in metadata.get("inputs", {}).items():
+        if source not in freely_named and changed(source, content):
             others.append(f"{source}, which has changed since")
     if others:
         way_out = "--overwrite starts again, another --out or --run keeps both"
@@ -245,10 +232,15 @@ def is_complete(output: Path) -> bool:
 
 
 def input_of(output: Path, name: str) -> Path | None:
-    """Where the file or folder lies that an output's argument `name` named: there or, if a folder moved, beside it."""
+    """The file or folder that an output's argument `name` named: there or, if it was moved with the output, beside it.
+
+    None: the argument named nothing.
+    """
     named = read_meta(output).get("arguments", {}).get(name)
-    places = [Path(named), output.parent / Path(named).name] if isinstance(named, str) else []
-    return next((path for path in places if path.exists()), None)
+    if not isinstance(named, str):
+        return None
+    beside = output.parent / Path(named).name
+    return beside if beside.exists() and not Path(named).exists() else Path(named)
 
 
 def lineage(checkpoint: Path) -> Iterator[tuple[Path, dict]]:
@@ -271,36 +263,34 @@ def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
 # ------------------------------------------------------------------------------------------------------ files that grow
 
 
-def complete_records(path: Path, complete: Callable[[list[dict]], int]) -> tuple[list[dict], int]:
-    """The records of a file that complete groups of lines are made of (a tree, an episode's result), and their bytes.
+def complete_records(path: Path, complete: Complete) -> tuple[list[dict], int]:
+    """The records of a file that form complete groups of lines (a tree, an episode's result), and their bytes.
 
-    `complete(records)` says how many of the first records form such groups. A stop leaves the last line unfinished.
+    `complete(lines)` says how many of the first lines, each ("FILE:LINE", record), do. A stop may have left the last
+    one unfinished.
     """
-    records: list[dict] = []
+    lines: list[tuple[str, dict]] = []
     ends = [0]
     at = 0
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as content:
+        for number, line in enumerate(content, 1):
             at += len(line)
             if line.strip() and line.endswith(b"\n"):
-                records.append(parse_json(line, f"{path}:{number}"))
+                where = f"{path}:{number}"
+                lines.append((where, parse_json(line, where)))
                 ends.append(at)
-    try:
-        keep = complete(records)
-    except (AttributeError, KeyError, TypeError, UserError, ValueError) as error:
-        mistake = f"lines without {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"{path}: {mistake}: from another stage? Name another --out") from None
-    return records[:keep], ends[keep]
+    keep = complete(lines)
+    return [record for _, record in lines[:keep]], ends[keep]
 
 
 class Resumable:
     """A JSONL file that grows by groups of lines and survives a stop at any byte: what is incomplete is cut off."""
 
-    def __init__(self, path: str | Path, complete: Callable[[list[dict]], int]) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.records, end = complete_records(self.path, complete)
-        self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (open for the life of the stage)
+    def __init__(self, path: Path, complete: Complete) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.records, end = complete_records(path, complete)
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115  (open for the life of the stage)
         self.file.truncate(end)
 
     def append(self, group: list[dict]) -> None:
@@ -309,19 +299,13 @@ class Resumable:
             rest = rest[self.file.write(rest) :]
         self.records += group
 
-    def close(self) -> None:
-        self.file.close()
-
 
 def share() -> tuple[int, int]:
     """RANK and WORLD_SIZE of this process, as torchrun, `accelerate launch` and job arrays set them; alone 0 and 1."""
-    try:
-        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    except ValueError:
-        raise UserError("RANK and WORLD_SIZE: whole numbers are expected") from None
-    if not 0 <= rank < world:
-        raise UserError(f"RANK {rank}: is 0 to WORLD_SIZE - 1, and WORLD_SIZE is {world}")
-    return rank, world
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: whole numbers from 0, RANK the smaller one, are expected")
+    return int(rank), int(world)
 
 
 def progress(items: Iterable[T], what: str, total: int | None = None, done: int = 0) -> Iterator[T]:
@@ -337,59 +321,51 @@ def parts_of(output: Path) -> list[Path]:
     return sorted(output.parent.glob(f"{output.stem}.*-of-*.jsonl"))
 
 
-class Output:
-    """A stage's JSONL output: one writer, the same arguments whenever it resumes, metadata beside it.
+class Output(Resumable):
+    """A stage's output, with one writer, the same arguments whenever it resumes, and metadata beside it.
 
     complete: as of `complete_records`. free: arguments that may change from call to call. identity: what a record is
     of, the same in all of a group and in no other. With it processes may share the tasks (`share`): each writes a part
     and skips what is in the output or in any part; the next call by one process joins them.
+    `records` is what need not be done again, whichever file it is in.
     """
 
     def __init__(
-        self, path: str | Path, arguments: dict[str, Any], complete: Callable[[list[dict]], int],
-        inputs: Iterable[Path | None] = (), free: Iterable[str] = (), identity: Callable[[dict], Any] | None = None,
+        self, output: Path, arguments: dict[str, Any], complete: Complete, inputs: Iterable[Path | None] = (),
+        free: Iterable[str] = (), identity: Callable[[dict], Any] | None = None,
     ) -> None:  # fmt: skip
-        out = Path(path)
-        self.arguments, self.inputs = arguments, list(inputs)
-        self.started = time.time()
-        self.grown = False
-        self.figures: dict[str, Any] = {}  # for the metadata, known before the work is done
         rank, world = share() if identity else (0, 1)
-        if world > 1 and arguments.get("overwrite"):
-            raise UserError(f"{out}: delete it: of several processes, one would overwrite what others wrote")
-        self.path = out.with_name(f"{out.stem}.{rank}-of-{world}.jsonl") if world > 1 else out
+        self.alone = world == 1
+        if arguments.get("overwrite") and not self.alone:
+            raise UserError(f"{output}: delete it: of several processes, one would overwrite what others wrote")
+        path = output if self.alone else output.with_name(f"{output.stem}.{rank}-of-{world}.jsonl")
+        others = [other for other in (output, *parts_of(output)) if other != path] if identity else []
         self.lock = contextlib.ExitStack()
-        self.lock.enter_context(locked(self.path))
-        parts = parts_of(out) if identity else []
-        others = [other for other in (out, *parts) if other != self.path and other.exists()]
+        self.lock.enter_context(locked(path))
         if arguments.get("overwrite"):
-            while others:
-                delete(others.pop())
-            delete(self.path)
-        for old in (self.path, *others):
+            for old in (path, *others):
+                delete(old)
+        for old in (path, *others):
             if old.exists() and old.stat().st_size:
                 same_arguments(old, arguments, ("limit", *free))
                 if not read_meta(old) and not complete_records(old, complete)[0]:
                     raise UserError(f"{old}: holds something else, which would be lost: name another --out")
-        self.file = Resumable(self.path, complete)
-        self.earlier = read_meta(self.path) if self.file.records else {}  # of the calls before this one
-        self.elsewhere: list[dict] = []
-        for other in others:
-            present = set(map(identity, self.records))
-            records, _ = complete_records(other, complete)
-            self.elsewhere += [record for record in records if identity(record) not in present]
-        if world > 1 or not self.file.records:  # a call that is stopped at once is known by its arguments too
+        super().__init__(path, complete)
+        self.arguments, self.inputs = arguments, list(inputs)
+        self.started = time.time()
+        self.grown = False
+        self.figures: dict[str, Any] = {}  # for the metadata, known before the work is done
+        self.earlier = read_meta(path) if self.records else {}  # of the calls before this one
+        if not self.records:  # a call that is stopped at once is known by its arguments too
             self.describe()
-        if world == 1:
-            self.append(self.elsewhere)
-            self.elsewhere = []
-            for part in others:
-                delete(part)
-
-    @property
-    def records(self) -> list[dict]:
-        """What need not be done again: the file's and, where tasks are shared, what other processes have written."""
-        return self.elsewhere + self.file.records
+        for other in others:
+            finished = set(map(identity, self.records))
+            records = [r for r in complete_records(other, complete)[0] if identity(r) not in finished]
+            if self.alone:
+                self.append(records)
+                delete(other)
+            else:
+                self.records += records
 
     def describe(self, **figures: Any) -> None:
         write_meta(self.path, self.arguments, self.inputs, **self.figures, **figures)
@@ -398,26 +374,26 @@ class Output:
         if group and not self.grown:  # before the first line, so that no file is ever without its metadata
             self.describe()
             self.grown = True
-        self.file.append(group)
+        super().append(group)
 
     def grow(self, groups: Iterable[list[dict]], what: str, total: int, done: int = 0) -> None:
         for group in progress(groups, what, total, done):
             self.append(group)
 
     def finish(self, order: Callable[[dict], Any] | None = None, **figures: Any) -> None:
-        """Close the file, put its groups in order and complete its metadata."""
+        """Close the file, put its groups in order (not a part's) and complete its metadata."""
         self.file.close()
-        records = sorted(self.file.records, key=order) if order else self.file.records
-        if records != self.file.records:
+        records = sorted(self.records, key=order) if order and self.alone else self.records
+        if records != self.records:
             write_jsonl(self.path, records)
-            self.file.records = records
+            self.records = records
         if self.grown or "seconds" not in read_meta(self.path):  # a stop may have come behind the last line
             self.describe(**figures, seconds=time.time() - self.started)
         self.lock.close()
 
 
 def delete(output: Path) -> None:
-    """A file and its metadata, which no other process may be writing."""
+    """A file or a folder and its metadata, which no other process may be writing."""
     with locked(output):
-        output.unlink(missing_ok=True)
+        discard(output)
         meta_path(output).unlink(missing_ok=True)

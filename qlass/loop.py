@@ -293,7 +293,7 @@ def log_lines(out: Path, step: int) -> files.Resumable:
     path = out.with_name(out.name + ".log.jsonl")
     if not step:
         path.unlink(missing_ok=True)
-    return files.Resumable(path, lambda lines: sum(line["step"] <= step for line in lines))
+    return files.Resumable(path, lambda lines: sum(line["step"] <= step for _, line in lines))
 
 
 def is_trained(arguments: dict[str, Any], inputs: Iterable[Path]) -> bool:
@@ -313,8 +313,7 @@ def is_trained(arguments: dict[str, Any], inputs: Iterable[Path]) -> bool:
             return True
     if arguments["overwrite"] and first:
         shutil.rmtree(partial, ignore_errors=True)
-        files.meta_path(out).unlink(missing_ok=True)
-        files.discard(out)
+        files.delete(out)
     if first:
         partial.mkdir(parents=True, exist_ok=True)
         files.write_meta(out, arguments, inputs)

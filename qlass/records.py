@@ -1,29 +1,42 @@
 """The records between the stages: what a line holds, how it is read and checked, ETO's layouts.
 
-data/README.md shows a line of each. Records stay the dicts that JSON gives, so that fields beyond the schema are kept.
+data/README.md shows a line of each. Records stay the dicts that JSON gives, so that fields beyond these are kept.
 Standard library only.
 """
 
 from __future__ import annotations
 
 import codecs
-import contextlib
 import functools
 import itertools
 import json
 import sys
-import types
 import typing
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 from qlass import UserError
 
-Check = Callable[[Any], bool]
+# --------------------------------------------------------------------------------------------------------------- fields
 
-# ----------------------------------------------------------------------------------------------------------- the schema
+Number = int | float
+KINDS = {  # of a field, in whichever file it stands
+    str | int: ["task_id", "node_id", "branch", "nodes"],
+    str | int | None: ["parent_id"],
+    Number: ["reward", "q_raw", "q", "n_steps", "env_steps", "seconds"],
+    bool | Number | None: ["success"],
+    int | None: ["M", "N", "seed"],
+    bool: ["done", "expert"],
+    str: ["env", "method", "source", "observation", "task"],
+    str | None: ["action", "select", "player", "split", "label", "type", "block"],
+    list: ["messages"],
+    list | None: ["steps"],
+    dict: ["tokens"],
+}
+FIELDS = {name: kind for kind, names in KINDS.items() for name in names}
+OF_A_NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")  # which it must have
+OF_A_RESULT = ("task_id", "env", "method", "reward", "tokens")
 
 
 def is_number(value: Any) -> bool:
@@ -39,95 +52,28 @@ def is_chat(value: list) -> bool:
     return bool(roles) and all(role == ("user", "assistant")[i % 2] for i, role in enumerate(roles))
 
 
-def check_of(kind: Any) -> Check:
-    """Whether a value is of a type or of one of several. `Annotated` adds a check to a type; a function is one."""
-    if typing.get_origin(kind) is Annotated:
-        parts = [check_of(part) for part in typing.get_args(kind)]
-        return lambda value: all(part(value) for part in parts)
-    if not isinstance(kind, type | types.UnionType):
-        return kind
-    kinds = typing.get_args(kind) or (kind,)
-    return lambda value: type(value) in kinds and (not isinstance(value, int | float) or is_number(value))
+RANGES: dict[str, Callable[[Any], Any]] = {  # of fields for which not every value of their kind will do
+    "messages": is_chat,
+    "env": str.strip,  # more than blanks
+    "tokens": lambda counts: all(map(is_number, counts.values())),
+}
 
 
-Name = str | int  # an id
-Number = int | float
-Chat = Annotated[list, is_chat]
-Counts = Annotated[dict, lambda counts: all(map(is_number, counts.values()))]
-
-
-@dataclass
-class Trajectory:
-    """A line of expert.jsonl. ETO's and QLASS's files have `conversations` in place of `messages`."""
-
-    messages: Annotated[Chat, lambda chat: any(message["role"] == "assistant" for message in chat)]
-    task_id: Name | None = None
-    task: str | None = None
-    reward: Number | None = None
-
-
-@dataclass
-class TreeNode:
-    """A line of trees.jsonl and, with the values that bellman.py adds, of q_labels.jsonl."""
-
-    task_id: Name
-    node_id: Name
-    parent_id: Name | None
-    action: str | None
-    observation: str
-    reward: Number
-    done: bool = False
-    source: str = "policy"
-    branch: Name = 0
-    expert: bool = False
-    q_raw: Number = 0.0
-    q: Number = 0.0
-    task: str = ""  # of a root, as are the next two
-    messages: Chat = field(default_factory=list)
-    nodes: Name = 0
-
-
-@dataclass
-class Result:
-    """A line of results.jsonl."""
-
-    task_id: Name
-    env: Annotated[str, str.split]  # more than blanks
-    method: str
-    reward: Number
-    tokens: Counts
-    M: int | None = None
-    N: int | None = None
-    select: str | None = None
-    player: str | None = None
-    split: str | None = None
-    label: str | None = None
-    seed: int | None = None
-    type: str | None = None
-    block: str | None = None
-    task: str | None = None
-    success: bool | Number | None = None
-    n_steps: Number = 0
-    env_steps: Number = 0
-    seconds: Number = 0
-    steps: list | None = None
-
-
-@functools.cache
-def schema(kind: type) -> tuple[dict[str, Check], list[str]]:
-    """The check of each field of a dataclass, and the fields without a default, which a record must have."""
-    checks = {name: check_of(of) for name, of in typing.get_type_hints(kind, include_extras=True).items()}
-    return checks, [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-
-
-def wrong(record: dict, kind: type | dict[str, Any], needed: Iterable[str] = ()) -> str | None:
-    """What is wrong with a record: a field that it lacks, or one that is not of its kind. None: nothing."""
-    checks, required = schema(kind) if isinstance(kind, type) else ({n: check_of(k) for n, k in kind.items()}, [])
-    for name in (*required, *needed):
+def wrong(
+    record: dict, needed: Iterable[str], kinds: Mapping[str, Any] = FIELDS, ranges: Mapping[str, Any] = RANGES
+) -> str | None:
+    """What is wrong with a record: a field that it needs and lacks, or one that is not of its kind. None: nothing."""
+    for name in needed:
         if name not in record:
             return f"no {name}"
     for name, value in record.items():
-        if name in checks and not checks[name](value):
+        kind = kinds.get(name, type(value))
+        fits = type(value) in (typing.get_args(kind) or (kind,))
+        if fits and isinstance(value, Number):
+            fits = is_number(value)
+        if fits and name in ranges:
+            fits = ranges[name](value)
+        if not fits:
             shown = repr(value)
             return f"{name} can't be {shown if len(shown) < 40 else shown[:36] + ' ...'}"
     return None
@@ -136,7 +82,7 @@ def wrong(record: dict, kind: type | dict[str, Any], needed: Iterable[str] = ())
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
-def parse_json(content: bytes, where: str, hint: str = "", kind: type = dict) -> Any:
+def parse_json(content: bytes, where: str, kind: type = dict) -> Any:
     """The object (or list) that JSON holds. NaN and Infinity, which Python's reader allows, are no numbers."""
 
     def no_number(name: str) -> NoReturn:
@@ -145,7 +91,7 @@ def parse_json(content: bytes, where: str, hint: str = "", kind: type = dict) ->
     try:
         value = json.loads(content.decode("utf-8-sig"), parse_constant=no_number)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({error}){hint}") from None
+        raise UserError(f"{where}: not valid JSON ({error})") from None
     return of_kind(value, where, kind)
 
 
@@ -179,8 +125,7 @@ def records_of(path: str | Path) -> Iterator[tuple[str, dict]]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path}:{number}"
-                hint = "; one JSON object a line is expected" if line.endswith(b"\n") else "; a truncated line?"
-                yield where, parse_json(line, where, hint)
+                yield where, parse_json(line, where)
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict]:
@@ -203,11 +148,12 @@ def read_trees(path: str | Path, needed: Iterable[str] = ()) -> Iterator[list[di
 
 def trees_of(lines: Iterable[tuple[str, dict]], needed: Iterable[str]) -> Generator:
     """Yield each tree of these lines (where it stands, node); returns the nodes of a last one that is not complete."""
-    of_node = [name for name in needed if name != "messages"]
+    of_root = (*OF_A_NODE, *needed)
+    of_node = [name for name in of_root if name != "messages"]
     tree: list[dict] = []
     ids: set = set()
     for where, node in lines:
-        if mistake := wrong(node, TreeNode, of_node if tree else needed):
+        if mistake := wrong(node, of_node if tree else of_root):
             hint = "run bellman.py on it and name its output" if mistake == "no q" else "is this a trees.jsonl?"
             raise UserError(f"{where}: {mistake}; {hint}")
         tree.append(node)
@@ -223,26 +169,26 @@ def trees_of(lines: Iterable[tuple[str, dict]], needed: Iterable[str]) -> Genera
     return tree
 
 
-def complete_trees(records: list[dict]) -> int:
+def complete_trees(lines: Iterable[tuple[str, dict]]) -> int:
     """How many of these lines belong to trees that are all there."""
-    lines = ((f"line {number}", record) for number, record in enumerate(records, 1))
     return sum(map(len, trees_of(lines, ("done", "source"))))
 
 
 def read_results(path: str | Path) -> Iterator[dict]:
     """The lines of results.jsonl, ids as they are written."""
-    for where, record in records_of(path):
-        if mistake := wrong(record, Result):
-            raise UserError(f"{where}: {mistake}; fix or delete this line")
+    return results_of(records_of(path))
+
+
+def results_of(lines: Iterable[tuple[str, dict]]) -> Iterator[dict]:
+    for where, record in lines:
+        if mistake := wrong(record, OF_A_RESULT):
+            raise UserError(f"{where}: {mistake}; is this a results.jsonl?")
         yield record
 
 
-def complete_results(records: list[dict]) -> int:
+def complete_results(lines: Iterable[tuple[str, dict]]) -> int:
     """All of them, if each is a result."""
-    for number, record in enumerate(records, 1):
-        if mistake := wrong(record, Result):
-            raise UserError(f"line {number}: {mistake}")
-    return len(records)
+    return len(list(results_of(lines)))
 
 
 def identity(record: dict) -> tuple:
@@ -253,7 +199,8 @@ def identity(record: dict) -> tuple:
 # ------------------------------------------------------------------------------------------------------- demonstrations
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
-USED = {"id", "game_file", "env", "source", "conversations"}  # by somebody, beside `Trajectory`'s fields
+CHECKED = ("task_id", "task", "reward")  # null is as good as missing
+USED = {*CHECKED, "messages", "conversations", "id", "game_file", "env", "source"}  # by somebody
 OF_A_TURN = {"role", "content", "from", "value"}
 
 
@@ -266,24 +213,30 @@ def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
 
     for where, record in records_of(path):
         turns = record.get("messages") or record.get("conversations")
-        messages: list[dict] = []
-        with contextlib.suppress(AttributeError, TypeError):  # they are no list of objects
-            for turn in turns:
-                role = turn.get("role", turn.get("from"))
-                messages.append({"role": ROLES.get(role, role), "content": turn.get("content", turn.get("value"))})
-        used = schema(Trajectory)[0].keys() | USED
-        if messages and messages[0]["role"] != "system" and isinstance(record.get("system"), str):
-            used |= {"system"}
-            messages[:0] = [{"role": "system", "content": record["system"]}] if record["system"] else []
-        if mistake := wrong(record | {"messages": messages}, Trajectory):
-            mistake = "no chat of user and assistant in turns" if mistake.startswith("messages") else mistake
+        try:
+            messages = [message(turn) for turn in turns]
+        except (AttributeError, TypeError):  # no list of objects
+            messages = []
+        system = record.get("system")
+        is_beside = isinstance(system, str) and bool(messages) and messages[0]["role"] != "system"
+        if is_beside and system:
+            messages.insert(0, {"role": "system", "content": system})
+        mistake = wrong({name: record[name] for name in CHECKED if record.get(name) is not None}, ())
+        if not is_chat(messages) or all(m["role"] != "assistant" for m in messages):
+            mistake = "no chat of user and assistant in turns"
+        if mistake:
             raise UserError(f"{where}: {mistake} (data/README.md shows the layout)")
-        for name in record:
-            if record[name] and name not in used:
-                note(f"{path}: not used: {name}")
-        for name in sorted(set().union(*turns) - OF_A_TURN):
-            note(f"{path}: not used: {name} of a turn")
+        used = USED | {"system"} if is_beside else USED
+        unused = [name for name in record if record[name] and name not in used]
+        unused += [f"{name} of a turn" for name in sorted(set().union(*turns) - OF_A_TURN)]
+        for name in unused:
+            note(f"{path}: not used: {name}")
         yield State.load(messages, record.get("task") or ""), record
+
+
+def message(turn: dict) -> dict:
+    role = turn.get("role", turn.get("from"))
+    return {"role": ROLES.get(role, role), "content": turn.get("content", turn.get("value"))}
 
 
 @functools.cache

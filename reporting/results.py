@@ -228,8 +228,7 @@ def ancestors(output: Path, names: Iterable[str]) -> dict[Path, str]:
     places: dict[Path, str] = {}
     queue = [(output, name, "") for name in names]
     for product, name, of in queue:  # grows as it is read
-        named = files.read_meta(product).get("arguments", {}).get(name)
-        path = files.input_of(product, name) or (Path(named) if isinstance(named, str) else None)
+        path = files.input_of(product, name)
         if path and path not in places:
             places[path] = f" of {name}{of}"
             queue += [(path, earlier, places[path]) for earlier in INPUTS]

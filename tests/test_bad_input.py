@@ -22,7 +22,7 @@ import envs
 import q_search
 from qlass import UserError, cli, files
 from qlass.chat import Rendering
-from qlass.checks import Unknown, leaked, leaks
+from qlass.checks import leaks, tasks_of
 from qlass.files import Resumable, cloned_from
 from qlass.qnet import pairs_of
 from qlass.records import actions_by_task, complete_results, complete_trees, read_results, read_trajectories, read_trees
@@ -68,7 +68,7 @@ def read_metadata(path: Path) -> None:
 
 
 def resume(complete: Callable) -> Callable[[Path], None]:
-    return lambda path: Resumable(path, complete).close()
+    return lambda path: Resumable(path, complete).file.close()
 
 
 LABELS = [node for i in range(2) for node in labelled_tree(f"train{i}")]
@@ -125,7 +125,7 @@ BAD = {
         ('{"stop": "Observation:"}', "stop can't be 'Observation:'"),
         ('{"date": "today"}', "date can't be 'today'"),
     ],
-    "sft.meta.json": [("", "not the metadata of"), ('{"arguments": 3}', "not the metadata of")],
+    "sft.meta.json": [("", "not valid JSON"), ('{"arguments": 3}', "not the metadata of")],
 }
 
 
@@ -163,7 +163,7 @@ def test_an_output_of_another_stage_is_not_written_to(command, tmp_path, agent, 
     (tmp_path / "mine.jsonl").write_text(dump([line]))
     argv = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--out", str(tmp_path / "mine.jsonl")]
     argv += ["--method", "greedy"] if command is q_search.main else []
-    assert "Name another --out" in mistake(lambda: command(argv), capsys)
+    assert "mine.jsonl:1: no " in mistake(lambda: command(argv), capsys)
     assert (tmp_path / "mine.jsonl").read_text() == dump([line])
 
 
@@ -244,31 +244,20 @@ class Shop:
         return ["1", "2"]
 
 
-def in_common(tmp_path, records: list[dict], played: list[str], most: int | None = None) -> int:
-    (tmp_path / "learned.jsonl").write_text(dump(records))
-    return leaked(Shop(), played, [(tmp_path / "learned.jsonl", most)])
-
-
-def test_another_task_of_the_same_product_is_a_leak(tmp_path):
-    learned = [{"task_id": "2", "messages": CHAT}]
-    assert in_common(tmp_path, learned, ["1", "3"]) == 1
-    assert in_common(tmp_path, learned, ["3"]) == 0
-    assert in_common(tmp_path, [{"task_id": 0, "messages": CHAT}], ["0"]) == 1  # an id, too
-    assert in_common(tmp_path, [{"task_id": "3", "messages": CHAT}, *learned], ["1"], most=1) == 0
+def test_what_was_learned_from_are_the_first_tasks_of_a_file_if_it_has_ids(tmp_path):
+    path = tmp_path / "learned.jsonl"
+    path.write_text(dump([{"task_id": 0, "messages": CHAT}, {"task_id": "2", "messages": CHAT}]))
+    assert tasks_of(Shop(), path, None) == {"0", "2"} and tasks_of(Shop(), path, 1) == {"0"}
     trees = [{"task_id": task, "node_id": n, "parent_id": n - 1 if n else None} for task in "726" for n in range(3)]
-    assert in_common(tmp_path, trees, ["1"], most=1) == 0
-    assert in_common(tmp_path, trees, ["1", "7"], most=2) == 2  # 1 is of the same product as 2
-
-
-def test_whether_demonstrations_without_ids_leak_is_not_known(tmp_path):
-    turns = [("human", "You shop."), ("gpt", "OK"), ("human", "Search"), ("gpt", "Action: search[x]")]
-    theirs = {"conversations": [{"from": who, "value": text} for who, text in turns]}
-    with pytest.raises(Unknown, match=r"learned\.jsonl: no task ids"):
-        in_common(tmp_path, [theirs], ["3"])
+    path.write_text(dump(trees))
+    assert tasks_of(Shop(), path, 2) == {"7", "2"}
+    path.write_text(dump(THEIRS))
+    with pytest.raises(UserError, match=r"learned\.jsonl: no task ids"):
+        tasks_of(Shop(), path, None)
 
 
 def checkpoint(path: Path, **arguments) -> Path:
-    """An empty one with metadata of the stage that trained it."""
+    """A folder with metadata of the stage that trained it."""
     path.with_name(f"{path.name}.meta.json").write_text(json.dumps({"arguments": {"env": "shop"} | arguments}))
     path.mkdir()
     return path
@@ -290,12 +279,13 @@ def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tm
         learned = {"demonstrations": checkpoint(tmp_path / name, **arguments)}
         return leaks(Shop(), ["1", "3", "7"], learned, {"env": "shop", "env_flags": []}, {})["demonstrations"]
 
-    expert, labels = str(tmp_path / "expert.jsonl"), str(tmp_path / "q_labels.jsonl")
+    expert, labels, alike = (str(tmp_path / name) for name in ("expert.jsonl", "q_labels.jsonl", "alike.jsonl"))
     Path(expert).write_text(dump([{"task_id": "3", "messages": CHAT}]))
+    Path(alike).write_text(dump([{"task_id": "2", "messages": CHAT}]))  # the product of task 1
     Path(labels).write_text(dump([{"task_id": "7", "node_id": 0, "parent_id": None}]))
     cloned, grpo = {"sft": str(tmp_path / "sft")}, {"sft": str(tmp_path / "grpo")}
     learner = {"budget_in": "tokens"}
-    assert leaks_of("sft", expert=expert) == 1
+    assert leaks_of("sft", expert=expert) == leaks_of("another", expert=alike) == 1
     assert leaks_of("siblings", **cloned, **learner, labels=labels) == 2
     assert leaks_of("qnet", **cloned, labels=labels) == 1  # its trees alone
     assert leaks_of("grpo", **cloned, **learner, rounds=0) == 2  # it may have played the training tasks 1 and 2
@@ -310,7 +300,7 @@ def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world
     sft = tmp_path / "sft"
     shutil.copytree(agent, sft)
     arguments = {"env": "frozenlake", "map": None, "env_option": [], "expert": "gone.jsonl"}
-    reasons = {"sft has no metadata": None, "of another environment": {"map": "8x8"}, "the file is gone": {}}
+    reasons = {"sft has no metadata": None, "of another environment": {"map": "8x8"}, "gone.jsonl: no such file": {}}
     for reason, more in reasons.items():
         if more is not None:
             (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": arguments | more, "inputs": {}}))
