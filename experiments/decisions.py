@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,49 +37,42 @@ class Decision:
         return list(self.ids) or chat.action(self.action, self.state.task)
 
 
-class Place(NamedTuple):
-    """A token whose score is read."""
-
-    of: int  # its choice in free text, or its fork where valid actions part
-    before: int  # the token of the tree that it follows
-    id: int
-
-
 class PackedDecisions:
-    """Decisions as one token tree, and where in it their probabilities are read."""
+    """Decisions as one token tree, and where in it their probabilities are read.
+
+    A place (choice, before, id) is a token that may follow the token `before` of the tree.
+    """
 
     def __init__(self) -> None:
         self.tree = TokenTree()
         self.owner: list[int] = []  # of each choice: the number of its decision
         self.ends: list[int] = []  # of each choice: the last token of its prompt
-        self.tokens: list[Place] = []  # of free text
-        self.branches: list[Place] = []  # the tokens that may follow at the forks
+        self.tokens: list[tuple[int, int, int]] = []  # places of free text
+        self.branches: list[tuple[int, int, int]] = []  # places where valid actions part
         self.options: list[tuple[int, bool]] = []  # of each valid action: its choice, and whether it was taken
         self.ways: list[tuple[int, int]] = []  # (option, branch on the way to it)
-        self.forks = 0
 
     def add(self, number: int, decision: Decision, chat: Chat) -> None:
         if decision.forced:
             return
-        state, texts = decision.state, list(dict.fromkeys(decision.valid))
-        last = self.tree.add(chat.prompt(state))[-1]
+        texts = list(dict.fromkeys(decision.valid))
+        last = self.tree.add(chat.prompt(decision.state))[-1]
         choice = len(self.owner)
         if texts:
-            self.owner.append(number)
-            trie = Trie([chat.action(text, state.task) for text in texts])
+            trie = Trie([chat.action(text, decision.state.task) for text in texts])
             before = [[last, *self.tree.add(tail, last)] for tail in trie.tails]
             for text, through in zip(texts, trie.through, strict=True):
                 self.ways += [(len(self.options), len(self.branches) + branch) for branch in through]
                 self.options.append((choice, text == decision.action))
-            for fork, (action, depth, token) in zip(trie.forks.tolist(), trie.branches, strict=True):
-                self.branches.append(Place(self.forks + fork, before[action][depth], token))
-            self.forks += len(set(trie.forks.tolist()))
+            self.branches += [(choice, before[action][depth], token) for action, depth, token in trie.branches]
+            choices = 1
         else:
             ids = decision.tokens(chat)
             before = [last, *self.tree.add(ids[:-1], last)]
-            self.owner += [number] * len(ids)
-            self.tokens += [Place(choice + i, before[i], token) for i, token in enumerate(ids)]
-        self.ends += [last] * (len(self.owner) - choice)
+            self.tokens += [(choice + i, before[i], token) for i, token in enumerate(ids)]
+            choices = len(ids)
+        self.owner += [number] * choices
+        self.ends += [last] * choices
 
     def logprobs(self, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """log pi of each choice as it was made, and the entropy of its distribution; (C,) and (C,), float32."""
@@ -89,24 +82,24 @@ class PackedDecisions:
             inputs = tree_inputs(model, [self.tree])
             logits = model(**inputs, use_cache=False, logits_to_keep=columns).logits[0].float()  # (P, V)
         n = len(self.tokens)
+        choice, _, ids = places.T
         logp, entropy = logits.new_zeros(2, len(self.owner))
         if self.tokens:
-            choice, _, ids = places[:n].T
             every = logits[row[:n]].log_softmax(-1)
-            logp = logp.index_add(0, choice, every.gather(-1, ids[:, None])[:, 0])
-            entropy = entropy.index_add(0, choice, -(every.exp() * every).sum(-1))
+            logp = logp.index_add(0, choice[:n], every.gather(-1, ids[:n, None])[:, 0])
+            entropy = entropy.index_add(0, choice[:n], -(every.exp() * every).sum(-1))
         if self.options:
             # Of each branch its probability among those of its fork; of each option the product on the way to it.
-            fork, _, ids = places[n:].T
-            score = logits[row[n:], ids]
-            top = score.new_full((self.forks,), -torch.inf).scatter_reduce(0, fork, score.detach(), "amax")
-            total = score.new_zeros(self.forks).index_add(0, fork, (score - top[fork]).exp())
+            forks, fork = places[n:, :2].unique(dim=0, return_inverse=True)
+            score = logits[row[n:], ids[n:]]
+            top = score.new_full((len(forks),), -torch.inf).scatter_reduce(0, fork, score.detach(), "amax")
+            total = score.new_zeros(len(forks)).index_add(0, fork, (score - top[fork]).exp())
             conditional = score - (top + total.log())[fork]
             way, branch = torch.tensor(self.ways, device=model.device).T
             option_logp = score.new_zeros(len(self.options)).index_add(0, way, conditional[branch])
-            choice, taken = torch.tensor(self.options, device=model.device).T
-            logp = logp.index_add(0, choice, taken * option_logp)
-            entropy = entropy.index_add(0, choice, -option_logp.exp() * option_logp)
+            of, taken = torch.tensor(self.options, device=model.device).T
+            logp = logp.index_add(0, of, taken * option_logp)
+            entropy = entropy.index_add(0, of, -option_logp.exp() * option_logp)
         return logp, entropy
 
 
