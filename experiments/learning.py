@@ -9,28 +9,29 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
+from transformers import AutoModelForCausalLM
 
 import envs
-from q_search import Method, episode
+from experiments.self_train import trajectories
+from q_search import Method
 from qlass import UserError, models
-from qlass.chat import PROMPTED, Chat, Rendering, uniforms
+from qlass.chat import PROMPTED, Chat, uniforms
 from qlass.cli import at_least, more, needed, parser, settle
 from qlass.driver import Sample, drive
-from qlass.files import Output, checkpoint_folder, share, write_meta
+from qlass.files import checkpoint_folder, draft_of, locked, same_arguments, share, write_jsonl, write_meta
 from qlass.flags import add_memory, add_prompted, check_training, rendering_of, warn_of_another_world
 from qlass.policy import Policy
 from train_qnet import SMALL
 
 WARMUP = 4  # updates
 LR_PRETRAINED, LR_LORA = 1e-6, 1e-5
+GREEDY = Method("greedy", temperature=0.0)
 SPENT = {"batch": 0, "updates": 0, "tokens": 0, "env_steps": 0}  # the first line: the agent as it comes
 
 
@@ -56,68 +57,56 @@ class Learner:
     """The agent, its frozen reference, and the optimiser of all that learns."""
 
     def __init__(
-        self, model: Any, reference: Any, chat: Chat, lr: float, optim: str = "adamw", adapter: Any = None,
-        base: Callable[[], Any] | None = None,
-    ) -> None:  # fmt: skip
-        """adapter, base: LoRA's view of the model, and what loads the weights that it is merged into."""
-        self.model, self.reference, self.chat, self.adapter, self.base = model, reference, chat, adapter, base
-        self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = models.adamw(self.weights.values(), lr, optim)
-        self.rates = [lr]
+        self, model: Any, reference: Any, chat: Chat, lr: float, optim: str = "adamw", save: Any = None
+    ) -> None:
+        """save(folder): write the agent as a checkpoint."""
+        self.model, self.reference, self.chat, self.save = model, reference, chat, save
+        self.optimizer = models.adamw(model.parameters(), lr, optim)
+        self.optimizer.param_groups[0]["peak"] = lr
         # Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed again.
         self.room = 512 if model.num_parameters() < SMALL else 4096
 
-    def teach(self, name: str, model: torch.nn.Module, lr: float) -> None:
+    def teach(self, model: torch.nn.Module, lr: float) -> None:
         """Train another model beside the agent, as a critic, at its own rate."""
-        weights = {f"{name}.{key}": p for key, p in model.named_parameters() if p.requires_grad}
-        self.weights |= weights
-        self.optimizer.add_param_group({"params": list(weights.values())})
-        self.rates.append(lr)
+        weights = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer.add_param_group({"params": weights, "peak": lr})
 
     def step(self, number: int) -> None:
         """Update `number`, from 1: each model's gradient clipped; rates rise linearly and then are constant."""
-        for group, lr in zip(self.optimizer.param_groups, self.rates, strict=True):
+        for group in self.optimizer.param_groups:
             if not torch.nn.utils.clip_grad_norm_(group["params"], 1.0).isfinite():
                 reason = f"update {number}: the gradient is not finite, so the training has diverged"
-                raise UserError(f"{reason}: --overwrite and a lower --lr than {lr:g} start again")
-            group["lr"] = lr * min(1.0, number / WARMUP)
+                raise UserError(f"{reason}: --overwrite and a lower --lr than {group['peak']:g} start again")
+            group["lr"] = group["peak"] * min(1.0, number / WARMUP)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def validation(self, env: envs.TextEnv, tasks: Sequence[str]) -> float:
         """Mean reward of the greedy agent."""
-        episodes = (greedy(env.fork(), task, self.chat.rendering) for task in tasks)
+        episodes = (trajectories(env.fork(), task, GREEDY, self.chat) for task in tasks)
         policy = Policy(self.model, self.chat)
-        return sum(drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)) / len(tasks)
+        played = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
+        return sum(line["reward"] for (line,) in played) / len(tasks)
 
-    def save(self, folder: Path) -> None:
-        """The agent as a checkpoint; LoRA's updates are merged in a copy."""
-        models.save_checkpoint(self.model, self.chat, folder, copy.deepcopy(self.adapter), self.base)
+    def weights(self) -> list[torch.Tensor]:
+        return [p.data for group in self.optimizer.param_groups for p in group["params"]]
 
-    def suspend(self, path: Path, lines: int) -> None:
-        """Write weights and moments after so many lines, under this name only when all are there."""
-        weights = {name: p.detach() for name, p in self.weights.items()}
-        draft = path.with_name(f"{path.name}.draft")
-        torch.save({"model": weights, "optimizer": self.optimizer.state_dict(), "lines": lines}, draft)
-        os.replace(draft, path)
+    def suspend(self, path: Path, lines: list[dict]) -> None:
+        """Write weights, moments and the lines so far, in place of what is there when all is written."""
+        state = {"weights": self.weights(), "moments": self.optimizer.state_dict(), "lines": lines}
+        with draft_of(path) as draft:
+            torch.save(state, draft)
 
-    def resume(self, path: Path) -> int:
-        """Read what `suspend` wrote. Returns its number of lines."""
+    def resume(self, path: Path) -> list[dict]:
+        """Read what `suspend` wrote. Returns the lines."""
         try:
-            saved = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
-            for name, p in self.weights.items():
-                p.data.copy_(saved["model"][name])
-            self.optimizer.load_state_dict(saved["optimizer"])
-            return saved["lines"]
+            state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
+            for own, saved in zip(self.weights(), state["weights"], strict=True):
+                own.copy_(saved)
+            self.optimizer.load_state_dict(state["moments"])
+            return state["lines"]
         except Exception as error:  # of many kinds: cut short, zeros, another's
-            reason = next(iter(str(error).splitlines()), type(error).__name__)[:80]
-            raise UserError(f"{path}: can't be read ({reason}): --overwrite starts again") from None
-
-
-def greedy(env: envs.TextEnv, task_id: str, rendering: Rendering) -> Generator:
-    steps = yield from episode(env, task_id, Method("greedy", temperature=0.0), 0, rendering)
-    env.close()
-    return steps[-1].reward
+            raise UserError(f"{path}: can't be read ({models.in_a_line(error)}): --overwrite starts again") from None
 
 
 def load(args: argparse.Namespace, lr: float, copied: bool = True) -> Learner:
@@ -131,29 +120,37 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> Learner:
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     warn_of_another_world(args.sft, args)
     torch.manual_seed(args.seed)
-
-    def begin(load_in: str | None = None) -> tuple[Any, Chat]:
-        kind, rendering = transformers.AutoModelForCausalLM, rendering_of(args.sft, args, PROMPTED)
-        return models.load_checkpoint(args.sft, kind, args.device, load_in, train=not args.lora, rendering=rendering)
-
-    model, chat = begin(args.load_in)
-    adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
-    without_dropout(model)
+    model, chat, adapter = trainable(args, AutoModelForCausalLM)
     small = model.num_parameters() < SMALL
     settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
     print(models.memory_of(model, args.optim))
     # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
     frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
     reference = copy.deepcopy(model, frozen).requires_grad_(False).eval() if copied else model
-    return Learner(model, reference, chat, args.lr, args.optim, adapter, lambda: begin()[0])
+
+    def save(folder: Path) -> None:
+        """LoRA's updates are merged in a copy, into weights with all their bits."""
+        base = lambda: from_folder(args, AutoModelForCausalLM)[0]  # noqa: E731
+        models.save_checkpoint(model, chat, folder, copy.deepcopy(adapter), base)
+
+    return Learner(model, reference, chat, args.lr, args.optim, save)
 
 
-def without_dropout(model: torch.nn.Module) -> None:
-    """Training mode, in which --gradient-checkpointing works, is to compute the probabilities that were sampled."""
+def trainable(args: argparse.Namespace, kind: Any) -> tuple[Any, Chat, Any]:
+    """--sft as a model of class `kind` that trains as the flags ask, its Chat, and PEFT's view of LoRA's updates."""
+    model, chat = from_folder(args, kind, args.load_in)
+    adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
+    # Training mode, in which --gradient-checkpointing works, is to compute the probabilities that were sampled.
     rates = ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop")
     for module, name in itertools.product(model.modules(), rates):
         if isinstance(getattr(module, name, None), float):
             setattr(module, name, 0.0)
+    return model, chat, adapter
+
+
+def from_folder(args: argparse.Namespace, kind: Any, load_in: str | None = None) -> tuple[Any, Chat]:
+    rendering = rendering_of(args.sft, args, PROMPTED)
+    return models.load_checkpoint(args.sft, kind, args.device, load_in, train=not args.lora, rendering=rendering)
 
 
 # ---------------------------------------------------------------------------------------------------------- the loop
@@ -177,8 +174,7 @@ def why_stop(lines: Sequence[dict], unit: str = "tokens", patience: int = 8) -> 
     recent = lines[1:][-patience:]
     if len(recent) == patience and np.mean([line.get("flat", 0) for line in recent]) > 0.95:
         reward = np.mean([line["reward"] for line in recent])
-        advice = "nothing is left to learn" if reward > 0.9 else "begin again with a lower --lr or a higher --entropy"
-        return f"nearly all trajectories of a task earn the same: {advice if reward else 'begin with a better agent'}"
+        return f"nearly all trajectories of a task earn the same, on average {reward:.3f}, so nothing can be learned"
     return ""
 
 
@@ -188,55 +184,52 @@ def learn(
     inputs: Sequence[Path | None], passes: float,
 ) -> None:  # fmt: skip
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
-    larger --budget continues. The last batch of a smaller budget has been validated too.
+    larger --budget continues. All are of the last validation; the last batch of a smaller budget has one too.
 
     inputs: what is read besides the agent. passes: how often a token that was spent went forward, for the report; a
     backward pass counts as two. "played" of a line, if it has that: tokens that went forward once.
     """
-    unit, budget, inputs = args.budget_in, args.budget, [args.sft, *inputs]
     folder = checkpoint_folder(args.run / f"sft-{args.name}", args.sft)
-    log, resume = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
-    settings = vars(args) | {"out": log}
+    log, state = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
+    unit, lines = args.budget_in, []
     tasks = env.task_ids("val")[: args.val or None]
     if not tasks:
         raise UserError(f"{env.name}: no validation tasks here, by which the best checkpoint is chosen")
-    saved = learner.resume(resume) if resume.exists() and not args.overwrite else 0
-
-    def complete(logged: list[tuple[str, dict]]) -> int:
-        if len(logged) < saved or (len(logged) > 1 and not saved):
-            raise UserError(f"{log}: has lost lines, or {resume} is missing: --overwrite starts again")
-        return saved
-
-    out = Output(log, settings, complete, inputs, free=["budget", "budget_in"])
-    lines = list(out.records)
-    if len(lines) > 1 and lines[-2][unit] >= budget:
-        spent = f"{lines[-1][unit]:,} {unit} are spent already"
-        raise UserError(f"{log}: {spent}: raise --budget, or give another --name")
 
     def over() -> str:
-        return "the budget is spent" if lines[-1][unit] >= budget else why_stop(lines, unit)
+        return "the budget is spent" if lines[-1][unit] >= args.budget else why_stop(lines, unit)
 
-    def figures() -> dict:
-        best = max((line for line in lines if line["val"] is not None), key=lambda line: line["val"])
-        return {"best": best, "last": lines[-1], "passes": passes}
+    def best() -> dict:
+        return max((line for line in lines if line["val"] is not None), key=lambda line: line["val"])
 
-    while not lines or not over():
-        line = iterate(lines[-1]) if lines else SPENT
-        lines.append(line | {"val": None})
-        due = line["batch"] % args.every == 0 or over()
-        if due:
-            lines[-1]["val"] = round(learner.validation(env, tasks), 6)
-            print(f"batch {line['batch']}: {line[unit]:,} {unit}, validation {lines[-1]['val']:.3f}", flush=True)
-        out.append(lines[-1:])
-        if due and figures()["best"] is lines[-1]:
-            learner.save(folder)
-            write_meta(folder, settings, inputs, **figures())
-        if due:
-            learner.suspend(resume, len(lines))
-    summary = figures() | {"stopped": None if lines[-1][unit] >= budget else over()}
-    out.finish(**summary)
-    write_meta(folder, settings, inputs, **summary)
-    start, best = lines[0]["val"], summary["best"]
+    def describe(**figures: Any) -> None:
+        write_meta(folder, vars(args), [args.sft, *inputs], best=best(), last=lines[-1], passes=passes, **figures)
+
+    with locked(folder):
+        if args.overwrite:
+            state.unlink(missing_ok=True)
+            log.unlink(missing_ok=True)
+        elif state.exists():
+            same_arguments(folder, vars(args), ["budget", "budget_in"])
+            lines = learner.resume(state)
+        elif log.exists():
+            raise UserError(f"{log}: {state}, from which it would continue, is missing: --overwrite starts again")
+        if len(lines) > 1 and lines[-2][unit] >= args.budget:
+            spent = f"{lines[-1][unit]:,} {unit} are spent already"
+            raise UserError(f"{log}: {spent}: raise --budget, or give another --name")
+        while not lines or not over():
+            line = (iterate(lines[-1]) if lines else SPENT) | {"val": None}
+            lines.append(line)
+            if line["batch"] % args.every == 0 or over():
+                line["val"] = round(learner.validation(env, tasks), 6)
+                print(f"batch {line['batch']}: {line[unit]:,} {unit}, validation {line['val']:.3f}", flush=True)
+                if best() is line:
+                    learner.save(folder)
+                    describe()
+                write_jsonl(log, lines)
+                learner.suspend(state, lines)
+        describe(stopped=None if lines[-1][unit] >= args.budget else over())
     print(f"batch {lines[-1]['batch']}: {over()}")
-    spent = f"{best['tokens']:,} tokens, {best['env_steps']:,} environment steps"
-    print(f"{folder}: validation {start:.3f} -> {best['val']:.3f} at batch {best['batch']} ({spent})", flush=True)
+    spent = f"{best()['tokens']:,} tokens, {best()['env_steps']:,} environment steps"
+    gain = f"validation {lines[0]['val']:.3f} -> {best()['val']:.3f} at batch {best()['batch']}"
+    print(f"{folder}: {gain} ({spent})", flush=True)

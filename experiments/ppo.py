@@ -24,12 +24,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
+from transformers import AutoModel
 
 import bellman
 import envs
 from experiments.decisions import pack_decisions
-from experiments.learning import Learner, learn, learner_parser, load, without_dropout
+from experiments.learning import Learner, learn, learner_parser, load, trainable
 from experiments.tree_grpo import LR, LR_TINY, Batch, Group, add_update, batches, line_of, play, update
 from qlass import models
 from qlass.chat import Chat, State
@@ -174,13 +174,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def load_critic(learner: Learner, args: argparse.Namespace) -> QNet:
     """A QNet on the cloned agent's backbone, which learns beside the agent."""
-    options = {"train": not args.lora, "rendering": learner.chat.rendering}
-    backbone, chat = models.load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, **options)
-    models.save_memory(backbone, args.lora, args.lora_alpha, args.gradient_checkpointing)
-    without_dropout(backbone)
+    backbone, chat, _ = trainable(args, AutoModel)
     settle(args, {"critic_lr": CRITIC_LR_TINY if learner.model.num_parameters() < SMALL else CRITIC_LR})
     critic = QNet(backbone, chat, fast=False).train()
-    learner.teach("critic", critic, args.critic_lr)
+    learner.teach(critic, args.critic_lr)
     return critic
 
 

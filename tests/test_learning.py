@@ -1,0 +1,155 @@
+"""The learners as scripts: they learn a written world, keep the best checkpoint, and go on where they were stopped."""
+
+import json
+
+import pytest
+import torch
+from fakes import WORLD, FakeEnv, best, dump, tiny_lm, word_chat
+
+import sft
+from experiments import eto, ppo, tree_grpo
+from experiments.learning import Learner, why_stop
+from qlass import UserError
+from qlass.policy import Policy
+
+FLAGS = {
+    tree_grpo: ["--batch-tasks", "8", "--minibatch", "4", "--every", "2"],
+    ppo: ["--batch-tasks", "8", "--minibatch", "4", "--every", "2", "--warm-up", "0"],
+    eto: ["--batch-tasks", "4", "--every", "2", "--expert", "expert.jsonl"],
+}
+
+
+@pytest.fixture
+def train(fake_world, agent, tmp_path, monkeypatch):
+    """Trains in a folder of that name; returns the lines of updates.jsonl."""
+    monkeypatch.chdir(tmp_path)
+    env = FakeEnv()
+    expert = [sft.demonstrate(env, task) for task in env.task_ids("train")]
+    assert {line["reward"] for line in expert} == {best(WORLD)}
+    (tmp_path / "expert.jsonl").write_text(dump(expert))
+
+    def start(learner, folder, budget, *flags, sft=agent):
+        argv = ["--env", "frozenlake", "--val", "2", "--lr", "0.003", "--budget-in", "env_steps", *FLAGS[learner]]
+        argv += ["--sft", str(sft), "--run", folder, "--name", "x", "--budget", str(budget), *flags]
+        learner.main(argv)
+        return [json.loads(line) for line in (tmp_path / folder / "sft-x.updates.jsonl").read_text().splitlines()]
+
+    return start
+
+
+def contents(folder):
+    return [(folder / name).read_bytes() for name in ("sft-x.updates.jsonl", "sft-x/model.safetensors")]
+
+
+@pytest.mark.parametrize(("learner", "budget", "lr"), [(tree_grpo, 2000, 0.02), (ppo, 2000, 0.01), (eto, 300, 0.003)])
+def test_it_learns_the_best_leaf_of_a_written_world(train, learner, budget, lr):
+    lines = train(learner, "run", budget, "--lr", str(lr))
+    assert lines[0]["val"] < 1 and max(line["val"] or 0 for line in lines) == 1.0
+    assert lines[1]["reward"] < 0.6 < 0.9 < lines[-1]["reward"]
+    for figure in ("batch", "updates", "tokens", "env_steps"):  # sums so far
+        values = [line[figure] for line in lines]
+        assert values == sorted(values) and values[0] == 0 < values[1]
+    if learner is ppo:
+        assert max(line["explained"] for line in lines[1:]) > 0.3
+    if learner is tree_grpo:
+        assert lines[-1]["entropy"] < lines[1]["entropy"] and lines[-1]["kl"] > lines[1]["kl"]
+
+
+@pytest.mark.parametrize("learner", FLAGS)
+def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypatch, learner):
+    budget = 80 if learner is eto else 500
+    flags = ["--lr", "0.0003"] if learner is eto else []
+    train(learner, "one", budget, *flags)
+    step, calls = Learner.step, []
+
+    def stops(*args):
+        calls.append(1)
+        if len(calls) == 11:  # in a batch, between two validations
+            raise KeyboardInterrupt
+        step(*args)
+
+    monkeypatch.setattr(Learner, "step", stops)
+    with pytest.raises(KeyboardInterrupt):
+        train(learner, "again", budget, *flags)
+    meta = json.loads((tmp_path / "again" / "sft-x.meta.json").read_text())  # of what can be played by now
+    assert meta["last"] == meta["best"] and meta["last"]["val"] is not None and meta["passes"]
+    train(learner, "again", budget, *flags)
+    assert len(calls) > 12 and contents(tmp_path / "again") == contents(tmp_path / "one")
+    calls.clear()
+    train(learner, "again", budget, *flags)
+    assert not calls  # nothing is left to do
+    with pytest.raises(UserError, match=r"begun with --lr"):
+        train(learner, "again", budget, "--lr", "0.5")
+    with pytest.raises(UserError, match="spent already: raise --budget"):  # its best agent may have cost more
+        train(learner, "again", 20, *flags)
+    (tmp_path / "again" / "sft-x.resume.pt").unlink()
+    with pytest.raises(UserError, match=r"sft-x.resume.pt.* is missing: --overwrite starts again"):
+        train(learner, "again", budget, *flags)
+
+
+def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monkeypatch):
+    states = []
+
+    def validation(learner, *_):  # best after the first batch
+        states.append({name: w.clone() for name, w in learner.model.state_dict().items()})
+        return {1: 0.1, 2: 0.6}.get(len(states), 0.5)
+
+    monkeypatch.setattr(Learner, "validation", validation)
+    assert [line["val"] for line in train(tree_grpo, "run", 400, "--every", "1")[:3]] == [0.1, 0.6, 0.5]
+    kept = Policy.load(tmp_path / "run" / "sft-x").model.state_dict()
+    assert all(torch.equal(w, states[1][name]) for name, w in kept.items())
+
+
+def test_no_random_number_is_used_twice_and_each_seed_has_its_own(train, tmp_path, monkeypatch):
+    requests, sample = [], Policy.sample
+    monkeypatch.setattr(Policy, "sample", lambda self, batch: requests.extend(batch) or sample(self, batch))
+    keys = []
+    for seed in ("0", "1"):
+        requests.clear()
+        train(tree_grpo, seed, 300, "--seed", seed)
+        keys.append([request.key for request in requests if request.temperature])  # validation is greedy
+    first, second = keys
+    assert len(set(first)) == len(first) > 50 and not set(first) & set(second)
+    monkeypatch.setattr(FakeEnv, "side_by_side", 3)
+    train(tree_grpo, "narrow", 300)
+    assert contents(tmp_path / "narrow") == contents(tmp_path / "0") != contents(tmp_path / "1")
+
+
+@pytest.mark.parametrize("flags", [[], ["--lora", "2"]])
+def test_free_text_and_lora_updates_train_too(train, tmp_path, flags):
+    lines = []
+    for name, top_p in (("free", 1.0), ("likeliest", 0.01)):
+        chat = word_chat(max_new_tokens=6, top_p=top_p)
+        tiny_lm(chat).save_pretrained(tmp_path / name)
+        chat.save(tmp_path / name)
+        lines.append(train(tree_grpo, f"run-{name}", 50, "--entropy", "0.1", *flags, sft=tmp_path / name))
+    # The ratios are of the full distribution, so the trees are drawn from it too, whatever the agent's top_p.
+    assert lines[0] == lines[1] and lines[0][-1]["updates"] == 2 * lines[0][-1]["batch"] >= 2
+    assert lines[0][-1]["entropy"] > 0 and lines[0][-1]["kl"] > 0  # words at random earn nothing: the bonus moves it
+    saved = Policy.load(tmp_path / "run-free" / "sft-x").model.state_dict()
+    assert saved.keys() == tiny_lm(word_chat()).state_dict().keys()  # merged
+
+
+def test_when_to_stop():
+    def line(val=None, flat=0.0, reward=0.5):
+        return {"val": val, "flat": flat, "reward": reward}
+
+    start = line(0.8, None, None)
+    assert why_stop([start, line(0.9), line(0.5)]) == ""  # once may be chance
+    assert "lower --lr" in why_stop([start, line(0.9), line(0.5), line(0.6)])
+    assert why_stop([start, line(0.9), line(0.5), line(0.7)]) == ""
+    flat = [line(flat=0.97) for _ in range(8)]
+    assert "nothing can be learned" in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
+
+
+@pytest.mark.parametrize(
+    ("learner", "flags", "message"),
+    [
+        (tree_grpo, ["--rounds", "0", "-M", "1"], "a task has one trajectory"),
+        (tree_grpo, ["--rounds", "0", "-M", "4", "--advantage", "intra"], "a tree has one trajectory"),
+        (tree_grpo, ["--lora-alpha", "2"], "beside --lora"),
+    ],
+)
+def test_mistakes(train, learner, flags, message):
+    with pytest.raises(UserError, match=message):
+        train(learner, "run", 100, *flags)
