@@ -31,6 +31,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 import envs
@@ -46,19 +47,9 @@ LR = {"alfworld": 1e-4}  # of the tiny model, others LR_TINY; the learning rate 
 LR_TINY = 3e-4
 TEMPERATURE = 1.0  # at which the trees are sampled, since the ratios are of the model's own distribution
 CLIP, DUAL_CLIP = 0.2, 3.0
-FIGURES = ("reward", "flat", "kl", "entropy", "clipped")  # means; flat: tasks whose trajectories earn the same
 PASSES = 6  # a token: the rollout, the old agent, the reference, and an update
 
 # ------------------------------------------------------------------------------------------------------------- rollout
-
-
-@dataclasses.dataclass(frozen=True)
-class Node:
-    """A state of a tree, from which a chain may start, and the decisions that led to it."""
-
-    state: State
-    snapshot: Any
-    decisions: tuple[Decision, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,27 +69,27 @@ def forest(
 ) -> Generator[Sample, list, Group]:
     """M chains, then L rounds in which each tree grows N more: M (N L + 1) leaves. `key` names the noise."""
     observation, info = env.reset(options={"task_id": task_id})
-    root = Node(State.first(env, observation, info), env.snapshot())
-    nodes = [[root] for _ in range(M)]  # of each tree, the root and what is no leaf
+    root = State.first(env, observation, info), env.snapshot(), ()
+    nodes = [[root] for _ in range(M)]  # of each tree the root and what is no leaf: state, snapshot, decisions
     leaves: list[Trajectory] = []
 
-    def chain(tree: int, node: Node) -> Generator[Sample, list, None]:
+    def chain(tree: int, node: tuple[State, Any, tuple[Decision, ...]]) -> Generator[Sample, list, None]:
         """The agent plays from a node of a tree to the end."""
+        state, snapshot, decisions = node
         name = (*key, task_id, len(leaves))
-        env.restore(node.snapshot)
+        env.restore(snapshot)
         env.reseed(zlib.crc32(repr(name).encode()))  # else siblings would slip on the same ice
         done = False
         while not done:
-            request = ask(env, node.state, 1, (*name, len(node.decisions)), rendering, TEMPERATURE)
+            request = ask(env, state, 1, (*name, len(decisions)), rendering, TEMPERATURE)
             (candidate,) = yield request
             observation, reward, terminated, truncated, _ = env.step(parse_action(candidate.text))
             done = terminated or truncated
-            decision = Decision(node.state, candidate.text, request.valid, candidate.ids)
-            state = node.state.then(candidate.text, env.message(observation))
-            node = Node(state, None if done else env.snapshot(), (*node.decisions, decision))
+            decisions = (*decisions, Decision(state, candidate.text, request.valid, candidate.ids))
+            state = state.then(candidate.text, env.message(observation))
             if not done:
-                nodes[tree].append(node)
-        leaves.append(Trajectory(node.decisions, float(reward), tree))
+                nodes[tree].append((state, env.snapshot(), decisions))
+        leaves.append(Trajectory(decisions, float(reward), tree))
 
     for tree in range(M):
         yield from chain(tree, root)
@@ -122,14 +113,10 @@ def env_steps(group: Group) -> int:
 
 def normalised(values: Sequence[float], groups: Sequence[Any], std: bool = True) -> np.ndarray:
     """(x - mean) / (std + 1e-6) within each group, unbiased std; 0 where a group is flat, or of one."""
-    x, A = np.asarray(values, dtype=float), np.zeros(len(values))
-    members: dict[Any, list[int]] = {}
-    for i, group in enumerate(groups):
-        members.setdefault(group, []).append(i)
-    for own in members.values():
-        if len(own) > 1:
-            A[own] = (x[own] - x[own].mean()) / (x[own].std(ddof=1) + 1e-6 if std else 1)
-    return A
+    x = pd.Series(values, dtype=float)
+    members = x.groupby(list(groups))
+    A = x - members.transform("mean")
+    return (A / (members.transform("std") + 1e-6) if std else A).fillna(0.0).to_numpy()
 
 
 def advantages(group: Group, kind: str = "both", discount: float = 1.0, std: bool = True) -> list[np.ndarray]:
@@ -242,17 +229,18 @@ def play(learner: Learner, env: envs.TextEnv, last: dict, args: argparse.Namespa
     return list(drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True))
 
 
-def line_of(last: dict, groups: list[Group], figures: Sequence[Any]) -> dict:
+def line_of(last: dict, groups: list[Group], figures: Sequence[torch.Tensor]) -> dict:
     """The next line of updates.jsonl, from what `update` returned for each minibatch."""
-    rewards = [[trajectory.reward for trajectory in group] for group in groups]
-    flat = np.mean([np.ptp(task) < 1e-9 for task in rewards])
-    means = [np.mean([np.mean(task) for task in rewards]), flat, *np.mean([f.tolist() for f in figures], 0)[:3]]
+    rewards = np.array([[trajectory.reward for trajectory in group] for group in groups])
+    flat = np.ptp(rewards, axis=1) < 1e-9  # tasks whose trajectories earn the same
+    kl, entropy, clipped, _ = np.mean([f.tolist() for f in figures], axis=0)
+    means = {"reward": rewards.mean(), "flat": flat.mean(), "kl": kl, "entropy": entropy, "clipped": clipped}
     return {
         "batch": last["batch"] + 1,
         "updates": last["updates"] + len(figures),
         "tokens": last["tokens"] + int(sum(f[3] for f in figures)),
         "env_steps": last["env_steps"] + sum(map(env_steps, groups)),
-        **{name: round(float(x), 6) for name, x in zip(FIGURES, means, strict=True)},
+        **{name: round(float(mean), 6) for name, mean in means.items()},
     }
 
 
@@ -278,10 +266,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add_update(flags)
     add("--name", help="of the checkpoint RUN/sft-NAME (default: tree_grpo, or grpo with --rounds 0)")
     args = parse(flags, argv)
-    if args.M * (args.draws * args.rounds + 1) < 2:
-        raise UserError(f"-M {args.M} --rounds {args.rounds}: one trajectory has nothing to be compared with")
-    if args.advantage == "intra" and not args.rounds:
-        raise UserError("--advantage intra --rounds 0: trees of one trajectory compare nothing; leave one of them out")
+    if not args.rounds and (args.M == 1 or args.advantage == "intra"):
+        group = "a tree" if args.advantage == "intra" else "a task"
+        raise UserError(f"--rounds 0: {group} has one trajectory, which has nothing to be compared with")
     args.name = args.name or ("tree_grpo" if args.rounds else "grpo")
     return args
 
@@ -294,8 +281,7 @@ def main(argv: list[str] | None = None) -> None:
     def iteration(last: dict) -> dict:
         """Trees of some tasks and the updates on them."""
         groups = play(learner, env, last, args, args.M, args.draws, args.rounds)
-        std = args.normalise == "mean-std"
-        A = [advantages(group, args.advantage, args.discount, std) for group in groups]
+        A = [advantages(group, args.advantage, args.discount, args.normalise == "mean-std") for group in groups]
         parts = [slice(i, i + args.minibatch) for i in range(0, len(groups), args.minibatch)]
         minibatches = [batches(learner, groups[part], A[part]) for part in parts]  # before the first update
         numbered = enumerate(minibatches, last["updates"] + 1)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 from collections import Counter
 
 import numpy as np
@@ -14,9 +13,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import envs
-from experiments import tree_grpo
 from experiments.decisions import Decision, pack_decisions
-from experiments.learning import Learner, why_stop
+from experiments.learning import Learner
 from experiments.tree_grpo import (
     Trajectory,
     advantages,
@@ -28,7 +26,6 @@ from experiments.tree_grpo import (
     policy_loss,
     weights,
 )
-from qlass import UserError
 from qlass.chat import Rendering, State
 from qlass.driver import Sample, drive
 from qlass.policy import Policy
@@ -242,135 +239,3 @@ def test_trees_are_of_the_distribution_that_is_trained(temperature):
             decision = decisions[owner]
             assert value == pytest.approx(drawn[decision.state, decision.action], abs=1e-5)
             assert 0 < h < np.log(len(decision.valid)) + 1e-6
-
-
-def test_a_shared_step_has_the_advantages_of_all_trajectories_through_it():
-    a, b, c = (Decision(State((("user", x),)), x) for x in "abc")
-    tree = [Trajectory(path, reward) for path, reward in [((a, b), 1.0), ((a, c), 0.0), ((c, c), 0.0)]]
-    sums = weights(tree, advantages(tree, "inter"))
-    std = (1 / 3) ** 0.5
-    np.testing.assert_allclose(sums[a], (2 / 3 / std, 1 / 3 / std, 2), atol=1e-4)
-    np.testing.assert_allclose(sums[b], (2 / 3 / std, 0, 1), atol=1e-4)
-    np.testing.assert_allclose(sums[c], (0, 3 * 1 / 3 / std, 3), atol=1e-4)
-
-
-# ---------------------------------------------------------------------------------------------------------- the script
-
-FLAGS = ["--env", "frozenlake", "--lr", "0.003", "--batch-tasks", "8", "--minibatch", "4", "--every", "2", "--val", "2"]
-FLAGS += ["--budget-in", "env_steps"]
-
-
-def lines_of(folder):
-    return [json.loads(line) for line in (folder / "sft-tree_grpo.updates.jsonl").read_text().splitlines()]
-
-
-def contents(folder):
-    names = "sft-tree_grpo.updates.jsonl", "sft-tree_grpo/model.safetensors"
-    return [(folder / name).read_bytes() for name in names]
-
-
-@pytest.fixture
-def train(fake_world, agent, tmp_path):
-    """Trains in a folder of that name; returns the lines of updates.jsonl."""
-
-    def start(name, budget, *flags, sft=agent):
-        tree_grpo.main([*FLAGS, "--run", str(tmp_path / name), "--sft", str(sft), "--budget", str(budget), *flags])
-        return lines_of(tmp_path / name)
-
-    return start
-
-
-def test_it_learns_the_best_leaf_of_a_written_world(train, capsys):
-    lines = train("run", 2000, "--lr", "0.02")
-    assert lines[0]["val"] < 1 and max(line["val"] or 0 for line in lines) == 1.0
-    assert lines[1]["reward"] < 0.6 < 0.9 < lines[-1]["reward"]
-    assert lines[-1]["entropy"] < lines[1]["entropy"] and lines[-1]["kl"] > lines[1]["kl"]
-    assert "validation" in capsys.readouterr().out
-
-
-def test_no_random_number_is_used_twice_and_each_seed_has_its_own(train, tmp_path, monkeypatch):
-    requests, sample = [], Policy.sample
-    monkeypatch.setattr(Policy, "sample", lambda self, asked: requests.extend(asked) or sample(self, asked))
-    keys = []
-    for seed in ("0", "1"):
-        requests.clear()
-        train(seed, 300, "--seed", seed)
-        keys.append([request.key for request in requests if request.temperature])  # validation is greedy
-    first, second = keys
-    assert len(set(first)) == len(first) > 50 and not set(first) & set(second)
-    monkeypatch.setattr(FakeEnv, "side_by_side", 3)
-    train("narrow", 300)
-    assert contents(tmp_path / "narrow") == contents(tmp_path / "0") != contents(tmp_path / "1")
-
-
-def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monkeypatch):
-    states = []
-
-    def validation(learner, *_):  # best after the first batch
-        states.append({name: w.clone() for name, w in learner.model.state_dict().items()})
-        return {1: 0.1, 2: 0.6}.get(len(states), 0.5)
-
-    monkeypatch.setattr(Learner, "validation", validation)
-    assert [line["val"] for line in train("run", 400, "--every", "1")[:3]] == [0.1, 0.6, 0.5]
-    best = Policy.load(tmp_path / "run" / "sft-tree_grpo").model.state_dict()
-    assert all(torch.equal(w, states[1][name]) for name, w in best.items())
-
-
-def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypatch):
-    train("one", 500)
-    batch_of, calls = tree_grpo.batch_of, []
-
-    def stops(*args):
-        calls.append(1)
-        if len(calls) == 4:  # between two validations, a line of which is already written
-            raise KeyboardInterrupt
-        return batch_of(*args)
-
-    monkeypatch.setattr(tree_grpo, "batch_of", stops)
-    with pytest.raises(KeyboardInterrupt):
-        train("again", 500)
-    meta = json.loads((tmp_path / "again" / "sft-tree_grpo.meta.json").read_text())  # of what can be played by now
-    assert meta["last"] == meta["best"] and meta["last"]["val"] is not None and meta["passes"]
-    train("again", 500)
-    finished = len(calls)
-    assert finished > 4 and contents(tmp_path / "again") == contents(tmp_path / "one")
-    train("again", 500)
-    assert len(calls) == finished  # nothing is left to do
-    with pytest.raises(UserError, match="--kl"):
-        train("again", 500, "--kl", "0.5")
-
-
-def test_chains_are_trees_without_rounds(fake_world, agent, tmp_path):
-    tree_grpo.main([*FLAGS, "--run", str(tmp_path), "--sft", str(agent), "--rounds", "0", "-M", "4", "--budget", "50"])
-    assert (tmp_path / "sft-grpo" / "config.json").exists()
-    for flags, message in ((["-M", "1"], "compared with"), (["--advantage", "intra"], "compare nothing")):
-        with pytest.raises(UserError, match=message):
-            tree_grpo.arguments(["--rounds", "0", *flags])
-
-
-def test_when_to_stop():
-    def line(val=None, flat=0.0, reward=0.5):
-        return {"val": val, "flat": flat, "reward": reward}
-
-    start = line(0.8, None, None)
-    assert why_stop([start, line(0.9), line(0.5)]) == ""  # once may be chance
-    assert "lower --lr" in why_stop([start, line(0.9), line(0.5), line(0.6)])
-    assert why_stop([start, line(0.9), line(0.5), line(0.7)]) == ""
-    for reward, advice in ((0.95, "nothing is left to learn"), (0.5, "--entropy"), (0.0, "better agent")):
-        flat = [line(flat=0.97, reward=reward) for _ in range(8)]
-        assert advice in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
-
-
-@pytest.mark.parametrize("flags", [[], ["--lora", "2"]])
-def test_free_text_and_lora_updates_train_too(train, tmp_path, flags):
-    lines = []
-    for name, top_p in (("free", 1.0), ("likeliest", 0.01)):
-        chat = word_chat(max_new_tokens=6, top_p=top_p)
-        tiny_lm(chat).save_pretrained(tmp_path / name)
-        chat.save(tmp_path / name)
-        lines.append(train(f"run-{name}", 50, "--entropy", "0.1", *flags, sft=tmp_path / name))
-    # The ratios are of the full distribution, so the trees are drawn from it too, whatever the agent's top_p.
-    assert lines[0] == lines[1] and lines[0][-1]["updates"] == 2 * lines[0][-1]["batch"] >= 2
-    assert lines[0][-1]["entropy"] > 0 and lines[0][-1]["kl"] > 0  # words at random earn nothing: the bonus moves it
-    saved = Policy.load(tmp_path / "run-free" / "sft-tree_grpo").model.state_dict()
-    assert saved.keys() == tiny_lm(word_chat()).state_dict().keys()  # merged
