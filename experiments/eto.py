@@ -76,28 +76,28 @@ def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, last: State
     return chosen
 
 
-def demonstrated(path: Path, env: envs.TextEnv, most: int | None) -> dict[str, dict]:
-    """The first `most` demonstrations by task, as lines of expert.jsonl; those of an agent's own left out."""
-    lines = {}
+def demonstrated(path: Path, env: envs.TextEnv, most: int | None) -> dict[str, tuple[float, State]]:
+    """Reward and last state of the first `most` demonstrations, by task; those of an agent's own left out."""
+    expert = {}
     for state, record in itertools.islice(read_trajectories(path), most):
         task, reward = known_id(record, env), record.get("reward")
         if record.get("source") != "policy":  # what self-training added
             if task is None or reward is None:
                 raise UserError(f"{path}: a line without task_id or reward can't be compared with the agent")
-            lines[task] = {"task_id": task, "task": state.task, "messages": state.dump(), "reward": reward}
-    return lines
+            expert[task] = reward, state
+    return expert
 
 
 def failures(
-    env: envs.TextEnv, rendering: Rendering, played: Sequence[dict], expert: dict[str, dict]
+    env: envs.TextEnv, rendering: Rendering, played: Sequence[dict], expert: dict[str, tuple[float, State]]
 ) -> Iterator[Preference]:
     """Trajectories of one task whose rewards differ: of the expert and of the agent, the better one first."""
     for line in played:
-        shown = expert[line["task_id"]]
-        if abs(line["reward"] - shown["reward"]) > 1e-6:  # a published file may hold rounded ones
-            pair = sorted((line, shown), key=lambda trajectory: -trajectory["reward"])
-            states = [State.load(trajectory["messages"], trajectory.get("task", "")) for trajectory in pair]
-            yield Preference(*(decisions(env, rendering, line["task_id"], state) for state in states))
+        task, own = line["task_id"], (line["reward"], State.load(line["messages"], line["task"]))
+        shown = expert[task]
+        if abs(own[0] - shown[0]) > 1e-6:  # a published file may hold rounded ones
+            win, lose = (own, shown) if own[0] > shown[0] else (shown, own)
+            yield Preference(*(decisions(env, rendering, task, state) for _, state in (win, lose)))
 
 
 def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Iterator[Preference]:
@@ -160,27 +160,27 @@ def pack_preferences(chat: Chat, preferences: Sequence[Preference], room: int) -
     return packs
 
 
-def train(learner: Learner, preferences: list[Preference], updates: int, args: argparse.Namespace) -> dict:
-    """--epochs passes over the pairs, --batch an update. Returns what it spent, and of the last pass the mean loss and
+def train(learner: Learner, preferences: list[Preference], updates: int, epochs: int, batch: int, beta: float) -> dict:
+    """Passes over the pairs, `batch` of them an update. Returns what it spent, and of the last pass the mean loss and
     the share of pairs that are ranked right."""
-    groups = [preferences[i : i + args.batch] for i in range(0, len(preferences), args.batch)]
+    groups = [preferences[i : i + batch] for i in range(0, len(preferences), batch)]
     minibatches = [pack_preferences(learner.chat, group, learner.room) for group in groups]
     with torch.no_grad():  # the reference may be the model itself, before its first update
         references = [[pack.logprobs(learner.reference) for pack in packs] for packs in minibatches]
     learner.model.train()
-    for _ in range(args.epochs):
+    for _ in range(epochs):
         loss = right = 0.0
         for group, packs, anchors in zip(groups, minibatches, references, strict=True):
             for pack, reference in zip(packs, anchors, strict=True):
                 logp = pack.logprobs(learner.model)
-                losses = dpo_loss(*logp, *reference, args.beta)
+                losses = dpo_loss(*logp, *reference, beta)
                 (losses.sum() / len(group)).backward()
                 win, lose = logp - reference
                 loss += losses.sum().item()
                 right += float((win > lose).sum())
             updates += 1
             learner.step(updates)
-    tokens = args.epochs * sum(len(pack.choices.tree) for packs in minibatches for pack in packs)
+    tokens = epochs * sum(len(pack.choices.tree) for packs in minibatches for pack in packs)
     n = max(1, len(preferences))
     return {"updates": updates, "tokens": tokens, "loss": round(loss / n, 6), "right": round(right / n, 6)}
 
@@ -219,40 +219,34 @@ def main(argv: list[str] | None = None) -> None:
         if not any(any(siblings(env, Rendering(), tree)) for tree in trees):
             raise UserError(f"{args.labels}: no siblings with different q, so nothing to compare")
 
-    def drawn(items: Sequence[Any], last: dict) -> list[Any]:
-        """The next batch, each item once, also where a pass ends in it and the next begins."""
-        return list(dict.fromkeys(batch_of(items, args.seed, last["batch"], args.batch_tasks)))
-
-    def explored(last: dict) -> tuple[list[Preference], dict]:
+    def explored(tasks: list[str], last: dict) -> tuple[list[Preference], dict]:
         """Trajectories of the agent against the expert's, and what they cost and earned."""
         policy = Policy(learner.model, learner.chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
-        tasks = drawn(list(expert), last)
         episodes = (trajectories(env.fork(), task, Method("sample"), learner.chat) for task in tasks)
         sampled = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
         played = [line for (line,) in sampled]
         preferences = list(failures(env, rendering, played, expert))
         return preferences, {
             "reward": round(float(np.mean([line["reward"] for line in played])), 6),
-            "pairs": len(preferences),
             "played": last.get("played", 0) + sum(sum(line["tokens"].values()) for line in played),
             "env_steps": last["env_steps"] + sum(len(line["messages"]) // 2 - 1 for line in played),  # after the "OK"
             "flat": round(1 - len(preferences) / len(played), 6),
         }
 
-    def compared(last: dict) -> tuple[list[Preference], dict]:
+    def compared(numbers: list[int], last: dict) -> tuple[list[Preference], dict]:
         """Siblings of some exploration trees, whose steps count when they are first read."""
-        numbers = drawn(range(len(trees)), last)
         preferences = [pair for i in numbers for pair in siblings(env, rendering, trees[i])]
         fresh = numbers[: max(0, len(trees) - last["batch"] * args.batch_tasks)]
-        env_steps = last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)
-        return preferences, {"pairs": len(preferences), "env_steps": env_steps}
+        return preferences, {"env_steps": last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)}
 
     def iteration(last: dict) -> dict:
         """The next line of updates.jsonl."""
-        preferences, figures = explored(last) if args.pairs == "expert" else compared(last)
-        spent = train(learner, preferences, last["updates"], args)
+        pool, gather = (list(expert), explored) if args.pairs == "expert" else (range(len(trees)), compared)
+        drawn = batch_of(pool, args.seed, last["batch"], args.batch_tasks)
+        preferences, figures = gather(list(dict.fromkeys(drawn)), last)  # each once, where two passes meet
+        spent = train(learner, preferences, last["updates"], args.epochs, args.batch, args.beta)
         spent["tokens"] += last["tokens"]
-        return {"batch": last["batch"] + 1, **spent, **figures}
+        return {"batch": last["batch"] + 1, "pairs": len(preferences), **spent, **figures}
 
     # A token counts three times in an update, and goes through the reference once for all epochs.
     learn(learner, env, iteration, args, [args.labels, args.expert], passes=3 + 1 / args.epochs)
