@@ -31,9 +31,7 @@ def test_each_unique_token_is_computed_once_and_tails_without_a_fork_are_not():
     (p,) = pack_decisions(chat, [Decision(state, v, valid) for v in valid], 2048)
     # Fork 1 behind the prompt: "Thought:" or "Action:". Fork 2 behind "Thought: this Action:".
     assert len(p.tree) == len(chat.prompt(state)) + 3
-    assert (
-        len(p.owner) == 3 and len({(choice, before) for choice, before, _ in p.branches}) == 6
-    )  # a fork at each place
+    assert len(p.owner) == 3 and len({(choice, before) for choice, before, _ in p.branches}) == 6
 
 
 def test_a_trajectory_longer_than_the_room_is_not_computed_again_at_each_step():
