@@ -9,12 +9,12 @@ chooses among valid actions is charged the tokens of its choice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from qlass.chat import Chat, State
 from qlass.paraphrase import reword
-from qlass.records import is_number
 
 
 def read(chat: Chat, trials: Iterable[Iterable[State]]) -> int:
@@ -65,7 +65,7 @@ def outcome(chat: Chat | None, method: Any, best: Sequence[Any], trials: Sequenc
     """What a task's trajectories cost by a `q_search.Method`, and the best of them; chat: None of a player without."""
     steps = []
     for step in best:
-        q = [round(float(score), 4) if is_number(score) else None for score in step.scores]
+        q = [None if score is None or not math.isfinite(score) else round(float(score), 4) for score in step.scores]
         candidates = [{"action": a, "q": value} for a, value in zip(step.candidates, q, strict=True)]
         steps.append({"action": step.action, "observation": step.observation, "candidates": candidates})
     drew = any(step.drawn for step in best)  # else a player without a model

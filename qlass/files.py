@@ -80,9 +80,8 @@ def discard(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[Any]:
+def replacing(path: Path) -> Iterator[Any]:
     """A file opened for writing that takes the place of `path` when the block ends without an error."""
-    path = Path(path)
     if path.exists() and not path.is_file():
         raise UserError(f"{path}: a folder or a device, where a file is to be written: name another")
     with draft_of(path) as draft, open(draft, "w", encoding="utf-8") as out:
@@ -93,7 +92,7 @@ def dumps(record: dict) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
-def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
+def write_jsonl(path: Path, records: Iterable[dict]) -> None:
     """Write all records, or leave the old file as it was."""
     with replacing(path) as out:
         out.writelines(map(dumps, records))
@@ -122,13 +121,12 @@ PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions are
 HASHES: dict[tuple, str] = {}  # by path, size and time of the files, so that a large model is read once
 
 
-def meta_path(output: str | Path) -> Path:
+def meta_path(output: Path) -> Path:
     """trees.jsonl -> trees.meta.json; a checkpoint folder sft -> sft.meta.json."""
-    output = Path(output)
     return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
 
 
-def read_meta(output: str | Path) -> dict[str, Any]:
+def read_meta(output: Path) -> dict[str, Any]:
     """The metadata of an output, {} where there are none."""
     path = meta_path(output)
     if not path.exists():
@@ -145,9 +143,7 @@ def recorded(arguments: dict[str, Any]) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, Path) else v for k, v in arguments.items() if k not in hidden}
 
 
-def write_meta(
-    output: str | Path, arguments: dict[str, Any], inputs: Iterable[Path | None] = (), **figures: Any
-) -> None:
+def write_meta(output: Path, arguments: dict[str, Any], inputs: Iterable[Path | None] = (), **figures: Any) -> None:
     """How `output` came about: arguments, versions, commit, hashes of the inputs, and the figures of the run."""
     record = {
         "arguments": recorded(arguments),
@@ -186,12 +182,12 @@ def sha256(path: Path) -> str:
     return HASHES[files]
 
 
-def changed(path: str | Path, content: str) -> bool:
+def changed(path: Path, content: str) -> bool:
     """Whether an input is there and its hash is another."""
-    return Path(path).exists() and sha256(Path(path)) != content
+    return path.exists() and sha256(path) != content
 
 
-def same_arguments(output: str | Path, arguments: dict[str, Any], free: Iterable[str] = ()) -> None:
+def same_arguments(output: Path, arguments: dict[str, Any], free: Iterable[str] = ()) -> None:
     """Resuming is only sound with the arguments and inputs that the output was begun with; UserError names others.
 
     free: arguments that may be others, as may the inputs that they name.
@@ -204,7 +200,7 @@ def same_arguments(output: str | Path, arguments: dict[str, Any], free: Iterable
             others.append(f"--{name.replace('_', '-')} {begun[name]}, not {value}")
     freely_named = [begun.get(name) for name in free]
     for source, content in metadata.get("inputs", {}).items():
-        if source not in freely_named and changed(source, content):
+        if source not in freely_named and changed(Path(source), content):
             others.append(f"{source}, which has changed since")
     if others:
         way_out = "--overwrite starts again, another --out or --run keeps both"
@@ -213,11 +209,12 @@ def same_arguments(output: str | Path, arguments: dict[str, Any], free: Iterable
 
 def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
     """(what was made, what it was made from and has changed since), of an output and of all that it comes from."""
-    for source, content in read_meta(output).get("inputs", {}).items():
-        if Path(source).resolve() != output.resolve():  # labels may be made anew in their own place
+    inputs = {Path(path): content for path, content in read_meta(output).get("inputs", {}).items()}
+    for source, content in inputs.items():
+        if source.resolve() != output.resolve():  # labels may be made anew in their own place
             if changed(source, content):
-                yield output, Path(source)
-            yield from outdated(Path(source))
+                yield output, source
+            yield from outdated(source)
 
 
 def is_complete(output: Path) -> bool:
@@ -271,14 +268,12 @@ def complete_records(path: Path, complete: Complete) -> tuple[list[dict], int]:
     """
     lines: list[tuple[str, dict]] = []
     ends = [0]
-    at = 0
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as content:
-        for number, line in enumerate(content, 1):
-            at += len(line)
+        for number, line in enumerate(iter(content.readline, b""), 1):
             if line.strip() and line.endswith(b"\n"):
                 where = f"{path}:{number}"
                 lines.append((where, parse_json(line, where)))
-                ends.append(at)
+                ends.append(content.tell())
     keep = complete(lines)
     return [record for _, record in lines[:keep]], ends[keep]
 
@@ -387,13 +382,13 @@ class Output(Resumable):
         if records != self.records:
             write_jsonl(self.path, records)
             self.records = records
-        if self.grown or "seconds" not in read_meta(self.path):  # a stop may have come behind the last line
+        if "seconds" not in read_meta(self.path):  # lines were added, or a stop came behind the last one
             self.describe(**figures, seconds=time.time() - self.started)
         self.lock.close()
 
 
 def delete(output: Path) -> None:
-    """A file or a folder and its metadata, which no other process may be writing."""
+    """A file and its metadata, which no other process may be writing."""
     with locked(output):
-        discard(output)
+        output.unlink(missing_ok=True)
         meta_path(output).unlink(missing_ok=True)

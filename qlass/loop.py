@@ -313,7 +313,8 @@ def is_trained(arguments: dict[str, Any], inputs: Iterable[Path]) -> bool:
             return True
     if arguments["overwrite"] and first:
         shutil.rmtree(partial, ignore_errors=True)
-        files.delete(out)
+        files.meta_path(out).unlink(missing_ok=True)
+        files.discard(out)
     if first:
         partial.mkdir(parents=True, exist_ok=True)
         files.write_meta(out, arguments, inputs)

@@ -14,7 +14,7 @@ import sys
 import typing
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from qlass import UserError
 
@@ -39,10 +39,6 @@ OF_A_NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward
 OF_A_RESULT = ("task_id", "env", "method", "reward", "tokens")
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= 1e30  # not NaN; sums and squares of such are finite
-
-
 def is_chat(value: list) -> bool:
     """Messages of user and assistant in turns, the user first, behind a system message if there is one."""
     if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in value):
@@ -55,13 +51,11 @@ def is_chat(value: list) -> bool:
 RANGES: dict[str, Callable[[Any], Any]] = {  # of fields for which not every value of their kind will do
     "messages": is_chat,
     "env": str.strip,  # more than blanks
-    "tokens": lambda counts: all(map(is_number, counts.values())),
+    "tokens": lambda counts: all(isinstance(count, Number) for count in counts.values()),
 }
 
 
-def wrong(
-    record: dict, needed: Iterable[str], kinds: Mapping[str, Any] = FIELDS, ranges: Mapping[str, Any] = RANGES
-) -> str | None:
+def wrong(record: dict, needed: Iterable[str], kinds: Mapping = FIELDS, ranges: Mapping = RANGES) -> str | None:
     """What is wrong with a record: a field that it needs and lacks, or one that is not of its kind. None: nothing."""
     for name in needed:
         if name not in record:
@@ -69,27 +63,25 @@ def wrong(
     for name, value in record.items():
         kind = kinds.get(name, type(value))
         fits = type(value) in (typing.get_args(kind) or (kind,))
-        if fits and isinstance(value, Number):
-            fits = is_number(value)
-        if fits and name in ranges:
-            fits = ranges[name](value)
-        if not fits:
-            shown = repr(value)
-            return f"{name} can't be {shown if len(shown) < 40 else shown[:36] + ' ...'}"
+        if not fits or (name in ranges and not ranges[name](value)):
+            return f"{name} can't be {value!r:.40}"
     return None
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
+def finite(text: str) -> float:
+    """A number of JSON, but not NaN or Infinity, which Python's reader allows, nor what has no finite square."""
+    if not abs(float(text)) <= 1e30:
+        raise ValueError(f"{text} is not a number")
+    return float(text)
+
+
 def parse_json(content: bytes, where: str, kind: type = dict) -> Any:
-    """The object (or list) that JSON holds. NaN and Infinity, which Python's reader allows, are no numbers."""
-
-    def no_number(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not a number")
-
+    """The object (or list) that JSON holds."""
     try:
-        value = json.loads(content.decode("utf-8-sig"), parse_constant=no_number)
+        value = json.loads(content.decode("utf-8-sig"), parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({error})") from None
     return of_kind(value, where, kind)
@@ -113,9 +105,9 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: can't be read ({error})") from None
 
 
-def records_of(path: str | Path) -> Iterator[tuple[str, dict]]:
+def records_of(path: Path) -> Iterator[tuple[str, dict]]:
     """Each object of JSON Lines, or of a JSON list as in ETO's files, and where it stands: "FILE:LINE"."""
-    if not Path(path).exists():
+    if not path.exists():
         raise UserError(f"{path}: no such file")
     with open(path, "rb") as lines:
         if lines.peek(100).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
@@ -128,12 +120,12 @@ def records_of(path: str | Path) -> Iterator[tuple[str, dict]]:
                 yield where, parse_json(line, where)
 
 
-def read_jsonl(path: str | Path) -> Iterator[dict]:
+def read_jsonl(path: Path) -> Iterator[dict]:
     """The records of a file. UserError names FILE:LINE where one is malformed."""
     return (record for _, record in records_of(path))
 
 
-def read_trees(path: str | Path, needed: Iterable[str] = ()) -> Iterator[list[dict]]:
+def read_trees(path: Path, needed: Iterable[str] = ()) -> Iterator[list[dict]]:
     """Yield one tree at a time as its list of nodes, the root first (trees.jsonl, q_labels.jsonl).
 
     needed: fields that a node must have besides those of every tree; "messages" the root alone.
@@ -174,7 +166,7 @@ def complete_trees(lines: Iterable[tuple[str, dict]]) -> int:
     return sum(map(len, trees_of(lines, ("done", "source"))))
 
 
-def read_results(path: str | Path) -> Iterator[dict]:
+def read_results(path: Path) -> Iterator[dict]:
     """The lines of results.jsonl, ids as they are written."""
     return results_of(records_of(path))
 
@@ -218,15 +210,14 @@ def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
         except (AttributeError, TypeError):  # no list of objects
             messages = []
         system = record.get("system")
-        is_beside = isinstance(system, str) and bool(messages) and messages[0]["role"] != "system"
-        if is_beside and system:
+        if system and isinstance(system, str) and messages and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
         mistake = wrong({name: record[name] for name in CHECKED if record.get(name) is not None}, ())
         if not is_chat(messages) or all(m["role"] != "assistant" for m in messages):
             mistake = "no chat of user and assistant in turns"
         if mistake:
             raise UserError(f"{where}: {mistake} (data/README.md shows the layout)")
-        used = USED | {"system"} if is_beside else USED
+        used = USED | {"system"} if system == messages[0]["content"] else USED
         unused = [name for name in record if record[name] and name not in used]
         unused += [f"{name} of a turn" for name in sorted(set().union(*turns) - OF_A_TURN)]
         for name in unused:
@@ -260,9 +251,7 @@ def known_id(record: dict, env: Any) -> str | None:
     return env.published_id(record) if record.get("task_id") is None else str(record["task_id"])
 
 
-def actions_by_task(
-    path: Path, env: Any, most: int | None = None, rewards: dict[str, float] | None = None
-) -> dict[str, list[str]]:
+def actions_by_task(path: Path, env: Any, most: int | None = None, rewards: dict | None = None) -> dict[str, list[str]]:
     """The actions of each of the first `most` demonstrations, by its task's id or, where a file does not tell it, by
     its first observation; [] for one that several tasks begin with. rewards: takes those that are recorded."""
     demonstrations: dict[str, list[str]] = {}

@@ -63,7 +63,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("x.jsonl", "old")]
     with files.replacing(tmp_path / "x.jsonl") as out:
         out.write("mine\n")
-        error = in_another_process(f"write_jsonl({str(tmp_path / 'x.jsonl')!r}, [])").stderr
+        error = in_another_process(f"write_jsonl(Path({str(tmp_path / 'x.jsonl')!r}), [])").stderr
         assert f"x.jsonl: process {os.getpid()} is writing it" in error
     assert (tmp_path / "x.jsonl").read_text() == "mine\n"
 
