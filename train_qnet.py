@@ -28,12 +28,12 @@ import transformers
 
 import envs
 from qlass import UserError, cli, files, loop, models
-from qlass.chat import PROMPTED
 from qlass.checks import policy_scores, print_ranking, sibling_accuracy
 from qlass.cli import at_least, settle
 from qlass.driver import Score
 from qlass.flags import (
     LORA_LR,
+    PROMPTED,
     add_prompted,
     add_schedule,
     add_training,

@@ -21,11 +21,11 @@ import envs
 from experiments.self_train import trajectories
 from q_search import Method
 from qlass import UserError, models
-from qlass.chat import PROMPTED, Chat, uniforms
+from qlass.chat import Chat, uniforms
 from qlass.cli import at_least, more, needed, parser, settle
 from qlass.driver import Sample, drive
 from qlass.files import checkpoint_folder, draft_of, locked, same_arguments, share, write_jsonl, write_meta
-from qlass.flags import add_memory, add_prompted, check_training, rendering_of, warn_of_another_world
+from qlass.flags import PROMPTED, add_memory, add_prompted, check_training, rendering_of, warn_of_another_world
 from qlass.policy import Policy
 from train_qnet import SMALL
 

@@ -17,7 +17,7 @@ import json
 import math
 import re
 import typing
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,7 @@ def parse_action(text: str) -> str:
     """The executable part: what follows the first "Action:" or, without one, the text as it is.
 
     Actions whose executable parts are equal are the same child of a node ("child nodes that differ", Alg. 2). Capitals
-    and spaces count, as they do in the engines: "Go to desk 1" does nothing where "go to desk 1" goes there.
-    The environment answers that with its own error message: an action that can't be parsed is data, not an exception.
+    and spaces count, as they do in the engines. To what it can't do the environment answers: data, not an exception.
     """
     return text.split("Action:", 1)[-1].strip()
 
@@ -138,8 +137,10 @@ RANGES = {  # of settings for which not every value of their type will do
     "truncate": (None, "oldest").__contains__,
     "date": lambda date: date is None or re.fullmatch(r"\d{4}-\d\d-\d\d", date),
 }
-PROMPTED = ("max_new_tokens", "truncate")  # settings by flag that a prompt depends on, for the agent and QNet alike
-RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all that have a flag
+
+
+class TooLong(UserError):
+    """A prompt and an action are more than the model's context."""
 
 
 class Chat:
@@ -147,17 +148,16 @@ class Chat:
 
     A chat template is read off once as strings around the contents,
 
-        begin [system SYSTEM between] USER ask lead ASSISTANT stop turn USER ask lead ASSISTANT stop ...
+        begin USER ask lead ASSISTANT stop turn USER ask lead ASSISTANT stop ...
 
-    where `lead` is a space or nothing, and `stop` ends with the token that ends the assistant's turn. What these
-    strings make of a conversation is compared with what the template writes. What the assistant writes, `stop`
-    included, is what Eq. (5) trains; everything else is the user's. A message that holds the text of a control token
-    stays text.
+    where `lead` is a space or nothing, and `stop` ends with the token that ends the assistant's turn; a system message
+    stands between the two strings of `system` in place of `begin`. What the assistant writes, `stop` included, is what
+    Eq. (5) trains; everything else is the user's. A message that holds the text of a control token stays text.
     """
 
     PLAIN = (  # for a model without a template of its own
         "{% for m in messages %}{% if m.role == 'user' %}{{ 'User: ' + m.content + '\nAssistant: ' }}"
-        "{% else %}{{ m.content + eos_token + '\n' }}{% endif %}{% endfor %}"
+        "{% else %}{{ m.content ~ eos_token ~ '\n' }}{% endif %}{% endfor %}"
     )
     NO_THOUGHT = "<think>\n\n</think>\n\n"
 
@@ -166,43 +166,23 @@ class Chat:
         ends: Iterable[int] = (),
     ) -> None:  # fmt: skip
         """vocabulary, context: of the model; None: as large as they need be. ends: ids that end a turn too, by the
-        model's generation config."""
+        model's generation config. UserError where the chat template can't be read off."""
         self.tokenizer, self.rendering, self.vocabulary, self.context = tokenizer, rendering, vocabulary, context
-        tokens = tokenizer.added_tokens_decoder.values()
-        self._controls = any_of(token.content for token in tokens if token.special)
-        given = tokenizer.chat_template
-        if isinstance(given, dict):  # several by name, as Command R's
-            given = given.get("default") or next(iter(given.values()))
-        if not given and tokenizer.eos_token is None:
-            raise UserError("its tokenizer has neither a chat template nor an eos_token: set one of them")
-        self.template = self._dated(given or self.PLAIN)
-        roles = ["user", "assistant"] * 2
+        self._controls = any_of(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+        begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]  # as the tokenizer begins any text
+        plain = "{{ bos_token }}" + self.PLAIN if begins else self.PLAIN
         try:
-            self.begin, self.ask, after, *_ = self._around(roles)
+            self.template = self._dated(tokenizer.get_chat_template() if tokenizer.chat_template else plain)
+            self._read_template()
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             reason = f"can't show a chat of user and assistant ({error})"
             raise UserError(f"its chat template {reason}: give its tokenizer another one") from None
-        self.system = self.between = None
-        with contextlib.suppress(jinja2.TemplateError, ValueError):  # it knows no such role, or shows it elsewhere
-            self.system, self.between, *_ = self._around(["system", *roles])
-        # The turn ends with the first token of its own behind the assistant's words, be it special or not.
-        added = any_of(token.content for token in tokens if token.content.strip() and token.content != MARK)
-        end = added.search(after)
-        self.stop, self.turn = (after[: end.end()], after[end.end() :]) if end else (tokenizer.eos_token, after)
-        if self.stop is None:
-            raise UserError("its chat template and its tokenizer name no token that ends an answer: set its eos_token")
-        self.lead = ""
-        self._compare("" if end else self.stop)
-
-        if not given and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]:
-            self.begin = tokenizer.bos_token + self.begin
         if "<think>" in self.template and "</think>" not in self.ask and not rendering.think:
             self.ask += self.NO_THOUGHT
         # A space before the assistant's words is the first word's, as in any text; SentencePiece adds it by itself.
-        without = self.ask.rstrip(" ")
-        if not tokenizer.convert_ids_to_tokens(self._ids("", "a", ""))[0].startswith("▁"):
-            self.lead = self.ask[len(without) :]
-        self.ask = without
+        first = tokenizer.convert_ids_to_tokens(self._ids("", "a", ""))[0]
+        self.lead = "" if first.startswith("▁") else self.ask[len(self.ask.rstrip(" ")) :]
+        self.ask = self.ask.rstrip(" ")
         self.stop_id = self._ids(self.stop, "", "")[-1]
         self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} - {None}  # any of these ends what a model writes
         self._ids = functools.lru_cache(maxsize=100_000)(self._ids)  # type: ignore[method-assign]
@@ -214,6 +194,48 @@ class Chat:
 
     # ------------------------------------------------------------------------------------------- reading the template
 
+    def _read_template(self) -> None:
+        """Read it off two turns. ValueError unless it writes chats of one to four turns, and the prompts within, alike,
+        with a system message and without."""
+        tokenizer, roles = self.tokenizer, ["user", "assistant"] * 4
+        self.begin, self.ask, after = self._around(roles[:4])[:3]
+        self.system: list[str] = []
+        with contextlib.suppress(jinja2.TemplateError, ValueError):  # it knows no such role, or shows it elsewhere
+            self.system = self._around(["system", *roles[:4]])[:2]
+        # The turn ends with the first token of its own behind the assistant's words, be it special or not.
+        added = {token.content for token in tokenizer.added_tokens_decoder.values()} - {MARK}
+        end = any_of(filter(str.strip, added)).search(after)
+        written = after[: end.end()] if end else ""
+        self.stop, self.turn = written or tokenizer.eos_token, after[len(written) :]
+        if self.stop is None:
+            raise UserError("neither its chat template nor its tokenizer ends an answer: set its eos_token")
+
+        words = f"Thought: a\nAction: b{self.stop}"
+        for front, n in itertools.product(filter(None, [[self.begin], self.system]), range(1, 9)):
+            prompt = n % 2 == 1
+            theirs = self._around(["system"] * (len(front) - 1) + roles[:n], words, prompt)
+            ours = [*front, *([self.ask, after] * 4)[: n - 1], self.ask if prompt else written]
+            # How a prompt ends may be less than what comes before an answer (a space), or more (<think>).
+            ends = theirs[-1].startswith(ours[-1]) or (prompt and ours[-1].startswith(theirs[-1]))
+            if theirs[:-1] != ours[:-1] or not ends:
+                there, here = next(pair for pair in zip(theirs, ours, strict=True) if pair[0] != pair[1])
+                raise ValueError(f"of {n} messages it writes {there[-60:]!r}, by two turns expected: {here[-60:]!r}")
+
+    def _around(self, roles: Sequence[str], inside: str = "", prompt: bool = False) -> list[str]:
+        """What the template writes before, between and behind the contents of messages with these roles.
+
+        inside: a text that each content holds. ValueError where it shows them otherwise than each once and in turn.
+        """
+        words = [f"§{i}{inside}§" for i in range(len(roles))]
+        turns = [{"role": role, "content": content} for role, content in zip(roles, words, strict=True)]
+        options = {"tokenize": False, "add_generation_prompt": prompt}
+        shown = self.tokenizer.apply_chat_template(turns, chat_template=self.template, **options)
+        shown = shown.replace(self.NO_THOUGHT, "")  # some write it in the last turn alone
+        parts = re.split(f"({any_of(words).pattern})", shown)
+        if parts[1::2] != words:
+            raise ValueError("it does not show all messages as they are, each once and in turn")
+        return parts[::2]
+
     def _dated(self, template: str) -> str:
         """A template that prints today's date prints the checkpoint's, so that its prompts stay what they were."""
         if "strftime_now" not in template:
@@ -224,69 +246,16 @@ class Chat:
         written = "".join(f".replace({form!r}, {day.strftime(form)!r})" for form in forms)
         return "{% macro strftime_now(form) %}{{ form" + written + " }}{% endmacro %}{{ '' }}" + template
 
-    def _shown(self, messages: Sequence[tuple[str, str]], prompt: bool = False) -> str:
-        """What the template writes."""
-        turns = [{"role": role, "content": content} for role, content in messages]
-        options = {"tokenize": False, "add_generation_prompt": prompt}
-        return self.tokenizer.apply_chat_template(turns, chat_template=self.template, **options)
-
-    def _around(self, roles: Sequence[str]) -> list[str]:
-        """What the template writes before, between and behind the contents of messages with these roles."""
-        parts = re.split(r"§(\d)§", self._shown([(role, f"§{i}§") for i, role in enumerate(roles)]))
-        if parts[1::2] != [str(i) for i in range(len(roles))]:
-            raise ValueError("not all messages are shown, each once and in turn")
-        return parts[::2]
-
-    def _compare(self, unwritten: str) -> None:
-        """UserError unless chats of one to four turns, and the prompts within, read as the template writes them.
-
-        unwritten: an end of the assistant's turns that is ours, where the template has none.
-        """
-        words = {"user": f"go to desk 1\nand look {self.stop.strip()} at it", "assistant": "Thought: a\nAction: b"}
-        chat = [(role, words[role]) for role in ["user", "assistant"] * 4]
-        for system in ([], [("system", "be brief")]) if self.system is not None else ([],):
-            for n in range(1, 9):
-                theirs = self._shown(system + chat[:n], prompt=n % 2 == 1)
-                ours = "".join(itertools.chain(*self._pieces(system + chat[:n])))
-                # A reasoning model may show that it did not think in its last turn alone.
-                ours, theirs = (re.sub(any_of([self.NO_THOUGHT, unwritten]), "", text) for text in (ours, theirs))
-                # How a prompt ends may be less than what comes before an answer (a space), or more (<think>).
-                if not theirs.startswith(ours[: len(theirs)] if n % 2 else ours):
-                    end = next(i for i in range(len(ours) + 1) if not theirs.startswith(ours[:i]))
-                    there, here = (repr(text[max(0, end - 20) :][:40]) for text in (theirs, ours))
-                    raise UserError(
-                        f"its chat template can't be read off: of {n} messages it writes {there}, where two turns let "
-                        f"expect {here}: give its tokenizer another chat_template"
-                    )
-
-    # --------------------------------------------------------------------------------------------------------- tokens
-
-    def _pieces(self, messages: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
-        """Of each message what stands before its words, these, and what stands behind; a system's are the user's."""
-        before = self.begin
-        for role, words in messages:
-            if role == "system":
-                if self.system is None:
-                    raise UserError("its chat template has no system message in front: put it into the instruction")
-                before = self.system + words + self.between
-            elif role == "assistant":
-                yield self.lead, words, self.stop
-                before = self.turn
-            else:
-                yield before, words, self.ask
+    # ----------------------------------------------------------------------------------------------- tokens and actions
 
     def _ids(self, before: str, content: str, after: str) -> list[int]:
         """Tokens of the three texts joined; in the middle one, control tokens are no more than their characters."""
-        if self._controls.search(content):
-            from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
+        from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
-            ids = encode_marked_chat(self.tokenizer, before + mark_control_tokens(content, self._controls) + after)
-        else:
-            ids = self.tokenizer(before + content + after, add_special_tokens=False).input_ids
+        ids = encode_marked_chat(self.tokenizer, before + mark_control_tokens(content, self._controls) + after)
         if self.vocabulary and max(ids, default=0) >= self.vocabulary:
             token = self.tokenizer.convert_ids_to_tokens(max(ids))
-            reason = f"of which the model of {self.vocabulary:,} knows nothing"
-            raise UserError(f"the tokenizer writes {token!r}, {reason}: was the checkpoint's folder mixed from two?")
+            raise UserError(f"the tokenizer writes {token!r}, which the model lacks; was the folder mixed from two?")
         return ids
 
     def message_tokens(self, state: State) -> list[list[int]]:
@@ -296,76 +265,28 @@ class Chat:
         templates do.
         """
         messages = [(role, content.strip()) for role, content in state.messages]
-        at = int(messages[0][0] == "system")
-        messages[at:] = with_aids(messages[at:], state.task, self.rendering)
-        return [self._ids(*piece) for piece in self._pieces(messages)]
-
-    def prompt_tokens(self, state: State) -> list[list[int]]:
-        """`message_tokens` of a prompt that leaves the model room for an action; UserError where it does not."""
-        lists = self._cut(state)
-        length = sum(map(len, lists))
-        if length > self.room:
-            ways = [] if self.rendering.truncate else ["--truncate oldest leaves out the oldest turns"]
-            ways.append("--max-new-tokens makes room, as does a shorter --instruction")
-            raise UserError(
-                f"a prompt of {length:,} tokens and an action of up to {self.rendering.max_new_tokens:,} are more than "
-                f"the model's context of {self.context:,}: {', '.join(ways)}"
-            )
+        before, lists = self.begin, []
+        if messages[0][0] == "system":
+            if not self.system:
+                raise UserError("its chat template has no system message in front: put it into the instruction")
+            before = self.system[0] + messages.pop(0)[1] + self.system[1]
+        for role, content in with_aids(messages, state.task, self.rendering):
+            if role == "assistant":
+                lists.append(self._ids(self.lead, content, self.stop))
+                before = self.turn
+            else:
+                lists.append(self._ids(before, content, self.ask))
         return lists
-
-    def prompt(self, state: State) -> list[int]:
-        return [token for tokens in self.prompt_tokens(state) for token in tokens]
-
-    @property
-    def room(self) -> float:
-        """Tokens that a prompt may have."""
-        return math.inf if self.context is None else self.context - self.rendering.max_new_tokens
-
-    def _cut(self, state: State) -> list[list[int]]:
-        """`message_tokens`; with --truncate without the oldest turns, and at the last without the end of the last
-        observation, as far as the model's context asks for it."""
-        lists = self.message_tokens(state)
-        if self.rendering.truncate is None:
-            return lists
-        oldest = slice(self.stays(state), self.stays(state) + 2)
-        while sum(map(len, lists)) > self.room and len(lists) > oldest.stop:
-            del lists[oldest]
-        beyond = sum(map(len, lists)) - self.room
-        ask = self._ids("", "", self.ask)
-        if 0 < beyond <= len(lists[-1]) - len(ask):
-            lists[-1] = lists[-1][: len(lists[-1]) - len(ask) - int(beyond)] + ask
-        return lists
-
-    def fits(self, state: State, action: str = "") -> bool:
-        """Can the model read this state, cut as --truncate says, and write an action, this one too?"""
-        prompt = sum(map(len, self._cut(state)))
-        both = prompt + len(self.action(action, state.task))
-        return prompt <= self.room and both <= (self.context or math.inf)
-
-    def is_cut(self, state: State) -> bool:
-        """Does its prompt lack what --truncate leaves out?"""
-        cut = self.rendering.truncate is not None
-        return cut and sum(map(len, self._cut(state))) < sum(map(len, self.message_tokens(state)))
-
-    def stays(self, state: State) -> int:
-        """How many lists at the front of a prompt are never cut: the instruction, and the task where it comes apart."""
-        turns = [message for message in state.messages if message[0] != "system"]
-        agreement = ("assistant", self.rendering.agreement or "OK")
-        alone = self.rendering.compact or self.rendering.markov or turns[1:2] != [agreement]
-        return 1 if alone else 3
 
     def action(self, text: str, task: str, prompt: int = 0) -> list[int]:
         """Tokens of an action as the assistant writes it, the token that ends its turn included.
 
-        prompt: length of what it stands behind; UserError where both are more than the model's context.
+        prompt: length of what it stands behind; TooLong where both are more than the model's context.
         """
         text = mark(text.strip(), task) if self.rendering.mark_matches else text.strip()
         ids = self._ids(self.lead, text, self.stop)
-        if prompt and prompt + len(ids) > (self.context or math.inf):
-            raise UserError(
-                f"a prompt of {prompt:,} tokens and an action of {len(ids):,} are more than the model's context of "
-                f"{self.context:,}: --truncate oldest with --max-new-tokens {len(ids)} makes room for it"
-            )
+        if prompt:
+            self._check(prompt, len(ids))
         return ids
 
     def text(self, ids: Sequence[int]) -> str:
@@ -380,6 +301,51 @@ class Chat:
         for stop in self.rendering.stop:
             text = text.split(stop, 1)[0]
         return (unmark(text) if self.rendering.mark_matches else text).strip()
+
+    # -------------------------------------------------------------------------------------- within the model's context
+
+    def prompt_tokens(self, state: State) -> list[list[int]]:
+        """`message_tokens` of a prompt that leaves the model room for an action; TooLong where it does not. With
+        --truncate, as far as need be, without the oldest turns and, at the last, the end of the last observation."""
+        lists, action = self.message_tokens(state), self.rendering.max_new_tokens
+        if self.rendering.truncate:
+            room, front = (self.context or math.inf) - action, self.stays(state)
+            while sum(map(len, lists)) > room and len(lists) > front + 2:
+                del lists[front : front + 2]
+            beyond = sum(map(len, lists)) - room
+            ask = self._ids("", "", self.ask)
+            if 0 < beyond <= len(lists[-1]) - len(ask):
+                lists[-1] = lists[-1][: -beyond - len(ask)] + ask
+        self._check(sum(map(len, lists)), action)
+        return lists
+
+    def prompt(self, state: State) -> list[int]:
+        return [token for tokens in self.prompt_tokens(state) for token in tokens]
+
+    def _check(self, prompt: int, action: int) -> None:
+        if prompt + action > (self.context or math.inf):
+            turns = "" if self.rendering.truncate else "--truncate oldest leaves out the oldest turns, "
+            raise TooLong(
+                f"a prompt of {prompt:,} tokens and an action of {action:,} are more than the model's context of "
+                f"{self.context:,}: {turns}--max-new-tokens is the action's room, a shorter --instruction makes more"
+            )
+
+    def stays(self, state: State) -> int:
+        """How many lists at the front of a prompt are never cut: the instruction, and the task where it comes apart."""
+        apart = ("assistant", self.rendering.agreement or "OK") in state.messages[1:3]  # a system message may be first
+        return 3 if apart and not self.rendering.compact and not self.rendering.markov else 1
+
+    def is_cut(self, state: State) -> bool:
+        """Does its prompt lack what --truncate leaves out?"""
+        return len(self.prompt(state)) < sum(map(len, self.message_tokens(state)))
+
+    def fits(self, state: State, action: str) -> bool:
+        """Can the model read this state, cut as --truncate says, and write any action, this one too?"""
+        try:
+            self.action(action, state.task, len(self.prompt(state)))
+        except TooLong:
+            return False
+        return True
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from qlass import UserError
-from qlass.chat import PROMPTED, RENDERED, Rendering
+from qlass.chat import Rendering
 from qlass.cli import at_least, choices
 from qlass.files import read_meta
 
 LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
+PROMPTED = ("max_new_tokens", "truncate")  # of a Rendering: what a prompt depends on, for the agent and QNet alike
+RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all of it that has a flag
 
 
 def add_loading(parser: Any) -> None:

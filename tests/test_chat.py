@@ -301,7 +301,7 @@ def test_thinking_models_with_and_without_their_thoughts():
 def test_a_token_that_the_model_lacks_is_an_error_only_where_it_occurs():
     tokenizer = CHATS["chatml"].tokenizer
     chat = Chat(tokenizer, Rendering(), vocabulary=len(tokenizer) - 1)  # it pads
-    with pytest.raises(UserError, match="knows nothing"):
+    with pytest.raises(UserError, match="which the model lacks"):
         Chat(tokenizer, Rendering(), vocabulary=100).prompt(STATE)
     assert chat.prompt(STATE) == CHATS["chatml"].prompt(STATE)
 
@@ -325,11 +325,11 @@ def test_prompts_beyond_the_context(agent_context=40):
     lists, whole = chat.prompt_tokens(together), chat.message_tokens(together)
     assert len(lists) < len(whole) and lists[0] == whole[0] and lists[1:] == whole[1 - len(lists) :]
     page = State((*state.messages[:2], ("user", "left " * 60)), "")  # at the last, a page loses its own end
-    assert len(chat.prompt(page)) == 35 and chat.is_cut(page) and chat.fits(page)
+    assert len(chat.prompt(page)) == 35 and chat.is_cut(page) and chat.fits(page, "")
     whole = [token for tokens in chat.message_tokens(page) for token in tokens]
     assert chat.prompt(page) == [*whole[:34], whole[-1]]  # <agent>: it is the agent's turn
     chat.context = 8
-    assert not chat.fits(state)
+    assert not chat.fits(state, "")
     with pytest.raises(UserError, match="context of 8: --max-new-tokens"):  # no advice of a flag that is given
         chat.prompt_tokens(state)
 
@@ -414,7 +414,7 @@ def test_a_chat_without_an_end_of_the_turn_is_refused():
     with pytest.raises(UserError, match="set its eos_token"):
         Chat(tokenizer, Rendering())
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="neither a chat template nor an eos_token"):
+    with pytest.raises(UserError, match="set its eos_token"):
         Chat(tokenizer, Rendering())
 
 
