@@ -82,7 +82,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     chat = Endpoint(args.server).chat if args.server else None
-    answers = {Reflect: lambda requests: [chat(request.state.messages)[0] for request in requests]}
+    answers = {Reflect: lambda requests: [chat(request.state.messages) for request in requests]}
     q_search.main(args.argv, answers, planned=lambda env, names, Ms, Ns, *_: planned(args.stop, Ns or [4], bool(chat)))
 
 

@@ -22,25 +22,20 @@ def read(chat: Chat, trials: Iterable[Iterable[State]]) -> int:
 
     Where the oldest turns are left out, what follows them is read again, the agent's words too.
     """
-    lengths: dict[State, int] = {}
+    fresh: dict[State, list[list[int]]] = {}
     for states in trials:
         for t, state in enumerate(states):
-            if state not in lengths:
-                turns = chat.prompt_tokens(state)
-                if t == 0:
-                    new = turns[::2]
-                elif chat.is_cut(state):
-                    new = turns[chat.stays(state) :]
-                else:
-                    new = turns[-1:]
-                lengths[state] = sum(map(len, new))
-    return sum(lengths.values())
+            if state not in fresh:
+                lists = chat.prompt_tokens(state)
+                later = slice(chat.stays(state) if chat.is_cut(state) else -1, None)
+                fresh[state] = lists[later] if t else lists[::2]
+    return sum(len(tokens) for lists in fresh.values() for tokens in lists)
 
 
-def tokens(chat: Chat, trials: Sequence[Sequence[Any]], scored: Callable[[Any], list[str]]) -> dict[str, int]:
+def tokens(chat: Chat | None, trials: Sequence[Sequence[Any]], scored: Callable[[Any], list[str]]) -> dict[str, int]:
     """The costs of some trajectories of a task, from their steps' states and draws (`driver.Step`).
 
-    scored: the actions of a step that QNet reads.
+    chat: None where nothing is drawn or scored. scored: the actions of a step that QNet reads.
     """
     by_policy, again = [], 0
     for steps in trials:
@@ -52,12 +47,12 @@ def tokens(chat: Chat, trials: Sequence[Sequence[Any]], scored: Callable[[Any], 
         cached = wordings if len(wordings) == 1 else wordings & {own}
         by_policy += [[reword(state, wording) for state in states] for wording in cached]
         again += sum(len(chat.prompt(reword(states[-1], wording))) for wording in wordings - cached)
-    environment = read(chat, ([step.state for step in steps] for steps in trials))
     by_qnet = {(step.state, action) for steps in trials for step in steps for action in scored(step)}
+    environment = read(chat, ([step.state for step in steps] for steps in trials)) if by_qnet else 0
     return {
         "prompt": read(chat, by_policy) + again,
         "generated": sum(candidate.tokens for steps in trials for step in steps for candidate in step.drawn),
-        "scored": sum(len(chat.action(action, state.task)) for state, action in by_qnet) + environment * bool(by_qnet),
+        "scored": sum(len(chat.action(action, state.task)) for state, action in by_qnet) + environment,
     }
 
 
@@ -68,14 +63,13 @@ def outcome(chat: Chat | None, method: Any, best: Sequence[Any], trials: Sequenc
         q = [None if score is None or not math.isfinite(score) else round(float(score), 4) for score in step.scores]
         candidates = [{"action": a, "q": value} for a, value in zip(step.candidates, q, strict=True)]
         steps.append({"action": step.action, "observation": step.observation, "candidates": candidates})
-    drew = any(step.drawn for step in best)  # else a player without a model
     reward = best[-1].reward
     fields = {
         "task": best[0].state.task, "reward": reward, "success": reward > 1 - 1e-9, "n_steps": len(best),
-        "tokens": tokens(chat, trials, method.read_by_qnet) if drew else {"prompt": 0, "generated": 0, "scored": 0},
+        "tokens": tokens(chat, trials, method.read_by_qnet),
         "env_steps": sum(method.env_steps(step) for trial in trials for step in trial), "resets": len(trials),
         "seconds": round(seconds, 3), "steps": steps,
     }  # fmt: skip
-    if drew and chat.rendering.truncate:
+    if any(step.drawn for step in best) and chat.rendering.truncate:
         fields["cut_prompts"] = sum(chat.is_cut(step.state) for trial in trials for step in trial)
     return fields

@@ -7,6 +7,8 @@ does in the paper.
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from qlass.cli import at_least
 from qlass.driver import Candidate, Sample
 from qlass.server import Endpoint
 
-Reworder = Callable[[list[tuple[str, int]]], list[str]]  # of (task, wording's index, where 0 is the task)
+Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording
 
 PROMPT = (
     "Say the following shopping request in other words. Keep all that it asks for: the product, its attributes, each "
@@ -44,54 +46,46 @@ def reword(state: State, wording: str) -> State:
 class Paraphrased:
     """Answers `Sample` requests as `sample` does, candidate k of trial n under wording n M + k of the task.
 
-    wordings: how many there are of each task, counted with the original; 0: all different.
+    wordings: how many there are of each task, counted with the original; 0: all different. Each is asked for once.
     """
 
-    def __init__(self, sample: Callable, reworded: Reworder, wordings: int = 0) -> None:
-        self.sample, self.reworded, self.wordings = sample, reworded, wordings or sys.maxsize
+    def __init__(self, sample: Callable, reworder: Reworder, wordings: int = 0) -> None:
+        self.sample, self.reworder, self.wordings = sample, functools.cache(reworder), wordings or sys.maxsize
 
     def __call__(self, requests: list[Sample]) -> list[list[Candidate]]:
         """A request's key is (task, trial, step)."""
-        pairs = [(r.state.task, (r.key[1] * r.n + k) % self.wordings) for r in requests for k in range(r.n)]
-        words = iter(self.reworded(pairs))
-        parts: list[list[Sample]] = []  # of each request, one for each wording
-        for r in requests:
-            counts = Counter(next(words) for _ in range(r.n))
-            keys = {wording: r.key if wording == r.state.task else (*r.key, wording) for wording in counts}
-            parts.append([dataclasses.replace(r, state=reword(r.state, w), n=counts[w], key=keys[w]) for w in counts])
-        drawn = iter(self.sample([part for several in parts for part in several]))
-        return [
-            [dataclasses.replace(c, task=part.state.task) for part in several for c in next(drawn)] for several in parts
-        ]
+        pairs = [[(r.state.task, (r.key[1] * r.n + k) % self.wordings) for k in range(r.n)] for r in requests]
+        distinct = list(dict.fromkeys(itertools.chain(*pairs)))
+        with ThreadPoolExecutor(8) as pool:
+            words = dict(zip(distinct, pool.map(lambda pair: self.reworder(*pair), distinct), strict=True))
+        parts: list[list[Sample]] = [[] for _ in requests]  # of each request, one for each wording
+        for r, own, several in zip(requests, pairs, parts, strict=True):
+            for wording, n in Counter(words[pair] for pair in own).items():
+                key = r.key if wording == r.state.task else (*r.key, wording)
+                several.append(dataclasses.replace(r, state=reword(r.state, wording), n=n, key=key))
+        drawn = iter(self.sample(list(itertools.chain(*parts))))
+        return [[dataclasses.replace(c, task=p.state.task) for p in several for c in next(drawn)] for several in parts]
 
 
-def by_rules(env: Any) -> Reworder:
-    return lambda requests: [env.paraphrase(task, index) for task, index in requests]
+def by_server(url: str, **options: Any) -> Reworder:
+    """Wordings by an OpenAI-compatible chat server."""
+    server = Endpoint(url, "--paraphrase-server", **options)
 
-
-class Server(Endpoint):
-    """A `Reworder` by an OpenAI-compatible chat server, which is asked for each wording once."""
-
-    def __init__(self, url: str, **options: Any) -> None:
-        super().__init__(url, "--paraphrase-server", **options)
-        self.wordings: dict[tuple[str, int], str] = {}
-
-    def ask(self, request: tuple[str, int]) -> str:
-        task, index = request
+    def ask(task: str, index: int) -> str:
+        if index == 0:
+            return task
         for attempt in range(3):  # an empty answer would come again with the same seed
             options = {"temperature": 0.7, "max_tokens": 200, "seed": 1000 * index + attempt}
-            text, _ = self.chat([("user", PROMPT + task)], **options)
+            text = server.chat([("user", PROMPT + task)], **options)
             if text := " ".join(text.split()).strip("\"' "):
                 return text
-        raise UserError(f"{self.name}: {self.model} has no words for {task!r}; --paraphrase has rules")
+        raise UserError(f"{server.name}: {server.model} has no words for {task!r}; --paraphrase has rules")
 
-    def __call__(self, requests: list[tuple[str, int]]) -> list[str]:
-        fresh = [r for r in dict.fromkeys(requests) if r[1] and r not in self.wordings]
-        with ThreadPoolExecutor(8) as pool:
-            self.wordings |= zip(fresh, pool.map(self.ask, fresh), strict=True)
-        return [self.wordings.get(r, r[0]) for r in requests]
+    return ask
 
 
 def paraphrased(sample: Callable, env: Any, wordings: int | None, server: str | None) -> Callable:
     """What answers the Sample requests of a search; wordings None: as `sample` does."""
-    return sample if wordings is None else Paraphrased(sample, Server(server) if server else by_rules(env), wordings)
+    if wordings is None:
+        return sample
+    return Paraphrased(sample, by_server(server) if server else env.paraphrase, wordings)

@@ -15,8 +15,8 @@ from environments.webshop.paraphrase import clauses, paraphrase, wordings
 from q_search import Method
 from qlass import UserError, costs
 from qlass.chat import State
-from qlass.driver import Candidate, Score, drive
-from qlass.paraphrase import Paraphrased, Server, by_rules, reword
+from qlass.driver import Candidate, Sample, Score, drive
+from qlass.paraphrase import Paraphrased, by_server, reword
 
 TASK = "i need a red cotton shirt with color: navy, and size: x-large, and price lower than 60.00 dollars"
 
@@ -69,7 +69,7 @@ def test_units_and_openings():
 def test_the_same_index_is_the_same_wording_and_zero_the_task():
     other = paraphrase(TASK, 3)
     assert paraphrase(TASK, 0) == TASK != other
-    assert by_rules(envs.make("webshop"))([(TASK, 3), (TASK, 0), (TASK, 3)]) == [other, TASK, other]
+    assert [envs.make("webshop").paraphrase(TASK, index) for index in (3, 0, 3)] == [other, TASK, other]
     few = wordings("i need a lamp")
     assert paraphrase("i need a lamp", 1) == paraphrase("i need a lamp", 1 + len(few))  # the rules have no more
 
@@ -133,12 +133,12 @@ def sample(requests):
 
 
 def guided(method: Method, trial: int, wordings: int):
-    """The trajectory, the states that were scored, and, call by call, what the model and the paraphraser were asked."""
+    """The trajectory, the states that were scored, what the model was asked, call by call, and the reworder."""
     scored, drawn, reworded = [], [], []
 
-    def rules(requests):
-        reworded.append([index for _, index in requests])
-        return [paraphrase(*request) for request in requests]
+    def rules(task, index):
+        reworded.append(index)
+        return paraphrase(task, index)
 
     def model(requests):
         drawn.append(requests)
@@ -148,8 +148,9 @@ def guided(method: Method, trial: int, wordings: int):
         if isinstance(request, Score):
             scored.append(request.state)
             return [float("c1" in action) for action in request.actions]  # Q is 1 for candidate "c1"
-        return Paraphrased(model, rules, wordings)([request])[0]
+        return rephrased([request])[0]
 
+    rephrased = Paraphrased(model, rules, wordings)
     steps, _ = run(q_search.episode(Shop(), "t", method, trial, word_chat().rendering), answer)
     return steps, scored, drawn, reworded
 
@@ -176,7 +177,7 @@ def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_orig
 
 
 def test_trials_continue_with_further_wordings_and_start_again_after_the_last():
-    assert [guided(Method("qlass", M=2), trial, 3)[-1][0] for trial in range(3)] == [[0, 1], [2, 0], [1, 2]]
+    assert [set(guided(Method("qlass", M=2), trial, 3)[-1]) for trial in range(3)] == [{0, 1}, {2, 0}, {1, 2}]
 
 
 def test_the_driver_answers_lists_and_single_requests_together():
@@ -221,9 +222,16 @@ def server():
 
 def test_server_is_asked_once_for_each_wording(server):
     url, _, seen = server
-    asked_of = Server(url)
-    assert asked_of([(TASK, 0), (TASK, 1), (TASK, 1)]) == [TASK, "in other words", "in other words"]
-    assert asked_of([(TASK, 1)]) == ["in other words"]
+    prompted = []
+
+    def model(requests):
+        prompted.extend(r.state.task for r in requests)
+        return [[Candidate("Action: a", 2, -1.0)] * r.n for r in requests]
+
+    rephrased = Paraphrased(model, by_server(url), 2)
+    for trial in range(2):
+        rephrased([Sample(State((("user", TASK),), TASK), 2, (TASK, trial, step), 1.0) for step in range(3)])
+    assert prompted == [TASK, "in other words"] * 6
     (body,) = seen
     assert body["model"] == "first" and body["messages"][0]["content"].endswith(TASK)
 
@@ -231,10 +239,10 @@ def test_server_is_asked_once_for_each_wording(server):
 def test_server_that_fails_for_a_moment_or_for_good(server):
     url, script, seen = server
     script += [503, "", ' "one\n line" ']
-    assert Server(url)([(TASK, 1)]) == ["one line"]
+    assert by_server(url)(TASK, 1) == "one line"
     assert len(seen) == 3 and seen[1]["seed"] != seen[2]["seed"]  # an empty answer would come again
     for turns, message in (([404], "404.*no such model"), ([500] * 3, "500"), ([""] * 3, "no words.*--paraphrase has")):
         script += turns
         with pytest.raises(UserError, match=f"--paraphrase-server.*{message}"):
-            Server(url, retries=2)([(TASK, 1)])
+            by_server(url, retries=2)(TASK, 1)
         assert not script

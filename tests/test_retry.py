@@ -69,7 +69,7 @@ def test_a_plan_stands_in_the_next_prompt_and_costs_its_tokens():
 def test_the_command_line(tmp_path, agent, fake_world, monkeypatch):
     plans = {}
     monkeypatch.setattr(Endpoint, "__init__", lambda self, url: None)
-    monkeypatch.setattr(Endpoint, "chat", lambda self, messages: ("go right", {}))
+    monkeypatch.setattr(Endpoint, "chat", lambda self, messages: "go right")
 
     def search(argv, answers, planned):
         plans["methods"] = [str(method) for method in planned(None, [], [2], [2], "q", True)]

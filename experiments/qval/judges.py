@@ -42,7 +42,7 @@ class Judge:
         def one(question: Question) -> str:
             seed = int(uniforms(1, *question.key)[0] * 2**31)
             settings = {"temperature": question.temperature, "seed": seed, "max_tokens": ROOM}
-            return self.server.chat([("user", question.text)], **settings)[0]
+            return self.server.chat([("user", question.text)], **settings)
 
         with ThreadPoolExecutor(self.side_by_side) as pool:
             return list(pool.map(one, questions))
