@@ -269,10 +269,9 @@ def main(argv: list[str] | None = None) -> None:
     if not tasks:
         raise UserError(f"{args.env}: no training tasks")
     file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
-    rewards: dict[str, float] = {}
-    expert = None
+    expert, rewards = None, {}
     if not args.no_expert:
-        expert = actions_by_task(file, env, most, rewards) if file else {}
+        expert, rewards = actions_by_task(file, env, most) if file else ({}, {})
         if args.expert:
             tell_matches(env, tasks, expert, args.expert)
     args.expert = file

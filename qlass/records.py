@@ -251,21 +251,22 @@ def known_id(record: dict, env: Any) -> str | None:
     return env.published_id(record) if record.get("task_id") is None else str(record["task_id"])
 
 
-def actions_by_task(path: Path, env: Any, most: int | None = None, rewards: dict | None = None) -> dict[str, list[str]]:
-    """The actions of each of the first `most` demonstrations, by its task's id or, where a file does not tell it, by
-    its first observation; [] for one that several tasks begin with. rewards: takes those that are recorded."""
+def actions_by_task(path: Path, env: Any, most: int | None = None) -> tuple[dict[str, list[str]], dict[str, float]]:
+    """The actions, and the rewards that are recorded, of each of the first `most` demonstrations: by its task's id or,
+    where a file does not tell it, by its first observation; no actions for one that several tasks begin with."""
     demonstrations: dict[str, list[str]] = {}
+    rewards: dict[str, float] = {}
     for state, record in itertools.islice(read_trajectories(path), most):
         if record.get("source") == "policy":  # self-training keeps what the agent did in one file with them
             continue
         at = agreed(state.messages)
         observation = [content for role, content in state.messages if role == "user"][at].strip()
         actions = [content for role, content in state.messages if role == "assistant"][at:]
-        task_id = known_id(record, env)
-        if task_id is None and observation in demonstrations and not env.unique_tasks:
-            actions = []
-        task = observation if task_id is None else task_id
+        task = known_id(record, env)
+        if task is None:
+            task = observation
+            actions = actions if env.unique_tasks or task not in demonstrations else []
         demonstrations[task] = actions
-        if rewards is not None and actions and record.get("reward") is not None:
+        if actions and record.get("reward") is not None:
             rewards[task] = record["reward"]
-    return demonstrations
+    return demonstrations, rewards

@@ -110,6 +110,7 @@ BAD = {
         ('[{"conversations": ', "not valid JSON"),
         ('[{"conversations": [{"from": "human"}]}]', "record 1: no chat"),
         (dump([{"messages": CHAT}, {"messages": CHAT[::-1]}]), ":2: no chat of user and assistant"),
+        (dump([{"messages": [*CHAT, "Action: right"]}]), ":1: no chat of user and assistant"),
         (dump([{"messages": CHAT, "reward": "high"}]), ":1: reward can't be 'high'"),
     ],
     "results.jsonl": [
@@ -144,7 +145,7 @@ def test_a_system_message_may_come_first(tmp_path):
     theirs = [{"from": r, "value": c} for r, c in (("system", "be brief"), ("human", "go"), ("gpt", "Action: left"))]
     path.write_text(json.dumps([{"conversations": theirs}]))
     ((again, _),) = read_trajectories(path)
-    assert again.messages == state.messages and actions_by_task(path, FakeEnv()) == {"go": ["Action: left"]}
+    assert again.messages == state.messages and actions_by_task(path, FakeEnv())[0] == {"go": ["Action: left"]}
 
 
 def test_demonstrations_of_another_kind_are_not_replayed_over(tmp_path, capsys):

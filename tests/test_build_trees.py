@@ -223,14 +223,12 @@ def test_which_demonstrations_make_the_experts_branch(tmp_path, monkeypatch):
     ]))  # fmt: skip
     monkeypatch.setattr(FakeEnv, "published_id", lambda self, record: record.get("id"))
     left, right = ["Action: left"], ["Action: right"]
-    assert actions_by_task(path, env) == {"a": left, "hall": left, "attic": [], "7": left, "b": right}
-    assert actions_by_task(path, env, 2) == {"a": left}  # the agent was given so many
+    assert actions_by_task(path, env)[0] == {"a": left, "hall": left, "attic": [], "7": left, "b": right}
+    assert actions_by_task(path, env, 2)[0] == {"a": left}  # the agent was given so many
     env.unique_tasks = True
-    assert actions_by_task(path, env)["attic"] == right
-    rewards: dict[str, float] = {}
+    assert actions_by_task(path, env)[0]["attic"] == right
     path.write_text(dump([line("left", task_id="a", reward=0.5), line("left", "hall", reward=0), line("left", id="7")]))
-    actions_by_task(path, env, None, rewards)
-    assert rewards == {"a": 0.5, "hall": 0}
+    assert actions_by_task(path, env)[1] == {"a": 0.5, "hall": 0}
 
 
 # ---------------------------------------------------------------------------------------------------------- the file

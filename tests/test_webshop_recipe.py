@@ -50,7 +50,7 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys
     sft.main([*flags, "--expert", str(tmp_path / "eto.json"), "--epochs", "2"])
     build_trees.main([*flags, "--rollouts", "2"])
     trees = [json.loads(line) for line in (tmp_path / "trees.jsonl").read_text().splitlines()]
-    published = actions_by_task(tmp_path / "eto.json", env)
+    published, _ = actions_by_task(tmp_path / "eto.json", env)
     for root in (node for node in trees if node["parent_id"] is None):  # tau_0 is the file's, known by its first words
         shown = [n["action"] for n in trees if n["task_id"] == root["task_id"] and n["expert"]]
         assert shown == published[root["observation"].strip()]
