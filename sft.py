@@ -20,7 +20,6 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +172,8 @@ def train(
 ) -> None:
     """Maximise the likelihood of what the expert wrote, given its history."""
     for _ in fit.epochs():
-        for update in fit.updates():
-            batch = [examples[i] for i in update]
+        fit.model.train()
+        for batch in fit.batches(examples):
             groups = [collate(group, fit.model.device) for group in micro_batches(batch, len, micro_tokens)]
             n_wrote = sum(int(wrote[:, 1:].sum()) for _, wrote, _ in groups)
             n_answers = sum(int(answers(wrote, real).sum()) for _, wrote, real in groups)
@@ -183,9 +182,9 @@ def train(
                 loss = sft_loss(logits, labels) / n_wrote
                 if observation_weight and n_answers:
                     loss += observation_weight * observation_loss(logits, at, ids, wrote, real) / n_answers
-                fit.backward(loss, ids.numel())
-            fit.step()
-        fit.validated(validate(fit.model, validation, micro_tokens))
+                fit.backward(loss)
+            fit.step(tokens=sum(ids.numel() for ids, _, _ in groups))
+        fit.end_epoch(validate(fit.model, validation, micro_tokens))
 
 
 @torch.no_grad()
@@ -256,10 +255,13 @@ def main(argv: list[str] | None = None) -> None:
             process.wait_for_everyone()
         states = demonstrations(env, args.expert, args.n_expert)
 
-        kind = transformers.AutoModelForCausalLM
-        load = partial(models.load_checkpoint, args.model, kind, args.device, plain=True, precision=args.precision)
         torch.manual_seed(args.seed)
-        model, chat = tiny_agent(env, states, where) if tiny else load(load_in=args.load_in, train=not args.lora)
+        if tiny:
+            model, chat = tiny_agent(env, states, where)
+        else:
+            how = {"train": not args.lora, "plain": True, "precision": args.precision}
+            kind = transformers.AutoModelForCausalLM
+            model, chat = models.load_checkpoint(args.model, kind, args.device, args.load_in, **how)
         adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
         beginning = first_messages(env, states) if named else {}
         chat.rendering = dataclasses.replace(chat.rendering, **beginning)
@@ -272,13 +274,12 @@ def main(argv: list[str] | None = None) -> None:
             process.print(f"{cut} of {len(examples)} demonstrations are cut after {limit} tokens (--max-tokens)")
         settle(args, settings_of(len(examples), args.batch) if tiny else PAPER | ({"lr": LORA_LR} if args.lora else {}))
         chat.rendering.candidates = args.candidates
-        if loop.is_trained(vars(args), [args.expert]):
+        if not loop.begin(vars(args), [args.expert]):
             return
-        fit = Training("sft", model, vars(args), [1] * len(examples), adapter)
+        fit = Training(model, vars(args), [1] * len(examples))
         train(fit, examples, validation, args.micro_tokens, args.observation_loss)
-        model, adapter = fit.result()
         if process.is_main_process:
-            models.save_checkpoint(model, chat, args.out, adapter, lambda: load()[0], dtype)
+            models.save_checkpoint(model, chat, args.out, adapter, dtype)
             figures = fit.figures() | {"trajectories": len(states)}
             files.write_meta(args.out, vars(args), [args.expert], **figures)
             print(f"{args.out}: {len(states)} trajectories, loss {figures['loss']:.3f}")

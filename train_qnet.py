@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -89,19 +88,19 @@ def train(
     if fast:
         from qlass.fast.packing import packed_loss
     for _ in fit.epochs():
-        for update in fit.updates():  # complete packs
-            batch = [packs[i] for i in update]
+        fit.model.train()
+        for batch in fit.batches(packs):
             n = sum(len(pack.pairs) for pack in batch)
             for group in fit.share(micro_batches(batch, lambda pack: pack.tokens, micro_tokens if fast else 1)):
                 if fast:  # the same at a fraction of the cost
                     loss = packed_loss(fit.model, group)
                 else:
                     loss = sum(pair_loss(fit.model, pair, loss_on) for pack in group for pair in pack.pairs)  # Eq. (11)
-                fit.backward(loss / n, sum(pack.tokens for pack in group))
-            fit.step()
+                fit.backward(loss / n)
+            fit.step(tokens=sum(pack.tokens for pack in batch))
         figures = ranking(fit.model, held_out)
         enough = len(held_out) >= 5
-        fit.validated(figures["mse"] if enough else None, {f"held_out_{name}": v for name, v in figures.items()})
+        fit.end_epoch(figures["mse"] if enough else None, **{f"held_out_{name}": v for name, v in figures.items()})
 
 
 # --------------------------------------------------------------------------------------------- can it rank siblings?
@@ -161,18 +160,18 @@ def main(argv: list[str] | None = None) -> None:
         args.sft = cli.needed(args.sft, args.run / "sft", "sft", args)
         warn_of_another_world(args.sft, args)
 
-        rendering, kind = rendering_of(args.sft, args, PROMPTED), transformers.AutoModel
-        how = {"plain": args.plain, "rendering": rendering, "precision": args.precision}
-        load = partial(models.load_checkpoint, args.sft, kind, args.device, **how)
+        rendering = rendering_of(args.sft, args, PROMPTED)
+        whole = not (args.lora or args.freeze)
+        how = {"train": whole, "plain": args.plain, "rendering": rendering, "precision": args.precision}
         torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or is new
-        backbone, chat = load(load_in=args.load_in, train=not (args.lora or args.freeze))
+        backbone, chat = models.load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, **how)
         qnet = QNet(backbone, chat, readout=args.readout, fast=not args.plain)
         if args.freeze:
             backbone.requires_grad_(False)
         adapter = models.save_memory(backbone, args.lora, args.lora_alpha, args.gradient_checkpointing)
         small = sum(p.numel() for p in backbone.parameters()) < SMALL
         settle(args, (TINY if small else PAPER) | ({"lr": LORA_LR} if args.lora else {}))
-        if loop.is_trained(vars(args), [args.labels, args.sft]):
+        if not loop.begin(vars(args), [args.labels, args.sft]):
             return
         readable = [[pair for pair in tree if chat.fits(pair.state, pair.action)] for tree in trees]
         if left_out := sum(map(len, trees)) - sum(map(len, readable)):
@@ -182,15 +181,14 @@ def main(argv: list[str] | None = None) -> None:
         packs = packed(qnet, training, args.loss_on, args.max_tokens, not args.plain)
         if not packs:
             raise UserError(f"{args.labels}: no pair of (s, a) to train on")
-        fit = Training("qnet", qnet, vars(args), [len(pack.pairs) for pack in packs], adapter)
+        fit = Training(qnet, vars(args), [len(pack.pairs) for pack in packs])
         train(fit, packs, held_out, args.loss_on, args.micro_tokens, not args.plain)
-        qnet, adapter = fit.result()
         if not process.is_main_process:
             return
 
+        _, dtype = models.device_and_dtype(args.device, args.precision)
         with files.draft_of(args.out) as folder:
-            qnet.backbone = models.merge(qnet.backbone, adapter, folder, lambda: load()[0])
-            models.cast(qnet.backbone, models.device_and_dtype(args.device, args.precision)[1])
+            qnet.backbone = models.ordinary(qnet.backbone, folder, adapter, dtype)
             qnet.save_pretrained(folder)
         policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, rendering, args.precision)
         figures = fit.figures() | {"trees": len(trees), "pairs_left_out": left_out}

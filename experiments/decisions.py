@@ -16,7 +16,11 @@ import torch
 from qlass.chat import Chat, State
 from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.fast.tries import Trie
-from qlass.models import mixed_precision
+
+
+def mixed_precision(model: Any) -> torch.autocast:
+    """bf16 arithmetic on float32 weights, on a GPU. Few CPUs have it, and a training is to be the same on all."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda")
 
 
 @dataclasses.dataclass(frozen=True)

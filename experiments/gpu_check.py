@@ -20,6 +20,7 @@ import torch
 import transformers
 
 import envs
+from experiments.decisions import mixed_precision
 from qlass import UserError, models
 from qlass.chat import Chat, Rendering, State
 from qlass.cli import run_stage
@@ -125,7 +126,7 @@ def training(
     packs = [largest] * max(1, MICRO // len(largest.tree))
 
     def update() -> None:
-        with models.mixed_precision(backbone):
+        with mixed_precision(backbone):
             loss = packed_loss(qnet, packs)
         loss.backward()
         optimizer.step()

@@ -26,6 +26,7 @@ from qlass.cli import at_least, more, needed, parser, settle
 from qlass.driver import Sample, drive
 from qlass.files import checkpoint_folder, draft_of, locked, same_arguments, share, write_jsonl, write_meta
 from qlass.flags import PROMPTED, add_memory, add_prompted, check_training, rendering_of, warn_of_another_world
+from qlass.loop import opened
 from qlass.policy import Policy
 from train_qnet import SMALL
 
@@ -99,14 +100,11 @@ class Learner:
 
     def resume(self, path: Path) -> list[dict]:
         """Read what `suspend` wrote. Returns the lines."""
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
+        with opened(path) as state:
             for own, saved in zip(self.weights(), state["weights"], strict=True):
                 own.copy_(saved)
             self.optimizer.load_state_dict(state["moments"])
             return state["lines"]
-        except Exception as error:  # of many kinds: cut short, zeros, another's
-            raise UserError(f"{path}: can't be read ({models.in_a_line(error)}): --overwrite starts again") from None
 
 
 def load(args: argparse.Namespace, lr: float, copied: bool = True) -> Learner:
@@ -129,16 +127,16 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> Learner:
     reference = copy.deepcopy(model, frozen).requires_grad_(False).eval() if copied else model
 
     def save(folder: Path) -> None:
-        """LoRA's updates are merged in a copy, into weights with all their bits."""
-        base = lambda: from_folder(args, AutoModelForCausalLM)[0]  # noqa: E731
-        models.save_checkpoint(model, chat, folder, copy.deepcopy(adapter), base)
+        """LoRA's updates are merged in a copy."""
+        models.save_checkpoint(model, chat, folder, copy.deepcopy(adapter))
 
     return Learner(model, reference, chat, args.lr, args.optim, save)
 
 
 def trainable(args: argparse.Namespace, kind: Any) -> tuple[Any, Chat, Any]:
     """--sft as a model of class `kind` that trains as the flags ask, its Chat, and PEFT's view of LoRA's updates."""
-    model, chat = from_folder(args, kind, args.load_in)
+    how = {"train": not args.lora, "rendering": rendering_of(args.sft, args, PROMPTED)}
+    model, chat = models.load_checkpoint(args.sft, kind, args.device, args.load_in, **how)
     adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
     # Training mode, in which --gradient-checkpointing works, is to compute the probabilities that were sampled.
     rates = ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop")
@@ -146,11 +144,6 @@ def trainable(args: argparse.Namespace, kind: Any) -> tuple[Any, Chat, Any]:
         if isinstance(getattr(module, name, None), float):
             setattr(module, name, 0.0)
     return model, chat, adapter
-
-
-def from_folder(args: argparse.Namespace, kind: Any, load_in: str | None = None) -> tuple[Any, Chat]:
-    rendering = rendering_of(args.sft, args, PROMPTED)
-    return models.load_checkpoint(args.sft, kind, args.device, load_in, train=not args.lora, rendering=rendering)
 
 
 # ---------------------------------------------------------------------------------------------------------- the loop

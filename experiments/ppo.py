@@ -28,10 +28,9 @@ from transformers import AutoModel
 
 import bellman
 import envs
-from experiments.decisions import pack_decisions
+from experiments.decisions import mixed_precision, pack_decisions
 from experiments.learning import Learner, learn, learner_parser, load, trainable
 from experiments.tree_grpo import LR, LR_TINY, Batch, Group, add_update, batches, line_of, play, update
-from qlass import models
 from qlass.chat import Chat, State
 from qlass.cli import at_least, handed_on, must_exist, parse, run_stage, settle
 from qlass.fast.token_tree import TokenTree, tree_inputs
@@ -83,7 +82,7 @@ def whitened(A: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
 def state_values(critic: QNet, tree: TokenTree, ends: torch.Tensor) -> torch.Tensor:
     """V(s) (K,) of prompts in a token tree, at their last tokens (K,)."""
     places, row = ends.to(critic.backbone.device).unique(return_inverse=True)
-    with models.mixed_precision(critic.backbone):
+    with mixed_precision(critic.backbone):
         return critic(at=(0, places), **tree_inputs(critic.backbone, [tree]), use_cache=False).float()[row]
 
 

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,16 @@ def needs(package: str, flag: Any) -> Any:
         raise UserError(f"{flag}: {package} is missing: pip install {package}") from None
 
 
-def in_a_line(error: Exception) -> str:
-    """The reason may stand in a later line of a library's error."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+@contextlib.contextmanager
+def in_a_line(mistake: str, way_out: str = "") -> Iterator[None]:
+    """What a library raises, which can be of any kind, as a UserError: the mistake, the library's words, a way out."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:400]  # the reason may stand in a later line
+        raise UserError(f"{mistake} ({words}){way_out}") from None
 
 
 def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[torch.device, torch.dtype]:
@@ -52,11 +59,6 @@ def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[
     except (AssertionError, RuntimeError) as error:
         raise UserError(f"--device {device}: not here ({str(error).splitlines()[0]})") from None
     return chosen, PRECISIONS[precision or ("bf16" if chosen.type == "cuda" else "float32")]
-
-
-def mixed_precision(model: Any) -> torch.autocast:
-    """bf16 arithmetic on float32 weights, on a GPU. Few CPUs have it, and a training is to be the same on all."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda")
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -76,53 +78,64 @@ def load_checkpoint(
     if kind is transformers.AutoModelForCausalLM and (Path(path) / "qnet.json").exists():
         raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
     where, dtype = device_and_dtype(device, precision)
-    options = {"dtype": torch.float32 if train else dtype, **quantised(load_in, where), **NO_CODE}
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked below
-    try:
-        name, file = source(path)
-        adapter = None if file else transformers.utils.find_adapter_config_file(name)
-        base = base_of(path, load_in) if adapter else name
-        of_base = transformers.AutoModelForCausalLM if adapter else kind  # from there an adapter names its layers
-        model, report = of_base.from_pretrained(base, output_loading_info=True, **options, **file)
-        if file:
-            model = ordinary(model)
-        if adapter:
-            model = with_adapter(model, path)
-            model = model if kind is of_base else model.base_model
-        own = not adapter or (Path(path) / "tokenizer_config.json").exists()
-        tokenizer = load_tokenizer(path if own else base)
-        rendering = rendering or Rendering.load(path)
-    except UserError:
-        raise
-    except Exception as error:  # tokenizers raises no kind of its own
-        raise UserError(f"{path}: not a checkpoint that transformers can load ({in_a_line(error)})") from None
-    if report["missing_keys"]:  # transformers would draw them at random
-        raise UserError(f"{path}: no weights for {min(report['missing_keys'])}; was the folder mixed from two?")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > vocabulary + MORE_TOKENS:
-        sizes = f"its tokenizer has {len(tokenizer):,} tokens, its model {vocabulary:,}"
+    options = {"dtype": torch.float32 if train else dtype, **quantised(load_in, where)}
+    with in_a_line(f"{path}: not a checkpoint that transformers can load"):
+        model = load_weights(path, kind, options)
+        chat = load_chat(path, rendering or Rendering.load(path))
+    chat.vocabulary = model.get_input_embeddings().num_embeddings
+    if len(chat.tokenizer) > chat.vocabulary + MORE_TOKENS:
+        sizes = f"its tokenizer has {len(chat.tokenizer):,} tokens, its model {chat.vocabulary:,}"
         raise UserError(f"{path}: {sizes}; was the folder mixed from two?")
     model = model if load_in else model.to(where)
     if not plain:
         from qlass.fast import parity
 
         parity.check(model.eval(), str(path))
-    ends = ends_of(getattr(model, "generation_config", None))
-    return model, Chat(tokenizer, rendering, vocabulary, context_of(model.config), ends)
+    return model, chat
+
+
+def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
+    """A model with all the weights that its config asks for; options: of from_pretrained."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what matters of its load report is checked here
+    base = base_of(path)
+    if base != path:
+        if "quantization_config" in options:
+            raise UserError(f"{path}: an adapter merges into weights with all their bits: leave --load-in out")
+        agent = transformers.AutoModelForCausalLM  # from there an adapter names its layers
+        model = with_adapter(load_weights(base, agent, options), path)
+        return model if kind is agent else model.base_model
+    folder, file = source(path)
+    if file:  # in full width, else it can't be saved, nor get a value head or LoRA
+        options = {"quantization_config": transformers.GgufConfig(dequantize=True), **options}
+    model, report = kind.from_pretrained(folder, output_loading_info=True, **options, **NO_CODE, **file)
+    if report["missing_keys"]:  # transformers would draw them at random
+        raise UserError(f"{path}: no weights for {min(report['missing_keys'])}; was the folder mixed from two?")
+    return model
 
 
 def load_chat(path: str | Path, rendering: Rendering) -> Chat:
-    """A checkpoint's Chat without its weights, which a server holds."""
-    try:
-        folder, file = source(path)
+    """A checkpoint's Chat without its weights, which a server may hold."""
+    with in_a_line(f"{path}: no tokenizer and config that transformers can load"):
+        base = base_of(path)
+        own = base == path or (Path(path) / "tokenizer_config.json").exists()
+        tokenizer = load_tokenizer(path if own else base)
+        folder, file = source(base)
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **file)
-        generation = None
+        generation = transformers.GenerationConfig.from_model_config(config)
         with contextlib.suppress(OSError):  # not every checkpoint has one
             generation = transformers.GenerationConfig.from_pretrained(folder)
-        return Chat(load_tokenizer(path), rendering, None, context_of(config), ends_of(generation))
-    except Exception as error:
-        raise UserError(f"{path}: no tokenizer and config ({in_a_line(error)})") from None
+    ends = generation.eos_token_id  # of a turn: Llama 3 lists two
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return Chat(tokenizer, rendering, None, context_of(config), ends)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    names = ("tokenizer*", "*.model", "vocab*")
+    if Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in names):
+        raise UserError(f"{path}: no tokenizer in the folder: copy the files of its base model's there")
+    folder, file = source(path)
+    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **file)
 
 
 def source(path: str | Path) -> tuple[str, dict[str, str]]:
@@ -134,53 +147,19 @@ def source(path: str | Path) -> tuple[str, dict[str, str]]:
     return str(file.parent), {"gguf_file": file.name}
 
 
-def ordinary(model: Any) -> Any:
-    """A model with the weights that were read from a GGUF file, in the full width to which transformers brings them."""
-    config = model.config
-    del config.quantization_config  # else it can't be saved, nor get a value head or LoRA
-    fresh = type(model)(config).to(model.dtype)
-    fresh.load_state_dict(model.state_dict())
-    fresh.generation_config = model.generation_config
-    return fresh
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    names = ("tokenizer*", "*.model", "vocab*")
-    if Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in names):
-        raise ValueError("no tokenizer in the folder: copy the files of its base model's there")
-    folder, file = source(path)
-    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **file)
-
-
-def base_of(adapter: str | Path, load_in: str | None) -> str:
-    """The model that a PEFT adapter was trained on."""
-    if load_in:
-        raise ValueError("an adapter merges into weights with all their bits: leave --load-in out")
-    base = needs("peft", adapter).PeftConfig.from_pretrained(adapter).base_model_name_or_path
-    if not base or (Path(base).is_absolute() and not Path(base).exists()):
-        raise ValueError(f"its base model {base} is not here: name it in adapter_config.json, base_model_name_or_path")
-    return base
+def base_of(path: str | Path) -> str | Path:
+    """The model that a PEFT adapter was trained on; of any other checkpoint itself."""
+    if Path(path).suffix == ".gguf" or not transformers.utils.find_adapter_config_file(str(path)):
+        return path
+    return str(needs("peft", path).PeftConfig.from_pretrained(path).base_model_name_or_path)
 
 
 def with_adapter(model: Any, adapter: str | Path) -> Any:
-    """The model with a PEFT adapter's updates merged into its weights, and the embeddings of tokens that it adds."""
-    peft, embeddings = needs("peft", adapter), model.get_input_embeddings()
-    layer = next(name for name, module in model.named_modules() if module is embeddings)
-    for name, weight in peft.load_peft_weights(str(adapter), device="cpu").items():
-        if name.endswith(f"{layer}.weight") and len(weight) != embeddings.num_embeddings:
-            model.resize_token_embeddings(len(weight), mean_resizing=False)
+    """The model with a PEFT adapter's updates merged into its weights."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing adapter keys")  # they would stay as drawn at random
-        model = peft.PeftModel.from_pretrained(model, adapter)
-    if not hasattr(model.base_model, "merge_and_unload"):  # learned prompts are no weights
-        raise ValueError(f"{model.peft_config['default'].peft_type} does not merge into its base: LoRA does")
+        model = needs("peft", adapter).PeftModel.from_pretrained(model, adapter)
     return model.merge_and_unload().requires_grad_(True)  # PEFT has frozen the base
-
-
-def ends_of(generation: Any) -> list[int]:
-    """The tokens that end a turn, by a model's generation config (Llama 3 lists two)."""
-    ids = getattr(generation, "eos_token_id", None)
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def context_of(config: Any) -> int | None:
@@ -196,38 +175,32 @@ def context_of(config: Any) -> int | None:
 
 
 def save_checkpoint(
-    model: Any, chat: Chat, folder: Path, adapter: Any = None, base: Callable[[], Any] | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:  # fmt: skip
-    """A HuggingFace checkpoint with its tokenizer and rendering; of a model with LoRA's updates see `merge`."""
+    model: Any, chat: Chat, folder: Path, adapter: Any = None, dtype: torch.dtype | None = None
+) -> None:
+    """A HuggingFace checkpoint with its tokenizer and rendering, of the `ordinary` model."""
     transformers.utils.logging.disable_progress_bar()
     with draft_of(folder) as draft:
-        model = merge(model, adapter, draft, base)
-        if dtype:
-            cast(model, dtype)
-        model.save_pretrained(draft)
+        ordinary(model, draft, adapter, dtype).save_pretrained(draft)
         chat.save(draft)
 
 
-def merge(model: Any, adapter: Any, folder: Path, base: Callable[[], Any] | None = None) -> Any:
-    """An ordinary model again: LoRA's updates are kept in folder/adapter as PEFT loads them and added to the weights.
+def ordinary(model: Any, folder: Path, adapter: Any = None, dtype: torch.dtype | None = None) -> Any:
+    """A model as it is saved: LoRA's updates are kept in folder/adapter as PEFT loads them, and added to the weights,
+    which become `dtype`.
 
     adapter: PEFT's view of the model, None where there are no updates. Weights of 4 or 8 bits would be rounded anew:
-    `base()` loads them with all their bits.
+    all their bits are loaded.
     """
-    if not adapter:
-        return model
-    adapter.save_pretrained(folder / "adapter", save_embedding_layers=False)
-    if getattr(model, "is_quantized", False):
-        return with_adapter(base(), folder / "adapter")
-    return adapter.merge_and_unload()
-
-
-def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """The weights alone: buffers stay as `from_pretrained` leaves them, since rounded rotary frequencies turn the
-    positions of long prompts by radians."""
-    for p in model.parameters():
-        p.data = p.data.to(dtype) if p.is_floating_point() else p.data
+    if adapter:
+        adapter.save_pretrained(folder / "adapter", save_embedding_layers=False)
+        if getattr(model, "is_quantized", False):
+            base = load_weights(model.name_or_path, type(model), {"dtype": model.dtype}).to(model.device)
+            model = with_adapter(base, folder / "adapter")
+        else:
+            model = adapter.merge_and_unload()
+    for p in model.parameters():  # not the buffers: rounded rotary frequencies turn late positions by radians
+        p.data = p.data.to(dtype) if dtype and p.is_floating_point() else p.data
+    return model
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -236,7 +209,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 def save_memory(
     model: Any, lora: int | None = None, lora_alpha: int | None = None, gradient_checkpointing: bool = False
 ) -> Any:
-    """What the flags of `add_memory` ask for, in place. Returns PEFT's view of the model (`merge`), None without LoRA.
+    """What the flags of `add_memory` ask for, in place. Returns PEFT's view of the model, None without LoRA.
 
     LoRA freezes the weights and gives the linear layers, but for the output layer, updates in float32.
     """
@@ -244,12 +217,9 @@ def save_memory(
     if lora:
         peft = needs("peft", f"--lora {lora}")
         config = peft.LoraConfig(r=lora, lora_alpha=lora_alpha or 2 * lora, target_modules="all-linear")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # of transformers, about a name that PEFT reads
-                adapter = peft.get_peft_model(model, config)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"--lora {lora}: not for this model ({in_a_line(error)}); leave --lora out") from None
+        with in_a_line(f"--lora {lora}: not for this model", "; leave --lora out"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about a name that PEFT reads
+            adapter = peft.get_peft_model(model, config)
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return adapter

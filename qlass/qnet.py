@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -104,13 +103,10 @@ class QNet(nn.Module):
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
         kind = transformers.AutoModel
         backbone, chat = models.load_checkpoint(folder, kind, device, load_in, False, plain, rendering, precision)
-        try:
+        with models.in_a_line(f"{folder}: qnet.json and head.safetensors hold no value head that fits"):
             settings = read_object(folder / "qnet.json")
             qnet = cls(backbone, chat, settings["hidden"], readout or settings["readout"], not plain, **room)
             qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
-        except (KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
-            why = f"no {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
-            raise UserError(f"{folder}: qnet.json and head.safetensors hold no value head that fits ({why})") from None
         return qnet.to(backbone.device).eval()
 
 

@@ -75,6 +75,6 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path, agent, load):
 def test_a_state_of_a_training_is_read_and_not_run(tmp_path):
     settings, struck = arguments(tmp_path), tmp_path / "struck"
     torch.save({"weights": Bomb(struck)}, stopped(settings))
-    with pytest.raises(UserError, match=r"state-1-0.pt: can't be read .*: --overwrite starts again$"):
+    with pytest.raises(UserError, match=r"state-00000004.pt: can't be read .*: --overwrite starts again$"):
         fit(settings, [1.0] * 6)
     assert not struck.exists()

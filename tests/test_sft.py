@@ -171,7 +171,7 @@ def trained(model, chat: Chat, states: list[State], observation_loss: float = 0.
     """Train a model on trajectories: the figures."""
     settings = training_settings(lr=1e-2, **{"micro_tokens": 1000, "epochs": 2, **more})
     examples = list(sft.examples_of(chat, states, 100, observation_loss > 0))
-    fit = Training("sft", model, settings, [1] * len(examples))
+    fit = Training(model, settings, [1] * len(examples))
     sft.train(fit, examples, [], settings["micro_tokens"], observation_loss)
     return fit.figures()
 

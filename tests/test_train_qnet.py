@@ -214,7 +214,7 @@ def trained(
     """Train a QNet on trees: the figures."""
     settings = training_settings(**{"epochs": 100, "micro_tokens": 10_000, **more})
     packs = train_qnet.packed(net, trees, loss_on, max_tokens, not plain)
-    fit = Training("qnet", net, settings, [len(pack.pairs) for pack in packs])
+    fit = Training(net, settings, [len(pack.pairs) for pack in packs])
     train_qnet.train(fit, packs, held_out, loss_on, settings["micro_tokens"], not plain)
     return fit.figures()
 

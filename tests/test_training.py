@@ -22,7 +22,7 @@ from test_train_qnet import labelled_tree
 from torch import nn
 
 from qlass import UserError, loop, models
-from qlass.loop import Training, cosine, is_trained, partial_folder, updates_of
+from qlass.loop import Training, begin, cosine, partial_folder, updates_of
 from qlass.records import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -61,19 +61,19 @@ def fit(settings: dict, scores: list[float | None], stop: int | None = None, spo
     """Ten examples in updates of three; `scores` are the validation's. Raises Stopped before update `stop`."""
     model = small()
     data = torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
-    run = Training("small", model, settings, [1] * 10)
+    run = Training(model, settings, [1] * 10)
     weights = []  # after each epoch
     for epoch in run.epochs():
-        for update in run.updates():
-            step = len(run.at.losses)
+        for update in run.batches(range(10)):
+            step = len(run.losses)
             if step == stop:
                 raise Stopped
             loss = (model(data[update]) - 1).square().mean() * (float("nan") if step == spoil else 1)
-            run.backward(loss, len(update))
-            run.step()
+            run.backward(loss)
+            run.step(tokens=len(update))
             time.sleep(pause)
         weights.append([p.detach().clone() for p in model.parameters()])
-        run.validated(None if scores[epoch] is None else -scores[epoch], {"score": scores[epoch]})
+        run.end_epoch(None if scores[epoch] is None else -scores[epoch], score=scores[epoch])
     figures = run.figures()
     assert figures.pop("seconds") >= pause * figures["steps"]  # also of a run that was stopped
     return list(model.parameters()), figures, weights
@@ -117,7 +117,7 @@ def stopped(settings: dict) -> Path:
     """A run that was stopped at its sixth update: its last state."""
     with pytest.raises(Stopped):
         fit(settings, [1.0] * 6, 5)
-    (state,) = partial_folder(settings["out"]).glob("state-1-0.pt")
+    (state,) = partial_folder(settings["out"]).glob("state-00000004.pt")
     return state
 
 
@@ -125,22 +125,22 @@ def test_a_damaged_state_is_one_line(tmp_path):
     settings = arguments(tmp_path)
     state = stopped(settings)
     state.write_bytes(state.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"state-1-0.pt: can't be read .*: --overwrite starts again$"):
+    with pytest.raises(UserError, match=r"state-00000004.pt: can't be read .*: --overwrite starts again$"):
         fit(settings, [1.0] * 6)
 
 
 def test_another_run_does_not_continue_this_one(tmp_path):
     settings, data = arguments(tmp_path), tmp_path / "data"
     data.write_text("examples")
-    assert not is_trained(settings, [data])
+    assert begin(settings, [data])
     stopped(settings)
-    assert not is_trained(settings | {"save_every": 9, "micro_tokens": 5}, [data])  # what changes no weight may differ
+    assert begin(settings | {"save_every": 9, "micro_tokens": 5}, [data])  # what changes no weight may differ
     with pytest.raises(UserError, match=r"begun with --lr 0.1, not 0.2"):
-        is_trained(settings | {"lr": 0.2}, [data])
+        begin(settings | {"lr": 0.2}, [data])
     data.write_text("others")
     with pytest.raises(UserError, match="data, which has changed since"):
-        is_trained(settings, [data])
-    assert not is_trained(settings | {"overwrite": True}, [data]) and not any(partial_folder(settings["out"]).iterdir())
+        begin(settings, [data])
+    assert begin(settings | {"overwrite": True}, [data]) and not any(partial_folder(settings["out"]).iterdir())
 
 
 # ---------------------------------------------------------------------------------------------------------- it diverges
@@ -148,9 +148,9 @@ def test_another_run_does_not_continue_this_one(tmp_path):
 
 def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
     settings = arguments(tmp_path)
-    with pytest.raises(UserError, match=r"small: stopped at update 6: loss nan.*lower --lr"):
+    with pytest.raises(UserError, match=r"model: update 6: loss nan.*lower --lr than 0\.1"):
         fit(settings, [1.0] * 6, spoil=5)
-    weights = torch.load(partial_folder(settings["out"]) / "state-1-0.pt", weights_only=True)["weights"]
+    weights = torch.load(partial_folder(settings["out"]) / "state-00000004.pt", weights_only=True)["weights"]
     assert weights and all(p.isfinite().all() for p in weights.values())
 
 
@@ -218,10 +218,10 @@ def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_pat
     module.main(argv(stage, "by-1"))
     backward = Training.backward
 
-    def counted(run: Training, loss: torch.Tensor, tokens: int) -> None:
+    def counted(run: Training, loss: torch.Tensor) -> None:
         with open(tmp_path / f"process-{run.accelerator.process_index}", "a") as file:
             file.write("x" * (run.weight > 0))
-        backward(run, loss, tokens)
+        backward(run, loss)
 
     monkeypatch.setattr(Training, "backward", counted)
     launch(module, argv(stage, "by-2"), 2)
@@ -237,10 +237,10 @@ def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_pat
 def test_two_processes_resume_what_two_began(small_run, monkeypatch):
     sft, step, (argv, written) = importlib.import_module("sft"), Training.step, small_run
 
-    def stopping(run: Training) -> None:
-        if len(run.at.losses) == 2:
+    def stopping(run: Training, tokens: int) -> None:
+        if len(run.losses) == 2:
             raise SystemExit(7)
-        step(run)
+        step(run, tokens)
 
     launch(sft, argv("sft", "one"), 2)
     with monkeypatch.context() as patch:
