@@ -39,8 +39,8 @@ class Reflect:
 
 def retry(stop: float, reflect: bool, env: Any, task_id: str, method: Method, chat: Any, shared: dict) -> Generator:
     """A task, as `Method.search` has it: at most N trials, until one is worth `stop` by its reward or by QNet."""
-    trials, values, plans, instruction = [], [], [], env.instruction
-    spent, started = {"prompt": 0, "generated": 0}, time.time()
+    trials, values, questions, plans = [], [], [], []
+    instruction, started = env.instruction, time.time()
     for number in range(method.N):
         played = {} if plans else shared
         if (task_id, number) not in played:
@@ -51,13 +51,13 @@ def retry(stop: float, reflect: bool, env: Any, task_id: str, method: Method, ch
         if values[-1] >= stop:
             break
         if reflect and number + 1 < method.N:
-            question = end.state.then(end.action, end.observation + ASK)
-            plans.append((yield Reflect(question)))
-            spent["prompt"] += sum(map(len, chat.prompt_tokens(question)))
-            spent["generated"] += len(chat.action(plans[-1], ""))
+            questions.append(end.state.then(end.action, end.observation + ASK))
+            plans.append((yield Reflect(questions[-1])))
             env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
     outcome = costs.outcome(chat, method, trials[values.index(max(values))], trials, time.time() - started)
-    return outcome | {"tokens": {part: n + spent.get(part, 0) for part, n in outcome["tokens"].items()}}
+    outcome["tokens"]["prompt"] += sum(len(chat.prompt(question)) for question in questions)
+    outcome["tokens"]["generated"] += sum(len(chat.action(plan, "")) for plan in plans)
+    return outcome
 
 
 def planned(stops: list[float | str], Ns: list[int], reflect: bool) -> list[Method]:

@@ -10,7 +10,7 @@
     particles    N chains, resampled by exp((V - V_last) / tau): Agentic Monte Carlo (arXiv 2606.05296), without rewards
 
 Flags and result lines are q_search.py's; `player` has S, k, tau, c, gamma. `env_steps` counts all steps and no restore,
-`env_steps_replayed` a restore as the steps that lead there. A search returns the place where it has ended.
+`env_steps_replayed` a restore as the steps that lead there. A search returns the node where it has ended.
 """
 
 from __future__ import annotations
@@ -38,33 +38,25 @@ from qlass.files import input_of, read_meta
 
 
 @dataclasses.dataclass(eq=False)
-class Edge:
-    """A candidate: pi(a | s), Q(s, a), the mean of what was backed up (at first Q), and the place that it leads to."""
+class Node:
+    """A candidate of the state above it and, once it was stepped, the state that it led to."""
 
-    action: str
-    prior: float
-    q: float
-    value: float
+    action: str = ""
+    prior: float = 1.0  # pi(a | s)
+    q: float = 0.0  # Q(s, a)
+    value: float = 0.0  # the mean of what was backed up, at first Q
     visits: int = 0
-    child: Place | None = None
+    state: State | None = None
+    path: tuple[Step, ...] = ()  # that led here; an oracle alone reads a reward before all is played
+    done: bool = False
+    snapshot: Any = None  # leads back to here
+    request: Sample | None = None  # for its candidates
+    drawn: list[Candidate] = dataclasses.field(default_factory=list)
+    children: list[Node] = dataclasses.field(default_factory=list)
 
     def promise(self, gamma: float) -> float:
         """Q(s, a) once the next page is seen: gamma max_a' Q(s', a'); at an end Q(s, a) itself."""
-        return self.q if self.child.done else gamma * max(edge.q for edge in self.child.edges)
-
-
-@dataclasses.dataclass(eq=False)
-class Place:
-    """A state that was reached, and the snapshot that leads back to it."""
-
-    state: State
-    path: tuple[Step, ...] = ()  # that led here; an oracle alone reads a reward before all is played
-    q: float = 0.0  # Q(s, a) of its last action
-    done: bool = False
-    snapshot: Any = None
-    request: Sample | None = None  # for its candidates
-    drawn: list[Candidate] = dataclasses.field(default_factory=list)
-    edges: list[Edge] = dataclasses.field(default_factory=list)
+        return self.q if self.done else gamma * max(child.q for child in self.children)
 
 
 class Search:
@@ -75,112 +67,114 @@ class Search:
         self.expanded: list[Step] = []
         self.env_steps = self.restores = self.replayed = 0
         observation, info = env.reset(options={"task_id": task_id})
-        self.root = self.arrive(Place(State.first(env, observation, info)))
+        self.root = self.arrive(Node(state=State.first(env, observation, info)))
 
-    def arrive(self, place: Place, trial: int = 0) -> Place:
-        """The environment is in this place. Its draws are those of a trajectory of q_search.py that comes by."""
-        self.at = place
-        if not place.done:
-            place.snapshot, key = self.env.snapshot(), (self.task_id, trial, len(place.path))
-            place.request = ask(self.env, place.state, self.method.M, key, self.rendering, self.method.temperature)
-        return place
+    def arrive(self, node: Node, trial: int = 0) -> Node:
+        """The environment is in this node. Its draws are those of a trajectory of q_search.py that comes by."""
+        self.at = node
+        if not node.done:
+            node.snapshot, key = self.env.snapshot(), (self.task_id, trial, len(node.path))
+            node.request = ask(self.env, node.state, self.method.M, key, self.rendering, self.method.temperature)
+        return node
 
-    def expand(self, *places: Place) -> Generator:
-        """Give places their edges: the distinct of M draws, with their Q (Alg. 4, lines 5-7)."""
-        places = [place for place in places if not (place.done or place.edges)]
-        if places:
-            draws = yield [place.request for place in places]
+    def expand(self, *nodes: Node) -> Generator:
+        """Give nodes their children: the distinct of M draws, with their Q (Alg. 4, lines 5-7)."""
+        nodes = [node for node in nodes if not (node.done or node.children)]
+        if nodes:
+            draws = yield [node.request for node in nodes]
             candidates = [distinct(candidate.text for candidate in drawn) for drawn in draws]
-            values = yield [Score(place.state, tuple(c)) for place, c in zip(places, candidates, strict=True)]
-            for place, drawn, actions, scores in zip(places, draws, candidates, values, strict=True):
-                place.drawn = drawn
-                place.edges = list(map(Edge, actions, priors(drawn, actions), scores, scores))
-                self.expanded.append(Step(place.state, drawn, actions, scores, "", "", 0.0))
+            values = yield [Score(node.state, tuple(c)) for node, c in zip(nodes, candidates, strict=True)]
+            for node, drawn, actions, scores in zip(nodes, draws, candidates, values, strict=True):
+                node.drawn = drawn
+                node.children = list(map(Node, actions, priors(drawn, actions), scores, scores))
+                self.expanded.append(Step(node.state, drawn, actions, scores, "", "", 0.0))
 
-    def step(self, place: Place, edge: Edge) -> Place:
-        """Step an edge of the place that the environment is in."""
-        observation, reward, terminated, truncated, _ = self.env.step(parse_action(edge.action))
+    def step(self, node: Node, child: Node) -> Node:
+        """Step a child of the node that the environment is in. Returns it, arrived."""
+        observation, reward, terminated, truncated, _ = self.env.step(parse_action(child.action))
         self.env_steps += 1
         observation = self.env.message(observation)
-        candidates, values = [e.action for e in place.edges], [e.value for e in place.edges]
-        step = Step(place.state, place.drawn, candidates, values, edge.action, observation, reward)
-        after = place.state.then(edge.action, observation)
-        return self.arrive(Place(after, (*place.path, step), edge.q, terminated or truncated), place.request.key[1])
+        candidates, values = [c.action for c in node.children], [c.value for c in node.children]
+        step = Step(node.state, node.drawn, candidates, values, child.action, observation, reward)
+        child.state, child.path = node.state.then(child.action, observation), (*node.path, step)
+        child.done = terminated or truncated
+        return self.arrive(child, node.request.key[1])
 
-    def come_to(self, place: Place, copy: bool = True) -> None:
-        """Bring the environment to a place or a copy of it, whose random numbers are not the future's."""
-        if self.at is not place:
-            self.env.restore(place.snapshot)
+    def come_to(self, node: Node, copy: bool = True) -> None:
+        """Bring the environment to a node or a copy of it, whose random numbers are not the future's."""
+        if self.at is not node:
+            self.env.restore(node.snapshot)
             self.restores += 1
-            self.replayed += len(place.path)
+            self.replayed += len(node.path)
         if copy:
             chance = uniforms(1, "copy", self.task_id, self.env_steps, self.restores)[0]
             self.env.reseed(int(chance * 2**32))
 
-    def follow(self, place: Place, edge: Edge) -> Place:
-        """The place behind an edge, which is stepped the first time."""
-        if edge.child is None:
-            self.come_to(place)
-            edge.child = self.step(place, edge)
-        return edge.child
+    def follow(self, node: Node, child: Node) -> Node:
+        """A child, which is stepped the first time."""
+        if child.state is None:
+            self.come_to(node)
+            self.step(node, child)
+        return child
 
-    def act(self, place: Place, edge: Edge) -> Place:
-        """Take an edge in earnest. The sub-tree is kept if the environment answers what it answered in the search."""
-        self.come_to(place, copy=False)
-        there = self.step(place, edge)
-        if edge.child and edge.child.state == there.state:
-            there.drawn, there.edges = edge.child.drawn, edge.child.edges
+    def act(self, node: Node, child: Node) -> Node:
+        """Take a child in earnest. Its sub-tree is kept if the environment answers what it answered in the search."""
+        self.come_to(node, copy=False)
+        there = self.step(node, Node(child.action, q=child.q))
+        if child.state == there.state:
+            there.drawn, there.children = child.drawn, child.children
         return there
 
     def lookahead(self, gamma: float) -> Generator:
         """One step ahead, where there is a choice."""
-        place = self.root
-        while not place.done:
-            yield from self.expand(place)
-            if len(place.edges) > 1:
-                yield from self.expand(*[self.follow(place, edge) for edge in place.edges])
-                for edge in place.edges:
-                    edge.value = edge.promise(gamma)
-            place = self.act(place, max(place.edges, key=lambda edge: edge.value))
-        return place
+        node = self.root
+        while not node.done:
+            yield from self.expand(node)
+            if len(node.children) > 1:
+                yield from self.expand(*[self.follow(node, child) for child in node.children])
+                for child in node.children:
+                    child.value = child.promise(gamma)
+            node = self.act(node, max(node.children, key=lambda child: child.value))
+        return node
 
     def beam(self, k: int) -> Generator:
-        """Level by level the k edges of highest Q, until k have ended; of these the one of the highest last Q."""
+        """Level by level the k candidates of highest Q, until k have ended; of these the one of the highest last Q."""
         ended, level = [], [self.root]
         while level and len(ended) < k:
             yield from self.expand(*level)
-            pool = sorted(((place, edge) for place in level for edge in place.edges), key=lambda pair: -pair[1].q)
-            children = [self.follow(place, edge) for place, edge in pool[:k]]
+            pool = sorted(((node, child) for node in level for child in node.children), key=lambda pair: -pair[1].q)
+            children = [self.follow(node, child) for node, child in pool[:k]]
             ended += [child for child in children if child.done]
             level = [child for child in children if not child.done]
-        return max(ended, key=lambda place: place.q)
+        return max(ended, key=lambda node: node.q)
 
     def mcts(self, S: int, c: float, gamma: float, truth: bool = False) -> Generator:
         """The most visited action of each step, of equals that of the highest value. The first simulation of a new tree
         expands its root, so that one a step is QLASS."""
-        place = self.root
-        while not place.done:
+        node = self.root
+        while not node.done:
             for _ in range(S):
-                yield from self.simulate(place, c, gamma, truth)
-            place = self.act(place, max(place.edges, key=lambda edge: (edge.visits, edge.value)))
-        return place
+                yield from self.simulate(node, c, gamma, truth)
+            node = self.act(node, max(node.children, key=lambda child: (child.visits, child.value)))
+        return node
 
     def oracle_mcts(self, S: int, c: float, gamma: float) -> Generator:
         return self.mcts(S, c, gamma, truth=True)
 
-    def simulate(self, place: Place, c: float, gamma: float, truth: bool) -> Generator:
-        """Down by PUCT to a place without edges, expand it, and back up what it promises, discounted by depth."""
-        path: list[Edge] = []
-        while place.edges:
-            bonus = c * math.sqrt(sum(edge.visits for edge in place.edges))
-            path.append(max(place.edges, key=lambda e, bonus=bonus: e.value + bonus * e.prior / (1 + e.visits)))
-            place = self.follow(place, path[-1])
-        yield from self.expand(place)
-        if path:
-            value = place.path[-1].reward if truth and place.done else path[-1].promise(gamma)
-            for edge in reversed(path):
-                edge.visits += 1
-                edge.value += (value - edge.value) / edge.visits
+    def simulate(self, node: Node, c: float, gamma: float, truth: bool) -> Generator:
+        """Down by PUCT to a node without children, expand it, and back up what it promises, discounted by depth."""
+        passed: list[Node] = []
+        while node.children:
+            bonus = c * math.sqrt(sum(child.visits for child in node.children))
+            scores = [child.value + bonus * child.prior / (1 + child.visits) for child in node.children]
+            node = self.follow(node, node.children[scores.index(max(scores))])
+            passed.append(node)
+        yield from self.expand(node)
+        if passed:
+            value = node.path[-1].reward if truth and node.done else node.promise(gamma)
+            for node in reversed(passed):
+                node.visits += 1
+                node.value += (value - node.value) / node.visits
                 value *= gamma
 
     def particles(self, tau: float, gamma: float) -> Generator:
@@ -194,7 +188,7 @@ class Search:
             for i, chain in enumerate(chains):
                 if not chain.done:
                     self.env.restore(chain.snapshot)  # not counted: in its environment it is there
-                    chains[i] = self.step(chain, chain.edges[0])
+                    chains[i] = self.step(chain, chain.children[0])
             values = np.array([gamma ** len(chain.path) * chain.q for chain in chains])
             weights = np.exp((values - last - (values - last).max()) / tau)
             weights /= weights.sum()
@@ -207,13 +201,13 @@ class Search:
                 last = values[sources]
         return max(chains, key=lambda chain: chain.q)
 
-    def copy(self, place: Place, trial: int) -> Place:
-        """A place from which another chain goes on, which has all to replay."""
-        if place.done:
-            return place
+    def copy(self, node: Node, trial: int) -> Node:
+        """A node from which another chain goes on, which has all to replay."""
+        if node.done:
+            return node
         self.at = None
-        self.come_to(place)
-        return self.arrive(dataclasses.replace(place), trial)
+        self.come_to(node)
+        return self.arrive(dataclasses.replace(node), trial)
 
 
 def priors(drawn: Sequence[Candidate], actions: Sequence[str]) -> list[float]:
