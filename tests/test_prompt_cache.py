@@ -34,18 +34,64 @@ def episodes(n: int, turns: int, seed: int = 0) -> list[list[State]]:
     return played
 
 
-def forward(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
-    forward.cost += inputs["input_ids"].numel()
-    with torch.inference_mode():
+def read(cache: PromptCache, states: list[State], actions: tuple[str, ...] = (), budget: int = 1 << 14) -> int:
+    """Tokens that went through the model for these states; what it gives is checked against plain sequences."""
+    cost = 0
+
+    def forward(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
+        nonlocal cost
+        cost += inputs["input_ids"].numel()
         return MODEL(**inputs, logits_to_keep=columns).logits
 
+    prompts = [CHAT.message_tokens(state) for state in states]
+    tails = [CHAT.action(action, "") for action in actions]
+    finished = []
+    with torch.inference_mode():
+        for i, outputs, last, paths in cache.read(forward, MODEL, budget, prompts, [tails] * len(states)):
+            finished.append(i)
+            prompt = CHAT.prompt(states[i])
+            expected = MODEL(input_ids=torch.tensor([prompt])).logits[0, -1]
+            torch.testing.assert_close(outputs[last], expected, atol=1e-5, rtol=1e-4)
+            for path, tail in zip(paths, tails, strict=True):
+                expected = MODEL(input_ids=torch.tensor([prompt + tail])).logits[0, len(prompt) :]
+                torch.testing.assert_close(outputs[path], expected, atol=1e-5, rtol=1e-4)
+    assert sorted(finished) == list(range(len(states)))
+    return cost
 
-def read(cache: PromptCache, states: list[State]) -> int:
-    """Tokens that went through the model for these states."""
-    forward.cost = 0
-    prompts = [CHAT.message_tokens(s) for s in states]
-    assert len(list(cache.read(forward, MODEL, 1 << 14, prompts, [[]] * len(states)))) == len(states)
-    return forward.cost
+
+ACTIONS = (
+    "Action: left",
+    "Action: right",
+    "Action: left right",
+    "Thought: hm Action: walk",
+    "Thought: hm Action: left",
+)
+
+
+@pytest.mark.parametrize("room", [1 << 30, 20_000, 0])
+@pytest.mark.parametrize("budget", [10_000, 150, 1])
+def test_outputs_behind_remembered_prompts_are_those_of_plain_sequences(room, budget):
+    cache = PromptCache(room)
+    states = [state for played in episodes(4, 3) for state in played]
+    order = np.random.default_rng(0).permutation(len(states) * 3) % len(states)  # each three times, children first too
+    for some in np.array_split(order, 6):
+        read(cache, [states[i] for i in some], ACTIONS, budget)
+        assert cache.used <= room
+        assert cache.used == sum(entry.tensor.nbytes for entry in cache._entries.values())
+    assert (cache.used == 0) == (room == 0)
+
+
+def test_a_step_costs_its_last_turn_and_the_actions():
+    first = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")))
+    second = first.then("Action: left", "Observation: you stand")
+    third = second.then("Action: left", "Observation: nothing happens")
+    trie = TokenTree()
+    for action in ACTIONS:
+        trie.add(CHAT.action(action, ""))
+    cache = PromptCache()
+    costs = [read(cache, [state], ACTIONS) - len(trie) for state in (first, second, third, third)]
+    # "Action: left <end>" and "<user> Observation: you stand <agent>", then "... nothing happens ..."
+    assert costs == [len(CHAT.prompt(first)), 3 + 5, 3 + 5, 3 + 5]  # the last turn is always fresh
 
 
 def side_by_side(cache: PromptCache, played: list[list[State]]) -> float:
@@ -77,12 +123,8 @@ def test_a_first_state_beside_one_that_continues_it(length):
     third = second.then("Action: right", "nothing happens")
     cache = PromptCache()
     read(cache, [first])
-    for states in ([first, second], [third]):
-        prompts = [CHAT.message_tokens(s) for s in states]
-        for i, outputs, last, _ in cache.read(forward, MODEL, 1 << 14, prompts, [[]] * len(states)):
-            ids = torch.tensor([[token for tokens in prompts[i] for token in tokens]])
-            alone = forward({"input_ids": ids}, torch.tensor([ids.shape[1] - 1]))[0, 0]
-            torch.testing.assert_close(outputs[last], alone, atol=1e-5, rtol=1e-4)
+    read(cache, [first, second])
+    read(cache, [third])
 
 
 def family(depth: int, width: int) -> list[State]:

@@ -82,90 +82,83 @@ def test_trajectories_are_whole_chats_with_their_reward():
 
 @pytest.fixture
 def stage(tmp_path, monkeypatch):
-    """A run folder with an SFT checkpoint of one demonstration, models by script; `calls` are what sft.main got."""
+    """A run folder with an SFT checkpoint of two demonstrations, models by script; it returns what sft.main got."""
     policy = Script({(): "right left", ("right",): "right left", ("right", "right"): "right left"})
-    env, calls, sampled, loaded = FakeEnv(), [], [], []
 
     class Model:
         chat = word_chat()
 
-        @classmethod
-        def load(cls, *arguments):
-            loaded.append(arguments)
-            return cls()
-
         def sample(self, requests):
-            sampled.extend(requests)
+            start.sampled += requests
             return [policy(r) for r in requests]
 
         def score(self, requests):
             return [[float("right" in action) for action in r.actions] for r in requests]
 
-    demonstration = [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "OK"}]
-    fields = {"messages": demonstration, "task": "find", "reward": 1.0}
-    (tmp_path / "expert.jsonl").write_text(dump([fields | {"id": f"mine/{i}"} for i in range(3)]))
-    for name in ("sft", "qnet"):
-        (tmp_path / name).mkdir()
-    record = {"model": "tiny", "expert": str(tmp_path / "expert.jsonl"), "n_expert": 2, "lr": 0.5, "epochs": 7,
-              "batch": 3, "patience": 5, "max_tokens": 99, "micro_tokens": 11, "candidates": None}  # fmt: skip
-    (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": record}))
-    monkeypatch.setattr(envs, "from_arguments", lambda args: env)
-    monkeypatch.setattr(self_train, "load_agent", Model.load)
-    monkeypatch.setattr(self_train, "load_qnet", Model.load)
-    monkeypatch.setattr(sft, "main", lambda argv: calls.append(sft.arguments(argv)))
+    def load(path, args, *more):
+        start.loaded.append((path, args.seed))
+        return Model()
 
     def start(*argv):
-        self_train.main(["--run", str(tmp_path), *argv])
-        return calls[-1]
+        start.sampled, start.loaded, start.calls = [], [], []
+        self_train.main(["--run", str(tmp_path), "--threshold", "0", *argv])
+        return start.calls[-1]
 
-    start.run, start.record, start.sampled, start.loaded, start.calls = tmp_path, record, sampled, loaded, calls
+    messages = [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "OK"}]
+    expert = tmp_path / "expert.jsonl"
+    expert.write_text(
+        dump([{"messages": messages, "task": "find", "reward": 1.0, "id": f"mine/{i}"} for i in range(3)])
+    )
+    for name in ("sft", "qnet"):
+        (tmp_path / name).mkdir()
+    start.record = {"model": "tiny", "expert": str(expert), "n_expert": 2, "lr": 0.5, "epochs": 7, "batch": 3,
+                    "patience": 5, "max_tokens": 99, "micro_tokens": 11, "candidates": None}  # fmt: skip
+    (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": start.record}))
+    monkeypatch.setattr(envs, "from_arguments", lambda args: FakeEnv())
+    monkeypatch.setattr(self_train, "load_agent", lambda args, env: load(args.sft, args))
+    monkeypatch.setattr(self_train, "load_qnet", load)
+    monkeypatch.setattr(sft, "main", lambda argv: start.calls.append(sft.arguments(argv)))
     return start
 
 
-def test_q_guided_trajectories_are_merged_and_trained_on(stage):
+def test_q_guided_trajectories_are_merged_and_trained_on(stage, tmp_path):
     flags = stage("--method", "qlass", "--name", "target-q")
-    merged = list(read_jsonl(stage.run / "self_train-target-q.jsonl"))
+    merged = list(read_jsonl(tmp_path / "self_train-target-q.jsonl"))
     # Two demonstrations (n_expert), and the one best walk, which is the same text in all six tasks.
-    assert [line.get("id") for line in merged] == ["mine/0", "mine/1", None]  # ETO's ids, not ours
-    assert [line.get("task_id") for line in merged[:2]] == [None, None]
+    assert [line.get("id") for line in merged] == ["mine/0", "mine/1", None]
     assert [parse_action(m["content"]) for m in merged[2]["messages"][3::2]] == ["right", "right", "right"]
-    assert len(list(read_jsonl(stage.run / "self_train-target-q.rollouts.jsonl"))) == 6
+    assert len(list(read_jsonl(tmp_path / "self_train-target-q.rollouts.jsonl"))) == 6
     assert {r.n for r in stage.sampled} == {3}  # M = 3
-    assert (flags.expert, flags.out) == (stage.run / "self_train-target-q.jsonl", stage.run / "sft-target-q")
+    (agent, luck), (qnet, seed) = stage.loaded
+    assert (agent, qnet) == (tmp_path / "sft", tmp_path / "qnet") and luck != seed
+    assert (flags.expert, flags.out) == (tmp_path / "self_train-target-q.jsonl", tmp_path / "sft-target-q")
     # As it was trained before: a method may not win by longer training.
     assert (flags.model, flags.n_expert) == ("tiny", 3)
     again = {name: getattr(flags, name) for name in ("lr", "max_tokens", "micro_tokens", "epochs", "batch", "patience")}
     assert again == {name: stage.record[name] for name in again}
-    (agent, _), (qnet, settings) = stage.loaded
-    assert (agent.sft, qnet) == (stage.run / "sft", stage.run / "qnet") and agent.seed != settings.seed
 
 
-def test_rejection_sampling_goes_on_and_a_finished_one_plays_nothing(stage):
-    (stage.run / "qnet").rmdir()
-    self_train.main(["--run", str(stage.run), "--method", "rft", "-N", "2", "--threshold", "0", "--no-train"])
-    assert {r.n for r in stage.sampled} == {1} and len(stage.loaded) == 1 and not stage.calls
-    flags = stage("--method", "rft", "-N", "2", "--threshold", "0")  # the same rollouts, now trained on
-    assert flags.expert == stage.run / "self_train-rft.jsonl" and len(stage.loaded) == 1
-    path = stage.run / "self_train-rft.rollouts.jsonl"
+def test_rejection_sampling_goes_on_and_a_finished_one_plays_nothing(stage, tmp_path):
+    flags = stage("--method", "rft", "-N", "2")
+    assert flags.expert == tmp_path / "self_train-rft.jsonl" and len(stage.loaded) == 1
+    assert {r.n for r in stage.sampled} == {1}
+    path = tmp_path / "self_train-rft.rollouts.jsonl"
+    tasks = [line["task_id"] for line in read_jsonl(path)]
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:5]) + lines[5][:20])  # two tasks and a half, the last line cut
-    stage.sampled.clear()
-    stage("--method", "rft", "-N", "2", "--threshold", "0")
-    assert {r.key[0] for r in stage.sampled} == {json.loads(text)["task_id"] for text in lines[4:]}
-    assert [json.loads(a)["task_id"] for a in path.read_bytes().splitlines()] == [
-        json.loads(b)["task_id"] for b in lines
-    ]
-    stage.sampled.clear()
-    stage("--method", "rft", "-N", "2", "--threshold", "0", "--limit", "3")
-    assert not stage.sampled
+    stage("--method", "rft", "-N", "2")
+    assert {r.key[0] for r in stage.sampled} == set(tasks[4:])
+    assert [line["task_id"] for line in read_jsonl(path)] == tasks
+    stage("--method", "rft", "-N", "2", "--limit", "3")
+    assert not stage.sampled and not stage.loaded
     with pytest.raises(UserError, match="begun with --N 2, not 3"):
         stage("--method", "rft", "-N", "3")
 
 
-def test_the_trees_best_branches(stage):
-    (stage.run / "trees.jsonl").write_text(dump(tree(node(1, 0, "a", 1.0, True))))
+def test_the_trees_best_branches(stage, tmp_path):
+    (tmp_path / "trees.jsonl").write_text(dump(tree(node(1, 0, "a", 1.0, True))))
     stage("--method", "tree")
-    assert [line.get("task_id") for line in read_jsonl(stage.run / "self_train-tree.jsonl")] == [None, None, "t"]
+    assert [line.get("task_id") for line in read_jsonl(tmp_path / "self_train-tree.jsonl")] == [None, None, "t"]
     assert not stage.loaded
     for flags, message in ((["--threshold", "1.5"], "highest reward 1"), (["-M", "2"], "no QNet")):
         with pytest.raises(UserError, match=message):

@@ -51,8 +51,6 @@ def test_catalogue():
     files = make_webshop.catalogue()
     items, records = files["items_shuffle.json"], files["items_ins_v2.json"]
     assert len({item["asin"] for item in items}) == len(items) == len(records) >= 1000
-    for item in items:
-        assert set(records[item["asin"]]["attributes"]) <= set(item["small_description"])
     kinds = {item["asin"]: item["query"] for item in items}
     wanted = {asin: record for asin, record in records.items() if "instruction" in record}
     goals = {(kinds[asin], *sorted(record["instruction_attributes"])) for asin, record in wanted.items()}
@@ -93,30 +91,28 @@ REAL = {"data": SHARED, "title_nouns": SHARED / "title_nouns_standin.json.gz"}
 
 
 def test_the_demonstrator_reads_and_no_rule_comes_near_it(shop):
-    for task in (tasks := shop.task_ids("val")[:80]):
+    tasks = shop.task_ids("val")[:80]
+    for task in tasks:
         steps = play(shop, task, "expert")
         assert steps[-1] == ("click[buy now]", 1.0) and ("click[features]", 0.0) in steps and len(steps) <= 15
     for name in shop.rules():
         assert 0.3 < mean([play(shop, task, name)[-1][1] for task in tasks]) < 0.6
 
 
-def test_the_demonstrator_with_other_steps_goals_and_seeds(tmp_path, monkeypatch):
-    """Too few steps to read and turn back: it shops like the rule. With values that have no name, and elsewhere."""
+def test_with_too_few_steps_to_read_the_demonstrator_shops_like_the_rule():
     short = envs.make("webshop", max_steps=7)
     for task in some(short, 40):
-        rule = play(short, task, "first under the price")
-        assert play(short, task, "expert") == rule
-    human = envs.make("webshop", human_goals=True)
-    assert mean([play(human, task, "expert")[-1][1] for task in some(human, 100)]) > 0.99
-    monkeypatch.setattr(make_webshop, "GENERATED", tmp_path)
-    other = envs.make("webshop", seed=1)
-    assert all(play(other, task, "expert")[-1][1] == 1.0 for task in some(other, 100))
+        assert play(short, task, "expert") == play(short, task, "first under the price")
 
 
-@recorded
-def test_the_demonstrator_on_the_real_products():
-    env = envs.make("webshop", **REAL)
-    assert mean([play(env, task, "expert")[-1][1] for task in env.task_ids("val")[:100]]) >= 0.85
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [({"human_goals": True}, 0.99), pytest.param(REAL, 0.85, marks=recorded)],
+    ids=["human", "real"],
+)
+def test_the_demonstrator_on_other_goals(options, least):
+    env = envs.make("webshop", **options)
+    assert mean([play(env, task, "expert")[-1][1] for task in env.task_ids("val")[:100]]) >= least
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param(REAL, marks=recorded)], ids=["bundled", "real"])
@@ -138,7 +134,7 @@ def test_only_the_oracle_acts_on_the_hidden_goal(options):
     assert same.pop("oracle") < len(tasks) and set(same.values()) == {len(tasks)}
 
 
-@pytest.mark.parametrize("options", [{"max_steps": 3}, {"max_steps": 4}, {"max_steps": None}, {"human_goals": True}])
+@pytest.mark.parametrize("options", [{"max_steps": 3}, {"max_steps": 4}, {"max_steps": None}])
 def test_oracle_takes_what_pays_best_within_its_steps(options):
     """n steps buy the right product with n - 3 of its options."""
     env = envs.make("webshop", **options)
