@@ -12,7 +12,7 @@ import q_search
 from q_search import Method, play
 from qlass import UserError
 from qlass.chat import parse_action
-from qlass.driver import Likelihood, Sample, Score
+from qlass.driver import Sample, Score
 from qlass.qnet import QNet
 from qlass.records import read_jsonl
 
@@ -45,51 +45,60 @@ def episode(method: Method, script=BOTH, q=never, env: FakeEnv | None = None, **
 # ------------------------------------------------------------------------------------------------ who goes where
 
 
-def test_the_highest_q_leads_to_the_best_purse_and_a_wrong_one_astray():
-    record, path, _ = episode(Method("qlass", M=2), q=true_q)
-    assert path == ("right", "right", "right")
-    assert (record["reward"], record["success"], record["n_steps"]) == (1.0, True, 3)
-    first = record["steps"][0]
-    assert [(parse_action(c["action"]), c["q"]) for c in first["candidates"]] == [("left", 0.5), ("right", 1.0)]
-    assert first["observation"] == "Observation: you stand at start right"
-    record, path, _ = episode(Method("qlass", M=2), q=lambda r: [-v for v in true_q(r)])
-    assert path == ("left", "left") and record["reward"] == 0 and not record["success"]
+def by_trial(*scripts):
+    """A different script for each of N trajectories."""
+    answers = [Script(s) for s in scripts]
+    return lambda request: answers[request.key[1]](request)
 
 
-def test_only_what_the_agent_draws_can_be_chosen():
-    script = BOTH | {("right",): "left left"}
-    record, path, _ = episode(Method("qlass", M=2), script, true_q)
-    assert path == ("right", "left") and record["reward"] == 0.4
-    assert len(record["steps"][1]["candidates"]) == 1  # two equal draws are one candidate
-    spelled = episode(Method("qlass", M=4), lambda r: say(*["left", " left ", "left", "right"][: r.n]), true_q)[0]
-    assert len(spelled["steps"][0]["candidates"]) == 2
+THREE = by_trial({}, {(): "right"}, {(): "right", ("right",): "right"})  # left left, right left, right right left
+LATE = by_trial(BOTH | {(): "left left"}, BOTH)  # the first trial never draws right at the root, the second does
 
 
-@pytest.mark.parametrize("draws", ["left right", "right left left"])
-def test_among_equals_the_first_draw_is_taken(draws):
-    n = len(draws.split())
-    record, path, _ = episode(Method("qlass", M=n), {(): draws}, lambda r: [0.5] * len(r.actions))
-    assert path[0] == draws.split()[0]
-    assert [parse_action(c["action"]) for c in record["steps"][0]["candidates"]] == list(dict.fromkeys(draws.split()))
+def onward(q: float):
+    """Q of a net that likes to go right so much."""
+    return lambda request: [q if parse_action(action) == "right" else 0.0 for action in request.actions]
 
 
-@pytest.mark.parametrize("method", [GREEDY, Method("sample")])
-def test_the_agent_alone(method):
-    script = {(): "right", ("right",): "right"}
-    record, path, _ = episode(method, script)
-    assert path == ("right", "right", "left") and record["reward"] == 0
-    assert record["steps"][0]["candidates"] == [{"action": "Thought: hm\nAction: right", "q": None}]
+def longest(request: Score) -> list[float]:
+    return [float(len(request.state.messages))]
 
 
-def test_the_likeliest_of_the_drawn_needs_no_qnet():
-    def answer(request):
-        if isinstance(request, Likelihood):
-            return [-0.5 if "right" in text else -2.0 for text in request.actions]
-        return say("left", "right", "left")
+@pytest.mark.parametrize(
+    ("method", "script", "q", "way", "reward"),
+    [
+        (Method("qlass", M=2), BOTH, true_q, "right right right", 1.0),
+        (Method("qlass", M=2), BOTH, onward(-1.0), "left left", 0.0),  # Q decides even where it is wrong
+        (Method("qlass", M=2), BOTH | {("right",): "left left"}, true_q, "right left", 0.4),  # of what is drawn
+        (Method("qlass", M=3), {(): "right left left"}, onward(0.0), "right left", 0.4),  # among equals the first draw
+        (Method("qlass", M=2, N=2, select="q"), LATE, true_q, "right right right", 1.0),
+        (Method("qlass", M=2, N=2, select="oracle"), LATE, true_q, "right right right", 1.0),
+        (GREEDY, {(): "right", ("right",): "right"}, never, "right right left", 0.0),
+        (Method("sample"), {(): "right", ("right",): "right"}, never, "right right left", 0.0),
+        (Method("sample"), Script({}, "jump"), never, "jump jump jump jump jump", 0.0),  # it means nothing
+        (Method("likeliest", M=3), BOTH, onward(1.0), "right right right", 1.0),
+        (Method("oracle_step", M=2), BOTH, never, "right right right", 1.0),
+        # A look ahead sees rewards but no values: from R, left ends the episode with .4; right counts by its q.
+        (Method("oracle_lookahead", M=2), BOTH, onward(0.3), "right left", 0.4),
+        (Method("oracle_lookahead", M=2), BOTH, onward(0.41), "right right right", 1.0),
+        (Method("best_of_n", N=3, select="oracle"), THREE, never, "right left", 0.4),
+        (Method("best_of_n", N=3, select="q"), THREE, true_q, "right left", 0.4),
+        (Method("best_of_n", N=3, select="q"), THREE, longest, "right right left", 0.0),  # no reward is looked at
+    ],
+)
+def test_who_goes_where(method, script, q, way, reward):
+    record, path, _ = episode(method, script, q)
+    assert path == tuple(way.split())
+    assert (record["reward"], record["success"], record["n_steps"]) == (reward, reward == 1, len(path))
 
-    record, path, _ = episode(Method("likeliest", M=3), answer, answer)
-    assert path == ("right", "right", "right") and record["tokens"]["scored"] == 0
-    assert [c["q"] for c in record["steps"][0]["candidates"]] == [-2.0, -0.5]
+
+def test_equal_draws_are_one_candidate():
+    record, *_ = episode(Method("qlass", M=4), lambda r: say(*["left", " left ", "left", "right"][: r.n]), true_q)
+    step = record["steps"][0]
+    assert [(parse_action(c["action"]), c["q"]) for c in step["candidates"]] == [("left", 0.5), ("right", 1.0)]
+    assert step["observation"] == "Observation: you stand at start right"
+    record, *_ = episode(GREEDY)
+    assert record["steps"][0]["candidates"] == [{"action": "Thought: hm\nAction: left", "q": None}]
 
 
 def test_random_choice_is_of_the_drawn_and_depends_on_task_and_seed_alone(monkeypatch):
@@ -101,31 +110,6 @@ def test_random_choice_is_of_the_drawn_and_depends_on_task_and_seed_alone(monkey
     first = steps_of(0)
     assert first == steps_of(0) != steps_of(1)
     assert len({tuple(step["action"] for step in steps) for steps in first}) == 6  # all the ends of the world are met
-
-
-def test_the_oracle_sees_the_value_of_the_next_state():
-    record, path, env = episode(Method("oracle_step", M=2))
-    assert path == ("right", "right", "right") and record["reward"] == 1
-    assert record["env_steps"] == len(env.played) == 9  # three steps, and two looks ahead at each
-
-
-def test_the_lookahead_sees_rewards_but_no_values():
-    for q, expected in ((0.3, ("right", "left")), (0.41, ("right", "right", "right"))):
-        # From R, left ends the episode with .4; right goes on, and counts by its q.
-        def answer(request, q=q):
-            return [q if parse_action(a) == "right" else 0.0 for a in request.actions]
-
-        record, path, env = episode(Method("oracle_lookahead", M=2), q=answer)
-        assert path == expected and record["env_steps"] == len(env.played) == 3 * len(path)
-
-
-def by_trial(*scripts):
-    """A different script for each of N trajectories."""
-    answers = [Script(s) for s in scripts]
-    return lambda request: answers[request.key[1]](request)
-
-
-THREE = by_trial({}, {(): "right"}, {(): "right", ("right",): "right"})  # left left, right left, right right left
 
 
 def test_what_was_sampled_for_one_method_serves_the_next():
@@ -142,33 +126,6 @@ def test_what_was_sampled_for_one_method_serves_the_next():
     assert list(sampled) == [("test0", 0), ("test0", 1), ("test0", 2)]
     assert played(Method("best_of_n", N=3, select="oracle"), sampled)[1] == set()
     assert played(Method("random", N=3), sampled)[1] == {0, 1, 2}
-
-
-def test_the_best_of_n_by_reward_and_by_q():
-    record, path, _ = episode(Method("best_of_n", N=3, select="oracle"), THREE)
-    assert path == ("right", "left") and record["reward"] == 0.4
-
-    def longest(request):
-        return [float(len(request.state.messages))]
-
-    record, path, _ = episode(Method("best_of_n", N=3, select="q"), THREE, longest)
-    assert path == ("right", "right", "left") and record["reward"] == 0  # Q was wrong, and no reward was looked at
-    record, path, _ = episode(Method("best_of_n", N=3, select="q"), THREE, true_q)
-    assert path == ("right", "left") and record["reward"] == 0.4
-
-
-def test_n_guided_trajectories():
-    # The first trial never draws right at the root, the second does.
-    script = by_trial(BOTH | {(): "left left"}, BOTH)
-    for select in ("q", "oracle"):
-        record, path, _ = episode(Method("qlass", M=2, N=2, select=select), script, true_q)
-        assert path == ("right", "right", "right") and record["resets"] == 2
-
-
-def test_an_action_that_means_nothing_costs_its_step():
-    record, path, _ = episode(Method("sample"), Script({}, "jump"), max_steps=3)
-    assert path == ("jump",) * 3 and record["reward"] == 0
-    assert record["steps"][0]["observation"] == "Observation: nothing happens"
 
 
 shuffled = st.permutations([0.0, 0.5, 0.2, 0.4, 0.0, 1.0])
