@@ -55,17 +55,6 @@ def test_every_environment_keeps_what_envs_promises(name, monkeypatch):
     env.close()
 
 
-def test_the_example_pays_for_each_switch():
-    env = envs.make(FLAG)
-    env.reset(options={"task_id": "red-blue"})
-    env.step("switch red")
-    half = env.snapshot()
-    assert env.step("done")[1:3] == (0.5, True)
-    env.restore(half)
-    env.step("switch blue")
-    assert env.step("done")[1] == 1.0
-
-
 def test_one_command_takes_it_through_all_stages(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sft.UPDATES", 10)
     monkeypatch.setitem(sft.TINY, "epochs", 1)

@@ -94,27 +94,6 @@ def test_a_step_costs_its_last_turn_and_the_actions():
     assert costs == [len(CHAT.prompt(first)), 3 + 5, 3 + 5, 3 + 5]  # the last turn is always fresh
 
 
-def side_by_side(cache: PromptCache, played: list[list[State]]) -> float:
-    """The share of the prompts' tokens that the cache held, all episodes a step at a time."""
-    tokens = cached = 0
-    for step in zip(*played, strict=True):
-        prompts = [cache.prompt(CHAT.message_tokens(s)) for s in step]
-        tokens, cached = tokens + sum(len(p.ids) for p in prompts), cached + sum(p.known for p in prompts)
-        read(cache, list(step))
-    return cached / tokens
-
-
-def test_a_small_cache_still_finds_its_share():
-    played = episodes(32, 8)
-    whole = PromptCache()
-    whole_share = side_by_side(whole, played)
-    needed = whole.used
-    shares = {part: side_by_side(PromptCache(int(needed * part)), played) for part in (0.5, 0.25, 0.1)}
-    assert whole_share > 0.7
-    assert shares[0.5] > 0.5 * whole_share and shares[0.25] > 0.25 * whole_share and shares[0.1] > 0.1 * whole_share
-    # By the age of entries alone, each would be forgotten just before it is read again.
-
-
 @pytest.mark.parametrize("length", [3, 30])  # of the second turn, shorter and longer than the first
 def test_a_first_state_beside_one_that_continues_it(length):
     """Two games that begin alike, one of them a step ahead: only that one has its first turn in the cache."""

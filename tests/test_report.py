@@ -103,17 +103,6 @@ def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played(tmp_path):
     assert (group.reward.mean, group.reward.n, group.mean("total")) == (0.75, 2, 15)
 
 
-def test_the_rows_that_matter_end_with_the_ceiling(scripted):
-    groups = scripted(
-        ("oracle", 1.0, {}), ("rule", 0.9, {}), ("greedy", 0.3, {}), ("sample", 0.2, {}), ("qlass", 0.5, {"M": 2}),
-        ("best_of_n", 0.4, {"N": 2, "select": "q"}), ("best_of_n", 0.6, {"N": 2, "select": "oracle"}),
-        ("oracle_step", 0.8, {"M": 2}), ("qlass", 0.7, {"M": 2, "label": "half"}),
-    )  # fmt: skip
-    assert list(tables.results_table(tables.headline(groups))["method"]) == [
-        "SFT greedy", "SFT sampled", "best-of-N, picked by QNet N=2", "QLASS M=2", "choice by true value (oracle) M=2",
-    ]  # fmt: skip
-
-
 def differences(groups) -> dict[tuple[str, str], dict[str, str]]:
     table = tables.differences_table(list(groups))
     return {(row["method"], row["minus"]): row for row in table.to_dict("records")}

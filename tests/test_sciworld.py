@@ -147,10 +147,9 @@ def test_the_reward_is_the_best_score_so_far_also_when_the_task_is_spoilt_or_tim
 
 
 # ---------------------------------------------------------------------------------------------------- restore by replay
-@pytest.mark.parametrize("seed", range(3))
-def test_a_restored_snapshot_repeats_the_future_though_the_simulator_dies(env, seed):
-    rng = random.Random(seed)
-    task = rng.choice(["train/grow-plant/3", "train/chemistry-mix/2", "train/test-conductivity/5"])
+@pytest.mark.parametrize("task", ["grow-plant/3", "chemistry-mix/2", "power-component/6"])
+def test_a_restored_snapshot_repeats_the_future_though_the_simulator_dies(env, task):
+    rng, task = random.Random(task), f"train/{task}"
     env.reset(options={"task_id": task})
     walk = lambda n: [rng.choice([a for _, a in env.candidates()] + ["sing"]) for _ in range(n)]  # noqa: E731
     for action in walk(4):
@@ -167,17 +166,6 @@ def test_a_restored_snapshot_repeats_the_future_though_the_simulator_dies(env, s
             sciworld.simulators().answers.clear()
             sciworld.simulators().running[-1].process.kill()
         assert again + [other.step(action)[:4] for action in actions[3:]] == future
-
-
-def test_circuits_work_at_the_same_step_in_every_replay(env):
-    """The simulator lets wires take turns in the order of their identity hashes; ours are all equal."""
-    task = sciworld.Task("power-component", 6)
-    plan, simulator = sciworld_expert.expert_plan(task), sciworld.simulators().nearest(task, ())
-    scores = []
-    for _ in range(3):
-        simulator.load(task)
-        scores.append([simulator.step(action).score for action in plan])
-    assert all(s == scores[0] for s in scores) and scores[0][-1] == 1
 
 
 # --------------------------------------------------------------------------------------------- questions, valid actions

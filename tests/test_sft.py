@@ -62,15 +62,6 @@ def test_the_loss_mask_of_llama_2_by_hand():
     )
 
 
-def test_the_mask_follows_the_compact_rendering():
-    chat = word_chat(compact=True)
-    ids, wrote = apart(sft.tokens_and_mask(chat, STATE, 100))
-    assert chat.tokenizer.convert_ids_to_tokens(ids)[:3] == ["<user>", "you", "stand"]  # no instruction, no OK
-    assert sum(wrote) == 5 + 3
-    only_ok = State(STATE.messages[:2])  # an expert who did nothing
-    assert sft.tokens_and_mask(chat, only_ok, 100) == []
-
-
 def loss_of(model, ids: torch.Tensor, wrote: torch.Tensor) -> torch.Tensor:
     logits, labels, _ = sft.predictions(model, ids, wrote)
     return sft.sft_loss(logits, labels)
@@ -106,18 +97,6 @@ def test_the_logits_that_count_give_the_loss_and_gradients_of_all(rows):
         gradients.append((loss.detach(), *(p.grad for p in model.parameters())))
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-
-
-def test_what_the_loss_does_not_see_does_not_move_it():
-    """Padding on the right, and the words of the user where nothing that was written follows."""
-    model = tiny_lm(CHAT)
-    ids, wrote = (torch.tensor([x]) for x in apart(sft.tokens_and_mask(CHAT, STATE, 100)))
-    loss = loss_of(model, ids, wrote)
-    padded = torch.cat([ids, torch.full((1, 5), 7)], 1), torch.cat([wrote, torch.zeros(1, 5, dtype=torch.bool)], 1)
-    assert loss_of(model, *padded).item() == pytest.approx(loss.item(), abs=1e-4)
-    logp = model(input_ids=ids).logits[0].log_softmax(-1)
-    by_hand = -sum(logp[t - 1, ids[0, t]].item() for t in range(ids.shape[1]) if wrote[0, t])
-    assert loss.item() == pytest.approx(by_hand, abs=1e-4)
 
 
 def test_the_loss_of_what_was_read_by_hand():
@@ -348,19 +327,6 @@ def test_demonstrations_are_put_in_the_environments_words(tmp_path, monkeypatch)
     (tmp_path / "expert.json").write_text(json.dumps([ETO, ETO, ETO]))
     state, _ = sft.demonstrations(FakeEnv(), tmp_path / "expert.json", 2)
     assert [text for _, text in state.messages[2:]] == ["Find a purse.", "Thought: x\nAction: search[purse]"]
-
-
-def test_a_padding_token_that_the_model_lacks_does_no_harm(tmp_path, agent, fake_world):
-    shutil.copytree(agent, tmp_path / "model")
-    tokenizer = Policy.load(agent).chat.tokenizer
-    vocabulary = len(tokenizer)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    assert tokenizer.pad_token_id == vocabulary
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "expert.json").write_text(json.dumps([ETO, ETO | {"conversations": ETO["conversations"] * 2}]))
-    run = ["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "1"]
-    sft.main([*run, "--model", str(tmp_path / "model"), "--expert", str(tmp_path / "expert.json")])
-    assert (tmp_path / "sft" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

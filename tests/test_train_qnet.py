@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEnv, chat_tokenizer, dump, explore, run, say, tiny_backbone, training_settings, word_chat
+from fakes import FakeEnv, dump, explore, run, say, tiny_backbone, training_settings, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -234,16 +234,6 @@ def test_four_samples_are_learned_by_heart(loss_on):
     assert figures["steps"] == 100
 
 
-def test_where_pairs_share_their_words_the_loss_stops_at_the_mean():
-    """Eq. (11) asks one prompt for four values: at best it says their mean, and the loss keeps the variance."""
-    net = qnet(hidden=64)
-    trained(net, [FOUR])
-    prompt = net.chat.prompt(STATE)
-    with torch.inference_mode():
-        shared = net(input_ids=torch.tensor([prompt]))[0].numpy()
-    assert shared == pytest.approx(np.full(len(prompt), 0.5), abs=0.15)
-
-
 WAYS = {
     "packs of an update at once, or one at a time": ({"batch": len(TREE) + 1}, {"micro_tokens": 1}, 2 * 3),
     "pairs packed one by one, or plainly": ({"max_tokens": 1}, {"plain": True}, 2 * -(-5 * len(TREE) // 4)),
@@ -381,15 +371,3 @@ def test_a_frozen_backbone_is_the_agents_own(train, agent):
     start = Policy.load(agent).model.model
     assert all(torch.equal(a, b) for a, b in zip(net.backbone.parameters(), start.parameters(), strict=True))
     assert net.readout == "mean"
-
-
-# ------------------------------------------------------------------------------------- other families of models
-
-
-@pytest.mark.parametrize("name", ["llama-2", "llama-3", "none"])
-def test_a_chat_template_of_any_kind_packs(name):
-    chat = Chat(chat_tokenizer(name), Rendering())
-    net = qnet(chat)
-    packs = list(pack_pairs(chat, TREE[:6], "all", 100_000))
-    plain = sum(pair_loss(net, p).item() for p in TREE[:6])
-    assert packed_loss(net, packs).item() == pytest.approx(plain, rel=1e-4)

@@ -165,23 +165,14 @@ def test_cleaning(shop):
     assert (lamp.price_tag, lamp.prices, jumper.options) == ("$100.0", (100.0,), {})
 
 
-def test_pages(shop):
-    env, told = shop(), "Instruction: [SEP] " + GOAL["instruction_text"] + " [SEP] "
-    observation, info = env.reset(options={"task_id": "0"})
-    assert observation == "WebShop [SEP] " + told + "Search"
-    assert info["valid_actions"] == [f"search[{query}]" for query in webshop_data.queries(WISH)]
-    observation, *_, info = env.step("search[Shirt]")
-    assert observation == told + (
-        "Back to Search [SEP] Page 1 (Total results: 2) [SEP] Next > [SEP] B000000001 [SEP] Red Cotton Shirt [SEP] "
-        "$27.0 [SEP] C000000003 [SEP] Desk Lamp shirt [SEP] $100.0"
-    )
+def test_an_item_page(shop):
+    env = shop()
+    env.reset(options={"task_id": "0"})
+    *_, info = env.step("search[Shirt]")
     assert info["clickables"] == ["back to search", "next >", "b000000001", "c000000003"]
     assert env.candidates()[2] == ("1 $27.0 Red Cotton Shirt", "click[b000000001]")
-    *_, info = env.step("click[Next >]")
-    assert info["clickables"] == ["back to search", "< prev", "next >"]
-    env.step("click[< prev]")
     observation, *_, info = env.step("click[B000000001]")
-    assert observation == told + (
+    assert observation == f"Instruction: [SEP] {WISH} [SEP] " + (
         "Back to Search [SEP] < Prev [SEP] size [SEP] small [SEP] x-large [SEP] color [SEP] dark blue | green [SEP] "
         "wine [SEP] small [SEP] Red Cotton Shirt [SEP] Price: $27.0 [SEP] Rating: N.A. [SEP] "
         "Description [SEP] Features [SEP] Reviews [SEP] Buy Now"
@@ -189,10 +180,6 @@ def test_pages(shop):
     buttons = ["back to search", "< prev", "description", "features", "reviews", "buy now"]
     assert info["clickables"] == [*buttons, "small", "x-large", "dark blue | green", "wine"]
     assert env.candidates()[-1] == ("color wine", "click[wine]")
-    assert env.step("click[features]")[0] == told + "Back to Search [SEP] < Prev [SEP] made in Norway [SEP] "
-    env.step("click[< prev]")
-    assert env.step("click[description]")[0].endswith("< Prev [SEP] A <soft> shirt, breathable.")
-    assert env.step("search[the]")[0].endswith("Page 1 (Total results: 0) [SEP] Next >")
 
 
 def test_options_are_kept_on_sub_pages_replaced_by_name_and_dropped_on_the_way_back(shop):
