@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     started = time.time()
     env = envs.from_arguments(args)
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
-    record = files.read_meta(args.sft).get("arguments", {})
+    record = files.read_meta(args.sft)["arguments"]
     if "model" not in record:
         raise UserError(
             f"{files.meta_path(args.sft)}: does not say how sft.py made {args.sft}; name an --sft that it made"

@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.paraphrase is not None:
         raise UserError("--paraphrase: only q_search.py counts what wordings cost; leave it out")
     labels = input_of(args.qnet or args.run / "qnet", "labels") or args.run
-    grid = vars(args) | {"gamma": args.gamma or [read_meta(labels).get("arguments", {}).get("gamma", 0.9)]}
+    grid = vars(args) | {"gamma": args.gamma or [read_meta(labels)["arguments"].get("gamma", 0.9)]}
     q_search.main(args.argv, planned=lambda env, names, Ms, Ns, *_: planned(args.method, grid, Ms, Ns or [4]))
 
 

@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from qlass import UserError
 from qlass.records import parse_json, read_object
 
-T = TypeVar("T")
 Complete = Callable[[list[tuple[str, dict]]], int]
 
 # ----------------------------------------------------------------------------------- one writer, complete or not at all
@@ -127,11 +126,9 @@ def meta_path(output: Path) -> Path:
 
 
 def read_meta(output: Path) -> dict[str, Any]:
-    """The metadata of an output, {} where there are none."""
+    """The metadata of an output; where there are none, no arguments and no inputs."""
     path = meta_path(output)
-    if not path.exists():
-        return {}
-    record = {"arguments": {}, "inputs": {}} | read_object(path)
+    record = {"arguments": {}, "inputs": {}} | (read_object(path) if path.exists() else {})
     if not isinstance(record["arguments"], dict) or not isinstance(record["inputs"], dict):
         raise UserError(f"{path}: not the metadata of {output}; delete it, or name another --out")
     return record
@@ -192,14 +189,14 @@ def same_arguments(output: Path, arguments: dict[str, Any], free: Iterable[str] 
 
     free: arguments that may be others, as may the inputs that they name.
     """
-    metadata = read_meta(output)
-    begun = metadata.get("arguments", {})
+    record = read_meta(output)
+    begun = record["arguments"]
     others = []
     for name, value in recorded(arguments).items():
         if name not in (*FREE, *free) and begun.get(name, value) != value:
             others.append(f"--{name.replace('_', '-')} {begun[name]}, not {value}")
     freely_named = [begun.get(name) for name in free]
-    for source, content in metadata.get("inputs", {}).items():
+    for source, content in record["inputs"].items():
         if source not in freely_named and changed(Path(source), content):
             others.append(f"{source}, which has changed since")
     if others:
@@ -209,7 +206,7 @@ def same_arguments(output: Path, arguments: dict[str, Any], free: Iterable[str] 
 
 def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
     """(what was made, what it was made from and has changed since), of an output and of all that it comes from."""
-    inputs = {Path(path): content for path, content in read_meta(output).get("inputs", {}).items()}
+    inputs = {Path(path): content for path, content in read_meta(output)["inputs"].items()}
     for source, content in inputs.items():
         if source.resolve() != output.resolve():  # labels may be made anew in their own place
             if changed(source, content):
@@ -224,8 +221,7 @@ def is_complete(output: Path) -> bool:
     """
     if not output.is_file():
         return output.exists()
-    record = read_meta(output)
-    return "seconds" in record if record else output.stat().st_size > 0
+    return "seconds" in read_meta(output) if meta_path(output).exists() else output.stat().st_size > 0
 
 
 def input_of(output: Path, name: str) -> Path | None:
@@ -233,7 +229,7 @@ def input_of(output: Path, name: str) -> Path | None:
 
     None: the argument named nothing.
     """
-    named = read_meta(output).get("arguments", {}).get(name)
+    named = read_meta(output)["arguments"].get(name)
     if not isinstance(named, str):
         return None
     beside = output.parent / Path(named).name
@@ -245,7 +241,7 @@ def lineage(checkpoint: Path) -> Iterator[tuple[Path, dict]]:
     folder: Path | None = checkpoint.absolute()
     for _ in range(10):  # metadata may lead in a circle
         if folder:
-            yield folder, read_meta(folder).get("arguments", {})
+            yield folder, read_meta(folder)["arguments"]
             folder = input_of(folder, "sft")
 
 
@@ -303,7 +299,7 @@ def share() -> tuple[int, int]:
     return int(rank), int(world)
 
 
-def progress(items: Iterable[T], what: str, total: int | None = None, done: int = 0) -> Iterator[T]:
+def progress(items: Iterable, what: str, total: int | None = None, done: int = 0) -> Iterator:
     """The items, with a bar; off a terminal it is drawn every half minute."""
     from tqdm import tqdm
 
@@ -343,7 +339,7 @@ class Output(Resumable):
         for old in (path, *others):
             if old.exists() and old.stat().st_size:
                 same_arguments(old, arguments, ("limit", *free))
-                if not read_meta(old) and not complete_records(old, complete)[0]:
+                if not meta_path(old).exists() and not complete_records(old, complete)[0]:
                     raise UserError(f"{old}: holds something else, which would be lost: name another --out")
         super().__init__(path, complete)
         self.arguments, self.inputs = arguments, list(inputs)

@@ -96,7 +96,7 @@ def rendering_of(folder: Path, args: argparse.Namespace, names: Sequence[str] = 
 
 def warn_of_another_world(folder: Path, args: argparse.Namespace) -> None:
     """A line for each flag of the environment that a checkpoint was trained with otherwise."""
-    trained = read_meta(folder.absolute()).get("arguments", {})
+    trained = read_meta(folder.absolute())["arguments"]
     for name in ("env", *getattr(args, "env_flags", ())):
         before, now = trained.get(name, getattr(args, name)), getattr(args, name)
         if before != now:

@@ -34,7 +34,7 @@ def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
 def provenance(path: Path) -> str:
     """Commit and time from the metadata beside a file, where there is some."""
     record = files.read_meta(path)
-    return escape(f", commit {record.get('commit')}, written {record.get('written')}") if record else ""
+    return escape(f", commit {record.get('commit')}, written {record.get('written')}") if "written" in record else ""
 
 
 def section(name: str, title: str, *parts: str) -> str:

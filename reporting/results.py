@@ -193,7 +193,7 @@ def check_pools(groups: Iterable[Group]) -> None:
         seeds = group.episodes.groupby("file", dropna=False)["seed"].agg(set)
         for (a, of_a), (b, of_b) in combinations(seeds.items(), 2):
             for path in (a, b):
-                if not files.read_meta(path):
+                if not files.meta_path(path).exists():
                     warnings.append(f"{path}: no metadata beside it, so its agent and QNet may be other ones")
             ours, theirs = recipe(a, used), recipe(b, used)
             models = [input_hashes(path, used) for path in (a, b)]
@@ -219,7 +219,7 @@ def inputs_of(condition: Condition) -> tuple[str, ...]:
 
 def input_hashes(output: Path, used: Iterable[str]) -> dict[str, str]:
     meta = files.read_meta(output)
-    hashes = {name: meta.get("inputs", {}).get(str(meta.get("arguments", {}).get(name))) for name in used}
+    hashes = {name: meta["inputs"].get(str(meta["arguments"].get(name))) for name in used}
     return {f"--{name} of one seed": digest for name, digest in hashes.items() if digest}
 
 
@@ -241,7 +241,7 @@ def recipe(output: Path, used: Iterable[str]) -> dict[str, Any]:
     for path, of in {output: "", **ancestors(output, used)}.items():
         meta = files.read_meta(path)
         skipped = ANY if of else ANY | OF_A_LINE
-        arguments = {name: value for name, value in meta.get("arguments", {}).items() if name not in skipped}
+        arguments = {name: value for name, value in meta["arguments"].items() if name not in skipped}
         flags |= {f"--{name.replace('_', '-')}{of}": value for name, value in arguments.items()}
         if "kept" in meta:  # an agent's own trajectories: their number is a result
             flags.pop("--n-expert" + of.removeprefix(" of expert"), None)

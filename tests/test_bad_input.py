@@ -23,9 +23,9 @@ import q_search
 from qlass import UserError, cli, files
 from qlass.chat import Rendering
 from qlass.checks import leaks, tasks_of
-from qlass.files import Resumable, cloned_from
+from qlass.files import cloned_from
 from qlass.qnet import pairs_of
-from qlass.records import actions_by_task, complete_results, complete_trees, read_results, read_trajectories, read_trees
+from qlass.records import actions_by_task, read_results, read_trajectories, read_trees
 from reporting import page
 
 HERE = Path(__file__).parent
@@ -67,10 +67,6 @@ def read_metadata(path: Path) -> None:
     files.same_arguments(path.with_name("sft"), vars(cli.parse(cli.parser("A stage."), [])))
 
 
-def resume(complete: Callable) -> Callable[[Path], None]:
-    return lambda path: Resumable(path, complete).file.close()
-
-
 LABELS = [node for i in range(2) for node in labelled_tree(f"train{i}")]
 CHATS = [{"task_id": f"t{i}", "task": "x", "messages": CHAT, "reward": 1.0} for i in range(3)]
 THEIRS = [{"conversations": [{"from": "human", "value": "go"}, {"from": "gpt", "value": "Action: left"}]}] * 2
@@ -80,9 +76,7 @@ READERS = {  # a sound file, and what reads it
     "theirs.json": (json.dumps(THEIRS), lambda path: list(read_trajectories(path))),
     "trees.jsonl": (dump([{k: v for k, v in node.items() if k[0] != "q"} for node in LABELS]), read_any_trees),
     "q_labels.jsonl": (dump(LABELS), lambda path: [pairs_of(tree) for tree in read_trees(path, ["q", "messages"])]),
-    "begun-trees.jsonl": (dump(LABELS), resume(complete_trees)),
     "results.jsonl": (RESULTS, lambda path: list(read_results(path))),
-    "begun-results.jsonl": (RESULTS, resume(complete_results)),
     "policy.json": (json.dumps(vars(Rendering(stop=["a"]))), lambda path: Rendering.load(path.parent)),
     "sft.meta.json": (json.dumps({"arguments": {"expert": "x"}, "inputs": {}}), read_metadata),
 }

@@ -151,7 +151,7 @@ def predict(env: envs.TextEnv, point: Point, chosen: Entry, context: Context) ->
 
 def is_current(path: Path) -> bool:
     """Whether a prediction is there, and what it was made from is so still."""
-    sources = read_meta(path).get("inputs", {})
+    sources = read_meta(path)["inputs"]
     return bool(sources) and all(Path(p).exists() and sha256(Path(p)) == content for p, content in sources.items())
 
 
