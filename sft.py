@@ -171,20 +171,21 @@ def train(
     observation_weight: float = 0.0,
 ) -> None:
     """Maximise the likelihood of what the expert wrote, given its history."""
+    model = fit.model
     for _ in fit.epochs():
-        fit.model.train()
+        model.train()
         for batch in fit.batches(examples):
-            groups = [collate(group, fit.model.device) for group in micro_batches(batch, len, micro_tokens)]
+            groups = [collate(group, model.device) for group in micro_batches(batch, len, micro_tokens)]
             n_wrote = sum(int(wrote[:, 1:].sum()) for _, wrote, _ in groups)
             n_answers = sum(int(answers(wrote, real).sum()) for _, wrote, real in groups)
             for ids, wrote, real in fit.share(groups):  # gradient accumulation
-                logits, labels, at = predictions(fit.model, ids, wrote, ends=bool(observation_weight))
+                logits, labels, at = predictions(model, ids, wrote, ends=bool(observation_weight))
                 loss = sft_loss(logits, labels) / n_wrote
                 if observation_weight and n_answers:
                     loss += observation_weight * observation_loss(logits, at, ids, wrote, real) / n_answers
                 fit.backward(loss)
             fit.step(tokens=sum(ids.numel() for ids, _, _ in groups))
-        fit.end_epoch(validate(fit.model, validation, micro_tokens))
+        fit.end_epoch(validate(model, validation, micro_tokens))
 
 
 @torch.no_grad()
@@ -259,8 +260,8 @@ def main(argv: list[str] | None = None) -> None:
         if tiny:
             model, chat = tiny_agent(env, states, where)
         else:
-            how = {"train": not args.lora, "plain": True, "precision": args.precision}
             kind = transformers.AutoModelForCausalLM
+            how = {"train": not args.lora, "plain": True, "precision": args.precision}
             model, chat = models.load_checkpoint(args.model, kind, args.device, args.load_in, **how)
         adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
         beginning = first_messages(env, states) if named else {}

@@ -87,18 +87,19 @@ def train(
     """Regress QNet onto the Q-values of (s, a)."""
     if fast:
         from qlass.fast.packing import packed_loss
+    qnet = fit.model
     for _ in fit.epochs():
-        fit.model.train()
+        qnet.train()
         for batch in fit.batches(packs):
             n = sum(len(pack.pairs) for pack in batch)
             for group in fit.share(micro_batches(batch, lambda pack: pack.tokens, micro_tokens if fast else 1)):
                 if fast:  # the same at a fraction of the cost
-                    loss = packed_loss(fit.model, group)
+                    loss = packed_loss(qnet, group)
                 else:
-                    loss = sum(pair_loss(fit.model, pair, loss_on) for pack in group for pair in pack.pairs)  # Eq. (11)
+                    loss = sum(pair_loss(qnet, pair, loss_on) for pack in group for pair in pack.pairs)  # Eq. (11)
                 fit.backward(loss / n)
             fit.step(tokens=sum(pack.tokens for pack in batch))
-        figures = ranking(fit.model, held_out)
+        figures = ranking(qnet, held_out)
         enough = len(held_out) >= 5
         fit.end_epoch(figures["mse"] if enough else None, **{f"held_out_{name}": v for name, v in figures.items()})
 

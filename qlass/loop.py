@@ -32,7 +32,7 @@ T = TypeVar("T")
 PROGRESS = ("tokens", "seconds", "losses", "curve")  # attributes of a Training that say where it stands
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
-# ----------------------------------------------------------------------------------------------------------- processes
+# ----------------------------------------------------------------------------------------------------------- the stage
 
 
 @contextlib.contextmanager
@@ -53,6 +53,36 @@ def training(out: Path, device: str | None) -> Iterator[accelerate.PartialState]
         yield process
         if process.is_main_process:
             shutil.rmtree(partial_folder(out), ignore_errors=True)
+
+
+def partial_folder(out: Path) -> Path:
+    """Where an unfinished training keeps its states; its being there says that the training is not complete."""
+    return out.with_name(out.name + ".partial")
+
+
+def begin(arguments: dict[str, Any], inputs: Iterable[Path]) -> bool:
+    """Whether the checkpoint `out` is still to be trained; if so, its metadata are written.
+
+    They come before the training, so that a stopped one resumes with the arguments and inputs that it was begun with;
+    others are a UserError. --overwrite deletes what is there.
+    """
+    process, out, partial = accelerate.PartialState(), arguments["out"], partial_folder(arguments["out"])
+    if not arguments["overwrite"] and ((out / "config.json").exists() or any(partial.glob("state-*"))):
+        files.same_arguments(out, arguments, files.TRAINING_FREE)
+        if not partial.exists():
+            if "steps" not in files.read_meta(out):
+                raise UserError(f"{out}: not made by this command: --overwrite replaces it, another --out keeps both")
+            process.print(f"{out}: is complete; --overwrite trains it again", flush=True)
+            return False
+    process.wait_for_everyone()  # all have looked
+    if process.is_main_process:
+        if arguments["overwrite"]:
+            shutil.rmtree(partial, ignore_errors=True)
+            files.discard(out)
+        partial.mkdir(parents=True, exist_ok=True)
+        files.write_meta(out, arguments, inputs)
+    process.wait_for_everyone()
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------------- updates
@@ -248,36 +278,3 @@ def opened(state: Path) -> Iterator[dict[str, Any]]:
     """UserError where a state can't be read, or lacks what the block takes from it: cut short, zeros, another's."""
     with models.in_a_line(f"{state}: can't be read", ": --overwrite starts again"):
         yield torch.load(state, map_location="cpu", weights_only=True)  # runs no code
-
-
-# ------------------------------------------------------------------------------------------------------------ the files
-
-
-def partial_folder(out: Path) -> Path:
-    """Where an unfinished training keeps its states; its being there says that the training is not complete."""
-    return out.with_name(out.name + ".partial")
-
-
-def begin(arguments: dict[str, Any], inputs: Iterable[Path]) -> bool:
-    """Whether the checkpoint `out` is still to be trained; if so, its metadata are written.
-
-    They come before the training, so that a stopped one resumes with the arguments and inputs that it was begun with;
-    others are a UserError. --overwrite deletes what is there.
-    """
-    process, out, partial = accelerate.PartialState(), arguments["out"], partial_folder(arguments["out"])
-    if not arguments["overwrite"] and ((out / "config.json").exists() or any(partial.glob("state-*"))):
-        files.same_arguments(out, arguments, files.TRAINING_FREE)
-        if not partial.exists():
-            if "steps" not in files.read_meta(out):
-                raise UserError(f"{out}: not made by this command: --overwrite replaces it, another --out keeps both")
-            process.print(f"{out}: is complete; --overwrite trains it again", flush=True)
-            return False
-    process.wait_for_everyone()  # all have looked
-    if process.is_main_process:
-        if arguments["overwrite"]:
-            shutil.rmtree(partial, ignore_errors=True)
-            files.discard(out)
-        partial.mkdir(parents=True, exist_ok=True)
-        files.write_meta(out, arguments, inputs)
-    process.wait_for_everyone()
-    return True

@@ -54,11 +54,10 @@ def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[
     on a CPU, of which few have bf16 arithmetic."""
     gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # of several processes on a machine, each has its own
     try:
-        chosen = torch.device(device or (gpu if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=chosen)
+        where = torch.empty(1, device=device or (gpu if torch.cuda.is_available() else "cpu")).device
     except (AssertionError, RuntimeError) as error:
         raise UserError(f"--device {device}: not here ({str(error).splitlines()[0]})") from None
-    return chosen, PRECISIONS[precision or ("bf16" if chosen.type == "cuda" else "float32")]
+    return where, PRECISIONS[precision or ("bf16" if where.type == "cuda" else "float32")]
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -141,10 +140,7 @@ def load_tokenizer(path: str | Path) -> Any:
 def source(path: str | Path) -> tuple[str, dict[str, str]]:
     """What from_pretrained takes of a folder, a hub name, or a GGUF file."""
     file = Path(path)
-    if file.suffix != ".gguf":
-        return str(path), {}
-    needs("gguf", path)
-    return str(file.parent), {"gguf_file": file.name}
+    return (str(file.parent), {"gguf_file": file.name}) if file.suffix == ".gguf" else (str(path), {})
 
 
 def base_of(path: str | Path) -> str | Path:
@@ -234,8 +230,7 @@ def quantised(load_in: str | None, where: torch.device) -> dict:
         load_in_4bit=load_in == "4bit", load_in_8bit=load_in == "8bit",
         bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16,
     )  # fmt: skip
-    gpu = torch.cuda.current_device() if where.index is None else where.index  # by its number, as Accelerate compares
-    return {"quantization_config": config, "device_map": {"": gpu}}
+    return {"quantization_config": config, "device_map": {"": where.index}}  # by number, as Accelerate compares
 
 
 def bitsandbytes(flag: str, where: torch.device) -> Any:
