@@ -227,7 +227,7 @@ class Chat:
         inside: a text that each content holds. ValueError where it shows them otherwise than each once and in turn.
         """
         words = [f"§{i}{inside}§" for i in range(len(roles))]
-        turns = [{"role": role, "content": content} for role, content in zip(roles, words, strict=True)]
+        turns = State(tuple(zip(roles, words, strict=True))).dump()
         options = {"tokenize": False, "add_generation_prompt": prompt}
         shown = self.tokenizer.apply_chat_template(turns, chat_template=self.template, **options)
         shown = shown.replace(self.NO_THOUGHT, "")  # some write it in the last turn alone

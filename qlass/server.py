@@ -56,7 +56,7 @@ class Endpoint:
 
     def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> str:
         """The text of a chat completion; messages are (role, content)."""
-        turns = [{"role": role, "content": content} for role, content in messages]
+        turns = State(tuple(messages)).dump()
         with self.one_line():
             reply = self.client.chat.completions.create(model=self.model, messages=turns, **options)
             return reply.choices[0].message.content or ""
