@@ -195,8 +195,8 @@ class Chat:
     # ------------------------------------------------------------------------------------------- reading the template
 
     def _read_template(self) -> None:
-        """Read it off two turns. ValueError unless it writes chats of one to four turns, and the prompts within, alike,
-        with a system message and without."""
+        """Read the strings off two turns. ValueError unless chats of one to four turns, and the prompts within, are
+        written alike, with a system message and without."""
         tokenizer, roles = self.tokenizer, ["user", "assistant"] * 4
         self.begin, self.ask, after = self._around(roles[:4])[:3]
         self.system: list[str] = []
@@ -219,7 +219,7 @@ class Chat:
             ends = theirs[-1].startswith(ours[-1]) or (prompt and ours[-1].startswith(theirs[-1]))
             if theirs[:-1] != ours[:-1] or not ends:
                 there, here = next(pair for pair in zip(theirs, ours, strict=True) if pair[0] != pair[1])
-                raise ValueError(f"of {n} messages it writes {there[-60:]!r}, by two turns expected: {here[-60:]!r}")
+                raise ValueError(f"in {n} messages it writes {there[-60:]!r}, where in four {here[-60:]!r}")
 
     def _around(self, roles: Sequence[str], inside: str = "", prompt: bool = False) -> list[str]:
         """What the template writes before, between and behind the contents of messages with these roles.

@@ -240,8 +240,9 @@ def with_bos(template: str | None):
 
 def test_without_a_template_a_prompt_begins_as_the_tokenizer_begins_a_text():
     tokenizer = with_bos(None)
-    ids = Chat(tokenizer, Rendering()).prompt(STATE)
-    assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
+    for state in (STATE, State((("system", "be brief"), *STATE.messages))):
+        ids = Chat(tokenizer, Rendering()).prompt(state)
+        assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
     assert tokenizer.eos_token_id != CHATS["none"].prompt(STATE)[0]
     ids = Chat(with_bos(TEMPLATES["llama-3"][0]), Rendering()).prompt(STATE)  # the template has its own
     assert ids.count(tokenizer.bos_token_id) == 1
@@ -339,9 +340,10 @@ def test_of_several_templates_the_default_one_is_used():
     plain = Chat(tokenizer, Rendering()).prompt(STATE)
     tokenizer.chat_template = {"tool_use": "{{ 1 / 0 }}", "default": tokenizer.chat_template}
     assert Chat(tokenizer, Rendering()).prompt(STATE) == plain
-    tokenizer.chat_template = "{{ raise_exception('tools only') }}"
-    with pytest.raises(UserError, match="can't show a chat of user and assistant"):
-        Chat(tokenizer, Rendering())
+    for template in ("{{ raise_exception('tools only') }}", {"tool_use": "{{ 1 / 0 }}", "rag": "{{ 1 / 0 }}"}):
+        tokenizer.chat_template = template
+        with pytest.raises(UserError, match=r"can't show a chat of user and assistant .*(tools only|tool_use)"):
+            Chat(tokenizer, Rendering())
 
 
 # -------------------------------------------------------------------------------- what a checkpoint's own template says
@@ -380,6 +382,7 @@ def test_a_template_that_moves_the_system_message_takes_none():
     [
         "{% for m in messages %}" + TURN + "{% if loop.index == 5 %}again: {% endif %}{% endfor %}",
         "{% for m in messages %}{% if m.role == 'user' or loop.last %}" + TURN + "{% endif %}{% endfor %}",
+        "{% for m in messages %}" + TURN.replace("m.content", "m.content.split('Thought:')[-1]") + "{% endfor %}",
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.replace('<|im_end|>', '') }}"
         "{{ '<|im_end|>\n' }}{% endfor %}",
         TEMPLATES["chatml"][0].replace("m.content", "m.content + ('!' if loop.last and m.role == 'user' else '')"),
