@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +40,7 @@ from qlass.driver import Sample, ask, drive
 from qlass.files import cloned_from
 from qlass.policy import Policy
 from qlass.qnet import Pair, pairs_of
-from qlass.records import agreed, known_id, read_trajectories, read_trees
+from qlass.records import actions_by_task, agreed, read_trees
 
 LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY
 LR_TINY = 1e-4
@@ -57,47 +56,38 @@ class Preference(NamedTuple):
     lose: list[Decision]
 
 
-def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, last: State) -> list[Decision]:
-    """What the agent wrote in the trajectory to the state `last`, after the layout's "OK".
+def written(messages: Sequence[tuple[str, str]]) -> list[str]:
+    """What the agent wrote, after the layout's "OK"."""
+    return [content for role, content in messages if role == "assistant"][agreed(messages) :]
 
-    If it acts among the valid actions, `env` plays it again to know them; an expert's action beyond them joins them.
+
+def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, actions: Sequence[str]) -> list[Decision]:
+    """Actions in the states that they are taken in; `env` plays them again.
+
+    If the agent acts among the valid actions, an expert's action beyond them joins them.
     """
-    turns = [i for i, (role, _) in enumerate(last.messages) if role == "assistant"][agreed(last.messages) :]
-    written = [Decision(State(last.messages[:i], last.task), last.messages[i][1]) for i in turns]
-    if rendering.candidates == "free":
-        return written
-    env.reset(options={"task_id": task_id})
-    chosen = []
-    for decision in written:
-        valid = ask(env, decision.state, 1, (), rendering).valid
-        chosen.append(dataclasses.replace(decision, valid=(*valid, decision.action)))
-        env.step(parse_action(decision.action))
+    observation, info = env.reset(options={"task_id": task_id})
+    state = State.first(env, observation, info)
+    taken = []
+    for action in actions:
+        valid = ask(env, state, 1, (), rendering).valid
+        taken.append(Decision(state, action, valid and (*valid, action)))
+        observation, *_ = env.step(parse_action(action))
+        state = state.then(action, env.message(observation))
     env.close()
-    return chosen
-
-
-def demonstrated(path: Path, env: envs.TextEnv, most: int | None) -> dict[str, tuple[float, State]]:
-    """Reward and last state of the first `most` demonstrations, by task; those of an agent's own left out."""
-    expert = {}
-    for state, record in itertools.islice(read_trajectories(path), most):
-        task, reward = known_id(record, env), record.get("reward")
-        if record.get("source") != "policy":  # what self-training added
-            if task is None or reward is None:
-                raise UserError(f"{path}: a line without task_id or reward can't be compared with the agent")
-            expert[task] = reward, state
-    return expert
+    return taken
 
 
 def failures(
-    env: envs.TextEnv, rendering: Rendering, played: Sequence[dict], expert: dict[str, tuple[float, State]]
+    env: envs.TextEnv, rendering: Rendering, played: Sequence[dict], expert: dict[str, list[str]], rewards: dict
 ) -> Iterator[Preference]:
     """Trajectories of one task whose rewards differ: of the expert and of the agent, the better one first."""
     for line in played:
-        task, own = line["task_id"], (line["reward"], State.load(line["messages"], line["task"]))
-        shown = expert[task]
-        if abs(own[0] - shown[0]) > 1e-6:  # a published file may hold rounded ones
-            win, lose = (own, shown) if own[0] > shown[0] else (shown, own)
-            yield Preference(*(decisions(env, rendering, task, state) for _, state in (win, lose)))
+        task, gain = line["task_id"], line["reward"] - rewards[line["task_id"]]
+        if abs(gain) > 1e-6:  # a published file may hold rounded ones
+            own = written(State.load(line["messages"], "").messages)
+            pair = (own, expert[task]) if gain > 0 else (expert[task], own)
+            yield Preference(*(decisions(env, rendering, task, actions) for actions in pair))
 
 
 def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Iterator[Preference]:
@@ -109,8 +99,8 @@ def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Itera
         best = max(family, key=lambda pair: pair.q)
         worse = [pair.action for pair in family if best.q - pair.q > GAP]
         if worse:
-            last = State((*state.messages, ("assistant", best.action)), state.task)
-            win = decisions(env, rendering, tree[0]["task_id"], last)[-1]
+            actions = written([*state.messages, ("assistant", best.action)])
+            win = decisions(env, rendering, tree[0]["task_id"], actions)[-1]
             for action in worse:
                 valid = win.valid and (*win.valid, action)
                 yield Preference([win], [dataclasses.replace(win, action=action, valid=valid)])
@@ -207,16 +197,20 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_arguments(args)
     must_exist(args.labels)
     # The reference of an iteration's failures is the agent that made them: itself, before its updates.
-    learner = load(args, LR.get(args.env, LR_TINY), copied=args.pairs == "siblings")
+    learner = load(args, env, LR.get(args.env, LR_TINY), copied=args.pairs == "siblings")
     rendering = learner.chat.rendering
     if args.pairs == "expert":
         args.expert, args.n_expert = (args.expert, None) if args.expert else cloned_from(args.sft)
         args.expert = args.expert or args.run / "expert.jsonl"
-        expert = demonstrated(args.expert, env, args.n_expert)
+        expert, rewards = actions_by_task(args.expert, env, args.n_expert)
+        known = set(env.task_ids("train"))
+        pool = [task for task in rewards if task in known]
+        print(f"{args.expert}: {len(pool)} of {len(expert)} demonstrations are of training tasks and tell their reward")
     else:
         args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
         trees = list(read_trees(args.labels, ["q", "messages"]))
-        if not any(any(siblings(env, Rendering(), tree)) for tree in trees):
+        pool = range(len(trees))
+        if not any(any(siblings(env, rendering, tree)) for tree in trees):
             raise UserError(f"{args.labels}: no siblings with different q, so nothing to compare")
 
     def explored(tasks: list[str], last: dict) -> tuple[list[Preference], dict]:
@@ -225,7 +219,7 @@ def main(argv: list[str] | None = None) -> None:
         episodes = (trajectories(env.fork(), task, Method("sample"), learner.chat) for task in tasks)
         sampled = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
         played = [line for (line,) in sampled]
-        preferences = list(failures(env, rendering, played, expert))
+        preferences = list(failures(env, rendering, played, expert, rewards))
         return preferences, {
             "reward": round(float(np.mean([line["reward"] for line in played])), 6),
             "played": last.get("played", 0) + sum(sum(line["tokens"].values()) for line in played),
@@ -241,8 +235,8 @@ def main(argv: list[str] | None = None) -> None:
 
     def iteration(last: dict) -> dict:
         """The next line of updates.jsonl."""
-        pool, gather = (list(expert), explored) if args.pairs == "expert" else (range(len(trees)), compared)
         drawn = batch_of(pool, args.seed, last["batch"], args.batch_tasks)
+        gather = explored if args.pairs == "expert" else compared
         preferences, figures = gather(list(dict.fromkeys(drawn)), last)  # each once, where two passes meet
         spent = train(learner, preferences, last["updates"], args.epochs, args.batch, args.beta)
         spent["tokens"] += last["tokens"]

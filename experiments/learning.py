@@ -20,12 +20,11 @@ from transformers import AutoModelForCausalLM
 import envs
 from experiments.self_train import trajectories
 from q_search import Method
-from qlass import UserError, models
+from qlass import UserError, flags, models
 from qlass.chat import Chat, uniforms
 from qlass.cli import at_least, more, needed, parser, settle
 from qlass.driver import Sample, drive
 from qlass.files import checkpoint_folder, draft_of, locked, same_arguments, share, write_jsonl, write_meta
-from qlass.flags import PROMPTED, add_memory, add_prompted, check_training, rendering_of, warn_of_another_world
 from qlass.loop import opened
 from qlass.policy import Policy
 from train_qnet import SMALL
@@ -38,17 +37,17 @@ SPENT = {"batch": 0, "updates": 0, "tokens": 0, "env_steps": 0}  # the first lin
 
 def learner_parser(doc: str, epilog: str, argv: list[str] | None, every: int) -> argparse.ArgumentParser:
     """A parser with the flags that all learners have."""
-    flags = parser(doc, epilog)
-    envs.add_arguments(flags, argv)
-    add = flags.add_argument
+    learner = parser(doc, epilog)
+    envs.add_arguments(learner, argv)
+    add = learner.add_argument
     add("--budget", type=at_least(0, float), default=1e6, metavar="N", help="what to spend (default: %(default).0f)")
     add("--budget-in", choices=["tokens", "env_steps"], default="tokens", help="default: tokens, each unique one once")
     add("--val", type=at_least(0), default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
     add("--every", type=at_least(1), default=every, metavar="N", help="batches a validation (default: %(default)s)")
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
-    more(flags, add_memory, add_prompted)
+    more(learner, flags.add_memory, flags.add_prompted)
     add("--device")
-    return flags
+    return learner
 
 
 # -------------------------------------------------------------------------------------------------------- the learner
@@ -107,18 +106,19 @@ class Learner:
             return state["lines"]
 
 
-def load(args: argparse.Namespace, lr: float, copied: bool = True) -> Learner:
-    """The beginning of a learner's `main`. The reference is a copy of the agent or, not `copied`, the agent itself.
+def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = True) -> Learner:
+    """The agent, which is to play `env`. The reference is a copy of it or, not `copied`, the agent itself.
 
     Without --lr, `lr` is the tiny model's.
     """
     if share()[1] > 1:
         raise UserError("a learner is one process: unset WORLD_SIZE; --lora and --gradient-checkpointing save memory")
-    check_training(args)
+    flags.check_training(args)
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
-    warn_of_another_world(args.sft, args)
+    flags.warn_of_another_world(args.sft, args)
     torch.manual_seed(args.seed)
     model, chat, adapter = trainable(args, AutoModelForCausalLM)
+    flags.begin_as_cloned(env, chat.rendering, args)
     small = model.num_parameters() < SMALL
     settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
     print(models.memory_of(model, args.optim))
@@ -135,7 +135,7 @@ def load(args: argparse.Namespace, lr: float, copied: bool = True) -> Learner:
 
 def trainable(args: argparse.Namespace, kind: Any) -> tuple[Any, Chat, Any]:
     """--sft as a model of class `kind` that trains as the flags ask, its Chat, and PEFT's view of LoRA's updates."""
-    how = {"train": not args.lora, "rendering": rendering_of(args.sft, args, PROMPTED)}
+    how = {"train": not args.lora, "rendering": flags.rendering_of(args.sft, args, flags.PROMPTED)}
     model, chat = models.load_checkpoint(args.sft, kind, args.device, args.load_in, **how)
     adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
     # Training mode, in which --gradient-checkpointing works, is to compute the probabilities that were sampled.

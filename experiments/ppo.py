@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     must_exist(args.labels)
-    learner = load(args, LR.get(args.env, LR_TINY))
+    learner = load(args, env, LR.get(args.env, LR_TINY))
     critic = load_critic(learner, args)
     settle(args, {"labels": args.run / "q_labels-avg.jsonl"})
     if args.warm_up and not is_complete(args.labels):

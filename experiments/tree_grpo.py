@@ -276,7 +276,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
-    learner = load(args, LR.get(args.env, LR_TINY))
+    learner = load(args, env, LR.get(args.env, LR_TINY))
 
     def iteration(last: dict) -> dict:
         """Trees of some tasks and the updates on them."""

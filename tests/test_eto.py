@@ -19,28 +19,30 @@ def trajectory(*actions, reward=0.0, task="train0"):
     """A walk through the fake world as a line of expert.jsonl."""
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
     for i, action in enumerate(actions[:-1]):
-        state = state.then(react("hm", action), " ".join(["you stand at start", *actions[: i + 1]]))
+        state = state.then(react("hm", action), " ".join(["Observation: you stand at start", *actions[: i + 1]]))
     messages = [*state.dump(), {"role": "assistant", "content": react("hm", actions[-1])}]
     return {"task_id": task, "env": "fake", "task": state.task, "messages": messages, "reward": reward}
 
 
-def decisions(line, candidates="free"):
-    state = State.load(line["messages"], line["task"])
-    return eto.decisions(FakeEnv(), Rendering(candidates=candidates), line["task_id"], state)
+def decisions(*actions, candidates="free"):
+    return eto.decisions(FakeEnv(), Rendering(candidates=candidates), "train0", [react("hm", a) for a in actions])
 
 
 # --------------------------------------------------------------------------------------------------------- preferences
 
 
 def test_decisions_are_what_the_agent_wrote_each_in_its_state():
-    line, offered = trajectory("left", "right", "left"), {"Action: left", "Action: right"}
-    written, chosen = decisions(line), decisions(line, "valid")
-    assert [parse_action(d.action) for d in written] == ["left", "right", "left"]  # "OK" is the layout's
-    assert [d.state.messages[-1][1] for d in written] == [
-        "you stand at start", "you stand at start left", "you stand at start left right"]  # fmt: skip
-    assert {d.state.task for d in written} == {"find the purse"}  # else its words have no marks
+    line = trajectory("left", "right", "left")
+    last = State.load(line["messages"], line["task"])
+    assert [parse_action(action) for action in eto.written(last.messages)] == ["left", "right", "left"]  # without "OK"
+    written, chosen = decisions("left", "right", "left"), decisions("left", "right", "left", candidates="valid")
+    turns = [i for i, (role, _) in enumerate(last.messages) if role == "assistant"][1:]
+    assert [(d.state, d.action) for d in written] == [
+        (State(last.messages[:i], "find the purse"), last.messages[i][1]) for i in turns
+    ]
     assert [(d.state, d.action) for d in chosen] == [(d.state, d.action) for d in written]
     assert not any(d.valid for d in written)
+    offered = {"Action: left", "Action: right"}
     assert [set(d.valid) for d in chosen] == [offered | {d.action} for d in chosen]  # "hm" is no thought of FakeEnv's
     (pack,) = pack_preferences(word_chat(), [Preference(chosen, chosen[:1])], 2048)
     assert len(pack.choices.options) == 9
@@ -48,16 +50,13 @@ def test_decisions_are_what_the_agent_wrote_each_in_its_state():
 
 
 def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
-    def shown(action, reward):
-        line = trajectory(action)
-        return reward, State.load(line["messages"], line["task"])
-
-    expert = {"a": shown("right", 1.0), "b": shown("left", 0.4), "c": shown("left", 0.4)}
-    rewards = (("a", 0.2), ("a", 1.0), ("b", 0.5), ("c", 0.4 - 1e-9))  # the last as a published file may hold it
-    played = [trajectory("left", reward=reward, task=task) for task, reward in rewards]
-    pairs = list(failures(None, Rendering(), played, expert))
-    assert [[parse_action(side[0].action) for side in pair] for pair in pairs] == [["right", "left"], ["left", "left"]]
-    assert pairs[1] == (decisions(played[2]), decisions(trajectory("left")))
+    expert = {task: [react("hm", action)] for task, action in (("a", "right"), ("b", "left"), ("c", "left"))}
+    rewards = {"a": 1.0, "b": 0.4, "c": 0.4}
+    earned = (("a", 0.2), ("a", 1.0), ("b", 0.5), ("c", 0.4 - 1e-9))  # the last as a published file may hold it
+    played = [trajectory("left", "right", reward=reward, task=task) for task, reward in earned]
+    pairs = list(failures(FakeEnv(), Rendering(), played, expert, rewards))
+    actions = [[[parse_action(d.action) for d in side] for side in pair] for pair in pairs]
+    assert actions == [[["right"], ["left", "right"]], [["left", "right"], ["left"]]]
 
 
 def tree(*nodes, task="t"):
@@ -71,9 +70,10 @@ def tree(*nodes, task="t"):
 
 
 def test_the_best_sibling_is_preferred_to_each_that_is_worse_by_more_than_the_gap():
-    nodes = tree((0, "a", 0.9), (1, "c", 0.3), (1, "d", 1.0), (0, "b", 0.2), (0, "e", 0.88))
-    pairs = [(*win, *lose) for win, lose in siblings(None, Rendering(), nodes)]
-    assert [(win.action, lose.action) for win, lose in pairs] == [("a", "b"), ("d", "c")]
+    nodes = tree((0, "Action: a", 0.9), (1, "Action: c", 0.3), (1, "Action: d", 1.0), (0, "Action: b", 0.2),
+                 (0, "Action: e", 0.88))  # fmt: skip
+    pairs = [(*win, *lose) for win, lose in siblings(FakeEnv(), Rendering(), nodes)]
+    assert [(win.action[-1], lose.action[-1]) for win, lose in pairs] == [("a", "b"), ("d", "c")]
     nodes = tree((0, "Action: right", 0.9), (1, "Action: left", 0.1), (1, "Action: right", 0.8), task="train0")
     pairs += [(*win, *lose) for win, lose in siblings(FakeEnv(), Rendering(candidates="valid"), nodes)]
     assert all(win.state == lose.state for win, lose in pairs)
@@ -94,7 +94,7 @@ def test_dpo_loss_by_hand():
 @pytest.fixture
 def pairs():
     walks = [("left", "left"), ("left", "right", "left"), ("right", "right", "right"), ("right", "left")]
-    written = [decisions(trajectory(*walk)) for walk in walks]
+    written = [decisions(*walk) for walk in walks]
     return [Preference(written[win], written[lose]) for win, lose in ((2, 0), (1, 0), (2, 3))]
 
 
@@ -169,8 +169,8 @@ def test_it_learns_from_siblings(start, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "records", "message"),
     [
-        (["--expert"], [trajectory("left") | {"reward": None}], "without task_id or reward"),
-        (["--expert"], [], "no tasks to learn from"),
+        (["--expert"], [trajectory("left") | {"reward": None}], "no tasks to learn from"),
+        (["--expert"], [trajectory("left", task="test0")], "no tasks to learn from"),
         (["--pairs", "siblings", "--labels"], tree((0, "a", 0.5), (0, "b", 0.5)), "no siblings with different q"),
     ],
 )

@@ -130,6 +130,17 @@ def test_free_text_and_lora_updates_train_too(train, tmp_path, flags):
     assert saved.keys() == tiny_lm(word_chat()).state_dict().keys()  # merged
 
 
+@pytest.mark.parametrize("learner", FLAGS)
+def test_the_environment_begins_as_the_agent_was_cloned(train, tmp_path, monkeypatch, learner):
+    chat = word_chat(candidates="valid", temperature=1.0, instruction="find the purse this way")
+    tiny_lm(chat).save_pretrained(tmp_path / "sft")
+    chat.save(tmp_path / "sft")
+    requests, sample = [], Policy.sample
+    monkeypatch.setattr(Policy, "sample", lambda self, batch: requests.extend(batch) or sample(self, batch))
+    train(learner, "run", 1, sft=tmp_path / "sft")
+    assert {request.state.messages[0] for request in requests} == {("user", "find the purse this way")}
+
+
 def test_when_to_stop():
     def line(val=None, flat=0.0, reward=0.5):
         return {"val": val, "flat": flat, "reward": reward}
