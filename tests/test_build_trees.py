@@ -58,11 +58,6 @@ def test_algorithm_2_by_hand():
     }  # fmt: skip
 
 
-def test_the_first_branch_that_fails_ends_the_first_pass():
-    nodes, asked, _, _ = grow({})  # always left
-    assert asked == [((), NEW), (L, 1)] and set(nodes) == {(), L, LL}
-
-
 def test_pruned_by_its_tail_a_branch_that_fails_is_gone_on_with_where_it_began():
     nodes, asked, _, _ = grow({(): "left right", L: "left right", LR: "left"}, depth=2, prune="tail")
     # Left, left is worth 0: the root and L are pushed. The root again: right, left is worth .4. L: right, left, .5.

@@ -329,29 +329,6 @@ def test_demonstrations_are_put_in_the_environments_words(tmp_path, monkeypatch)
     assert [text for _, text in state.messages[2:]] == ["Find a purse.", "Thought: x\nAction: search[purse]"]
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("model.safetensors", None),
-        ("model.safetensors", "cut"),
-        ("config.json", "{"),
-        ("config.json", {"vocab_size": 9}),
-        ("config.json", {"num_hidden_layers": 3}),  # one that has no weights: they are not made up
-    ],
-)
-def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path, agent, file, content, capfd):
-    folder = shutil.copytree(agent, tmp_path / "sft")
-    path = folder / file
-    if isinstance(content, dict):
-        content = json.dumps(json.loads(path.read_text()) | content)
-    path.unlink()
-    if content:
-        path.write_text(content)
-    with pytest.raises(UserError, match=str(folder)) as error:
-        Policy.load(folder)
-    assert "\n" not in str(error.value) and capfd.readouterr().err == ""
-
-
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
 def test_a_device_that_is_not_there_is_named_in_one_line(agent, device):
     with pytest.raises(UserError, match=f"--device {device}") as error:

@@ -142,10 +142,3 @@ def test_oracle_takes_what_pays_best_within_its_steps(options):
         steps, values = play(env, task, "oracle"), len(env.goal["goal_options"])
         clicked = min(values, (options.get("max_steps") or 9) - 3)
         assert steps[-1][1] == pytest.approx((4 + clicked) / (4 + values)) and len(steps) == 3 + clicked
-
-
-@recorded
-@pytest.mark.parametrize("kind, steps", [("synthetic", 5), ("human", 5), ("synthetic", 10)])
-def test_oracle_on_the_real_catalogue(kind, steps):
-    env = envs.make("webshop", goals=SHARED / f"goals_{kind}_1k_seed0.json.gz", max_steps=steps, **REAL)
-    assert mean([play(env, task, "oracle")[-1][1] for task in some(env, 100)]) >= 0.95
