@@ -4,8 +4,10 @@ import os
 
 import pytest
 import torch
-from fakes import FakeEnv, tiny_lm, word_chat
+from fakes import FakeEnv, tiny_backbone, tiny_lm, word_chat
 from hypothesis import settings
+
+from qlass.qnet import QNet
 
 torch.set_num_threads(1)
 settings.register_profile("same everywhere", derandomize=True, deadline=None)  # a shared machine has slow moments
@@ -33,4 +35,14 @@ def agent(tmp_path_factory):
     chat = word_chat(candidates="valid", temperature=1.0)
     tiny_lm(chat).save_pretrained(folder)
     chat.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def value_net(tmp_path_factory):
+    """A checkpoint of a QNet with random weights that knows these words too."""
+    folder = tmp_path_factory.mktemp("value") / "qnet"
+    folder.mkdir()
+    chat = word_chat(candidates="valid", temperature=1.0)
+    QNet(tiny_backbone(chat, 3), chat, hidden=16).save_pretrained(folder)
     return folder

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from fakes import WORLD, FakeEnv, Script, best, path_of, run, say, tiny_backbone, word_chat
+from fakes import WORLD, FakeEnv, Script, best, path_of, run, say, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +13,6 @@ from q_search import Method, play
 from qlass import UserError
 from qlass.chat import parse_action
 from qlass.driver import Sample, Score
-from qlass.qnet import QNet
 from qlass.records import read_jsonl
 
 CHAT = word_chat()
@@ -212,15 +211,6 @@ def test_flags_name_methods(monkeypatch):
     assert {"expert", "greedy", "sample", "random", "likeliest", "oracle_step"} < {m.name for m in everything}
     monkeypatch.setattr(FakeEnv, "omniscient", True)  # its expert knows more than the pages
     assert methods("--method", "expert", "oracle") == [Method("oracle")]
-
-
-@pytest.fixture(scope="module")
-def value_net(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("value") / "qnet"
-    folder.mkdir()
-    chat = word_chat()
-    QNet(tiny_backbone(chat, 3), chat, hidden=16).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

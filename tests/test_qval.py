@@ -12,13 +12,12 @@ import pytest
 from fakes import FakeEnv, Script, explore, say
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from json_server import json_server, started, stopped
 
 import envs
 import q_search
 from build_trees import tree_records
 from experiments.qval import __main__ as qval
-from experiments.qval import downstream, judges, metrics, search, targets
+from experiments.qval import downstream, metrics, search, targets
 from experiments.qval.metrics import RHO
 from experiments.qval.points import Point, digest, exact, label, trajectory
 from experiments.qval.scorers import Call, Context, Decision, answer, entry
@@ -302,21 +301,6 @@ def test_answers_of_judges_are_read(name, reply, values, tmp_path):
     assert scored(name, context_of(tmp_path, judge)) == values
     assert len(set(judge.questions)) == {"direct": 2, "direct_16": 32}.get(name, 1)
     assert ("you stand at start left" in judge.questions[0].text) == (name == "ranking")  # next states are shown
-
-
-def test_a_judge_is_a_chat_server(tmp_path):
-    bodies = []
-
-    def reply(body):
-        bodies.append((body["model"], body["seed"]))
-        return 200, {"choices": [{"message": {"content": "Score: 7"}}]}
-
-    server = started(json_server(reply, ("a/small model",)))
-    judge = judges.Judge(server.url)
-    assert [scored("direct", context_of(tmp_path, judge)) for _ in range(2)] == [[7, 7]] * 2
-    stopped(server)
-    assert judges.full_name("direct", judge) == "direct=a-small-model"
-    assert len(bodies) == 4 and set(bodies[:2]) == set(bodies[2:])  # the same seeds again
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 import shutil
 from html.parser import HTMLParser
@@ -30,24 +29,6 @@ def write(path: Path, records: list[dict]) -> None:
 def groups_of(*arguments: object) -> dict[str, results.Group]:
     groups = results.read_results(results.result_files(map(str, arguments)))
     return {str(group.condition): group for group in groups}
-
-
-@pytest.fixture
-def scripted(tmp_path):
-    """Groups of 40 tasks with rewards `mean` + noise that all methods share, from (method, mean, fields)."""
-
-    def groups(*methods: tuple[str, float, dict]) -> list[results.Group]:
-        records = []
-        for method, mean, fields in methods:
-            noise = random.Random(0)
-            tokens = {"tokens": {"generated": fields.get("tokens", 100)}}
-            for task in range(40):
-                record = {"env": "webshop", "method": method, "M": 1, "N": 1, "task_id": str(task), "env_steps": 9}
-                records.append(record | {"reward": mean + noise.uniform(-0.1, 0.1)} | fields | tokens)
-        write(tmp_path / "results.jsonl", records)
-        return results.read_results([("", tmp_path / "results.jsonl")])
-
-    return groups
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -123,14 +104,16 @@ def test_the_differences_by_hand(tmp_path):
     assert ("QLASS [target avg] M=2", "SFT greedy [target avg]") in table
 
 
-def test_qlass_meets_the_best_of_n_of_its_cost_and_of_its_samples(scripted):
-    picked = {"select": "q"}
-    groups = scripted(
-        ("qlass", 0.5, {"M": 2, "tokens": 152}),
-        *(("best_of_n", 0.4, picked | {"N": n, "tokens": tokens}) for n, tokens in ((2, 140), (3, 150), (8, 999))),
-    )
-    rivals = [b for a, b in differences(groups) if a == "QLASS M=2"]
-    assert rivals == ["best-of-N, picked by QNet N=3", "best-of-N, picked by QNet N=2"]
+def test_qlass_meets_the_best_of_n_of_its_cost_and_of_its_samples(tmp_path):
+    def line(task: int, tokens: int, **method) -> dict:
+        return RESULT | {"task_id": str(task), "tokens": {"generated": tokens}} | method
+
+    rivals = [(2, 140), (3, 150), (8, 999)]
+    records = [line(task, 152, method="qlass", M=2) for task in range(2)]
+    records += [line(task, tokens, method="best_of_n", N=n, select="q") for n, tokens in rivals for task in range(2)]
+    write(tmp_path / "results.jsonl", records)
+    met = [b for a, b in differences(groups_of(tmp_path).values()) if a == "QLASS M=2"]
+    assert met == ["best-of-N, picked by QNet N=3", "best-of-N, picked by QNet N=2"]
 
 
 def test_what_looks_at_the_true_reward_is_called_oracle():
@@ -146,14 +129,14 @@ def test_the_value_of_a_step_is_of_the_action_taken():
     ]  # fmt: skip
 
 
-def test_expected_ranges_are_checked(scripted, tmp_path):
-    (tmp_path / "expected.csv").write_text(
-        "method,M,N,select,low,high\ngreedy,1,1,,0.70,0.73\nqlass,4,1,,0.76,0.80\nqlass,6,1,,0.78,0.81\n"
-    )
-    groups = scripted(("greedy", 0.71, {}), ("qlass", 0.7, {"M": 4}), ("qlass", 0.79, {"M": 6, "label": "half"}))
-    lines = report.expected(groups, tmp_path / "expected.csv")
-    assert [re.sub(r"\.\d{3}", "REWARD", line) for line in lines] == [
-        "agent REWARD, expected .70 to .73: ok", "QLASS M=4 REWARD, expected .76 to .80: not as expected",
+def test_expected_ranges_are_checked(tmp_path):
+    rows = ["method,M,N,select,low,high", "greedy,1,1,,0.70,0.73", "qlass,4,1,,0.76,0.80", "qlass,6,1,,0.78,0.81"]
+    (tmp_path / "expected.csv").write_text("\n".join(rows))
+    played = [("greedy", 1, 0.71, ""), ("qlass", 4, 0.7, ""), ("qlass", 6, 0.79, "half")]
+    records = [RESULT | {"method": name, "M": m, "reward": r, "label": label} for name, m, r, label in played]
+    write(tmp_path / "results.jsonl", records)
+    assert report.expected(list(groups_of(tmp_path).values()), tmp_path / "expected.csv") == [
+        "agent .710, expected .70 to .73: ok", "QLASS M=4 .700, expected .76 to .80: not as expected",
     ]  # fmt: skip
 
 

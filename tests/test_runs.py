@@ -110,17 +110,6 @@ def test_hyperparameters_of_table_5(stage, script, depth, tree_steps, steps, spl
     assert {s.truncate for s in [trees, qnet, *searches]} == {None if script == "webshop" else "oldest"}
 
 
-def test_self_training_compares_three_process_rewards_on_the_same_trees(stage):
-    calls = stages(stage("runs/paper/fig4.sh"))
-    trained, played = calls["experiments.self_train"], calls["q_search.py"]
-    assert [s.expert for s in calls["sft.py"]] == [s.run / f"self_train-{s.name}.jsonl" for s in trained]
-    assert [s.out for s in calls["sft.py"]] == [s.sft for s in played]
-    assert [b.target for b in calls["bellman.py"]] == ["q", "avg", "reward"]
-    assert [q.labels for q in calls["train_qnet.py"]] == [b.out for b in calls["bellman.py"]]
-    assert [s.qnet for s in trained if s.method == "qlass"] == [q.out for q in calls["train_qnet.py"]]
-    assert len({s.label for s in played}) == 5
-
-
 def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stage):
     calls = stages(stage("runs/reproduce.sh", "--seeds", "2"))
     folders = [Path("runs/webshop"), Path("runs/webshop-seed1")]
