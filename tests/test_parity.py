@@ -73,9 +73,6 @@ def test_windows_by_hand():
     assert seen["c"][5] == [3, 4, 5] and seen["c"][6] == [6] and seen["c"][4] == [3, 4]
 
 
-# --------------------------------------------------------------------------------------- the policy and QNet, plainly
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_plain_and_packed_policies_agree(name):
     """Windows shorter than the prompts, prompts of several lengths in a batch, cached and not."""

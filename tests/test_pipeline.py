@@ -76,9 +76,6 @@ def test_what_is_missing_is_made_and_is_the_same(lake, tmp_path, monkeypatch, ca
     assert lines(again / "results.jsonl") == lines(lake / "results.jsonl")
 
 
-# ------------------------------------------------------------------------------------------------------- mistakes
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_help_fits_one_screen(stage, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")

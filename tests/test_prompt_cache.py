@@ -133,9 +133,6 @@ def test_a_tree_costs_its_unique_tokens(row, monkeypatch):
     assert policy.logprobs(pairs) == pytest.approx(Policy(MODEL, CHAT).logprobs(pairs), abs=1e-4)
 
 
-# ------------------------------------------------------------------------------------------ tries down to a branching
-
-
 def test_a_trie_is_read_down_to_its_last_branching():
     trie = Trie([[1, 2, 3, 9], [1, 2, 4, 5, 9], [1, 6, 7, 9]])
     assert trie.tails == [[1, 2], [1, 2], [1]]

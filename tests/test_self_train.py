@@ -14,8 +14,6 @@ from qlass import UserError
 from qlass.chat import State, parse_action
 from qlass.records import read_jsonl
 
-# ------------------------------------------------------------------------------------------------------------- trees
-
 
 def node(i, parent, action, reward=0.0, done=False, source="policy", depth=1):
     return {"task_id": "t", "node_id": i, "parent_id": parent, "depth": depth, "action": action, "reward": reward,
@@ -47,9 +45,6 @@ def test_best_branch_by_hand():
     assert best_branch(tree(node(1, 0, "a", source="expert"), node(2, 1, "b", 0.3, True, depth=2)))["reward"] == 0.3
 
 
-# ----------------------------------------------------------------------------------------------------- what is kept
-
-
 def line(text, reward):
     messages = [{"role": "user", "content": "s"}, {"role": "assistant", "content": text}]
     return {"task_id": "t", "env": "fake", "task": "", "messages": messages, "reward": reward, "tokens": {}}
@@ -61,9 +56,6 @@ def test_kept_are_new_distinct_and_good():
     assert [c["messages"][1]["content"] for c in chosen] == ["a", "b"]
     assert set(chosen[0]) == {"task_id", "env", "task", "messages", "reward", "source"}
     assert chosen[0]["source"] == "policy" and "source" not in line("known", 1.0)  # so it is no tree's demonstration
-
-
-# -------------------------------------------------------------------------------------------------------- trajectories
 
 
 def test_trajectories_are_whole_chats_with_their_reward():

@@ -44,7 +44,6 @@ def play(env, task, player):
     return steps
 
 
-# -------------------------------------------------------------------------------------------------------- the files
 def test_catalogue():
     first, again, other = (json.dumps(make_webshop.catalogue(seed, 120)) for seed in (3, 3, 4))
     assert first == again != other
@@ -68,7 +67,6 @@ def test_no_word_of_a_category_passes_for_another():
             assert similar(plain_color(bought), plain_color(wanted)) == (wanted[1] == bought)
 
 
-# -------------------------------------------------------------------------------------------------------- the choice
 def test_the_first_results_page_is_a_family_and_only_reading_tells_which_is_right(shop):
     right, first = [], []
     for task in some(shop, 100):
@@ -86,7 +84,6 @@ def test_the_first_results_page_is_a_family_and_only_reading_tells_which_is_righ
     assert set(right) == {1} and 0.1 < mean(first) < 0.4
 
 
-# ------------------------------------------------------------------------------------------------------- the players
 REAL = {"data": SHARED, "title_nouns": SHARED / "title_nouns_standin.json.gz"}
 
 
