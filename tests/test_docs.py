@@ -1,0 +1,131 @@
+"""Pages agree with the code and with the files beside them: the walkthrough, the Python page, the reference results."""
+
+import csv
+import json
+import math
+import re
+
+import pytest
+from fakes import FakeEnv
+
+import bellman
+import envs
+from docs import build
+from qlass.chat import parse_action
+from reporting import reference
+
+PAGE = build.PAGE.read_text(encoding="utf-8")
+PARTS = {"lake": ("frozenlake", {"map": "4x4"}, 0.9), "shop": ("webshop", {}, 0.98)}  # environment, its options, gamma
+
+
+# -------------------------------------------------------------------------------------------------- docs/walkthrough.md
+
+
+def test_the_page_and_its_pictures_are_what_the_code_and_the_lines_give():
+    again = "python -m docs.build makes them again"
+    assert build.refresh(PAGE) == PAGE, again
+    pictures = build.pictures()
+    assert {path.name for path in build.LINES.glob("*.svg")} == set(pictures)
+    for name, picture in pictures.items():
+        assert (build.LINES / name).read_text(encoding="utf-8") == picture, again
+        assert f"(walkthrough/{name})" in PAGE
+    block = re.search(r"```json\n(.*?)```", PAGE, re.S)[1]
+    assert json.loads(block) == build.read("lake/q_labels.jsonl")[1]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_lines_are_a_run_of_the_stages(part):
+    name, options, gamma = PARTS[part]
+    env, tree = envs.make(name, **options), build.read(f"{part}/trees.jsonl")
+    assert bellman.label(tree, "q", gamma) == build.read(f"{part}/q_labels.jsonl")
+    paths = {0: []}
+    for node in tree[1:]:
+        paths[node["node_id"]] = [*paths[node["parent_id"]], parse_action(node["action"])]
+        env.reset(options={"task_id": node["task_id"]})
+        for action in paths[node["node_id"]]:
+            observation, reward, terminated, _, _ = env.step(action)
+        assert (env.message(observation), reward, terminated) == (node["observation"], node["reward"], node["done"])
+    episodes = [episode for episode in build.read(f"{part}/results.jsonl") if episode["method"] in ("greedy", "qlass")]
+    for episode in episodes:
+        env.reset(options={"task_id": episode["task_id"]})
+        for step in episode["steps"]:
+            observation, reward, *_ = env.step(parse_action(step["action"]))
+            assert env.message(observation) == step["observation"]
+            if episode["method"] == "qlass":
+                assert step["action"] == max(step["candidates"], key=lambda candidate: candidate["q"])["action"]
+        assert reward == pytest.approx(episode["reward"])
+    assert len(episodes) >= 2
+
+
+def test_links_lead_somewhere():
+    for page in (build.ROOT / "docs").glob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize(("stage", "last"), [("build_trees.py", 13), ("q_search.py", 11)])
+def test_every_line_of_the_algorithms_is_marked_in_the_code(stage, last):
+    marked = set()
+    for first, end in re.findall(r"\blines? (\d+)(?:-(\d+))?", (build.ROOT / stage).read_text(encoding="utf-8")):
+        marked |= set(range(int(first), int(end or first) + 1))
+    assert marked >= set(range(1, last + 1))
+
+
+# ------------------------------------------------------------------------------------------------------ docs/python.md
+
+
+def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):
+    """As they stand, on random checkpoints and the fake world."""
+    folder = tmp_path / "runs" / "webshop"
+    folder.mkdir(parents=True)
+    (folder / "sft").symlink_to(agent)
+    (folder / "qnet").symlink_to(value_net)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("envs.make", lambda name: FakeEnv())
+    names: dict = {}
+    for example in re.findall(
+        r"```python\n(.*?)```", (build.ROOT / "docs/python.md").read_text(encoding="utf-8"), re.S
+    ):
+        exec(example, names)
+    assert re.fullmatch(r"task test0: reward \d\.\d{3} after \d+ steps\n", capsys.readouterr().out)
+    assert names["done"] and names["env"].steps > 0
+    assert names["action"] == names["actions"][max(range(len(names["q"])), key=names["q"].__getitem__)]
+    [values] = names["q_values"]
+    assert len(values) == 2 and all(map(math.isfinite, values))
+
+
+# ------------------------------------------------------------------------------------------------ runs/reference_output
+
+
+def rows_of(name):
+    return list(csv.DictReader((reference.FOLDER / name).read_text(encoding="utf-8").splitlines()))
+
+
+def short(number):
+    return number.removeprefix("0")
+
+
+@pytest.mark.parametrize("page", ["README.md", "train_or_search.md", "table2.md"])
+def test_rewards_of_the_tables_are_in_the_results(page):
+    known = {f"{short(r['reward'])} [{short(r['low'])}, {short(r['high'])}]" for r in rows_of("results.csv")}
+    text = (reference.FOLDER / page).read_text(encoding="utf-8")
+    shown = re.findall(r"(?<= )\.\d{3} \[[^]]+\]", text)  # a reward has no sign, a difference has one
+    assert len(shown) > 25 and set(shown) <= known
+
+
+def test_the_runs_of_the_demo_are_in_the_expected_ranges():
+    text = (reference.FOLDER / "README.md").read_text(encoding="utf-8")
+    demo = [row for row in rows_of("results.csv") if row["agent"] == "cloned, make demo"]
+    for row in rows_of("expected.csv"):
+        condition = {name: row[name] for name in ("method", "M", "N", "select")}
+        rewards = [float(r["reward"]) for r in demo if r.items() >= condition.items()]
+        assert len(rewards) == 3 and all(float(row["low"]) <= reward <= float(row["high"]) for reward in rewards)
+        assert f"| {short(row['low'])} to {short(row['high'])} |" in text
+
+
+def test_figures_are_drawn_from_the_files(tmp_path, monkeypatch):
+    (tmp_path / "results.csv").write_bytes((reference.FOLDER / "results.csv").read_bytes())
+    committed = {path.name for path in reference.FOLDER.glob("*.png")}
+    monkeypatch.setattr(reference, "FOLDER", tmp_path)
+    reference.main()
+    assert {path.name for path in tmp_path.glob("*.png")} == committed
