@@ -10,33 +10,37 @@ from qlass.chat import State
 from qlass.driver import Sample
 from qlass.policy import Policy
 
+STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")
 
-@pytest.mark.parametrize("limit", [4, 200])
-def test_free_text_is_of_the_tokens_that_were_sampled(limit):
-    """Cut short it lacks the token that ends the turn, and special tokens are not in its text."""
+
+@pytest.mark.parametrize(("limit", "valid"), [(4, ()), (200, ()), (200, ("Action: left", "Action: right", "hm"))])
+def test_probabilities_are_those_of_the_tokens_that_were_sampled(limit, valid):
+    """Free text cut short lacks the token that ends the turn, and special tokens are not in its text."""
     chat = word_chat(max_new_tokens=limit)
     model = tiny_lm(chat, initializer_range=0.05)
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")
-    (drawn,) = Policy(model, chat).sample([Sample(state, 20, ("k",), 1.0)])
-    (p,) = pack_decisions(chat, [Decision(state, c.text, ids=c.ids) for c in drawn], 10**6)
-    logp = torch.zeros(20).index_add(0, torch.tensor(p.owner), p.logprobs(model)[0])
-    np.testing.assert_allclose(logp.tolist(), [c.logprob for c in drawn], rtol=1e-4)
-    assert any(len(c.ids) != len(chat.action(c.text, "find")) for c in drawn)  # read anew they would be others
+    (drawn,) = Policy(model, chat).sample([Sample(STATE, 20, ("k",), 1.0, valid)])
+    (p,) = pack_decisions(chat, [Decision(STATE, c.text, valid, c.ids) for c in drawn], 10**6)
+    logp, entropy = p.logprobs(model)
+    total = torch.zeros(20).index_add(0, torch.tensor(p.owner), logp)
+    np.testing.assert_allclose(total.tolist(), [c.logprob for c in drawn], rtol=1e-4)
+    assert (
+        len(set(total.tolist())) > 1 and entropy.min() > 0 and entropy.max() < np.log(len(valid) or len(chat.tokenizer))
+    )
+    assert valid or any(len(c.ids) != len(chat.action(c.text, "find")) for c in drawn)  # read anew they would be others
 
 
 def test_each_unique_token_is_computed_once_and_tails_without_a_fork_are_not():
     chat = word_chat()
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")
     valid = ("Thought: this Action: left", "Thought: this Action: right", "Action: walk walk walk")
-    (p,) = pack_decisions(chat, [Decision(state, v, valid) for v in valid], 2048)
+    (p,) = pack_decisions(chat, [Decision(STATE, v, valid) for v in valid], 2048)
     # Fork 1 behind the prompt: "Thought:" or "Action:". Fork 2 behind "Thought: this Action:".
-    assert len(p.tree) == len(chat.prompt(state)) + 3
+    assert len(p.tree) == len(chat.prompt(STATE)) + 3
     assert len(p.owner) == 3 and len({(choice, before) for choice, before, _ in p.branches}) == 6
 
 
 def test_a_trajectory_longer_than_the_room_is_not_computed_again_at_each_step():
     chat = word_chat()
-    state, steps = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find"), []
+    state, steps = STATE, []
     for _ in range(12):
         steps.append(Decision(state, "Action: left", ("Action: left", "Action: right")))
         state = state.then("Action: left", "walk walk walk walk")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import envs
-from experiments.decisions import Decision, pack_decisions
+from experiments.decisions import Decision
 from experiments.learning import Learner
 from experiments.tree_grpo import (
     Trajectory,
@@ -24,7 +24,6 @@ from experiments.tree_grpo import (
     forest,
     low_variance_kl,
     policy_loss,
-    weights,
 )
 from qlass.chat import Rendering, State
 from qlass.driver import Sample, drive
@@ -45,6 +44,7 @@ def test_leaves_their_number_and_each_edge_played_once(M, N, L):
     assert [trajectory.tree for trajectory in group] == [i for i in range(M) for _ in range(N * L + 1)]
     assert len(env.played) == len(requests) == env_steps(group)
     assert len({request.key for request in requests}) == len(requests)  # no noise is used twice
+    assert {request.temperature for request in requests} == {1.0}  # the distribution that is trained
     steps = sum(len(trajectory.decisions) for trajectory in group)
     assert len(env.played) < steps or (N * L == 0 and len(env.played) == steps)
     for trajectory in group:  # leaves earn what their paths pay
@@ -218,24 +218,3 @@ def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, 
     assert total == pytest.approx(loss.item() / n, abs=1e-5)
     for name, p in model.named_parameters():
         assert_close(p.grad, plain[name], atol=2e-5, rtol=1e-3)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_trees_are_of_the_distribution_that_is_trained(temperature):
-    """Whatever the agent's own temperature: each action's probability when drawn is the one in the packed tree."""
-    chat, drawn = word_chat(candidates="valid", temperature=temperature), {}
-    model = tiny_lm(chat)
-    policy = Policy(model, chat, seed=1)
-
-    def answer(requests):
-        answers = policy.sample(requests)
-        drawn.update({(r.state, c.text): c.logprob for r, (c,) in zip(requests, answers, strict=True)})
-        return answers
-
-    decisions = list(dict.fromkeys(d for group in played(chat, answer) for d in weights(group, advantages(group))))
-    for pack in pack_decisions(chat, decisions, 2048):
-        logp, entropy = pack.logprobs(model)
-        for value, h, owner in zip(logp.tolist(), entropy.tolist(), pack.owner, strict=True):
-            decision = decisions[owner]
-            assert value == pytest.approx(drawn[decision.state, decision.action], abs=1e-5)
-            assert 0 < h < np.log(len(decision.valid)) + 1e-6
