@@ -57,14 +57,14 @@ def test_it_learns_the_best_leaf_of_a_written_world(train, learner, budget, lr):
 
 @pytest.mark.parametrize("learner", FLAGS)
 def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypatch, learner):
-    budget = 80 if learner is eto else 500
+    budget = 60 if learner is eto else 300
     flags = ["--lr", "0.0003"] if learner is eto else []
     train(learner, "one", budget, *flags)
     step, calls = Learner.step, []
 
     def stops(*args):
         calls.append(1)
-        if len(calls) == 11:  # in a batch, between two validations
+        if len(calls) == 7:  # in a batch, between two validations
             raise KeyboardInterrupt
         step(*args)
 
@@ -74,7 +74,7 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypa
     meta = json.loads((tmp_path / "again" / "sft-x.meta.json").read_text())  # of what can be played by now
     assert meta["last"] == meta["best"] and meta["last"]["val"] is not None and meta["passes"]
     train(learner, "again", budget, *flags)
-    assert len(calls) > 12 and contents(tmp_path / "again") == contents(tmp_path / "one")
+    assert len(calls) > 8 and contents(tmp_path / "again") == contents(tmp_path / "one")
     calls.clear()
     train(learner, "again", budget, *flags)
     assert not calls  # nothing is left to do
