@@ -105,9 +105,9 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: can't be read ({error})") from None
 
 
-def records_of(path: Path) -> Iterator[tuple[str, dict]]:
+def records_of(path: str | Path) -> Iterator[tuple[str, dict]]:
     """Each object of JSON Lines, or of a JSON list as in ETO's files, and where it stands: "FILE:LINE"."""
-    if not path.exists():
+    if not Path(path).exists():
         raise UserError(f"{path}: no such file")
     with open(path, "rb") as lines:
         if lines.peek(100).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
@@ -120,12 +120,12 @@ def records_of(path: Path) -> Iterator[tuple[str, dict]]:
                 yield where, parse_json(line, where)
 
 
-def read_jsonl(path: Path) -> Iterator[dict]:
+def read_jsonl(path: str | Path) -> Iterator[dict]:
     """The records of a file. UserError names FILE:LINE where one is malformed."""
     return (record for _, record in records_of(path))
 
 
-def read_trees(path: Path, needed: Iterable[str] = ()) -> Iterator[list[dict]]:
+def read_trees(path: str | Path, needed: Iterable[str] = ()) -> Iterator[list[dict]]:
     """Yield one tree at a time as its list of nodes, the root first (trees.jsonl, q_labels.jsonl).
 
     needed: fields that a node must have besides those of every tree; "messages" the root alone.
