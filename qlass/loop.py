@@ -1,7 +1,7 @@
 """What both training loops share, on Accelerate: processes, updates, log, save and resume, early stop.
 
 torchrun --nproc-per-node 8 -- train_qnet.py ...           (-- keeps torchrun from reading --run as its own)
-accelerate launch --use_fsdp ... train_qnet.py ...         (GPUs that divide weights, gradients and moments)
+accelerate launch --use_fsdp --fsdp_version 2 ... train_qnet.py ...    (GPUs that divide weights and moments)
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def training(out: Path, device: str | None) -> Iterator[accelerate.PartialState]
     if not process or process.num_processes != launched:
         way = f"start them by torchrun --nproc-per-node {launched} --, or unset WORLD_SIZE"
         raise UserError(f"WORLD_SIZE is {launched}, but the processes do not see one another: {way}")
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION") != "2":
+        raise UserError("--use_fsdp: give --fsdp_version 2 beside it")  # in version 1 a part of QNet can't be called
     with files.locked(out) if process.is_main_process else contextlib.nullcontext(), models.within_memory():
         yield process
         if process.is_main_process:

@@ -13,13 +13,14 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, DistributedType
 from fakes import dump, training_settings
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_train_qnet import labelled_tree
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from qlass import UserError, loop, models
 from qlass.loop import Training, begin, cosine, partial_folder, updates_of
@@ -192,7 +193,19 @@ def small_run(tmp_path, agent, fake_world):
 # ----------------------------------------------------------------------------------------------- several processes
 
 
-def launch(module, argv: list[str], count: int, code: int = 0) -> None:
+def divide() -> None:
+    """FSDP in this process: Accelerate divides a model among GPUs alone, so it is told that the processes have some."""
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    begin = accelerate.PartialState.__init__
+
+    def on_gpus(state: accelerate.PartialState, **options) -> None:
+        begin(state, **options)
+        state.distributed_type = DistributedType.MULTI_GPU
+
+    accelerate.PartialState.__init__ = on_gpus
+
+
+def launch(module, argv: list[str], count: int, code: int = 0, fsdp: bool = False) -> None:
     """As torchrun does: the same command in each process, its rank in the environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -202,6 +215,8 @@ def launch(module, argv: list[str], count: int, code: int = 0) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)  # of this test's own process
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if fsdp:
+            divide()
         module.main(argv)
 
     processes = [multiprocessing.get_context("fork").Process(target=process, args=(rank,)) for rank in range(count)]
@@ -212,19 +227,23 @@ def launch(module, argv: list[str], count: int, code: int = 0) -> None:
     assert [one.exitcode for one in processes] == [code] * count
 
 
-@pytest.mark.parametrize("stage", ["sft", "train_qnet"])
-def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_path, monkeypatch, stage):
+@pytest.mark.parametrize(
+    ("stage", "flags", "fsdp"),
+    [("sft", [], False), ("train_qnet", [], False), ("train_qnet", ["--lora", "2"], True)],
+)
+def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_path, monkeypatch, stage, flags, fsdp):
     module, (argv, written) = importlib.import_module(stage), small_run
-    module.main(argv(stage, "by-1"))
+    module.main([*argv(stage, "by-1"), *flags])
     backward = Training.backward
 
     def counted(run: Training, loss: torch.Tensor) -> None:
+        assert isinstance(run.model, FSDPModule) == fsdp
         with open(tmp_path / f"process-{run.accelerator.process_index}", "a") as file:
             file.write("x" * (run.weight > 0))
         backward(run, loss)
 
     monkeypatch.setattr(Training, "backward", counted)
-    launch(module, argv(stage, "by-2"), 2)
+    launch(module, [*argv(stage, "by-2"), *flags], 2, fsdp=fsdp)
     shares = [len((tmp_path / f"process-{rank}").read_text()) for rank in range(2)]
     assert 0 < shares[1] <= shares[0] < 2 * sum(shares) / 3
     (metadata, weights), (again, others) = written("by-1"), written("by-2")
@@ -234,7 +253,8 @@ def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_pat
         torch.testing.assert_close(others[name], w, atol=1e-4, rtol=1e-3)
 
 
-def test_two_processes_resume_what_two_began(small_run, monkeypatch):
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_two_processes_resume_what_two_began(small_run, monkeypatch, fsdp):
     sft, step, (argv, written) = importlib.import_module("sft"), Training.step, small_run
 
     def stopping(run: Training, tokens: int) -> None:
@@ -242,11 +262,11 @@ def test_two_processes_resume_what_two_began(small_run, monkeypatch):
             raise SystemExit(7)
         step(run, tokens)
 
-    launch(sft, argv("sft", "one"), 2)
+    launch(sft, argv("sft", "one"), 2, fsdp=fsdp)
     with monkeypatch.context() as patch:
         patch.setattr(Training, "step", stopping)
-        launch(sft, argv("sft", "parts"), 2, code=7)
-    launch(sft, argv("sft", "parts"), 2)
+        launch(sft, argv("sft", "parts"), 2, code=7, fsdp=fsdp)
+    launch(sft, argv("sft", "parts"), 2, fsdp=fsdp)
     assert same(written("one")[1].values(), written("parts")[1].values())
 
 
@@ -268,3 +288,10 @@ def test_processes_that_do_not_see_one_another_are_refused(tmp_path, monkeypatch
         says = "WORLD_SIZE is 2, .*: start them by torchrun --nproc-per-node 2 --"
         with pytest.raises(UserError, match=says), loop.training(tmp_path / "out", None):
             pass
+
+
+def test_fsdp_of_version_1_is_refused(tmp_path, monkeypatch):
+    """Validation calls a part of QNet, whose weights are gathered by version 2 alone."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="--fsdp_version 2"), loop.training(tmp_path / "out", None):
+        pass

@@ -2,7 +2,8 @@
 #
 # By default LoRA, where the paper trains all weights: Llama-2-7B takes 20 GB of one GPU, 13B 34 GB. All weights, divided
 # among eight GPUs by Accelerate's FSDP (16 bytes a weight in all, activations on top; docs/scale.md):
-#   TRAIN="accelerate launch --use_fsdp --num_processes 8" FITS=--gradient-checkpointing bash runs/paper/webshop.sh
+#   TRAIN="accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8" FITS=--gradient-checkpointing \
+#     bash runs/paper/webshop.sh
 # A stopped script resumes when it is run again. SEED=1 makes a run folder of its own.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python}
