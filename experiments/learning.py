@@ -24,8 +24,8 @@ from qlass import UserError, flags, models
 from qlass.chat import Chat, uniforms
 from qlass.cli import at_least, more, needed, parser, settle
 from qlass.driver import Sample, drive
-from qlass.files import checkpoint_folder, draft_of, locked, same_arguments, share, write_jsonl, write_meta
-from qlass.loop import opened
+from qlass.files import checkpoint_folder, locked, same_arguments, share, write_jsonl, write_meta
+from qlass.loop import opened, write_state
 from qlass.policy import Policy
 from train_qnet import SMALL
 
@@ -92,10 +92,9 @@ class Learner:
         return [p.data for group in self.optimizer.param_groups for p in group["params"]]
 
     def suspend(self, path: Path, lines: list[dict]) -> None:
-        """Write weights, moments and the lines so far, in place of what is there when all is written."""
+        """Write weights, moments and the lines so far."""
         state = {"weights": self.weights(), "moments": self.optimizer.state_dict(), "lines": lines}
-        with draft_of(path) as draft:
-            torch.save(state, draft)
+        write_state(path, state)
 
     def resume(self, path: Path) -> list[dict]:
         """Read what `suspend` wrote. Returns the lines."""

@@ -260,9 +260,7 @@ class Training:
             state = {"weights": weights, "moments": moments, "random": torch.get_rng_state()}
             state |= {name: getattr(self, name) for name in PROGRESS}
             path, best = self._state(len(self.losses)), self._state(self.starts[self.best])
-            way_out = ": make room, and the same command resumes"
-            with models.in_a_line(f"{path}: can't be written", way_out), files.draft_of(path) as draft:
-                torch.save(state, draft)
+            write_state(path, state)
             for old in {*self.folder.glob("state-*.pt")} - {path, best}:
                 old.unlink()
 
@@ -273,6 +271,13 @@ class Training:
             torch.set_rng_state(state["random"])
             for name in PROGRESS:
                 setattr(self, name, state[name])
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """A state, under its name only when all of it is written."""
+    way_out = ": make room, and the same command resumes"
+    with models.in_a_line(f"{path}: can't be written", way_out), files.draft_of(path) as draft:
+        torch.save(state, draft)
 
 
 @contextlib.contextmanager
