@@ -83,6 +83,9 @@ def test_help_fits_one_screen(stage, monkeypatch, capsys):
         importlib.import_module(stage).main(["--help"])
     shown = capsys.readouterr().out.splitlines()
     assert stop.value.code == 0 and 15 < len(shown) <= 40 and max(map(len, shown)) <= 80
+    with pytest.raises(SystemExit):
+        importlib.import_module(stage).main(["--help-more"])
+    assert "--human-goals" in capsys.readouterr().out  # an environment's
 
 
 @pytest.mark.parametrize(
