@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.model.startswith((".", "/")) or args.model.endswith(".gguf"):  # no hub name
         cli.must_exist(Path(args.model))
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
-    with loop.training(args.out, args.device) as process:
+    with loop.processes(args.out, args.device) as process:
         where, dtype = models.device_and_dtype(args.device, args.precision)
         named = args.expert is not None  # else its first messages are the environment's own
         if not named:

@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     cli.must_exist(args.labels, args.sft)
     args.labels = cli.needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
     args.out = files.checkpoint_folder(args.out or args.run / "qnet", args.sft or args.run / "sft")
-    with loop.training(args.out, args.device) as process:
+    with loop.processes(args.out, args.device) as process:
         trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
         args.sft = cli.needed(args.sft, args.run / "sft", "sft", args)
         warn_of_another_world(args.sft, args)

@@ -36,12 +36,12 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_p
 
 
 @contextlib.contextmanager
-def training(out: Path, device: str | None) -> Iterator[accelerate.PartialState]:
-    """The frame of a stage that trains the checkpoint `out`: its processes, of which only the first writes there.
+def processes(out: Path, device: str | None) -> Iterator[accelerate.PartialState]:
+    """The processes of a stage that trains the checkpoint `out`: yields this one; only the first of all writes there.
 
     When the block ends, the checkpoint is complete, and what it could be resumed from goes.
     """
-    launched = int(os.environ.get("WORLD_SIZE", 1))
+    _, launched = files.share()
     linked = launched == 1 or "MASTER_ADDR" in os.environ  # a job array's are not
     cpu = not torch.cuda.is_available() or (device or "").startswith("cpu")  # else it starts one process without a GPU
     patience = datetime.timedelta(days=2)  # the others may wait as long as the first plays demonstrations

@@ -53,10 +53,8 @@ def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[
     """device: None for the GPU of this process or, without any, the CPU. precision: None for bf16 on a GPU and float32
     on a CPU, of which few have bf16 arithmetic."""
     gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # of several processes on a machine, each has its own
-    try:
+    with in_a_line(f"--device {device}: not here"):
         where = torch.empty(1, device=device or (gpu if torch.cuda.is_available() else "cpu")).device
-    except (AssertionError, RuntimeError) as error:
-        raise UserError(f"--device {device}: not here ({str(error).splitlines()[0]})") from None
     return where, PRECISIONS[precision or ("bf16" if where.type == "cuda" else "float32")]
 
 

@@ -286,12 +286,12 @@ def test_processes_that_do_not_see_one_another_are_refused(tmp_path, monkeypatch
         if address:
             monkeypatch.setenv("MASTER_ADDR", address)
         says = "WORLD_SIZE is 2, .*: start them by torchrun --nproc-per-node 2 --"
-        with pytest.raises(UserError, match=says), loop.training(tmp_path / "out", None):
+        with pytest.raises(UserError, match=says), loop.processes(tmp_path / "out", None):
             pass
 
 
 def test_fsdp_of_version_1_is_refused(tmp_path, monkeypatch):
     """Validation calls a part of QNet, whose weights are gathered by version 2 alone."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UserError, match="--fsdp_version 2"), loop.training(tmp_path / "out", None):
+    with pytest.raises(UserError, match="--fsdp_version 2"), loop.processes(tmp_path / "out", None):
         pass
