@@ -60,7 +60,7 @@ def test_every_environment_keeps_what_envs_promises(name, monkeypatch):
     env.close()
 
 
-# ------------------------------------------------- demonstrations are a prefix of train, trees a suffix, --limit a prefix
+# ----------------------------------------------- demonstrations: a prefix of train; trees: a suffix; --limit: a prefix
 
 
 def bound(share: float, types: int) -> float:
