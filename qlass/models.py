@@ -145,14 +145,26 @@ def base_of(path: str | Path) -> str | Path:
     """The model that a PEFT adapter was trained on; of any other checkpoint itself."""
     if Path(path).suffix == ".gguf" or not transformers.utils.find_adapter_config_file(str(path)):
         return path
-    return str(needs("peft", path).PeftConfig.from_pretrained(path).base_model_name_or_path)
+    base = needs("peft", path).PeftConfig.from_pretrained(path).base_model_name_or_path
+    if not base or (Path(base).is_absolute() and not Path(base).exists()):
+        place = "adapter_config.json, base_model_name_or_path"
+        raise UserError(f"{path}: its base model {base} is not here: name it in {place}")
+    return base
 
 
 def with_adapter(model: Any, adapter: str | Path) -> Any:
-    """The model with a PEFT adapter's updates merged into its weights."""
+    """The model with a PEFT adapter's updates merged into its weights, and the embeddings of tokens that it adds."""
+    peft, embeddings = needs("peft", adapter), model.get_input_embeddings()
+    layer = next(name for name, module in model.named_modules() if module is embeddings)
+    for name, weight in peft.load_peft_weights(str(adapter), device="cpu").items():
+        if name.endswith(f"{layer}.weight") and len(weight) != embeddings.num_embeddings:
+            model.resize_token_embeddings(len(weight), mean_resizing=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing adapter keys")  # they would stay as drawn at random
-        model = needs("peft", adapter).PeftModel.from_pretrained(model, adapter)
+        model = peft.PeftModel.from_pretrained(model, adapter)
+    if not hasattr(model.base_model, "merge_and_unload"):  # learned prompts are no weights
+        kind = model.peft_config["default"].peft_type
+        raise UserError(f"{adapter}: {kind} does not merge into its base: LoRA does")
     return model.merge_and_unload().requires_grad_(True)  # PEFT has frozen the base
 
 
