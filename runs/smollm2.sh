@@ -24,9 +24,12 @@ qnet=(--lora 16 --lr 5e-4 --batch 16 --max-tokens 1536 --micro-tokens 2048 --epo
 case $ENV in
     alfworld) splits=(valid_unseen) play+=(--max-steps 20) labels=(--gamma 0.98)
         sft+=(--n-expert 200 --epochs 1) trees=(--limit 32 --rollouts 4 --steps 20 --temperature 1) ;;
-    webshop) sft+=(--n-expert 150 --epochs 1) trees=(--limit 32 --rollouts 4 --temperature 1) labels=(--gamma 0.98) ;;
-    frozenlake) common+=(--env-option map=lakes) play+=(--max-steps 20)
-        sft+=(--n-expert 240 --epochs 2) trees=(--limit 24 --rollouts 40 --steps 20 --temperature 1.2) ;;
+    webshop) labels=(--gamma 0.98)  # a state has up to 3,000 tokens, which its siblings in a pack share
+        sft+=(--n-expert 120 --epochs 1) trees=(--limit 24 --rollouts 4 --temperature 1)
+        qnet+=(--lr 2e-4 --batch 6 --max-tokens 3072 --micro-tokens 3072) ;;
+    frozenlake) common+=(--env-option map=lakes) play=(--limit 48 --max-steps 20)
+        sft+=(--n-expert 120 --epochs 2) trees=(--limit 20 --rollouts 24 --steps 20 --temperature 1.2)
+        qnet+=(--lr 2e-4 --max-tokens 512 --micro-tokens 1024) ;;
 esac
 trees+=("${precision[@]}") tasks=("${play[@]}" "${precision[@]}")
 clone
