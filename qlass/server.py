@@ -26,6 +26,8 @@ class Endpoint:
     def __init__(self, url: str, flag: str = "--server", retries: int = 5, timeout: float = 600) -> None:
         from qlass.models import needs
 
+        if "," in url:
+            raise UserError(f"{flag} {url}: one server is expected; several engines: a router in front")
         openai = needs("openai", flag)
         self.url, _, self.model = url.partition("#")
         local = urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")  # where no proxy is to answer

@@ -194,6 +194,8 @@ def test_what_is_asked_of_no_server(fakes, monkeypatch):
         policy.sample([request()])
     with pytest.raises(UserError, match="--candidates free"):
         ServerPolicy("http://a/v1", word_chat(candidates="valid"))
+    with pytest.raises(UserError, match="several engines: a router in front"):
+        Endpoint("http://a/v1,http://b/v1")
 
 
 # --------------------------------------------------------------------------------------------------- flags and engines
