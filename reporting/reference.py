@@ -22,11 +22,9 @@ SETTINGS = {  # title of a panel: environment, split, agent, commit
     "real games, unseen": ("alfworld_real", "valid_unseen", "cloned", "d871414"),
     "with thoughts, unseen": ("alfworld", "valid_unseen, first games", "cloned with thoughts", "d11bad8"),
     "FrozenLake": ("frozenlake", "lakes2", "cloned", "208754c"),
-}
-FIGURES = {
-    "tokens": ("WebShop", "ALFWorld, unseen", "FrozenLake"),
-    "webshop": ("WebShop", "half of the demonstrations", "real products"),
-    "alfworld": ("ALFWorld, unseen", "real games, unseen", "with thoughts, unseen"),
+    "ALFWorld's real games": ("alfworld_real", "valid_unseen, first 30", "SmolLM2-135M", "a95484b"),
+    "WebShop's real products": ("webshop_real", "test, first 30", "SmolLM2-135M", "ed5ba0a"),
+    "FrozenLake's lakes": ("frozenlake", "lakes, first 48", "SmolLM2-135M", "ed5ba0a"),
 }
 LINES = {  # method, select: label, colour, marker and line
     ("greedy", ""): ("agent, greedy", GREY, "o-"),
@@ -47,10 +45,15 @@ PRETRAINED = LINES | {
     ("sample", ""): ("agent, one sample", GREY, "D-"),
     ("random", ""): ("a random one of M actions", "#cc79a7", "v-"),
 }
+FIGURES = {  # file: lines, and the titles of its panels
+    "tokens": (LINES, ("WebShop", "ALFWorld, unseen", "FrozenLake")),
+    "webshop": (LINES, ("WebShop", "half of the demonstrations", "real products")),
+    "alfworld": (LINES, ("ALFWorld, unseen", "real games, unseen", "with thoughts, unseen")),
+    "smollm2": (PRETRAINED, ("ALFWorld's real games", "WebShop's real products", "FrozenLake's lakes")),
+}
 BESIDE_STEPS = {  # file: lines, and environment, split, agent, commit
     "searches_webshop": (SEARCHES, ("webshop", "test 400-499", "cloned, small", "ece9359")),
     "searches_frozenlake": (SEARCHES, ("frozenlake", "lakes", "cloned, small", "ece9359")),
-    "smollm2": (PRETRAINED, ("alfworld_real", "valid_unseen, first 30", "SmolLM2-135M", "a95484b")),
 }
 
 
@@ -68,11 +71,11 @@ def panel(axes: Axes, results: list[dict], setting: tuple[str, ...], lines: dict
     axes.grid(alpha=0.25)
 
 
-def tokens(results: list[dict], titles: tuple[str, ...]) -> Figure:
+def tokens(results: list[dict], lines: dict, titles: tuple[str, ...]) -> Figure:
     """Fig. 3: mean reward against all tokens a task, a panel a setting."""
     figure = Figure(figsize=(3.1 * len(titles), 3.5), layout="constrained")
     for axes, title in zip(figure.subplots(1, len(titles)), titles, strict=True):
-        panel(axes, results, SETTINGS[title], LINES, "tokens")
+        panel(axes, results, SETTINGS[title], lines, "tokens")
         axes.set(title=title, xlabel="all tokens a task")
         axes.locator_params(axis="x", nbins=5)
     return with_legend(figure)
@@ -91,15 +94,19 @@ def beside_steps(results: list[dict], lines: dict, setting: tuple[str, ...]) -> 
 
 def with_legend(figure: Figure) -> Figure:
     figure.axes[0].set_ylabel("reward, 95 % interval")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    lines = {}  # by label: not every panel has them all
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        lines |= dict(zip(labels, handles, strict=True))
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=3, fontsize=9)
     return figure
 
 
 def main() -> None:
     results = list(csv.DictReader((FOLDER / "results.csv").read_text(encoding="utf-8").splitlines()))
     with mpl.rc_context(STYLE | {"savefig.dpi": 120}):
-        for name, settings in FIGURES.items():
-            tokens(results, settings).savefig(FOLDER / f"{name}.png")
+        for name, (lines, titles) in FIGURES.items():
+            tokens(results, lines, titles).savefig(FOLDER / f"{name}.png")
         for name, (lines, setting) in BESIDE_STEPS.items():
             beside_steps(results, lines, setting).savefig(FOLDER / f"{name}.png")
 
