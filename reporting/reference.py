@@ -52,7 +52,7 @@ FIGURES = {  # file: lines, and the titles of its panels
     "smollm2": (PRETRAINED, ("ALFWorld's real games", "WebShop's real products", "FrozenLake's lakes")),
 }
 BESIDE_STEPS = {  # file: lines, and environment, split, agent, commit
-    "searches_webshop": (SEARCHES, ("webshop", "test 400-499", "cloned, small", "ece9359")),
+    "searches_webshop": (SEARCHES, ("webshop", "test 400-499", "cloned, small", "ed5ba0a")),
     "searches_frozenlake": (SEARCHES, ("frozenlake", "lakes", "cloned, small", "ece9359")),
 }
 
