@@ -383,3 +383,9 @@ def test_a_frozen_backbone_is_the_agents_own(train, agent):
     start = Policy.load(agent).model.model
     assert all(torch.equal(a, b) for a, b in zip(net.backbone.parameters(), start.parameters(), strict=True))
     assert net.readout == "mean"
+
+
+def test_every_tenth_tree_from_the_first_on_is_held_out():
+    training, held_out = train_qnet.hold_out([[number] for number in range(21)])
+    assert held_out == [[0], [10], [20]] and len(training) == 18
+    assert train_qnet.hold_out([["alone"]]) == ([["alone"]], [["alone"]])
