@@ -162,8 +162,8 @@ def main(argv: list[str] | None = None) -> None:
         warn_of_another_world(args.sft, args)
 
         rendering = rendering_of(args.sft, args, PROMPTED)
-        whole = not (args.lora or args.freeze)
-        how = {"train": whole, "plain": args.plain, "rendering": rendering, "precision": args.precision}
+        all_weights = not (args.lora or args.freeze)
+        how = {"train": all_weights, "plain": args.plain, "rendering": rendering, "precision": args.precision}
         torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or is new
         backbone, chat = models.load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, **how)
         qnet = QNet(backbone, chat, readout=args.readout, fast=not args.plain)

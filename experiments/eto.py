@@ -203,8 +203,8 @@ def main(argv: list[str] | None = None) -> None:
         args.expert, args.n_expert = (args.expert, None) if args.expert else cloned_from(args.sft)
         args.expert = args.expert or args.run / "expert.jsonl"
         expert, rewards = actions_by_task(args.expert, env, args.n_expert)
-        known = set(env.task_ids("train"))
-        pool = [task for task in rewards if task in known]
+        training_tasks = set(env.task_ids("train"))
+        pool = [task for task in rewards if task in training_tasks]
         print(f"{args.expert}: {len(pool)} of {len(expert)} demonstrations are of training tasks and tell their reward")
     else:
         args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)

@@ -135,7 +135,7 @@ class Training:
 
         A loop calls `self.model`. `model` has the trained weights when the epochs are over, in the first process.
         """
-        self.settings, self.whole = settings, model
+        self.settings, self.result = settings, model
         epochs, batch, seed, out = (settings[name] for name in ("epochs", "batch", "seed", "out"))
         self.plan = [updates_of(sizes, batch, seed, epoch) for epoch in range(epochs)]
         self.starts = [0, *itertools.accumulate(map(len, self.plan))]  # updates before each epoch
@@ -174,7 +174,7 @@ class Training:
         self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         if self.accelerator.is_main_process and (self.fsdp or self.best < len(self.curve)):
             with opened(self._state(self.starts[self.best])) as state:
-                self.whole.load_state_dict(state["weights"], strict=False)  # without the frozen ones
+                self.result.load_state_dict(state["weights"], strict=False)  # without the frozen ones
 
     @property
     def best(self) -> int:

@@ -28,6 +28,14 @@ WORLD = {
     "left": {"left": 0.0, "right": {"left": 0.5, "right": 0.2}},
     "right": {"left": 0.4, "right": {"left": 0.0, "right": 1.0}},
 }
+# Some begin alike, so that a trie of them forks late.
+ACTIONS = (
+    "Action: left",
+    "Action: right",
+    "Action: left right",
+    "Thought: hm Action: walk",
+    "Thought: hm Action: left",
+)
 
 
 class FakeEnv(envs.TextEnv):

@@ -107,10 +107,10 @@ def short(number):
 
 @pytest.mark.parametrize("page", ["README.md", "train_or_search.md", "table2.md"])
 def test_rewards_of_the_tables_are_in_the_results(page):
-    known = {f"{short(r['reward'])} [{short(r['low'])}, {short(r['high'])}]" for r in rows_of("results.csv")}
+    rows = {f"{short(r['reward'])} [{short(r['low'])}, {short(r['high'])}]" for r in rows_of("results.csv")}
     text = (reference.FOLDER / page).read_text(encoding="utf-8")
     shown = re.findall(r"(?<= )\.\d{3} \[[^]]+\]", text)  # a reward has no sign, a difference has one
-    assert len(shown) > 25 and set(shown) <= known
+    assert len(shown) > 25 and set(shown) <= rows
 
 
 def test_the_runs_of_the_demo_are_in_the_expected_ranges():

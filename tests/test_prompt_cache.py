@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from fakes import tiny_lm, word_chat
+from fakes import ACTIONS, tiny_lm, word_chat
 
 from qlass.chat import State
 from qlass.driver import Sample, Score
@@ -57,15 +57,6 @@ def read(cache: PromptCache, states: list[State], actions: tuple[str, ...] = (),
                 torch.testing.assert_close(outputs[path], expected, atol=1e-5, rtol=1e-4)
     assert sorted(finished) == list(range(len(states)))
     return cost
-
-
-ACTIONS = (
-    "Action: left",
-    "Action: right",
-    "Action: left right",
-    "Thought: hm Action: walk",
-    "Thought: hm Action: left",
-)
 
 
 @pytest.mark.parametrize("room", [1 << 30, 20_000, 0])

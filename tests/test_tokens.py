@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from fakes import WORLD, FakeEnv, tiny_lm, word_chat
+from fakes import ACTIONS, WORLD, FakeEnv, tiny_lm, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
@@ -51,13 +51,6 @@ def states() -> list[State]:
 
 
 STATES = states()
-ACTIONS = (
-    "Action: left",
-    "Action: right",
-    "Action: left right",
-    "Thought: hm Action: walk",
-    "Thought: hm Action: left",
-)
 
 # -------------------------------------------------------------------------------------------------- trees of tokens
 
