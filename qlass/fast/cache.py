@@ -32,44 +32,44 @@ class Turn:
 
 @dataclasses.dataclass
 class Prompt:
-    """A prompt's tokens; keys and values of its first `known` ones are in `past`, its last turn is always fresh."""
+    """A prompt's tokens; keys and values of its first `cached` ones are in `past`, its last turn is always fresh."""
 
     ids: list[int]
     turns: list[Turn]
-    past: list[torch.Tensor]  # of the known turns: (tokens, features of all layers) each
+    past: list[torch.Tensor]  # of the cached turns: (tokens, features of all layers) each
 
     @property
-    def known(self) -> int:
+    def cached(self) -> int:
         return sum(map(len, self.past))
 
     @property
     def fresh(self) -> list[int]:
-        return self.ids[self.known :]
+        return self.ids[self.cached :]
 
     @property
     def family(self) -> tuple[int, bytes]:
-        """Prompts of one family have the same known tokens, and can stand in one token tree."""
+        """Prompts of one family have the same cached tokens, and can stand in one token tree."""
         return len(self.past), self.turns[len(self.past)].parent or self.turns[0].name
 
 
 @dataclasses.dataclass
 class Row:
-    """Prompts of one family and what follows them, as one token tree behind their known tokens."""
+    """Prompts of one family and what follows them, as one token tree behind their cached tokens."""
 
     past: list[torch.Tensor]
-    known: int
+    cached: int
     tree: TokenTree = dataclasses.field(default_factory=TokenTree)
     turns: dict[bytes, tuple[bytes, list[int]]] = dataclasses.field(default_factory=dict)  # name: (parent, its tokens)
     read: list[tuple[int, int, list[list[int]]]] = dataclasses.field(default_factory=list)  # (index, last, tails)
 
     @classmethod
     def of(cls, prompt: Prompt) -> Row:
-        return cls(prompt.past, prompt.known)
+        return cls(prompt.past, prompt.cached)
 
     def add(self, prompt: Prompt, index: int = 0, tails: Sequence[Sequence[int]] = ()) -> None:
         path = self.tree.add(prompt.fresh)
         for turn in prompt.turns[len(self.past) :]:
-            self.turns[turn.name] = (turn.parent, path[turn.start - self.known : turn.end - self.known])
+            self.turns[turn.name] = (turn.parent, path[turn.start - self.cached : turn.end - self.cached])
         self.read.append((index, path[-1], [self.tree.add(ids, path[-1]) for ids in tails]))
 
 
@@ -145,14 +145,14 @@ class PromptCache:
 
     def batch(self, rows: Sequence[Row]) -> DynamicCache:
         """A batch's cache with what is known of each row, aligned on the right."""
-        width = max(r.known for r in rows)
+        width = max(r.cached for r in rows)
         if not width:
             return DynamicCache()
         like = next(r.past[0] for r in rows if r.past)
         joined = like.new_zeros(len(rows), width, like.shape[-1])
         for row, r in enumerate(rows):
             if r.past:
-                torch.cat(r.past, out=joined[row, width - r.known :])
+                torch.cat(r.past, out=joined[row, width - r.cached :])
         parts = joined.split([heads * dim for heads, dim in self._shapes], -1)
         parts = [part.unflatten(-1, s).transpose(1, 2) for part, s in zip(parts, self._shapes, strict=True)]
         return DynamicCache(list(zip(parts[::2], parts[1::2], strict=True)))
@@ -192,16 +192,16 @@ class PromptCache:
             prompts = [self.prompt(states[i]) for i in waiting]
             rows, later = self.rows(prompts, [tails[i] for i in waiting])
             # First reads are long and later ones short: side by side, half of what the model computes would be padding.
-            for group in batches(rows, lambda r: len(r.tree), budget, before=lambda r: r.known, like=self.LIKE):
+            for group in batches(rows, lambda r: len(r.tree), budget, before=lambda r: r.cached, like=self.LIKE):
                 members = [rows[g] for g in group]
                 cache = self.batch(members)
-                before = max(row.known for row in members)
+                before = max(row.cached for row in members)
                 width = max(len(row.tree) for row in members)
                 pads = [width - len(row.tree) for row in members]
                 needed = {pad + token for row, pad in zip(members, pads, strict=True) for _, last, paths in row.read
                           for path in ([last], *paths) for token in path}  # fmt: skip
                 column = {c: i for i, c in enumerate(sorted(needed))}
-                inputs = tree_inputs(model, [row.tree for row in members], [row.known for row in members])
+                inputs = tree_inputs(model, [row.tree for row in members], [row.cached for row in members])
                 columns = torch.tensor(list(column), device=model.device)
                 outputs = forward({**inputs, "past_key_values": cache, "use_cache": True}, columns)
                 self.computed += sum(len(row.tree) for row in members)

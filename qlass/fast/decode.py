@@ -60,7 +60,7 @@ class FastPolicy:
         """budget: padded tokens of a batch. cache_gb: room for read prompts (`room_for`)."""
         self.policy, self.model, self.chat, self.budget = policy, policy.model, policy.chat, budget
         self.cache = PromptCache(room_for(self.model, cache_gb))
-        self.known: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
+        self.memory: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
 
     def read(self, states: Lists, tails: Lists) -> Iterator[Reading]:
         """`PromptCache.read` of the model's logits."""
@@ -87,13 +87,13 @@ class FastPolicy:
         Where the trie of their texts has one way to go, that way has probability 1: only tokens above a branching are
         computed.
         """
-        if len(self.known) > 200_000:
-            self.known.clear()
+        if len(self.memory) > 200_000:
+            self.memory.clear()
         keys = [(r.state, r.valid, r.temperature) for r in requests]
         fresh: list[Sample] = []
         tries: list[Trie] = []
         prompts: list[Sequence[Sequence[int]]] = []
-        for key, request in {key: r for key, r in zip(keys, requests, strict=True) if key not in self.known}.items():
+        for key, request in {key: r for key, r in zip(keys, requests, strict=True) if key not in self.memory}.items():
             prompt = self.chat.prompt_tokens(request.state)
             length = sum(map(len, prompt))
             trie = Trie([self.chat.action(action, request.state.task, length) for action in request.valid])
@@ -102,14 +102,14 @@ class FastPolicy:
                 tries.append(trie)
                 prompts.append(prompt)
             else:  # a single valid action
-                self.known[key] = np.zeros(len(request.valid))
+                self.memory[key] = np.zeros(len(request.valid))
         for n, out, last, paths in self.read(prompts, [trie.tails for trie in tries]):
             rows = [paths[a][t - 1] if t else last for a, t, _ in tries[n].branches]
             tokens = [token for *_, token in tries[n].branches]
             scores = out[torch.tensor(rows, device=out.device), torch.tensor(tokens, device=out.device)].cpu().numpy()
             r = fresh[n]
-            self.known[r.state, r.valid, r.temperature] = tries[n].logprobs(scores / (r.temperature or 1.0))
-        return [self.known[key] for key in keys]
+            self.memory[r.state, r.valid, r.temperature] = tries[n].logprobs(scores / (r.temperature or 1.0))
+        return [self.memory[key] for key in keys]
 
     @torch.inference_mode()
     def logprobs(self, pairs: list[tuple[State, str]]) -> list[float]:
@@ -120,8 +120,8 @@ class FastPolicy:
         states = [self.chat.prompt_tokens(s) for s in which]
         lengths = [sum(map(len, prompt)) for prompt in states]
         tails = [
-            [self.chat.action(pairs[i][1], s.task, length) for i in some]
-            for (s, some), length in zip(which.items(), lengths, strict=True)
+            [self.chat.action(pairs[i][1], s.task, length) for i in members]
+            for (s, members), length in zip(which.items(), lengths, strict=True)
         ]
         answers, members = [0.0] * len(pairs), list(which.values())
         for n, out, last, paths in self.read(states, tails):
@@ -198,14 +198,14 @@ class FastPolicy:
         for row, prompt in zip(rows, prompts, strict=True):
             row.add(prompt)
         cache = self.cache.batch(rows)
-        before, width = max(r.known for r in rows), max(len(r.tree) for r in rows)
-        inputs = tree_inputs(self.model, [r.tree for r in rows], [r.known for r in rows])
+        before, width = max(r.cached for r in rows), max(len(r.tree) for r in rows)
+        inputs = tree_inputs(self.model, [r.tree for r in rows], [r.cached for r in rows])
         out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         self.cache.computed += sum(len(r.tree) for r in rows)
         seen = torch.zeros((len(rows), before + width), dtype=torch.bool)
         for at, row in enumerate(rows):
             start = before + width - len(row.tree)
             self.cache.remember(row, cache, at, start)
-            seen[at, before - row.known : before] = True
+            seen[at, before - row.cached : before] = True
             seen[at, start:] = True
         return cache, seen.to(self.model.device), out.logits[:, -1]

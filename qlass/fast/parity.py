@@ -121,9 +121,9 @@ def tree_difference(model: Any, families: Families, alone: Alone) -> torch.Tenso
         paths.append([trees[-1].add(ids) for ids in family])
     inputs = tree_inputs(model, trees)
     out, pairs = outputs(model, {**inputs, "use_cache": False}), []
-    for row, tree, some, expected in zip(out, trees, paths, alone, strict=True):
+    for row, tree, places, expected in zip(out, trees, paths, alone, strict=True):
         row = row[len(row) - len(tree) :]
-        pairs += [(row[path], rows) for path, rows in zip(some, expected, strict=True)]
+        pairs += [(row[path], rows) for path, rows in zip(places, expected, strict=True)]
     return relative(pairs)
 
 
@@ -134,7 +134,7 @@ def cache_difference(model: Any, families: Families, alone: Alone) -> torch.Tens
     """
     cache, pairs = PromptCache(), []
     sequences = [ids for family in families for ids in family]
-    expected = [rows for some in alone for rows in some]
+    expected = [rows for family in alone for rows in family]
     for turns in (1, 3):
         states = [[ids[:3], ids[3:4], ids[4:6]][:turns] for ids in sequences]
         ends = [sum(map(len, state)) for state in states]

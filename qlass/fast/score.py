@@ -18,7 +18,7 @@ class FastQNet:
         """budget: padded tokens of a batch. cache_gb: room for read prompts (`room_for`)."""
         self.qnet, self.budget = qnet, budget
         self.cache = PromptCache(room_for(qnet.backbone, cache_gb))
-        self.known: dict[tuple[State, str], float] = {}
+        self.memory: dict[tuple[State, str], float] = {}
 
     @torch.inference_mode()
     def score(self, requests: list[Score]) -> list[list[float]]:
@@ -26,7 +26,7 @@ class FastQNet:
         fresh: dict[State, dict[str, None]] = {}
         for r in requests:
             for action in r.actions:
-                if (r.state, action) not in self.known:
+                if (r.state, action) not in self.memory:
                     fresh.setdefault(r.state, {})[action] = None
         states = list(fresh)
         prompts = [chat.prompt_tokens(state) for state in states]
@@ -39,5 +39,5 @@ class FastQNet:
         for n, out, _, paths in self.cache.read(values, self.qnet.backbone, self.budget, prompts, tails):
             v = out.cpu().numpy()
             for action, at in zip(fresh[states[n]], paths, strict=True):
-                self.known[states[n], action] = float(v[at[-1]] if self.qnet.readout == "last" else v[at].mean())
-        return [[self.known[r.state, action] for action in r.actions] for r in requests]
+                self.memory[states[n], action] = float(v[at[-1]] if self.qnet.readout == "last" else v[at].mean())
+        return [[self.memory[r.state, action] for action in r.actions] for r in requests]
