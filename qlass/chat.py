@@ -16,7 +16,6 @@ import itertools
 import json
 import math
 import re
-import typing
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import jinja2
 import numpy as np
 
 from qlass import UserError
-from qlass.records import Number, read_object, wrong
+from qlass.records import read_object
 from qlass.tiny import MARK, mark, unmark, with_aids
 
 # ------------------------------------------------------------------------------------------------- states and actions
@@ -80,6 +79,7 @@ def uniforms(n: int, *key: Hashable) -> np.ndarray:
 
 # Where an answer goes on with what others say: ETO's own agents stop there.
 RUN_ON = ("\nObservation:", "\nTask:", "\n---")
+WAY_OUT = ": give its tokenizer another chat_template"
 
 
 @dataclasses.dataclass
@@ -87,16 +87,15 @@ class Rendering:
     """How a checkpoint reads and writes; kept in its folder as `policy.json`, so that no later stage can disagree.
 
     The defaults are the paper's. The four aids are for models too small to have learned them from pretraining.
-    UserError where a setting is not what it can be.
     """
 
-    temperature: Number = 0.7  # App. A.2
+    temperature: float = 0.7  # App. A.2
     max_new_tokens: int = 256
     candidates: str = "free"  # "valid": only what the environment would act on, by trie-constrained decoding
     mark_matches: bool = False  # a mark before each word of the task, in observations, thoughts and actions
     compact: bool = False  # no instruction turn; in a page neither the task again nor a page shown before
     markov: bool = False  # the last observation alone, for an environment where it says all
-    top_p: Number = 1.0  # of free text, as top_k and stop are; 1: all
+    top_p: float = 1.0  # of free text, as top_k and stop are; 1: all
     top_k: int = 0  # 0: all
     stop: tuple = RUN_ON  # texts that end an action, besides the end of the turn
     think: bool = False  # leave a reasoning model its <think>; else the prompt closes it at once
@@ -110,9 +109,8 @@ class Rendering:
     FILE = "policy.json"
 
     def __post_init__(self) -> None:
-        self.stop = tuple(self.stop) if isinstance(self.stop, list) else self.stop
-        if mistake := wrong(vars(self), (), typing.get_type_hints(Rendering), RANGES):
-            raise UserError(mistake)
+        self.stop = tuple(self.stop)
+        assert self.candidates in ("free", "valid"), self.candidates
 
     def save(self, folder: Path) -> None:
         (folder / self.FILE).write_text(json.dumps(vars(self), indent=1) + "\n", encoding="utf-8")
@@ -120,23 +118,7 @@ class Rendering:
     @classmethod
     def load(cls, folder: str | Path) -> Rendering:
         file = Path(folder) / cls.FILE
-        given = read_object(file) if file.exists() else {}
-        try:
-            return cls(**given)
-        except (TypeError, UserError) as error:  # no such setting, or none of its values
-            raise UserError(f"{file}: {error} (qlass/chat.py, Rendering, says what it may hold)") from None
-
-
-RANGES = {  # of settings for which not every value of their type will do
-    "temperature": lambda t: t >= 0,
-    "max_new_tokens": lambda n: n >= 1,
-    "candidates": ("free", "valid").__contains__,
-    "top_p": lambda p: 0 < p <= 1,
-    "top_k": lambda k: k >= 0,
-    "stop": lambda texts: all(isinstance(text, str) and text for text in texts),
-    "truncate": (None, "oldest").__contains__,
-    "date": lambda date: date is None or re.fullmatch(r"\d{4}-\d\d-\d\d", date),
-}
+        return cls(**read_object(file)) if file.exists() else cls()
 
 
 class TooLong(UserError):
@@ -162,21 +144,16 @@ class Chat:
     NO_THOUGHT = "<think>\n\n</think>\n\n"
 
     def __init__(
-        self, tokenizer: Any, rendering: Rendering, vocabulary: int | None = None, context: int | None = None,
-        ends: Iterable[int] = (),
-    ) -> None:  # fmt: skip
-        """vocabulary, context: of the model; None: as large as they need be. ends: ids that end a turn too, by the
-        model's generation config. UserError where the chat template can't be read off."""
-        self.tokenizer, self.rendering, self.vocabulary, self.context = tokenizer, rendering, vocabulary, context
+        self, tokenizer: Any, rendering: Rendering, context: int | None = None, ends: Iterable[int] = ()
+    ) -> None:
+        """context: the model's, in tokens; None: as long as need be. ends: ids that end a turn too, by the model's
+        generation config. UserError where the chat template can't be read off."""
+        self.tokenizer, self.rendering, self.context = tokenizer, rendering, context
         self._controls = any_of(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
         begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]  # as the tokenizer begins any text
         plain = "{{ bos_token }}" + self.PLAIN if begins else self.PLAIN
-        try:
-            self.template = self._dated(tokenizer.get_chat_template() if tokenizer.chat_template else plain)
-            self._read_template()
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            reason = f"can't show a chat of user and assistant ({error})"
-            raise UserError(f"its chat template {reason}: give its tokenizer another one") from None
+        self.template = self._dated(tokenizer.get_chat_template() if tokenizer.chat_template else plain)
+        self._read_template()
         if "<think>" in self.template and "</think>" not in self.ask and not rendering.think:
             self.ask += self.NO_THOUGHT
         # A space before the assistant's words is the first word's, as in any text; SentencePiece adds it by itself.
@@ -195,20 +172,18 @@ class Chat:
     # ------------------------------------------------------------------------------------------- reading the template
 
     def _read_template(self) -> None:
-        """Read the strings off two turns. ValueError unless chats of one to four turns, and the prompts within, are
+        """Read the strings off two turns. UserError unless chats of one to four turns, and the prompts within, are
         written alike, with a system message and without."""
         tokenizer, roles = self.tokenizer, ["user", "assistant"] * 4
         self.begin, self.ask, after = self._around(roles[:4])[:3]
         self.system: list[str] = []
-        with contextlib.suppress(jinja2.TemplateError, ValueError):  # it knows no such role, or shows it elsewhere
+        with contextlib.suppress(jinja2.TemplateError, UserError):  # it knows no such role, or shows it elsewhere
             self.system = self._around(["system", *roles[:4]])[:2]
         # The turn ends with the first token of its own behind the assistant's words, be it special or not.
         added = {token.content for token in tokenizer.added_tokens_decoder.values()} - {MARK}
         end = any_of(filter(str.strip, added)).search(after)
         written = after[: end.end()] if end else ""
         self.stop, self.turn = written or tokenizer.eos_token, after[len(written) :]
-        if self.stop is None:
-            raise UserError("neither its chat template nor its tokenizer ends an answer: set its eos_token")
 
         words = f"Thought: a\nAction: b{self.stop}"
         for front, n in itertools.product(filter(None, [[self.begin], self.system]), range(1, 9)):
@@ -218,13 +193,12 @@ class Chat:
             # How a prompt ends may be less than what comes before an answer (a space), or more (<think>).
             ends = theirs[-1].startswith(ours[-1]) or (prompt and ours[-1].startswith(theirs[-1]))
             if theirs[:-1] != ours[:-1] or not ends:
-                there, here = next(pair for pair in zip(theirs, ours, strict=True) if pair[0] != pair[1])
-                raise ValueError(f"in {n} messages it writes {there[-60:]!r}, where in four {here[-60:]!r}")
+                raise UserError(f"its chat template writes a chat of {n} messages otherwise than one of four{WAY_OUT}")
 
     def _around(self, roles: Sequence[str], inside: str = "", prompt: bool = False) -> list[str]:
         """What the template writes before, between and behind the contents of messages with these roles.
 
-        inside: a text that each content holds. ValueError where it shows them otherwise than each once and in turn.
+        inside: a text that each content holds. UserError where it shows them otherwise than each once and in turn.
         """
         words = [f"§{i}{inside}§" for i in range(len(roles))]
         turns = State(tuple(zip(roles, words, strict=True))).dump()
@@ -233,7 +207,7 @@ class Chat:
         shown = shown.replace(self.NO_THOUGHT, "")  # some write it in the last turn alone
         parts = re.split(f"({any_of(words).pattern})", shown)
         if parts[1::2] != words:
-            raise ValueError("it does not show all messages as they are, each once and in turn")
+            raise UserError(f"its chat template does not show each message as it is, once and in turn{WAY_OUT}")
         return parts[::2]
 
     def _dated(self, template: str) -> str:
@@ -242,9 +216,7 @@ class Chat:
             return template
         self.rendering.date = self.rendering.date or datetime.date.today().isoformat()
         day = datetime.date.fromisoformat(self.rendering.date)
-        forms = [f"%{pad}{letter}" for letter in "aAbBdmyYjeFHIMSp" for pad in ("-", "")]
-        written = "".join(f".replace({form!r}, {day.strftime(form)!r})" for form in forms)
-        return "{% macro strftime_now(form) %}{{ form" + written + " }}{% endmacro %}{{ '' }}" + template
+        return re.sub(r"strftime_now\((['\"])(.*?)\1\)", lambda call: repr(day.strftime(call[2])), template)
 
     # ----------------------------------------------------------------------------------------------- tokens and actions
 
@@ -252,11 +224,7 @@ class Chat:
         """Tokens of the three texts joined; in the middle one, control tokens are no more than their characters."""
         from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
-        ids = encode_marked_chat(self.tokenizer, before + mark_control_tokens(content, self._controls) + after)
-        if self.vocabulary and max(ids, default=0) >= self.vocabulary:
-            token = self.tokenizer.convert_ids_to_tokens(max(ids))
-            raise UserError(f"the tokenizer writes {token!r}, which the model lacks; was the folder mixed from two?")
-        return ids
+        return encode_marked_chat(self.tokenizer, before + mark_control_tokens(content, self._controls) + after)
 
     def message_tokens(self, state: State) -> list[list[int]]:
         """One list of tokens for each message of the state; the last user message's ends with the generation prompt.
@@ -306,16 +274,12 @@ class Chat:
 
     def prompt_tokens(self, state: State) -> list[list[int]]:
         """`message_tokens` of a prompt that leaves the model room for an action; TooLong where it does not. With
-        --truncate, as far as need be, without the oldest turns and, at the last, the end of the last observation."""
+        --truncate, without the oldest turns as far as need be."""
         lists, action = self.message_tokens(state), self.rendering.max_new_tokens
         if self.rendering.truncate:
             room, front = (self.context or math.inf) - action, self.stays(state)
             while sum(map(len, lists)) > room and len(lists) > front + 2:
                 del lists[front : front + 2]
-            beyond = sum(map(len, lists)) - room
-            ask = self._ids("", "", self.ask)
-            if 0 < beyond <= len(lists[-1]) - len(ask):
-                lists[-1] = lists[-1][: -beyond - len(ask)] + ask
         self._check(sum(map(len, lists)), action)
         return lists
 
@@ -324,10 +288,9 @@ class Chat:
 
     def _check(self, prompt: int, action: int) -> None:
         if prompt + action > (self.context or math.inf):
-            turns = "" if self.rendering.truncate else "--truncate oldest leaves out the oldest turns, "
             raise TooLong(
                 f"a prompt of {prompt:,} tokens and an action of {action:,} are more than the model's context of "
-                f"{self.context:,}: {turns}--max-new-tokens is the action's room, a shorter --instruction makes more"
+                f"{self.context:,}: --truncate oldest leaves out the oldest turns; --max-new-tokens is an action's"
             )
 
     def stays(self, state: State) -> int:

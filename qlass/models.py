@@ -79,9 +79,9 @@ def load_checkpoint(
     with in_a_line(f"{path}: not a checkpoint that transformers can load"):
         model = load_weights(path, kind, options)
         chat = load_chat(path, rendering or Rendering.load(path))
-    chat.vocabulary = model.get_input_embeddings().num_embeddings
-    if len(chat.tokenizer) > chat.vocabulary + MORE_TOKENS:
-        sizes = f"its tokenizer has {len(chat.tokenizer):,} tokens, its model {chat.vocabulary:,}"
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if len(chat.tokenizer) > vocabulary + MORE_TOKENS:
+        sizes = f"its tokenizer has {len(chat.tokenizer):,} tokens, its model {vocabulary:,}"
         raise UserError(f"{path}: {sizes}; was the folder mixed from two?")
     model = model if load_in else model.to(where)
     if not plain:
@@ -124,7 +124,7 @@ def load_chat(path: str | Path, rendering: Rendering) -> Chat:
             generation = transformers.GenerationConfig.from_pretrained(folder)
     ends = generation.eos_token_id  # of a turn: Llama 3 lists two
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return Chat(tokenizer, rendering, None, context_of(config), ends)
+    return Chat(tokenizer, rendering, context_of(config), ends)
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -21,7 +21,6 @@ import build_trees
 import envs
 import q_search
 from qlass import UserError, cli, files
-from qlass.chat import Rendering
 from qlass.checks import leaks, tasks_of
 from qlass.files import cloned_from
 from qlass.qnet import pairs_of
@@ -77,7 +76,6 @@ READERS = {  # a sound file, and what reads it
     "trees.jsonl": (dump([{k: v for k, v in node.items() if k[0] != "q"} for node in LABELS]), read_any_trees),
     "q_labels.jsonl": (dump(LABELS), lambda path: [pairs_of(tree) for tree in read_trees(path, ["q", "messages"])]),
     "results.jsonl": (RESULTS, lambda path: list(read_results(path))),
-    "policy.json": (json.dumps(vars(Rendering(stop=["a"]))), lambda path: Rendering.load(path.parent)),
     "sft.meta.json": (json.dumps({"arguments": {"expert": "x"}, "inputs": {}}), read_metadata),
 }
 ROOT, LEAF = node(0, None), node(1, 0, reward=1.0, done=True)
@@ -111,14 +109,6 @@ BAD = {
         (dump([RESULT, RESULT | {"reward": float("nan")}]), ":2: not valid JSON (NaN is not a number)"),
         (dump([RESULT, RESULT | {"tokens": {"prompt": "1"}}]), ":2: tokens can't be"),
         (dump([RESULT, RESULT | {"M": "4"}]), ":2: M can't be '4'"),
-    ],
-    "policy.json": [
-        ("[]", "a JSON object is expected, not list"),
-        ('{"temprature": 1}', "unexpected keyword argument 'temprature'"),
-        ('{"max_new_tokens": 0}', "max_new_tokens can't be 0"),
-        ('{"candidates": "vaild"}', "candidates can't be 'vaild'"),
-        ('{"stop": "Observation:"}', "stop can't be 'Observation:'"),
-        ('{"date": "today"}', "date can't be 'today'"),
     ],
     "sft.meta.json": [("", "not valid JSON"), ('{"arguments": 3}', "not the metadata of")],
 }

@@ -37,12 +37,8 @@ def test_a_state_grows_by_an_action_and_its_observation():
 @pytest.mark.parametrize(
     ("text", "action"),
     [
-        ("Thought: I look.\nAction: click[Buy Now]", "click[Buy Now]"),
-        ("Action: left", "left"),
-        ("  Action:   go to desk 1  \n", "go to desk 1"),
+        ("Thought: I look.\nAction:   click[Buy Now] \n", "click[Buy Now]"),  # capitals count, as in the engines
         ("Thought: no action here", "Thought: no action here"),  # goes to the environment as it is
-        ("click[buy now]", "click[buy now]"),  # capitals and spaces count, as they do in the engines
-        ("", ""),
         ("Action:", ""),
         ("Thought: x\nAction: search[Action: movies]", "search[Action: movies]"),
     ],
@@ -248,11 +244,9 @@ def test_without_a_template_a_prompt_begins_as_the_tokenizer_begins_a_text():
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
-@pytest.mark.parametrize("call", ["strftime_now('%d %b %Y')", "strftime_now(form)"])
-def test_a_templates_date_is_pinned_with_the_checkpoint(tmp_path, call):
+def test_a_templates_date_is_pinned_with_the_checkpoint(tmp_path):
     tokenizer = chat_tokenizer("chatml")
-    today = "{% set form = '%d %b %Y' %}{{ 'Today: ' + " + call + " + '\n' }}"
-    tokenizer.chat_template = today + TEMPLATES["chatml"][0]
+    tokenizer.chat_template = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + TEMPLATES["chatml"][0]
     chat = Chat(tokenizer, Rendering(date="2024-07-26"))
     assert tokenizer.decode(chat.prompt(STATE)).startswith("Today: 26 Jul 2024\n")
     fresh = Chat(tokenizer, Rendering())
@@ -299,14 +293,6 @@ def test_thinking_models_with_and_without_their_thoughts():
         assert chat.prompt(later)[: len(pair)] == pair
 
 
-def test_a_token_that_the_model_lacks_is_an_error_only_where_it_occurs():
-    tokenizer = CHATS["chatml"].tokenizer
-    chat = Chat(tokenizer, Rendering(), vocabulary=len(tokenizer) - 1)  # it pads
-    with pytest.raises(UserError, match="which the model lacks"):
-        Chat(tokenizer, Rendering(), vocabulary=100).prompt(STATE)
-    assert chat.prompt(STATE) == CHATS["chatml"].prompt(STATE)
-
-
 def test_prompts_beyond_the_context(agent_context=40):
     chat = word_chat(max_new_tokens=5)
     chat.context = agent_context
@@ -325,14 +311,8 @@ def test_prompts_beyond_the_context(agent_context=40):
     together = State(state.messages[2:], "")  # the first message tells all of it
     lists, whole = chat.prompt_tokens(together), chat.message_tokens(together)
     assert len(lists) < len(whole) and lists[0] == whole[0] and lists[1:] == whole[1 - len(lists) :]
-    page = State((*state.messages[:2], ("user", "left " * 60)), "")  # at the last, a page loses its own end
-    assert len(chat.prompt(page)) == 35 and chat.is_cut(page) and chat.fits(page, "")
-    whole = [token for tokens in chat.message_tokens(page) for token in tokens]
-    assert chat.prompt(page) == [*whole[:34], whole[-1]]  # <agent>: it is the agent's turn
     chat.context = 8
     assert not chat.fits(state, "")
-    with pytest.raises(UserError, match="context of 8: --max-new-tokens"):  # no advice of a flag that is given
-        chat.prompt_tokens(state)
 
 
 def test_of_several_templates_the_default_one_is_used():
@@ -340,10 +320,6 @@ def test_of_several_templates_the_default_one_is_used():
     plain = Chat(tokenizer, Rendering()).prompt(STATE)
     tokenizer.chat_template = {"tool_use": "{{ 1 / 0 }}", "default": tokenizer.chat_template}
     assert Chat(tokenizer, Rendering()).prompt(STATE) == plain
-    for template in ("{{ raise_exception('tools only') }}", {"tool_use": "{{ 1 / 0 }}", "rag": "{{ 1 / 0 }}"}):
-        tokenizer.chat_template = template
-        with pytest.raises(UserError, match=r"can't show a chat of user and assistant .*(tools only|tool_use)"):
-            Chat(tokenizer, Rendering())
 
 
 # -------------------------------------------------------------------------------- what a checkpoint's own template says
@@ -389,7 +365,7 @@ def test_a_template_that_moves_the_system_message_takes_none():
     ],
 )
 def test_a_template_that_writes_later_turns_otherwise_is_refused(template):
-    with pytest.raises(UserError, match="chat template can't"):
+    with pytest.raises(UserError, match=r"chat template (writes|does not show)"):
         Chat(chatml(template), Rendering())
 
 
@@ -408,17 +384,6 @@ def test_an_answer_that_goes_on_for_the_environment_is_cut():
     answer = "Thought: a\nAction: left\nObservation: you stand\nThought: b\nAction: right"
     assert chat.said(answer) == chat.text(chat.action(answer, "")) == "Thought: a\nAction: left"
     assert Chat(chatml(), Rendering(stop=())).said(answer) == answer
-
-
-def test_a_chat_without_an_end_of_the_turn_is_refused():
-    tokenizer = chatml("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
-    assert Chat(tokenizer, Rendering()).stop == "<|im_end|>"  # the tokenizer's
-    tokenizer.eos_token = None
-    with pytest.raises(UserError, match="set its eos_token"):
-        Chat(tokenizer, Rendering())
-    tokenizer.chat_template = None
-    with pytest.raises(UserError, match="set its eos_token"):
-        Chat(tokenizer, Rendering())
 
 
 @pytest.mark.parametrize("words", ["m.content | trim", "m.content.lstrip('\n')", "' ' + m.content.strip() + ' '"])
