@@ -33,7 +33,6 @@ from experiments.decisions import Decision, PackedDecisions
 from experiments.learning import Learner, batch_of, learn, learner_parser, load
 from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
-from qlass import UserError
 from qlass.chat import Chat, Rendering, State, parse_action
 from qlass.cli import at_least, must_exist, needed, parse, run_stage
 from qlass.driver import Sample, ask, drive
@@ -210,8 +209,6 @@ def main(argv: list[str] | None = None) -> None:
         args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
         trees = list(read_trees(args.labels, ["q", "messages"]))
         pool = range(len(trees))
-        if not any(any(siblings(env, rendering, tree)) for tree in trees):
-            raise UserError(f"{args.labels}: no siblings with different q, so nothing to compare")
 
     def explored(tasks: list[str], last: dict) -> tuple[list[Preference], dict]:
         """Trajectories of the agent against the expert's, and what they cost and earned."""
@@ -224,7 +221,6 @@ def main(argv: list[str] | None = None) -> None:
             "reward": round(float(np.mean([line["reward"] for line in played])), 6),
             "played": last.get("played", 0) + sum(sum(line["tokens"].values()) for line in played),
             "env_steps": last["env_steps"] + sum(len(line["messages"]) // 2 - 1 for line in played),  # after the "OK"
-            "flat": round(1 - len(preferences) / len(played), 6),
         }
 
     def compared(numbers: list[int], last: dict) -> tuple[list[Preference], dict]:

@@ -1,7 +1,7 @@
-"""What the learners beside this file share: flags, a budget, validation, the best checkpoint, early stop, resuming.
+"""What the learners beside this file share: flags, a budget, validation, the best checkpoint, resuming.
 
 A learner improves RUN/sft by `iterate(last)`, which makes the next line of RUN/sft-NAME.updates.jsonl from the last
-one: what was spent so far, and figures of the batch. `learn` calls it until the budget is spent or nothing is gained.
+one: what was spent so far, and figures of the batch. `learn` calls it until the budget is spent.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from qlass import UserError, flags, models
 from qlass.chat import Chat, uniforms
 from qlass.cli import at_least, more, needed, parser, settle
 from qlass.driver import Sample, drive
-from qlass.files import checkpoint_folder, locked, same_arguments, share, write_jsonl, write_meta
+from qlass.files import checkpoint_folder, locked, same_arguments, write_jsonl, write_meta
 from qlass.loop import opened, write_state
 from qlass.policy import Policy
 from train_qnet import SMALL
 
 WARMUP = 4  # updates
+PATIENCE = 8  # batches that spend nothing: all trees were read, or no two trajectories differ
 LR_PRETRAINED, LR_LORA = 1e-6, 1e-5
 GREEDY = Method("greedy", temperature=0.0)
 SPENT = {"batch": 0, "updates": 0, "tokens": 0, "env_steps": 0}  # the first line: the agent as it comes
@@ -57,10 +58,10 @@ class Learner:
     """The agent, its frozen reference, and the optimiser of all that learns."""
 
     def __init__(
-        self, model: Any, reference: Any, chat: Chat, lr: float, optim: str = "adamw", save: Any = None
+        self, model: Any, reference: Any, chat: Chat, lr: float, optim: str = "adamw", adapter: Any = None
     ) -> None:
-        """save(folder): write the agent as a checkpoint."""
-        self.model, self.reference, self.chat, self.save = model, reference, chat, save
+        """adapter: PEFT's view of the model, None without LoRA."""
+        self.model, self.reference, self.chat, self.adapter = model, reference, chat, adapter
         self.optimizer = models.adamw(model.parameters(), lr, optim)
         self.optimizer.param_groups[0]["peak"] = lr
         # Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed again.
@@ -88,13 +89,16 @@ class Learner:
         played = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
         return sum(line["reward"] for (line,) in played) / len(tasks)
 
+    def save(self, folder: Path) -> None:
+        """Write the agent as a checkpoint; LoRA's updates are merged in a copy."""
+        models.save_checkpoint(self.model, self.chat, folder, copy.deepcopy(self.adapter))
+
     def weights(self) -> list[torch.Tensor]:
         return [p.data for group in self.optimizer.param_groups for p in group["params"]]
 
     def suspend(self, path: Path, lines: list[dict]) -> None:
         """Write weights, moments and the lines so far."""
-        state = {"weights": self.weights(), "moments": self.optimizer.state_dict(), "lines": lines}
-        write_state(path, state)
+        write_state(path, {"weights": self.weights(), "moments": self.optimizer.state_dict(), "lines": lines})
 
     def resume(self, path: Path) -> list[dict]:
         """Read what `suspend` wrote. Returns the lines."""
@@ -110,8 +114,6 @@ def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = 
 
     Without --lr, `lr` is the tiny model's.
     """
-    if share()[1] > 1:
-        raise UserError("a learner is one process: unset WORLD_SIZE; --lora and --gradient-checkpointing save memory")
     flags.check_training(args)
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     flags.warn_of_another_world(args.sft, args)
@@ -124,12 +126,7 @@ def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = 
     # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
     frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
     reference = copy.deepcopy(model, frozen).requires_grad_(False).eval() if copied else model
-
-    def save(folder: Path) -> None:
-        """LoRA's updates are merged in a copy."""
-        models.save_checkpoint(model, chat, folder, copy.deepcopy(adapter))
-
-    return Learner(model, reference, chat, args.lr, args.optim, save)
+    return Learner(model, reference, chat, args.lr, args.optim, adapter)
 
 
 def trainable(args: argparse.Namespace, kind: Any) -> tuple[Any, Chat, Any]:
@@ -156,20 +153,6 @@ def batch_of(tasks: Sequence[Any], seed: int, number: int, size: int) -> list[An
     return [tasks[i] for i in itertools.islice(order, number * size, (number + 1) * size)]
 
 
-def why_stop(lines: Sequence[dict], unit: str = "tokens", patience: int = 8) -> str:
-    """Why no more should be spent, "" if it should."""
-    if unit == "env_steps" and len(lines) > 1 and lines[-1][unit] == lines[-2][unit]:
-        return "all trees have been read, so no more environment steps can be spent"
-    scores = [line["val"] for line in lines if line["val"] is not None]
-    if len(scores) > 2 and max(scores[-2:]) < 0.75 * max(scores):
-        return f"validation fell from {max(scores):.3f} to {scores[-1]:.3f}: lower --lr"
-    recent = lines[1:][-patience:]
-    if len(recent) == patience and np.mean([line.get("flat", 0) for line in recent]) > 0.95:
-        reward = np.mean([line["reward"] for line in recent])
-        return f"nearly all trajectories of a task earn the same, on average {reward:.3f}, so nothing can be learned"
-    return ""
-
-
 @models.within_memory()
 def learn(
     learner: Learner, env: envs.TextEnv, iterate: Callable[[dict], dict], args: argparse.Namespace,
@@ -182,33 +165,25 @@ def learn(
     backward pass counts as two. "played" of a line, if it has that: tokens that went forward once.
     """
     folder = checkpoint_folder(args.run / f"sft-{args.name}", args.sft)
-    log, state = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
+    state = folder.with_name(folder.name + ".resume.pt")
     unit, lines = args.budget_in, []
     tasks = env.task_ids("val")[: args.val or None]
     if not tasks:
         raise UserError(f"{env.name}: no validation tasks here, by which the best checkpoint is chosen")
 
-    def over() -> str:
-        return "the budget is spent" if lines[-1][unit] >= args.budget else why_stop(lines, unit)
+    def over() -> bool:
+        stalled = len(lines) > PATIENCE and lines[-1][unit] == lines[-1 - PATIENCE][unit]
+        return lines[-1][unit] >= args.budget or stalled
 
     def best() -> dict:
         return max((line for line in lines if line["val"] is not None), key=lambda line: line["val"])
 
-    def describe(**figures: Any) -> None:
-        write_meta(folder, vars(args), [args.sft, *inputs], best=best(), last=lines[-1], passes=passes, **figures)
-
     with locked(folder):
-        if args.overwrite:
-            state.unlink(missing_ok=True)
-            log.unlink(missing_ok=True)
-        elif state.exists():
+        if state.exists() and not args.overwrite:
             same_arguments(folder, vars(args), ["budget", "budget_in"])
             lines = learner.resume(state)
-        elif log.exists():
-            raise UserError(f"{log}: {state}, from which it would continue, is missing: --overwrite starts again")
-        if len(lines) > 1 and lines[-2][unit] >= args.budget:
-            spent = f"{lines[-1][unit]:,} {unit} are spent already"
-            raise UserError(f"{log}: {spent}: raise --budget, or give another --name")
+        if len(lines) > 1 and lines[-2][unit] >= args.budget:  # its best agent may have cost more
+            raise UserError(f"{folder}: {lines[-1][unit]:,} {unit} are spent: raise --budget, or give another --name")
         while not lines or not over():
             line = (iterate(lines[-1]) if lines else SPENT) | {"val": None}
             lines.append(line)
@@ -217,11 +192,8 @@ def learn(
                 print(f"batch {line['batch']}: {line[unit]:,} {unit}, validation {line['val']:.3f}", flush=True)
                 if best() is line:
                     learner.save(folder)
-                    describe()
-                write_jsonl(log, lines)
+                write_meta(folder, vars(args), [args.sft, *inputs], best=best(), last=line, passes=passes)
+                write_jsonl(folder.with_name(folder.name + ".updates.jsonl"), lines)
                 learner.suspend(state, lines)
-        describe(stopped=None if lines[-1][unit] >= args.budget else over())
-    print(f"batch {lines[-1]['batch']}: {over()}")
-    spent = f"{best()['tokens']:,} tokens, {best()['env_steps']:,} environment steps"
     gain = f"validation {lines[0]['val']:.3f} -> {best()['val']:.3f} at batch {best()['batch']}"
-    print(f"{folder}: {gain} ({spent})", flush=True)
+    print(f"{folder}: {gain}, {lines[-1][unit]:,} of {args.budget:,.0f} {unit} spent", flush=True)

@@ -205,9 +205,8 @@ def main(argv: list[str] | None = None) -> None:
             figures.append(update(learner, minibatch, args.kl, args.entropy, number))
         V, G = np.array(list(itertools.chain.from_iterable(itertools.chain(*visits)))).T
         explained = 1 - np.nanvar(G - V) / (np.nanvar(G) + 1e-9)  # variance of the returns
-        line = line_of(last, groups, figures)
-        del line["flat"]  # a task whose chains earn the same teaches too
-        return line | {"explained": round(float(explained), 6), "played": last.get("played", 0) + spent}
+        own = {"explained": round(float(explained), 6), "played": last.get("played", 0) + spent}
+        return line_of(last, groups, figures) | own
 
     learn(learner, env, iteration, args, [args.labels], PASSES)
 

@@ -267,8 +267,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--name", help="of the checkpoint RUN/sft-NAME (default: tree_grpo, or grpo with --rounds 0)")
     args = parse(flags, argv)
     if not args.rounds and (args.M == 1 or args.advantage == "intra"):
-        group = "a tree" if args.advantage == "intra" else "a task"
-        raise UserError(f"--rounds 0: {group} has one trajectory, which has nothing to be compared with")
+        raise UserError("--rounds 0: a group of one trajectory has nothing to be compared with")
     args.name = args.name or ("tree_grpo" if args.rounds else "grpo")
     return args
 

@@ -171,7 +171,6 @@ def test_it_learns_from_siblings(start, tmp_path):
     [
         (["--expert"], [trajectory("left") | {"reward": None}], "no tasks to learn from"),
         (["--expert"], [trajectory("left", task="test0")], "no tasks to learn from"),
-        (["--pairs", "siblings", "--labels"], tree((0, "a", 0.5), (0, "b", 0.5)), "no siblings with different q"),
     ],
 )
 def test_mistakes(start, flags, records, message):

@@ -8,7 +8,7 @@ from fakes import WORLD, FakeEnv, best, dump, tiny_lm, word_chat
 
 import sft
 from experiments import eto, ppo, tree_grpo
-from experiments.learning import Learner, why_stop
+from experiments.learning import Learner
 from qlass import UserError
 from qlass.policy import Policy
 
@@ -71,8 +71,6 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypa
     monkeypatch.setattr(Learner, "step", stops)
     with pytest.raises(KeyboardInterrupt):
         train(learner, "again", budget, *flags)
-    meta = json.loads((tmp_path / "again" / "sft-x.meta.json").read_text())  # of what can be played by now
-    assert meta["last"] == meta["best"] and meta["last"]["val"] is not None and meta["passes"]
     train(learner, "again", budget, *flags)
     assert len(calls) > 8 and contents(tmp_path / "again") == contents(tmp_path / "one")
     calls.clear()
@@ -80,11 +78,8 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypa
     assert not calls  # nothing is left to do
     with pytest.raises(UserError, match=r"begun with --lr"):
         train(learner, "again", budget, "--lr", "0.5")
-    with pytest.raises(UserError, match="spent already: raise --budget"):  # its best agent may have cost more
+    with pytest.raises(UserError, match="are spent: raise --budget"):  # its best agent may have cost more
         train(learner, "again", 20, *flags)
-    (tmp_path / "again" / "sft-x.resume.pt").unlink()
-    with pytest.raises(UserError, match=r"sft-x.resume.pt.* is missing: --overwrite starts again"):
-        train(learner, "again", budget, *flags)
 
 
 def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monkeypatch):
@@ -141,26 +136,14 @@ def test_the_environment_begins_as_the_agent_was_cloned(train, tmp_path, monkeyp
     assert {request.state.messages[0] for request in requests} == {("user", "find the purse this way")}
 
 
-def test_when_to_stop():
-    def line(val=None, flat=0.0, reward=0.5):
-        return {"val": val, "flat": flat, "reward": reward}
-
-    start = line(0.8, None, None)
-    assert why_stop([start, line(0.9), line(0.5)]) == ""  # once may be chance
-    assert "lower --lr" in why_stop([start, line(0.9), line(0.5), line(0.6)])
-    assert why_stop([start, line(0.9), line(0.5), line(0.7)]) == ""
-    flat = [line(flat=0.97) for _ in range(8)]
-    assert "nothing can be learned" in why_stop([start, *flat]) and why_stop([start, *flat[1:]]) == ""
-
-
 @pytest.mark.parametrize(
-    ("learner", "flags", "message"),
+    ("flags", "message"),
     [
-        (tree_grpo, ["--rounds", "0", "-M", "1"], "a task has one trajectory"),
-        (tree_grpo, ["--rounds", "0", "-M", "4", "--advantage", "intra"], "a tree has one trajectory"),
-        (tree_grpo, ["--lora-alpha", "2"], "beside --lora"),
+        (["--rounds", "0", "-M", "1"], "one trajectory"),
+        (["--rounds", "0", "-M", "4", "--advantage", "intra"], "one trajectory"),
+        (["--lora-alpha", "2"], "beside --lora"),
     ],
 )
-def test_mistakes(train, learner, flags, message):
+def test_mistakes(train, flags, message):
     with pytest.raises(UserError, match=message):
-        train(learner, "run", 100, *flags)
+        train(tree_grpo, "run", 100, *flags)
