@@ -15,7 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from qlass import UserError
 from qlass.chat import State
 from qlass.cli import at_least
 from qlass.driver import Candidate, Sample
@@ -67,25 +66,21 @@ class Paraphrased:
         return [[dataclasses.replace(c, task=p.state.task) for p in several for c in next(drawn)] for several in parts]
 
 
-def by_server(url: str, **options: Any) -> Reworder:
-    """Wordings by an OpenAI-compatible chat server."""
-    server = Endpoint(url, "--paraphrase-server", **options)
+def by_server(url: str) -> Reworder:
+    """Wordings by an OpenAI-compatible chat server; where an answer is empty, the task's own."""
+    server = Endpoint(url, "--paraphrase-server")
 
     def ask(task: str, index: int) -> str:
         if index == 0:
             return task
-        for attempt in range(3):  # an empty answer would come again with the same seed
-            options = {"temperature": 0.7, "max_tokens": 200, "seed": 1000 * index + attempt}
-            text = server.chat([("user", PROMPT + task)], **options)
-            if text := " ".join(text.split()).strip("\"' "):
-                return text
-        raise UserError(f"{server.name}: {server.model} has no words for {task!r}; --paraphrase has rules")
+        text = server.chat([("user", PROMPT + task)], temperature=0.7, max_tokens=200, seed=index)
+        return " ".join(text.split()).strip("\"' ") or task
 
     return ask
 
 
 def paraphrased(sample: Callable, env: Any, wordings: int | None, server: str | None) -> Callable:
-    """What answers the Sample requests of a search; wordings None: as `sample` does."""
-    if wordings is None:
+    """What answers the Sample requests of a search; neither wordings nor a server of them: as `sample` does."""
+    if wordings is None and server is None:
         return sample
-    return Paraphrased(sample, by_server(server) if server else env.paraphrase, wordings)
+    return Paraphrased(sample, by_server(server) if server else env.paraphrase, wordings or 0)
