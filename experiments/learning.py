@@ -24,8 +24,7 @@ from qlass import UserError, flags, models
 from qlass.chat import Chat, uniforms
 from qlass.cli import at_least, more, needed, parser, settle
 from qlass.driver import Sample, drive
-from qlass.files import checkpoint_folder, locked, same_arguments, write_jsonl, write_meta
-from qlass.loop import opened, write_state
+from qlass.files import checkpoint_folder, draft_of, locked, same_arguments, write_jsonl, write_meta
 from qlass.policy import Policy
 from train_qnet import SMALL
 
@@ -98,15 +97,17 @@ class Learner:
 
     def suspend(self, path: Path, lines: list[dict]) -> None:
         """Write weights, moments and the lines so far."""
-        write_state(path, {"weights": self.weights(), "moments": self.optimizer.state_dict(), "lines": lines})
+        state = {"weights": self.weights(), "moments": self.optimizer.state_dict(), "lines": lines}
+        with draft_of(path) as draft:
+            torch.save(state, draft)
 
     def resume(self, path: Path) -> list[dict]:
         """Read what `suspend` wrote. Returns the lines."""
-        with opened(path) as state:
-            for own, saved in zip(self.weights(), state["weights"], strict=True):
-                own.copy_(saved)
-            self.optimizer.load_state_dict(state["moments"])
-            return state["lines"]
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        for own, saved in zip(self.weights(), state["weights"], strict=True):
+            own.copy_(saved)
+        self.optimizer.load_state_dict(state["moments"])
+        return state["lines"]
 
 
 def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = True) -> Learner:

@@ -41,14 +41,11 @@ def processes(out: Path, device: str | None) -> Iterator[accelerate.PartialState
 
     When the block ends, the checkpoint is complete, and what it could be resumed from goes.
     """
-    _, launched = files.share()
-    linked = launched == 1 or "MASTER_ADDR" in os.environ  # a job array's are not
     cpu = not torch.cuda.is_available() or (device or "").startswith("cpu")  # else it starts one process without a GPU
     patience = datetime.timedelta(days=2)  # the others may wait as long as the first plays demonstrations
-    process = accelerate.PartialState(cpu=cpu, timeout=patience) if linked else None
-    if not process or process.num_processes != launched:
-        way = f"start them by torchrun --nproc-per-node {launched} --, or unset WORLD_SIZE"
-        raise UserError(f"WORLD_SIZE is {launched}, but the processes do not see one another: {way}")
+    process = accelerate.PartialState(cpu=cpu, timeout=patience)
+    if process.num_processes != files.share()[1]:
+        raise UserError("WORLD_SIZE is set, but the processes see no others: start them by torchrun, or unset it")
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION") != "2":
         raise UserError("--use_fsdp: give --fsdp_version 2 beside it")  # in version 1 a part of QNet can't be called
     with files.locked(out) if process.is_main_process else contextlib.nullcontext(), models.within_memory():
@@ -68,7 +65,8 @@ def begin(arguments: dict[str, Any], inputs: Iterable[Path]) -> bool:
     They come before the training, so that a stopped one resumes with the arguments and inputs that it was begun with;
     others are a UserError. --overwrite deletes what is there.
     """
-    process, out, partial = accelerate.PartialState(), arguments["out"], partial_folder(arguments["out"])
+    process, out = accelerate.PartialState(), arguments["out"]
+    partial = partial_folder(out)
     if not arguments["overwrite"] and ((out / "config.json").exists() or any(partial.glob("state-*"))):
         files.same_arguments(out, arguments, files.TRAINING_FREE)
         if not partial.exists():
@@ -173,8 +171,8 @@ class Training:
                 yield len(self.curve)
         self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         if self.accelerator.is_main_process and (self.fsdp or self.best < len(self.curve)):
-            with opened(self._state(self.starts[self.best])) as state:
-                self.result.load_state_dict(state["weights"], strict=False)  # without the frozen ones
+            state = torch.load(self._state(self.starts[self.best]), map_location="cpu", weights_only=True)
+            self.result.load_state_dict(state["weights"], strict=False)  # without the frozen ones
 
     @property
     def best(self) -> int:
@@ -212,8 +210,7 @@ class Training:
         loss = sum(gather_object([self.loss]))
         if not (math.isfinite(loss) and math.isfinite(norm)):  # before it spoils the weights
             failure = f"update {len(self.losses) + 1}: loss {loss:.3g}, gradient norm {norm:.3g}"
-            way_out = f"--overwrite and a lower --lr than {self.settings['lr']:g} start again"
-            raise UserError(f"{self.settings['out']}: {failure}: {way_out}")
+            raise UserError(f"{failure}: --overwrite and a lower --lr than {self.settings['lr']:g} start again")
         rate = self.settings["lr"] * cosine(len(self.losses), self.starts[-1])
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -254,34 +251,21 @@ class Training:
         return self.folder / f"state-{step:08}.pt"
 
     def _save(self) -> None:
-        """The state, under its name only when all of it is written. Of the older ones the best epoch's stays."""
+        """Write a state; of the older ones the best epoch's stays."""
         weights, moments = get_state_dict(self.model, self.optimizer, options=WHOLE)
         if self.accelerator.is_main_process:
             state = {"weights": weights, "moments": moments, "random": torch.get_rng_state()}
             state |= {name: getattr(self, name) for name in PROGRESS}
             path, best = self._state(len(self.losses)), self._state(self.starts[self.best])
-            write_state(path, state)
+            with files.draft_of(path) as draft:  # under its name only when all of it is written
+                torch.save(state, draft)
             for old in {*self.folder.glob("state-*.pt")} - {path, best}:
                 old.unlink()
 
     def _load(self, path: Path) -> None:
-        with opened(path) as state:
-            parts = {"model_state_dict": state["weights"], "optim_state_dict": state["moments"]}
-            set_state_dict(self.model, self.optimizer, **parts, options=WHOLE)
-            torch.set_rng_state(state["random"])
-            for name in PROGRESS:
-                setattr(self, name, state[name])
-
-
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """A state, under its name only when all of it is written."""
-    way_out = ": make room, and the same command resumes"
-    with models.in_a_line(f"{path}: can't be written", way_out), files.draft_of(path) as draft:
-        torch.save(state, draft)
-
-
-@contextlib.contextmanager
-def opened(state: Path) -> Iterator[dict[str, Any]]:
-    """UserError where a state can't be read, or lacks what the block takes from it: cut short, zeros, another's."""
-    with models.in_a_line(f"{state}: can't be read", ": --overwrite starts again"):
-        yield torch.load(state, map_location="cpu", weights_only=True)  # runs no code
+        state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
+        parts = {"model_state_dict": state["weights"], "optim_state_dict": state["moments"]}
+        set_state_dict(self.model, self.optimizer, **parts, options=WHOLE)
+        torch.set_rng_state(state["random"])
+        for name in PROGRESS:
+            setattr(self, name, state[name])

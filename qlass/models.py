@@ -8,7 +8,6 @@ one, and kept in its folder adapter/ in PEFT's format. With W in 4 bits this is 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator
@@ -29,32 +28,11 @@ PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 MOMENTS = {"adamw": 8, "adamw8bit": 2}  # bytes a trained weight
 
 
-def needs(package: str, flag: Any) -> Any:
-    """An optional package, which `flag` or a file asks for."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise UserError(f"{flag}: {package} is missing: pip install {package}") from None
-
-
-@contextlib.contextmanager
-def in_a_line(mistake: str, way_out: str = "") -> Iterator[None]:
-    """What a library raises, which can be of any kind, as a UserError: the mistake, the library's words, a way out."""
-    try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:400]  # the reason may stand in a later line
-        raise UserError(f"{mistake} ({words}){way_out}") from None
-
-
 def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[torch.device, torch.dtype]:
     """device: None for the GPU of this process or, without any, the CPU. precision: None for bf16 on a GPU and float32
     on a CPU, of which few have bf16 arithmetic."""
     gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # of several processes on a machine, each has its own
-    with in_a_line(f"--device {device}: not here"):
-        where = torch.empty(1, device=device or (gpu if torch.cuda.is_available() else "cpu")).device
+    where = torch.empty(1, device=device or (gpu if torch.cuda.is_available() else "cpu")).device
     return where, PRECISIONS[precision or ("bf16" if where.type == "cuda" else "float32")]
 
 
@@ -76,9 +54,8 @@ def load_checkpoint(
         raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
     where, dtype = device_and_dtype(device, precision)
     options = {"dtype": torch.float32 if train else dtype, **quantised(load_in, where)}
-    with in_a_line(f"{path}: not a checkpoint that transformers can load"):
-        model = load_weights(path, kind, options)
-        chat = load_chat(path, rendering or Rendering.load(path))
+    model = load_weights(path, kind, options)
+    chat = load_chat(path, rendering or Rendering.load(path))
     vocabulary = model.get_input_embeddings().num_embeddings
     if len(chat.tokenizer) > vocabulary + MORE_TOKENS:
         sizes = f"its tokenizer has {len(chat.tokenizer):,} tokens, its model {vocabulary:,}"
@@ -113,15 +90,14 @@ def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
 
 def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold."""
-    with in_a_line(f"{path}: no tokenizer and config that transformers can load"):
-        base = base_of(path)
-        own = base == path or (Path(path) / "tokenizer_config.json").exists()
-        tokenizer = load_tokenizer(path if own else base)
-        folder, file = source(base)
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **file)
-        generation = transformers.GenerationConfig.from_model_config(config)
-        with contextlib.suppress(OSError):  # not every checkpoint has one
-            generation = transformers.GenerationConfig.from_pretrained(folder)
+    base = base_of(path)
+    own = base == path or (Path(path) / "tokenizer_config.json").exists()
+    tokenizer = load_tokenizer(path if own else base)
+    folder, file = source(base)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **file)
+    generation = transformers.GenerationConfig.from_model_config(config)
+    with contextlib.suppress(OSError):  # not every checkpoint has one
+        generation = transformers.GenerationConfig.from_pretrained(folder)
     ends = generation.eos_token_id  # of a turn: Llama 3 lists two
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return Chat(tokenizer, rendering, context_of(config), ends)
@@ -145,16 +121,16 @@ def base_of(path: str | Path) -> str | Path:
     """The model that a PEFT adapter was trained on; of any other checkpoint itself."""
     if Path(path).suffix == ".gguf" or not transformers.utils.find_adapter_config_file(str(path)):
         return path
-    base = needs("peft", path).PeftConfig.from_pretrained(path).base_model_name_or_path
-    if not base or (Path(base).is_absolute() and not Path(base).exists()):
-        place = "adapter_config.json, base_model_name_or_path"
-        raise UserError(f"{path}: its base model {base} is not here: name it in {place}")
-    return base
+    import peft
+
+    return peft.PeftConfig.from_pretrained(path).base_model_name_or_path
 
 
 def with_adapter(model: Any, adapter: str | Path) -> Any:
     """The model with a PEFT adapter's updates merged into its weights, and the embeddings of tokens that it adds."""
-    peft, embeddings = needs("peft", adapter), model.get_input_embeddings()
+    import peft
+
+    embeddings = model.get_input_embeddings()
     layer = next(name for name, module in model.named_modules() if module is embeddings)
     for name, weight in peft.load_peft_weights(str(adapter), device="cpu").items():
         if name.endswith(f"{layer}.weight") and len(weight) != embeddings.num_embeddings:
@@ -162,9 +138,6 @@ def with_adapter(model: Any, adapter: str | Path) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing adapter keys")  # they would stay as drawn at random
         model = peft.PeftModel.from_pretrained(model, adapter)
-    if not hasattr(model.base_model, "merge_and_unload"):  # learned prompts are no weights
-        kind = model.peft_config["default"].peft_type
-        raise UserError(f"{adapter}: {kind} does not merge into its base: LoRA does")
     return model.merge_and_unload().requires_grad_(True)  # PEFT has frozen the base
 
 
@@ -221,11 +194,10 @@ def save_memory(
     """
     adapter = None
     if lora:
-        peft = needs("peft", f"--lora {lora}")
+        import peft
+
         config = peft.LoraConfig(r=lora, lora_alpha=lora_alpha or 2 * lora, target_modules="all-linear")
-        with in_a_line(f"--lora {lora}: not for this model", "; leave --lora out"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about a name that PEFT reads
-            adapter = peft.get_peft_model(model, config)
+        adapter = peft.get_peft_model(model, config)
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return adapter
@@ -235,7 +207,8 @@ def quantised(load_in: str | None, where: torch.device) -> dict:
     """from_pretrained's options for weights in 4 bits (NF4) or 8 (LLM.int8), None: as they are."""
     if load_in is None:
         return {}
-    bitsandbytes(f"--load-in {load_in}", where)
+    if where.type == "cpu":
+        raise UserError(f"--load-in {load_in}: needs a GPU; leave it out on a CPU")
     config = transformers.BitsAndBytesConfig(
         load_in_4bit=load_in == "4bit", load_in_8bit=load_in == "8bit",
         bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16,
@@ -243,26 +216,21 @@ def quantised(load_in: str | None, where: torch.device) -> dict:
     return {"quantization_config": config, "device_map": {"": where.index}}  # by number, as Accelerate compares
 
 
-def bitsandbytes(flag: str, where: torch.device) -> Any:
-    if where.type == "cpu":
-        raise UserError(f"{flag}: needs a GPU; leave it out on a CPU")
-    return needs("bitsandbytes", flag)
-
-
 def adamw(parameters: Iterable[nn.Parameter], lr: float, name: str = "adamw") -> torch.optim.Optimizer:
     """AdamW of what is trained, without weight decay (Table 5); "adamw8bit" keeps its moments in 8 bits."""
     parameters = [p for p in parameters if p.requires_grad]
-    eight = name == "adamw8bit"
-    kind = bitsandbytes("--optim adamw8bit", parameters[0].device).optim.AdamW8bit if eight else torch.optim.AdamW
+    kind = torch.optim.AdamW
+    if name == "adamw8bit":
+        import bitsandbytes
+
+        kind = bitsandbytes.optim.AdamW8bit
     return kind(parameters, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
 
 
 def memory_of(model: nn.Module, optim: str) -> str:
-    """What is trained and what memory that takes, in a line. UserError where nothing is."""
+    """What is trained and what memory that takes, in a line."""
     trained = [p for p in model.parameters() if p.requires_grad]
     count = sum(p.numel() for p in trained)
-    if not count:
-        raise UserError("none of the model's parameters can be trained")
     size = sum(p.nbytes for p in [*model.parameters(), *trained]) + count * MOMENTS[optim]
     return f"trains {count:,} parameters: {size / 1e9:.2f} GB of weights, gradients, moments; activations on top"
 

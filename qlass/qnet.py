@@ -103,10 +103,9 @@ class QNet(nn.Module):
             raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
         kind = transformers.AutoModel
         backbone, chat = models.load_checkpoint(folder, kind, device, load_in, False, plain, rendering, precision)
-        with models.in_a_line(f"{folder}: qnet.json and head.safetensors hold no value head that fits"):
-            settings = read_object(folder / "qnet.json")
-            qnet = cls(backbone, chat, settings["hidden"], readout or settings["readout"], not plain, **room)
-            qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
+        settings = read_object(folder / "qnet.json")
+        qnet = cls(backbone, chat, settings["hidden"], readout or settings["readout"], not plain, **room)
+        qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
         return qnet.to(backbone.device).eval()
 
 

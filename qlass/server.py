@@ -25,9 +25,8 @@ class Endpoint:
     """A server's URL, http://HOST:PORT/v1, with #MODEL where it serves several; $OPENAI_API_KEY is sent if set."""
 
     def __init__(self, url: str, flag: str = "--server") -> None:
-        from qlass.models import needs
+        import openai
 
-        openai = needs("openai", flag)
         address, _, self.model = url.partition("#")
         self.name, self.fault = f"{flag} {address}", openai.APIError
         local = urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")  # where no proxy is to answer

@@ -170,7 +170,7 @@ def ends_in_one_line(ended: tuple[int, str, str], words: str) -> None:
     assert code == 2 and words in line and "Traceback" not in error, error
 
 
-@pytest.mark.parametrize(("stage", "room"), [("sft", 100_000), ("bellman", 3000), ("q_search", 3000)])
+@pytest.mark.parametrize(("stage", "room"), [("bellman", 3000), ("q_search", 3000)])
 def test_a_full_disk_is_one_line_and_the_run_resumes(forks, stage, room, undisturbed, tmp_path):
     run, _ = undisturbed
     inputs(stage, run, tmp_path)

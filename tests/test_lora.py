@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +9,11 @@ import pytest
 import torch
 from fakes import chat_tokenizer, dump, tiny_backbone, tiny_config, tiny_lm, word_chat
 from families import tiny
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from test_train_qnet import labelled_tree
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
-import q_search
 import sft
 import train_qnet
 from qlass import UserError, models
@@ -119,7 +117,7 @@ def test_the_stages_train_save_and_load_it(tmp_path, agent):
     other = LlamaForCausalLM(tiny_config(len(CHAT.tokenizer), num_hidden_layers=1))
     models.save_memory(other, 2).save_pretrained(tmp_path / "other", save_embedding_layers=False)
     shutil.copy(tmp_path / "other" / "adapter_model.safetensors", folder)
-    with pytest.raises(UserError, match="missing adapter keys"):  # of the second layer
+    with pytest.raises(UserWarning, match="missing adapter keys"):  # of the second layer
         Policy.load(folder)
 
 
@@ -131,19 +129,6 @@ def test_an_adapter_brings_the_embeddings_of_the_tokens_that_it_adds(tmp_path, a
     adapter.save_pretrained(tmp_path)
     loaded, _ = models.load_checkpoint(tmp_path, AutoModelForCausalLM, None)
     close(loaded(IDS).logits, adapter(IDS).logits)
-
-
-def test_an_adapter_that_can_not_be_merged_is_refused_in_one_line(tmp_path, agent):
-    model = AutoModelForCausalLM.from_pretrained(agent)
-    prompts = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    prompts.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="PROMPT_TUNING does not merge"):
-        Policy.load(tmp_path)
-    for base in (None, "/nowhere/base"):
-        config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"base_model_name_or_path": base}
-        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-        with pytest.raises(UserError, match=f"base model {base} is not here"):
-            Policy.load(tmp_path)
 
 
 def test_positions_are_not_rounded_with_the_weights():
@@ -168,13 +153,9 @@ def test_flags_that_do_not_go_together(stage, flags, says):
         stage.arguments(flags)
 
 
-def test_what_needs_a_gpu_or_a_package_says_so(tmp_path, agent, monkeypatch):
-    search = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--load-in", "4bit"]
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match="--lora 2: peft is missing: pip install peft"):
-        models.save_memory(tiny_lm(CHAT), 2)
+def test_what_needs_a_gpu_says_so(agent):
     with pytest.raises(UserError, match="--load-in 4bit: needs a GPU; leave it out on a CPU"):
-        q_search.main([*search, "--method", "greedy"])
+        Policy.load(agent, load_in="4bit")
 
 
 def write_gguf(path: Path) -> np.ndarray:
@@ -219,9 +200,6 @@ def test_a_gguf_file_is_a_model_like_any_other(tmp_path, fake_world):
     sft.main([*run, "--model", str(tmp_path / "model.gguf"), "--n-expert", "2"])
     saved = json.loads((tmp_path / "sft" / "config.json").read_text())
     assert "quantization_config" not in saved and Policy.load(tmp_path / "sft").model.num_parameters() > 0
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match=r"broken\.gguf: not a checkpoint"):
-        models.load_checkpoint(tmp_path / "broken.gguf", AutoModelForCausalLM, None)
 
 
 def test_a_folder_without_a_tokenizer_says_what_to_copy(tmp_path, agent):

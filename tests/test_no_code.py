@@ -11,7 +11,6 @@ import pytest
 import torch
 from test_training import arguments, fit, stopped
 
-from qlass import UserError
 from qlass.models import load_chat
 from qlass.policy import Policy
 
@@ -54,7 +53,7 @@ def test_a_pickled_checkpoint_is_refused_and_not_run(tmp_path, agent):
     shutil.copytree(agent, folder)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.embed_tokens.weight": Bomb(struck)}))
-    with pytest.raises(UserError, match=r"not a checkpoint that transformers can load .*safetensors"):
+    with pytest.raises(OSError, match="safetensors"):
         Policy.load(folder)
     assert not struck.exists()
 
@@ -67,7 +66,7 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path, agent, load):
     config = json.loads((folder / "config.json").read_text())
     maps = {name: "evil.A" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")}
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "evil", "auto_map": maps}))
-    with pytest.raises(UserError):
+    with pytest.raises(ValueError, match="custom code"):
         load(folder)
     assert not struck.exists()
 
@@ -75,6 +74,6 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path, agent, load):
 def test_a_state_of_a_training_is_read_and_not_run(tmp_path):
     settings, struck = arguments(tmp_path), tmp_path / "struck"
     torch.save({"weights": Bomb(struck)}, stopped(settings))
-    with pytest.raises(UserError, match=r"state-00000004.pt: can't be read .*: --overwrite starts again$"):
+    with pytest.raises(pickle.UnpicklingError):
         fit(settings, [1.0] * 6)
     assert not struck.exists()

