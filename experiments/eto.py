@@ -12,8 +12,8 @@
 
 DPO (Rafailov et al. 2023) on what the agent does: on the text of its actions, as published, or, where it acts among
 the valid actions, on its choice among them, as in tree_grpo. The reference is the agent that made the pairs: the agent
-at the start of the iteration, or, for siblings, RUN/sft. A beginning that two trajectories share is computed once, and
-counts for --budget once in each of the --epochs. What was only played does not count for it.
+at the start of the iteration, or, for siblings, RUN/sft. --budget counts a beginning that two trajectories share once
+in each of the --epochs, and not what was only played.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from experiments.learning import Learner, batch_of, learn, learner_parser, load
 from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
 from qlass.chat import Chat, Rendering, State, parse_action
-from qlass.cli import at_least, must_exist, needed, parse, run_stage
+from qlass.cli import at_least, needed, parse, run_stage
 from qlass.driver import Sample, ask, drive
 from qlass.files import cloned_from
 from qlass.policy import Policy
@@ -183,7 +183,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--epochs", type=at_least(1), default=3, metavar="N", help="passes over its pairs (default: %(default)s)")
     add("--batch", type=at_least(1), default=16, metavar="N", help="pairs an update (default: %(default)s)")
     add("--lr", type=at_least(0, float), help="1e-6 (--lora: 1e-5); tiny: webshop 2e-5, alfworld 3e-5, others 1e-4")
-    add("--expert", type=Path, help="demonstrations (default: those that the agent was cloned from)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: eto, or eto-siblings)")
     args = parse(flags, argv)
@@ -194,20 +193,18 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
-    must_exist(args.labels)
     # The reference of an iteration's failures is the agent that made them: itself, before its updates.
     learner = load(args, env, LR.get(args.env, LR_TINY), copied=args.pairs == "siblings")
     rendering = learner.chat.rendering
     if args.pairs == "expert":
-        args.expert, args.n_expert = (args.expert, None) if args.expert else cloned_from(args.sft)
-        args.expert = args.expert or args.run / "expert.jsonl"
-        expert, rewards = actions_by_task(args.expert, env, args.n_expert)
+        source, most = cloned_from(args.sft)
+        source = source or args.run / "expert.jsonl"
+        expert, rewards = actions_by_task(source, env, most)
         training_tasks = set(env.task_ids("train"))
         pool = [task for task in rewards if task in training_tasks]
-        print(f"{args.expert}: {len(pool)} of {len(expert)} demonstrations are of training tasks and tell their reward")
     else:
-        args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
-        trees = list(read_trees(args.labels, ["q", "messages"]))
+        source = args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
+        trees = list(read_trees(source, ["q", "messages"]))
         pool = range(len(trees))
 
     def explored(tasks: list[str], last: dict) -> tuple[list[Preference], dict]:
@@ -216,8 +213,7 @@ def main(argv: list[str] | None = None) -> None:
         episodes = (trajectories(env.fork(), task, Method("sample"), learner.chat) for task in tasks)
         sampled = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
         played = [line for (line,) in sampled]
-        preferences = list(failures(env, rendering, played, expert, rewards))
-        return preferences, {
+        return list(failures(env, rendering, played, expert, rewards)), {
             "reward": round(float(np.mean([line["reward"] for line in played])), 6),
             "played": last.get("played", 0) + sum(sum(line["tokens"].values()) for line in played),
             "env_steps": last["env_steps"] + sum(len(line["messages"]) // 2 - 1 for line in played),  # after the "OK"
@@ -225,12 +221,11 @@ def main(argv: list[str] | None = None) -> None:
 
     def compared(numbers: list[int], last: dict) -> tuple[list[Preference], dict]:
         """Siblings of some exploration trees, whose steps count when they are first read."""
-        preferences = [pair for i in numbers for pair in siblings(env, rendering, trees[i])]
         fresh = numbers[: max(0, len(trees) - last["batch"] * args.batch_tasks)]
-        return preferences, {"env_steps": last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)}
+        env_steps = last["env_steps"] + sum(len(trees[i]) - 1 for i in fresh)
+        return [pair for i in numbers for pair in siblings(env, rendering, trees[i])], {"env_steps": env_steps}
 
     def iteration(last: dict) -> dict:
-        """The next line of updates.jsonl."""
         drawn = batch_of(pool, args.seed, last["batch"], args.batch_tasks)
         gather = explored if args.pairs == "expert" else compared
         preferences, figures = gather(list(dict.fromkeys(drawn)), last)  # each once, where two passes meet
@@ -239,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
         return {"batch": last["batch"] + 1, "pairs": len(preferences), **spent, **figures}
 
     # A token counts three times in an update, and goes through the reference once for all epochs.
-    learn(learner, env, iteration, args, [args.labels, args.expert], passes=3 + 1 / args.epochs)
+    learn(learner, env, iteration, args, [source], passes=3 + 1 / args.epochs)
 
 
 if __name__ == "__main__":

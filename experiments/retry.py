@@ -2,21 +2,19 @@
 
     python -m experiments.retry --env webshop -N 4 --stop oracle 0.9
 
---stop oracle ends at the first trial of reward 1, which an oracle knows; --stop 0.9 where QNet's value of the last
-action is that high. Trials without plans are those of best-of-N, which is played beside; the best counts, by the same
-judge. --server names a chat model, which plays and, after a trial that failed, writes what to do otherwise: the last
-three such plans stand below the instruction. A tiny model can write none.
+--stop oracle ends at the first trial of reward 1; --stop 0.9 where QNet's value of the last action is that high. The
+best trial counts, by the same judge. Best-of-N is played beside, with the same trials but for the plans: a chat model,
+named by --server, plays and writes them, and the last three stand below the instruction.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Generator
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import q_search
 from q_search import Method, episode
@@ -30,8 +28,7 @@ ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwis
 PLANS = "\nYour plans after attempts at this task that failed:\n"
 
 
-@dataclasses.dataclass(frozen=True)
-class Reflect:
+class Reflect(NamedTuple):
     """What to do otherwise than in a trial, whose messages end with the question."""
 
     state: State
@@ -60,11 +57,11 @@ def retry(stop: float, reflect: bool, env: Any, task_id: str, method: Method, ch
     return outcome
 
 
-def planned(stops: list[float | str], Ns: list[int], reflect: bool) -> list[Method]:
+def planned(stops: list[str], Ns: list[int], reflect: bool) -> list[Method]:
     """Retry, and best-of-N beside it."""
     plan = []
     for N, stop in product(Ns, stops):
-        select, value = ("oracle", 1 - 1e-9) if stop == "oracle" else ("q", stop)
+        select, value = ("oracle", 1 - 1e-9) if stop == "oracle" else ("q", float(stop))
         name = f"{'reflexion' if reflect else 'retry'}:stop={stop}"
         plan += [Method(name, 1, N, select, search=partial(retry, value, reflect)), Method("best_of_n", 1, N, select)]
     return list(dict.fromkeys(plan))
@@ -73,8 +70,7 @@ def planned(stops: list[float | str], Ns: list[int], reflect: bool) -> list[Meth
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser("python -m experiments.retry", description=__doc__.split("\n")[0])
     flags.epilog = "further flags: those of q_search.py; -N 4 by default"
-    stop = lambda text: text if text == "oracle" else float(text)  # noqa: E731
-    flags.add_argument("--stop", nargs="+", type=stop, default=["oracle"], help="oracle, or a value of QNet's (oracle)")
+    flags.add_argument("--stop", nargs="+", default=["oracle"], help="oracle, or a value of QNet's (default: oracle)")
     own, rest = flags.parse_known_args(argv)
     return argparse.Namespace(**vars(q_search.arguments(rest)) | vars(own))
 

@@ -21,7 +21,7 @@ import inspect
 import math
 import time
 from collections.abc import Generator, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from itertools import product
 from typing import Any
 
@@ -158,8 +158,7 @@ class Search:
             node = self.act(node, max(node.children, key=lambda child: (child.visits, child.value)))
         return node
 
-    def oracle_mcts(self, S: int, c: float, gamma: float) -> Generator:
-        return self.mcts(S, c, gamma, truth=True)
+    oracle_mcts = partialmethod(mcts, truth=True)
 
     def simulate(self, node: Node, c: float, gamma: float, truth: bool) -> Generator:
         """Down by PUCT to a node without children, expand it, and back up what it promises, discounted by depth."""

@@ -1,13 +1,19 @@
 # Sourced by the scripts beside it, which name the environment ENV: an environment's settings for the tiny model, where a
-# run's files lie, and how stages are called. The settings were chosen on validation tasks.
+# run's files lie, and how stages are called. The settings were chosen on validation tasks. A script that names `choices` of
+# environments or a number of SEEDS takes them as arguments.
 # Run a stopped script again: finished stages are kept, the others resume.
 # SEED=1 RUN=runs/webshop-seed1 bash runs/quickstart.sh for another seed; PYTHON=... for another Python; EPOCHS=3 for a
 # QNet trained for three of WebShop's eight epochs, as in `make demo`.
 [ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
+wrong() { echo "error: bash runs/$(basename "$0") --help" >&2 && exit 2; }
+no_flags() { [ $# = 0 ] || wrong; }
+[[ " ${choices:-} " != *" ${1:--} "* ]] || { ENV=$1 && shift; }
+[[ ${1:-} != --seeds || -z ${SEEDS:-} ]] || { SEEDS=${2:-0} && shift $(($# > 1 ? 2 : 1)); }
+[[ ${SEEDS:-1} =~ ^[1-9][0-9]*$ ]] || wrong
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python}
 SEED=${SEED:-0}
-RUN=${RUN:-runs/$ENV}
+RUN=${RUN:-runs/${prefix:-}$ENV}
 common=(--env "$ENV" --seed "$SEED")
 # glibc hands large blocks back to the kernel at once, and asks for them again at the next update (docs/speed.md).
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=67108864
@@ -20,11 +26,9 @@ case $ENV in
               # at once; many small trees teach QNet more than few large ones of as many trajectories
         tasks=(--skip 400 --limit 0) trees=(--limit 1000 --rollouts 6 --temperature 1.5) labels=(--gamma 0.98)
         qnet=(--epochs "${EPOCHS:=8}" --patience "$EPOCHS") ;;  # to the end, where the learning rate is 0
-    alfworld)  # without the thoughts that repeat what earlier pages said, an aid (docs/differences.md). With it, THOUGHTS=true,
-              # 200 demonstrations do a little more than 600 without
-        splits=(valid_unseen valid_seen) trees=(--limit 600 --rollouts 6) labels=(--gamma 0.98) qnet=(--epochs 6 --patience 6)
-        if [ "${THOUGHTS:-}" = true ]; then trees=(--limit 200 --rollouts 16) qnet=(--epochs 6)
-        else common+=(--env-option thoughts=false) sft=(--n-expert 600); fi ;;
+    alfworld)  # without the thoughts that repeat what earlier pages said, an aid (docs/differences.md)
+        common+=(--env-option thoughts=false) splits=(valid_unseen valid_seen) sft=(--n-expert 600)
+        trees=(--limit 600 --rollouts 6) labels=(--gamma 0.98) qnet=(--epochs 6 --patience 6) ;;
     sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches; 300 trees
               # give QNet a thousand pairs of siblings whose q differ
         common+=(--tasks eto) splits=(test_unseen test_seen)
@@ -36,7 +40,6 @@ case $ENV in
         qnet=(--batch 4000 --epochs 30 --patience 30) ;;
 esac
 
-no_flags() { [ $# = 0 ] || { echo "error: $0 takes no arguments; SEED=1 RUN=FOLDER before it for another seed" >&2 && exit 2; }; }
 folder_of() { [ "$2" = 0 ] && echo "runs/$1" || echo "runs/$1-seed$2"; }  # NAME SEED
 stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $([ "$1" = -m ] && echo "$2" || echo "$1")"; "$PYTHON" "$@"; }
 clone() { stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}"; }  # stage 1, behaviour cloning

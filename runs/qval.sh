@@ -3,20 +3,17 @@
 # environment, with its agent, trees and QNet: QNets on four more targets, every score as the one that search follows, and
 # every score against reference labels, on test tasks.
 #
-#   bash runs/qval.sh webshop|alfworld|frozenlake|sciworld
+#   bash runs/qval.sh webshop|alfworld|frozenlake
 #   python -m experiments.qval.downstream runs/webshop/qval runs/alfworld/qval runs/frozenlake/qval \
 #       --out runs/downstream.md
 #
 # JUDGE=URL#MODEL adds the judgements of a language model.
 set -euo pipefail
-ENV=${1:-webshop}
-case $ENV$# in
-    webshop[01] | alfworld1 | frozenlake1 | sciworld1 | --help1) ;;
-    *) echo "error: bash runs/qval.sh webshop|alfworld|frozenlake|sciworld" >&2 && exit 2 ;;
-esac
+ENV=webshop choices="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
+no_flags "$@"
 judges=(direct direct_16 batched ranking)
-splits=("${splits[0]}")  # of ALFWorld and ScienceWorld the unseen one
+splits=("${splits[0]}")  # of ALFWorld the unseen one
 
 nets() {  # the agent, its QNet, and nets of the same trees on other targets
     learn_q "$RUN" "$RUN/sft"
@@ -58,6 +55,4 @@ case $ENV in
         qval slippery --points 200 --trajectories 8 "${played[@]}" "${slippery[@]}" --references exact expert -K 32
         # QVAL's own design: the shortest way but for one move in ten.
         qval shortest --points 200 --trajectories 8 --env-option stray=0 --actor expert --epsilon 0.1 --references exact ;;
-    sciworld)  # no reference but the agent's own few rollouts from few states: a look, not a measurement
-        qval qval --points 20 --references policy -K 2 --candidates 3 ;;
 esac

@@ -4,13 +4,9 @@
 # Run it again after a stop: finished stages are kept, the others resume. Seed 0 has the run folder runs/ENV, the others
 # runs/ENV-seed1, ...; the report over all is runs/ENV/seeds.html.
 set -euo pipefail
-ENV=webshop SEEDS=3
-case ${1:-} in webshop | alfworld | sciworld | frozenlake) ENV=$1 && shift ;; esac
-[ "${1:-}" != --seeds ] || { SEEDS=${2:-} && shift $(($# > 1 ? 2 : 1)); }
+ENV=webshop SEEDS=3 choices="webshop alfworld sciworld frozenlake"
 . "$(dirname "$0")/common.sh"
-[[ $SEEDS =~ ^[1-9][0-9]*$ && $# = 0 ]] || {
-    echo "error: bash runs/reproduce.sh [webshop|alfworld|sciworld|frozenlake] [--seeds N]" >&2 && exit 2
-}
+no_flags "$@"
 scripts=("$ENV.sh")
 [ "$ENV" != webshop ] || scripts=(quickstart.sh ablations.sh)
 for script in "${scripts[@]}"; do  # the main comparison of all seeds comes first

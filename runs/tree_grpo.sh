@@ -9,14 +9,10 @@
 # Seed 0 uses the run folder runs/ENV of reproduce.sh, the others runs/ENV-seed1, ...; the report over all of them
 # is runs/ENV/tree_grpo.html. The settings were chosen on validation tasks; reference_output/train_or_search.md has results.
 set -euo pipefail
-ENV=webshop SEEDS=3
-case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac
-[ "${1:-}" != --seeds ] || { SEEDS=${2:-} && shift $(($# > 1 ? 2 : 1)); }
-[[ $SEEDS =~ ^[1-9][0-9]*$ && ${1:---} == --* ]] || {
-    echo "error: bash runs/tree_grpo.sh [webshop|alfworld|frozenlake] [--seeds N] [an environment's FLAG...]" >&2 && exit 2
-}
+ENV=webshop SEEDS=3 choices="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
-plain=("${common[@]}") runs=() rl=() gigpo=() siblings=(--batch-tasks 30 --every 2)
+[[ ${1:---} == --* ]] || wrong
+plain=("${common[@]}" "$@") runs=() rl=() gigpo=() siblings=(--batch-tasks 30 --every 2)
 case $ENV in  # env_steps: few enough to be spent before tokens; the best checkpoint is chosen by val validation tasks
     webshop) tokens=400000 env_steps=4000 val=200 gigpo=(--normalise mean) ;;  # as in its release
     alfworld) tokens=1000000 env_steps=10000 val=100 ;;
@@ -36,7 +32,7 @@ train() {  # MODULE NAME BUDGET FLAG...: a learner until `tokens` or `env_steps`
     stage -m "experiments.$1" "${common[@]}" --run "$RUN" --val $val --budget "${!3}" --budget-in "$3" --name "$2" "${@:4}"
 }
 keep() {  # NAME COPY: the agent as it is now
-    rm -rf "$RUN/draft" "$RUN/sft-$2" && cp -r "$RUN/sft-$1" "$RUN/draft" && mv "$RUN/draft" "$RUN/sft-$2"
+    rm -rf "$RUN/sft-$2" && cp -r "$RUN/sft-$1" "$RUN/sft-$2"
     cp "$RUN/sft-$1.meta.json" "$RUN/sft-$2.meta.json"  # last, since it says that the copy is complete
 }
 learn() {  # MODULE NAME FLAG...: one training, as NAME-tokens and NAME-env_steps what it is at either budget
@@ -50,12 +46,10 @@ learn() {  # MODULE NAME FLAG...: one training, as NAME-tokens and NAME-env_step
     variant "$2-steps" "$2, equal steps" --method greedy sample --sft "$RUN/sft-$2-env_steps"
 }
 begin() {  # SEED
-    SEED=$1 RUN=runs/$ENV
-    [ "$1" = 0 ] || RUN+=-seed$1
-    common=("${plain[@]}" --seed "$1" "${given[@]}")
+    SEED=$1 RUN=$(folder_of "$ENV" "$1")
+    common=("${plain[@]}" --seed "$1")
 }
 
-given=("$@")
 for ((seed = 0; seed < SEEDS; seed++)); do  # the main comparison of all seeds comes first
     begin $seed
     runs+=("$RUN")
@@ -77,12 +71,8 @@ for ((seed = 0; seed < SEEDS; seed++)); do  # does a QNet of the new agent's own
     for name in tree_grpo grpo eto-siblings eto; do own_qnet $name "$RUN/sft-$name-tokens"; done
     own_qnet rft "$RUN/sft-rft"
 done
-for ((seed = 0; seed < SEEDS; seed++)); do  # which advantage, and does a tree gain more where the budget a task is small?
+for ((seed = 0; seed < SEEDS; seed++)); do  # does a tree gain more where the budget a task is small?
     begin $seed
-    for kind in inter intra states; do
-        train tree_grpo tree-$kind tokens --advantage $kind --discount 1 "${rl[@]}"
-        variant tree-$kind "tree_grpo, $kind" --method greedy --sft "$RUN/sft-tree-$kind"
-    done
     for shape in "1 2 1" "4 5 1"; do
         read -r M N L <<< "$shape"
         chains=$((M + M * N * L / 2))  # of the same nominal budget

@@ -8,13 +8,9 @@
 # runs/ENV-searches-seed0, and so on. -c, -k and --tau were chosen on validation tasks of one seed, on ALFWorld not at all.
 # reference_output/table2.md has results.
 set -euo pipefail
-ENV=webshop SEEDS=3
-case ${1:-} in webshop | alfworld | frozenlake) ENV=$1 && shift ;; esac
-[ "${1:-}" != --seeds ] || { SEEDS=${2:-} && shift $(($# > 1 ? 2 : 1)); }
+ENV=webshop SEEDS=3 choices="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
-[[ $SEEDS =~ ^[1-9][0-9]*$ && $# = 0 ]] || {
-    echo "error: bash runs/tree_search.sh [webshop|alfworld|frozenlake] [--seeds N]" >&2 && exit 2
-}
+no_flags "$@"
 splits=("${splits[0]}") c=1 k=4 tau=0.1 stop=0.9
 case $ENV in
     webshop)

@@ -5,9 +5,8 @@
 # runs/webshop_real, the others runs/webshop_real-seed1, ...
 set -euo pipefail
 ENV=webshop SEEDS=3
-[ "${1:-}" != --seeds ] || { SEEDS=${2:-} && shift $(($# > 1 ? 2 : 1)); }
 . "$(dirname "$0")/common.sh"
-[[ $SEEDS =~ ^[1-9][0-9]*$ && $# = 0 ]] || { echo "error: WEBSHOP=DIR bash runs/webshop_real.sh [--seeds N]" >&2 && exit 2; }
+no_flags "$@"
 # A product has a goal for each of its combinations of options: without a limit two products are a third of the test tasks.
 plain=("${common[@]}" --webshop-data "${WEBSHOP:-data/webshop}" --env-option per_product=16) runs=()
 # Warm trees, since the agent's own draws hardly differ.

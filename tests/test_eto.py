@@ -148,9 +148,9 @@ def test_beta_and_the_reference_are_what_is_trained_with(pairs):
 
 @pytest.fixture
 def start(fake_world, agent, tmp_path):
-    def run(records, *flags):
-        (tmp_path / "x.jsonl").write_text(dump(records))
-        eto.main(["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), *flags, f"{tmp_path}/x.jsonl"])
+    def run(name, records, *flags):
+        (tmp_path / name).write_text(dump(records))
+        eto.main(["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), *flags])
 
     return run
 
@@ -160,19 +160,13 @@ def test_it_learns_from_siblings(start, tmp_path):
     labelled = tree((0, "Action: left", 0.0), (0, "Action: right", 1.0))
     labelled[0] |= {"task": "find the purse"}
     flags = ["--lr", "0.003", "--val", "1", "--batch-tasks", "1", "--budget", "400", "--every", "100"]
-    start(labelled, *flags, "--pairs", "siblings", "--labels")
+    start("q_labels.jsonl", labelled, *flags, "--pairs", "siblings")
     lines = list(read_jsonl(tmp_path / "sft-eto-siblings.updates.jsonl"))
     assert lines[-1]["loss"] < lines[1]["loss"] and lines[-1]["right"] == 1
     assert {line["env_steps"] for line in lines[1:]} == {2}  # those of the tree, once
 
 
-@pytest.mark.parametrize(
-    ("flags", "records", "message"),
-    [
-        (["--expert"], [trajectory("left") | {"reward": None}], "no tasks to learn from"),
-        (["--expert"], [trajectory("left", task="test0")], "no tasks to learn from"),
-    ],
-)
-def test_mistakes(start, flags, records, message):
-    with pytest.raises(UserError, match=message):
-        start(records, *flags)
+@pytest.mark.parametrize("record", [trajectory("left") | {"reward": None}, trajectory("left", task="test0")])
+def test_demonstrations_of_no_reward_or_of_test_tasks_teach_nothing(start, record):
+    with pytest.raises(UserError, match="no tasks to learn from"):
+        start("expert.jsonl", [record])

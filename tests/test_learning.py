@@ -15,7 +15,7 @@ from qlass.policy import Policy
 FLAGS = {
     tree_grpo: ["--batch-tasks", "8", "--minibatch", "4", "--every", "2"],
     ppo: ["--batch-tasks", "8", "--minibatch", "4", "--every", "2", "--warm-up", "0"],
-    eto: ["--batch-tasks", "4", "--every", "2", "--expert", "expert.jsonl"],
+    eto: ["--batch-tasks", "4", "--every", "2"],
 }
 
 
@@ -26,9 +26,10 @@ def train(fake_world, agent, tmp_path, monkeypatch):
     env = FakeEnv()
     expert = [sft.demonstrate(env, task) for task in env.task_ids("train")]
     assert {line["reward"] for line in expert} == {best(WORLD)}
-    (tmp_path / "expert.jsonl").write_text(dump(expert))
 
     def start(learner, folder, budget, *flags, sft=agent):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "expert.jsonl").write_text(dump(expert))
         argv = ["--env", "frozenlake", "--val", "2", "--lr", "0.003", "--budget-in", "env_steps", *FLAGS[learner]]
         argv += ["--sft", str(sft), "--run", folder, "--name", "x", "--budget", str(budget), *flags]
         learner.main(argv)
