@@ -82,6 +82,9 @@ class Exploration:
     prune: str = "branch"
     branches: int = 0  # trajectories so far
 
+    def __post_init__(self) -> None:  # behind the limit, where a demonstration may lead, the agent explores nothing
+        self.depth = min(self.depth, self.steps - 1)
+
 
 def exploration_tree(x: Exploration, bound: float = math.inf, expert: dict | None = None) -> Generator:
     """Alg. 2. Yields Sample requests, returns the root U.
@@ -196,28 +199,19 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
 def figures_of(records: list[dict], recorded: dict[str, float]) -> dict[str, Any]:
     """For the metadata: trees, nodes, the agent's leaves and their mean reward, demonstrations, and those that failed:
     they earned nothing, or another reward than is `recorded` of them, by task or by first observation."""
-    roots = [r for r in records if r["parent_id"] is None]
-    begins = {root["task_id"]: root["observation"].strip() for root in roots}
+    roots = {r["task_id"]: r for r in records if r["parent_id"] is None}
     leaves = [r["reward"] for r in records if r["done"] and r["source"] == "policy"]
     ends = {r["task_id"]: r["reward"] for r in records if r["expert"]}  # of each demonstration its last node
-    expected = {task: recorded.get(task, recorded.get(begins[task], reward)) for task, reward in ends.items()}
-    return {
-        "trees": len(roots), "nodes": len(records), "leaves": len(leaves),
-        "mean_leaf_reward": sum(leaves) / max(1, len(leaves)), "demonstrations": len(ends),
-        "failed_demonstrations": sum(not r or abs(expected[task] - r) > 1e-3 for task, r in ends.items()),
-        "cut_prompts": sum(root.get("cut_prompts", 0) for root in roots),
-    }  # fmt: skip
+    failed = 0
+    for task, reward in ends.items():
+        expected = recorded.get(task, recorded.get(roots[task]["observation"].strip(), reward))
+        failed += not reward or abs(expected - reward) > 1e-3
+    mean = sum(leaves) / max(1, len(leaves))
+    figures = {"trees": len(roots), "nodes": len(records), "leaves": len(leaves), "mean_leaf_reward": mean}
+    return figures | {"demonstrations": len(ends), "failed_demonstrations": failed}
 
 
 # --------------------------------------------------------------------------------------------------------------- main
-
-
-def step_limit(env: envs.TextEnv, limit: int | None) -> int:
-    """Of the agent's trajectories: --steps, else the lower of the environment's two."""
-    if limit and env.max_steps and limit > env.max_steps:
-        hint = f"give --env-option max_steps={limit} too"
-        raise UserError(f"--steps {limit}: {env.name} ends after {env.max_steps}; {hint}")
-    return limit or min(n for n in (env.tree_steps, env.max_steps) if n)
 
 
 def tell_matches(env: envs.TextEnv, tasks: list[str], expert: dict[str, list[str]], file: Path) -> None:
@@ -226,8 +220,7 @@ def tell_matches(env: envs.TextEnv, tasks: list[str], expert: dict[str, list[str
     matches = sum(begins.get(task, task) in expert for task in tasks)
     if not matches:
         raise UserError(f"{file}: none of its {len(expert)} demonstrations is of a task here: --no-expert does without")
-    if matches < len(tasks):
-        print(f"{file}: demonstrations of {matches} of {len(tasks)} tasks; the environment's expert plays the others")
+    print(f"{file}: demonstrations of {matches} of {len(tasks)} tasks; the environment's expert plays the others")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -240,7 +233,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--width", type=at_least(1), default=DEFAULTS["width"], help="W (default: %(default)s)")
     bound = "trajectories a tree at most (default: %(default)s; 0, the paper: any)"
     add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help=bound)
-    add("--steps", type=at_least(1), help="step limit of the agent's trajectories (default: the environment's)")
+    add("--steps", type=at_least(1), help="step limit of the agent (default and at most: the environment's)")
     tasks = "number of training tasks (default: %(default)s; 0: all)"
     add("--limit", type=at_least(0), default=DEFAULTS["limit"], metavar="N", help=tasks)
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
@@ -256,42 +249,38 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    env = envs.from_arguments(args)
     must_exist(args.expert)
+    env = envs.from_arguments(args)
     args.depth = env.tree_depth if args.depth is None else args.depth
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
-    steps = step_limit(env, args.steps)
-    depth = min(args.depth, steps - 1)  # behind the limit, where a demonstration may lead, the agent explores nothing
+    steps = min(n for n in (args.steps or env.tree_steps, env.max_steps) if n)
+    settings = {"depth": args.depth, "width": args.width, "steps": steps, "prune": args.prune}
 
     # From the far end of the training list: where there are more tasks than demonstrations, the agent gets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
-    if not tasks:
-        raise UserError(f"{args.env}: no training tasks")
     file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
-    expert, rewards = None, {}
-    if not args.no_expert:
-        expert, rewards = actions_by_task(file, env, most) if file else ({}, {})
-        if args.expert:
-            tell_matches(env, tasks, expert, args.expert)
+    expert, rewards = actions_by_task(file, env, most) if file else ({}, {})
+    if args.expert:
+        tell_matches(env, tasks, expert, file)
     args.expert = file
 
     trees = Output(args.out, vars(args), complete_trees, [args.sft, file], SAMPLING_FREE, lambda node: node["task_id"])
     finished = {record["task_id"] for record in trees.records}
     share = my_share(tasks)
     todo = [task_id for task_id in share if task_id not in finished]
-    policy = load_agent(args, env) if todo else None
-    if policy:
-        settings = {"depth": depth, "width": args.width, "steps": steps, "prune": args.prune}
+    tokens = None  # what another process or an earlier call computed, before a stop, is not known
+    if todo:
+        policy = load_agent(args, env)
         explored = (Exploration(env.fork(), task_id, policy.chat.rendering, **settings) for task_id in todo)
-        growing = (tree_lines(x, policy.chat, args.rollouts or math.inf, expert) for x in explored)
+        demonstrated, bound = None if args.no_expert else expert, args.rollouts or math.inf
+        growing = (tree_lines(x, policy.chat, bound, demonstrated) for x in explored)
         grown = drive(growing, {Sample: policy.sample}, args.in_flight or env.side_by_side)
         trees.grow(grown, "trees", len(share), len(share) - len(todo))
+        tokens = policy.computed if len(todo) == len(tasks) else None
     figures = figures_of(trees.records, rewards)
-    # What another process or an earlier call computed, before a stop, is not known.
-    figures["tokens"] = policy.computed if len(todo) == len(tasks) else None
     rank = {task: n for n, task in enumerate(tasks)}
-    trees.finish(lambda record: rank.get(record["task_id"], len(rank)), **figures)
+    trees.finish(lambda record: rank.get(record["task_id"], len(rank)), **figures, tokens=tokens)
     leaves = f"mean reward of the agent's {figures['leaves']} leaves {figures['mean_leaf_reward']:.3f}"
     print(f"{trees.path}: {figures['trees']} trees, {figures['nodes']} nodes, {leaves}")
     if failed := figures["failed_demonstrations"]:

@@ -114,9 +114,8 @@ def best(node: Any, gamma: float = 1.0) -> float:
 
 
 def explore(env, task_id, rendering, depth, width, rollouts, with_expert, prune="branch", expert=None, steps=None):
-    """`exploration_tree` as build_trees.py calls it: the agent explores no node behind its limit of steps."""
-    steps = steps or env.max_steps
-    x = Exploration(env, task_id, rendering, min(depth, steps - 1), width, steps, prune)
+    """`exploration_tree` as build_trees.py calls it."""
+    x = Exploration(env, task_id, rendering, depth, width, steps or env.max_steps, prune)
     return exploration_tree(x, rollouts or math.inf, (expert or {}) if with_expert else None)
 
 

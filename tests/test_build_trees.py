@@ -299,13 +299,3 @@ def test_demonstrations_of_few_tasks_are_told_and_of_none_are_an_error(build, tm
     else:
         with pytest.raises(UserError, match="none of its 1 demonstrations is of a task here"):
             build(*flags)
-
-
-LIMITS = [(None, 18, 5, 5), (None, 4, 9, 4), (None, 18, None, 18), (3, 18, 5, 3)]
-
-
-@pytest.mark.parametrize(("flag", "tree_steps", "max_steps", "limit"), LIMITS)
-def test_the_agents_limit_is_the_flags_or_the_lower_of_the_environments(flag, tree_steps, max_steps, limit):
-    env = FakeEnv()
-    env.tree_steps, env.max_steps = tree_steps, max_steps
-    assert build_trees.step_limit(env, flag) == limit
