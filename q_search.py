@@ -202,7 +202,6 @@ def search(
         settings = {"env": env.name, "split": fields["split"], "label": fields["label"], "method": method.kind}
         settings |= {"M": method.M, "N": method.N, "select": method.select, "player": player, "seed": fields["seed"]}
         lines = {t: {"task_id": t, "type": env.task_type(t), "block": env.block(t)} | settings for t in tasks}
-
         finished = {identity(record) for record in out.records}
         todo = [task_id for task_id, line in lines.items() if identity(line) not in finished]
         played = drive((play(env.fork(), t, method, chat, shared) for t in todo), answers, side_by_side)
@@ -210,9 +209,8 @@ def search(
         out.grow(grown, str(method), len(tasks), len(tasks) - len(todo))
 
         wanted = {identity(line) for line in lines.values()}
-        records = [record for record in out.records if identity(record) in wanted]
-        reward = sum(record["reward"] for record in records) / len(records)
-        print(f"{method}: mean reward {reward:.3f} over {len(records)} {fields['split']} tasks", flush=True)
+        rewards = [record["reward"] for record in out.records if identity(record) in wanted]
+        print(f"{method}: mean reward {sum(rewards) / len(rewards):.3f} over {len(rewards)} {fields['split']} tasks")
 
 
 # --------------------------------------------------------------------------------------------------------------- main
@@ -269,7 +267,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args.M = args.M or (COMPARED if "all" in args.method else [PAPER["M"]])
     args.out = args.out or args.run / "results.jsonl"
     if args.paraphrase is not None or args.paraphrase_server:
-        args.paraphrase = args.paraphrase or 0
         args.label = args.label or "paraphrased"
     return args
 

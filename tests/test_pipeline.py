@@ -95,8 +95,6 @@ def test_help_fits_one_screen(stage, monkeypatch, capsys):
         ("sft", ["--env", "frozenlake", "--expert", "nowhere.jsonl"], "nowhere.jsonl"),
         ("sft", ["--env", "frozenlake", "--expert", "broken.jsonl"], "broken.jsonl:1"),
         ("sft", ["--env", "frozenlake", "--model", "./nowhere"], "nowhere"),
-        ("sft", ["--env", "frozenlake", "--env-option", "map"], "NAME=VALUE"),
-        ("sft", ["--env", "frozenlake", "--map", "8x8", "--env-option", "map=4x4"], "has a flag of its own"),
         ("sft", ["--env", "frozenlake", "--env-option", "colour=red"], "colour"),
         ("sft", ["--env", "frozenlake", "--env-option", "slippery=yes"], "true or false"),
         ("build_trees", ["--env", "frozenlake", "--sft", "."], "checkpoint"),
