@@ -25,9 +25,6 @@ def test_every_environment_keeps_what_envs_promises(name, monkeypatch):
     if name == "sciworld":
         pytest.importorskip("scienceworld")
     monkeypatch.delenv("ALFWORLD_DATA", raising=False)
-    for limit in ("many", 0, 2.5):
-        with pytest.raises(envs.UserError, match=f"max_steps={limit}"):
-            envs.make(name, max_steps=limit)
     env = envs.make(name, max_steps=None)
     check_env(env.fork(), skip_render_check=True)
     task = env.task_ids("train")[-1]
