@@ -14,14 +14,13 @@ alike, the root included; a tree whose values are all equal ranks nothing and ge
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from qlass import UserError
-from qlass.cli import HANDED_ON, at_least, needed, parse, parser, run_stage
+from qlass.cli import at_least, needed, parse, parser, run_stage
 from qlass.files import locked, same_arguments, write_jsonl, write_meta
 from qlass.records import read_jsonl, read_trees
 
@@ -90,10 +89,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="default: RUN/q_labels.jsonl")
     add("--gamma", type=at_least(0, float, below=1), default=PAPER["gamma"], help="of Eq. (7) (default: %(default)s)")
     add("--target", choices=TARGETS, default=PAPER["target"], help="process reward (default: %(default)s)")
-    for flag in HANDED_ON:  # to the stage that makes missing trees
-        add("--" + flag.replace("_", "-"), help=argparse.SUPPRESS)
-    words = sys.argv[1:] if argv is None else argv
-    if "--help-more" in words or flags.parse_known_args(words)[1]:  # an environment's, likewise
+    add("--device", help=argparse.SUPPRESS)  # of the stage that makes missing trees
+    if flags.parse_known_args(argv)[1]:  # the environment's flags, likewise
         import envs
 
         envs.add_arguments(flags, argv)
@@ -120,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
 
     with locked(args.out):
         if args.out.exists() and not args.overwrite:
-            same_arguments(args.out, vars(args), ["trees", *HANDED_ON])  # of more trees there are more labels
+            same_arguments(args.out, vars(args), ["trees", "device"])  # of more trees there are more labels
         write_jsonl(args.out, labels())
         write_meta(args.out, vars(args), [args.trees], **figures, seconds=time.time() - started)
     counts = f"{figures['nodes']} nodes of {figures['trees']} trees, {figures['flat_trees']} of them"

@@ -56,17 +56,10 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
 def collect(env: envs.TextEnv, path: Path, limit: int | None, arguments: dict[str, Any]) -> None:
     """expert.jsonl: the first `limit` training tasks, those that an earlier call played before included.
 
-    arguments: all that they depend on. "overwrite" plays them again, but for a file that is another's.
+    arguments: all that they depend on.
     """
     tasks = env.task_ids("train")
-    arguments = arguments | {"out": path, "overwrite": arguments["overwrite"] and files.meta_path(path).exists()}
-
-    def in_order(lines: list[tuple[str, dict]]) -> int:
-        if [line.get("task_id") for _, line in lines] != tasks[: len(lines)]:
-            raise UserError(f"{path}: other demonstrations (--expert trains on them; delete it to play them again)")
-        return len(lines)
-
-    out = files.Output(path, arguments, in_order)
+    out = files.Output(path, arguments, len)
     todo = tasks[len(out.records) : limit]
     out.grow(([demonstrate(env, task_id)] for task_id in todo), "expert", len(tasks[:limit]), len(out.records))
     out.finish()

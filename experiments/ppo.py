@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     critic = load_critic(learner, args)
     settle(args, {"labels": args.run / "q_labels-avg.jsonl"})
     if args.warm_up and not is_complete(args.labels):
-        bellman.main([*handed_on(args, "bellman"), "--target", "avg", "--out", str(args.labels)])
+        bellman.main([*handed_on(args), "--target", "avg", "--out", str(args.labels)])
 
     def iteration(last: dict) -> dict:
         spent = 0 if last["batch"] else warm_up(learner, critic, args.labels, args.warm_up)

@@ -32,49 +32,30 @@ Complete = Callable[[list[tuple[str, dict]]], int]
 
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Hold the lock of an output, beside it, until the block or this process ends, however that comes.
-
-    Who holds it may take it again. UserError, with its id, where another process holds it.
-    """
-    path = output.absolute().with_name(f".{output.name}.lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, timeout=0, is_singleton=True)
+    """Hold the lock of an output, beside it, until the block or this process ends. Who holds it may take it again."""
     try:
-        lock.acquire()
+        with FileLock(output.with_name(f".{output.name}.lock"), timeout=0, is_singleton=True):
+            yield
     except Timeout:
-        holder = path.read_text() if path.exists() else ""
-        raise UserError(f"{output}: process {holder} is writing it; wait for it, or name another --out") from None
-    path.write_text(str(os.getpid()))
-    try:
-        yield
-    finally:
-        if lock.lock_counter == 1:
-            path.unlink(missing_ok=True)
-        lock.release()
+        raise UserError(f"{output}: another process is writing it; wait for it, or name another --out") from None
 
 
 @contextlib.contextmanager
 def draft_of(output: Path) -> Iterator[Path]:
     """Where to write a file or a folder that takes the place of `output` when the block ends without an error."""
+    output.parent.mkdir(parents=True, exist_ok=True)
     draft = output.with_name(f".{output.name}.draft")
-    with locked(output):
-        discard(draft)  # of a killed process
-        try:
-            yield draft
-            if output.is_dir():
-                discard(output)
-            draft.replace(output)
-        finally:
-            discard(draft)
+    discard(draft)  # of a call that was stopped
+    yield draft
+    if output.is_dir():
+        discard(output)
+    draft.replace(output)
 
 
 def discard(path: Path) -> None:
-    """Delete a file or a folder, this under another name: half a checkpoint must not be taken for one."""
+    """Delete a file or a folder, if it is there."""
     if path.is_dir():
-        old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(path)
     path.unlink(missing_ok=True)
 
 
@@ -102,10 +83,9 @@ def checkpoint_folder(folder: Path, read: str | Path | None = None) -> Path:
 
     Not the one that is `read`.
     """
-    folder = folder if folder.name else folder.absolute()  # "." has no name
     if read and folder.resolve() == Path(read).resolve():
         raise UserError(f"{folder}: is what the training starts from: name another --out (of a learner: --name)")
-    if folder.exists() and not (folder / "config.json").exists() and (folder.is_file() or any(folder.iterdir())):
+    if folder.exists() and not (folder / "config.json").exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: holds something else than a checkpoint, which would be lost: name another --out")
     return folder
 
@@ -128,10 +108,7 @@ def meta_path(output: Path) -> Path:
 def read_meta(output: Path) -> dict[str, Any]:
     """The metadata of an output; where there are none, no arguments and no inputs."""
     path = meta_path(output)
-    record = {"arguments": {}, "inputs": {}} | (read_object(path) if path.exists() else {})
-    if not isinstance(record["arguments"], dict) or not isinstance(record["inputs"], dict):
-        raise UserError(f"{path}: not the metadata of {output}; delete it, or name another --out")
-    return record
+    return {"arguments": {}, "inputs": {}} | (read_object(path) if path.exists() else {})
 
 
 def recorded(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -179,9 +156,10 @@ def sha256(path: Path) -> str:
     return HASHES[files]
 
 
-def changed(path: Path, content: str) -> bool:
-    """Whether an input is there and its hash is another."""
-    return path.exists() and sha256(path) != content
+def changed_inputs(output: Path) -> list[Path]:
+    """What an output was made from and has changed since."""
+    inputs = read_meta(output)["inputs"].items()
+    return [Path(p) for p, content in inputs if Path(p).exists() and sha256(Path(p)) != content]
 
 
 def same_arguments(output: Path, arguments: dict[str, Any], free: Iterable[str] = ()) -> None:
@@ -189,16 +167,14 @@ def same_arguments(output: Path, arguments: dict[str, Any], free: Iterable[str] 
 
     free: arguments that may be others, as may the inputs that they name.
     """
-    record = read_meta(output)
-    begun = record["arguments"]
+    begun = read_meta(output)["arguments"]
     others = []
     for name, value in recorded(arguments).items():
         if name not in (*FREE, *free) and begun.get(name, value) != value:
             others.append(f"--{name.replace('_', '-')} {begun[name]}, not {value}")
     freely_named = [begun.get(name) for name in free]
-    for source, content in record["inputs"].items():
-        if source not in freely_named and changed(Path(source), content):
-            others.append(f"{source}, which has changed since")
+    changed = [source for source in changed_inputs(output) if str(source) not in freely_named]
+    others += [f"{source}, which has changed since" for source in changed]
     if others:
         way_out = "--overwrite starts again, another --out or --run keeps both"
         raise UserError(f"{output} was begun with {', '.join(others)}: {way_out}")
@@ -206,22 +182,18 @@ def same_arguments(output: Path, arguments: dict[str, Any], free: Iterable[str] 
 
 def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
     """(what was made, what it was made from and has changed since), of an output and of all that it comes from."""
-    inputs = {Path(path): content for path, content in read_meta(output)["inputs"].items()}
-    for source, content in inputs.items():
-        if source.resolve() != output.resolve():  # labels may be made anew in their own place
-            if changed(source, content):
-                yield output, source
+    for source in changed_inputs(output):
+        yield output, source
+    for source in map(Path, read_meta(output)["inputs"]):
+        if source != output:  # labels may be made anew in their own place
             yield from outdated(source)
 
 
 def is_complete(output: Path) -> bool:
-    """A checkpoint's folder is, once it is there; a file when its metadata say in how many seconds it was made.
-
-    A file from elsewhere has no metadata, but content.
-    """
-    if not output.is_file():
-        return output.exists()
-    return "seconds" in read_meta(output) if meta_path(output).exists() else output.stat().st_size > 0
+    """A folder is, once it is there, and a file without metadata, of elsewhere; else a file whose metadata say in how
+    many seconds it was made."""
+    from_elsewhere = output.is_dir() or not meta_path(output).exists()
+    return output.exists() and (from_elsewhere or "seconds" in read_meta(output))
 
 
 def input_of(output: Path, name: str) -> Path | None:
@@ -262,16 +234,12 @@ def complete_records(path: Path, complete: Complete) -> tuple[list[dict], int]:
     `complete(lines)` says how many of the first lines, each ("FILE:LINE", record), do. A stop may have left the last
     one unfinished.
     """
-    lines: list[tuple[str, dict]] = []
-    ends = [0]
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as content:
-        for number, line in enumerate(iter(content.readline, b""), 1):
-            if line.strip() and line.endswith(b"\n"):
-                where = f"{path}:{number}"
-                lines.append((where, parse_json(line, where)))
-                ends.append(content.tell())
-    keep = complete(lines)
-    return [record for _, record in lines[:keep]], ends[keep]
+    content = path.read_bytes() if path.exists() else b""
+    lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+    places = [f"{path}:{number}" for number in range(1, len(lines) + 1)]
+    records = list(map(parse_json, lines, places))
+    keep = complete([*zip(places, records, strict=True)])
+    return records[:keep], sum(map(len, lines[:keep]))
 
 
 class Resumable:
@@ -281,30 +249,28 @@ class Resumable:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.records, end = complete_records(path, complete)
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115  (open for the life of the stage)
+        self.file = open(path, "ab")  # noqa: SIM115  (open for the life of the stage)
         self.file.truncate(end)
 
     def append(self, group: list[dict]) -> None:
-        rest = memoryview("".join(map(dumps, group)).encode())
-        while rest:  # a disk that is nearly full takes a part
-            rest = rest[self.file.write(rest) :]
+        self.file.write("".join(map(dumps, group)).encode())
+        self.file.flush()
         self.records += group
 
 
 def share() -> tuple[int, int]:
     """RANK and WORLD_SIZE of this process, as torchrun, `accelerate launch` and job arrays set them; alone 0 and 1."""
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: whole numbers from 0, RANK the smaller one, are expected")
-    return int(rank), int(world)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if rank >= world:
+        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: ranks are counted from 0")
+    return rank, world
 
 
 def progress(items: Iterable, what: str, total: int | None = None, done: int = 0) -> Iterator:
     """The items, with a bar; off a terminal it is drawn every half minute."""
     from tqdm import tqdm
 
-    seldom = {} if sys.stderr.isatty() else {"mininterval": 30, "delay": 30, "ascii": True}
-    yield from tqdm(items, what, total, initial=done, **seldom)
+    yield from tqdm(items, what, total, initial=done, mininterval=0.1 if sys.stderr.isatty() else 30)
 
 
 def parts_of(output: Path) -> list[Path]:
@@ -330,17 +296,18 @@ class Output(Resumable):
         if arguments.get("overwrite") and not self.alone:
             raise UserError(f"{output}: delete it: of several processes, one would overwrite what others wrote")
         path = output if self.alone else output.with_name(f"{output.stem}.{rank}-of-{world}.jsonl")
-        others = [other for other in (output, *parts_of(output)) if other != path] if identity else []
+        others = [other for other in (output, *parts_of(output)) if other != path]
         self.lock = contextlib.ExitStack()
         self.lock.enter_context(locked(path))
-        if arguments.get("overwrite"):
-            for old in (path, *others):
-                delete(old)
         for old in (path, *others):
-            if old.exists() and old.stat().st_size:
+            if not (old.exists() and old.stat().st_size):
+                continue
+            if not meta_path(old).exists():
+                raise UserError(f"{old}: not of this command, which leaves a .meta.json beside it: name another --out")
+            if arguments.get("overwrite"):
+                delete(old)
+            else:
                 same_arguments(old, arguments, ("limit", *free))
-                if not meta_path(old).exists() and not complete_records(old, complete)[0]:
-                    raise UserError(f"{old}: holds something else, which would be lost: name another --out")
         super().__init__(path, complete)
         self.arguments, self.inputs = arguments, list(inputs)
         self.started = time.time()
@@ -386,5 +353,5 @@ class Output(Resumable):
 def delete(output: Path) -> None:
     """A file and its metadata, which no other process may be writing."""
     with locked(output):
-        output.unlink(missing_ok=True)
-        meta_path(output).unlink(missing_ok=True)
+        discard(output)
+        discard(meta_path(output))

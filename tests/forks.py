@@ -12,7 +12,6 @@ import importlib
 import math
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import traceback
@@ -22,7 +21,7 @@ STAGES = ["bellman", "build_trees", "q_search", "report", "sft", "train_qnet"]
 PRELOADED = [*STAGES, "environments.frozenlake.env", "transformers.models.llama.modeling_llama"]
 
 
-def run(stage: str, folder: Path, argv: list[str], limit: int, env: dict[str, str]) -> None:
+def run(stage: str, folder: Path, argv: list[str], env: dict[str, str]) -> None:
     """What a fork does: a stage with these arguments, in this folder; its output goes to files there."""
     from qlass.cli import run_stage
 
@@ -34,8 +33,6 @@ def run(stage: str, folder: Path, argv: list[str], limit: int, env: dict[str, st
     for number, name in ((1, "output"), (2, "error")):
         os.dup2(os.open(f".{name}.{os.getpid()}", os.O_WRONLY | os.O_CREAT), number)
     sys.argv = [f"{stage}.py", *argv]
-    if limit:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     code = 0
     try:
         run_stage(importlib.import_module(stage).main)
@@ -78,7 +75,7 @@ class Fork:
 
 
 class Forks:
-    """start() forks a stage off; limit: bytes that a file of it may have, as on a full disk."""
+    """start() forks a stage off."""
 
     def __enter__(self) -> Forks:
         os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -91,10 +88,8 @@ class Forks:
         for fork in self.started:  # also one that is halted
             fork.process.kill()
 
-    def start(
-        self, stage: str, folder: Path, argv: list[str], limit: int = 0, env: dict[str, str] | None = None
-    ) -> Fork:
-        process = self.context.Process(target=run, args=(stage, folder, argv, limit, env or {}))
+    def start(self, stage: str, folder: Path, argv: list[str], env: dict[str, str] | None = None) -> Fork:
+        process = self.context.Process(target=run, args=(stage, folder, argv, env or {}))
         self.started.append(Fork(process, folder))
         return self.started[-1]
 

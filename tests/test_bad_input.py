@@ -20,7 +20,7 @@ import bellman
 import build_trees
 import envs
 import q_search
-from qlass import UserError, cli, files
+from qlass import UserError, cli
 from qlass.checks import leaks, tasks_of
 from qlass.files import cloned_from
 from qlass.qnet import pairs_of
@@ -61,11 +61,6 @@ def read_any_trees(path: Path) -> None:
     page.tree_data(path, 60)
 
 
-def read_metadata(path: Path) -> None:
-    cloned_from(path.with_name("sft"))
-    files.same_arguments(path.with_name("sft"), vars(cli.parse(cli.parser("A stage."), [])))
-
-
 LABELS = [node for i in range(2) for node in labelled_tree(f"train{i}")]
 CHATS = [{"task_id": f"t{i}", "task": "x", "messages": CHAT, "reward": 1.0} for i in range(3)]
 THEIRS = [{"conversations": [{"from": "human", "value": "go"}, {"from": "gpt", "value": "Action: left"}]}] * 2
@@ -76,7 +71,6 @@ READERS = {  # a sound file, and what reads it
     "trees.jsonl": (dump([{k: v for k, v in node.items() if k[0] != "q"} for node in LABELS]), read_any_trees),
     "q_labels.jsonl": (dump(LABELS), lambda path: [pairs_of(tree) for tree in read_trees(path, ["q", "messages"])]),
     "results.jsonl": (RESULTS, lambda path: list(read_results(path))),
-    "sft.meta.json": (json.dumps({"arguments": {"expert": "x"}, "inputs": {}}), read_metadata),
 }
 ROOT, LEAF = node(0, None), node(1, 0, reward=1.0, done=True)
 RESULT = {"task_id": "a", "env": "fake", "method": "greedy", "reward": 1.0, "tokens": {"prompt": 1}}
@@ -110,7 +104,6 @@ BAD = {
         (dump([RESULT, RESULT | {"tokens": {"prompt": "1"}}]), ":2: tokens can't be"),
         (dump([RESULT, RESULT | {"M": "4"}]), ":2: M can't be '4'"),
     ],
-    "sft.meta.json": [("", "not valid JSON"), ('{"arguments": 3}', "not the metadata of")],
 }
 
 
@@ -132,20 +125,11 @@ def test_a_system_message_may_come_first(tmp_path):
     assert again.messages == state.messages and actions_by_task(path, FakeEnv())[0] == {"go": ["Action: left"]}
 
 
-def test_demonstrations_of_another_kind_are_not_replayed_over(tmp_path, capsys):
-    import sft
-
-    mine = dump([{"messages": CHAT, "task_id": "mine"}])
-    (tmp_path / "expert.jsonl").write_text(mine)
-    error = mistake(lambda: sft.main(["--env", "frozenlake", "--run", str(tmp_path)]), capsys)
-    assert "other demonstrations" in error and "--expert" in error
-    assert (tmp_path / "expert.jsonl").read_text() == mine
-
-
 @pytest.mark.parametrize("command", [build_trees.main, q_search.main])
 def test_an_output_of_another_stage_is_not_written_to(command, tmp_path, agent, capsys):
     line = {"task_id": "a", "nodes": 0, "method": []}
     (tmp_path / "mine.jsonl").write_text(dump([line]))
+    (tmp_path / "mine.meta.json").write_text("{}")
     argv = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--out", str(tmp_path / "mine.jsonl")]
     argv += ["--method", "greedy"] if command is q_search.main else []
     assert "mine.jsonl:1: no " in mistake(lambda: command(argv), capsys)

@@ -48,7 +48,6 @@ def test_each_stage_leaves_its_file_and_how_it_came_about(lake):
         meta = json.loads(meta_path(lake / name).read_text())
         assert meta["arguments"]["env"] == "frozenlake" and meta["seconds"] > 0
         assert all(len(digest) == 64 for digest in meta["inputs"].values()) and meta["inputs"]
-    assert not [p for p in lake.iterdir() if p.name.startswith(".") or p.name.endswith(".draft")]
 
 
 def test_what_one_stage_writes_the_next_one_means(lake):
@@ -83,9 +82,10 @@ def test_help_fits_one_screen(stage, monkeypatch, capsys):
         importlib.import_module(stage).main(["--help"])
     shown = capsys.readouterr().out.splitlines()
     assert stop.value.code == 0 and 15 < len(shown) <= 40 and max(map(len, shown)) <= 80
+    monkeypatch.setattr("sys.argv", [stage, "--help-more"])
     with pytest.raises(SystemExit):
-        importlib.import_module(stage).main(["--help-more"])
-    assert "--human-goals" in capsys.readouterr().out  # an environment's
+        importlib.import_module(stage).main()
+    assert ("--human-goals" in capsys.readouterr().out) == (stage != "bellman")  # an environment's
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,11 @@ def test_help_fits_one_screen(stage, monkeypatch, capsys):
         ("train_qnet", ["--sft", "nowhere"], "nowhere"),
         ("q_search", ["--env", "frozenlake", "--method", "expert", "--split", "exam"], "exam"),
         ("q_search", ["--env", "frozenlake", "--sft", "nowhere"], "nowhere"),
-        ("q_search", ["--env", "frozenlake", "--method", "expert", "--out", "broken.jsonl"], "broken.jsonl:1"),
+        (
+            "q_search",
+            ["--env", "frozenlake", "--method", "expert", "--out", "broken.jsonl"],
+            "broken.jsonl: not of this",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(stage, argv, says, tmp_path, monkeypatch, capsys):
