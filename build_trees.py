@@ -27,7 +27,7 @@ from typing import Any
 import envs
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State, parse_action, react
-from qlass.cli import at_least, more, must_exist, my_share, needed, parse, parser, run_stage
+from qlass.cli import at_least, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Sample, ask, drive
 from qlass.files import SAMPLING_FREE, Output, cloned_from
 from qlass.flags import add_sampling, load_agent
@@ -243,7 +243,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     line_9 = "a branch without reward queues nothing (branch, line 9), or its first new node alone (tail)"
     add("--prune", choices=["branch", "tail"], default="branch", help=line_9)
     add("--device")
-    more(flags, add_sampling)
+    add_sampling(flags)
     return parse(flags, argv)
 
 

@@ -230,14 +230,12 @@ def add_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> No
     first.add_argument("--env", default="webshop")
     kind = environment_class(first.parse_known_args(argv)[0].env)
 
-    def declared(parser: argparse.ArgumentParser) -> None:
-        others = len(parser._actions)
-        kind.add_flags(parser.add_argument)
-        hint = "any other option of the environment's class"
-        parser.add_argument("--env-option", action="append", default=[], metavar="NAME=VALUE", help=hint)
-        parser.set_defaults(env_flags=[action.dest for action in parser._actions[others:]])
-
-    more(parser, declared)
+    others = len(parser._actions)
+    add = more(parser)
+    kind.add_flags(add)
+    hint = "any other option of the environment's class"
+    add("--env-option", action="append", default=[], metavar="NAME=VALUE", help=hint)
+    parser.set_defaults(env_flags=[action.dest for action in parser._actions[others:]])
 
 
 def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:

@@ -38,7 +38,7 @@ import envs
 from qlass import UserError, costs
 from qlass.chat import Rendering, State, parse_action, uniforms
 from qlass.checks import leaks
-from qlass.cli import at_least, more, must_exist, my_share, needed, parse, parser, run_stage
+from qlass.cli import at_least, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Likelihood, Sample, Score, Step, ask, drive, follow
 from qlass.files import SAMPLING_FREE, Output
 from qlass.flags import add_sampling, load_agent, load_qnet
@@ -262,7 +262,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=at_least(0, float), metavar="T", help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--max-steps", type=at_least(1), metavar="N", help="step limit (default: the environment's)")
     add("--device")
-    more(flags, add_paraphrases, add_sampling)
+    add_paraphrases(flags)
+    add_sampling(flags)
     args = parse(flags, argv)
     args.M = args.M or (COMPARED if "all" in args.method else [PAPER["M"]])
     args.out = args.out or args.run / "results.jsonl"

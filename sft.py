@@ -33,7 +33,7 @@ from qlass import UserError, cli, files, loop, models
 from qlass.chat import Chat, Rendering, State
 from qlass.cli import at_least, settle
 from qlass.driver import follow
-from qlass.flags import LORA_LR, add_schedule, add_training, check_training
+from qlass.flags import LORA_LR, add_training, check_training
 from qlass.loop import Training, micro_batches
 from qlass.records import agreed, read_trajectories
 from qlass.tiny import AIDS, answers, observation_loss, tiny_model
@@ -217,12 +217,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
     add("--n-expert", type=at_least(1), help="number of trajectories (default: all; tiny: the environment's own)")
-    add_schedule(flags, PAPER, TINY, "trajectories")
+    add_training(flags, PAPER, TINY, "trajectories")
     add("--max-tokens", type=at_least(2), default=4096, help="longer trajectories are cut (default: %(default)s)")
     add("--candidates", choices=["free", "valid"], help="which actions the policy may write (tiny: valid)")
     answer = "weight of predicting the next observation where an action ends (default: %(default)s)"
     add("--observation-loss", type=at_least(0, float), default=0.0, metavar="W", help=answer)
-    cli.more(flags, add_training)
     add("--device")
     args = cli.parse(flags, argv)
     if args.lora and args.model == "tiny":

@@ -34,7 +34,6 @@ from qlass.flags import (
     LORA_LR,
     PROMPTED,
     add_prompted,
-    add_schedule,
     add_training,
     check_training,
     rendering_of,
@@ -133,16 +132,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
-    add_schedule(flags, PAPER, TINY, "(s, a) pairs")
+    add_training(flags, PAPER, TINY, "(s, a) pairs")
     tokens = ["all", "action", "last"]
     add("--loss-on", choices=tokens, help=f"tokens of (s, a) that carry the loss ({default('loss_on')}; Eq. 11: all)")
     add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
     add("--freeze", action="store_true", help="train the head alone")
     add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
-    cli.more(flags, add_training)
     add("--max-tokens", type=at_least(1), help=f"of a packed tree ({default('max_tokens')})")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
-    cli.more(flags, add_prompted)  # as the trees were grown
+    add_prompted(flags)  # as the trees were grown
     add("--device")
     args = cli.parse(flags, argv)
     if args.lora and args.freeze:

@@ -22,7 +22,7 @@ from experiments.self_train import trajectories
 from q_search import Method
 from qlass import UserError, flags, models
 from qlass.chat import Chat, uniforms
-from qlass.cli import at_least, more, needed, parser, settle
+from qlass.cli import at_least, needed, parser, settle
 from qlass.driver import Sample, drive
 from qlass.files import checkpoint_folder, draft_of, locked, same_arguments, write_jsonl, write_meta
 from qlass.policy import Policy
@@ -45,7 +45,8 @@ def learner_parser(doc: str, epilog: str, argv: list[str] | None, every: int) ->
     add("--val", type=at_least(0), default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
     add("--every", type=at_least(1), default=every, metavar="N", help="batches a validation (default: %(default)s)")
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
-    more(learner, flags.add_memory, flags.add_prompted)
+    flags.add_memory(learner)
+    flags.add_prompted(learner)
     add("--device")
     return learner
 

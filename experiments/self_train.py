@@ -35,7 +35,7 @@ import sft
 from q_search import Method, episode
 from qlass import UserError, costs, files
 from qlass.chat import Chat
-from qlass.cli import at_least, handed_on, more, needed, parse, parser, run_stage
+from qlass.cli import at_least, handed_on, needed, parse, parser, run_stage
 from qlass.driver import Sample, Score, drive
 from qlass.files import Output
 from qlass.flags import add_sampling, load_agent, load_qnet
@@ -135,7 +135,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     text = "only write the trajectories: for sft.py --expert FILE --out RUN/sft-NAME, as by torchrun"
     add("--no-train", action="store_true", help=text)
     add("--device")
-    more(flags, add_sampling)
+    add_sampling(flags)
     args = parse(flags, argv)
     rft = args.method == "rft"
     if rft and (args.M or 1) > 1:

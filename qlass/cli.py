@@ -37,13 +37,14 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     return stage
 
 
-def more(parser: argparse.ArgumentParser, *adders: Callable[[argparse.ArgumentParser], Any]) -> None:
-    """Add flags that few need, which --help-more alone shows: --help is to fit a screen."""
-    visible = len(parser._actions)
-    for add in adders:
-        add(parser)
-    for action in parser._actions[visible:]:
-        action.help = action.help if "--help-more" in sys.argv else argparse.SUPPRESS
+def more(parser: Any) -> Callable[..., None]:
+    """`add_argument` for flags that few need, which --help-more alone shows: --help is to fit a screen."""
+
+    def add(*names: str, **options: Any) -> None:
+        hidden = {} if "--help-more" in sys.argv else {"help": argparse.SUPPRESS}
+        parser.add_argument(*names, **options | hidden)
+
+    return add
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:

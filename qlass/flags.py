@@ -11,7 +11,7 @@ from typing import Any
 
 from qlass import UserError
 from qlass.chat import Rendering
-from qlass.cli import at_least, choices
+from qlass.cli import at_least, choices, more
 from qlass.files import read_meta
 
 LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
@@ -19,20 +19,15 @@ PROMPTED = ("max_new_tokens", "truncate")  # of a Rendering: what a prompt depen
 RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all of it that has a flag
 
 
-def add_loading(parser: Any) -> None:
-    add = parser.add_argument
-    add("--load-in", choices=["4bit", "8bit"], metavar="BITS", help="fewer bits a weight: 4bit or 8bit (a GPU's)")
-
-
-def add_precision(parser: Any) -> None:
-    text = "float32 or bf16 (default: bf16 on a GPU, float32 on a CPU)"
-    parser.add_argument("--precision", choices=["float32", "bf16"], metavar="NAME", help=text)
+LOAD_IN = {"choices": ["4bit", "8bit"], "metavar": "BITS", "help": "fewer bits a weight: 4bit or 8bit (a GPU's)"}
+DTYPE = "float32 or bf16 (default: bf16 on a GPU, float32 on a CPU)"
+PRECISION = {"choices": ["float32", "bf16"], "metavar": "NAME", "help": DTYPE}
 
 
 def add_memory(parser: Any) -> None:
     """How a large model is trained in little memory; for `check_training` and `models.save_memory`."""
-    add_loading(parser)
-    add, names = parser.add_argument, ["adamw", "adamw8bit"]
+    add, names = more(parser), ["adamw", "adamw8bit"]
+    add("--load-in", **LOAD_IN)
     add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank instead of the weights")
     add("--lora-alpha", type=at_least(1), metavar="A", help="the updates' factor is A / RANK (default: twice the rank)")
     add("--optim", choices=names, default="adamw", metavar="NAME", help="adamw or adamw8bit (default: %(default)s)")
@@ -40,19 +35,16 @@ def add_memory(parser: Any) -> None:
     add("--gradient-checkpointing", action="store_true", help=trade)
 
 
-def add_schedule(parser: Any, paper: dict, tiny: dict, batch: str) -> None:
-    """What a stage that trains does how often; `batch`: what an update holds."""
+def add_training(parser: Any, paper: dict, tiny: dict, batch: str) -> None:
+    """The flags of a stage that trains; `batch`: what an update holds."""
     add, default = parser.add_argument, choices(paper, tiny)
     add("--epochs", type=at_least(1), help=f"at most ({default('epochs')})")
     add("--lr", type=at_least(0, float), help=f"{default('lr')}; with --lora {LORA_LR}")
     add("--batch", type=at_least(1), help=f"{batch} an update ({default('batch')})")
     add("--micro-tokens", type=at_least(1), help=f"padded tokens in memory at once ({default('micro_tokens')})")
-
-
-def add_training(parser: Any) -> None:
     add_memory(parser)
-    add_precision(parser)
-    add = parser.add_argument
+    add = more(parser)
+    add("--precision", **PRECISION)
     add("--patience", type=at_least(1), default=2, help="epochs without a better validation until it stops (2)")
     add("--save-every", type=at_least(1), default=50, metavar="N", help="updates between checkpoints (default: 50)")
 
@@ -64,7 +56,7 @@ def check_training(args: argparse.Namespace) -> None:
 
 def add_prompted(parser: Any) -> None:
     """The flags of PROMPTED, which agent and QNet must share."""
-    add = parser.add_argument
+    add = more(parser)
     add("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
     text = "leave out the oldest turns of a prompt beyond the model's context"
     add("--truncate", choices=["oldest"], help=text)
@@ -73,10 +65,10 @@ def add_prompted(parser: Any) -> None:
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """The flags of a stage that samples from the agent, besides --temperature; for `load_agent`."""
     group = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)")
-    add_loading(group)
-    add_precision(group)
     add_prompted(group)
-    add = group.add_argument
+    add = more(group)
+    add("--load-in", **LOAD_IN)
+    add("--precision", **PRECISION)
     add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text: the likeliest that hold P together")
     add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
     add("--stop", nargs="+", metavar="TEXT", help="texts that end an action, as the end of the turn does")
@@ -127,16 +119,17 @@ def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
         begin_as_cloned(env, rendering, args)
     if args.server:
         return ServerPolicy(args.server, load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
-    room = {"budget": args.decode_tokens, "cache_gb": args.cache_gb}
-    how = (args.device, args.seed, args.load_in, args.plain, rendering, args.precision)
-    return Policy.load(args.sft, *how, **room)
+    return Policy.load(args.sft, seed=args.seed, **loading(args, rendering))
 
 
 def load_qnet(folder: Path, args: argparse.Namespace) -> Any:
     """The QNet in a folder, with the agent's prompts; --readout is q_search.py's own flag."""
     from qlass.qnet import QNet
 
-    rendering, readout = rendering_of(folder, args, PROMPTED), getattr(args, "readout", None)
-    room = {"budget": args.decode_tokens, "cache_gb": args.cache_gb}
-    how = (args.device, readout, args.load_in, args.plain, rendering, args.precision)
-    return QNet.from_pretrained(folder, *how, **room)
+    how = loading(args, rendering_of(folder, args, PROMPTED))
+    return QNet.from_pretrained(folder, readout=getattr(args, "readout", None), **how)
+
+
+def loading(args: argparse.Namespace, rendering: Rendering) -> dict[str, Any]:
+    names = ("device", "load_in", "plain", "precision", "cache_gb")
+    return {name: getattr(args, name) for name in names} | {"rendering": rendering, "budget": args.decode_tokens}

@@ -31,7 +31,7 @@ from experiments.qval.points import Point, distinct, drawn, label, references, t
 from experiments.qval.scorers import Call, Context, Decision, Entry, answer, available, entry, inputs
 from qlass import UserError
 from qlass.chat import Rendering
-from qlass.cli import at_least, more, must_exist, needed, parse, parser, run_stage
+from qlass.cli import at_least, must_exist, needed, parse, parser, run_stage
 from qlass.driver import Sample, drive
 from qlass.files import progress, read_meta, replacing, same_arguments, sha256, write_jsonl, write_meta
 from qlass.flags import add_sampling, begin_as_cloned
@@ -59,7 +59,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--sft", type=Path, help="the agent (default: RUN/sft, made if missing)")
     add("--out", type=Path, metavar="DIR", help="default: RUN/qval")
     add("--device")
-    more(flags, add_sampling)
+    add_sampling(flags)
     args = parse(flags, argv)
     args.out = args.out or args.run / "qval"
     there = references(args.env)
