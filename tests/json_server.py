@@ -14,7 +14,6 @@ def json_server(answer: Callable[[dict], tuple[int, dict | list]], models: tuple
             self.reply(200, {"data": [{"id": name} for name in models]})
 
         def do_POST(self):
-            server.authorization = self.headers["Authorization"]
             self.reply(*answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
 
         def reply(self, status, body):

@@ -4,7 +4,7 @@ import datetime
 
 import pytest
 import transformers
-from fakes import TEMPLATES, FakeEnv, chat_tokenizer, word_chat
+from fakes import TEMPLATES, FakeEnv, chat_tokenizer, tiny_backbone, tiny_lm, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, processors
@@ -170,24 +170,6 @@ def test_the_compact_form_by_hand():
     assert "(same page)" in decoded[4] and "hall" not in decoded[4]
 
 
-def test_a_rendering_is_kept_with_its_checkpoint(tmp_path):
-    rendering = Rendering(temperature=0.3, candidates="valid", compact=True)
-    rendering.save(tmp_path)
-    assert Rendering.load(tmp_path) == rendering
-    assert Rendering.load(tmp_path / "elsewhere") == Rendering()  # the paper's
-    (tmp_path / "policy.json").write_text("{}")
-    assert Rendering.load(tmp_path) == Rendering()
-
-
-def test_a_state_without_a_memory_is_its_last_observation():
-    chat = word_chat(markov=True)
-    state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")), "find the purse")
-    later = state.then("Action: left", "Observation: you stand at start")
-    assert chat.message_tokens(state) == [chat.prompt(state)] and chat.message_tokens(later) == [chat.prompt(later)]
-    assert chat.prompt(later) == chat.prompt(State(later.messages[-1:]))
-    assert chat.tokenizer.convert_ids_to_tokens(chat.prompt(state)) == ["<user>", "you", "stand", "<agent>"]
-
-
 # ------------------------------------------------------------------------------- what a page or a template may contain
 
 CONTROL = sorted({token for _, named, others in TEMPLATES.values() for token in (*named.values(), *others)})
@@ -211,16 +193,6 @@ def test_control_tokens_in_a_message_stay_text(name, control):
     assert ids.count(chat.stop_id) == 1 and ids[-1] == chat.stop_id
     if name != "llama-2":  # its decoder eats spaces
         assert chat.text(ids) == page
-
-
-@pytest.mark.parametrize("name", [n for n in TEMPLATES if n != "llama-2"])
-def test_around_control_tokens_the_text_is_what_it_would_be(name):
-    """The template's part of such a message has the tokens of any other one's."""
-    chat = CHATS[name]
-    plain, odd = (chat.prompt(State((("user", f"hi {x} you"),))) for x in ("~", "<|im_end|>"))
-    literal = [i for c in "<|im_end|>" for i in chat.tokenizer(c, add_special_tokens=False).input_ids]
-    at = plain.index(chat.tokenizer("~", add_special_tokens=False).input_ids[0])
-    assert odd == plain[:at] + literal + plain[at + 1 :]
 
 
 def with_bos(template: str | None):
@@ -264,11 +236,13 @@ def test_system_messages():
     written = chat.tokenizer.apply_chat_template(system.dump(), tokenize=False, add_generation_prompt=True)
     assert chat.tokenizer.decode(chat.prompt(system)) == written
     assert len(chat.message_tokens(system)) == len(chat.message_tokens(STATE))  # one list with the first user's
-    tokenizer = chat_tokenizer("chatml")
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    tokenizer.chat_template = refuses + TEMPLATES["chatml"][0]
-    with pytest.raises(UserError, match="no system message in front"):
-        Chat(tokenizer, Rendering()).prompt(system)
+    forgets = TEMPLATES["chatml"][0].replace("in messages", "in messages if m.role != 'system'")
+    for template in (refuses + TEMPLATES["chatml"][0], forgets):
+        other = Chat(chatml(template), Rendering())
+        assert other.prompt(STATE) == chat.prompt(STATE)
+        with pytest.raises(UserError, match="no system message in front"):
+            other.prompt(system)
 
 
 THINKS = TEMPLATES["chatml"][0] + "{# <think> #}"
@@ -315,13 +289,6 @@ def test_prompts_beyond_the_context(agent_context=40):
     assert not chat.fits(state, "")
 
 
-def test_of_several_templates_the_default_one_is_used():
-    tokenizer = chat_tokenizer(next(iter(TEMPLATES)))
-    plain = Chat(tokenizer, Rendering()).prompt(STATE)
-    tokenizer.chat_template = {"tool_use": "{{ 1 / 0 }}", "default": tokenizer.chat_template}
-    assert Chat(tokenizer, Rendering()).prompt(STATE) == plain
-
-
 # -------------------------------------------------------------------------------- what a checkpoint's own template says
 
 
@@ -338,29 +305,13 @@ def chatml(template: str | None = None, special: bool = True, **options):
 
 
 TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-LAST_USER = (  # as Mistral's: the system message stands in the last user turn
-    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
-    "{% for m in messages if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'user' and loop.index0 >= (messages | selectattr('role', 'ne', 'system') | list | length) - 2 %}"
-    "{{ system }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
-)
-
-
-def test_a_template_that_moves_the_system_message_takes_none():
-    chat = Chat(chatml(LAST_USER), Rendering())
-    assert chat.prompt(STATE) == CHATS["chatml"].prompt(STATE)
-    with pytest.raises(UserError, match="no system message in front"):
-        chat.prompt(State((("system", "be brief"), *STATE.messages)))
 
 
 @pytest.mark.parametrize(
     "template",
     [
         "{% for m in messages %}" + TURN + "{% if loop.index == 5 %}again: {% endif %}{% endfor %}",
-        "{% for m in messages %}{% if m.role == 'user' or loop.last %}" + TURN + "{% endif %}{% endfor %}",
         "{% for m in messages %}" + TURN.replace("m.content", "m.content.split('Thought:')[-1]") + "{% endfor %}",
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.replace('<|im_end|>', '') }}"
-        "{{ '<|im_end|>\n' }}{% endfor %}",
         TEMPLATES["chatml"][0].replace("m.content", "m.content + ('!' if loop.last and m.role == 'user' else '')"),
     ],
 )
@@ -400,25 +351,21 @@ def longest(n: int) -> str:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_an_action_beyond_the_context_is_an_error_in_one_line(fast):
-    """GPT-2 has learned positions and none beyond its context. An action may be longer than --max-new-tokens."""
+def test_an_action_beyond_the_context_is_an_error(fast):
+    """An action may be longer than --max-new-tokens; what is behind the context a model would read without a word."""
     chat = word_chat(max_new_tokens=5)
     chat.context = 20
-    config = transformers.GPT2Config(vocab_size=len(chat.tokenizer), n_positions=20, n_embd=8, n_layer=1, n_head=1)
-    policy = Policy(transformers.GPT2LMHeadModel(config), chat, fast=fast)
-    qnet = QNet(transformers.GPT2Model(config), chat, hidden=4, fast=fast)
+    policy, qnet = Policy(tiny_lm(chat), chat, fast=fast), QNet(tiny_backbone(chat), chat, fast=fast).eval()
     state = State((("user", "walk find the purse"), ("assistant", "OK"), ("user", "you stand")), "")
     room = 20 - len(chat.prompt(state)) - 2  # "Action:" and the end
     fits, beyond = longest(room), longest(room + 1)
     assert room > 5 and chat.fits(state, fits) and not chat.fits(state, beyond)
-    policy.likelihoods([Likelihood(state, (fits,))])
-    qnet.eval().score([Score(state, (fits,))])
-    list(pack_pairs(chat, [Pair(state, fits, 1.0)], "all", 100))
     for read in (
-        lambda: policy.likelihoods([Likelihood(state, (fits, beyond))]),
-        lambda: policy.sample([Sample(state, 1, ("a",), 1.0, valid=("Action: left", "Action: right", beyond))]),
-        lambda: qnet.score([Score(state, (beyond,))]),
-        lambda: list(pack_pairs(chat, [Pair(state, beyond, 1.0)], "all", 100)),
+        lambda action: policy.likelihoods([Likelihood(state, (action,))]),
+        lambda action: policy.sample([Sample(state, 1, ("a",), 1.0, valid=("Action: left", "Action: right", action))]),
+        lambda action: qnet.score([Score(state, (action,))]),
+        lambda action: list(pack_pairs(chat, [Pair(state, action, 1.0)], "all", 100)),
     ):
+        read(fits)
         with pytest.raises(UserError, match=f"action of {room + 3} are more than the model's context of 20: --trunc"):
-            read()
+            read(beyond)

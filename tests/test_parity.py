@@ -88,24 +88,6 @@ def test_plain_and_packed_policies_agree(name):
     assert trees.logprobs(pairs) == pytest.approx(plain.logprobs(pairs), abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "lfm2", "bloom"])
-def test_the_plain_form_of_models_that_read_no_trees(name):
-    policy = Policy(model_of(name), CHAT, fast=False)
-    state = states()[2]
-    prompt = [t for tokens in CHAT.message_tokens(state) for t in tokens]
-    for action, logp in zip(ACTIONS, policy.logprobs([(state, a) for a in ACTIONS]), strict=True):
-        ids = CHAT.action(action, "")
-        rows = parity.plain(policy.model, prompt + ids).log_softmax(-1)[len(prompt) - 1 : -1]
-        assert logp == pytest.approx(float(rows[range(len(ids)), ids].sum()), abs=1e-4)
-    ((greedy,),) = policy.sample([Sample(state, 1, (), 0.0)])
-    ids = list(prompt)
-    for _ in range(CHAT.rendering.max_new_tokens):
-        ids.append(int(parity.plain(policy.model, ids)[-1].argmax()))
-        if ids[-1] == CHAT.stop_id:
-            break
-    assert greedy.text == CHAT.text(ids[len(prompt) :]) and greedy.tokens == len(ids) - len(prompt)
-
-
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
 def test_training_packed_with_windows_equals_pair_by_pair(name):
     torch.manual_seed(0)

@@ -165,19 +165,7 @@ def test_nobody_there():
         Endpoint("http://127.0.0.1:9/v1")
 
 
-def test_the_key_is_sent(fakes, monkeypatch):
-    fake = fakes()
-    for key, sent in (("", "none"), ("sesame", "sesame")):
-        monkeypatch.setenv("OPENAI_API_KEY", key)
-        served(fake)
-        assert fake.http.authorization == f"Bearer {sent}"
-
-
-def test_what_is_asked_of_no_server(fakes, monkeypatch):
-    policy = served(fakes(), chat=word_chat(max_new_tokens=7))
-    policy.chat.context = 8
-    with pytest.raises(UserError, match="--truncate oldest"):
-        policy.sample([request()])
+def test_what_is_asked_of_no_server():
     with pytest.raises(UserError, match="--candidates free"):
         ServerPolicy("http://a/v1", word_chat(candidates="valid"))
 

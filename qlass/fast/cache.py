@@ -62,10 +62,6 @@ class Row:
     turns: dict[bytes, tuple[bytes, list[int]]] = dataclasses.field(default_factory=dict)  # name: (parent, its tokens)
     read: list[tuple[int, int, list[list[int]]]] = dataclasses.field(default_factory=list)  # (index, last, tails)
 
-    @classmethod
-    def of(cls, prompt: Prompt) -> Row:
-        return cls(prompt.past, prompt.cached)
-
     def add(self, prompt: Prompt, index: int = 0, tails: Sequence[Sequence[int]] = ()) -> None:
         path = self.tree.add(prompt.fresh)
         for turn in prompt.turns[len(self.past) :]:
@@ -134,7 +130,7 @@ class PromptCache:
         rows, later = [], []
         for members in families.values():
             members.sort(key=lambda i: prompts[i].ids)  # depth first
-            row = Row.of(prompts[members[0]])
+            row = Row(prompts[members[0]].past, prompts[members[0]].cached)
             for i in members:
                 if row.read and len(row.tree) + row.tree.growth(prompts[i].fresh) + sum(map(len, tails[i])) > self.ROW:
                     later.append(i)

@@ -25,30 +25,24 @@ class RoomyLayer(DynamicLayer):
     """A layer's keys and values with room behind them, into which new ones are written.
 
     DynamicLayer puts all of them together anew at each step, which takes most of the time of decoding. What replaces
-    `keys` by a copy (batch_select_indices, reorder_cache, reset) leaves it without room: the next step makes new room.
+    `keys` by a copy (batch_select_indices) leaves it without room: the next step makes new room.
     """
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tensors are (B, heads, tokens, head dim); returns all keys and values."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         self.keys = self.append("keys", key_states)
         self.values = self.append("values", value_states)
         return self.keys, self.values
 
     def append(self, name: str, new: torch.Tensor) -> torch.Tensor:
-        old = getattr(self, name)
-        start = old.shape[-2] if old.dim() == new.dim() else 0
-        end = start + new.shape[-2]
-        rooms = self.__dict__.setdefault("rooms", {})
+        old, rooms = getattr(self, name), self.__dict__.setdefault("rooms", {})
+        start, end = old.shape[-2], old.shape[-2] + new.shape[-2]
         room = rooms.get(name)
-        has_room = room is not None and room.data_ptr() == old.data_ptr() and room.shape[:-2] == old.shape[:-2]
-        if not has_room or end > room.shape[-2]:
+        if room is None or room.data_ptr() != old.data_ptr() or end > room.shape[-2]:
             room = rooms[name] = new.new_empty((*new.shape[:-2], end + max(64, end // 4), new.shape[-1]))
-            if start:
-                room[..., :start, :] = old
+            room[..., :start, :] = old
         room[..., start:end, :] = new
         return room[..., :end, :]
 
@@ -194,7 +188,7 @@ class FastPolicy:
 
     def prefill(self, prompts: list[Prompt]) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """Read prompts: their cache, which of its columns hold a token (B, T), the logits of the last one (B, V)."""
-        rows = [Row.of(prompt) for prompt in prompts]
+        rows = [Row(prompt.past, prompt.cached) for prompt in prompts]
         for row, prompt in zip(rows, prompts, strict=True):
             row.add(prompt)
         cache = self.cache.batch(rows)

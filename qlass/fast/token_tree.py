@@ -57,14 +57,6 @@ class TokenTree:
         tree.ids, tree.parent, tree.depth = (np.array(x, np.int32) for x in (self.ids, self.parent, self.depth))
         return tree
 
-    def above(self, token: int) -> list[int]:
-        """The token and its ancestors, upwards."""
-        path = []
-        while token >= 0:
-            path.append(token)
-            token = int(self.parent[token])
-        return path
-
     def attention(self) -> np.ndarray:
         """(L, L) bool: a token sees itself and its ancestors, as it would in its own sequence."""
         sees = np.eye(len(self), dtype=bool)
