@@ -11,12 +11,11 @@ import logging
 import os
 import random
 import re
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envs
@@ -162,7 +161,6 @@ def test_a_hot_apple():
         "Your task is to: put a hot apple in countertop."
     )
     dialogue = [
-        ("look", "You are in the middle of a room. Looking quickly around you, you see nothing."),
         ("take apple 2 from fridge 1", "Nothing happens."),
         ("go to fridge 1", "You arrive at fridge 1. The fridge 1 is closed."),
         ("open fridge 1", "You open the fridge 1. The fridge 1 is open. In it, you see a apple 2."),
@@ -250,13 +248,10 @@ def test_generated_games(made):
     assert all(some == {task.folder for task in make_alfworld.TASKS} for some in kinds.values())
 
 
-def test_splits_share_no_game(env):
+def test_splits_share_no_game_and_games_depend_on_the_seed_alone(env):
     splits = [env.task_ids(split) for split in ("train", "val", "test")]
     problems = [json.loads(env.games.path(task).read_text())["pddl_problem"] for split in splits for task in split]
     assert all(splits) and len(set(problems)) == len(problems)
-
-
-def test_generated_games_depend_on_the_seed_alone(tmp_path):
     one, same, other = (list(make_alfworld.games(seed, 20)) for seed in (0, 0, 1))
     assert one == same and [content for _, content in one] != [content for _, content in other]
 
@@ -366,7 +361,7 @@ def rearranged(game, seen, rng):
     other, contents = copy.copy(game), {**game.start.contents, **dict(zip(rest, things, strict=True))}
     lies = [(o, game.location[r]) for r, objects in contents.items() for o in objects]
     other.begin(game.start.location, contents, lies, game.start.opened, game.start.marks)
-    return other, contents != game.start.contents
+    return other
 
 
 @settings(max_examples=40)
@@ -381,7 +376,7 @@ def test_the_expert_acts_on_what_it_was_shown(env, data):
         shown.append(((thought, action), env.step(action)[0], env.candidates()))
     then = env.memory.decide()
     names = {name: r for r, name in env.game.names.items()}
-    other, differs = rearranged(env.game, [names[r] for r in env.memory.seen], rng)
+    other = rearranged(env.game, [names[r] for r in env.memory.seen], rng)
     replay = env.fork()
     replay.game = replay.player = other
     replay.reset(options={"task_id": task_id})
@@ -390,26 +385,19 @@ def test_the_expert_acts_on_what_it_was_shown(env, data):
         again.append(((thought, action), replay.step(action)[0], replay.candidates()))
     assert again == shown
     assert replay.memory.decide() == then
-    event("hidden things differ" if differs else "nothing was hidden any more")
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
 def test_broken_games_are_reported_and_skipped(made, tmp_path, caplog):
     content = next(made.rglob("game.tw-pddl")).read_text()
     unsolvable = content.replace('"solvable": true', '"solvable": false')
-    folder = tmp_path / "json_2.1.1" / "train" / "pick_and_place_simple-Mug-None-Shelf-1"
-    texts = {"good": content, "empty": "", "other": '{"a": 1}', "cut": content[:900], "unsolvable": unsolvable}
-    texts["goalless"] = content.replace("(:goal", "(:goa")
+    texts = {"good": content, "cut": content[:900], "unsolvable": unsolvable}
     for trial, text in texts.items():
-        (folder / trial).mkdir(parents=True)
-        (folder / trial / "game.tw-pddl").write_text(text)
+        (tmp_path / "json_2.1.1/train/a" / trial).mkdir(parents=True)
+        (tmp_path / "json_2.1.1/train/a" / trial / "game.tw-pddl").write_text(text)
     with caplog.at_level(logging.WARNING):
-        env = envs.make("alfworld", data=tmp_path)
-        assert env.task_ids("all") == [f"train/{folder.name}/good"]
-    (message,) = caplog.messages
-    assert message.startswith("skipped 5 of 6 games")
-    with pytest.raises(UserError, match="goalless"):
-        env.reset(options={"task_id": f"train/{folder.name}/goalless"})
+        assert envs.make("alfworld", data=tmp_path).task_ids("all") == ["train/a/good"]
+    assert caplog.messages[0].startswith("skipped 2 of 3 games")
 
 
 def test_published_demonstrations_name_their_games(env):
@@ -427,15 +415,8 @@ def test_messages_of_the_other_grammar_are_put_into_the_games_own(env):
     assert env.in_own_words("put {obj} in/on {recep}") == "move {obj} to {recep}"
 
 
-def test_mistakes(made, tmp_path, monkeypatch):
-    env = envs.make("alfworld", data=made, engine="textworld")
-    monkeypatch.setitem(sys.modules, "textworld", None)
-    for act, message in (
-        (lambda: envs.make("alfworld", data=tmp_path), "holds no games"),
-        (lambda: envs.make("alfworld", data=made, engine="c"), "unknown engine 'c'"),
-        (lambda: env.task_ids("valid_train"), "no playable games for the split"),
-        (lambda: env.reset(options={"task_id": "train/none"}), "unknown task 'train/none'"),
-        (lambda: env.reset(options={"task_id": env.task_ids("test")[0]}), "pip install -r requirements-alfworld"),
-    ):
-        with pytest.raises(UserError, match=message):
-            act()
+def test_mistakes(env, tmp_path):
+    with pytest.raises(UserError, match="holds no games"):
+        envs.make("alfworld", data=tmp_path)
+    with pytest.raises(UserError, match="unknown task 'train/none'"):
+        env.reset(options={"task_id": "train/none"})

@@ -1,9 +1,5 @@
 import json
 import random
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +11,6 @@ from environments.sciworld import simulator as sciworld
 from environments.sciworld import tasks
 from environments.sciworld.expert import inventory_after
 
-HERE = Path(__file__).parents[1]
 BOIL = "Your task is to boil water. For compounds without a boiling point, combusting the substance is also acceptable."
 
 
@@ -34,9 +29,7 @@ def play(env, task_id, actions):
 def test_splits_are_the_packages_and_disjoint():
     env = envs.make("sciworld", balanced=False, simulators=1)
     ids = {split: env.split_ids(split) for split in ("train", "val", "test_seen", "test_unseen", "all")}
-    assert len({task.split("/", 1)[1] for task in ids["all"]}) == sum(
-        len(ids[split]) for split in ids if split != "all"
-    )
+    assert len({task.split("/", 1)[1] for task in ids["all"]}) == sum(map(len, ids.values())) - len(ids["all"])
     assert len({task.split("/")[1] for task in tasks.task_ids("eto")["all"]}) == 24
     assert {task.split("/")[1] for task in tasks.task_ids("task-1-boil,melt")["all"]} == {"boil", "melt"}
     simulator = sciworld.simulators().nearest(sciworld.Task("boil", 0), ())
@@ -74,19 +67,11 @@ def test_published_splits(tmp_path):
         env.task_ids("test")
 
 
-@pytest.mark.parametrize(
-    ("options", "split", "task", "message"),
-    [
-        ({"tasks": "boil,fry"}, "test", None, "unknown task 'fry': choose of boil, "),
-        ({"simplifications": "esay"}, None, "train/boil/0", "Unknown simplification label: esay"),
-        ({}, None, "train/boil/30", "boil has variations 0 to 29, not 30"),
-        ({}, None, "train/boil/21", "boil 21 is in test_unseen, not in train"),
-    ],
-)
-def test_mistakes(env, options, split, task, message):
-    with pytest.raises(envs.UserError, match=message):
-        wrong = envs.make("sciworld", **{"simulators": 1} | options)
-        wrong.task_ids(split) if split else wrong.reset(options={"task_id": task})
+def test_mistakes(env):
+    with pytest.raises(envs.UserError, match="unknown task 'fry': choose of boil, "):
+        envs.make("sciworld", tasks="boil,fry", simulators=1).task_ids("test")
+    with pytest.raises(envs.UserError, match="boil 21 is in test_unseen, not in train"):
+        env.reset(options={"task_id": "train/boil/21"})
 
 
 # ------------------------------------------------------------------------------------------------------------ episodes
@@ -189,31 +174,6 @@ def test_candidates_are_few_valid_and_begin_with_what_the_task_names(env):
     assert named <= set(actions)
     assert not any("sewer" in action or "focus on air" in action for action in actions)
     assert dict(map(reversed, candidates))["pick up thermometer"] == "I can use the thermometer."
-
-
-# ------------------------------------------------------------------------------------------------------ Java, processes
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
-@pytest.mark.parametrize("ending", ["pass", "time.sleep(60)"])
-def test_no_java_process_is_left_however_python_ends(ending):
-    script = "import time\nfrom environments.sciworld import simulator as sciworld\n"
-    script += "sciworld.simulators().description(sciworld.Task('boil', 0))\n"
-    script += "print(*[s.process.pid for s in sciworld.simulators().running], flush=True)\n"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, "-c", script + ending], cwd=HERE, **pipes) as process:
-        java = int(process.stdout.readline())
-        if ending != "pass":
-            process.kill()
-    until = time.time() + 10
-    while alive(java) and time.time() < until:
-        time.sleep(0.05)
-    assert not alive(java)
 
 
 def test_candidates_know_of_what_is_held_by_what_was_read_alone():

@@ -164,9 +164,7 @@ def test_cleaning(shop):
     assert (lamp.price_tag, lamp.prices, jumper.options) == ("$100.0", (100.0,), {})
 
 
-@pytest.mark.parametrize(
-    "action", ["", "buy now", "click[]", "Click[next >]", "click [next >]", "click[wine]", "search[a[b]]", "click\n[a]"]
-)
+@pytest.mark.parametrize("action", ["", "buy now", "Click[next >]", "click[wine]", "search[a[b]]"])
 def test_what_is_not_valid_changes_nothing_but_counts_a_step(shop, action):
     env = shop()
     page = play(env, "search[shirt]")
@@ -184,11 +182,7 @@ LAMP_SHOWN = ["search[lamp] for the desk", "click[C000000003] "]  # text behind 
         ([*CHOSEN, "click[small]"], "item", {"size": "x-large", "color": "small"}),  # of two with this value the later
         ([*CHOSEN, "click[< prev]", "click[b000000001]"], "item", {}),
         ([*LAMP_SHOWN, "click[a [b]]"], "item", {}),  # a value with brackets is out of reach
-        (
-            [*LAMP_SHOWN, "click[description]"],
-            "description",
-            {},
-        ),  # and one with a button's name
+        ([*LAMP_SHOWN, "click[description]"], "description", {}),  # and one with a button's name
     ],
 )
 def test_options_are_kept_on_sub_pages_replaced_by_name_and_dropped_on_the_way_back(shop, actions, page, options):
@@ -264,12 +258,8 @@ def test_the_last_allowed_step_may_buy_and_running_out_gives_nothing(shop):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"products": [SHIRT, {"name": "x"}]}, r"items_shuffle.json: product number 1 .*'asin'"),
         ({"goals": [GOAL, GOAL | {"asin": "Z"}]}, "product Z of goal 1 is not in this catalogue"),
         ({"goals": [{}]}, "goal 0 lacks asin, name, query"),
-        ({"goals": []}, "no goals"),
-        ({"goals": [GOAL | {"price_upper": "30"}]}, "goal 0: .*price_upper.* not in WebShop's schema"),
-        ({"page_size": -1}, "page_size=-1: results on a page"),
         ({"data": "nothing/here"}, "nothing/here: found none of items_shuffle_1000.json"),
         ({"split_file": {"far": "far_indices.json"}}, r"far_indices.json: index 1, but there are only 1 goals"),
     ],
@@ -286,36 +276,6 @@ def test_candidates_of_the_start_page_come_from_the_instruction_alone():
     assert webshop_data.queries(WISH) == ["find me a " + options, options, "breathable cotton shirt"]
     tea = "i need an odd long lasting green tea, and price lower than 9.00 dollars"
     assert webshop_data.queries(tea) == ["i need an odd long lasting green tea", "odd long lasting green tea"]
-
-
-@pytest.fixture(scope="module")
-def endless():
-    return envs.make("webshop", max_steps=None)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["search[%s]", "click[%s]", "%s", "[%s"]), st.text()), max_size=6))
-def test_any_text_is_an_action(endless, actions):
-    env = endless
-    env.reset(options={"task_id": "0"})
-    for form, argument in actions:
-        observation, reward, done, _, _ = env.step(form % argument)
-        assert isinstance(observation, str) and (reward, done) == (0.0, False)
-
-
-def test_valid_actions_act(endless):
-    env, rng = endless, random.Random(0)
-    for task in rng.sample(env.task_ids("all"), 5):
-        _, info = env.reset(options={"task_id": task})
-        while info["valid_actions"] and env.steps < 6:
-            here = env.snapshot()
-            chosen = [f"click[{value}]" for _, value in env.session.options]
-            for action in info["valid_actions"]:
-                env.restore(here)
-                env.step(action)
-                assert env.session != here[1] or action in chosen
-            env.restore(here)
-            *_, info = env.step(rng.choice(info["valid_actions"]))
 
 
 # ------------------------------------------------------------------------------------------------------------ search
