@@ -81,16 +81,13 @@ def first_messages(env: envs.TextEnv, states: list[State]) -> dict[str, str]:
 
     What differs from one to the other tells the task, as the environment does at inference.
     """
-    beginnings = []
-    for state in states:
-        messages = [text for _, text in opening(state)[:-1]]
-        if agreed(state.messages):
-            beginnings.append(messages if len(messages) == 3 else ["", *messages])
     own = {"system": env.system, "instruction": env.instruction, "agreement": env.agreement}
-    columns = dict(zip(own, zip(*beginnings, strict=True), strict=False))
-    if len(set(columns.get("system", ()))) > 1:
+    messages = [[text for _, text in opening(state)[:-1]] for state in states if agreed(state.messages)]
+    columns = zip(*(texts if len(texts) == 3 else ["", *texts] for texts in messages), strict=True)
+    shared = {name: texts[0] for name, texts in zip(own, columns, strict=False) if len(set(texts)) == 1}
+    if messages and "system" not in shared:
         print("warning: system messages differ, so that at inference the agent gets none", file=sys.stderr)
-    return {name: words[0] for name, words in columns.items() if set(words) == {words[0]} != {own[name]}}
+    return {name: text for name, text in shared.items() if text != own[name]}
 
 
 def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
@@ -111,7 +108,7 @@ def tokens_and_mask(chat: Chat, state: State, limit: int) -> Example:
     runs = chat.message_tokens(state)
     messages = state.messages[len(state.messages) - len(runs) :]
     tokens = [(t, role == "assistant") for (role, _), run in zip(messages, runs, strict=True) for t in run]
-    return tokens[: chat.context][:limit]
+    return tokens[:limit]
 
 
 def examples_of(chat: Chat, states: list[State], limit: int, answered: bool = False) -> Iterator[Example]:
@@ -234,13 +231,9 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env, tiny = envs.from_arguments(args), args.model == "tiny"
     args.n_expert = args.n_expert or (env.demonstrations if tiny else None)
-    if args.model.startswith((".", "/")) or args.model.endswith(".gguf"):  # no hub name
-        cli.must_exist(Path(args.model))
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
     with loop.processes(args.out, args.device) as process:
-        where, dtype = models.device_and_dtype(args.device, args.precision)
-        named = args.expert is not None  # else its first messages are the environment's own
-        if not named:
+        if args.expert is None:
             args.expert = args.run / "expert.jsonl"
             if process.is_main_process:
                 world = {name: getattr(args, name) for name in ("env", "run", "overwrite", *args.env_flags)}
@@ -250,19 +243,16 @@ def main(argv: list[str] | None = None) -> None:
 
         torch.manual_seed(args.seed)
         if tiny:
-            model, chat = tiny_agent(env, states, where)
+            model, chat = tiny_agent(env, states, models.device_and_dtype(args.device)[0])
         else:
             kind = transformers.AutoModelForCausalLM
             how = {"train": not args.lora, "plain": True, "precision": args.precision}
             model, chat = models.load_checkpoint(args.model, kind, args.device, args.load_in, **how)
         adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
-        beginning = first_messages(env, states) if named else {}
-        chat.rendering = dataclasses.replace(chat.rendering, **beginning)
+        chat.rendering = dataclasses.replace(chat.rendering, **first_messages(env, states))
         limit = min(args.max_tokens, chat.context or args.max_tokens)
-        answered = args.observation_loss > 0
-        examples, validation = (list(examples_of(chat, part, limit, answered)) for part in hold_out(states))
-        if not examples:
-            raise UserError(f"{args.expert}: no trajectory holds an action within {limit} tokens (--max-tokens)")
+        parts = hold_out(states)
+        examples, validation = (list(examples_of(chat, part, limit, args.observation_loss > 0)) for part in parts)
         if cut := sum(len(example) == limit for example in examples):
             process.print(f"{cut} of {len(examples)} demonstrations are cut after {limit} tokens (--max-tokens)")
         settle(args, settings_of(len(examples), args.batch) if tiny else PAPER | ({"lr": LORA_LR} if args.lora else {}))
@@ -272,7 +262,7 @@ def main(argv: list[str] | None = None) -> None:
         fit = Training(model, vars(args), [1] * len(examples))
         train(fit, examples, validation, args.micro_tokens, args.observation_loss)
         if process.is_main_process:
-            models.save_checkpoint(model, chat, args.out, adapter, dtype)
+            models.save_checkpoint(model, chat, args.out, adapter, fit.dtype)
             figures = fit.figures() | {"trajectories": len(states)}
             files.write_meta(args.out, vars(args), [args.expert], **figures)
             print(f"{args.out}: {len(states)} trajectories, loss {figures['loss']:.3f}")

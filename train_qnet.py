@@ -26,19 +26,10 @@ import torch
 import transformers
 
 import envs
-from qlass import UserError, cli, files, loop, models
+from qlass import cli, files, flags, loop, models
 from qlass.checks import policy_scores, print_ranking, sibling_accuracy
 from qlass.cli import at_least, settle
 from qlass.driver import Score
-from qlass.flags import (
-    LORA_LR,
-    PROMPTED,
-    add_prompted,
-    add_training,
-    check_training,
-    rendering_of,
-    warn_of_another_world,
-)
 from qlass.loop import Training, micro_batches
 from qlass.policy import Policy
 from qlass.qnet import Pair, QNet, pair_loss, pairs_of
@@ -126,13 +117,13 @@ def beside_policy(qnet: QNet, policy: Policy, trees: list[Tree]) -> dict:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
-    envs.add_arguments(flags, argv)
-    add, default = flags.add_argument, cli.choices(PAPER, TINY)
+    parser = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
+    envs.add_arguments(parser, argv)
+    add, default = parser.add_argument, cli.choices(PAPER, TINY)
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
-    add_training(flags, PAPER, TINY, "(s, a) pairs")
+    flags.add_training(parser, PAPER, TINY, "(s, a) pairs")
     tokens = ["all", "action", "last"]
     add("--loss-on", choices=tokens, help=f"tokens of (s, a) that carry the loss ({default('loss_on')}; Eq. 11: all)")
     add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
@@ -140,36 +131,32 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
     add("--max-tokens", type=at_least(1), help=f"of a packed tree ({default('max_tokens')})")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
-    add_prompted(flags)  # as the trees were grown
+    flags.add_prompted(parser)  # as the trees were grown
     add("--device")
-    args = cli.parse(flags, argv)
-    if args.lora and args.freeze:
-        raise UserError("--lora and --freeze: give one of them")
-    check_training(args)
+    args = cli.parse(parser, argv)
+    flags.check_training(args)
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    cli.must_exist(args.labels, args.sft)
+    args.sft = cli.needed(args.sft, args.run / "sft", "sft", args)
     args.labels = cli.needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
-    args.out = files.checkpoint_folder(args.out or args.run / "qnet", args.sft or args.run / "sft")
+    args.out = files.checkpoint_folder(args.out or args.run / "qnet", args.sft)
+    flags.warn_of_another_world(args.sft, args)
+    rendering = flags.rendering_of(args.sft, args, flags.PROMPTED)
     with loop.processes(args.out, args.device) as process:
         trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
-        args.sft = cli.needed(args.sft, args.run / "sft", "sft", args)
-        warn_of_another_world(args.sft, args)
-
-        rendering = rendering_of(args.sft, args, PROMPTED)
         all_weights = not (args.lora or args.freeze)
         how = {"train": all_weights, "plain": args.plain, "rendering": rendering, "precision": args.precision}
         torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or is new
         backbone, chat = models.load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, **how)
         qnet = QNet(backbone, chat, readout=args.readout, fast=not args.plain)
+        adapter = models.save_memory(backbone, args.lora, args.lora_alpha, args.gradient_checkpointing)
         if args.freeze:
             backbone.requires_grad_(False)
-        adapter = models.save_memory(backbone, args.lora, args.lora_alpha, args.gradient_checkpointing)
         small = sum(p.numel() for p in backbone.parameters()) < SMALL
-        settle(args, (TINY if small else PAPER) | ({"lr": LORA_LR} if args.lora else {}))
+        settle(args, (TINY if small else PAPER) | ({"lr": flags.LORA_LR} if args.lora else {}))
         if not loop.begin(vars(args), [args.labels, args.sft]):
             return
         readable = [[pair for pair in tree if chat.fits(pair.state, pair.action)] for tree in trees]
@@ -178,16 +165,13 @@ def main(argv: list[str] | None = None) -> None:
             process.print(f"{left_out} pairs are left out: they are beyond the model's context{cut}")
         training, held_out = hold_out(readable)
         packs = packed(qnet, training, args.loss_on, args.max_tokens, not args.plain)
-        if not packs:
-            raise UserError(f"{args.labels}: no pair of (s, a) to train on")
         fit = Training(qnet, vars(args), [len(pack.pairs) for pack in packs])
         train(fit, packs, held_out, args.loss_on, args.micro_tokens, not args.plain)
         if not process.is_main_process:
             return
 
-        _, dtype = models.device_and_dtype(args.device, args.precision)
         with files.draft_of(args.out) as folder:
-            qnet.backbone = models.ordinary(qnet.backbone, folder, adapter, dtype)
+            qnet.backbone = models.ordinary(qnet.backbone, folder, adapter, fit.dtype)
             qnet.save_pretrained(folder)
         policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, rendering, args.precision)
         figures = fit.figures() | {"trees": len(trees), "pairs_left_out": left_out}

@@ -137,8 +137,8 @@ class Training:
         epochs, batch, seed, out = (settings[name] for name in ("epochs", "batch", "seed", "out"))
         self.plan = [updates_of(sizes, batch, seed, epoch) for epoch in range(epochs)]
         self.starts = [0, *itertools.accumulate(map(len, self.plan))]  # updates before each epoch
-        _, dtype = models.device_and_dtype(settings["device"], settings["precision"])
-        mixed = "bf16" if dtype == torch.bfloat16 else "no"
+        _, self.dtype = models.device_and_dtype(settings["device"], settings["precision"])  # of the checkpoint
+        mixed = "bf16" if self.dtype == torch.bfloat16 else "no"
         self.accelerator = accelerate.Accelerator(mixed_precision=mixed, device_placement=False)
         self.accelerator.print(models.memory_of(model, settings["optim"]))
         first = self.accelerator.is_main_process

@@ -144,7 +144,6 @@ def test_positions_are_not_rounded_with_the_weights():
     [
         (sft, ["--lora", "8"], "tiny model is trained from scratch"),
         (train_qnet, ["--lora-alpha", "8"], "beside --lora RANK"),
-        (train_qnet, ["--lora", "8", "--freeze"], "one of them"),
         (train_qnet, ["--load-in", "8bit"], "beside --lora RANK"),
     ],
 )

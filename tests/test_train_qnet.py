@@ -302,13 +302,6 @@ def train(tmp_path, agent):
     return command
 
 
-def test_trees_without_a_pair_to_train_on_are_refused(train, tmp_path):
-    root = labelled_tree("train1")[0] | {"nodes": 1}
-    (tmp_path / "labels.jsonl").write_text(dump([*labelled_tree("train0"), root]))  # the first tree is held out
-    with pytest.raises(UserError, match="no pair"):
-        train()
-
-
 def test_the_command_trains_backbone_and_head(train, tmp_path, agent):
     net = train()
     start = Policy.load(agent).model.model
