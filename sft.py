@@ -231,6 +231,8 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env, tiny = envs.from_arguments(args), args.model == "tiny"
     args.n_expert = args.n_expert or (env.demonstrations if tiny else None)
+    if args.model.startswith((".", "/")) or args.model.endswith(".gguf"):  # no hub name
+        cli.must_exist(Path(args.model))
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
     with loop.processes(args.out, args.device) as process:
         if args.expert is None:

@@ -54,8 +54,8 @@ def load_checkpoint(
         raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
     where, dtype = device_and_dtype(device, precision)
     options = {"dtype": torch.float32 if train else dtype, **quantised(load_in, where)}
-    model = load_weights(path, kind, options)
     chat = load_chat(path, rendering or Rendering.load(path))
+    model = load_weights(path, kind, options)
     vocabulary = model.get_input_embeddings().num_embeddings
     if len(chat.tokenizer) > vocabulary + MORE_TOKENS:
         sizes = f"its tokenizer has {len(chat.tokenizer):,} tokens, its model {vocabulary:,}"
@@ -106,7 +106,7 @@ def load_chat(path: str | Path, rendering: Rendering) -> Chat:
 def load_tokenizer(path: str | Path) -> Any:
     names = ("tokenizer*", "*.model", "vocab*")
     if Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in names):
-        raise UserError(f"{path}: no tokenizer in the folder: copy the files of its base model's there")
+        raise UserError(f"{path}: no tokenizer: name a checkpoint, or copy its base model's tokenizer there")
     folder, file = source(path)
     return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **file)
 

@@ -203,5 +203,5 @@ def test_a_gguf_file_is_a_model_like_any_other(tmp_path, fake_world):
 
 def test_a_folder_without_a_tokenizer_says_what_to_copy(tmp_path, agent):
     shutil.copytree(agent, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    with pytest.raises(UserError, match="no tokenizer in the folder: copy"):
+    with pytest.raises(UserError, match="no tokenizer: name a checkpoint, or copy"):
         Policy.load(tmp_path / "bare")
