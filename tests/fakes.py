@@ -171,15 +171,6 @@ LLAMA_3 = (
     " + '<|eot_id|>' %}{{ bos_token + turn if loop.first else turn }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-PHI_3 = (  # the token that ends a turn is none of the tokenizer's named special tokens
-    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
-    "{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
 MISTRAL = (  # whose [INST] is one token
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}"
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
@@ -192,12 +183,6 @@ TEMPLATES: dict[str, tuple[str | None, dict[str, str], list[str]]] = {  # templa
         LLAMA_3,
         {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
         ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-    ),
-    "phi-3": (PHI_3, {"eos_token": "<|endoftext|>"}, ["<|user|>", "<|assistant|>", "<|end|>"]),
-    "gemma": (
-        GEMMA,
-        {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"},
-        ["<start_of_turn>", "<end_of_turn>"],
     ),
     "mistral": (MISTRAL, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, ["[INST]", "[/INST]"]),
     "none": (None, {"eos_token": "<|endoftext|>"}, []),

@@ -12,7 +12,6 @@ import importlib
 import math
 import multiprocessing
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -26,7 +25,6 @@ def run(stage: str, folder: Path, argv: list[str], env: dict[str, str]) -> None:
     from qlass.cli import run_stage
 
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
     os.chdir(folder)
     os.environ |= env
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

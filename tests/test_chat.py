@@ -113,7 +113,7 @@ def test_a_state_reads_as_the_models_own_template_writes_it(name):
 
 
 ENDS = {"llama-2": "</s>", "chatml": "<|im_end|>", "chatml-system": "<|im_end|>", "llama-3": "<|eot_id|>",
-        "phi-3": "<|end|>", "gemma": "<end_of_turn>", "mistral": "</s>", "none": "<|endoftext|>"}  # fmt: skip
+        "mistral": "</s>", "none": "<|endoftext|>"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
