@@ -34,7 +34,7 @@ def leaks(
         try:
             subjects = {env.subject(task) for task in learned_tasks(env, checkpoint, arguments)}
             n = sum(env.subject(task) in subjects for task in tasks)
-        except UserError as reason:
+        except (UserError, OSError) as reason:
             print(f"warning: whether tasks played are also in the {source} is not known: {reason}", file=sys.stderr)
         if n:
             print(f"warning: {n} of {len(tasks)} tasks played are also in the {source}", file=sys.stderr)

