@@ -107,16 +107,6 @@ def test_any_pairs_pack_into_the_same_loss(some, loss_on, max_tokens):
     assert all(p.tokens <= max_tokens or len(p.pairs) == 1 for p in packs)
 
 
-def test_a_pack_is_as_full_as_its_shared_beginnings_allow():
-    chat = word_chat()
-    whole = len(next(pack_pairs(chat, TREE, "all", 10_000)).tree)
-    assert len(list(pack_pairs(chat, TREE, "all", whole))) == 1
-    assert len(list(pack_pairs(chat, TREE, "all", whole - 1))) == 2
-    longest = Pair(State((("user", "walk " * 50),)), "Action: left", 1.0)
-    (alone,) = pack_pairs(chat, [longest], "all", 10)  # nothing is cut: search reads the state whole too
-    assert len(alone.tree) == len(chat.prompt(longest.state)) + 3
-
-
 # ----------------------------------------------------------------------------------------------------- the network
 
 
@@ -331,22 +321,6 @@ def test_pairs_beyond_the_context_are_left_out_or_cut(train, tmp_path, monkeypat
     train("--truncate", "oldest", out="cut")
     meta = json.loads((tmp_path / "cut.meta.json").read_text())
     assert meta["pairs_left_out"] == 0 and "policy_sibling_accuracy" in meta["held_out"]
-
-
-def test_a_qnet_is_saved_before_it_is_measured(train, tmp_path, monkeypatch):
-    def fails(*_):
-        raise MemoryError
-
-    monkeypatch.setattr(train_qnet, "policy_scores", fails)
-    with pytest.raises(MemoryError):
-        train()
-    QNet.from_pretrained(tmp_path / "qnet")
-    before = (tmp_path / "qnet" / "model.safetensors").read_bytes()
-    monkeypatch.undo()
-    train()  # the same command measures it
-    meta = json.loads((tmp_path / "qnet.meta.json").read_text())
-    assert meta["curve"][0]["epoch"] == 1 and "held_out" in meta and not (tmp_path / "qnet.partial").exists()
-    assert (tmp_path / "qnet" / "model.safetensors").read_bytes() == before
 
 
 def test_what_is_measured_is_what_was_saved(train, tmp_path, capsys):

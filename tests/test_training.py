@@ -5,8 +5,6 @@ import json
 import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -224,9 +222,10 @@ def launch(module, argv: list[str], count: int, code: int = 0, fsdp: bool = Fals
     [("sft", [], False), ("train_qnet", [], False), ("train_qnet", ["--lora", "2"], True)],
 )
 def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_path, monkeypatch, stage, flags, fsdp):
+    """Also where they are stopped and started again."""
     module, (argv, written) = importlib.import_module(stage), small_run
     module.main([*argv(stage, "by-1"), *flags])
-    backward = Training.backward
+    backward, step = Training.backward, Training.step
 
     def counted(run: Training, loss: torch.Tensor) -> None:
         assert isinstance(run.model, FSDPModule) == fsdp
@@ -234,7 +233,15 @@ def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_pat
             file.write("x" * (run.weight > 0))
         backward(run, loss)
 
+    def stopping(run: Training, tokens: int) -> None:
+        step(run, tokens)
+        if len(run.losses) == 3:
+            raise SystemExit(7)
+
     monkeypatch.setattr(Training, "backward", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "step", stopping)
+        launch(module, [*argv(stage, "by-2"), *flags], 2, code=7, fsdp=fsdp)
     launch(module, [*argv(stage, "by-2"), *flags], 2, fsdp=fsdp)
     shares = [len((tmp_path / f"process-{rank}").read_text()) for rank in range(2)]
     assert 0 < shares[1] <= shares[0] < 2 * sum(shares) / 3
@@ -245,41 +252,8 @@ def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_pat
         torch.testing.assert_close(others[name], w, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_two_processes_resume_what_two_began(small_run, monkeypatch, fsdp):
-    sft, step, (argv, written) = importlib.import_module("sft"), Training.step, small_run
-
-    def stopping(run: Training, tokens: int) -> None:
-        if len(run.losses) == 2:
-            raise SystemExit(7)
-        step(run, tokens)
-
-    launch(sft, argv("sft", "one"), 2, fsdp=fsdp)
-    with monkeypatch.context() as patch:
-        patch.setattr(Training, "step", stopping)
-        launch(sft, argv("sft", "parts"), 2, code=7, fsdp=fsdp)
-    launch(sft, argv("sft", "parts"), 2, fsdp=fsdp)
-    assert same(written("one")[1].values(), written("parts")[1].values())
-
-
-def test_torchrun_starts_the_processes(tmp_path):
-    """By its own command, with the -- that keeps it from reading --run as its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--", str(ROOT / "sft.py")]
-    command += ["--env", "frozenlake", "--run", str(tmp_path), "--n-expert", "2", "--epochs", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 trajectories, loss") == 1 and (tmp_path / "sft" / "model.safetensors").exists()
-
-
 def test_processes_that_do_not_see_one_another_are_refused(tmp_path, monkeypatch):
     accelerate.PartialState(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="start them by torchrun"), loop.processes(tmp_path / "out", None):
-        pass
-
-
-def test_fsdp_of_version_1_is_refused(tmp_path, monkeypatch):
-    """Validation calls a part of QNet, whose weights are gathered by version 2 alone."""
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UserError, match="--fsdp_version 2"), loop.processes(tmp_path / "out", None):
         pass
