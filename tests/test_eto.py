@@ -37,16 +37,13 @@ def test_decisions_are_what_the_agent_wrote_each_in_its_state():
     assert [parse_action(action) for action in eto.written(last.messages)] == ["left", "right", "left"]  # without "OK"
     written, chosen = decisions("left", "right", "left"), decisions("left", "right", "left", candidates="valid")
     turns = [i for i, (role, _) in enumerate(last.messages) if role == "assistant"][1:]
-    assert [(d.state, d.action) for d in written] == [
-        (State(last.messages[:i], "find the purse"), last.messages[i][1]) for i in turns
-    ]
-    assert [(d.state, d.action) for d in chosen] == [(d.state, d.action) for d in written]
+    expected = [(State(last.messages[:i], "find the purse"), last.messages[i][1]) for i in turns]
+    assert [(d.state, d.action) for d in written] == [(d.state, d.action) for d in chosen] == expected
     assert not any(d.valid for d in written)
     offered = {"Action: left", "Action: right"}
     assert [set(d.valid) for d in chosen] == [offered | {d.action} for d in chosen]  # "hm" is no thought of FakeEnv's
     (pack,) = pack_preferences(word_chat(), [Preference(chosen, chosen[:1])], 2048)
-    assert len(pack.choices.options) == 9
-    assert pack.trajectories == [[0, 1, 2], [0]]
+    assert len(pack.choices.options) == 9 and pack.trajectories == [[0, 1, 2], [0]]
 
 
 def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():

@@ -137,14 +137,7 @@ def test_the_environment_begins_as_the_agent_was_cloned(train, tmp_path, monkeyp
     assert {request.state.messages[0] for request in requests} == {("user", "find the purse this way")}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--rounds", "0", "-M", "1"], "one trajectory"),
-        (["--rounds", "0", "-M", "4", "--advantage", "intra"], "one trajectory"),
-        (["--lora-alpha", "2"], "beside --lora"),
-    ],
-)
-def test_mistakes(train, flags, message):
-    with pytest.raises(UserError, match=message):
-        train(tree_grpo, "run", 100, *flags)
+def test_a_group_of_one_is_refused(train):
+    for flags in (["-M", "1"], ["-M", "4", "--advantage", "intra"]):
+        with pytest.raises(UserError, match="one trajectory"):
+            train(tree_grpo, "run", 100, "--rounds", "0", *flags)

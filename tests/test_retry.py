@@ -9,7 +9,7 @@ from experiments.retry import Reflect
 from q_search import Method
 from qlass.chat import parse_action
 from qlass.driver import Sample, Score
-from qlass.server import Endpoint
+from qlass.records import read_jsonl
 
 CHAT = word_chat()
 TRIALS = ["left left", "right left", "right right right", "left right left"]  # rewards 0, .4, 1, .5
@@ -66,17 +66,8 @@ def test_a_plan_stands_in_the_next_prompt_and_costs_its_tokens():
     assert record["tokens"]["prompt"] > play("oracle", 1 - 1e-9)[0]["tokens"]["prompt"]
 
 
-def test_the_command_line(tmp_path, agent, fake_world, monkeypatch):
-    plans = {}
-    monkeypatch.setattr(Endpoint, "__init__", lambda self, url: None)
-    monkeypatch.setattr(Endpoint, "chat", lambda self, messages: "go right")
-
-    def search(argv, answers, planned):
-        plans["methods"] = [str(method) for method in planned(None, [], [2], [2], "q", True)]
-        plans["plan"] = answers[Reflect]([play("oracle", 1, reflect=True)[1][2]])
-
-    monkeypatch.setattr(q_search, "main", search)
-    retry.main(["--run", str(tmp_path), "--stop", "oracle", "0.5", "--server", "http://localhost:1/v1"])
-    names = ["reflexion:stop=oracle N=2 select=oracle", "best_of_n N=2 select=oracle"]
-    assert plans["methods"] == [*names, "reflexion:stop=0.5 N=2 select=q", "best_of_n N=2 select=q"]
-    assert plans["plan"] == ["go right"]
+def test_the_command_line(tmp_path, agent, fake_world):
+    retry.main(["--run", str(tmp_path), "--sft", str(agent), "-N", "2", "--limit", "2"])
+    records = list(read_jsonl(tmp_path / "results.jsonl"))
+    assert {(r["method"], r["player"]) for r in records} == {("retry", "stop=oracle"), ("best_of_n", None)}
+    assert all(r["select"] == "oracle" and r["resets"] <= 2 for r in records) and len(records) == 4

@@ -4,7 +4,7 @@ import functools
 import math
 
 import pytest
-from fakes import WORLD, FakeEnv, Script, best, path_of, run, say, tiny_backbone, word_chat
+from fakes import WORLD, FakeEnv, Script, best, path_of, run, say, word_chat
 
 import envs
 import q_search
@@ -14,7 +14,6 @@ from q_search import Method
 from qlass import UserError
 from qlass.chat import parse_action, react, uniforms
 from qlass.driver import Candidate, Sample, Score
-from qlass.qnet import QNet
 from qlass.records import read_jsonl
 from reporting import results
 
@@ -112,7 +111,7 @@ def test_a_wider_beam_keeps_what_seems_worse_at_first():
     assert path == ("right", "right", "right") and record["env_steps"] == len(env.played) == 2 + 2 + 2
 
 
-@pytest.mark.parametrize("task", [f"test{i}" for i in range(6)])
+@pytest.mark.parametrize("task", ["test0", "test1"])
 def test_particles_at_infinite_tau_are_independent_chains(task):
     expected, asked = run(q_search.play(FakeEnv(), task, BEST_OF_4, CHAT, {}), answer(true_q, by_key))
     record, path, _, requests = play("particles", 1, 4, draw=by_key, task=task, tau=math.inf, gamma=0.9)
@@ -160,8 +159,7 @@ class Sealed:
     def _refuse(self, *_):
         raise AssertionError("the true reward was read")
 
-    __float__ = __int__ = __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __float__ = __bool__ = __eq__ = __lt__ = __gt__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = _refuse
     __hash__ = None
 
 
@@ -170,8 +168,7 @@ class SealedEnv(FakeEnv):
         observation, _, *rest = super().step(action)
         return observation, Sealed(), *rest
 
-    def optimal_value(self, gamma=0.99):
-        raise AssertionError("the true value was read")
+    optimal_value = Sealed._refuse
 
 
 @pytest.mark.parametrize(("name", "settings"), [*BLIND, PARTICLES, ("oracle_mcts", {"S": 8} | PUCT)])
@@ -202,11 +199,9 @@ def test_on_slippery_ice_a_search_does_not_foresee_the_slips(name, settings):
     assert len(seeds) > 5 and len(set(seeds)) == len(seeds)
 
 
-def test_lines_say_their_settings_and_the_report_reads_them(tmp_path, agent, fake_world):
-    chat, out = word_chat(), tmp_path / "results.jsonl"
-    (tmp_path / "qnet").mkdir()
-    QNet(tiny_backbone(chat, 3), chat, hidden=16).save_pretrained(tmp_path / "qnet")
-    flags = ["--run", str(tmp_path), "--sft", str(agent), "--qnet", str(tmp_path / "qnet"), "--out", str(out)]
+def test_lines_say_their_settings_and_the_report_reads_them(tmp_path, agent, value_net, fake_world):
+    out = tmp_path / "results.jsonl"
+    flags = ["--run", str(tmp_path), "--sft", str(agent), "--qnet", str(value_net), "--out", str(out)]
     names = ["lookahead", "beam", "mcts", "oracle_mcts", "particles"]
     tree_search.main([*flags, "--method", *names, "-S", "1", "2", "-N", "3", "--limit", "2"])
     players = {(r["method"], r["M"], r["N"], r["player"]) for r in read_jsonl(out)}
