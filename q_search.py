@@ -31,6 +31,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +146,9 @@ def by_likelihood(env: envs.TextEnv, state: State, candidates: list[str], key: t
     return (yield Likelihood(state, tuple(candidates)))
 
 
-def by_chance(seed: int) -> Callable[..., Scores]:
-    def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
-        yield from ()
-        return list(uniforms(len(candidates), "random", seed, *key))
-
-    return scores
+def by_chance(seed: int, env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
+    yield from ()
+    return list(uniforms(len(candidates), "random", seed, *key))
 
 
 def first_drawn(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
@@ -160,7 +158,7 @@ def first_drawn(env: envs.TextEnv, state: State, candidates: list[str], key: tup
 
 
 SCORERS: dict[str, Callable[..., Scores]] = {  # by method; experiments/qval adds "scorer:NAME"
-    "random": by_chance(0),
+    "random": partial(by_chance, 0),
     "likeliest": by_likelihood,
     "qlass": by_q,
     "oracle_step": by_true_value,
@@ -284,7 +282,7 @@ def main(
     tasks = every_task[args.skip :][: args.limit or None]
     if not tasks:
         raise UserError(f"{args.env}: no tasks in --split {args.split}, --skip {args.skip}")
-    SCORERS["random"] = by_chance(args.seed)
+    SCORERS["random"] = partial(by_chance, args.seed)
     plan = planned(env, args.method, args.M, args.N, args.select, bool(args.server))
 
     chat, answers, learned = None, {} if answers is None else answers, {}

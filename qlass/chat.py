@@ -79,6 +79,7 @@ def uniforms(n: int, *key: Hashable) -> np.ndarray:
 
 # Where an answer goes on with what others say: ETO's own agents stop there.
 RUN_ON = ("\nObservation:", "\nTask:", "\n---")
+TODAY = re.compile(r"strftime_now\((['\"])(.*?)\1\)")  # in a chat template
 WAY_OUT = ": give its tokenizer another chat_template"
 
 
@@ -152,7 +153,11 @@ class Chat:
         self._controls = any_of(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
         begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]  # as the tokenizer begins any text
         plain = "{{ bos_token }}" + self.PLAIN if begins else self.PLAIN
-        self.template = self._dated(tokenizer.get_chat_template() if tokenizer.chat_template else plain)
+        self.template = tokenizer.get_chat_template() if tokenizer.chat_template else plain
+        if "strftime_now" in self.template:  # today's date; prompts keep that of the checkpoint
+            rendering.date = rendering.date or datetime.date.today().isoformat()
+            day = datetime.date.fromisoformat(rendering.date)
+            self.template = TODAY.sub(lambda call: repr(day.strftime(call[2])), self.template)
         self._read_template()
         if "<think>" in self.template and "</think>" not in self.ask and not rendering.think:
             self.ask += self.NO_THOUGHT
@@ -209,14 +214,6 @@ class Chat:
         if parts[1::2] != words:
             raise UserError(f"its chat template does not show each message as it is, once and in turn{WAY_OUT}")
         return parts[::2]
-
-    def _dated(self, template: str) -> str:
-        """A template that prints today's date prints the checkpoint's, so that its prompts stay what they were."""
-        if "strftime_now" not in template:
-            return template
-        self.rendering.date = self.rendering.date or datetime.date.today().isoformat()
-        day = datetime.date.fromisoformat(self.rendering.date)
-        return re.sub(r"strftime_now\((['\"])(.*?)\1\)", lambda call: repr(day.strftime(call[2])), template)
 
     # ----------------------------------------------------------------------------------------------- tokens and actions
 

@@ -32,8 +32,6 @@ class QNet(nn.Module):
         """readout: Q is the value at the action's "last" token, or the "mean" over the action's tokens. room: `budget`
         (tokens of a batch) and `cache_gb` of the fast way."""
         super().__init__()
-        if readout not in ("last", "mean"):
-            raise ValueError(f"readout {readout!r} is neither last nor mean")
         self.backbone, self.chat, self.readout = backbone, chat, readout
         size = backbone.config.get_text_config().hidden_size
         self.head = nn.Sequential(  # Eq. (10); App. A.2: two hidden layers of 1024, ReLU
@@ -98,12 +96,9 @@ class QNet(nn.Module):
         cls, folder: str | Path, device: str | None = None, readout: str | None = None, load_in: str | None = None,
         plain: bool = False, rendering: Rendering | None = None, precision: str | None = None, **room: Any,
     ) -> QNet:  # fmt: skip
-        folder = Path(folder)
-        if not (folder / "qnet.json").exists():
-            raise UserError(f"{folder}: not a QNet (no qnet.json); train_qnet.py writes one")
-        kind = transformers.AutoModel
-        backbone, chat = models.load_checkpoint(folder, kind, device, load_in, False, plain, rendering, precision)
+        folder, kind = Path(folder), transformers.AutoModel
         settings = read_object(folder / "qnet.json")
+        backbone, chat = models.load_checkpoint(folder, kind, device, load_in, False, plain, rendering, precision)
         qnet = cls(backbone, chat, settings["hidden"], readout or settings["readout"], not plain, **room)
         qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
         return qnet.to(backbone.device).eval()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 from fakes import WORLD, FakeEnv, Script, best, path_of, run, say, word_chat
@@ -102,7 +103,7 @@ def test_equal_draws_are_one_candidate():
 
 def test_random_choice_is_of_the_drawn_and_depends_on_task_and_seed_alone(monkeypatch):
     def steps_of(seed: int) -> list:
-        monkeypatch.setitem(q_search.SCORERS, "random", q_search.by_chance(seed))
+        monkeypatch.setitem(q_search.SCORERS, "random", partial(q_search.by_chance, seed))
         method = Method("random", M=2)
         return [run(play(FakeEnv(), f"test{task}", method, CHAT, {}), Script(BOTH))[0]["steps"] for task in range(30)]
 
