@@ -231,14 +231,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="default: RUN/trees.jsonl")
     add("--depth", type=at_least(0), help="D (default: 3 WebShop, 6 ScienceWorld, 8 ALFWorld and FrozenLake)")
     add("--width", type=at_least(1), default=DEFAULTS["width"], help="W (default: %(default)s)")
-    bound = "trajectories a tree at most (default: %(default)s; 0, the paper: any)"
-    add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help=bound)
+    add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help="trajectories a tree at most (24; 0: any)")
     add("--steps", type=at_least(1), help="step limit of the agent (default and at most: the environment's)")
-    tasks = "number of training tasks (default: %(default)s; 0: all)"
-    add("--limit", type=at_least(0), default=DEFAULTS["limit"], metavar="N", help=tasks)
+    add("--limit", type=at_least(0), default=DEFAULTS["limit"], help="training tasks (default: %(default)s; 0: all)")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
-    origin = "demonstrations of the expert branch (default: those that the agent was cloned from)"
-    add("--expert", type=Path, metavar="FILE", help=origin)
+    add("--expert", type=Path, help="demonstrations for the expert branch (default: those the agent was cloned from)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
     line_9 = "a branch without reward queues nothing (branch, line 9), or its first new node alone (tail)"
     add("--prune", choices=["branch", "tail"], default="branch", help=line_9)

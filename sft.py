@@ -154,13 +154,9 @@ def sft_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def train(
-    fit: Training,
-    examples: list[Example],
-    validation: list[Example],
-    micro_tokens: int,
-    observation_weight: float = 0.0,
+    fit: Training, examples: list[Example], validation: list[Example], micro_tokens: int, answer_weight: float = 0.0
 ) -> None:
-    """Maximise the likelihood of what the expert wrote, given its history."""
+    """Maximise the likelihood of what the expert wrote, given its history; answer_weight: --observation-loss."""
     model = fit.model
     for _ in fit.epochs():
         model.train()
@@ -169,10 +165,10 @@ def train(
             n_wrote = sum(int(wrote[:, 1:].sum()) for _, wrote, _ in groups)
             n_answers = sum(int(answers(wrote, real).sum()) for _, wrote, real in groups)
             for ids, wrote, real in fit.share(groups):  # gradient accumulation
-                logits, labels, at = predictions(model, ids, wrote, ends=bool(observation_weight))
+                logits, labels, at = predictions(model, ids, wrote, ends=bool(answer_weight))
                 loss = sft_loss(logits, labels) / n_wrote
-                if observation_weight and n_answers:
-                    loss += observation_weight * observation_loss(logits, at, ids, wrote, real) / n_answers
+                if answer_weight and n_answers:
+                    loss += answer_weight * observation_loss(logits, at, ids, wrote, real) / n_answers
                 fit.backward(loss)
             fit.step(tokens=sum(ids.numel() for ids, _, _ in groups))
         fit.end_epoch(validate(model, validation, micro_tokens))
@@ -194,12 +190,6 @@ def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | 
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def tiny_agent(env: envs.TextEnv, states: list[State], device: Any) -> tuple[Any, Chat]:
-    """The tiny model before its first update, with the words of the demonstrations."""
-    model, tokenizer = tiny_model(text for state in states for _, text in state.messages)
-    return model.to(device), Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
-
-
 def settings_of(examples: int, batch: int | None) -> dict[str, Any]:
     """The tiny model's settings for so many examples, in batches of `batch` if that is given."""
     batch = batch or min(TINY["batch"], math.ceil(examples / 4))
@@ -217,8 +207,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add_training(flags, PAPER, TINY, "trajectories")
     add("--max-tokens", type=at_least(2), default=4096, help="longer trajectories are cut (default: %(default)s)")
     add("--candidates", choices=["free", "valid"], help="which actions the policy may write (tiny: valid)")
-    answer = "weight of predicting the next observation where an action ends (default: %(default)s)"
-    add("--observation-loss", type=at_least(0, float), default=0.0, metavar="W", help=answer)
+    add("--observation-loss", type=at_least(0, float), default=0.0, metavar="W", help="weight of observations in the loss")
     add("--device")
     args = cli.parse(flags, argv)
     if args.lora and args.model == "tiny":
@@ -245,7 +234,9 @@ def main(argv: list[str] | None = None) -> None:
 
         torch.manual_seed(args.seed)
         if tiny:
-            model, chat = tiny_agent(env, states, models.device_and_dtype(args.device)[0])
+            model, tokenizer = tiny_model(text for state in states for _, text in state.messages)
+            model.to(models.device_and_dtype(args.device)[0])
+            chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
         else:
             kind = transformers.AutoModelForCausalLM
             how = {"train": not args.lora, "plain": True, "precision": args.precision}
