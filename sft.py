@@ -207,7 +207,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add_training(flags, PAPER, TINY, "trajectories")
     add("--max-tokens", type=at_least(2), default=4096, help="longer trajectories are cut (default: %(default)s)")
     add("--candidates", choices=["free", "valid"], help="which actions the policy may write (tiny: valid)")
-    add("--observation-loss", type=at_least(0, float), default=0.0, metavar="W", help="weight of observations in the loss")
+    add("--observation-loss", type=at_least(0, float), default=0.0, metavar="W", help="weight of answers in the loss")
     add("--device")
     args = cli.parse(flags, argv)
     if args.lora and args.model == "tiny":
