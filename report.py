@@ -20,7 +20,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qlass import UserError, cli
+from qlass import cli
 from qlass.files import replacing
 from qlass.records import read_text
 
@@ -46,12 +46,12 @@ TITLES = {
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tables, figures and an HTML page from result files.")
-    parser.add_argument("results", nargs="*", help="results*.jsonl or run folders; LABEL=PATH names one (RUN)")
-    parser.add_argument("--run", type=Path, help=f"run folder (that of the first result file, or {DEFAULT_RUN})")
-    parser.add_argument("--trees", type=Path, help="q_labels.jsonl or trees.jsonl to show (default: the run folder's)")
-    parser.add_argument("--max-trees", type=int, default=60, help="trees put into the page (%(default)s)")
-    parser.add_argument("--out", type=Path, help="the page; report.md and the figures go beside it (RUN/report.html)")
-    parser.add_argument("--expected", type=Path, help="CSV of ranges: says whether the rewards lie within them")
+    add = parser.add_argument
+    add("results", nargs="*", help="results*.jsonl or run folders; LABEL=PATH names one (RUN)")
+    add("--run", type=Path, help=f"run folder (that of the first result file, or {DEFAULT_RUN})")
+    add("--trees", type=Path, help="q_labels.jsonl or trees.jsonl to show (default: the run folder's)")
+    add("--out", type=Path, help="the page; its tables go beside it as .md, and the figures (RUN/report.html)")
+    add("--expected", type=Path, help="CSV of ranges: says whether the rewards lie within them")
     return parser.parse_args(argv)
 
 
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     sources = list(result_files(args.results or [str(args.run or DEFAULT_RUN)]))
     run = args.run or sources[0][1].parent
     groups = read_results(sources)
-    out = output(args.out or run / "report.html")
+    out = args.out or run / "report.html"
     trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if p.exists()), None)
     headline = tables.headline(groups) or groups
     rows, differences = tables.results_table(headline)[tables.SHORT], tables.differences_table(headline)
@@ -83,21 +83,10 @@ def main(argv: list[str] | None = None) -> None:
     paired = [page.table(differences), page.note(DIFFERENCES_NOTE), every_pair]
     sections = [first, results, page.section("differences", "Paired differences in reward", *paired), *others]
     with replacing(out) as file:
-        file.write(page.render(sections, page.tree_data(trees, args.max_trees), [path for _, path in sources]))
+        file.write(page.render(sections, page.tree_data(trees), [path for _, path in sources]))
     print(f"{out}, {out.with_suffix('.md')} and the figures beside them")
     for line in expected(groups, args.expected) if args.expected else ():
         print(line)
-
-
-def output(out: Path) -> Path:
-    """Where the page goes, its folder made; UserError where something else would be lost."""
-    if out.suffix != ".html":
-        raise UserError(f"{out}: the page is HTML, and its tables go beside it as .md: name the page .html")
-    for path, begins in ((out, "<!doctype html"), (out.with_suffix(".md"), "| environment |")):
-        if path.exists() and not path.read_bytes().startswith(begins.encode()):
-            raise UserError(f"{path}: holds something else, which would be lost: name another --out")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    return out
 
 
 def draw(groups: list[Group], out: Path) -> dict[str, str]:

@@ -6,7 +6,6 @@ the markup, or travels as JSON without a "<" and is put on the page as text; and
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from qlass import files
 from qlass.chat import parse_action
 from qlass.records import read_trees
 
@@ -26,15 +24,9 @@ FIELDS = ("observation", "reward", "done", "source", "branch", "expert", "q", "q
 def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
     """Fill page.html: each {{name}} is replaced once, so that a {{name}} inside a text stays as it is."""
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    items = (f"<li><code>{escape(str(path))}</code>{provenance(path)}</li>" for path in inputs)
+    items = (f"<li><code>{escape(str(path))}</code></li>" for path in inputs)
     parts = {"sections": "".join(sections), "trees": trees, "inputs": "".join(items)}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
-
-
-def provenance(path: Path) -> str:
-    """Commit and time from the metadata beside a file, where there is some."""
-    record = files.read_meta(path)
-    return escape(f", commit {record.get('commit')}, written {record.get('written')}") if "written" in record else ""
 
 
 def section(name: str, title: str, *parts: str) -> str:
@@ -64,18 +56,17 @@ def table(rows: pd.DataFrame) -> str:
         return f'<div class="wide" tabindex="0">{rows.to_html(index=False, border=0)}</div>'
 
 
-def tree_data(path: Path | None, limit: int) -> str:
+def tree_data(path: Path | None, limit: int = 60) -> str:
     """The trees for the page's viewer as JSON: at most `limit`, evenly spread over the file.
 
     {"total", "trees": [{"task", "text", "nodes": [{"parent": its place or -1, "action", "thought", ...}]}]}; a node
     comes after its parent.
     """
-    if path is None or limit < 1:
+    if path is None:
         return "null"
-    total = sum(1 for _ in read_trees(path))
-    every = max(1, math.ceil(total / limit))
-    trees = [viewer_tree(tree) for tree in itertools.islice(read_trees(path), 0, None, every)]
-    text = json.dumps({"total": total, "trees": trees}, ensure_ascii=False, separators=(",", ":"))
+    trees = list(map(viewer_tree, read_trees(path)))
+    shown = trees[:: max(1, math.ceil(len(trees) / limit))]
+    text = json.dumps({"total": len(trees), "trees": shown}, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 
@@ -89,5 +80,4 @@ def viewer_tree(tree: list[dict]) -> dict:
         shown["parent"] = places.get(node["parent_id"], -1)
         nodes.append(shown | {name: node.get(name) for name in FIELDS})
     root = tree[0]
-    text = root.get("task") or (root.get("messages") or [{"content": root.get("observation") or ""}])[-1]["content"]
-    return {"task": str(root["task_id"]), "text": text, "nodes": nodes}
+    return {"task": str(root["task_id"]), "text": root.get("task") or root["observation"], "nodes": nodes}
