@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import multiprocessing
 import os
 import sys
@@ -52,15 +51,6 @@ class Fork:
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):  # it may be over
             os.kill(self.pid, number)
-
-    def computed(self) -> float:
-        """Seconds on a processor so far: what a run has done, however busy the machine is; infinite when it is over."""
-        try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            return math.inf
-        ticks = int(state[11]) + int(state[12])
-        return math.inf if state[0] == "Z" else ticks / os.sysconf("SC_CLK_TCK")
 
     def wait(self) -> tuple[int, str, str]:
         """Exit code (of a signal its negative), standard output and error."""

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import multiprocessing
 import tempfile
 from itertools import chain
 from pathlib import Path
@@ -51,6 +52,21 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     with pytest.raises(RuntimeError):
         files.write_jsonl(tmp_path / "x.jsonl", records())
     assert (tmp_path / "x.jsonl").read_text() == "old"
+
+
+def test_an_output_has_one_writer(tmp_path):
+    def write(path: Path, refusals: multiprocessing.Queue) -> None:
+        try:
+            Output(path, {}, len)
+        except UserError as error:
+            refusals.put(str(error))
+
+    first, refusals = output(tmp_path), multiprocessing.Queue()
+    second = multiprocessing.get_context("fork").Process(target=write, args=(first.path, refusals))
+    second.start()
+    assert "x.jsonl: another process is writing it" in refusals.get(timeout=20)
+    second.join()
+    first.finish()
 
 
 def test_a_checkpoint_takes_the_place_of_an_older_one_alone(tmp_path):

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from environments import writable
-
 ROOT = Path(__file__).parents[1]
 
 
@@ -20,15 +18,6 @@ def test_every_stage_is_packed_and_has_a_command():
     assert sorted(f"{name}.py" for name in modules) == sorted(path.name for path in ROOT.glob("*.py"))
     commands = project["project"]["scripts"]
     assert {name.removeprefix("qlass-").replace("-", "_") for name in commands} == set(modules) - {"envs"}
-
-
-def test_generated_data_goes_where_it_can(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = tmp_path / "data" / "generated"
-    folder.parent.mkdir()
-    assert writable(folder) == folder
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder.parent)
-    assert writable(folder) == tmp_path / "cache" / "qlass"
 
 
 def installed(folder: Path) -> Path:
