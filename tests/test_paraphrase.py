@@ -176,29 +176,19 @@ def test_reword_leaves_the_agents_own_words():
 # -------------------------------------------------------------------------------------------------------------- server
 
 
-@pytest.fixture
-def server():
-    """Serves what its list `script` says, in turn: a status, or an answer's content; `seen` are the bodies."""
-    script, seen = [], []
+def test_server_that_fails_for_a_moment_or_for_good():
+    replies, seen = iter([(503, ""), (200, ' "one\n line" '), (200, ""), (404, "")]), []
 
     def answer(body):
         seen.append(body)
-        turn = script.pop(0) if script else "in other words"
-        if isinstance(turn, int):
-            return turn, {"error": {"message": "no such model"}}
-        return 200, {"choices": [{"message": {"content": turn}}], "usage": {"total_tokens": 7}}
+        status, content = next(replies)
+        return status, {"choices": [{"message": {"content": content}}]}
 
-    http = started(json_server(answer, ("first", "second")))
-    yield http.url, script, seen
-    stopped(http)
-
-
-def test_server_that_fails_for_a_moment_or_for_good(server):
-    url, script, seen = server
-    script += [503, ' "one\n line" ', ""]
-    assert by_server(url)(TASK, 1) == "one line" and len(seen) == 2
+    http = started(json_server(answer))
+    ask = by_server(http.url)
+    assert ask(TASK, 0) == TASK and ask(TASK, 1) == "one line" and len(seen) == 2
     assert seen[-1]["model"] == "first" and seen[-1]["messages"][0]["content"].endswith(TASK)
-    assert by_server(url)(TASK, 2) == TASK
-    script += [404]
-    with pytest.raises(UserError, match=r"--paraphrase-server.*404.*no such model"):
-        by_server(url)(TASK, 1)
+    assert ask(TASK, 2) == TASK  # of no words
+    with pytest.raises(UserError, match=r"--paraphrase-server.*404"):
+        ask(TASK, 3)
+    stopped(http)

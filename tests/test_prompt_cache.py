@@ -85,18 +85,6 @@ def test_a_step_costs_its_last_turn_and_the_actions():
     assert costs == [len(CHAT.prompt(first)), 3 + 5, 3 + 5, 3 + 5]  # the last turn is always fresh
 
 
-@pytest.mark.parametrize("length", [3, 30])  # of the second turn, shorter and longer than the first
-def test_a_first_state_beside_one_that_continues_it(length):
-    """Two games that begin alike, one of them a step ahead: only that one has its first turn in the cache."""
-    first = State((("user", " ".join(WORDS[:12])),))
-    second = first.then("Action: left", " ".join((WORDS * 3)[:length]))
-    third = second.then("Action: right", "nothing happens")
-    cache = PromptCache()
-    read(cache, [first])
-    read(cache, [first, second])
-    read(cache, [third])
-
-
 def family(depth: int, width: int) -> list[State]:
     """All states of a tree of this depth, in no order."""
     states = [episodes(1, 1)[0][0]]

@@ -216,11 +216,7 @@ def test_the_likelihood_of_free_text():
 
 
 def test_a_request_is_rendered_as_the_checkpoint_says():
-    class Twice(FakeEnv):
-        def candidates(self):
-            return [*super().candidates(), ("", "left")]  # offered twice, it is drawn no more often
-
-    env = Twice()
+    env = FakeEnv()
     env.reset(options={"task_id": "train0"})
     free, valid = (word_chat(candidates=c, temperature=0.3).rendering for c in ("free", "valid"))
     assert ask(env, STATES[0], 2, ("k",), free) == Sample(STATES[0], 2, ("k",), 0.3, ())
