@@ -224,7 +224,8 @@ def main(argv: list[str] | None = None) -> None:
         cli.must_exist(Path(args.model))
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
     with loop.processes(args.out, args.device) as process:
-        if args.expert is None:
+        named = args.expert is not None  # else its first messages are the environment's own
+        if not named:
             args.expert = args.run / "expert.jsonl"
             if process.is_main_process:
                 world = {name: getattr(args, name) for name in ("env", "run", "overwrite", *args.env_flags)}
@@ -242,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
             how = {"train": not args.lora, "plain": True, "precision": args.precision}
             model, chat = models.load_checkpoint(args.model, kind, args.device, args.load_in, **how)
         adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
-        chat.rendering = dataclasses.replace(chat.rendering, **first_messages(env, states))
+        chat.rendering = dataclasses.replace(chat.rendering, **(first_messages(env, states) if named else {}))
         limit = min(args.max_tokens, chat.context or args.max_tokens)
         parts = hold_out(states)
         examples, validation = (list(examples_of(chat, part, limit, args.observation_loss > 0)) for part in parts)
