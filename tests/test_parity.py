@@ -119,5 +119,5 @@ def test_training_packed_with_windows_equals_pair_by_pair(name):
     torch.manual_seed(0)
     qnet = QNet(model_of(name).model, CHAT)
     pairs = [Pair(s, a, 0.1 * i) for i, (s, a) in enumerate((s, a) for s in states() for a in ACTIONS)]
-    plain = sum(float(pair_loss(qnet, p)) for p in pairs)
-    assert float(packed_loss(qnet, list(pack_pairs(CHAT, pairs, "all", 10_000)))) == pytest.approx(plain, rel=1e-4)
+    plain = sum(pair_loss(qnet, p).item() for p in pairs)
+    assert packed_loss(qnet, list(pack_pairs(CHAT, pairs, "all", 10_000))).item() == pytest.approx(plain, rel=1e-4)
