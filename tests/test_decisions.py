@@ -36,19 +36,3 @@ def test_each_unique_token_is_computed_once_and_tails_without_a_fork_are_not():
     # Fork 1 behind the prompt: "Thought:" or "Action:". Fork 2 behind "Thought: this Action:".
     assert len(p.tree) == len(chat.prompt(STATE)) + 3
     assert len(p.owner) == 3 and len({(choice, before) for choice, before, _ in p.branches}) == 6
-
-
-def test_a_trajectory_longer_than_the_room_is_not_computed_again_at_each_step():
-    chat = word_chat()
-    state, steps = STATE, []
-    for _ in range(12):
-        steps.append(Decision(state, "Action: left", ("Action: left", "Action: right")))
-        state = state.then("Action: left", "walk walk walk walk")
-    longest = len(chat.prompt(steps[-1].state))
-    (p,) = pack_decisions(chat, steps, longest // 3)
-    assert len(p.tree) == longest + 1  # and "Action:", behind which the last step forks
-    assert (
-        sum(len(q.tree) for q in pack_decisions(chat, steps, longest // 8))
-        < 3 * longest
-        < sum(len(chat.prompt(d.state)) for d in steps)
-    )

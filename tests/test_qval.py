@@ -10,8 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from fakes import FakeEnv, Script, explore, say
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import envs
 import q_search
@@ -130,23 +128,6 @@ def test_on_slippery_ice_every_return_slips_its_own_way():
     assert all(len(set(row)) > 2 for row in returns)
 
 
-STATES = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5), min_size=1, max_size=8)
-
-
-@settings(max_examples=25)
-@given(STATES)
-def test_oracle_1_reversed_minus_1_constant_0(states):
-    of = series(states)
-    oracle, reverse, constant = (metrics.alignment(sign * of, of) for sign in (1, -1, 0))
-    assert {a["states"] for a in (oracle, reverse, constant)} == {sum(len(set(state)) > 1 for state in states)}
-    if oracle["states"]:
-        assert [a[RHO].mean for a in (oracle, reverse, constant)] == pytest.approx([1, -1, 0])
-        assert oracle["gain"] == oracle["top-1"] == 1 and constant["gain"] == pytest.approx(0)
-        assert reverse["top-1"] == 0 and oracle["centred"] == pytest.approx(1)
-    else:
-        assert math.isnan(oracle[RHO].mean)
-
-
 def test_alignment_by_hand():
     of = [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [0.0, 1.0], [0.4, 0.0], [0.5, 0.5]]
     scores = [[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.5, 0.5], [0.9, 0.8], [0.9, 0.1]]
@@ -155,6 +136,7 @@ def test_alignment_by_hand():
     assert a[RHO].mean == pytest.approx(((1 - 1) / 2 + (0 + 1) / 2) / 2) and a[RHO].n == 2  # of blocks
     assert a["top-1"] == pytest.approx((1 + 0 + 0.5 + 1) / 4)  # a tie is split
     assert a["gain"] == pytest.approx((1 - 1 + 0 + 0.2) / (1 + 1 + 0.5 + 0.2))
+    assert metrics.alignment(series(of), series(of))["centred"] == pytest.approx(1)
 
 
 def test_failures_are_counted_and_ranked_last():
@@ -302,7 +284,6 @@ def study(tmp_path, monkeypatch):
 
 def test_predictions_are_in_qvals_layout_and_of_these_points_alone(study, tmp_path):
     assert {"random", "code", "batched=a", "direct_16=a"} <= set(study("--judge", "a")["exact"])  # all that can be
-    assert set(study("--judge", "b", "--scorers", "batched", "random")["exact"]) == {"batched=b", "random"}
     folder = tmp_path / "qval"
     record = json.loads((folder / "predictions" / "code.json").read_text())
     points = [json.loads(line) for line in (folder / "points.jsonl").read_text().splitlines()]
