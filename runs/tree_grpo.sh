@@ -71,8 +71,12 @@ for ((seed = 0; seed < SEEDS; seed++)); do  # does a QNet of the new agent's own
     for name in tree_grpo grpo eto-siblings eto; do own_qnet $name "$RUN/sft-$name-tokens"; done
     own_qnet rft "$RUN/sft-rft"
 done
-for ((seed = 0; seed < SEEDS; seed++)); do  # does a tree gain more where the budget a task is small?
+for ((seed = 0; seed < SEEDS; seed++)); do  # which advantage, and does a tree gain more where the budget a task is small?
     begin $seed
+    for kind in inter intra states; do
+        train tree_grpo tree-$kind tokens --advantage $kind --discount 1 "${rl[@]}"
+        variant tree-$kind "tree_grpo, $kind" --method greedy --sft "$RUN/sft-tree-$kind"
+    done
     for shape in "1 2 1" "4 5 1"; do
         read -r M N L <<< "$shape"
         chains=$((M + M * N * L / 2))  # of the same nominal budget

@@ -1,9 +1,7 @@
-import itertools
 import random
 
-import numpy as np
 import pytest
-from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_random_map
+from gymnasium.envs.toy_text.frozen_lake import MAPS, generate_random_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,42 +87,6 @@ def test_the_expert_walks_a_shortest_path(layout):
             _, reward, terminated, _, info = env.step(action)
         assert terminated and reward == 1.0 and info["valid_actions"] == []
         assert value == pytest.approx(0.9**env.steps)
-
-
-def lake_of(*desc, slippery=False):
-    lake = FrozenLakeEnv(desc=list(desc), is_slippery=slippery)
-    lake.s = 0
-    return lake
-
-
-def chooser_success(lake, ranking, proposals, m, steps):
-    """By following the probabilities step by step: the m candidates are written out, 4 ** m of them in each cell."""
-    there, won = {int(lake.s): 1.0}, 0.0
-    for _ in range(steps):
-        after = {}
-        for cell, p in there.items():
-            for drawn in itertools.product(range(4), repeat=m):
-                chosen = min(drawn, key=ranking[cell].index)
-                for chance, to, reward, over in lake.P[cell][chosen]:
-                    won += (weight := p * chance * np.prod(proposals[cell][list(drawn)])) * reward
-                    if not over:
-                        after[to] = after.get(to, 0.0) + weight
-        there = after
-    return won
-
-
-@pytest.mark.parametrize("slippery", [False, True])
-def test_attainable_is_the_best_of_all_choosers(slippery):
-    """By brute force: all rankings of the moves in every cell, of which there are 24 ** 2, with 2 candidates drawn."""
-    lake = lake_of("SH", "FG", slippery=slippery)
-    rng = np.random.default_rng(0)
-    proposals = rng.dirichlet([0.5] * 4, lake.desc.size)
-    ice = [i for i in range(lake.desc.size) if lake.desc.flat[i] in b"SF"]
-    choosers = itertools.product(itertools.permutations(range(4)), repeat=len(ice))
-    found = [chooser_success(lake, dict(zip(ice, c, strict=True)), proposals, 2, 5) for c in choosers]
-    best = frozenlake.attainable(lake, proposals, m=2, steps=5)
-    # A chooser that knows the time can be better than a fixed one, if hardly: it may take risks at the last step.
-    assert max(found) - 1e-9 <= best <= max(found) + 0.01 and len(found) == 24**2
 
 
 def test_texts_rewards_and_limits():

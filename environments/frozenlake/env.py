@@ -183,7 +183,5 @@ class FrozenLakeEnv(TextEnv):
     def optimal_value(self, gamma: float = 0.9) -> float:
         """What it is worth to have come here, gamma * max_a Q*(s, a), within the steps that are left: without
         slipping, gamma ** moves to the goal.
-
-        It is the best player's value; lake.attainable has the ceiling for a QNet.
         """
         return gamma * float(lake.q_star(self.lake, gamma, self._left())[self.cell].max())

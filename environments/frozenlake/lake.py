@@ -102,25 +102,3 @@ def q_star(lake: FrozenLakeEnv, gamma: float = 0.9, steps: int | None = None) ->
         steps = steps and steps - 1
     q.setflags(write=False)  # shared by all who ask
     return q
-
-
-def attainable(lake: FrozenLakeEnv, proposals: np.ndarray, m: int, steps: int) -> float:
-    """The success that the best chooser among m candidates reaches in `steps` steps from the lake's start.
-
-    proposals: pi(a | s), shape (cells, 4); the m candidates of a step are drawn from it independently. With the moves
-    in order of their value, the best one drawn is the k-th with probability (p_k + p_k+1 + ...)^m - (p_k+1 + ...)^m.
-    This is the ceiling of any QNet; q_search's oracle_step is none. It chooses by the true Q*, which supposes that the
-    best move is available at every later step, so it can lead to where the agent proposes nothing but a hole.
-    """
-    value = np.zeros(lake.desc.size)
-    for _ in range(steps):
-        q = np.zeros((lake.desc.size, 4))
-        for state, action in itertools.product(range(lake.desc.size), range(4)):
-            for probability, successor, r, terminated in lake.P[state][action]:
-                q[state, action] += probability * (r if terminated else value[successor])
-        order = np.argsort(-q, axis=1)
-        ranked = np.take_along_axis(proposals, order, 1)
-        reach = np.flip(np.cumsum(np.flip(ranked, 1), 1), 1) ** m  # all m draws at rank k or behind
-        best = reach - np.pad(reach[:, 1:], ((0, 0), (0, 1)))
-        value = (best * np.take_along_axis(q, order, 1)).sum(1)
-    return float(value[int(lake.s)])
