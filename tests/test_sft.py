@@ -225,17 +225,9 @@ MESSAGES = (("user", "You are shopping."), ("assistant", "OK"), ("user", "Find a
 
 
 def test_expert_files_in_all_layouts_are_the_same(tmp_path):
-    ours = {"messages": State(MESSAGES).dump(), "task": "a shirt", "reward": 0.5}
-    for name, text in {
-        "list.json": json.dumps([ETO, ETO], indent=1),
-        "lines.jsonl": dump([ETO, ETO]),
-        "spaced.json": "\n " + json.dumps([ETO, ETO]),
-    }.items():
-        (tmp_path / name).write_text(text)
-        assert [state for state, _ in read_trajectories(tmp_path / name)] == [State(MESSAGES)] * 2
-    (tmp_path / "ours.jsonl").write_text(dump([ours]))
-    ((state, record),) = read_trajectories(tmp_path / "ours.jsonl")
-    assert (state, record["reward"]) == (State(MESSAGES, "a shirt"), 0.5)
+    for text in (json.dumps([ETO, ETO], indent=1), dump([ETO, ETO]), "\n " + json.dumps([ETO, ETO])):
+        (tmp_path / "expert.json").write_text(text)
+        assert [state for state, _ in read_trajectories(tmp_path / "expert.json")] == [State(MESSAGES)] * 2
 
 
 def test_a_demonstration_ends_with_the_experts_last_action():

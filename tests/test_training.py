@@ -20,7 +20,7 @@ from test_train_qnet import labelled_tree
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from qlass import UserError, loop, models
+from qlass import UserError, loop
 from qlass.loop import Training, begin, cosine, partial_folder, updates_of
 from qlass.records import read_jsonl
 
@@ -143,16 +143,6 @@ def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
         fit(settings, [1.0] * 6, spoil=5)
     weights = torch.load(partial_folder(settings["out"]) / "state-00000004.pt", weights_only=True)["weights"]
     assert weights and all(p.isfinite().all() for p in weights.values())
-
-
-def test_memory_is_told_before_and_when_it_is_out():
-    model = nn.Linear(1000, 1000)
-    model.bias.requires_grad_(False)
-    line = "trains 1,000,000 parameters: 0.02 GB of weights, gradients, moments; activations on top"
-    assert models.memory_of(model, "adamw") == line
-    flags = "CUDA out of memory: give --gradient-checkpointing, --lora 16, or fewer --micro-tokens"
-    with pytest.raises(UserError, match=f"^{flags}$"), models.within_memory():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity ...")
 
 
 # --------------------------------------------------------------------------------------------------------- the stages
