@@ -78,18 +78,11 @@ def tasks_of(env: TextEnv, path: Path, most: int | None) -> set[str]:
 def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], float], gap: float = 0.05) -> dict:
     """Of the sibling pairs whose q differ by more than `gap`, the share whose scores stand in the same order.
 
-    Chance is .5. `sibling_gap`: how far apart the scores put such pairs, of what q does; near 0 a net ignores the
-    action. `own_...`: of pairs without a node of the expert's, since search compares draws of the agent.
-    `spearman` is the global rank correlation, which a net that only knows V(s) can reach too.
+    Chance is .5. `own_...`: of pairs without a node of the expert's, since search compares draws of the agent.
     """
-    from scipy.stats import spearmanr
-
-    q = [p.q for tree in trees for p in tree]
-    predicted = [scores[p.state, p.action] for tree in trees for p in tree]
-    varied = len(q) > 2 and min(len(set(q)), len(set(predicted))) > 1  # a constant has no ranks
-    figures: dict[str, Any] = {"spearman": float(spearmanr(q, predicted).statistic) if varied else None}
+    figures: dict[str, Any] = {}
     for name, own in (("sibling", False), ("own_sibling", True)):
-        differences = []
+        right = []
         for tree in trees:
             siblings: dict[State, list[Pair]] = {}
             for p in tree:
@@ -97,13 +90,9 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
                     siblings.setdefault(p.state, []).append(p)
             for a, b in itertools.chain(*(itertools.combinations(family, 2) for family in siblings.values())):
                 if abs(a.q - b.q) > gap:
-                    differences.append((a.q - b.q, scores[a.state, a.action] - scores[b.state, b.action]))
-        figures |= {f"{name}_accuracy": None, f"{name}_pairs": len(differences), f"{name}_gap": None}
-        if differences:
-            right = sum(0.5 if score == 0 else float((score > 0) == (q > 0)) for q, score in differences)
-            figures[f"{name}_accuracy"] = right / len(differences)
-            gaps = sum(abs(q) for q, _ in differences)
-            figures[f"{name}_gap"] = sum(abs(score) for _, score in differences) / gaps
+                    difference = scores[a.state, a.action] - scores[b.state, b.action]
+                    right.append(0.5 if difference == 0 else float((difference > 0) == (a.q > b.q)))
+        figures |= {f"{name}_accuracy": sum(right) / len(right) if right else None, f"{name}_pairs": len(right)}
     return figures
 
 
