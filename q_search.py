@@ -285,12 +285,12 @@ def main(
     SCORERS["random"] = partial(by_chance, args.seed)
     plan = planned(env, args.method, args.M, args.N, args.select, bool(args.server))
 
-    chat, answers, learned = None, {} if answers is None else answers, {}
+    chat, answers = None, {} if answers is None else answers
     if any(method.score in READ_Q or method.select == "q" for method in plan):
-        args.qnet = learned["trees"] = needed(args.qnet, args.run / "qnet", "train_qnet", args)
+        args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args)
         answers[Score] = load_qnet(args.qnet, args).score
     if any(method.kind not in PLAYERS for method in plan):
-        args.sft = learned["demonstrations"] = needed(args.sft, args.run / "sft", "sft", args)
+        args.sft = needed(args.sft, args.run / "sft", "sft", args)
         policy = load_agent(args, env)
         chat = policy.chat
         answers[Sample] = paraphrased(policy.sample, env, args.paraphrase, args.paraphrase_server)
@@ -300,13 +300,16 @@ def main(
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     free = ("method", "M", "N", "select", "split", "skip", *SAMPLING_FREE)  # each line says its own
     out = Output(args.out, vars(args), complete_results, [args.sft, args.qnet, *inputs], free, identity)
-    out.figures["leaks"] = leaks(env, tasks, learned, vars(args), out.earlier.get("leaks", {}))
     fields = {"split": args.split, "label": args.label, "seed": args.seed}
     search(env, my_share(tasks), plan, answers, chat, out, fields, args.in_flight or env.side_by_side)
 
     methods: dict[tuple, int] = {}  # in the order in which they were first played
     rank = {task_id: n for n, task_id in enumerate(every_task)}
-    out.finish(lambda line: (methods.setdefault(identity(line)[1:], len(methods)), rank.get(line["task_id"], 0)))
+
+    def order(line: dict) -> tuple[int, int]:
+        return methods.setdefault(identity(line)[1:], len(methods)), rank.get(line["task_id"], 0)
+
+    out.finish(order, leaks=leaks(env, out.records, args.sft, args.qnet, vars(args)))
 
 
 if __name__ == "__main__":

@@ -22,24 +22,23 @@ if TYPE_CHECKING:
     from qlass.qnet import Pair
 
 
-def leaks(
-    env: TextEnv, tasks: list[str], learned: dict[str, Path], arguments: dict, before: dict[str, int | None]
-) -> dict[str, int | None]:
-    """How many of the tasks played each source has, by the checkpoint that learned from it (0: none plays); a line
-    where it has any. Of several calls that wrote a file, each with the figures `before` it, the highest; None: not
-    known of one of them. A task of which another is about the same subject (a product) counts too."""
-    counts = {"demonstrations": 0, "trees": 0} | before
-    for source, checkpoint in learned.items():
-        n: int | None = None
+def leaks(env: TextEnv, results: list[dict], sft: Path, qnet: Path, arguments: dict) -> dict[str, int | None]:
+    """How many of the tasks played are also in the agent's demonstrations and in QNet's trees, and a line where any is.
+
+    Of the results, those count for which the agent wrote, or QNet read, tokens. None: not known. A task of which
+    another is about the same subject (a product) counts too.
+    """
+    counts: dict[str, int | None] = {}
+    for source, checkpoint, cost in (("demonstrations", sft, "generated"), ("trees", qnet, "scored")):
+        tasks = {record["task_id"] for record in results if record["tokens"].get(cost)}
         try:
-            subjects = {env.subject(task) for task in learned_tasks(env, checkpoint, arguments)}
-            n = sum(env.subject(task) in subjects for task in tasks)
+            subjects = {env.subject(task) for task in learned_tasks(env, checkpoint, arguments)} if tasks else set()
+            n = counts[source] = sum(env.subject(task) in subjects for task in tasks)
+            if n:
+                print(f"warning: {n} of {len(tasks)} tasks played are also in the {source}", file=sys.stderr)
         except (UserError, OSError) as reason:
+            counts[source] = None
             print(f"warning: whether tasks played are also in the {source} is not known: {reason}", file=sys.stderr)
-        if n:
-            print(f"warning: {n} of {len(tasks)} tasks played are also in the {source}", file=sys.stderr)
-        earlier = counts[source]
-        counts[source] = None if n is None or earlier is None else max(n, earlier)
     return counts
 
 

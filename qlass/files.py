@@ -260,10 +260,7 @@ class Resumable:
 
 def share() -> tuple[int, int]:
     """RANK and WORLD_SIZE of this process, as torchrun, `accelerate launch` and job arrays set them; alone 0 and 1."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if rank >= world:
-        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: ranks are counted from 0")
-    return rank, world
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def progress(items: Iterable, what: str, total: int | None = None, done: int = 0) -> Iterator:
@@ -311,9 +308,6 @@ class Output(Resumable):
         super().__init__(path, complete)
         self.arguments, self.inputs = arguments, list(inputs)
         self.started = time.time()
-        self.grown = False
-        self.figures: dict[str, Any] = {}  # for the metadata, known before the work is done
-        self.earlier = read_meta(path) if self.records else {}  # of the calls before this one
         if not self.records:  # a call that is stopped at once is known by its arguments too
             self.describe()
         for other in others:
@@ -326,12 +320,11 @@ class Output(Resumable):
                 self.records += records
 
     def describe(self, **figures: Any) -> None:
-        write_meta(self.path, self.arguments, self.inputs, **self.figures, **figures)
+        write_meta(self.path, self.arguments, self.inputs, **figures)
 
     def append(self, group: list[dict]) -> None:
-        if group and not self.grown:  # before the first line, so that no file is ever without its metadata
-            self.describe()
-            self.grown = True
+        if is_complete(self.path):
+            self.describe()  # no more
         super().append(group)
 
     def grow(self, groups: Iterable[list[dict]], what: str, total: int, done: int = 0) -> None:
@@ -345,7 +338,7 @@ class Output(Resumable):
         if records != self.records:
             write_jsonl(self.path, records)
             self.records = records
-        if "seconds" not in read_meta(self.path):  # lines were added, or a stop came behind the last one
+        if not is_complete(self.path):  # lines were added, or a stop came behind the last one
             self.describe(**figures, seconds=time.time() - self.started)
         self.lock.close()
 

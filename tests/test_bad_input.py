@@ -177,9 +177,10 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
 
 
 def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tmp_path):
-    def leaks_of(name: str, **arguments) -> int | None:
-        learned = {"demonstrations": checkpoint(tmp_path / name, **arguments)}
-        return leaks(Shop(), ["1", "3", "7"], learned, {"env": "shop", "env_flags": []}, {})["demonstrations"]
+    def leaks_of(name: str, **trained) -> int | None:
+        results = [{"task_id": task, "tokens": {"generated": 1}} for task in "137"]
+        arguments = {"env": "shop", "env_flags": []}
+        return leaks(Shop(), results, checkpoint(tmp_path / name, **trained), Path(), arguments)["demonstrations"]
 
     expert, labels, alike = (str(tmp_path / name) for name in ("expert.jsonl", "q_labels.jsonl", "alike.jsonl"))
     Path(expert).write_text(dump([{"task_id": "3", "messages": CHAT}]))
