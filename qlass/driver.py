@@ -44,11 +44,8 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True)
-class Likelihood:
+class Likelihood(Score):
     """log pi(a | s) of each action, written freely."""
-
-    state: State
-    actions: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,6 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from qlass.chat import State
@@ -53,13 +52,10 @@ class Paraphrased:
 
     def __call__(self, requests: list[Sample]) -> list[list[Candidate]]:
         """A request's key is (task, trial, step)."""
-        pairs = [[(r.state.task, (r.key[1] * r.n + k) % self.wordings) for k in range(r.n)] for r in requests]
-        distinct = list(dict.fromkeys(itertools.chain(*pairs)))
-        with ThreadPoolExecutor(8) as pool:
-            words = dict(zip(distinct, pool.map(lambda pair: self.reworder(*pair), distinct), strict=True))
         parts: list[list[Sample]] = [[] for _ in requests]  # of each request, one for each wording
-        for r, own, several in zip(requests, pairs, parts, strict=True):
-            for wording, n in Counter(words[pair] for pair in own).items():
+        for r, several in zip(requests, parts, strict=True):
+            indices = [(r.key[1] * r.n + k) % self.wordings for k in range(r.n)]
+            for wording, n in Counter(self.reworder(r.state.task, index) for index in indices).items():
                 key = r.key if wording == r.state.task else (*r.key, wording)
                 several.append(dataclasses.replace(r, state=reword(r.state, wording), n=n, key=key))
         drawn = iter(self.sample(list(itertools.chain(*parts))))

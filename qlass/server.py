@@ -119,7 +119,7 @@ class ServerPolicy:
             return ids
         text, bos = self.chat.tokenizer.decode(ids), self.chat.tokenizer.bos_token or ""
         bare = text.removeprefix(bos).removeprefix(" " if bos else "")
-        return bare if bare != text and self.chat.tokenizer(bare).input_ids == ids else text
+        return bare if self.chat.tokenizer(bare).input_ids == ids else text
 
     def _candidate(self, text: str, usage: dict) -> Candidate:
         tokens = usage.get("completion_tokens") or len(self.chat.action(text, ""))

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
-def json_server(answer: Callable[[dict], tuple[int, dict | list]], models: tuple[str, ...] = ("first",)):
-    """A server, not started yet: `answer` gives status and body for each body posted; a GET lists the models."""
+def json_server(answer: Callable[[dict], tuple[int, dict | list]]):
+    """A server, not started yet: `answer` gives status and body for each body posted; a GET lists a model."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.reply(200, {"data": [{"id": name} for name in models]})
+            self.reply(200, {"data": [{"id": "first"}]})
 
         def do_POST(self):
             self.reply(*answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
