@@ -281,8 +281,7 @@ def main(argv: list[str] | None = None) -> None:
     leaves = f"mean reward of the agent's {figures['leaves']} leaves {figures['mean_leaf_reward']:.3f}"
     print(f"{trees.path}: {figures['trees']} trees, {figures['nodes']} nodes, {leaves}")
     if failed := figures["failed_demonstrations"]:
-        reason = "earned nothing here, or another reward than they recorded: are they of these tasks?"
-        print(f"{failed} of {figures['demonstrations']} demonstrations {reason}")
+        print(f"{failed} demonstrations earned nothing here, or another reward than recorded: are they of these tasks?")
 
 
 if __name__ == "__main__":

@@ -124,7 +124,6 @@ def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = 
     flags.begin_as_cloned(env, chat.rendering, args)
     small = model.num_parameters() < SMALL
     settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
-    print(models.memory_of(model, args.optim))
     # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
     frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
     reference = copy.deepcopy(model, frozen).requires_grad_(False).eval() if copied else model

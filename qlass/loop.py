@@ -140,7 +140,6 @@ class Training:
         _, self.dtype = models.device_and_dtype(settings["device"], settings["precision"])  # of the checkpoint
         mixed = "bf16" if self.dtype == torch.bfloat16 else "no"
         self.accelerator = accelerate.Accelerator(mixed_precision=mixed, device_placement=False)
-        self.accelerator.print(models.memory_of(model, settings["optim"]))
         first = self.accelerator.is_main_process
         self.fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
         self.model = copy.deepcopy(model) if self.fsdp and first else model

@@ -25,7 +25,6 @@ from qlass.files import draft_of
 MORE_TOKENS = 64  # that a tokenizer may have and its model not: some are published so (gemma-3-1b-it has one)
 NO_CODE = {"use_safetensors": True, "trust_remote_code": False}  # a checkpoint may come from a stranger
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
-MOMENTS = {"adamw": 8, "adamw8bit": 2}  # bytes a trained weight
 
 
 def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[torch.device, torch.dtype]:
@@ -225,14 +224,6 @@ def adamw(parameters: Iterable[nn.Parameter], lr: float, name: str = "adamw") ->
 
         kind = bitsandbytes.optim.AdamW8bit
     return kind(parameters, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
-
-
-def memory_of(model: nn.Module, optim: str) -> str:
-    """What is trained and what memory that takes, in a line."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    count = sum(p.numel() for p in trained)
-    size = sum(p.nbytes for p in [*model.parameters(), *trained]) + count * MOMENTS[optim]
-    return f"trains {count:,} parameters: {size / 1e9:.2f} GB of weights, gradients, moments; activations on top"
 
 
 @contextlib.contextmanager
