@@ -39,7 +39,6 @@ DIFFERENCES_NOTE = (
 TITLES = {
     "tokens": "Reward against tokens and environment steps (Fig. 3)",
     "labels": "Labels compared (Fig. 4)",
-    "calibration": "Calibration of QNet",
     "frontier": "Train or search: reward against all tokens",
 }
 
@@ -97,7 +96,7 @@ def draw(groups: list[Group], out: Path) -> dict[str, str]:
     for env in dict.fromkeys(group.condition.env for group in groups):
         here = [group for group in groups if group.condition.env == env]
         part = re.sub(r"[^\w-]+", "_", env)  # of a file's name, whatever a result file calls its environment
-        for drawing in (figures.tokens, figures.labels, figures.calibration, figures.frontier):
+        for drawing in (figures.tokens, figures.labels, figures.frontier):
             name, figure = drawing.__name__, drawing(here)
             if figure:
                 picture = out.with_name(f"{out.stem}_{name}_{part}.png")

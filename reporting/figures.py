@@ -17,14 +17,13 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from qlass.files import meta_path, read_meta
 from reporting.results import Group, ancestors, inputs_of
-from reporting.stats import Estimate, bootstrap
+from reporting.stats import Estimate
 
 INK = "#2b2d31"  # stands for the page's text colour
 GREY = "#8c8c8c"
@@ -130,37 +129,6 @@ def labels(groups: Sequence[Group]) -> Figure | None:
     axes.bar_label(drawn, fmt="{:.3f}", padding=4, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlabel("mean reward, 95 % interval")
-    return figure
-
-
-@mpl.rc_context(STYLE)
-def calibration(groups: Sequence[Group], bins: int = 10) -> Figure | None:
-    """QNet's value of the actions taken against the final reward of their episodes, in bins of equal counts.
-
-    Of what has a label (a QNet of its own), only where all have. The interval of a bin is drawn over tasks, since the
-    steps of an episode share its reward.
-    """
-    guided = [g for g in groups if g.condition.method == "qlass" and not g.condition.oracle]  # not picked by the reward
-    guided = [g for g in guided if not g.condition.label] or guided
-    figure = Figure(figsize=(5, 4.6), layout="constrained")
-    axes = figure.subplots()
-    for i, label in enumerate(dict.fromkeys(group.condition.label for group in guided)):
-        steps = pd.concat([group.episodes for group in guided if group.condition.label == label])
-        steps = steps.explode("q").dropna(subset="q").astype({"q": float}).sort_values(["q", "reward", "task"])
-        if len(steps) >= 2 * bins:
-            parts = [part for _, part in steps.groupby(np.arange(len(steps)) * bins // len(steps))]
-            rewards = [bootstrap(part.groupby("task", dropna=False)["reward"].mean()) for part in parts]
-            rho = steps[["q", "reward"]].corr("spearman").loc["q", "reward"]
-            look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)]}
-            name = f"{label or 'QLASS'}: Spearman's rho {rho:.2f} of {len(steps)} steps"
-            curve(axes, [part["q"].mean() for part in parts], rewards, label=name, **look)
-    if not axes.containers:
-        return None
-    axes.axline((0, 0), slope=1, color=INK, alpha=0.4, linestyle=":")
-    axes.set_xlabel("q that QNet predicts for the action taken")
-    axes.set_ylabel("final reward of the episode, 95 % interval")
-    axes.grid(alpha=0.25)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center")
     return figure
 
 

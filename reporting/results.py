@@ -14,7 +14,6 @@ from typing import Any
 import pandas as pd
 
 from qlass import UserError, files, records
-from qlass.chat import parse_action
 from reporting.stats import Estimate, interval
 
 METHODS = {  # in the order of the table
@@ -132,7 +131,7 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
     table = pd.DataFrame.from_records(rows).astype({"M": "Int64", "N": "Int64"})
     table = table.sort_values(["task", "seed"], kind="stable")  # the same report, whatever the order of the lines
     same = [*CONDITION, "task", "seed"]
-    table = table.drop_duplicates([*same, "reward", "total", "q"])
+    table = table.drop_duplicates([*same, "reward", "total"])
     twins = table[table.duplicated(same, keep=False)].sort_values(same, kind="stable")
     for first, second in zip(twins[:1].itertuples(), twins[1:2].itertuples(), strict=True):
         places = f"{first.file}:{first.line} and {second.file}:{second.line}"
@@ -163,17 +162,9 @@ def episode(record: dict, label: str, path: Path, line: int) -> dict[str, Any]:
         "generated": tokens.get("generated", 0),
         "total": sum(tokens.get(part, 0) for part in ("prompt", "generated", "scored")),
         "env_steps": record.get("env_steps", record.get("n_steps", len(steps))),
-        "q": tuple(q for q in map(value_taken, steps) if q is not None),
         "file": path,
         "line": line,
     }
-
-
-def value_taken(step: dict) -> float | None:
-    """QNet's value of the action taken: the highest of the candidates that say it; None where QNet scored none."""
-    action = parse_action(step["action"])
-    alike = (c for c in step.get("candidates") or [] if parse_action(c["action"]) == action)
-    return max((c["q"] for c in alike if c.get("q") is not None), default=None)
 
 
 # --------------------------------------------------------------------------------------- what one row may be made from
