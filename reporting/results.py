@@ -171,7 +171,7 @@ def episode(record: dict, label: str, path: Path, line: int) -> dict[str, Any]:
 
 INPUTS = ("sft", "qnet", "labels", "trees", "expert")  # arguments that name what an earlier stage wrote
 # Arguments that may differ between the seeds of a pipeline: names, places, speed; of results, what each line says.
-ANY = {*files.FREE, *files.SAMPLING_FREE, *files.TRAINING_FREE, *INPUTS, "seed", "help_more", "chat"}
+ANY = {*files.FREE, *files.SAMPLING_FREE, *files.TRAINING_FREE, *INPUTS, "seed"}
 OF_A_LINE = {"method", "M", "N", "select", "split", "limit", "label", "scorer"}
 
 
