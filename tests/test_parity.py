@@ -77,13 +77,12 @@ def test_a_mask_without_its_windows_is_found(name, dtype, monkeypatch):
         assert "differ from plain ones" in parity.fault(model)
 
 
-@pytest.mark.parametrize(("name", "why"), [("lfm2", "conv"), ("mamba2", "state"), ("bloom", "ALiBi"),
-                                           ("gpt_neo", "window_size")])  # fmt: skip
-def test_what_cannot_read_token_trees_is_refused_with_the_reason(name, why, tmp_path):
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "bloom", "gpt_neo"])
+def test_what_cannot_read_token_trees_is_refused(name, tmp_path):
     model = model_of(name)
     model.save_pretrained(tmp_path)
     CHAT.save(tmp_path)
-    with pytest.raises(UserError, match=f"{why}.*--plain") as error:
+    with pytest.raises(UserError, match="--plain reads it") as error:
         Policy.load(tmp_path)
     assert "\n" not in str(error.value)
     assert Policy.load(tmp_path, plain=True).sample([Sample(states()[0], 2, ("t",), 0.0)])

@@ -1,8 +1,8 @@
 """Does a model give for packed sequences what it gives for each by itself? Asked of every model as it is loaded.
 
 Token trees ask of a model that it places tokens by `position_ids` and looks where a 4-D mask lets it. Most do. A model
-that carries a state from token to token, or that counts columns, would be silently wrong: it is refused with the
-reason, and `--plain` reads its sequences one at a time. docs/scale.md names the kinds that differ.
+that carries a state from token to token, or that counts columns (ALiBi), would be silently wrong: it is refused, and
+`--plain` reads its sequences one at a time. docs/scale.md names the kinds that differ.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ def check(model: Any, name: str) -> None:
 @torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
 def fault(model: Any) -> str | None:
     """What a model does wrong with token trees, with and without a prompt cache; None: nothing."""
-    why = reason(model.config)
     if name := hidden_window(model.config):  # larger than the sequences below
-        return f"{why or 'its attention has windows of its own'} ({name})"
+        return f"its attention has windows of its own ({name})"
     exact = model.dtype == torch.float32 and not getattr(model, "is_quantized", False)
     with small_windows(model.config):
         families = tokens_of(model)
@@ -42,23 +41,10 @@ def fault(model: Any) -> str | None:
             try:
                 sizes = difference(model, families, alone)
             except Exception as error:  # whatever a model of any kind says to such inputs
-                first = (str(error).splitlines() or [""])[0][:120]
-                return f"{why or 'its model class'} takes no {tried[2:]} ({type(error).__name__}: {first})"
+                return f"its model class takes no {tried[2:]} ({error!r:.150})"
             size = float(sizes.max() if exact else sizes.median())
             if not size <= (EXACT if exact else ROUGH):  # nor if it is no number
-                return f"{why or 'for a reason unknown'}, the outputs of {tried} differ from plain ones by {size:.1%}"
-    return None
-
-
-def reason(config: Any) -> str | None:
-    """Why a model of this kind can't read token trees, where its config shows it."""
-    config = config.get_text_config()
-    kinds = {k for k in getattr(config, "layer_types", None) or [] if "attention" not in k or "linear" in k}
-    if kinds or config.model_type in ("rwkv", "xlstm") or hasattr(config, "state_size"):
-        names = ", ".join(sorted(kinds)) or "recurrent"
-        return f"it has layers ({names}) that carry a state from token to token"
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        return "it places tokens by their column (ALiBi)"
+                return f"the outputs of {tried} differ from plain ones by {size:.1%}"
     return None
 
 
