@@ -190,17 +190,6 @@ def test_processes_that_can_not_share_are_refused(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------ metadata
 
 
-def test_metadata_says_how_a_file_came_about(tmp_path):
-    source, out = tmp_path / "in.jsonl", tmp_path / "x.jsonl"
-    source.write_text("{}\n")
-    files.write_meta(out, {"out": out, "seed": 3, "argv": ["--seed", "3"]}, [source, None, tmp_path / "gone"], nodes=7)
-    meta = metadata(tmp_path)
-    assert meta["arguments"] == {"out": str(out), "seed": 3} and meta["nodes"] == 7 and meta["versions"]["torch"]
-    # printf '{}\n' | sha256sum
-    assert meta["inputs"] == {str(source): "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356"}
-    assert meta["argv"] == ["--seed", "3"]
-
-
 def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
     out, model = tmp_path / "trees.jsonl", tmp_path / "sft"
     model.mkdir()

@@ -103,11 +103,3 @@ def test_several_processes_of_any_width_make_the_same_file(forks, stage, undistu
     assert code == 0, error
     assert {path.name for path in (tmp_path / "run").glob("[!.]*")} == before | made_by(stage)
     assert content(tmp_path / "run" / name) == content(run / name)
-
-
-def test_a_key_reaches_no_file_and_no_output(forks, undisturbed, tmp_path):
-    inputs("q_search", undisturbed[0], tmp_path)
-    argv = [*STAGES["q_search"][0], "--server", "http://127.0.0.1:9/v1", "--debug"]
-    code, *printed = forks.run("q_search", tmp_path, argv, env={"OPENAI_API_KEY": "sesame-1234"})
-    assert code == 1 and "--server" in printed[1] and "sesame" not in "".join(printed)
-    assert not any(b"sesame" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())

@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from test_training import arguments, fit, stopped
 
 from qlass.models import load_chat
 from qlass.policy import Policy
@@ -44,12 +42,4 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path, agent, load):
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "evil", "auto_map": maps}))
     with pytest.raises(ValueError, match="custom code"):
         load(folder)
-    assert not struck.exists()
-
-
-def test_a_state_of_a_training_is_read_and_not_run(tmp_path):
-    settings, struck = arguments(tmp_path), tmp_path / "struck"
-    torch.save({"weights": Bomb(struck)}, stopped(settings))
-    with pytest.raises(pickle.UnpicklingError):
-        fit(settings, [1.0] * 6)
     assert not struck.exists()

@@ -176,7 +176,6 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_and_what_cannot_be_t
     [
         ({"sft": "other", "tasks": "z"}, "SFT greedy with different --sft of one seed .a, other"),
         ({"seed": 1, "sft_epochs": 3}, "SFT greedy with different --epochs of sft .12, 3"),
-        ({"seed": 1, "qnet_limit": 5}, "QLASS with different --limit of qnet .None, 5"),
         ({"seed": 1, "results_map": "8x8"}, "rule with different --map .None, 8x8"),
     ],
 )
