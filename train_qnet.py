@@ -161,8 +161,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         readable = [[pair for pair in tree if chat.fits(pair.state, pair.action)] for tree in trees]
         if left_out := sum(map(len, trees)) - sum(map(len, readable)):
-            cut = "" if rendering.truncate else "; --truncate oldest cuts them"
-            process.print(f"{left_out} pairs are left out: they are beyond the model's context{cut}")
+            process.print(f"{left_out} pairs are left out: beyond the model's context (--truncate oldest cuts them)")
         training, held_out = hold_out(readable)
         packs = packed(qnet, training, args.loss_on, args.max_tokens, not args.plain)
         fit = Training(qnet, vars(args), [len(pack.pairs) for pack in packs])

@@ -70,8 +70,6 @@ def begin(arguments: dict[str, Any], inputs: Iterable[Path]) -> bool:
     if not arguments["overwrite"] and ((out / "config.json").exists() or any(partial.glob("state-*"))):
         files.same_arguments(out, arguments, files.TRAINING_FREE)
         if not partial.exists():
-            if "steps" not in files.read_meta(out):
-                raise UserError(f"{out}: not made by this command: --overwrite replaces it, another --out keeps both")
             process.print(f"{out}: is complete; --overwrite trains it again", flush=True)
             return False
     process.wait_for_everyone()  # all have looked

@@ -212,15 +212,14 @@ def test_four_samples_are_learned_by_heart(loss_on):
     assert figures["steps"] == 100
 
 
-WAYS = {
-    "packs of an update at once, or one at a time": ({"batch": len(TREE) + 1}, {"micro_tokens": 1}, 2 * 3),
-    "pairs packed one by one, or plainly": ({"max_tokens": 1}, {"plain": True}, 2 * -(-5 * len(TREE) // 4)),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_two_ways_that_train_alike(way):
-    settings, other, updates = WAYS[way]
+@pytest.mark.parametrize(
+    ("settings", "other", "updates"),
+    [
+        ({"batch": len(TREE) + 1}, {"micro_tokens": 1}, 2 * 3),  # packs of an update at once, or one at a time
+        ({"max_tokens": 1}, {"plain": True}, 2 * -(-5 * len(TREE) // 4)),  # pairs packed one by one, or plainly
+    ],
+)
+def test_two_ways_that_train_alike(settings, other, updates):
     trees = [pairs_of(labelled_tree(f"train{i}")) for i in range(5)]
     nets, losses = [], []
     for more in (settings, settings | other):
@@ -274,12 +273,18 @@ def train(tmp_path, agent):
     return command
 
 
-def test_the_command_trains_backbone_and_head(train, tmp_path, agent):
+def test_the_command_trains_backbone_and_head(train, tmp_path, agent, capsys):
     net = train()
     start = Policy.load(agent).model.model
     assert not torch.equal(net.backbone.embed_tokens.weight, start.embed_tokens.weight)
     meta = json.loads((tmp_path / "qnet.meta.json").read_text())
     assert meta["trees"] == 3 and meta["tokens"] > 0 and not list(tmp_path.glob("*.draft"))
+    held_out, tree = meta["held_out"], pairs_of(labelled_tree("train0"))  # what is measured is what was saved
+    figures = sibling_accuracy([tree], {(p.state, p.action): net.q(p.state, p.action) for p in tree})
+    figures = {name: value for name, value in figures.items() if value is not None}
+    assert {name: held_out[name] for name in figures} == pytest.approx(figures, rel=1e-4)  # the one in batches
+    assert figures["sibling_pairs"] and 0 <= held_out["policy_sibling_accuracy"] <= 1
+    assert f"ranked right {figures['sibling_accuracy']:.3f} of" in capsys.readouterr().out
     again = train(out="again")
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
@@ -303,17 +308,6 @@ def test_pairs_beyond_the_context_are_left_out_or_cut(train, tmp_path, monkeypat
     train("--truncate", "oldest", out="cut")
     meta = json.loads((tmp_path / "cut.meta.json").read_text())
     assert meta["pairs_left_out"] == 0 and "policy_sibling_accuracy" in meta["held_out"]
-
-
-def test_what_is_measured_is_what_was_saved(train, tmp_path, capsys):
-    train()
-    held_out = json.loads((tmp_path / "qnet.meta.json").read_text())["held_out"]
-    net, tree = QNet.from_pretrained(tmp_path / "qnet"), pairs_of(labelled_tree("train0"))
-    figures = sibling_accuracy([tree], {(p.state, p.action): net.q(p.state, p.action) for p in tree})
-    figures = {name: value for name, value in figures.items() if value is not None}
-    assert {name: held_out[name] for name in figures} == pytest.approx(figures, rel=1e-4)  # the one in batches
-    assert figures["sibling_pairs"] and 0 <= held_out["policy_sibling_accuracy"] <= 1
-    assert f"ranked right {figures['sibling_accuracy']:.3f} of" in capsys.readouterr().out
 
 
 def test_a_frozen_backbone_is_the_agents_own(train, agent):
