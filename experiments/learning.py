@@ -67,11 +67,6 @@ class Learner:
         # Tokens of a packed tree: of a small model attention is what costs, of a large one what is computed again.
         self.room = 512 if model.num_parameters() < SMALL else 4096
 
-    def teach(self, model: torch.nn.Module, lr: float) -> None:
-        """Train another model beside the agent, as a critic, at its own rate."""
-        weights = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer.add_param_group({"params": weights, "peak": lr})
-
     def step(self, number: int) -> None:
         """Update `number`, from 1: each model's gradient clipped; rates rise linearly and then are constant."""
         for group in self.optimizer.param_groups:

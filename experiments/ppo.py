@@ -176,7 +176,8 @@ def load_critic(learner: Learner, args: argparse.Namespace) -> QNet:
     backbone, chat, _ = trainable(args, AutoModel)
     settle(args, {"critic_lr": CRITIC_LR_TINY if learner.model.num_parameters() < SMALL else CRITIC_LR})
     critic = QNet(backbone, chat, fast=False).train()
-    learner.teach(critic, args.critic_lr)
+    weights = [p for p in critic.parameters() if p.requires_grad]
+    learner.optimizer.add_param_group({"params": weights, "peak": args.critic_lr})
     return critic
 
 

@@ -15,10 +15,7 @@ trajectory through it: outcome rewards become a signal for steps, without a valu
 (Feng et al. 2025), whose second groups are the visits to an equal observation, each worth the reward discounted by the
 steps to it; --normalise mean leaves out the division, as its release does on WebShop.
 
-Tree-GRPO's release differs: its chains and trees have another warm-up (.5 and .285 of the run); it samples with top-p
-.95 and trains the full softmax; a group of one has its reward as advantage (here 0); the ratio is a token's (here,
-among valid actions, an action's). GiGPO's takes a task's mean reward over steps (here over trajectories, as its Eq. 3).
-In both the last checkpoint counts (here validation's best).
+docs/differences.md says where the releases differ.
 """
 
 from __future__ import annotations

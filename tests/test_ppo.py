@@ -105,7 +105,7 @@ def test_the_critic_begins_with_the_mean_reward_below_a_state(labels):
     chat = word_chat()
     critic = QNet(tiny_backbone(chat), chat, hidden=32, fast=False).train()
     learner = Learner(tiny_lm(chat), None, chat, 1e-3)
-    learner.teach(critic, 3e-3)
+    learner.optimizer.add_param_group({"params": [*critic.parameters()], "peak": 3e-3})
     before = {name: p.clone() for name, p in learner.model.named_parameters()}
     for _ in range(60):
         assert 0 < warm_up(learner, critic, labels, 200) < 1500  # a state that comes again is read once
