@@ -388,8 +388,6 @@ def test_messages_of_the_other_grammar_are_put_into_the_games_own(env):
     assert env.in_own_words("put {obj} in/on {recep}") == "move {obj} to {recep}"
 
 
-def test_mistakes(env, tmp_path):
+def test_a_folder_without_games_is_told(tmp_path):
     with pytest.raises(UserError, match="holds no games"):
         envs.make("alfworld", data=tmp_path)
-    with pytest.raises(UserError, match="unknown task 'train/none'"):
-        env.reset(options={"task_id": "train/none"})

@@ -47,6 +47,8 @@ def test_every_environment_keeps_what_envs_promises(name, monkeypatch):
     for split in ("nowhere", ""):
         with pytest.raises(envs.UserError):
             env.task_ids(split)
+    with pytest.raises(envs.UserError, match="nowhere"):
+        env.reset(options={"task_id": "nowhere"})
     env.instruct("Play.")
     env.reset(options={"task_id": task})
     assert env.fork().instruction == env.instruction == "Play."

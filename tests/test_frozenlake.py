@@ -103,6 +103,9 @@ def test_texts_rewards_and_limits():
     env.restore(start)
     invalid = "Invalid action: choose left, down, right or up. At cell 22."
     assert [env.step("dance")[:4] for _ in range(3)] == [(invalid, 0.0, False, cut) for cut in (False, False, True)]
+    for task in ("4x4/50", "4x4/11", "lakes/99/00"):  # beyond the map, a hole, no such lake
+        with pytest.raises(envs.UserError, match="frozenlake"):
+            env.reset(options={"task_id": task})
     env = envs.make("frozenlake", map="lakes")
     assert env.reset(options={"task_id": "lakes/7/00"})[0] == "At cell 00 of lake 7."
     assert env.instruction.endswith("\n".join(generate_random_map(4, seed=7)).replace("S", "F"))
