@@ -264,28 +264,24 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world, 
     assert meta["trajectories"] == 4 and meta["steps"] == 4  # batches of a quarter
 
 
-def test_another_model_keeps_its_tokenizer_and_the_papers_rendering(tmp_path, agent, fake_world):
-    (tmp_path / "expert.json").write_text(json.dumps([ETO] * 3))
-    shutil.copytree(agent, tmp_path / "model", ignore=shutil.ignore_patterns(Rendering.FILE))
-    argv = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(tmp_path / "model")]
-    sft.main([*argv, "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
-    agent = Policy.load(tmp_path / "sft")
-    assert agent.chat.rendering == Rendering(instruction="You are shopping.")  # not the environment's own
-    assert agent.model.config.hidden_size == 32
-    assert not (tmp_path / "expert.jsonl").exists() and not list(tmp_path.glob("*.draft"))
-
-
 def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, agent, fake_world, capsys):
-    """A system text beside the turns, and AgentGym's long agreement; what nobody uses is named."""
+    """A system text beside the turns, and AgentGym's long agreement; what nobody uses is named.
+
+    Another model than the tiny one keeps its tokenizer, and has the paper's rendering.
+    """
     turns = [turn | {"loss": True} for turn in ETO["conversations"]]
     turns[1]["value"] = "OK. I'll follow your instructions and try my best to solve the task."
     record = {"item_id": "x", "system": "Be brief.", "conversations": turns}
     (tmp_path / "expert.json").write_text("\ufeff" + json.dumps([record] * 3))
+    model = shutil.copytree(agent, tmp_path / "model", ignore=shutil.ignore_patterns(Rendering.FILE))
     run = ["--env", "frozenlake", "--run", str(tmp_path)]
-    sft.main([*run, "--model", str(agent), "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
+    sft.main([*run, "--model", str(model), "--expert", str(tmp_path / "expert.json"), "--epochs", "1"])
     error = capsys.readouterr().err
     assert error.count("not used: item_id\n") == error.count("not used: loss\n") == 1
+    assert not (tmp_path / "expert.jsonl").exists() and not list(tmp_path.glob("*.draft"))
     chat, env = Policy.load(tmp_path / "sft").chat, FakeEnv()
+    own = {"system": "Be brief.", "instruction": "You are shopping.", "agreement": turns[1]["value"]}
+    assert chat.rendering == Rendering(**own) and len(chat.tokenizer) == len(CHAT.tokenizer)
     begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", instruction=None))
     state = State.first(env, *env.reset())
     cloned, _ = next(read_trajectories(tmp_path / "expert.json"))
