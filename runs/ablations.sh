@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # What quickstart.sh leaves open, in its run folder: what the trees are worth without a QNet, process rewards (Fig. 4), half of
-# the demonstrations (Table 3) and what single choices are worth. QLASS with M = 4 on the same test tasks each time,
-# distinguished by --label. Six hours by estimate: a QNet takes almost half of one. 300 trees would take a third of that, but
-# teach QNet too little.
+# the demonstrations (Table 3), trees without the expert. QLASS with M = 4 on the same test tasks each time, distinguished by
+# --label. A QNet takes almost half an hour. 300 trees would take a third of that, but teach QNet too little.
 set -euo pipefail
 ENV=webshop
 . "$(dirname "$0")/common.sh"
@@ -11,10 +10,6 @@ no_flags "$@"
 qnet() {  # NAME LABEL FLAG...: another QNet of the same trees
     stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" --out "$RUN/qnet-$1" "${@:3}"
     variant "$1" "$2" --method qlass -M 4 --qnet "$RUN/qnet-$1"
-}
-other_trees() {  # NAME LABEL FLAG...: trees of the same agent, grown otherwise, and their QNet
-    learn_q "$RUN/$1" "$RUN/sft" "${@:3}"
-    variant "$1" "$2" --method qlass -M 4 --qnet "$RUN/$1/qnet"
 }
 retrained() {  # NAME LABEL FLAG...: the agent cloned again with its own trajectories, played greedily
     stage -m experiments.self_train "${common[@]}" --run "$RUN" --name "$1" "${@:3}"
@@ -47,15 +42,6 @@ RUN=$half search --method all  # this agent's own table: python report.py RUN/ha
 variant half "half of the demonstrations" --method qlass -M 2 4 6 --sft "$half/sft" --qnet "$half/qnet"
 stage sft.py "${common[@]}" --run "$half-end" --n-expert 50
 variant half-end "half of the demonstrations, 50 epochs" --method greedy sample --sft "$half-end/sft"
-# The paper's discount: each further step costs a tenth, a click on an option that the goal asks for too.
-stage bellman.py "${common[@]}" --run "$RUN" --gamma 0.9 --out "$RUN/q_labels-gamma.jsonl"
-qnet gamma "gamma=0.9" --labels "$RUN/q_labels-gamma.jsonl"
-# How QNet is trained and read, what its trees hold, and how candidates are drawn.
-qnet frozen "frozen backbone" --freeze
-qnet action "loss on the action" --loss-on action
-variant readout-mean "readout=mean" --method qlass -M 4 --readout mean
-other_trees no-expert "trees without expert" --no-expert
-other_trees prune-tail "trees pruned as in the released code" --prune tail
-variant paraphrased paraphrased --method qlass -M 4 --paraphrase
-search --method oracle_lookahead -M 4  # the search of the released code
+learn_q "$RUN/no-expert" "$RUN/sft" --no-expert  # trees of the whole agent
+variant no-expert "trees without expert" --method qlass -M 4 --qnet "$RUN/no-expert/qnet"
 report
