@@ -45,7 +45,7 @@ from qlass.files import SAMPLING_FREE, Output
 from qlass.flags import add_sampling, load_agent, load_qnet
 from qlass.oracles import Scores, by_q_or_reward, by_true_value
 from qlass.paraphrase import add_paraphrases, paraphrased
-from qlass.records import complete_results, identity
+from qlass.records import identity
 
 PAPER = {"M": 2, "N": 1}  # App. A.2
 COMPARED = [2, 4, 6]  # M and N of `--method all`
@@ -299,7 +299,7 @@ def main(
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     free = ("method", "M", "N", "select", "split", "skip", *SAMPLING_FREE)  # each line says its own
-    out = Output(args.out, vars(args), complete_results, [args.sft, args.qnet, *inputs], free, identity)
+    out = Output(args.out, vars(args), len, [args.sft, args.qnet, *inputs], free, identity)
     fields = {"split": args.split, "label": args.label, "seed": args.seed}
     search(env, my_share(tasks), plan, answers, chat, out, fields, args.in_flight or env.side_by_side)
 

@@ -119,17 +119,18 @@ def beside_policy(qnet: QNet, policy: Policy, trees: list[Tree]) -> dict:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
     envs.add_arguments(parser, argv)
-    add, default = parser.add_argument, cli.choices(PAPER, TINY)
+    add = parser.add_argument
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
     flags.add_training(parser, PAPER, TINY, "(s, a) pairs")
     tokens = ["all", "action", "last"]
-    add("--loss-on", choices=tokens, help=f"tokens of (s, a) that carry the loss ({default('loss_on')}; Eq. 11: all)")
+    carry = f"tokens of (s, a) that carry the loss (default: {PAPER['loss_on']}, Eq. 11; tiny: {TINY['loss_on']})"
+    add("--loss-on", choices=tokens, help=carry)
     add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
     add("--freeze", action="store_true", help="train the head alone")
     add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
-    add("--max-tokens", type=at_least(1), help=f"of a packed tree ({default('max_tokens')})")
+    add("--max-tokens", type=at_least(1), help=f"of a packed tree ({PAPER['max_tokens']}; tiny: {TINY['max_tokens']})")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
     flags.add_prompted(parser)  # as the trees were grown
     add("--device")

@@ -54,16 +54,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
     return args
 
 
-def choices(paper: dict[str, Any], tiny: dict[str, Any]) -> Callable[[str], str]:
-    """For --help: the value of a setting for pretrained models (the paper's) and for the tiny one."""
-
-    def defaults(name: str) -> str:
-        one, other = ("all" if settings[name] is None else settings[name] for settings in (paper, tiny))
-        return f"default: {one}" if one == other else f"default: {one}; tiny: {other}"
-
-    return defaults
-
-
 def settle(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """What no flag has set takes its value from the settings."""
     for name, value in settings.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 from qlass import UserError
 from qlass.chat import Rendering
-from qlass.cli import at_least, choices, more
+from qlass.cli import at_least, more
 from qlass.files import read_meta
 
 LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
@@ -37,11 +37,12 @@ def add_memory(parser: Any) -> None:
 
 def add_training(parser: Any, paper: dict, tiny: dict, batch: str) -> None:
     """The flags of a stage that trains; `batch`: what an update holds."""
-    add, default = parser.add_argument, choices(paper, tiny)
-    add("--epochs", type=at_least(1), help=f"at most ({default('epochs')})")
-    add("--lr", type=at_least(0, float), help=f"{default('lr')}; with --lora {LORA_LR}")
-    add("--batch", type=at_least(1), help=f"{batch} an update ({default('batch')})")
-    add("--micro-tokens", type=at_least(1), help=f"padded tokens in memory at once ({default('micro_tokens')})")
+    add = parser.add_argument
+    default = {name: f"default: {value}; tiny: {tiny[name]}" for name, value in paper.items()}
+    add("--epochs", type=at_least(1), help=f"at most ({default['epochs']})")
+    add("--lr", type=at_least(0, float), help=f"{default['lr']}; with --lora {LORA_LR}")
+    add("--batch", type=at_least(1), help=f"{batch} an update ({default['batch']})")
+    add("--micro-tokens", type=at_least(1), help=f"padded tokens in memory at once ({default['micro_tokens']})")
     add_memory(parser)
     add = more(parser)
     add("--precision", **PRECISION)

@@ -132,20 +132,11 @@ def complete_trees(lines: Iterable[tuple[str, dict]]) -> int:
 
 
 def read_results(path: Path) -> Iterator[dict]:
-    """The lines of results.jsonl, ids as they are written."""
-    return results_of(records_of(path))
-
-
-def results_of(lines: Iterable[tuple[str, dict]]) -> Iterator[dict]:
-    for where, record in lines:
+    """The lines of results.jsonl."""
+    for where, record in records_of(path):
         if mistake := wrong(record, OF_A_RESULT):
             raise UserError(f"{where}: {mistake}; is this a results.jsonl?")
         yield record
-
-
-def complete_results(lines: Iterable[tuple[str, dict]]) -> int:
-    """All of them, if each is a result."""
-    return len(list(results_of(lines)))
 
 
 def identity(record: dict) -> tuple:
