@@ -82,13 +82,13 @@ def train(
         qnet.train()
         for batch in fit.batches(packs):
             n = sum(len(pack.pairs) for pack in batch)
-            for group in fit.share(micro_batches(batch, lambda pack: len(pack.tree), micro_tokens if fast else 1)):
+            for group in fit.share(micro_batches(batch, lambda pack: pack.tokens, micro_tokens if fast else 1)):
                 if fast:  # the same at a fraction of the cost
                     loss = packed_loss(qnet, group)
                 else:
                     loss = sum(pair_loss(qnet, pair, loss_on) for pack in group for pair in pack.pairs)  # Eq. (11)
                 fit.backward(loss / n)
-            fit.step(tokens=sum(len(pack.tree) for pack in batch))
+            fit.step(tokens=sum(pack.tokens for pack in batch))
         figures = ranking(qnet, held_out)
         enough = len(held_out) >= 5
         fit.end_epoch(figures["mse"] if enough else None, **{f"held_out_{name}": v for name, v in figures.items()})

@@ -104,7 +104,7 @@ def test_any_pairs_pack_into_the_same_loss(some, loss_on, max_tokens):
     packs = list(pack_pairs(net.chat, pairs, loss_on, max_tokens))
     plain = sum(pair_loss(net, p, loss_on).item() for p in pairs)
     assert packed_loss(net, packs).item() == pytest.approx(plain, rel=1e-4, abs=1e-5)
-    assert all(len(p.tree) <= max_tokens or len(p.pairs) == 1 for p in packs)
+    assert all(p.tokens <= max_tokens or len(p.pairs) == 1 for p in packs)
 
 
 # ----------------------------------------------------------------------------------------------------- the network

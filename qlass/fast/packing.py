@@ -26,6 +26,10 @@ class PackedPairs:
     weight: np.ndarray
     weighted_q: np.ndarray
 
+    @property
+    def tokens(self) -> int:
+        return len(self.tree)
+
 
 def pack_pairs(chat: Chat, pairs: Sequence[Pair], loss_on: str, max_tokens: int) -> Iterator[PackedPairs]:
     """A tree's pairs, depth first, in token trees of at most `max_tokens` each (or of one pair that is longer)."""
