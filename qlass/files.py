@@ -165,16 +165,14 @@ def changed_inputs(output: Path) -> list[Path]:
 def same_arguments(output: Path, arguments: dict[str, Any], free: Iterable[str] = ()) -> None:
     """Resuming is only sound with the arguments and inputs that the output was begun with; UserError names others.
 
-    free: arguments that may be others, as may the inputs that they name.
+    free: arguments that may be others.
     """
     begun = read_meta(output)["arguments"]
     others = []
     for name, value in recorded(arguments).items():
         if name not in (*FREE, *free) and begun.get(name, value) != value:
             others.append(f"--{name.replace('_', '-')} {begun[name]}, not {value}")
-    freely_named = [begun.get(name) for name in free]
-    changed = [source for source in changed_inputs(output) if str(source) not in freely_named]
-    others += [f"{source}, which has changed since" for source in changed]
+    others += [f"{source}, which has changed since" for source in changed_inputs(output)]
     if others:
         way_out = "--overwrite starts again, another --out or --run keeps both"
         raise UserError(f"{output} was begun with {', '.join(others)}: {way_out}")
@@ -263,18 +261,6 @@ def share() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def progress(items: Iterable, what: str, total: int | None = None, done: int = 0) -> Iterator:
-    """The items, with a bar; off a terminal it is drawn every half minute."""
-    from tqdm import tqdm
-
-    yield from tqdm(items, what, total, initial=done, mininterval=0.1 if sys.stderr.isatty() else 30)
-
-
-def parts_of(output: Path) -> list[Path]:
-    """What processes that share an output have written of it."""
-    return sorted(output.parent.glob(f"{output.stem}.*-of-*.jsonl"))
-
-
 class Output(Resumable):
     """A stage's output, with one writer, the same arguments whenever it resumes, and metadata beside it.
 
@@ -293,7 +279,8 @@ class Output(Resumable):
         if arguments.get("overwrite") and not self.alone:
             raise UserError(f"{output}: delete it: of several processes, one would overwrite what others wrote")
         path = output if self.alone else output.with_name(f"{output.stem}.{rank}-of-{world}.jsonl")
-        others = [other for other in (output, *parts_of(output)) if other != path]
+        parts = sorted(output.parent.glob(f"{output.stem}.*-of-*.jsonl"))
+        others = [other for other in (output, *parts) if other != path]
         self.lock = contextlib.ExitStack()
         self.lock.enter_context(locked(path))
         for old in (path, *others):
@@ -328,7 +315,10 @@ class Output(Resumable):
         super().append(group)
 
     def grow(self, groups: Iterable[list[dict]], what: str, total: int, done: int = 0) -> None:
-        for group in progress(groups, what, total, done):
+        from tqdm import tqdm  # here, since bellman.py does without
+
+        every = 0.1 if sys.stderr.isatty() else 30  # seconds; off a terminal a report is a line
+        for group in tqdm(groups, what, total, initial=done, mininterval=every):
             self.append(group)
 
     def finish(self, order: Callable[[dict], Any] | None = None, **figures: Any) -> None:

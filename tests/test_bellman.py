@@ -32,10 +32,6 @@ def test_it_replaces_labels_and_nothing_else(tmp_path):
     with pytest.raises(UserError, match="not labels that bellman"):
         label_file(trees, trees)
     assert trees.read_text() == dump(tree_by_hand())
-    for _ in range(2):
-        label_file(trees, tmp_path / "q_labels.jsonl")
-    with pytest.raises(UserError, match=r"begun with --gamma 0\.9, not 0\.5"):
-        label_file(trees, tmp_path / "q_labels.jsonl", "--gamma", "0.5")
 
 
 def tree_by_hand() -> list[dict]:
