@@ -151,6 +151,12 @@ def test_it_learns_from_siblings(start, tmp_path):
     assert {line["env_steps"] for line in lines[1:]} == {2}  # those of the tree, once
 
 
+def test_siblings_of_equal_q_end_the_training(start, tmp_path):
+    start("q_labels.jsonl", tree((0, "Action: left", 0.5), (0, "Action: right", 0.5)), "--pairs", "siblings")
+    lines = list(read_jsonl(tmp_path / "sft-eto-siblings.updates.jsonl"))
+    assert len(lines) == 9 and lines[-1]["tokens"] == 0
+
+
 @pytest.mark.parametrize("record", [trajectory("left") | {"reward": None}, trajectory("left", task="test0")])
 def test_demonstrations_of_no_reward_or_of_test_tasks_teach_nothing(start, record):
     with pytest.raises(UserError, match="no tasks to learn from"):

@@ -141,3 +141,11 @@ def test_a_group_of_one_is_refused(train):
     for flags in (["-M", "1"], ["-M", "4", "--advantage", "intra"]):
         with pytest.raises(UserError, match="one trajectory"):
             train(tree_grpo, "run", 100, "--rounds", "0", *flags)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_training():
+    chat = word_chat()
+    learner = Learner(tiny_lm(chat), None, chat, 1e-3)
+    (learner.model(input_ids=torch.tensor([[5, 6]])).logits.sum() * torch.nan).backward()
+    with pytest.raises(UserError, match="the training has diverged"):
+        learner.step(1)
