@@ -25,7 +25,6 @@ from qlass.files import write_jsonl, write_meta
 from qlass.records import read_jsonl, read_trees
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
-TAKES = "seconds"
 
 # A tree is its list of nodes, parents before children; `children[i]` are the positions of node i's children.
 

@@ -27,7 +27,7 @@ from typing import Any
 import envs
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State, parse_action, react
-from qlass.cli import at_least, must_exist, my_share, needed, parse, parser, run_stage
+from qlass.cli import at_least, my_share, needed, parse, parser, run_stage
 from qlass.driver import Sample, ask, drive
 from qlass.files import SAMPLING_FREE, Output, cloned_from
 from qlass.flags import add_sampling, load_agent
@@ -35,7 +35,6 @@ from qlass.records import actions_by_task, complete_trees
 
 # D is each environment's `tree_depth` (App. A.2: 3 WebShop, 6 ScienceWorld, 8 ALFWorld); W and the bound are ours.
 DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
-TAKES = "about two minutes with the tiny model on two cores"
 RETRIES = 2  # further draws and further rollouts for a node whose new child turned out to be an old one
 
 
@@ -246,7 +245,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    must_exist(args.expert)
     env = envs.from_arguments(args)
     args.depth = env.tree_depth if args.depth is None else args.depth
     args.sft = needed(args.sft, args.run / "sft", "sft", args)

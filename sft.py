@@ -41,7 +41,6 @@ from qlass.tiny import AIDS, answers, observation_loss, tiny_model
 PAPER = {"epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free", "micro_tokens": 8192}  # Table 5
 TINY = {"epochs": 12, "lr": 3e-3, "batch": 16, "candidates": "valid", "micro_tokens": 2048}
 UPDATES = 200  # of the tiny model at least: few demonstrations are repeated, in batches of a quarter of them
-TAKES = "about two minutes with the tiny model on two cores"
 
 # ------------------------------------------------------------------------------------------------- expert trajectories
 
@@ -220,8 +219,6 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env, tiny = envs.from_arguments(args), args.model == "tiny"
     args.n_expert = args.n_expert or (env.demonstrations if tiny else None)
-    if args.model.startswith((".", "/")) or args.model.endswith(".gguf"):  # no hub name
-        cli.must_exist(Path(args.model))
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
     with loop.processes(args.out, args.device) as process:
         named = args.expert is not None  # else its first messages are the environment's own

@@ -40,7 +40,6 @@ PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4
 TINY = {"epochs": 8, "lr": 1e-3, "batch": 64, "loss_on": "last", "max_tokens": 1024, "micro_tokens": 2048}
 SMALL = 50_000_000  # parameters, below which the settings are TINY's
 HELD_OUT = 10  # every tenth tree is not trained on
-TAKES = "10 to 15 minutes with the tiny model on two cores"
 
 Tree = list[Pair]
 

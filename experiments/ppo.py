@@ -32,7 +32,7 @@ from experiments.decisions import mixed_precision, pack_decisions
 from experiments.learning import Learner, learn, learner_parser, load, trainable
 from experiments.tree_grpo import LR, LR_TINY, Batch, Group, add_update, batches, line_of, play, update
 from qlass.chat import Chat, State
-from qlass.cli import at_least, handed_on, must_exist, parse, run_stage, settle
+from qlass.cli import at_least, handed_on, parse, run_stage, settle
 from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.files import is_complete
 from qlass.qnet import QNet, states_of
@@ -184,7 +184,6 @@ def load_critic(learner: Learner, args: argparse.Namespace) -> QNet:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
-    must_exist(args.labels)
     learner = load(args, env, LR.get(args.env, LR_TINY))
     critic = load_critic(learner, args)
     settle(args, {"labels": args.run / "q_labels-avg.jsonl"})

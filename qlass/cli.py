@@ -86,20 +86,14 @@ def handed_on(args: argparse.Namespace) -> list[str]:
     return argv
 
 
-def must_exist(*named: Path | None) -> None:
-    """What was named must be there; checked before what was not named is made."""
-    for path in named:
-        if path is not None and not path.exists():
-            raise UserError(f"{path}: no such file or folder")
-
-
 def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
     """The input of a stage: what was named, or else the earlier stage's output, which is made or resumed first.
 
     Several processes would all make it, so they are refused with the command that does.
     """
-    must_exist(named)
     if named is not None:
+        if not named.exists():
+            raise UserError(f"{named}: no such file or folder")
         return named
     if not is_complete(default):
         agent = getattr(args, "sft", None)
@@ -109,10 +103,9 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
         command = f"python {stage}.py {shlex.join(argv)}"
         if share()[1] > 1:
             raise UserError(f"{default}: make it first, by one process: {command}")
-        maker = importlib.import_module(stage)
         state = "not complete" if default.exists() else "missing"
-        print(f"{default} is {state}: making it with {command} ({maker.TAKES})", flush=True)
-        maker.main(argv)
+        print(f"{default} is {state}: making it with {command}", flush=True)
+        importlib.import_module(stage).main(argv)
     for output, source in dict.fromkeys(outdated(default)):
         print(f"warning: {output} was made from another {source} than there is now: make it again", file=sys.stderr)
     return default

@@ -241,7 +241,7 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_pa
     assert calls == [["--env", "webshop", "--run", str(tmp_path / "a b"), "--seed", "1"]]
     (line,) = capsys.readouterr().out.splitlines()
     command = f"python bellman.py --env webshop --run '{tmp_path}/a b' --seed 1"  # to copy
-    assert line == f"{tmp_path / 'default'} is missing: making it with {command} ({bellman.TAKES})"
+    assert line == f"{tmp_path / 'default'} is missing: making it with {command}"
     # The part that a stopped stage left is not taken for all of it: the stage resumes it, or says why it can't.
     (tmp_path / "default").write_text("{}\n")
     (tmp_path / "default.meta.json").write_text("{}")

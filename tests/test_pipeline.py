@@ -106,8 +106,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(stage, argv, says, tmp_path, monk
     (tmp_path / "broken.jsonl").write_text('{"task_id": "a", \n{}\n')
     with pytest.raises(SystemExit) as stop:
         run_stage(lambda: importlib.import_module(stage).main(argv))
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and says in error
+    *_, line = capsys.readouterr().err.splitlines()  # behind those of a bar
+    assert stop.value.code == 2 and line.startswith("error: ") and says in line
 
 
 @pytest.mark.parametrize("cloned", [True, pytest.param(False, marks=pytest.mark.slow)])  # to clone an agent: minutes

@@ -32,7 +32,7 @@ from experiments.qval.points import Point, distinct, drawn, label, references, t
 from experiments.qval.scorers import Call, Context, Decision, Entry, answer, available, entry, inputs
 from qlass import UserError
 from qlass.chat import Rendering
-from qlass.cli import at_least, must_exist, needed, parse, parser, run_stage
+from qlass.cli import at_least, needed, parse, parser, run_stage
 from qlass.driver import Sample, drive
 from qlass.files import read_meta, replacing, same_arguments, sha256, write_jsonl, write_meta
 from qlass.flags import add_sampling, begin_as_cloned
@@ -162,7 +162,6 @@ def main(argv: list[str] | None = None) -> None:
         return search.main(argv[1:])
     args = arguments(argv)
     env = envs.from_arguments(args)
-    must_exist(args.results)
     if args.actor == "agent" or "policy" in args.references:
         args.sft = needed(args.sft, args.run / "sft", "sft", args)
     context = Context(args, Judge(args.judge) if args.judge else None)
