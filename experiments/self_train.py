@@ -153,9 +153,7 @@ def main(argv: list[str] | None = None) -> None:
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     record = files.read_meta(args.sft)["arguments"]
     if "model" not in record:
-        raise UserError(
-            f"{files.meta_path(args.sft)}: does not say how sft.py made {args.sft}; name an --sft that it made"
-        )
+        raise UserError(f"{args.sft}: its metadata do not say how sft.py made it; name an --sft that sft.py made")
     expert = demonstrations(args.sft, env.name)
 
     def agent() -> tuple[Chat, dict]:
@@ -168,21 +166,17 @@ def main(argv: list[str] | None = None) -> None:
     else:
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args) if args.method == "qlass" else None
         tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
-        path, free = (
-            args.run / f"self_train-{args.name}.rollouts.jsonl",
-            ["threshold", "no_train", *files.SAMPLING_FREE],
-        )
-        settings, inputs = vars(args) | {"out": path}, [args.sft, args.qnet]
-        out = Output(path, settings, lambda lines: len(lines) // args.N * args.N, inputs, free)
+        path = args.run / f"self_train-{args.name}.rollouts.jsonl"
+        free = ["threshold", "no_train", *files.SAMPLING_FREE]
+        settings = vars(args) | {"out": path}
+        out = Output(path, settings, lambda lines: len(lines) // args.N * args.N, [args.sft, args.qnet], free)
         method = Method("qlass" if args.qnet else "sample", args.M, args.N)
         lines = rollouts(env, tasks, method, agent, out, args.in_flight or env.side_by_side)
     new = kept(lines, args.threshold, expert)
     if not new:
         best = max((line["reward"] for line in lines), default=0.0)
-        raise UserError(
-            f"none of {len(lines)} trajectories is new and reaches --threshold {args.threshold} (highest reward "
-            f"{best:.3f}): lower it, or play more tasks (--limit 0) or more trajectories (-N)"
-        )
+        reason = f"none of {len(lines)} trajectories is new and reaches --threshold {args.threshold}"
+        raise UserError(f"{reason} (highest reward {best:.3f}): lower it, or play more (--limit 0, -N)")
     merged, out = args.run / f"self_train-{args.name}.jsonl", args.run / f"sft-{args.name}"
     files.write_jsonl(merged, expert + new)
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new)}
