@@ -35,7 +35,6 @@ from gymnasium import spaces
 
 from qlass import UserError
 from qlass.cli import more
-from qlass.records import read_text
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 
@@ -90,7 +89,7 @@ class TextEnv(gymnasium.Env):
         if max_steps is not UNSET:
             self.max_steps = max_steps
         if instruction:
-            self.instruction = read_text(Path(instruction))
+            self.instruction = Path(instruction).read_text(encoding="utf-8-sig")  # without a byte-order mark
         self.observation_space = self.action_space = AnyText(20)
         self.steps = 0
 

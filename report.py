@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from qlass import cli
 from qlass.files import replacing
-from qlass.records import read_text
 
 if TYPE_CHECKING:
     from reporting.results import Group
@@ -107,7 +106,7 @@ def draw(groups: list[Group], out: Path) -> dict[str, str]:
 def expected(groups: list[Group], ranges: Path) -> list[str]:
     """A line a figure: "agent .720, expected .70 to .73: ok"."""
     lines = []
-    for row in csv.DictReader(read_text(ranges).splitlines()):
+    for row in csv.DictReader(ranges.read_text(encoding="utf-8").splitlines()):
         key = row["method"], int(row["M"]), int(row["N"]), row["select"], ""
         for condition, mean in ((group.condition, group.reward.mean) for group in groups):
             if (condition.method, condition.M or 1, condition.N or 1, condition.select or "", condition.label) == key:

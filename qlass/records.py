@@ -69,10 +69,6 @@ def read_object(path: Path) -> dict:
     return parse_json(path.read_bytes(), str(path))
 
 
-def read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8-sig")  # a byte-order mark is no character of a prompt
-
-
 def records_of(path: str | Path) -> Iterator[tuple[str, dict]]:
     """Each object of JSON Lines, or of a JSON list as in ETO's files, and where it stands: "FILE:LINE"."""
     with open(path, "rb") as lines:
