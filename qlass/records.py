@@ -157,7 +157,7 @@ def read_trajectories(path: Path) -> Iterator[tuple[Any, dict]]:
     for where, record in records_of(path):
         turns = record.get("messages") or record.get("conversations") or []
         messages = [message(turn) for turn in turns]
-        if record.get("system") and messages[0]["role"] != "system":
+        if record.get("system") and messages and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": record["system"]})
         if not is_chat(messages) or len(messages) < 2:
             raise UserError(f"{where}: no chat of user and assistant in turns (data/README.md shows the layout)")
