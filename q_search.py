@@ -302,13 +302,10 @@ def main(
     fields = {"split": args.split, "label": args.label, "seed": args.seed}
     search(env, my_share(tasks), plan, answers, chat, out, fields, args.in_flight or env.side_by_side)
 
-    methods: dict[tuple, int] = {}  # in the order in which they were first played
+    methods = list(dict.fromkeys(identity(line)[1:] for line in out.records))  # as they were first played
     rank = {task_id: n for n, task_id in enumerate(every_task)}
-
-    def order(line: dict) -> tuple[int, int]:
-        return methods.setdefault(identity(line)[1:], len(methods)), rank.get(line["task_id"], 0)
-
-    out.finish(order, leaks=leaks(env, out.records, args.sft, args.qnet, vars(args)))
+    leaked = leaks(env, out.records, args.sft, args.qnet, vars(args))
+    out.finish(lambda line: (methods.index(identity(line)[1:]), rank.get(line["task_id"], 0)), leaks=leaked)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import threading
 from collections.abc import Callable, Generator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +271,42 @@ def training_settings(**more: Any) -> dict:
     settings = {"out": Path(f"out{next(RUNS)}"), "epochs": 6, "batch": 4, "lr": 3e-3, "optim": "adamw", "seed": 0,
                 "patience": 2, "save_every": 50, "device": None, "precision": None, "overwrite": False}  # fmt: skip
     return settings | more
+
+
+# ------------------------------------------------------------------------------------------------------------- servers
+
+
+def json_server(answer: Callable[[dict], tuple[int, dict | list]]):
+    """A server, not started yet: `answer` gives status and body for each body posted; a GET lists a model."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(200, {"data": [{"id": "first"}]})
+
+        def do_POST(self):
+            self.reply(*answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+
+        def reply(self, status, body):
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Retry-After-Ms", "1")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.url = f"http://127.0.0.1:{server.server_port}/v1"
+    return server
+
+
+def started(server: ThreadingHTTPServer) -> ThreadingHTTPServer:
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    return server
+
+
+def stopped(server: ThreadingHTTPServer) -> None:
+    server.shutdown()
+    server.server_close()

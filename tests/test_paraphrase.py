@@ -4,10 +4,9 @@ import re
 from collections import Counter
 
 import pytest
-from fakes import run, word_chat
+from fakes import json_server, run, started, stopped, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from json_server import json_server, started, stopped
 
 import envs
 import q_search

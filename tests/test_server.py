@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fakes import FakeEnv, chat_tokenizer, tiny_lm, word_chat
-from json_server import json_server, started, stopped
+from fakes import FakeEnv, chat_tokenizer, json_server, started, stopped, tiny_lm, word_chat
 from transformers import AutoModelForCausalLM
 
 import build_trees
