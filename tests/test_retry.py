@@ -1,10 +1,11 @@
-"""Retry on a written world: when it stops, and what it costs."""
+"""Retry on a written world: when it stops, what it costs, and where a reflection goes."""
 
 import pytest
 from fakes import FakeEnv, path_of, run, say, word_chat
 
 import q_search
 from experiments import retry
+from experiments.retry import Reflect
 from q_search import Method
 from qlass.chat import parse_action
 from qlass.driver import Sample, Score
@@ -18,12 +19,15 @@ Q = [0.3, 0.8, 0.7, 0.1]  # what QNet thinks of them
 def answer(request):
     if isinstance(request, Sample):
         return say(TRIALS[request.key[1]].split()[request.key[2]])
-    return [Q[TRIALS.index(" ".join((*path_of(request.state), parse_action(request.actions[0]))))]]
+    if isinstance(request, Score):
+        path = " ".join((*path_of(request.state), parse_action(request.actions[0])))
+        return [Q[TRIALS.index(path)]]
+    return "plan after " + " ".join(path_of(request.state))
 
 
-def play(select, stop, N=4, shared=None):
+def play(select, stop, N=4, reflect=False, shared=None):
     shared = {} if shared is None else shared
-    return run(retry.retry(stop, FakeEnv(), "test0", Method("retry", 1, N, select), CHAT, shared), answer)
+    return run(retry.retry(stop, reflect, FakeEnv(), "test0", Method("retry", 1, N, select), CHAT, shared), answer)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +52,18 @@ def test_trials_are_those_of_best_of_n():
     record, requests = play("q", 0.9, shared=shared)
     assert all(isinstance(request, Score) for request in requests)  # what was sampled for one serves the other
     assert record | {"seconds": 0, "task_id": "test0"} == expected | {"seconds": 0}
+
+
+def test_a_plan_stands_in_the_next_prompt_and_costs_its_tokens():
+    record, requests = play("oracle", 1 - 1e-9, reflect=True)
+    first = {r.key[1]: r.state.messages[0][1] for r in requests if isinstance(r, Sample)}
+    assert first[0] == "walk"
+    assert first[1] == "walk" + retry.PLANS + "plan after left left"
+    assert first[2] == first[1] + "\nplan after right left"
+    reflections = [r for r in requests if isinstance(r, Reflect)]
+    assert len(reflections) == 2 and reflections[0].state.messages[-1][1].endswith(retry.ASK)
+    assert record["tokens"]["generated"] > play("oracle", 1 - 1e-9)[0]["tokens"]["generated"]
+    assert record["tokens"]["prompt"] > play("oracle", 1 - 1e-9)[0]["tokens"]["prompt"]
 
 
 def test_the_command_line(tmp_path, agent, fake_world):
