@@ -250,8 +250,7 @@ class Chat:
         """
         text = mark(text.strip(), task) if self.rendering.mark_matches else text.strip()
         ids = self._ids(self.lead, text, self.stop)
-        if prompt:
-            self._check(prompt, len(ids))
+        self._check(prompt, len(ids))
         return ids
 
     def text(self, ids: Sequence[int]) -> str:

@@ -33,24 +33,14 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def states() -> list[State]:
-    """All states of the fake world that are not its ends, of two tasks, and after an invalid action."""
-    env, found = FakeEnv(), []
-    for task in ("train0", "train1"):
-        observation, info = env.reset(options={"task_id": task})
-        first = State.first(env, observation, info)
-        found += [first, first.then("Thought: find", "Observation: nothing happens")]
-        for path in [("left",), ("right",), ("left", "right"), ("right", "right")]:
-            env.reset(options={"task_id": task})
-            state = first
-            for action in path:
-                observation, *_ = env.step(action)
-                state = state.then(react("hm", action), env.message(observation))
-            found.append(state)
-    return found
+def step(state: State, action: str, *path: str) -> State:
+    return state.then(react("hm", action), " ".join(("Observation: you stand at start", *path, action)))
 
 
-STATES = states()
+FIRST = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
+LEFT, RIGHT = step(FIRST, "left"), step(FIRST, "right")
+STATES = [FIRST, FIRST.then("Thought: find", "Observation: nothing happens"), LEFT, RIGHT,
+          step(LEFT, "right", "left"), step(RIGHT, "right", "right")]  # fmt: skip
 
 # -------------------------------------------------------------------------------------------------- trees of tokens
 
