@@ -287,7 +287,7 @@ class Output(Resumable):
             if not (old.exists() and old.stat().st_size):
                 continue
             if not meta_path(old).exists():
-                raise UserError(f"{old}: not of this command, which leaves a .meta.json beside it: name another --out")
+                raise UserError(f"{old}: not of this command, which leaves a .meta.json beside it: move it away")
             if arguments.get("overwrite"):
                 delete(old)
             else:
