@@ -117,13 +117,3 @@ def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stage):
     runs = [s for name, several in calls.items() for s in several if name != "report.py"]
     assert all(str(s.run).startswith(str(folders[s.seed])) for s in runs)
     assert [Path(run) for run in calls["report.py"][-1].results] == folders
-
-
-def test_ablations_play_the_same_tasks_and_are_told_apart(stage):
-    calls = stages(stage("runs/ablations.sh"))
-    played = calls["q_search.py"]
-    assert {(s.split, s.skip, s.limit, s.run.parts[:2]) for s in played} == {("test", 400, 0, ("runs", "webshop"))}
-    labelled = [s for s in played if s.label]
-    assert len({s.label for s in labelled}) == len({s.out for s in labelled}) == len(labelled)
-    trained = {s.out or s.run / "qnet" for s in calls["train_qnet.py"]}
-    assert {s.qnet for s in [*played, *calls["experiments.self_train"]] if s.qnet} <= trained
