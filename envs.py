@@ -34,6 +34,7 @@ import gymnasium
 from gymnasium import spaces
 
 from qlass import UserError
+from qlass.cli import more
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 
@@ -229,7 +230,7 @@ def add_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> No
     kind = environment_class(first.parse_known_args(argv)[0].env)
 
     others = len(parser._actions)
-    add = parser.add_argument_group("environment").add_argument
+    add = more(parser)
     kind.add_flags(add)
     hint = "any other option of the environment's class"
     add("--env-option", action="append", default=[], metavar="NAME=VALUE", help=hint)

@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     """A stage's parser: its description is the first line of the stage's docstring."""
-    stage = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=epilog, usage="%(prog)s [flags]")
+    usage = "%(prog)s [flags], listed by --help and --help-more"
+    stage = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=epilog, usage=usage)
     add = stage.add_argument
     environments = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
     add("--env", default="webshop", metavar="NAME", help=environments)
@@ -31,8 +32,19 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     add("--seed", type=at_least(0, below=2**32), default=0, metavar="N", help="default: %(default)s")
     add("--overwrite", action="store_true", help="make the output again from scratch")
     add("--debug", action="store_true", help="show the traceback of an error")
+    add("--help-more", action="help", help="with the flags of the environment, of sampling and of large models")
     stage.set_defaults(env_flags=[])  # envs.add_arguments adds those of the environment
     return stage
+
+
+def more(parser: Any) -> Callable[..., None]:
+    """`add_argument` for flags that few need, which --help-more alone shows: --help is to fit a screen."""
+
+    def add(*names: str, **options: Any) -> None:
+        hidden = {} if "--help-more" in sys.argv else {"help": argparse.SUPPRESS}
+        parser.add_argument(*names, **options | hidden)
+
+    return add
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:

@@ -11,7 +11,7 @@ from typing import Any
 
 from qlass import UserError
 from qlass.chat import Rendering
-from qlass.cli import at_least
+from qlass.cli import at_least, more
 from qlass.files import read_meta
 
 LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
@@ -26,7 +26,7 @@ PRECISION = {"choices": ["float32", "bf16"], "metavar": "NAME", "help": DTYPE}
 
 def add_memory(parser: Any) -> None:
     """How a large model is trained in little memory; for `check_training` and `models.save_memory`."""
-    add, names = parser.add_argument_group("large models").add_argument, ["adamw", "adamw8bit"]
+    add, names = more(parser), ["adamw", "adamw8bit"]
     add("--load-in", **LOAD_IN)
     add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank instead of the weights")
     add("--lora-alpha", type=at_least(1), metavar="A", help="the updates' factor is A / RANK (default: twice the rank)")
@@ -43,10 +43,11 @@ def add_training(parser: Any, paper: dict, tiny: dict, batch: str) -> None:
     add("--lr", type=at_least(0, float), help=f"{default['lr']}; with --lora {LORA_LR}")
     add("--batch", type=at_least(1), help=f"{batch} an update ({default['batch']})")
     add("--micro-tokens", type=at_least(1), help=f"padded tokens in memory at once ({default['micro_tokens']})")
+    add_memory(parser)
+    add = more(parser)
     add("--precision", **PRECISION)
     add("--patience", type=at_least(1), default=2, help="epochs without a better validation until it stops (2)")
     add("--save-every", type=at_least(1), default=50, metavar="N", help="updates between checkpoints (default: 50)")
-    add_memory(parser)
 
 
 def check_training(args: argparse.Namespace) -> None:
@@ -56,7 +57,7 @@ def check_training(args: argparse.Namespace) -> None:
 
 def add_prompted(parser: Any) -> None:
     """The flags of PROMPTED, which agent and QNet must share."""
-    add = parser.add_argument
+    add = more(parser)
     add("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
     text = "leave out the oldest turns of a prompt beyond the model's context"
     add("--truncate", choices=["oldest"], help=text)
@@ -66,7 +67,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     """The flags of a stage that samples from the agent, besides --temperature; for `load_agent`."""
     group = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)")
     add_prompted(group)
-    add = group.add_argument
+    add = more(group)
     add("--load-in", **LOAD_IN)
     add("--precision", **PRECISION)
     add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text: the likeliest that hold P together")

@@ -76,11 +76,16 @@ def test_what_is_missing_is_made_and_is_the_same(lake, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_help_lists_the_flags(stage, capsys):
+def test_help_fits_one_screen(stage, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
         importlib.import_module(stage).main(["--help"])
-    shown = capsys.readouterr().out
-    assert stop.value.code == 0 and "--seed" in shown and ("--human-goals" in shown) == (stage != "bellman")
+    shown = capsys.readouterr().out.splitlines()
+    assert stop.value.code == 0 and 15 < len(shown) <= 40 and max(map(len, shown)) <= 80
+    monkeypatch.setattr("sys.argv", [stage, "--help-more"])
+    with pytest.raises(SystemExit):
+        importlib.import_module(stage).main()
+    assert ("--human-goals" in capsys.readouterr().out) == (stage != "bellman")  # an environment's
 
 
 @pytest.mark.parametrize(
