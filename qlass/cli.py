@@ -17,6 +17,7 @@ from qlass import UserError
 from qlass.files import is_complete, outdated, share
 
 T = TypeVar("T")
+INPUTS = ("sft", "qnet", "labels", "trees", "expert")  # flags of what an earlier stage wrote
 
 # --------------------------------------------------------------------------------------------------------------- flags
 
@@ -51,6 +52,9 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
     args = parser.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
     args.run = args.run or Path("runs") / args.env.rpartition(":")[2].lower()
+    for path in (getattr(args, name, None) for name in INPUTS):
+        if path and not path.exists():  # told before what was not named is made
+            raise UserError(f"{path}: no such file or folder")
     return args
 
 
@@ -67,7 +71,8 @@ def at_least(low: float, kind: Callable[[str], T] = int, below: float = 1e30) ->
     def number(text: str) -> T:
         value = kind(text)  # argparse names what is none
         if not low <= value <= below:  # also refuses nan
-            raise argparse.ArgumentTypeError(f"{text} is not within {low:g} and {below:g}")
+            bounds = f"{low:g} or more" if below == 1e30 else f"{low:g} to {below:g}"
+            raise argparse.ArgumentTypeError(f"{text}: {bounds} is expected")
         return value
 
     return number
@@ -92,8 +97,6 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
     Several processes would all make it, so they are refused with the command that does.
     """
     if named is not None:
-        if not named.exists():
-            raise UserError(f"{named}: no such file or folder")
         return named
     if not is_complete(default):
         agent = getattr(args, "sft", None)
@@ -124,10 +127,11 @@ def run_stage(main: Callable[[], Any]) -> None:
     """A script's last line: mistakes in one line with exit code 2, Ctrl-C without a traceback."""
     try:
         main()
-    except (UserError, OSError) as error:
+    except (UserError, OSError, ModuleNotFoundError) as error:
         if "--debug" in sys.argv:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        name = getattr(error, "filename", None)
+        print(f"error: {name}: {error.strerror}" if name else f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\nstopped; the same command, without --overwrite, resumes from what is written", file=sys.stderr)

@@ -196,7 +196,9 @@ def save_memory(
         import peft
 
         config = peft.LoraConfig(r=lora, lora_alpha=lora_alpha or 2 * lora, target_modules="all-linear")
-        adapter = peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about a name that PEFT reads
+            adapter = peft.get_peft_model(model, config)
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return adapter
