@@ -39,7 +39,7 @@ import envs
 from qlass import UserError, costs
 from qlass.chat import Rendering, State, parse_action, uniforms
 from qlass.checks import leaks
-from qlass.cli import at_least, my_share, needed, parse, parser, run_stage
+from qlass.cli import at_least, must_exist, my_share, needed, parse, parser, run_stage
 from qlass.driver import Likelihood, Sample, Score, Step, ask, drive, follow
 from qlass.files import SAMPLING_FREE, Output
 from qlass.flags import add_sampling, load_agent, load_qnet
@@ -276,6 +276,7 @@ def main(
 ) -> None:  # fmt: skip
     """answers, inputs: what else answers requests, and the files that those were made from. planned: as `plan_of`."""
     args = arguments(argv)
+    must_exist(args.sft, args.qnet)
     env = envs.from_arguments(args, **({"max_steps": args.max_steps} if args.max_steps else {}))
     every_task = env.task_ids(args.split)
     tasks = every_task[args.skip :][: args.limit or None]

@@ -140,6 +140,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
+    cli.must_exist(args.sft, args.labels)
     args.sft = cli.needed(args.sft, args.run / "sft", "sft", args)
     args.labels = cli.needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
     args.out = files.checkpoint_folder(args.out or args.run / "qnet", args.sft)

@@ -17,7 +17,6 @@ from qlass import UserError
 from qlass.files import is_complete, outdated, share
 
 T = TypeVar("T")
-INPUTS = ("sft", "qnet", "labels", "trees", "expert")  # flags of what an earlier stage wrote
 
 # --------------------------------------------------------------------------------------------------------------- flags
 
@@ -52,9 +51,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
     args = parser.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
     args.run = args.run or Path("runs") / args.env.rpartition(":")[2].lower()
-    for path in (getattr(args, name, None) for name in INPUTS):
-        if path and not path.exists():  # told before what was not named is made
-            raise UserError(f"{path}: no such file or folder")
     return args
 
 
@@ -91,11 +87,19 @@ def handed_on(args: argparse.Namespace) -> list[str]:
     return argv
 
 
+def must_exist(*named: Path | None) -> None:
+    """What was named must be there; checked before what was not named is made."""
+    for path in named:
+        if path is not None and not path.exists():
+            raise UserError(f"{path}: no such file or folder")
+
+
 def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
     """The input of a stage: what was named, or else the earlier stage's output, which is made or resumed first.
 
     Several processes would all make it, so they are refused with the command that does.
     """
+    must_exist(named)
     if named is not None:
         return named
     if not is_complete(default):

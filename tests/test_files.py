@@ -275,7 +275,7 @@ def test_mistakes_end_in_one_line_and_code_2(capsys):
         raise error
 
     assert exits(lambda: raises(UserError("x.jsonl:3: bad")), capsys) == (2, "error: x.jsonl:3: bad\n")
-    assert exits(lambda: raises(PermissionError(13, "no", "x")), capsys) == (2, "error: [Errno 13] no: 'x'\n")
+    assert exits(lambda: raises(PermissionError(13, "no", "x")), capsys) == (2, "error: x: no\n")
     assert exits(lambda: raises(KeyboardInterrupt()), capsys)[0] == 130
     with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
         cli.run_stage(lambda: 1 / 0)
