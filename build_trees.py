@@ -219,7 +219,7 @@ def tell_matches(env: envs.TextEnv, tasks: list[str], expert: dict[str, list[str
     matches = sum(begins.get(task, task) in expert for task in tasks)
     if not matches:
         raise UserError(f"{file}: none of its {len(expert)} demonstrations is of a task here: --no-expert does without")
-    print(f"{file}: demonstrations of {matches} of {len(tasks)} tasks; the environment's expert plays the others")
+    print(f"{file}: demonstrations of {matches} of {len(tasks)} tasks; the environment's expert plays any others")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -255,8 +255,8 @@ def main(argv: list[str] | None = None) -> None:
     # From the far end of the training list: where there are more tasks than demonstrations, the agent gets new ones.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
     file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
-    expert, rewards = actions_by_task(file, env, most) if file else ({}, {})
-    if args.expert:
+    expert, rewards = actions_by_task(file, env, most) if file and not args.no_expert else ({}, {})
+    if args.expert and not args.no_expert:
         tell_matches(env, tasks, expert, file)
     args.expert = file
 

@@ -212,10 +212,13 @@ def environment_class(name: str) -> type[TextEnv]:
     if "" not in sys.path:
         sys.path.append("")  # a module of the folder at hand, as with `python -m`
     try:
-        return getattr(importlib.import_module(module), kind)
-    except (ImportError, AttributeError, ValueError) as error:
+        environment = getattr(importlib.import_module(module), kind)
+        if not issubclass(environment, TextEnv):
+            raise TypeError("not a class that is derived from envs.TextEnv")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         names = ", ".join(ENVIRONMENTS)
         raise UserError(f"--env {name}: {error}; there are {names}, and MODULE:CLASS for your own") from None
+    return environment
 
 
 def make(name: str, **options: Any) -> TextEnv:
@@ -248,7 +251,7 @@ def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
         options |= {flag.removeprefix(f"{kind.name}_"): value} if value else {}
     for text in args.env_option:
         name, _, value = text.partition("=")
-        if name not in parameters:
+        if name not in parameters or name in options:
             raise UserError(f"--env-option {text}: NAME=VALUE is expected, of {', '.join(parameters)}")
         with contextlib.suppress(json.JSONDecodeError):
             value = json.loads(value)  # numbers, true, false, null

@@ -20,7 +20,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qlass import cli
+from qlass import UserError, cli
 from qlass.files import replacing
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> None:
     run = args.run or sources[0][1].parent
     groups = read_results(sources)
     out = args.out or run / "report.html"
+    if out.suffix != ".html":
+        raise UserError(f"{out}: the page is HTML: name it .html")
     trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if p.exists()), None)
     headline = tables.headline(groups) or groups
     rows, differences = tables.results_table(headline)[tables.SHORT], tables.differences_table(headline)

@@ -206,7 +206,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add_training(flags, PAPER, TINY, "trajectories")
     add("--max-tokens", type=at_least(2), default=4096, help="longer trajectories are cut (default: %(default)s)")
     add("--candidates", choices=["free", "valid"], help="which actions the policy may write (tiny: valid)")
-    add("--observation-loss", type=at_least(0, float), default=0.0, metavar="W", help="weight of answers in the loss")
+    add(
+        "--observation-loss",
+        type=at_least(0, float),
+        default=0.0,
+        metavar="W",
+        help="weight of predicting what follows an action",
+    )
     add("--device")
     args = cli.parse(flags, argv)
     if args.lora and args.model == "tiny":
@@ -240,10 +246,13 @@ def main(argv: list[str] | None = None) -> None:
             how = {"train": not args.lora, "plain": True, "precision": args.precision}
             model, chat = models.load_checkpoint(args.model, kind, args.device, args.load_in, **how)
         adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
-        chat.rendering = dataclasses.replace(chat.rendering, **(first_messages(env, states) if named else {}))
+        beginning = first_messages(env, states) if named else {}
+        chat.rendering = dataclasses.replace(chat.rendering, **beginning)
         limit = min(args.max_tokens, chat.context or args.max_tokens)
         parts = hold_out(states)
         examples, validation = (list(examples_of(chat, part, limit, args.observation_loss > 0)) for part in parts)
+        if not examples:
+            raise UserError(f"{args.expert}: no action within {limit} tokens (--max-tokens)")
         if cut := sum(len(example) == limit for example in examples):
             process.print(f"{cut} of {len(examples)} demonstrations are cut after {limit} tokens (--max-tokens)")
         settle(args, settings_of(len(examples), args.batch) if tiny else PAPER | ({"lr": LORA_LR} if args.lora else {}))

@@ -26,7 +26,7 @@ import torch
 import transformers
 
 import envs
-from qlass import cli, files, flags, loop, models
+from qlass import UserError, cli, files, flags, loop, models
 from qlass.checks import policy_scores, print_ranking, sibling_accuracy
 from qlass.cli import at_least, settle
 from qlass.driver import Score
@@ -165,6 +165,8 @@ def main(argv: list[str] | None = None) -> None:
             process.print(f"{left_out} pairs are left out: beyond the model's context (--truncate oldest cuts them)")
         training, held_out = hold_out(readable)
         packs = packed(qnet, training, args.loss_on, args.max_tokens, not args.plain)
+        if not packs:
+            raise UserError(f"{args.labels}: no pair of (s, a) to train on")
         fit = Training(qnet, vars(args), [len(pack.pairs) for pack in packs])
         train(fit, packs, held_out, args.loss_on, args.micro_tokens, not args.plain)
         if not process.is_main_process:

@@ -1,7 +1,8 @@
 """What the learners beside this file share: flags, a budget, validation, the best checkpoint, resuming.
 
 A learner improves RUN/sft by `iterate(last)`, which makes the next line of RUN/sft-NAME.updates.jsonl from the last
-one: what was spent so far, and figures of the batch. `learn` calls it until the budget is spent.
+one: what was spent so far, and figures of the batch. `learn` calls it until the budget is spent, or until PATIENCE
+batches spend nothing.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def learn(
     backward pass counts as two. "played" of a line, if it has that: tokens that went forward once.
     """
     folder = checkpoint_folder(args.run / f"sft-{args.name}", args.sft)
-    state = folder.with_name(folder.name + ".resume.pt")
+    log, state = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
     unit, lines = args.budget_in, []
     tasks = env.task_ids("val")[: args.val or None]
     if not tasks:
@@ -178,6 +179,8 @@ def learn(
         if state.exists() and not args.overwrite:
             same_arguments(folder, vars(args), ["budget", "budget_in"])
             lines = learner.resume(state)
+        elif log.exists() and not args.overwrite:  # else the agent as it comes would replace the best one
+            raise UserError(f"{state}: is missing, so {args.name} can't go on: --overwrite starts again")
         if len(lines) > 1 and lines[-2][unit] >= args.budget:  # its best agent may have cost more
             raise UserError(f"{folder}: {lines[-1][unit]:,} {unit} are spent: raise --budget, or give another --name")
         while not lines or not over():
@@ -189,7 +192,7 @@ def learn(
                 if best() is line:
                     learner.save(folder)
                 write_meta(folder, vars(args), [args.sft, *inputs], best=best(), last=line, passes=passes)
-                write_jsonl(folder.with_name(folder.name + ".updates.jsonl"), lines)
+                write_jsonl(log, lines)
                 learner.suspend(state, lines)
     gain = f"validation {lines[0]['val']:.3f} -> {best()['val']:.3f} at batch {best()['batch']}"
     print(f"{folder}: {gain}, {lines[-1][unit]:,} of {args.budget:,.0f} {unit} spent", flush=True)

@@ -79,7 +79,7 @@ def uniforms(n: int, *key: Hashable) -> np.ndarray:
 
 # Where an answer goes on with what others say: ETO's own agents stop there.
 RUN_ON = ("\nObservation:", "\nTask:", "\n---")
-TODAY = re.compile(r"strftime_now\((['\"])(.*?)\1\)")  # in a chat template
+TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")  # in a chat template
 WAY_OUT = ": give its tokenizer another chat_template"
 
 
@@ -110,8 +110,9 @@ class Rendering:
     FILE = "policy.json"
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str) or self.candidates not in ("free", "valid"):
+            raise UserError(f"{self.FILE}: stop is a list of texts, candidates free or valid")
         self.stop = tuple(self.stop)
-        assert self.candidates in ("free", "valid"), self.candidates
 
     def save(self, folder: Path) -> None:
         (folder / self.FILE).write_text(json.dumps(vars(self), indent=1) + "\n", encoding="utf-8")
@@ -158,6 +159,8 @@ class Chat:
             rendering.date = rendering.date or datetime.date.today().isoformat()
             day = datetime.date.fromisoformat(rendering.date)
             self.template = TODAY.sub(lambda call: repr(day.strftime(call[2])), self.template)
+            if "strftime_now" in self.template:
+                raise UserError("its chat template prints another date each day" + WAY_OUT)
         self._read_template()
         if "<think>" in self.template and "</think>" not in self.ask and not rendering.think:
             self.ask += self.NO_THOUGHT

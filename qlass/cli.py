@@ -106,6 +106,8 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
         agent = getattr(args, "sft", None)
         if agent and stage != "sft" and agent.resolve() != (args.run / "sft").resolve():
             raise UserError(f"{default}: would be made of {args.run / 'sft'}, not of --sft {agent}: make it first")
+        if any(default.parent.glob(f"{default.stem}.*-of-*.jsonl")):
+            raise UserError(f"{default}: the command that wrote its parts, by one process, joins them")
         argv = handed_on(args)
         command = f"python {stage}.py {shlex.join(argv)}"
         if share()[1] > 1:
@@ -121,6 +123,8 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
 def my_share(tasks: list[T]) -> list[T]:
     """The tasks of this process: from the RANK-th on, every WORLD_SIZE-th."""
     rank, world = share()
+    if not 0 <= rank < world <= max(1, len(tasks)):
+        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: from 0 on, and no more than the {len(tasks)} tasks")
     return tasks[rank::world]
 
 
@@ -134,8 +138,9 @@ def run_stage(main: Callable[[], Any]) -> None:
     except (UserError, OSError, ModuleNotFoundError) as error:
         if "--debug" in sys.argv:
             raise
-        name = getattr(error, "filename", None)
-        print(f"error: {name}: {error.strerror}" if name else f"error: {error}", file=sys.stderr)
+        text = f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else str(error)
+        hint = ": pip install it" if isinstance(error, ModuleNotFoundError) else ""
+        print(f"error: {text}{hint}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\nstopped; the same command, without --overwrite, resumes from what is written", file=sys.stderr)

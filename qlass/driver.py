@@ -44,8 +44,11 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True)
-class Likelihood(Score):
+class Likelihood:
     """log pi(a | s) of each action, written freely."""
+
+    state: State
+    actions: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,8 +53,9 @@ def draft_of(output: Path) -> Iterator[Path]:
 
 
 def discard(path: Path) -> None:
-    """Delete a file or a folder, if it is there."""
+    """Delete a file or a folder, if it is there; a folder under another name, as half a checkpoint passes for one."""
     if path.is_dir():
+        path = path.rename(path.with_name(f".{path.name}.{os.getpid()}"))
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
 
@@ -287,7 +288,9 @@ class Output(Resumable):
             if not (old.exists() and old.stat().st_size):
                 continue
             if not meta_path(old).exists():
-                raise UserError(f"{old}: not of this command, which leaves a .meta.json beside it: move it away")
+                raise UserError(
+                    f"{old}: not of this command, which leaves a .meta.json beside it: move it, or name it as an input"
+                )
             if arguments.get("overwrite"):
                 delete(old)
             else:

@@ -43,8 +43,9 @@ def processes(out: Path, device: str | None) -> Iterator[accelerate.PartialState
     """
     cpu = not torch.cuda.is_available() or (device or "").startswith("cpu")  # else it starts one process without a GPU
     patience = datetime.timedelta(days=2)  # the others may wait as long as the first plays demonstrations
-    process = accelerate.PartialState(cpu=cpu, timeout=patience)
-    if process.num_processes != files.share()[1]:
+    linked = "MASTER_ADDR" in os.environ or files.share()[1] == 1  # a job array's are not
+    process = accelerate.PartialState(cpu=cpu, timeout=patience) if linked else None
+    if not process or process.num_processes != files.share()[1]:
         raise UserError("WORLD_SIZE is set, but the processes see no others: start them by torchrun, or unset it")
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION") != "2":
         raise UserError("--use_fsdp: give --fsdp_version 2 beside it")  # in version 1 a part of QNet can't be called

@@ -209,5 +209,5 @@ def actions_by_task(path: Path, env: Any, most: int | None = None) -> tuple[dict
             actions = actions if env.unique_tasks or task not in demonstrations else []
         demonstrations[task] = actions
         if actions and record.get("reward") is not None:
-            rewards[task] = record["reward"]
+            rewards[task] = float(record["reward"])
     return demonstrations, rewards

@@ -44,7 +44,7 @@ class Endpoint:
             yield
         except self.fault as error:
             reason = " ".join(str(error).split())[:300]
-            raise UserError(f"{self.name}: {reason}; is an OpenAI-compatible server there?") from None
+            raise UserError(f"{self.name}: {reason}; is an OpenAI-compatible server there?") from error
 
     def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> str:
         """The text of a chat completion; messages are (role, content)."""
@@ -72,7 +72,9 @@ class ServerPolicy:
                 _, usage = self._complete(self._prompt(ids), 0.0, (), 1)
                 break
             except UserError as error:
-                refusal = error
+                if getattr(error.__cause__, "status_code", 0) not in (400, 422, 500):
+                    raise
+                refusal = error  # which it may take in other words; llama-cpp-python says 500
         else:
             raise refusal
         if (length := usage.get("prompt_tokens") or len(ids)) != len(ids):
@@ -89,9 +91,9 @@ class ServerPolicy:
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         """Candidates are drawn one by one, each with its seed."""
-        jobs, room = [], self.chat.rendering.max_new_tokens  # its tokens here: a tokenizer is not for threads
+        jobs, room = [], self.chat.rendering.max_new_tokens
         for r in requests:
-            prompt = self._prompt(self.chat.prompt(r.state))
+            prompt = self._prompt(self.chat.prompt(r.state))  # here: a tokenizer is not for threads
             jobs += [(prompt, r.temperature, (*r.key, k), room) for k in range(r.n)]
         with ThreadPoolExecutor(self.parallel) as pool:
             replies = list(pool.map(lambda job: self._complete(*job), jobs))

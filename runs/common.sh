@@ -1,5 +1,5 @@
 # Sourced by the scripts beside it, which name the environment ENV: an environment's settings for the tiny model, where a
-# run's files lie, and how stages are called. The settings were chosen on validation tasks. A script that names `choices` of
+# run's files lie, and how stages are called. The settings were chosen on validation tasks. A script that names `ENVS` of
 # environments or a number of SEEDS takes them as arguments.
 # Run a stopped script again: finished stages are kept, the others resume.
 # SEED=1 RUN=runs/webshop-seed1 bash runs/quickstart.sh for another seed; PYTHON=... for another Python; EPOCHS=3 for a
@@ -7,13 +7,13 @@
 [ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit; }
 wrong() { echo "error: bash runs/$(basename "$0") --help" >&2 && exit 2; }
 no_flags() { [ $# = 0 ] || wrong; }
-[[ " ${choices:-} " != *" ${1:--} "* ]] || { ENV=$1 && shift; }
+[[ " ${ENVS:-} " != *" ${1:--} "* ]] || { ENV=$1 && shift; }
 [[ ${1:-} != --seeds || -z ${SEEDS:-} ]] || { SEEDS=${2:-0} && shift $(($# > 1 ? 2 : 1)); }
 [[ ${SEEDS:-1} =~ ^[1-9][0-9]*$ ]] || wrong
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python}
 SEED=${SEED:-0}
-RUN=${RUN:-runs/${prefix:-}$ENV}
+RUN=${RUN:-runs/${RUN_PREFIX:-}$ENV}
 common=(--env "$ENV" --seed "$SEED")
 # glibc hands large blocks back to the kernel at once, and asks for them again at the next update (docs/speed.md).
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=67108864

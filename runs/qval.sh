@@ -9,7 +9,7 @@
 #
 # JUDGE=URL#MODEL adds the judgements of a language model.
 set -euo pipefail
-ENV=webshop choices="webshop alfworld frozenlake"
+ENV=webshop ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
 judges=(direct direct_16 batched ranking)

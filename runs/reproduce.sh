@@ -4,7 +4,7 @@
 # Run it again after a stop: finished stages are kept, the others resume. Seed 0 has the run folder runs/ENV, the others
 # runs/ENV-seed1, ...; the report over all is runs/ENV/seeds.html.
 set -euo pipefail
-ENV=webshop SEEDS=3 choices="webshop alfworld sciworld frozenlake"
+ENV=webshop SEEDS=3 ENVS="webshop alfworld sciworld frozenlake"
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
 scripts=("$ENV.sh")

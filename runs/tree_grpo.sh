@@ -9,7 +9,7 @@
 # Seed 0 uses the run folder runs/ENV of reproduce.sh, the others runs/ENV-seed1, ...; the report over all of them
 # is runs/ENV/tree_grpo.html. The settings were chosen on validation tasks; reference_output/train_or_search.md has results.
 set -euo pipefail
-ENV=webshop SEEDS=3 choices="webshop alfworld frozenlake"
+ENV=webshop SEEDS=3 ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
 [[ ${1:---} == --* ]] || wrong
 plain=("${common[@]}" "$@") runs=() rl=() gigpo=() siblings=(--batch-tasks 30 --every 2)

@@ -8,7 +8,7 @@
 # runs/ENV-searches-seed0, and so on. -c, -k and --tau were chosen on validation tasks of one seed, on ALFWorld not at all.
 # reference_output/table2.md has results.
 set -euo pipefail
-ENV=webshop SEEDS=3 choices="webshop alfworld frozenlake"
+ENV=webshop SEEDS=3 ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
 splits=("${splits[0]}") c=1 k=4 tau=0.1 stop=0.9
