@@ -157,6 +157,8 @@ def test_the_command_keeps_every_line_and_adds_q(tmp_path, capsys):
     meta = json.loads((tmp_path / "labels.meta.json").read_text())
     assert (meta["trees"], meta["nodes"], meta["flat_trees"]) == (2, 7, 1)
     assert "1 of them with all values equal" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"begun with --gamma 0\.5, not 0\.9"):
+        label_file(trees, out)
 
 
 def test_of_a_broken_tree_nothing_half_done_is_left(tmp_path):

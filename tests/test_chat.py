@@ -225,6 +225,9 @@ def test_a_templates_date_is_pinned_with_the_checkpoint(tmp_path):
     later = Chat(tokenizer, Rendering.load(tmp_path))
     assert tokenizer.decode(later.prompt(STATE)).startswith("Today: 02 Jan 2025\n")
     assert CHATS["chatml"].rendering.date is None  # no date, none kept
+    tokenizer.chat_template = "{% set form = '%d' %}{{ strftime_now(form) }}" + TEMPLATES["chatml"][0]
+    with pytest.raises(UserError, match="another date each day"):
+        Chat(tokenizer, Rendering())
 
 
 def test_system_messages():
@@ -323,6 +326,8 @@ def test_an_answer_that_goes_on_for_the_environment_is_cut():
     answer = "Thought: a\nAction: left\nObservation: you stand\nThought: b\nAction: right"
     assert chat.said(answer) == chat.text(chat.action(answer, "")) == "Thought: a\nAction: left"
     assert Chat(chatml(), Rendering(stop=())).said(answer) == answer
+    with pytest.raises(UserError, match="stop is a list"):  # else each letter would stop it
+        Rendering(stop="Observation:")
 
 
 @pytest.mark.parametrize("words", ["m.content | trim", "m.content.lstrip('\n')", "' ' + m.content.strip() + ' '"])

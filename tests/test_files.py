@@ -185,6 +185,11 @@ def test_processes_that_can_not_share_are_refused(tmp_path, monkeypatch):
         output(tmp_path, "--overwrite", identity=repr)
     with pytest.raises(UserError, match=r"trees\.jsonl: make it first.* python build_trees\.py --env web"):
         cli.needed(None, tmp_path / "trees.jsonl", "build_trees", flags())
+    (tmp_path / "trees.1-of-8.jsonl").touch()
+    with pytest.raises(UserError, match="the command that wrote its parts"):  # a part is not all of it
+        cli.needed(None, tmp_path / "trees.jsonl", "build_trees", flags())
+    with pytest.raises(UserError, match="no more than the 3 tasks"):
+        cli.my_share(["a", "b", "c"])
 
 
 # ------------------------------------------------------------------------------------------------------------ metadata

@@ -81,6 +81,9 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypa
         train(learner, "again", budget, "--lr", "0.5")
     with pytest.raises(UserError, match="are spent: raise --budget"):  # its best agent may have cost more
         train(learner, "again", 20, *flags)
+    (tmp_path / "again" / "sft-x.resume.pt").unlink()
+    with pytest.raises(UserError, match="is missing"):  # the best agent stays
+        train(learner, "again", budget, *flags)
 
 
 def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monkeypatch):

@@ -296,3 +296,10 @@ def test_an_agent_of_another_environment_is_told(search, tmp_path, agent, capsys
     (tmp_path / "shopper.meta.json").write_text(json.dumps({"arguments": {"env": "webshop"}, "inputs": {}}))
     search("--method", "greedy", "--sft", str(copy))
     assert f"warning: {copy} was trained with --env webshop, not with frozenlake" in capsys.readouterr().err
+
+
+def test_paraphrased_candidates(search, monkeypatch):
+    asked = []
+    monkeypatch.setattr(FakeEnv, "paraphrase", lambda self, task, n: asked.append(n) or f"{'the ' * n}{task}")
+    assert {line["label"] for line in search("--method", "likeliest", "-M", "3", "--paraphrase")} == {"paraphrased"}
+    assert set(asked) == {0, 1, 2}  # each of the M under its own wording
