@@ -21,7 +21,7 @@ from pathlib import Path
 
 from qlass import UserError
 from qlass.cli import at_least, needed, parse, parser, run_stage
-from qlass.files import locked, same_arguments, write_jsonl, write_meta
+from qlass.files import locked, read_meta, write_jsonl, write_meta
 from qlass.records import read_jsonl, read_trees
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
@@ -114,8 +114,11 @@ def main(argv: list[str] | None = None) -> None:
         if not figures:
             raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
 
-    if args.out.exists() and not args.overwrite:
-        same_arguments(args.out, vars(args), ["trees", "device"])  # of more trees there are more labels
+    begun = read_meta(args.out)["arguments"]
+    for name in PAPER:  # of more trees there are more labels, but not other ones
+        now = vars(args)[name]
+        if begun.get(name, now) != now and not args.overwrite:
+            raise UserError(f"{args.out} has --{name} {begun[name]}, not {now}: --overwrite, or another --out")
     with locked(args.out):
         write_jsonl(args.out, labels())
         write_meta(args.out, vars(args), [args.trees], **figures, seconds=time.time() - started)

@@ -157,7 +157,10 @@ def test_the_command_keeps_every_line_and_adds_q(tmp_path, capsys):
     meta = json.loads((tmp_path / "labels.meta.json").read_text())
     assert (meta["trees"], meta["nodes"], meta["flat_trees"]) == (2, 7, 1)
     assert "1 of them with all values equal" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"begun with --gamma 0\.5, not 0\.9"):
+    trees.write_text(dump([*tree_by_hand(), *flat, *({**n, "task_id": "v"} for n in flat)]))
+    label_file(trees, out, "--gamma", "0.5")  # of more trees
+    assert len(out.read_text().splitlines()) == 9
+    with pytest.raises(UserError, match=r"has --gamma 0\.5, not 0\.9"):
         label_file(trees, out)
 
 
