@@ -17,8 +17,6 @@ from qlass.files import read_meta
 LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
 PROMPTED = ("max_new_tokens", "truncate")  # of a Rendering: what a prompt depends on, for the agent and QNet alike
 RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all of it that has a flag
-
-
 LOAD_IN = {"choices": ["4bit", "8bit"], "metavar": "BITS", "help": "fewer bits a weight: 4bit or 8bit (a GPU's)"}
 DTYPE = "float32 or bf16 (default: bf16 on a GPU, float32 on a CPU)"
 PRECISION = {"choices": ["float32", "bf16"], "metavar": "NAME", "help": DTYPE}
