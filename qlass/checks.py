@@ -78,8 +78,14 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
     """Of the sibling pairs whose q differ by more than `gap`, the share whose scores stand in the same order.
 
     Chance is .5. `own_...`: of pairs without a node of the expert's, since search compares draws of the agent.
+    `spearman` is the rank correlation of all pairs, which a net that only knows V(s) can reach too.
     """
-    figures: dict[str, Any] = {}
+    from scipy.stats import spearmanr
+
+    pairs = [pair for tree in trees for pair in tree]
+    columns = [pair.q for pair in pairs], [scores[pair.state, pair.action] for pair in pairs]
+    varied = all(len(set(column)) > 1 for column in columns)  # a constant has no ranks
+    figures: dict[str, Any] = {"spearman": float(spearmanr(*columns).statistic) if varied else None}
     for name, own in (("sibling", False), ("own_sibling", True)):
         right = []
         for tree in trees:

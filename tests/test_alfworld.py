@@ -24,7 +24,6 @@ from environments.alfworld import engine as alfworld_engine
 from environments.alfworld import games as alfworld_data
 from environments.alfworld.env import ALFWorldEnv
 from environments.alfworld.expert import Wish, plan
-from qlass import UserError
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "alfworld"
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
@@ -386,8 +385,3 @@ def test_messages_of_the_other_grammar_are_put_into_the_games_own(env):
     older = "Thought: I put it in/on the desk.\nAction: put pen 1 in/on desk 2", "You put the pen 1 in/on the desk 2."
     assert tuple(map(env.in_own_words, older)) == newer == tuple(map(env.in_own_words, newer))
     assert env.in_own_words("put {obj} in/on {recep}") == "move {obj} to {recep}"
-
-
-def test_a_folder_without_games_is_told(tmp_path):
-    with pytest.raises(UserError, match="holds no games"):
-        envs.make("alfworld", data=tmp_path)

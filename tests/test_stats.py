@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reporting.stats import bootstrap, crossed, interval, paired_difference
@@ -25,16 +24,6 @@ def test_bootstrap_of_a_coin_is_the_binomial():
     estimate = bootstrap([0] * 50 + [1] * 50)
     assert (estimate.mean, estimate.n) == (0.5, 100)
     assert (estimate.low, estimate.high) == pytest.approx((0.40, 0.60), abs=0.011)
-
-
-@settings(max_examples=40, deadline=None)
-@given(numbers, st.randoms(use_true_random=False))
-def test_bootstrap_does_not_depend_on_order_and_moves_with_the_sample(values, random):
-    shuffled = random.sample(values, len(values))
-    estimate, moved = bootstrap(values, 200), bootstrap([v + 5 for v in values], 200)
-    assert bootstrap(shuffled, 200) == estimate
-    assert min(values) - 1e-9 <= estimate.low <= estimate.high <= max(values) + 1e-9
-    assert (moved.low, moved.high) == pytest.approx((estimate.low + 5, estimate.high + 5))
 
 
 def test_one_task_has_no_interval_and_shows_no_difference():

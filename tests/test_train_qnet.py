@@ -251,10 +251,11 @@ def test_sibling_accuracy_by_hand():
     assert (figures["sibling_pairs"], figures["own_sibling_pairs"]) == (6, 3)
     assert figures["own_sibling_accuracy"] == pytest.approx(1 / 3)
     perfect = sibling_accuracy([tree], {(p.state, p.action): p.q for p in tree})
-    assert perfect["sibling_accuracy"] == 1
+    assert (perfect["sibling_accuracy"], perfect["spearman"]) == (1, pytest.approx(1))
     alone = sibling_accuracy([tree[:1]], scores)
     assert alone["sibling_accuracy"] is None
-    assert sibling_accuracy([tree], dict.fromkeys(scores, 0.5))["sibling_accuracy"] == 0.5
+    alike = sibling_accuracy([tree], dict.fromkeys(scores, 0.5))
+    assert (alike["sibling_accuracy"], alike["spearman"]) == (0.5, None)
 
 
 # ------------------------------------------------------------------------------------------------------ the command

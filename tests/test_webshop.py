@@ -255,22 +255,6 @@ def test_the_last_allowed_step_may_buy_and_running_out_gives_nothing(shop):
     assert play(env, "search[cotton]", "click[b000000001]", "click[wine]")[1:4] == (0.0, False, True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"goals": [GOAL, GOAL | {"asin": "Z"}]}, "product Z of goal 1 is not in this catalogue"),
-        ({"goals": [{}]}, "goal 0 lacks asin, name, query"),
-        ({"data": "nothing/here"}, "nothing/here: found none of items_shuffle_1000.json"),
-        ({"split_file": {"far": "far_indices.json"}}, r"far_indices.json: index 1, but there are only 1 goals"),
-    ],
-)
-def test_mistakes_are_told_with_their_place(shop, tmp_path, monkeypatch, options, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "far_indices.json").write_text("[1]")
-    with pytest.raises(envs.UserError, match=message):
-        shop(**options)
-
-
 def test_candidates_of_the_start_page_come_from_the_instruction_alone():
     options = "breathable cotton shirt with color: blue, and size: large"
     assert webshop_data.queries(WISH) == ["find me a " + options, options, "breathable cotton shirt"]
