@@ -7,11 +7,8 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import strategies as st
 
 from reporting.stats import bootstrap, crossed, interval, paired_difference
-
-numbers = st.lists(st.floats(-10, 10, allow_subnormal=False), min_size=2, max_size=12)
 
 
 def series(values: dict) -> pd.Series:
