@@ -178,12 +178,12 @@ def play(env: envs.TextEnv, task_id: str, method: Method, chat: Any, shared: dic
         outcome = yield from method.search(env, task_id, method, chat, shared)
     elif method.kind in PLAYERS:
         steps = follow(env, task_id, method.name)
-        outcome = costs.outcome(chat, method, steps, [steps], time.time() - started)
+        outcome = costs.outcome(chat, method, steps, [steps])
     else:
         best, trajectories = yield from best_of(env, task_id, method, chat.rendering, shared)
-        outcome = costs.outcome(chat, method, best, trajectories, time.time() - started)
+        outcome = costs.outcome(chat, method, best, trajectories)
     env.close()
-    return {"task_id": task_id} | outcome
+    return {"task_id": task_id} | outcome | {"seconds": round(time.time() - started, 3)}
 
 
 def search(

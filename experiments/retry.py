@@ -10,7 +10,6 @@ named by --server, plays and writes them, and the last three stand below the ins
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Generator
 from functools import partial
 from itertools import product
@@ -35,7 +34,7 @@ class Reflect(NamedTuple):
 def retry(stop: float, reflect: bool, env: Any, task_id: str, method: Method, chat: Any, shared: dict) -> Generator:
     """A task, as `Method.search` has it: at most N trials, until one is worth `stop` by its reward or by QNet."""
     trials, values, questions, plans = [], [], [], []
-    instruction, started = env.instruction, time.time()
+    instruction = env.instruction
     for number in range(method.N):
         played = {} if plans else shared
         if (task_id, number) not in played:
@@ -49,7 +48,7 @@ def retry(stop: float, reflect: bool, env: Any, task_id: str, method: Method, ch
             questions.append(end.state.then(end.action, end.observation + ASK))
             plans.append((yield Reflect(questions[-1])))
             env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
-    outcome = costs.outcome(chat, method, trials[values.index(max(values))], trials, time.time() - started)
+    outcome = costs.outcome(chat, method, trials[values.index(max(values))], trials)
     outcome["tokens"]["prompt"] += sum(len(chat.prompt(question)) for question in questions)
     outcome["tokens"]["generated"] += sum(len(chat.action(plan, "")) for plan in plans)
     return outcome

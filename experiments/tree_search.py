@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import inspect
 import math
-import time
 from collections.abc import Generator, Sequence
 from functools import partial, partialmethod
 from itertools import product
@@ -221,9 +220,9 @@ NAMES = ("lookahead", "beam", "mcts", "oracle_mcts", "particles")
 
 def play(settings: dict, env: envs.TextEnv, task_id: str, method: Method, chat: Any, shared: dict) -> Generator:
     """A task, as `Method.search` has it. Every draw costs its tokens once, whether it was played or not."""
-    search, started = Search(env, task_id, method, chat.rendering), time.time()
+    search = Search(env, task_id, method, chat.rendering)
     end = yield from getattr(search, method.kind)(**settings)
-    outcome = costs.outcome(chat, Method("qlass"), end.path, [search.expanded], time.time() - started)
+    outcome = costs.outcome(chat, Method("qlass"), end.path, [search.expanded])
     steps = {"env_steps": search.env_steps, "env_steps_replayed": search.env_steps + search.replayed}
     return outcome | steps | {"restores": search.restores, "resets": method.N}
 

@@ -56,7 +56,7 @@ def tokens(chat: Chat | None, trials: Sequence[Sequence[Any]], scored: Callable[
     }
 
 
-def outcome(chat: Chat | None, method: Any, best: Sequence[Any], trials: Sequence[Any], seconds: float) -> dict:
+def outcome(chat: Chat | None, method: Any, best: Sequence[Any], trials: Sequence[Any]) -> dict:
     """What a task's trajectories cost by a `q_search.Method`, and the best of them; chat: None of a player without."""
     steps = []
     for step in best:
@@ -68,7 +68,7 @@ def outcome(chat: Chat | None, method: Any, best: Sequence[Any], trials: Sequenc
         "task": best[0].state.task, "reward": reward, "success": reward > 1 - 1e-9, "n_steps": len(best),
         "tokens": tokens(chat, trials, method.read_by_qnet),
         "env_steps": sum(method.env_steps(step) for trial in trials for step in trial), "resets": len(trials),
-        "seconds": round(seconds, 3), "steps": steps,
+        "steps": steps,
     }  # fmt: skip
     if any(step.drawn for step in best) and chat.rendering.truncate:
         fields["cut_prompts"] = sum(chat.is_cut(step.state) for trial in trials for step in trial)
