@@ -56,7 +56,7 @@ def average_rewards(tree: list[dict]) -> list[float]:
 
 
 def branch_rewards(tree: list[dict]) -> list[float]:
-    """The final reward of the branch that made the node; a branch that only visited known nodes made none."""
+    """The final reward of the branch that made the node; a branch without a new node has no entry."""
     final = {node["branch"]: node["reward"] for node in tree if node["done"]}
     rewards = [final.get(node["branch"], 0.0) for node in tree[1:]]
     return [min(rewards, default=0.0), *rewards]  # no branch made the root, so it must not set the scale
@@ -86,7 +86,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add = flags.add_argument
     add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/q_labels.jsonl")
-    add("--gamma", type=at_least(0, float, below=1), default=PAPER["gamma"], help="of Eq. (7) (default: %(default)s)")
+    add("--gamma", type=at_least(0, float, most=1), default=PAPER["gamma"], help="of Eq. (7) (default: %(default)s)")
     add("--target", choices=TARGETS, default=PAPER["target"], help="process reward (default: %(default)s)")
     add("--device", help=argparse.SUPPRESS)  # of the stage that makes missing trees
     if flags.parse_known_args(argv)[1]:  # the environment's flags, likewise
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
 
     begun = read_meta(args.out)["arguments"]
-    for name in PAPER:  # of more trees there are more labels, but not other ones
+    for name in PAPER:  # more trees only add labels; another gamma or target would change those there
         now = vars(args)[name]
         if begun.get(name, now) != now and not args.overwrite:
             raise UserError(f"{args.out} has --{name} {begun[name]}, not {now}: --overwrite, or another --out")

@@ -79,9 +79,9 @@ class Exploration:
     width: int = DEFAULTS["width"]  # W
     steps: float = math.inf  # limit of the agent's trajectories; a demonstration has the environment's own
     prune: str = "branch"
-    branches: int = 0  # trajectories so far
+    branches: int = 0  # trajectories so far, the demonstration too
 
-    def __post_init__(self) -> None:  # behind the limit, where a demonstration may lead, the agent explores nothing
+    def __post_init__(self) -> None:  # the agent explores nothing beyond its own step limit
         self.depth = min(self.depth, self.steps - 1)
 
 
@@ -97,7 +97,7 @@ def exploration_tree(x: Exploration, bound: float = math.inf, expert: dict | Non
     yield from process_queue(x, queue, bound if expert is None else bound / 2)  # lines 4-10
     if expert is not None:  # the bound leaves as much for the second pass
         branch = replay(x, root, expert.get(x.task_id) or expert.get(observation.strip()))  # line 11
-        # In front: behind what the first pass left, a bound on the rollouts would never let them come up.
+        # In front of the queue: at its end, the bound on rollouts would never let them come up.
         queue.extendleft(node for node in reversed(branch) if node.t <= x.depth and not node.done)  # line 12
         yield from process_queue(x, queue, bound + 1)  # line 13; the expert branch was no rollout
     x.env.close()
@@ -120,7 +120,7 @@ def rollout(x: Exploration, node: Node) -> Generator:
     """A trajectory of the agent from N.s, as the branch of nodes from N to its leaf."""
     x.branches += 1
     branch = [node]
-    while not (node.done or node.t == x.steps):  # a demonstration may have gone on behind the limit
+    while not (node.done or node.t == x.steps):  # a demonstration may have gone on beyond the limit
         x.env.restore(node.snapshot)
         first = len(branch) == 1  # here a new child is wanted; from there on the agent plays as it would
         drawn = yield ask(x.env, node.state, 1 + RETRIES * first, (x.task_id, x.branches, node.t), x.rendering)
@@ -144,7 +144,7 @@ def replay(x: Exploration, root: Node, actions: Iterable[str] | None) -> list[No
         branch.append(node)
         if node.done and not node.cut:
             break
-    for node in branch[:-1]:  # behind the agent's limit the demonstration went on: no leaf, so no outcome
+    for node in branch[:-1]:  # beyond the agent's limit the demonstration went on: these are no leaves
         if node.cut:
             node.reward, node.done, node.cut = 0.0, False, False
     return branch
@@ -231,12 +231,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--depth", type=at_least(0), help="D (default: 3 WebShop, 6 ScienceWorld, 8 ALFWorld and FrozenLake)")
     add("--width", type=at_least(1), default=DEFAULTS["width"], help="W (default: %(default)s)")
     add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help="trajectories a tree at most (24; 0: any)")
-    add("--steps", type=at_least(1), help="step limit of the agent (default and at most: the environment's)")
+    add("--steps", type=at_least(1), help="step limit of the agent (default: the environment's own for trees)")
     add("--limit", type=at_least(0), default=DEFAULTS["limit"], help="training tasks (default: %(default)s; 0: all)")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--expert", type=Path, help="demonstrations for the expert branch (default: those the agent was cloned from)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
-    line_9 = "a branch without reward queues nothing (branch, line 9), or its first new node alone (tail)"
+    line_9 = "a branch without reward queues nothing (branch, line 9), or its first two nodes (tail)"
     add("--prune", choices=["branch", "tail"], default="branch", help=line_9)
     add("--device")
     add_sampling(flags)
@@ -268,8 +268,8 @@ def main(argv: list[str] | None = None) -> None:
     if todo:
         policy = load_agent(args, env)
         explored = (Exploration(env.fork(), task_id, policy.chat.rendering, **settings) for task_id in todo)
-        demonstrated, bound = None if args.no_expert else expert, args.rollouts or math.inf
-        growing = (tree_lines(x, policy.chat, bound, demonstrated) for x in explored)
+        demonstrated = None if args.no_expert else expert
+        growing = (tree_lines(x, policy.chat, args.rollouts or math.inf, demonstrated) for x in explored)
         grown = drive(growing, {Sample: policy.sample}, args.in_flight or env.side_by_side)
         trees.grow(grown, "trees", len(share), len(share) - len(todo))
         tokens = policy.computed if len(todo) == len(tasks) else None

@@ -105,7 +105,7 @@ class TextEnv(gymnasium.Env):
         """The tasks of a split, so ordered that every stretch of them is a fair sample of its types (`fair_order`)."""
         return fair_order(self.split_ids(split), self.task_type)
 
-    def asked(self, options: dict | None, split: str = "train") -> str:
+    def task_of(self, options: dict | None, split: str = "train") -> str:
         """The task that `reset` is to begin: that of its options, or any of the split."""
         task_id = (options or {}).get("task_id")
         return str(self.np_random.choice(self.split_ids(split)) if task_id is None else task_id)

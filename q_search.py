@@ -152,13 +152,13 @@ def by_chance(seed: int, env: envs.TextEnv, state: State, candidates: list[str],
 
 
 def first_drawn(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
-    """No opinion: the first candidate is taken."""
+    """No opinion, null in the file: of equal scores the first is taken, and so of NaNs."""
     yield from ()
     return [math.nan] * len(candidates)
 
 
 SCORERS: dict[str, Callable[..., Scores]] = {  # by method; experiments/qval adds "scorer:NAME"
-    "random": partial(by_chance, 0),
+    "random": partial(by_chance, 0),  # main puts the run's seed in
     "likeliest": by_likelihood,
     "qlass": by_q,
     "oracle_step": by_true_value,
@@ -232,7 +232,7 @@ def plan_of(
     everything = [method for name in ("oracle", "expert", "rule", "greedy", "sample") for method in plans[name]]
     everything.append(Method("random", M=max(Ms)))
     everything += [Method("best_of_n", N=n, select=by) for by in ("q", "oracle") for n in Ms]
-    everything += [Method("likeliest", M=m) for m in Ms if not server]  # which does not tell it
+    everything += [Method("likeliest", M=m) for m in Ms if not server]  # which tells no log-probability
     everything += [Method("qlass", M=m) for m in Ms]
     if type(env).optimal_value is not envs.TextEnv.optimal_value:
         everything.append(Method("oracle_step", M=max(Ms)))
@@ -285,7 +285,8 @@ def main(
     SCORERS["random"] = partial(by_chance, args.seed)
     plan = planned(env, args.method, args.M, args.N, args.select, bool(args.server))
 
-    chat, answers = None, {} if answers is None else answers
+    chat = None
+    answers = {} if answers is None else answers
     if any(method.score in READ_Q or method.select == "q" for method in plan):
         args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args)
         answers[Score] = load_qnet(args.qnet, args).score

@@ -40,14 +40,14 @@ from qlass.tiny import AIDS, answers, observation_loss, tiny_model
 
 PAPER = {"epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free", "micro_tokens": 8192}  # Table 5
 TINY = {"epochs": 12, "lr": 3e-3, "batch": 16, "candidates": "valid", "micro_tokens": 2048}
-UPDATES = 200  # of the tiny model at least: few demonstrations are repeated, in batches of a quarter of them
+UPDATES = 200  # of the tiny model at least: fewer demonstrations are read more often
 
 # ------------------------------------------------------------------------------------------------- expert trajectories
 
 
 def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     """Play the environment's expert through one task: a line of expert.jsonl."""
-    last = follow(env, task_id, "expert")[-1]  # whose answer holds nothing that a policy could learn from
+    last = follow(env, task_id, "expert")[-1]  # the last observation follows the last action, so it is left out
     messages = [*last.state.dump(), {"role": "assistant", "content": last.action}]
     return {"task_id": task_id, "env": env.name, "task": last.state.task, "messages": messages, "reward": last.reward}
 
@@ -71,7 +71,7 @@ def demonstrations(env: envs.TextEnv, path: Path, limit: int | None) -> list[Sta
 
 
 def opening(state: State) -> tuple[tuple[str, str], ...]:
-    """Instruction, OK and first observation, behind a system message where there is one."""
+    """Instruction, OK and first observation, after a system message where there is one."""
     return state.messages[: 3 + (state.messages[0][0] == "system")]
 
 
@@ -136,7 +136,7 @@ def collate(examples: list[Example], device: Any) -> tuple[torch.Tensor, torch.T
 def predictions(
     model: Any, ids: torch.Tensor, wrote: torch.Tensor, ends: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the model expects behind each token: logits (B, K, V), labels (B, K), positions (K,); ids, wrote (B, T).
+    """What the model expects after each token: logits (B, K, V), labels (B, K), positions (K,); ids, wrote (B, T).
 
     The output layer is wide and most tokens are only read, so of the T positions those K are computed that stand before
     a token that the agent wrote, in any row, or (`ends`) where its turn has just ended.
@@ -203,7 +203,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
     add("--n-expert", type=at_least(1), help="number of trajectories (default: all; tiny: the environment's own)")
-    add_training(flags, PAPER, TINY, "trajectories")
+    add_training(flags, PAPER, TINY | {"epochs": "12 or more"}, "trajectories")
     add("--max-tokens", type=at_least(2), default=4096, help="longer trajectories are cut (default: %(default)s)")
     add("--candidates", choices=["free", "valid"], help="which actions the policy may write (tiny: valid)")
     add(
@@ -223,7 +223,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    env, tiny = envs.from_arguments(args), args.model == "tiny"
+    env = envs.from_arguments(args)
+    tiny = args.model == "tiny"
     args.n_expert = args.n_expert or (env.demonstrations if tiny else None)
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
     with loop.processes(args.out, args.device) as process:

@@ -27,7 +27,7 @@ import transformers
 
 import envs
 from qlass import UserError, cli, files, flags, loop, models
-from qlass.checks import policy_scores, print_ranking, sibling_accuracy
+from qlass.checks import print_ranking, sibling_accuracy
 from qlass.cli import at_least, settle
 from qlass.driver import Score
 from qlass.loop import Training, micro_batches
@@ -48,7 +48,7 @@ Tree = list[Pair]
 
 @dataclass(frozen=True)
 class Pack:
-    """Pairs that go through QNet together, and how many tokens that takes: here one, packed as many as fit."""
+    """Pairs that go through QNet together, and how many tokens that takes; without qlass/fast/ one pair."""
 
     pairs: Sequence[Pair]
     tokens: int
@@ -107,7 +107,8 @@ def ranking(qnet: QNet, trees: list[Tree]) -> dict:
 
 def beside_policy(qnet: QNet, policy: Policy, trees: list[Tree]) -> dict:
     """`ranking` of QNet, and how well the agent's own log-probability ranks the same siblings."""
-    of_policy = sibling_accuracy(trees, policy_scores(policy, trees))
+    pairs = list(dict.fromkeys((pair.state, pair.action) for tree in trees for pair in tree))
+    of_policy = sibling_accuracy(trees, dict(zip(pairs, policy.logprobs(pairs), strict=True)))
     own = {f"policy_{name}": of_policy[name] for name in ("sibling_accuracy", "own_sibling_accuracy")}
     return ranking(qnet, trees) | own
 

@@ -9,7 +9,7 @@ A turn is one decision, and the advantage is the generalised one over turns, so 
 tokens were written or read in between. (In the release behind Table 2's row, ETO's, it passes through the tokens of
 observations: with pages of 60 tokens the first of three turns gets .0003 of the outcome.) A state with one valid action
 is no turn: it belongs to the environment. An episode cut by the step limit earned what the environment pays then, and
-nothing is expected behind it.
+nothing is expected after it.
 
 The critic is a QNet that reads the last token of the prompt, before the agent acts. It begins with the mean final
 reward below each state of the trees, and then learns the returns A + V beside the agent, whose loss is Tree-GRPO's.
@@ -49,7 +49,7 @@ PASSES = 10  # a token: Tree-GRPO's 6; the critic before the update, and its upd
 def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.ndarray:
     """A of each turn (T,), of a trajectory through states of these values (T,) that earns `reward` by its last turn.
 
-    A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V(s_{t+1}) - V(s_t), and V = 0 behind the end.
+    A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V(s_{t+1}) - V(s_t), and V = 0 after the end.
     """
     T = len(values)
     V = [*values, 0.0]

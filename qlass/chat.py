@@ -34,7 +34,7 @@ from qlass.tiny import MARK, mark, unmark, with_aids
 class State:
     """s_t: the chat messages up to the last observation, and the task's sentence."""
 
-    messages: tuple[tuple[str, str], ...]  # (role, content), role "user" or "assistant" in turns
+    messages: tuple[tuple[str, str], ...]  # (role, content), "user" and "assistant" in turns, perhaps after a "system"
     task: str = ""
 
     def then(self, action: str, observation: str) -> State:
@@ -87,7 +87,8 @@ WAY_OUT = ": give its tokenizer another chat_template"
 class Rendering:
     """How a checkpoint reads and writes; kept in its folder as `policy.json`, so that no later stage can disagree.
 
-    The defaults are the paper's. The four aids are for models too small to have learned them from pretraining.
+    The defaults are the paper's. The aids (candidates, mark_matches, compact, markov) are for
+    models too small to have learned such things from pretraining.
     """
 
     temperature: float = 0.7  # App. A.2
@@ -182,16 +183,17 @@ class Chat:
     def _read_template(self) -> None:
         """Read the strings off two turns. UserError unless chats of one to four turns, and the prompts within, are
         written alike, with a system message and without."""
-        tokenizer, roles = self.tokenizer, ["user", "assistant"] * 4
+        roles = ["user", "assistant"] * 4
         self.begin, self.ask, after = self._around(roles[:4])[:3]
         self.system: list[str] = []
         with contextlib.suppress(jinja2.TemplateError, UserError):  # it knows no such role, or shows it elsewhere
             self.system = self._around(["system", *roles[:4]])[:2]
-        # The turn ends with the first token of its own behind the assistant's words, be it special or not.
-        added = {token.content for token in tokenizer.added_tokens_decoder.values()} - {MARK}
+        # The turn ends with the first token of its own after the assistant's words, be it special or not.
+        added = {token.content for token in self.tokenizer.added_tokens_decoder.values()} - {MARK}
         end = any_of(filter(str.strip, added)).search(after)
         written = after[: end.end()] if end else ""
-        self.stop, self.turn = written or tokenizer.eos_token, after[len(written) :]
+        self.stop = written or self.tokenizer.eos_token
+        self.turn = after[len(written) :]
 
         words = f"Thought: a\nAction: b{self.stop}"
         for front, n in itertools.product(filter(None, [[self.begin], self.system]), range(1, 9)):
@@ -204,7 +206,7 @@ class Chat:
                 raise UserError(f"its chat template writes a chat of {n} messages otherwise than one of four{WAY_OUT}")
 
     def _around(self, roles: Sequence[str], inside: str = "", prompt: bool = False) -> list[str]:
-        """What the template writes before, between and behind the contents of messages with these roles.
+        """What the template writes before, between and after the contents of messages with these roles.
 
         inside: a text that each content holds. UserError where it shows them otherwise than each once and in turn.
         """
@@ -233,7 +235,8 @@ class Chat:
         templates do.
         """
         messages = [(role, content.strip()) for role, content in state.messages]
-        before, lists = self.begin, []
+        before = self.begin
+        lists: list[list[int]] = []
         if messages[0][0] == "system":
             if not self.system:
                 raise UserError("its chat template has no system message in front: put it into the instruction")
@@ -249,7 +252,7 @@ class Chat:
     def action(self, text: str, task: str, prompt: int = 0) -> list[int]:
         """Tokens of an action as the assistant writes it, the token that ends its turn included.
 
-        prompt: length of what it stands behind; TooLong where both are more than the model's context.
+        prompt: length of the prompt before it; TooLong where both are more than the model's context.
         """
         text = mark(text.strip(), task) if self.rendering.mark_matches else text.strip()
         ids = self._ids(self.lead, text, self.stop)
@@ -259,9 +262,9 @@ class Chat:
     def text(self, ids: Sequence[int]) -> str:
         """Tokens that a model wrote -> the action's text, as the environment and the tree files hold it."""
         ids = list(itertools.takewhile(lambda token: token not in self.stop_ids, ids))
-        return self.said(self.tokenizer.decode(ids, skip_special_tokens=not self.rendering.think))
+        return self.action_in(self.tokenizer.decode(ids, skip_special_tokens=not self.rendering.think))
 
-    def said(self, text: str) -> str:
+    def action_in(self, text: str) -> str:
         """What a model wrote -> the action in it: without its thinking, and up to the first stop text."""
         if self.rendering.think:
             text = self._controls.sub("", text.rpartition("</think>")[2])
@@ -274,9 +277,11 @@ class Chat:
     def prompt_tokens(self, state: State) -> list[list[int]]:
         """`message_tokens` of a prompt that leaves the model room for an action; TooLong where it does not. With
         --truncate, without the oldest turns as far as need be."""
-        lists, action = self.message_tokens(state), self.rendering.max_new_tokens
+        lists = self.message_tokens(state)
+        action = self.rendering.max_new_tokens
         if self.rendering.truncate:
-            room, front = (self.context or math.inf) - action, self.stays(state)
+            room = (self.context or math.inf) - action
+            front = self.stays(state)
             while sum(map(len, lists)) > room and len(lists) > front + 2:
                 del lists[front : front + 2]
         self._check(sum(map(len, lists)), action)

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from qlass import UserError
 from qlass.chat import State
 from qlass.files import input_of, lineage
-from qlass.records import known_id, records_of
+from qlass.records import records_of, task_id_of
 
 if TYPE_CHECKING:
     from envs import TextEnv
-    from qlass.policy import Policy
     from qlass.qnet import Pair
 
 
@@ -68,7 +67,7 @@ def learned_tasks(env: TextEnv, checkpoint: Path, arguments: dict[str, Any]) -> 
 def tasks_of(env: TextEnv, path: Path, most: int | None) -> set[str]:
     """The tasks of the first `most` trajectories or trees of a file."""
     records = (record for _, record in records_of(path) if record.get("parent_id") is None)  # of a tree: the root
-    ids = {known_id(record, env) for record in itertools.islice(records, most)}
+    ids = {task_id_of(record, env) for record in itertools.islice(records, most)}
     if None in ids:
         raise UserError(f"{path.name}: no task ids")
     return {str(task) for task in ids}
@@ -99,12 +98,6 @@ def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], fl
                     right.append(0.5 if difference == 0 else float((difference > 0) == (a.q > b.q)))
         figures |= {f"{name}_accuracy": sum(right) / len(right) if right else None, f"{name}_pairs": len(right)}
     return figures
-
-
-def policy_scores(policy: Policy, trees: list[list[Pair]]) -> dict[tuple[State, str], float]:
-    """log pi(a | s): the baseline that a QNet has to beat."""
-    pairs = list(dict.fromkeys((p.state, p.action) for tree in trees for p in tree))
-    return dict(zip(pairs, policy.logprobs(pairs), strict=True))
 
 
 def print_ranking(trees: str, figures: dict) -> None:

@@ -1,6 +1,6 @@
 """What every stage does besides its algorithm: flags, inputs that an earlier stage makes, errors in one line.
 
-Standard library and filelock only, so that `bellman.py` and every --help start at once.
+Standard library and filelock only, so that `bellman.py` starts at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     environments = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
     add("--env", default="webshop", metavar="NAME", help=environments)
     add("--run", type=Path, metavar="DIR", help="folder of this run's files (default: runs/ENV)")
-    add("--seed", type=at_least(0, below=2**32), default=0, metavar="N", help="default: %(default)s")
+    add("--seed", type=at_least(0, most=2**32 - 1), default=0, metavar="N", help="default: %(default)s")
     add("--overwrite", action="store_true", help="make the output again from scratch")
     add("--debug", action="store_true", help="show the traceback of an error")
     add("--help-more", action="help", help="with the flags of the environment, of sampling and of large models")
@@ -61,13 +61,13 @@ def settle(args: argparse.Namespace, settings: dict[str, Any]) -> None:
             setattr(args, name, value)
 
 
-def at_least(low: float, kind: Callable[[str], T] = int, below: float = 1e30) -> Callable[[str], T]:  # type: ignore[assignment]
-    """A flag's type: a number within [low, below]."""
+def at_least(low: float, kind: Callable[[str], T] = int, most: float = 1e30) -> Callable[[str], T]:  # type: ignore[assignment]
+    """A flag's type: a number within [low, most]."""
 
     def number(text: str) -> T:
         value = kind(text)  # argparse names what is none
-        if not low <= value <= below:  # also refuses nan
-            bounds = f"{low:g} or more" if below == 1e30 else f"{low:g} to {below:g}"
+        if not low <= value <= most:  # also refuses nan
+            bounds = f"{low:g} or more" if most == 1e30 else f"{low:g} to {most:g}"
             raise argparse.ArgumentTypeError(f"{text}: {bounds} is expected")
         return value
 

@@ -42,8 +42,8 @@ def tokens(chat: Chat | None, trials: Sequence[Sequence[Any]], scored: Callable[
         states = [step.state for step in steps]
         own = states[-1].task
         wordings = {candidate.task or own for step in steps for candidate in step.drawn}
-        # A trajectory of one wording has the policy's words in the cache. Of several, each but the task's own reads the
-        # full conversation, whose words were written under another.
+        # With one wording the agent's words are in the cache. With several, only the task's own wording has them there;
+        # each other one reads the full conversation.
         cached = wordings if len(wordings) == 1 else wordings & {own}
         by_policy += [[reword(state, wording) for state in states] for wording in cached]
         again += sum(len(chat.prompt(reword(states[-1], wording))) for wording in wordings - cached)

@@ -1,6 +1,6 @@
 """Algorithms as generators: what they may ask of the models, and how many of them share a batch.
 
-A generator yields `Sample` and `Score` requests; `drive` advances many generators and answers them in batches.
+A generator yields requests (`Sample`, `Score`, `Likelihood`); `drive` advances many and answers them in batches.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def drive(episodes: Iterable[Generator], answers: Answers, width: int = 64, in_o
     """
     waiting: list[tuple[int, Generator, Any]] = []  # (index, generator, its request or requests)
     finished: list[tuple[int, Any]] = []
-    source, following = enumerate(episodes), 0
+    source = enumerate(episodes)
+    following = 0  # the next in order
 
     def advance(index: int, generator: Generator, answer: Any) -> None:
         try:

@@ -114,7 +114,7 @@ def read_meta(output: Path) -> dict[str, Any]:
 
 def recorded(arguments: dict[str, Any]) -> dict[str, Any]:
     """A stage's arguments (`vars(args)`) as the metadata hold them."""
-    hidden = ("argv", "env_flags")  # of cli.parse itself
+    hidden = ("argv", "env_flags")  # no flags of the user's
     return {k: str(v) if isinstance(v, Path) else v for k, v in arguments.items() if k not in hidden}
 
 
@@ -189,8 +189,8 @@ def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def is_complete(output: Path) -> bool:
-    """A folder is, once it is there, and a file without metadata, of elsewhere; else a file whose metadata say in how
-    many seconds it was made."""
+    """A folder is complete as soon as it exists; a file if its metadata have `seconds`, or if it has no metadata, since
+    it was then made elsewhere."""
     from_elsewhere = output.is_dir() or not meta_path(output).exists()
     return output.exists() and (from_elsewhere or "seconds" in read_meta(output))
 
@@ -314,7 +314,7 @@ class Output(Resumable):
 
     def append(self, group: list[dict]) -> None:
         if is_complete(self.path):
-            self.describe()  # no more
+            self.describe()  # the file grows again, so it is not complete
         super().append(group)
 
     def grow(self, groups: Iterable[list[dict]], what: str, total: int, done: int = 0) -> None:
@@ -331,7 +331,7 @@ class Output(Resumable):
         if records != self.records:
             write_jsonl(self.path, records)
             self.records = records
-        if not is_complete(self.path):  # lines were added, or a stop came behind the last one
+        if not is_complete(self.path):  # lines were added, or a stop came after the last one
             self.describe(**figures, seconds=time.time() - self.started)
         self.lock.close()
 

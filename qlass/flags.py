@@ -24,11 +24,12 @@ PRECISION = {"choices": ["float32", "bf16"], "metavar": "NAME", "help": DTYPE}
 
 def add_memory(parser: Any) -> None:
     """How a large model is trained in little memory; for `check_training` and `models.save_memory`."""
-    add, names = more(parser), ["adamw", "adamw8bit"]
+    add = more(parser)
     add("--load-in", **LOAD_IN)
     add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank instead of the weights")
     add("--lora-alpha", type=at_least(1), metavar="A", help="the updates' factor is A / RANK (default: twice the rank)")
-    add("--optim", choices=names, default="adamw", metavar="NAME", help="adamw or adamw8bit (default: %(default)s)")
+    optimisers = {"choices": ["adamw", "adamw8bit"], "default": "adamw", "metavar": "NAME"}
+    add("--optim", **optimisers, help="adamw or adamw8bit (default: %(default)s)")
     trade = "keep one layer's activations at a time, compute a third more"
     add("--gradient-checkpointing", action="store_true", help=trade)
 

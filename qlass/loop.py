@@ -30,7 +30,7 @@ from qlass import UserError, files, models
 
 T = TypeVar("T")
 PROGRESS = ("tokens", "seconds", "losses", "curve")  # attributes of a Training that say where it stands
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
+FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 # ----------------------------------------------------------------------------------------------------------- the stage
 
@@ -250,7 +250,7 @@ class Training:
 
     def _save(self) -> None:
         """Write a state; of the older ones the best epoch's stays."""
-        weights, moments = get_state_dict(self.model, self.optimizer, options=WHOLE)
+        weights, moments = get_state_dict(self.model, self.optimizer, options=FULL_STATE)
         if self.accelerator.is_main_process:
             state = {"weights": weights, "moments": moments, "random": torch.get_rng_state()}
             state |= {name: getattr(self, name) for name in PROGRESS}
@@ -263,7 +263,7 @@ class Training:
     def _load(self, path: Path) -> None:
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
         parts = {"model_state_dict": state["weights"], "optim_state_dict": state["moments"]}
-        set_state_dict(self.model, self.optimizer, **parts, options=WHOLE)
+        set_state_dict(self.model, self.optimizer, **parts, options=FULL_STATE)
         torch.set_rng_state(state["random"])
         for name in PROGRESS:
             setattr(self, name, state[name])

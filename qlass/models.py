@@ -45,7 +45,7 @@ def load_checkpoint(
     """A HuggingFace model of class `kind` (AutoModelForCausalLM, AutoModel) and its Chat; a folder, a hub name, or a
     GGUF file. A PEFT adapter is merged into its base.
 
-    plain: it is to read one sequence at a time; else it must give the outputs of plain sequences for a token tree.
+    plain: skip the check that it reads a token tree as it reads plain sequences, which qlass/fast/ needs.
     rendering: instead of the folder's.
     To be trained, it is float32: an AdamW step of 1e-5 is less than half a bf16 step of a weight above 0.005.
     """

@@ -145,7 +145,7 @@ class Policy:
 
     @torch.inference_mode()
     def logits(self, prompt: list[int], text: list[int]) -> torch.Tensor:
-        """Of each token of the text behind the prompt, as predicted before it: (len(text), V)."""
+        """Of each token of the text after the prompt, as predicted before it: (len(text), V)."""
         ids = torch.tensor([prompt + text], device=self.model.device)
         self.plain_tokens += ids.numel()
         return self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()

@@ -38,7 +38,7 @@ class QNet(nn.Module):
             nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)
         ).to(backbone.device)  # fmt: skip
         self.fast = None
-        self.room = room if fast else None
+        self.room = room if fast else None  # None: --plain
         self.plain_tokens = 0
 
     def forward(self, at: Any = None, **inputs: Any) -> torch.Tensor:
@@ -75,7 +75,7 @@ class QNet(nn.Module):
         return self.fast.cache.computed if self.fast else self.plain_tokens
 
     def train(self, mode: bool = True) -> QNet:
-        """Training changes the weights, so what was computed with the old ones is forgotten."""
+        """Switch modes. Training changes the weights, so evaluation gets a new fast scorer, whose cache is empty."""
         self.fast = None
         if self.room is not None and not mode:
             from qlass.fast.score import FastQNet

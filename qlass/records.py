@@ -25,7 +25,7 @@ NUMBERS = ("reward", "q", "q_raw")
 
 
 def is_chat(messages: list[dict]) -> bool:
-    """Messages of user and assistant in turns, the user first, behind a system message if there is one."""
+    """Messages of user and assistant in turns, the user first, after a system message if there is one."""
     if not all(isinstance(message["content"], str) for message in messages):
         return False
     roles = [message["role"] for message in messages]
@@ -187,7 +187,7 @@ def agreed(messages: Iterable[tuple[str, str]]) -> int:
     return int(users > 1 and "Action:" not in first and (len(first) < 10 or any("Action:" in text for text in later)))
 
 
-def known_id(record: dict, env: Any) -> str | None:
+def task_id_of(record: dict, env: Any) -> str | None:
     """The id of a record's task, its own or ETO's; None: only its words tell the task."""
     return env.published_id(record) if record.get("task_id") is None else str(record["task_id"])
 
@@ -203,7 +203,7 @@ def actions_by_task(path: Path, env: Any, most: int | None = None) -> tuple[dict
         at = agreed(state.messages)
         observation = [content for role, content in state.messages if role == "user"][at].strip()
         actions = [content for role, content in state.messages if role == "assistant"][at:]
-        task = known_id(record, env)
+        task = task_id_of(record, env)
         if task is None:
             task = observation
             actions = actions if env.unique_tasks or task not in demonstrations else []

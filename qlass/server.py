@@ -84,17 +84,18 @@ class ServerPolicy:
     def _dialects(self) -> Iterator[tuple[bool, dict]]:
         """Is a prompt its token ids, else text; and what is set beside OpenAI's settings, in the words of most servers
         or of `transformers serve`: else their own defaults would act."""
-        k, ends = self.chat.rendering.top_k, sorted(self.chat.stop_ids)
+        k = self.chat.rendering.top_k
+        ends = sorted(self.chat.stop_ids)
         neutral = {"top_k": k or ALL, "min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1, "stop_token_ids": ends}
         config = json.dumps({"do_sample": True, "top_k": k, "eos_token_id": ends})
         return itertools.product((True, False), (neutral, {"generation_config": config}))
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         """Candidates are drawn one by one, each with its seed."""
-        jobs, room = [], self.chat.rendering.max_new_tokens
+        jobs = []
         for r in requests:
             prompt = self._prompt(self.chat.prompt(r.state))  # here: a tokenizer is not for threads
-            jobs += [(prompt, r.temperature, (*r.key, k), room) for k in range(r.n)]
+            jobs += [(prompt, r.temperature, (*r.key, k)) for k in range(r.n)]
         with ThreadPoolExecutor(self.parallel) as pool:
             replies = list(pool.map(lambda job: self._complete(*job), jobs))
         drawn = iter([self._candidate(*reply) for reply in replies])
@@ -103,14 +104,15 @@ class ServerPolicy:
     def likelihoods(self, requests: list[Likelihood]) -> list[list[float]]:
         raise UserError("--server: a server does not tell the log-probability of a text: leave --method likeliest out")
 
-    def _complete(self, prompt: list[int] | str, temperature: float, key: tuple, room: int) -> tuple[str, dict]:
-        """The text up to the end of the turn, and the server's counts of tokens."""
+    def _complete(self, prompt: list[int] | str, temperature: float, key: tuple, room: int = 0) -> tuple[str, dict]:
+        """The text up to the end of the turn, of `room` tokens at most (0: an action's), and the counts of tokens."""
         r = self.chat.rendering
         with self.server.one_line():
             reply = self.server.client.completions.create(
-                model=self.server.model, prompt=prompt, temperature=temperature, top_p=r.top_p, max_tokens=room,
-                seed=int(uniforms(1, self.seed, *key)[0] * 2**31), extra_body=self.extra,
-                stop=[*self.ends, *r.stop][:4],  # a server takes no more; the others end it here and in `Chat.said`
+                model=self.server.model, prompt=prompt, temperature=temperature, top_p=r.top_p,
+                max_tokens=room or r.max_new_tokens, extra_body=self.extra,
+                seed=int(uniforms(1, self.seed, *key)[0] * 2**31),
+                stop=[*self.ends, *r.stop][:4],  # a server takes no more; the others end it here, by `action_in`
             )  # fmt: skip
         text = any_of(self.ends).split(reply.choices[0].text)[0]
         return text, reply.usage.model_dump() if reply.usage else {}
@@ -126,4 +128,4 @@ class ServerPolicy:
     def _candidate(self, text: str, usage: dict) -> Candidate:
         tokens = usage.get("completion_tokens") or len(self.chat.action(text, ""))
         self.computed += usage.get("total_tokens") or tokens
-        return Candidate(self.chat.said(text), tokens, float("nan"))
+        return Candidate(self.chat.action_in(text), tokens, float("nan"))

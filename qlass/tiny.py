@@ -106,7 +106,7 @@ def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
 
 
 def answers(wrote: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Which tokens answer an action: what is read behind the first that the agent wrote; all masks are (B, T)."""
+    """Which tokens answer an action: what is read after the first that the agent wrote; all masks are (B, T)."""
     return ~wrote & (wrote.cumsum(1) > 0) & real
 
 

@@ -324,8 +324,8 @@ def test_a_turn_ends_by_whatever_model_tokenizer_and_template_say():
 def test_an_answer_that_goes_on_for_the_environment_is_cut():
     chat = CHATS["chatml"]
     answer = "Thought: a\nAction: left\nObservation: you stand\nThought: b\nAction: right"
-    assert chat.said(answer) == chat.text(chat.action(answer, "")) == "Thought: a\nAction: left"
-    assert Chat(chatml(), Rendering(stop=())).said(answer) == answer
+    assert chat.action_in(answer) == chat.text(chat.action(answer, "")) == "Thought: a\nAction: left"
+    assert Chat(chatml(), Rendering(stop=())).action_in(answer) == answer
     with pytest.raises(UserError, match="stop is a list"):  # else each letter would stop it
         Rendering(stop="Observation:")
 

@@ -105,7 +105,7 @@ class ALFWorldEnv(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
-        self._load(self.asked(options, self.games.default))
+        self._load(self.task_of(options, self.games.default))
         self.state, self.steps, self.feedback = self.player.start, 0, self.player.first
         observation = self.feedback.removeprefix(engine.BANNER)
         self.memory = expert.Memory.first(observation, self.games.rates, self.game.old)

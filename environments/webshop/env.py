@@ -104,7 +104,7 @@ class WebShopEnv(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
-        self.index = self._index(self.asked(options, "train" if self.splits.get("train") else "all"))
+        self.index = self._index(self.task_of(options, "train" if self.splits.get("train") else "all"))
         self.session, self.steps = engine.Session(), 0
         return self.shop.text(self.session, self.index), self._info()
 

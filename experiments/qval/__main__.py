@@ -46,7 +46,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--points", type=at_least(1), default=200, metavar="N", help="states (default: %(default)s)")
     add("--split", default="test", help="tasks that they are from (default: %(default)s)")
     add("--trajectories", type=at_least(1), default=1, metavar="N", help="a task (default: %(default)s)")
-    actors, share = ["agent", "expert", "random"], at_least(0, float, below=1)
+    actors, share = ["agent", "expert", "random"], at_least(0, float, most=1)
     add("--actor", choices=actors, default="agent", help="behaviour policy (default: %(default)s)")
     add("--epsilon", type=share, default=0.25, help="its share of uniform valid actions (default: %(default)s)")
     add("--candidates", type=at_least(1), default=4, metavar="N", help="actions a state (default: %(default)s)")
