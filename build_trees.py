@@ -69,8 +69,8 @@ class Node:
 
 
 @dataclass
-class Exploration:
-    """What the parts of Alg. 2 share for one task."""
+class Tree:
+    """What the parts of Alg. 2 share: the tree's environment and task, its limits, and how far it has grown."""
 
     env: envs.TextEnv
     task_id: str
@@ -85,62 +85,63 @@ class Exploration:
         self.depth = min(self.depth, self.steps - 1)
 
 
-def exploration_tree(x: Exploration, bound: float = math.inf, expert: dict | None = None) -> Generator:
+def exploration_tree(tree: Tree, bound: float = math.inf, expert: dict | None = None) -> Generator:
     """Alg. 2. Yields Sample requests, returns the root U.
 
     bound: rollouts at most. expert: demonstrations (the actions of tau_0, by task or by first observation), of other
     tasks the environment's expert plays; None: no expert branch, and no second pass.
     """
-    observation, info = x.env.reset(options={"task_id": x.task_id})
-    root = Node(State.first(x.env, observation, info), observation, x.env.snapshot())  # lines 1-2
+    observation, info = tree.env.reset(options={"task_id": tree.task_id})
+    root = Node(State.first(tree.env, observation, info), observation, tree.env.snapshot())  # lines 1-2
     queue = deque([root])  # line 3
-    yield from process_queue(x, queue, bound if expert is None else bound / 2)  # lines 4-10
+    yield from process_queue(tree, queue, bound if expert is None else bound / 2)  # lines 4-10
     if expert is not None:  # the bound leaves as much for the second pass
-        branch = replay(x, root, expert.get(x.task_id) or expert.get(observation.strip()))  # line 11
+        branch = replay(tree, root, expert.get(tree.task_id) or expert.get(observation.strip()))  # line 11
         # In front of the queue: at its end, the bound on rollouts would never let them come up.
-        queue.extendleft(node for node in reversed(branch) if node.t <= x.depth and not node.done)  # line 12
-        yield from process_queue(x, queue, bound + 1)  # line 13; the expert branch was no rollout
-    x.env.close()
+        queue.extendleft(node for node in reversed(branch) if node.t <= tree.depth and not node.done)  # line 12
+        yield from process_queue(tree, queue, bound + 1)  # line 13; the expert branch was no rollout
+    tree.env.close()
     return root
 
 
-def process_queue(x: Exploration, queue: deque[Node], bound: float) -> Generator:
+def process_queue(tree: Tree, queue: deque[Node], bound: float) -> Generator:
     """ProcessExpansionQueue: Alg. 2, lines 4-10."""
-    while queue and x.branches < bound:  # line 4
+    while queue and tree.branches < bound:  # line 4
         node = queue.popleft()  # line 5: first in, first out
-        if node.t <= x.depth and len(node.children) < x.width and node.rollouts < x.width + RETRIES:  # line 6
+        if node.t <= tree.depth and len(node.children) < tree.width and node.rollouts < tree.width + RETRIES:  # line 6
             node.rollouts += 1
-            branch = yield from rollout(x, node)  # lines 7-8
+            branch = yield from rollout(tree, node)  # lines 7-8
             if branch[-1].reward == 0:  # line 9: stop expansion
-                branch = branch[:2] if x.prune == "tail" else []
-            queue.extend(n for n in branch if n.t <= x.depth and not n.done)  # line 10
+                branch = branch[:2] if tree.prune == "tail" else []
+            queue.extend(n for n in branch if n.t <= tree.depth and not n.done)  # line 10
 
 
-def rollout(x: Exploration, node: Node) -> Generator:
+def rollout(tree: Tree, node: Node) -> Generator:
     """A trajectory of the agent from N.s, as the branch of nodes from N to its leaf."""
-    x.branches += 1
+    tree.branches += 1
     branch = [node]
-    while not (node.done or node.t == x.steps):  # a demonstration may have gone on beyond the limit
-        x.env.restore(node.snapshot)
+    while not (node.done or node.t == tree.steps):  # a demonstration may have gone on beyond the limit
+        tree.env.restore(node.snapshot)
         first = len(branch) == 1  # here a new child is wanted; from there on the agent plays as it would
-        drawn = yield ask(x.env, node.state, 1 + RETRIES * first, (x.task_id, x.branches, node.t), x.rendering)
+        key = (tree.task_id, tree.branches, node.t)  # of the noise
+        drawn = yield ask(tree.env, node.state, 1 + RETRIES * first, key, tree.rendering)
         actions = [candidate.text for candidate in drawn]
         new = [action for action in actions if parse_action(action) not in node.children]
-        node = step(x, node, new[0] if first and new else actions[0], "policy")
+        node = step(tree, node, new[0] if first and new else actions[0], "policy")
         branch.append(node)
     return branch
 
 
-def replay(x: Exploration, root: Node, actions: Iterable[str] | None) -> list[Node]:
+def replay(tree: Tree, root: Node, actions: Iterable[str] | None) -> list[Node]:
     """tau_0, merged at the root: a demonstration, to the environment's own limit. None: its expert plays."""
-    x.branches += 1
-    x.env.reset(options={"task_id": x.task_id})
+    tree.branches += 1
+    tree.env.reset(options={"task_id": tree.task_id})
     branch = [root]
-    played = (react(thought, action) for thought, action in x.env.expert(x.task_id))
-    for action in map(x.env.in_own_words, actions) if actions else played:
-        node = step(x, branch[-1], action, "expert")
+    played = (react(thought, action) for thought, action in tree.env.expert(tree.task_id))
+    for action in map(tree.env.in_own_words, actions) if actions else played:
+        node = step(tree, branch[-1], action, "expert")
         node.expert = True
-        x.env.restore(node.snapshot)
+        tree.env.restore(node.snapshot)
         branch.append(node)
         if node.done and not node.cut:
             break
@@ -150,18 +151,18 @@ def replay(x: Exploration, root: Node, actions: Iterable[str] | None) -> list[No
     return branch
 
 
-def step(x: Exploration, node: Node, action: str, source: str) -> Node:
+def step(tree: Tree, node: Node, action: str, source: str) -> Node:
     """The child of a node, where the environment stands, by this action: the one that is there, or a new one."""
     key = parse_action(action)
     if key not in node.children:
-        observation, reward, terminated, truncated, _ = x.env.step(key)
-        observation = x.env.message(observation)
+        observation, reward, terminated, truncated, _ = tree.env.step(key)
+        observation = tree.env.message(observation)
         child = Node(
-            node.state.then(action, observation), observation, x.env.snapshot(), node.t + 1, node, action,
-            float(reward), terminated or truncated, source=source, branch=x.branches,
+            node.state.then(action, observation), observation, tree.env.snapshot(), node.t + 1, node, action,
+            float(reward), terminated or truncated, source=source, branch=tree.branches,
         )  # fmt: skip
-        if source == "policy" and child.t == x.steps and not child.done:
-            child.reward, child.done, child.cut = x.env.reward_if_cut(), True, True
+        if source == "policy" and child.t == tree.steps and not child.done:
+            child.reward, child.done, child.cut = tree.env.reward_if_cut(), True, True
         node.children[key] = child
     return node.children[key]
 
@@ -169,10 +170,10 @@ def step(x: Exploration, node: Node, action: str, source: str) -> Node:
 # ------------------------------------------------------------------------------------------------------------ the file
 
 
-def tree_lines(x: Exploration, chat: Chat, bound: float, expert: dict | None) -> Generator:
+def tree_lines(tree: Tree, chat: Chat, bound: float, expert: dict | None) -> Generator:
     """A task's tree as lines of trees.jsonl. With --truncate the root counts the prompts without their oldest turns."""
-    root = yield from exploration_tree(x, bound, expert)
-    records = tree_records(x.env, x.task_id, root)
+    root = yield from exploration_tree(tree, bound, expert)
+    records = tree_records(tree.env, tree.task_id, root)
     if chat.rendering.truncate:
         read = [n for n in root.walk() if any(child.source == "policy" for child in n.children.values())]
         records[0]["cut_prompts"] = sum(chat.is_cut(n.state) for n in read)
@@ -267,9 +268,9 @@ def main(argv: list[str] | None = None) -> None:
     tokens = None  # what another process or an earlier call computed, before a stop, is not known
     if todo:
         policy = load_agent(args, env)
-        explored = (Exploration(env.fork(), task_id, policy.chat.rendering, **settings) for task_id in todo)
+        explored = (Tree(env.fork(), task_id, policy.chat.rendering, **settings) for task_id in todo)
         demonstrated = None if args.no_expert else expert
-        growing = (tree_lines(x, policy.chat, args.rollouts or math.inf, demonstrated) for x in explored)
+        growing = (tree_lines(tree, policy.chat, args.rollouts or math.inf, demonstrated) for tree in explored)
         grown = drive(growing, {Sample: policy.sample}, args.in_flight or env.side_by_side)
         trees.grow(grown, "trees", len(share), len(share) - len(todo))
         tokens = policy.computed if len(todo) == len(tasks) else None

@@ -31,7 +31,7 @@ import torch
 
 import envs
 from bellman import label
-from build_trees import Exploration, exploration_tree, tree_records
+from build_trees import Tree, exploration_tree, tree_records
 from environments.alfworld.games import load
 from environments.alfworld.textworld import TextWorldGame
 from qlass import UserError
@@ -83,7 +83,7 @@ def grow(env: envs.TextEnv, tasks: list[str], policy: Policy, width: int = 64) -
     """The trees of these tasks, `width` of them side by side, as lines of trees.jsonl."""
 
     def tree(task: str) -> Iterator:
-        x = Exploration(env.fork(), task, policy.chat.rendering, depth=3)
+        x = Tree(env.fork(), task, policy.chat.rendering, depth=3)
         root = yield from exploration_tree(x, bound=6, expert={})
         return tree_records(x.env, task, root)
 

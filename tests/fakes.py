@@ -19,7 +19,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import envs
-from build_trees import Exploration, exploration_tree
+from build_trees import Tree, exploration_tree
 from qlass.chat import Chat, Rendering, State, parse_action, react
 from qlass.driver import Candidate, Sample, Score
 
@@ -117,7 +117,7 @@ def best(node: Any, gamma: float = 1.0) -> float:
 
 def explore(env, task_id, rendering, depth, width, rollouts, with_expert, prune="branch", expert=None, steps=None):
     """`exploration_tree` as build_trees.py calls it."""
-    x = Exploration(env, task_id, rendering, depth, width, steps or env.max_steps, prune)
+    x = Tree(env, task_id, rendering, depth, width, steps or env.max_steps, prune)
     return exploration_tree(x, rollouts or math.inf, (expert or {}) if with_expert else None)
 
 
