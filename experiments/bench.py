@@ -83,9 +83,9 @@ def grow(env: envs.TextEnv, tasks: list[str], policy: Policy, width: int = 64) -
     """The trees of these tasks, `width` of them side by side, as lines of trees.jsonl."""
 
     def tree(task: str) -> Iterator:
-        x = Tree(env.fork(), task, policy.chat.rendering, depth=3)
-        root = yield from exploration_tree(x, bound=6, expert={})
-        return tree_records(x.env, task, root)
+        tree = Tree(env.fork(), task, policy.chat.rendering, depth=3)
+        root = yield from exploration_tree(tree, bound=6, expert={})
+        return tree_records(tree.env, task, root)
 
     return list(drive(map(tree, tasks), {Sample: policy.sample}, width, in_order=True))
 

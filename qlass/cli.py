@@ -145,9 +145,3 @@ def run_stage(main: Callable[[], Any]) -> None:
     except KeyboardInterrupt:
         print("\nstopped; the same command, without --overwrite, resumes from what is written", file=sys.stderr)
         sys.exit(130)
-
-
-def command() -> None:
-    """The installed commands: qlass-build-trees is build_trees.py."""
-    name = Path(sys.argv[0]).stem.removeprefix("qlass-").replace("-", "_")
-    run_stage(importlib.import_module(name).main)

@@ -117,8 +117,8 @@ def best(node: Any, gamma: float = 1.0) -> float:
 
 def explore(env, task_id, rendering, depth, width, rollouts, with_expert, prune="branch", expert=None, steps=None):
     """`exploration_tree` as build_trees.py calls it."""
-    x = Tree(env, task_id, rendering, depth, width, steps or env.max_steps, prune)
-    return exploration_tree(x, rollouts or math.inf, (expert or {}) if with_expert else None)
+    tree = Tree(env, task_id, rendering, depth, width, steps or env.max_steps, prune)
+    return exploration_tree(tree, rollouts or math.inf, (expert or {}) if with_expert else None)
 
 
 def run(generator: Generator, answer: Callable[[Any], Any]) -> tuple[Any, list]:
