@@ -159,17 +159,16 @@ class Chat:
         if "strftime_now" in self.template:  # today's date; prompts keep that of the checkpoint
             rendering.date = rendering.date or datetime.date.today().isoformat()
             day = datetime.date.fromisoformat(rendering.date)
-            self.template = TODAY.sub(lambda call: repr(day.strftime(call[2])), self.template)
+            template = self.template.replace("strftime_now is defined", "true")
+            self.template = TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
             if "strftime_now" in self.template:
                 raise UserError("its chat template prints another date each day" + WAY_OUT)
         self._read_template()
         if "<think>" in self.template and "</think>" not in self.ask and not rendering.think:
             self.ask += self.NO_THOUGHT
-        # A space before the assistant's words is the first word's, as in any text; SentencePiece adds it by itself.
-        first = tokenizer.convert_ids_to_tokens(self._ids("", "a", ""))[0]
-        self.lead = "" if first.startswith("▁") else self.ask[len(self.ask.rstrip(" ")) :]
+        self.lead = self.ask[len(self.ask.rstrip(" ")) :]  # a space before a word is the word's, as in any text
         self.ask = self.ask.rstrip(" ")
-        self.stop_id = self._ids(self.stop, "", "")[-1]
+        self.stop_id = self._ids("", self.stop, "", "")[-1]
         self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} - {None}  # any of these ends what a model writes
         self._ids = functools.lru_cache(maxsize=100_000)(self._ids)  # type: ignore[method-assign]
 
@@ -222,11 +221,17 @@ class Chat:
 
     # ----------------------------------------------------------------------------------------------- tokens and actions
 
-    def _ids(self, before: str, content: str, after: str) -> list[int]:
-        """Tokens of the three texts joined; in the middle one, control tokens are no more than their characters."""
+    def _ids(self, past: str, before: str, content: str, after: str) -> list[int]:
+        """Tokens of the last three texts joined, as they are written after `past`, where SentencePiece adds no space as
+        it does at a text's beginning. In the content, control tokens are no more than their characters."""
         from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
-        return encode_marked_chat(self.tokenizer, before + mark_control_tokens(content, self._controls) + after)
+        content = mark_control_tokens(content, self._controls)
+        past_ids = encode_marked_chat(self.tokenizer, past)
+        ids = encode_marked_chat(self.tokenizer, past + before + content + after)
+        if ids[: len(past_ids)] != past_ids:
+            raise UserError(f"its tokenizer joins {past!r} to what follows it{WAY_OUT}")
+        return ids[len(past_ids) :]
 
     def message_tokens(self, state: State) -> list[list[int]]:
         """One list of tokens for each message of the state; the last user message's ends with the generation prompt.
@@ -235,7 +240,7 @@ class Chat:
         templates do.
         """
         messages = [(role, content.strip()) for role, content in state.messages]
-        before = self.begin
+        past, before = "", self.begin
         lists: list[list[int]] = []
         if messages[0][0] == "system":
             if not self.system:
@@ -243,10 +248,10 @@ class Chat:
             before = self.system[0] + messages.pop(0)[1] + self.system[1]
         for role, content in with_aids(messages, state.task, self.rendering):
             if role == "assistant":
-                lists.append(self._ids(self.lead, content, self.stop))
-                before = self.turn
+                lists.append(self._ids(self.ask, self.lead, content, self.stop))
+                past, before = self.stop, self.turn
             else:
-                lists.append(self._ids(before, content, self.ask))
+                lists.append(self._ids(past, before, content, self.ask))
         return lists
 
     def action(self, text: str, task: str, prompt: int = 0) -> list[int]:
@@ -255,7 +260,7 @@ class Chat:
         prompt: length of the prompt before it; TooLong where both are more than the model's context.
         """
         text = mark(text.strip(), task) if self.rendering.mark_matches else text.strip()
-        ids = self._ids(self.lead, text, self.stop)
+        ids = self._ids(self.ask, self.lead, text, self.stop)
         self._check(prompt, len(ids))
         return ids
 

@@ -177,8 +177,13 @@ MISTRAL = (  # whose [INST] is one token
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}"
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
+ZEPHYR = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}" + (
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+SENTENCE_PIECE = ("llama-2", "zephyr")  # whose tokenizers write a space as a part of the next word
 TEMPLATES: dict[str, tuple[str | None, dict[str, str], list[str]]] = {  # template, special tokens, other special ones
     "llama-2": (LLAMA_2, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, []),
+    "zephyr": (ZEPHYR, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, []),
     "chatml": (CHATML, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, ["<|im_start|>"]),
     "chatml-system": (CHATML_SYSTEM, {"eos_token": "<|endoftext|>"}, ["<|im_start|>", "<|im_end|>"]),
     "llama-3": (
@@ -192,9 +197,9 @@ TEMPLATES: dict[str, tuple[str | None, dict[str, str], list[str]]] = {  # templa
 
 
 def chat_tokenizer(name: str) -> Any:
-    """A tokenizer of single bytes (Llama-2: of characters, spaces as in SentencePiece) with a real model's template."""
+    """A tokenizer of single bytes or, as of SentencePiece, of characters, with a real model's template."""
     template, named, others = TEMPLATES[name]
-    if name == "llama-2":
+    if name in SENTENCE_PIECE:
         characters = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *map(chr, range(33, 127))]
         core = Tokenizer(
             models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token="<unk>", byte_fallback=True)
