@@ -37,6 +37,7 @@ MODELS = {  # one of each kind of attention, by its model type, and what its con
     "lfm2": {"layer_types": ["conv", FULL] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4},
     "bloom": {},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 4, "max_seq_len": 512, "expansion_ratio": 2},
 }
 
 
@@ -75,6 +76,11 @@ def test_a_mask_without_its_windows_is_found(name, dtype, monkeypatch):
     if any(windows.values()):
         monkeypatch.setattr("qlass.fast.token_tree.windows_of", lambda config: dict.fromkeys(windows, 0))
         assert "differ from plain ones" in parity.fault(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_counts_columns_is_found(dtype):
+    assert "differ from plain ones" in parity.fault(tiny("mpt").to(dtype))
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2", "bloom", "gpt_neo"])
