@@ -270,8 +270,12 @@ class Chat:
         return self.action_in(self.tokenizer.decode(ids, skip_special_tokens=not self.rendering.think))
 
     def action_in(self, text: str) -> str:
-        """What a model wrote -> the action in it: without its thinking, and up to the first stop text."""
+        """What a model wrote -> the action in it: without its thinking, and up to the first stop text.
+
+        A thought that was cut before its end is no action, whatever stands in it.
+        """
         if self.rendering.think:
+            text = "" if "<think>" in text and "</think>" not in text else text
             text = self._controls.sub("", text.rpartition("</think>")[2])
         for stop in self.rendering.stop:
             text = text.split(stop, 1)[0]

@@ -274,6 +274,7 @@ def test_thinking_models_with_and_without_their_thoughts():
     wrote = tokenizer("<think>\na <b>?\n</think>\n\nAction: left<|im_end|>", add_special_tokens=False).input_ids
     assert thinks.text(wrote) == "Action: left"
     assert thinks.text(tokenizer("Action: left", add_special_tokens=False).input_ids) == "Action: left"
+    assert thinks.action_in("<think>\nI could write Action: left, but") == ""  # cut by the limit of new tokens
     later = STATE.then("Action: left", "Observation: hm")
     for chat in (mute, thinks):  # a state's tokens begin a later one's
         pair = [*chat.prompt(STATE), *chat.action("Action: left", "")]
