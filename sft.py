@@ -76,16 +76,16 @@ def opening(state: State) -> tuple[tuple[str, str], ...]:
 
 
 def first_messages(env: envs.TextEnv, states: list[State]) -> dict[str, str]:
-    """System message, instruction and agreement that demonstrations share, where they are not the environment's own.
-
-    What differs from one to the other tells the task, as the environment does at inference.
-    """
+    """System message, instruction and agreement that demonstrations share, where they are not the environment's own."""
     own = {"system": env.system, "instruction": env.instruction, "agreement": env.agreement}
     messages = [[text for _, text in opening(state)[:-1]] for state in states if agreed(state.messages)]
     columns = zip(*(texts if len(texts) == 3 else ["", *texts] for texts in messages), strict=True)
     shared = {name: texts[0] for name, texts in zip(own, columns, strict=False) if len(set(texts)) == 1}
-    if messages and "system" not in shared:
-        print("warning: system messages differ, so that at inference the agent gets none", file=sys.stderr)
+    if len(messages) < len(states):
+        begin = "begin without an instruction and the agent's OK, which a prompt has at inference"
+        print(f"warning: {len(states) - len(messages)} of {len(states)} demonstrations {begin}", file=sys.stderr)
+    for name in own.keys() - shared.keys() if messages else ():
+        print(f"warning: {name} messages differ, so a prompt has the environment's own", file=sys.stderr)
     return {name: text for name, text in shared.items() if text != own[name]}
 
 

@@ -289,17 +289,29 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
         ("system", "Be brief."), ("user", "You are shopping."), ("assistant", turns[1]["value"])
     )  # fmt: skip
     q_search.main([*run, "--method", "greedy", "--limit", "1"])
-    env.instruction = "another"
+    env.instruction, env.system = "another", "Be kind."
+    begin_as_cloned(env, Rendering(system=""), argparse.Namespace(instruction=None))
+    assert env.system == ""  # the demonstrations had none
     begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", instruction="FILE"))
     assert env.instruction == "another" and "cloned with another instruction" in capsys.readouterr().err
 
 
-def test_of_system_messages_that_differ_an_agent_gets_none(tmp_path, capsys):
-    records = [ETO, ETO | {"system": "Be long."}]
-    (tmp_path / "expert.json").write_text(json.dumps(records))
-    states = sft.demonstrations(FakeEnv(), tmp_path / "expert.json", None)
-    assert sft.first_messages(FakeEnv(), states) == {"instruction": "You are shopping."}
-    assert "system messages differ" in capsys.readouterr().err
+def test_first_messages_that_a_prompt_will_not_have_are_told(tmp_path, capsys):
+    turns = ETO["conversations"]
+    at_once = {"conversations": [turns[0], turns[3], turns[2], turns[3]]}  # no OK
+    other = {"conversations": [turns[0] | {"value": "Buy."}, *turns[1:]]}
+    cases = {
+        "system messages differ": ([ETO, ETO | {"system": "Be long."}], {"instruction": "You are shopping."}),
+        "instruction messages differ": ([ETO, other], {}),
+        "1 of 2 demonstrations begin without an instruction and the agent's OK": ([ETO, at_once], None),
+        "1 of 1 demonstrations begin without": ([at_once], {}),
+    }
+    for warning, (records, shared) in cases.items():
+        (tmp_path / "expert.json").write_text(json.dumps(records))
+        states = sft.demonstrations(FakeEnv(), tmp_path / "expert.json", None)
+        first = sft.first_messages(FakeEnv(), states)
+        assert shared is None or {name: first[name] for name in first.keys() - {"agreement"}} == shared
+        assert warning in capsys.readouterr().err
 
 
 def test_demonstrations_are_put_in_the_environments_words(tmp_path, monkeypatch):
