@@ -138,7 +138,7 @@ def replay(tree: Tree, root: Node, actions: Iterable[str] | None) -> list[Node]:
     tree.env.reset(options={"task_id": tree.task_id})
     branch = [root]
     played = (react(thought, action) for thought, action in tree.env.expert(tree.task_id))
-    for action in map(tree.env.in_own_words, actions) if actions else played:
+    for action in actions or played:
         node = step(tree, branch[-1], action, "expert")
         node.expert = True
         tree.env.restore(node.snapshot)
@@ -214,11 +214,11 @@ def figures_of(records: list[dict], recorded: dict[str, float]) -> dict[str, Any
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def tell_matches(env: envs.TextEnv, tasks: list[str], expert: dict[str, list[str]], file: Path) -> None:
-    """Say for how many of the tasks a file has demonstrations; UserError if for none."""
+def tell_matches(env: envs.TextEnv, tasks: list[str], expert: dict[str, list[str]], file: Path, named: bool) -> None:
+    """Say for how many of the tasks a file has demonstrations; UserError if for none and it was named."""
     begins = {task: env.reset(options={"task_id": task})[0].strip() for task in tasks if task not in expert}
     matches = sum(begins.get(task, task) in expert for task in tasks)
-    if not matches:
+    if named and not matches:
         raise UserError(f"{file}: none of its {len(expert)} demonstrations is of a task here: --no-expert does without")
     print(f"{file}: demonstrations of {matches} of {len(tasks)} tasks; the environment's expert plays any others")
 
@@ -257,8 +257,9 @@ def main(argv: list[str] | None = None) -> None:
     tasks = env.task_ids("train")[::-1][: args.limit or None]
     file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
     expert, rewards = actions_by_task(file, env, most) if file and not args.no_expert else ({}, {})
-    if args.expert and not args.no_expert:
-        tell_matches(env, tasks, expert, file)
+    told = not args.expert and expert.keys() & set(env.task_ids("train"))  # by its own ids, of which few are here
+    if file and not args.no_expert and not told:
+        tell_matches(env, tasks, expert, file, bool(args.expert))
     args.expert = file
 
     trees = Output(args.out, vars(args), complete_trees, [args.sft, file], SAMPLING_FREE, lambda node: node["task_id"])

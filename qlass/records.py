@@ -193,8 +193,11 @@ def task_id_of(record: dict, env: Any) -> str | None:
 
 
 def actions_by_task(path: Path, env: Any, most: int | None = None) -> tuple[dict[str, list[str]], dict[str, float]]:
-    """The actions, and the rewards that are recorded, of each of the first `most` demonstrations: by its task's id or,
-    where a file does not tell it, by its first observation; no actions for one that several tasks begin with."""
+    """The actions, worded as the environment words them, and the recorded rewards of the first `most` demonstrations.
+
+    Both are by the task's id or, where a file does not tell it, by the first observation; no actions for one that
+    several tasks begin with.
+    """
     demonstrations: dict[str, list[str]] = {}
     rewards: dict[str, float] = {}
     for state, record in itertools.islice(read_trajectories(path), most):
@@ -202,7 +205,7 @@ def actions_by_task(path: Path, env: Any, most: int | None = None) -> tuple[dict
             continue
         at = agreed(state.messages)
         observation = [content for role, content in state.messages if role == "user"][at].strip()
-        actions = [content for role, content in state.messages if role == "assistant"][at:]
+        actions = [env.in_own_words(content) for role, content in state.messages if role == "assistant"][at:]
         task = task_id_of(record, env)
         if task is None:
             task = observation

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import build_trees
 from build_trees import RETRIES
 from qlass import UserError
-from qlass.chat import Rendering, parse_action
+from qlass.chat import Rendering, State, parse_action
 from qlass.records import actions_by_task
 
 FREE = Rendering(temperature=0.9)
@@ -149,11 +149,15 @@ def test_an_action_that_means_nothing_is_a_node_like_any_other():
     assert nodes[(*RR, "right")] == (1.0, "expert", 2)
 
 
-def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_are_counted(monkeypatch):
+def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_are_counted(monkeypatch, tmp_path):
     monkeypatch.setattr(FakeEnv, "in_own_words", lambda self, text: text.replace("east", "right"))
 
     def records(*moves: str) -> list[dict]:
-        tree = explore(FakeEnv(), "train0", FREE, 1, 1, 1, True, expert={"train0": [f"Action: {m}" for m in moves]})
+        turns = [turn for move in moves for turn in (("assistant", f"Action: {move}"), ("user", "hm"))]
+        messages = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand"), *turns)).dump()
+        (tmp_path / "expert.jsonl").write_text(dump([{"task_id": "train0", "messages": messages}]))
+        expert, _ = actions_by_task(tmp_path / "expert.jsonl", FakeEnv())
+        tree = explore(FakeEnv(), "train0", FREE, 1, 1, 1, True, expert=expert)
         return build_trees.tree_records(FakeEnv(), "train0", run(tree, Script({}))[0])
 
     demonstrated = records("east", "right", "east")
@@ -288,7 +292,9 @@ def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_tree_step_
 
 
 @pytest.mark.parametrize(("task_id", "matches"), [("train3", 1), ("test1", 0), (None, 0)])
-def test_demonstrations_of_few_tasks_are_told_and_of_none_are_an_error(build, tmp_path, capsys, task_id, matches):
+def test_demonstrations_of_few_tasks_are_told_and_of_none_are_an_error(
+    build, tmp_path, capsys, monkeypatch, task_id, matches
+):
     messages = [("user", "walk"), ("assistant", "OK"), ("user", "you stand"), ("assistant", "Action: right")]
     record = {"messages": [{"role": role, "content": content} for role, content in messages], "task_id": task_id}
     (tmp_path / "expert.jsonl").write_text(dump([record]))
@@ -299,3 +305,6 @@ def test_demonstrations_of_few_tasks_are_told_and_of_none_are_an_error(build, tm
     else:
         with pytest.raises(UserError, match="none of its 1 demonstrations is of a task here"):
             build(*flags)
+        monkeypatch.setattr(build_trees, "cloned_from", lambda sft: (tmp_path / "expert.jsonl", None))
+        build()  # the file was not named
+        assert "demonstrations of 0 of 4 tasks" in capsys.readouterr().out
