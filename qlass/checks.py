@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from qlass import UserError
 from qlass.chat import State
-from qlass.files import input_of, lineage
+from qlass.files import input_of, lineage, read_meta
 from qlass.records import records_of, task_id_of
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ def learned_tasks(env: TextEnv, checkpoint: Path, arguments: dict[str, Any]) -> 
                 tasks |= tasks_of(env, path, trained.get(most))
         if "labels" in trained and "budget_in" not in trained:
             break  # a QNet: its backbone is the agent's matter
+        base = input_of(folder, "model")  # of an agent that was cloned twice
+        if base and read_meta(base)["arguments"]:
+            tasks |= learned_tasks(env, base.absolute(), arguments)
     if not tasks:
         raise UserError(f"{checkpoint.name} names no file")
     return tasks
