@@ -90,10 +90,11 @@ def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
 def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold."""
     base = base_of(path)
-    own = base == path or (Path(path) / "tokenizer_config.json").exists()
-    tokenizer = load_tokenizer(path if own else base)
     folder, file = source(base)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **file)
+    quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
+    own = base == path or transformers.utils.cached_file(str(path), "tokenizer_config.json", **quiet)
+    tokenizer = load_tokenizer(path if own else base, config)  # an adapter may have one
     generation = transformers.GenerationConfig.from_model_config(config)
     with contextlib.suppress(OSError):  # not every checkpoint has one
         generation = transformers.GenerationConfig.from_pretrained(folder)
@@ -102,12 +103,12 @@ def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     return Chat(tokenizer, rendering, context_of(config), ends)
 
 
-def load_tokenizer(path: str | Path) -> Any:
+def load_tokenizer(path: str | Path, config: Any) -> Any:
     names = ("tokenizer*", "*.model", "vocab*")
     if Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in names):
         raise UserError(f"{path}: no tokenizer: name a checkpoint, or copy its base model's tokenizer there")
     folder, file = source(path)
-    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **file)
+    return transformers.AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, **file)
 
 
 def source(path: str | Path) -> tuple[str, dict[str, str]]:
