@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qlass import UserError
-from qlass.files import is_complete, outdated, share
+from qlass.files import is_complete, outdated, parts_of, share
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespa
         agent = getattr(args, "sft", None)
         if agent and stage != "sft" and agent.resolve() != (args.run / "sft").resolve():
             raise UserError(f"{default}: would be made of {args.run / 'sft'}, not of --sft {agent}: make it first")
-        if any(default.parent.glob(f"{default.stem}.*-of-*.jsonl")):
+        if parts_of(default):
             raise UserError(f"{default}: the command that wrote its parts, by one process, joins them")
         argv = handed_on(args)
         command = f"python {stage}.py {shlex.join(argv)}"

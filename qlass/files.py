@@ -262,6 +262,11 @@ def share() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def parts_of(output: Path) -> list[Path]:
+    """What several processes have written of an output and no single one has joined yet."""
+    return sorted(output.parent.glob(f"{output.stem}.[0-9]*-of-[0-9]*.jsonl"))
+
+
 class Output(Resumable):
     """A stage's output, with one writer, the same arguments whenever it resumes, and metadata beside it.
 
@@ -280,8 +285,7 @@ class Output(Resumable):
         if arguments.get("overwrite") and not self.alone:
             raise UserError(f"{output}: delete it: of several processes, one would overwrite what others wrote")
         path = output if self.alone else output.with_name(f"{output.stem}.{rank}-of-{world}.jsonl")
-        parts = sorted(output.parent.glob(f"{output.stem}.*-of-*.jsonl"))
-        others = [other for other in (output, *parts) if other != path]
+        others = [other for other in (output, *parts_of(output)) if other != path]
         self.lock = contextlib.ExitStack()
         self.lock.enter_context(locked(path))
         for old in (path, *others):

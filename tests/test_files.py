@@ -163,13 +163,18 @@ def by_rank(tmp_path: Path, monkeypatch, rank: int, world: int, tasks: list[int]
 
 def test_parts_of_a_stopped_run_are_taken_over_by_any_number_of_processes(tmp_path, monkeypatch):
     tasks = list(range(9))
+    (tmp_path / "x.best-of-4.jsonl").write_text("no part\n")
     by_rank(tmp_path, monkeypatch, 0, 3, tasks, stop=1)
     by_rank(tmp_path, monkeypatch, 1, 3, tasks)
     with pytest.raises(UserError, match=r"x\..-of-3\.jsonl was begun with --seed 0, not 1"):
         by_rank(tmp_path, monkeypatch, 0, 2, tasks, "--seed", "1")
     by_rank(tmp_path, monkeypatch, 0, 2, tasks, stop=1)
     out = by_rank(tmp_path, monkeypatch, 0, 1, tasks)
-    assert ids(out.path) == tasks and {path.name for path in tmp_path.glob("x*")} == {"x.jsonl", "x.meta.json"}
+    assert ids(out.path) == tasks and {path.name for path in tmp_path.glob("x*")} == {
+        "x.jsonl",
+        "x.meta.json",
+        "x.best-of-4.jsonl",
+    }
     who = {record["n"]: record["by"] for record in out.records}
     assert [who[n] for n in (0, 1, 4, 7, 2, 3)] == ["0/3", "1/3", "1/3", "1/3", "0/2", "0/1"]
     for rank in (0, 1):  # more tasks: what the output has is not done again
