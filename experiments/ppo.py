@@ -31,10 +31,11 @@ import envs
 from experiments.decisions import mixed_precision, pack_decisions
 from experiments.learning import Learner, learn, learner_parser, load, trainable
 from experiments.tree_grpo import LR, LR_TINY, Batch, Group, add_update, batches, line_of, play, update
+from qlass import UserError
 from qlass.chat import Chat, State
 from qlass.cli import at_least, handed_on, parse, run_stage, settle
 from qlass.fast.token_tree import TokenTree, tree_inputs
-from qlass.files import is_complete
+from qlass.files import is_complete, read_meta
 from qlass.qnet import QNet, states_of
 from qlass.records import read_trees
 from train_qnet import SMALL
@@ -187,6 +188,8 @@ def main(argv: list[str] | None = None) -> None:
     learner = load(args, env, LR.get(args.env, LR_TINY))
     critic = load_critic(learner, args)
     settle(args, {"labels": args.run / "q_labels-avg.jsonl"})
+    if read_meta(args.labels)["arguments"].get("target", "avg") != "avg":
+        raise UserError(f"{args.labels}: not of `bellman.py --target avg`, whose q_raw the critic learns first")
     if args.warm_up and not is_complete(args.labels):
         bellman.main([*handed_on(args), "--target", "avg", "--out", str(args.labels)])
 
