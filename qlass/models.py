@@ -90,25 +90,22 @@ def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
 def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold."""
     base = base_of(path)
-    folder, file = source(base)
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **file)
     quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
     own = base == path or transformers.utils.cached_file(str(path), "tokenizer_config.json", **quiet)
-    tokenizer = load_tokenizer(path if own else base, config)  # an adapter may have one
+    home = path if own else base  # of the tokenizer: an adapter may have one
+    names = ("tokenizer*", "*.model", "vocab*")
+    if Path(home).is_dir() and not any(any(Path(home).glob(name)) for name in names):
+        raise UserError(f"{home}: no tokenizer: name a checkpoint, or copy its base model's tokenizer there")
+    folder, file = source(base)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **file)
+    place, how = source(home)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place, config=config, trust_remote_code=False, **how)
     generation = transformers.GenerationConfig.from_model_config(config)
     with contextlib.suppress(OSError):  # not every checkpoint has one
         generation = transformers.GenerationConfig.from_pretrained(folder)
     ends = generation.eos_token_id  # of a turn: Llama 3 lists two
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return Chat(tokenizer, rendering, context_of(config), ends)
-
-
-def load_tokenizer(path: str | Path, config: Any) -> Any:
-    names = ("tokenizer*", "*.model", "vocab*")
-    if Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in names):
-        raise UserError(f"{path}: no tokenizer: name a checkpoint, or copy its base model's tokenizer there")
-    folder, file = source(path)
-    return transformers.AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, **file)
 
 
 def source(path: str | Path) -> tuple[str, dict[str, str]]:
