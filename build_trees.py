@@ -257,8 +257,8 @@ def main(argv: list[str] | None = None) -> None:
     tasks = env.task_ids("train")[::-1][: args.limit or None]
     file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
     expert, rewards = actions_by_task(file, env, most) if file and not args.no_expert else ({}, {})
-    told = not args.expert and expert.keys() & set(env.task_ids("train"))  # by its own ids, of which few are here
-    if file and not args.no_expert and not told:
+    by_id = expert.keys() & set(env.task_ids("train"))  # an agent's own demonstrations are mostly of other tasks
+    if file and not args.no_expert and (args.expert or not by_id):
         tell_matches(env, tasks, expert, file, bool(args.expert))
     args.expert = file
 

@@ -84,8 +84,9 @@ def first_messages(env: envs.TextEnv, states: list[State]) -> dict[str, str]:
     if len(messages) < len(states):
         begin = "begin without an instruction and the agent's OK, which a prompt has at inference"
         print(f"warning: {len(states) - len(messages)} of {len(states)} demonstrations {begin}", file=sys.stderr)
-    for name in own.keys() - shared.keys() if messages else ():
-        print(f"warning: {name} messages differ, so a prompt has the environment's own", file=sys.stderr)
+    for name in own:
+        if messages and name not in shared:
+            print(f"warning: {name} messages differ, so a prompt has the environment's own", file=sys.stderr)
     return {name: text for name, text in shared.items() if text != own[name]}
 
 

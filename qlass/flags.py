@@ -72,7 +72,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text: the likeliest that hold P together")
     add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
     add("--stop", nargs="+", metavar="TEXT", help="texts that end an action, as the end of the turn does")
-    add("--think", action="store_true", default=None, help="let a reasoning model think first (--max-new-tokens)")
+    add("--think", action="store_true", default=None, help="let a reasoning model think first (raise --max-new-tokens)")
     add("--plain", action="store_true", help="one sequence at a time, for models that read no token trees")
     add("--cache-gb", type=at_least(0, float), metavar="G", help="room for read prompts (default: 2; GPU: 1/4 of it)")
     add("--decode-tokens", type=at_least(1), default=16_384, metavar="N", help="of a batch (default: %(default)s)")
