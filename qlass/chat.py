@@ -226,11 +226,11 @@ class Chat:
         it does at a text's beginning. In the content, control tokens are no more than their characters."""
         from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
-        content = mark_control_tokens(content, self._controls)
+        text = before + mark_control_tokens(content, self._controls) + after
         past_ids = encode_marked_chat(self.tokenizer, past)
-        ids = encode_marked_chat(self.tokenizer, past + before + content + after)
-        if ids[: len(past_ids)] != past_ids:
-            raise UserError(f"its tokenizer joins {past!r} to what follows it{WAY_OUT}")
+        ids = encode_marked_chat(self.tokenizer, past + text)
+        if ids[: len(past_ids)] != past_ids:  # the text begins with a token that takes the space before it
+            return encode_marked_chat(self.tokenizer, text)
         return ids[len(past_ids) :]
 
     def message_tokens(self, state: State) -> list[list[int]]:

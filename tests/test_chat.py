@@ -6,7 +6,7 @@ import pytest
 from fakes import SENTENCE_PIECE, TEMPLATES, FakeEnv, chat_tokenizer, tiny_backbone, tiny_lm, word_chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State, parse_action, react, uniforms
@@ -120,6 +120,14 @@ def test_a_space_is_added_only_where_the_tokenizer_adds_one_within_a_chat(name, 
     written = tokenizer.apply_chat_template(whole, tokenize=False)
     ids = [*chat.prompt(STATE), *chat.action("Action: push", "")]
     assert tokenizer(written, add_special_tokens=False).input_ids[: len(ids)] == ids
+
+
+def test_a_token_that_takes_the_space_before_it_leaves_the_prompt_as_it_is():
+    chat = CHATS["chatml"]
+    tokenizer = chatml()
+    tokenizer.add_tokens([AddedToken("[SEP]", lstrip=True)])
+    ids = Chat(tokenizer, Rendering()).action("[SEP] a", "")
+    assert ids == [*tokenizer("[SEP] a", add_special_tokens=False).input_ids, chat.stop_id]
 
 
 ENDS = {"llama-2": "</s>", "zephyr": "</s>", "chatml": "<|im_end|>", "chatml-system": "<|im_end|>",
