@@ -49,7 +49,7 @@ def retry(stop: float, reflect: bool, env: Any, task_id: str, method: Method, ch
             plans.append((yield Reflect(questions[-1])))
             env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
     outcome = costs.outcome(chat, method, trials[values.index(max(values))], trials)
-    outcome["tokens"]["prompt"] += sum(len(chat.prompt(question)) for question in questions)
+    outcome["tokens"]["prompt"] += sum(len(chat.message_tokens(question)[-1]) for question in questions)
     outcome["tokens"]["generated"] += sum(len(chat.action(plan, "")) for plan in plans)
     return outcome
 

@@ -256,7 +256,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    if args.paraphrase is not None:
+    if args.paraphrase is not None or args.paraphrase_server:
         raise UserError("--paraphrase: only q_search.py counts what wordings cost; leave it out")
     labels = input_of(args.qnet or args.run / "qnet", "labels") or args.run
     grid = vars(args) | {"gamma": args.gamma or [read_meta(labels)["arguments"].get("gamma", 0.9)]}

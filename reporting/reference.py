@@ -67,7 +67,8 @@ def panel(axes: Axes, results: list[dict], setting: tuple[str, ...], lines: dict
         rows.sort(key=lambda row: float(row[cost]))
         rewards = [Estimate(*(float(row[name]) for name in ("reward", "low", "high")), n=0) for row in rows]
         if rows:
-            curve(axes, [float(row[cost]) for row in rows], rewards, fmt=style, label=label, color=color, markersize=5)
+            look = {"color": color, "markersize": 5, "markerfacecolor": "none" if select == "oracle" else color}
+            curve(axes, [float(row[cost]) for row in rows], rewards, fmt=style, label=label, **look)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
 

@@ -35,6 +35,7 @@ METHODS = {  # in the order of the table
     "particles": "particles by QNet",
 }
 APART = 'name the runs apart: python report.py "first=PATH" "second=PATH"'
+COSTS = ("prompt", "generated", "scored")
 CONDITION = ["env", "method", "M", "N", "select", "label", "player"]
 
 
@@ -125,6 +126,9 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
     """
     rows = []
     for label, path in sources:
+        if files.meta_path(path).exists() and not files.is_complete(path):
+            reason = "of a run that has stopped or goes on: short episodes come first, so its means are of those"
+            print(f"warning: {path}: {reason}", file=sys.stderr)
         rows += [episode(record, label, path, line) for line, record in enumerate(records.read_results(path), 1)]
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")
@@ -160,7 +164,8 @@ def episode(record: dict, label: str, path: Path, line: int) -> dict[str, Any]:
         "reward": float(record["reward"]),
         "success": math.nan if success is None else float(success),
         "generated": tokens.get("generated", 0),
-        "total": sum(tokens.get(part, 0) for part in ("prompt", "generated", "scored")),
+        # Of a scorer of experiments.qval only the agent's own are known.
+        "total": math.nan if record["method"] == "scorer" else sum(tokens.get(part, 0) for part in COSTS),
         "env_steps": record.get("env_steps", record.get("n_steps", len(steps))),
         "file": path,
         "line": line,

@@ -108,15 +108,20 @@ def crossed(values: np.ndarray) -> Estimate:
     return Estimate(mean, mean - half, mean + half, n_tasks, float(2 * t.sf(abs(mean))))
 
 
-def paired_difference(a: pd.Series, b: pd.Series, blocks: Mapping[Hashable, Hashable] | None = None) -> Estimate:
-    """a minus b over the tasks that both have, with an `interval`; of shared seeds only the shared pairs count.
+def paired(a: pd.Series, b: pd.Series) -> tuple[pd.Series, pd.Series]:
+    """The values of both where both have one, of the same task and seed.
 
-    Where they share none, the first of each are a pair, then the second: any pairs of independent trainings do.
+    Where they share no seed, the first of each are a pair, then the second: any pairs of independent trainings do.
     """
-    pairs = (a - b).dropna()
-    if pairs.empty:
-        pairs = (numbered(a) - numbered(b)).dropna()
-    return interval(pairs, blocks)
+    if a.index.intersection(b.index).empty:
+        a, b = numbered(a), numbered(b)
+    return a.align(b, join="inner")
+
+
+def paired_difference(a: pd.Series, b: pd.Series, blocks: Mapping[Hashable, Hashable] | None = None) -> Estimate:
+    """a minus b over their pairs, with an `interval`."""
+    a, b = paired(a, b)
+    return interval(a - b, blocks)
 
 
 def numbered(values: pd.Series) -> pd.Series:

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pandas as pd
 
 from reporting.results import Group
-from reporting.stats import paired_difference
+from reporting.stats import paired, paired_difference
 
-SHORT = ["environment", "method", "reward [95 %]", "success", "tokens", "env steps"]
+SHORT = ["environment", "method", "reward [95 %]", "tasks", "seeds", "success", "tokens", "env steps"]
 HEADLINE = ("greedy", "sample", "best_of_n", "qlass")
 
 
@@ -74,6 +74,8 @@ def differences_table(groups: Sequence[Group]) -> pd.DataFrame:
         difference = paired_difference(a.values("reward"), b.values("reward"), a.blocks)
         if difference.n:
             verdict = "higher" if difference.mean > 0 else "lower"
+            both, _ = paired(a.values("reward"), b.values("reward"))
+            ours, theirs = (tokens.mean() for tokens in paired(a.values("total"), b.values("total")))
             rows.append(
                 {
                     **names(a),
@@ -81,7 +83,8 @@ def differences_table(groups: Sequence[Group]) -> pd.DataFrame:
                     "difference [95 %]": f"{difference:+}",
                     "verdict": "undecided" if difference.covers_zero else verdict,
                     "tasks": str(difference.n),
-                    "tokens (ratio)": f"{a.mean('total') / b.mean('total'):.2f}" if b.mean("total") else "–",
+                    "seeds": str(both.index.unique(level=1).size),
+                    "tokens (ratio)": f"{ours / theirs:.2f}" if theirs > 0 else "–",
                 }
             )
     return pd.DataFrame(rows).drop_duplicates()

@@ -98,7 +98,7 @@ def test_the_differences_by_hand(tmp_path):
     oracle = "best-of-N, picked by true reward (oracle) N=2"
     assert table[oracle, "SFT greedy"]["verdict"] == "undecided"  # of four tasks, whatever they say
     assert table["QLASS M=2", oracle]["difference [95 %]"].startswith("-0.250")
-    assert table["QLASS M=2", "best-of-N, picked by QNet N=2"]["tokens (ratio)"] == "1.09"  # 152 / 140
+    assert table["QLASS M=2", "best-of-N, picked by QNet N=2"]["tokens (ratio)"] == "1.07"  # 150 / 140, of seed 0
     assert ("SFT greedy", "SFT greedy") not in table
     assert table["QLASS [target avg] M=2", "QLASS M=2"]["difference [95 %]"] == "+0.000 [+0.000, +0.000]"
     assert ("QLASS [target avg] M=2", "SFT greedy [target avg]") in table
@@ -142,7 +142,7 @@ def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tas
     def meta(name: str, inputs: dict[str, str], **arguments) -> None:
         own = {k.removeprefix(f"{name}_"): v for k, v in flags.items() if k.startswith(f"{name}_")}
         arguments |= {"seed": seed, "run": str(folder), "out": f"{folder}/{name}"} | own
-        record = {"arguments": arguments, "inputs": {f"{folder}/{k}": v for k, v in inputs.items()}}
+        record = {"arguments": arguments, "inputs": {f"{folder}/{k}": v for k, v in inputs.items()}, "seconds": 1}
         (folder / f"{name}.meta.json").write_text(json.dumps(record))
 
     for name in ("sft", "qnet"):
@@ -166,6 +166,12 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_and_what_cannot_be_t
     groups_of(folders[0], run_folder(tmp_path / "again", 7, "a0", "other"))
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1 and "SFT greedy is of one model under two --seed, so not of two" in warning
+    meta = tmp_path / "seed0" / "results.meta.json"
+    complete = meta.read_text()
+    meta.write_text(complete.replace("seconds", "stopped"))
+    groups_of(*folders)
+    assert re.fullmatch(r"warning: .*seed0/results.jsonl: of a run that has stopped.*\n", capsys.readouterr().err)
+    meta.write_text(complete)
     (tmp_path / "moved" / "results.meta.json").unlink()
     groups_of(*folders[:2])
     assert re.fullmatch(r"warning: .*moved/results.jsonl: no metadata beside it.*\n", capsys.readouterr().err)

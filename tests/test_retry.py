@@ -7,6 +7,7 @@ import q_search
 from experiments import retry
 from experiments.retry import Reflect
 from q_search import Method
+from qlass import costs
 from qlass.chat import parse_action
 from qlass.driver import Sample, Score
 from qlass.records import read_jsonl
@@ -63,7 +64,11 @@ def test_a_plan_stands_in_the_next_prompt_and_costs_its_tokens():
     reflections = [r for r in requests if isinstance(r, Reflect)]
     assert len(reflections) == 2 and reflections[0].state.messages[-1][1].endswith(retry.ASK)
     assert record["tokens"]["generated"] > play("oracle", 1 - 1e-9)[0]["tokens"]["generated"]
-    assert record["tokens"]["prompt"] > play("oracle", 1 - 1e-9)[0]["tokens"]["prompt"]
+    asks = [len(CHAT.message_tokens(r.state)[-1]) for r in reflections]  # what comes before is in the cache
+    trials = [r.state for r in requests if isinstance(r, Sample)]
+    assert record["tokens"]["prompt"] == sum(asks) + costs.read(
+        CHAT, ([s] for s in trials if len(s.messages) == 3)
+    ) + sum(len(CHAT.message_tokens(s)[-1]) for s in trials if len(s.messages) > 3)
 
 
 def test_the_command_line(tmp_path, agent, fake_world):

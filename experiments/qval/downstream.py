@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from scipy.stats import rankdata
 from experiments.qval.metrics import RHO, markdown
 from qlass import UserError
 from qlass.cli import run_stage
-from qlass.files import replacing
+from qlass.files import changed_inputs, replacing
 from qlass.records import read_results
 from reporting.stats import Estimate
 
@@ -40,6 +41,8 @@ class Played:
 
 def rewards(path: Path, env: str) -> dict[str, dict[str, float]]:
     """{scorer: {task: reward}} of the lines of `experiments.qval search` in a results file of this environment."""
+    for source in changed_inputs(path):
+        print(f"warning: {path} was made from another {source} than there is now", file=sys.stderr)
     lines = pd.DataFrame.from_records([record for record in read_results(path) if record["method"] == "scorer"])
     if lines.empty:
         raise UserError(f"{path}: nothing of experiments.qval search")
