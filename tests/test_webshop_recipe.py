@@ -20,7 +20,7 @@ def eto(env, task_id):
         observation, *_ = env.step(action)
         turns += [react(thought, action), env.message(observation)]
     turns = [{"from": speakers[i % 2], "value": text} for i, text in enumerate(turns[:-1])]
-    return {"id": f"webshop_{task_id}", "conversations": turns}
+    return {"id": int(task_id), "conversations": turns}
 
 
 def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys):
@@ -31,6 +31,8 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys
     options = {"split_file": str(tmp_path / "splits"), "instruction": str(tmp_path / "instruction.txt")}
     env = envs.make("webshop", human_goals=True, **options)
     assert sorted(env.task_ids("train")) == ["0", "3", "5"] and sorted(env.task_ids("test")) == ["1", "2"]
+    assert envs.make("webshop").published_id({"id": 3}) is None  # whose goals are other ones
+    assert env.published_id({"id": "webshop_3"}) is None and env.published_id({}) is None
     assert isinstance(env.shop.goals[0]["goal_options"], list), "people name values, not options"
     (tmp_path / "eto.json").write_text(json.dumps([eto(env, task) for task in env.task_ids("train")]))
 
@@ -51,8 +53,8 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys
     build_trees.main([*flags, "--rollouts", "2"])
     trees = [json.loads(line) for line in (tmp_path / "trees.jsonl").read_text().splitlines()]
     published, _ = actions_by_task(tmp_path / "eto.json", env)
-    for root in (node for node in trees if node["parent_id"] is None):  # tau_0 is the file's, known by its first words
+    for root in (node for node in trees if node["parent_id"] is None):  # tau_0 is the file's, by the number of its goal
         shown = [n["action"] for n in trees if n["task_id"] == root["task_id"] and n["expert"]]
-        assert shown == published[root["observation"].strip()]
+        assert shown == published[root["task_id"]]
     q_search.main([*flags, "--method", "expert", "greedy", "--max-steps", "4"])
     assert "over 2 test tasks" in capsys.readouterr().out

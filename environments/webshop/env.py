@@ -27,7 +27,7 @@ class WebShopEnv(TextEnv):
     Task i is goal i. Other splits are by product, so that none is in two of them.
     """
 
-    name, unique_tasks = "webshop", True
+    name, unique_tasks, side_by_side = "webshop", True, 64
     prefix = "Observation:\n"
     max_steps, tree_steps, tree_depth = engine.MAX_STEPS, engine.MAX_STEPS, 3
     instruction = (
@@ -73,6 +73,7 @@ class WebShopEnv(TextEnv):
         page_size = page_size or engine.PAGE_SIZE
         self.shop = engine.load(Path(data), goals, title_nouns, human_goals, seed, page_size)
         self.splits = catalogue.splits(self.shop.goals, split_file, per_product)
+        self.published = split_file is not None
         self.index, self.session = 0, engine.Session()
 
     @property
@@ -96,6 +97,11 @@ class WebShopEnv(TextEnv):
         if split not in self.splits:
             raise UserError(f"webshop: unknown split {split!r}: choose one of {', '.join(self.splits)}")
         return [str(i) for i in self.splits[split]]
+
+    def published_id(self, record: dict) -> str | None:
+        """ETO's ids are the numbers of its goals, which are ours where its splits are given."""
+        name = str(record.get("id"))
+        return name if self.published and name.isdecimal() else None
 
     def subject(self, task_id: str) -> str:
         """The product that is right."""
