@@ -156,6 +156,14 @@ def play(env, *actions):
     return step
 
 
+def test_the_small_catalogues_attributes_are_not_taken_for_the_full_ones(shop, tmp_path):
+    shop()
+    (tmp_path / "items_ins_v2.json").rename(tmp_path / "items_ins_v2_1000.json")
+    webshop.load.cache_clear()
+    with pytest.raises(envs.UserError, match=r"found none of items_ins_v2\.json"):
+        envs.make("webshop", data=tmp_path)
+
+
 def test_cleaning(shop):
     shirt, jumper, lamp = shop().shop.products
     assert shirt.options == {"size": ("small", "x-large"), "color": ("dark blue | green", "wine", "small")}

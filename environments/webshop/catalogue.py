@@ -74,7 +74,8 @@ def load_products(folder: Path) -> tuple[list[Product], dict[str, dict], dict[st
     A folder that holds both the 1,000 products and the full catalogue gives the former.
     """
     path = find(folder, "items_shuffle_1000", "items_shuffle")
-    synthetic = read_json(find(folder, "items_ins_v2_1000", "items_ins_v2"))
+    few = ["items_ins_v2_1000"] if "_1000" in path.name else []  # which lack most products of the full catalogue
+    synthetic = read_json(find(folder, *few, "items_ins_v2"))
     human = read_json(find(folder, "items_human_ins"))
     records = read_json(path)
     if not (isinstance(records, list) and isinstance(synthetic, dict) and isinstance(human, dict)):
