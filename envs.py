@@ -75,7 +75,7 @@ class TextEnv(gymnasium.Env):
     tree_steps = 18  # exploration trees
     tree_depth = 8  # D of Algorithm 2
     demonstrations = 1350  # for the tiny model; few enough that it errs
-    side_by_side = 64  # how many forks may be open at once
+    side_by_side = 1  # how many forks may be open at once: more only if they share nothing that an episode changes
     omniscient = False  # the expert knows what no page has shown, so tables call it an oracle
     unique_tasks = False  # the instruction alone says which task it is
     markov = False  # instruction and last observation say all that there is to know
@@ -111,7 +111,10 @@ class TextEnv(gymnasium.Env):
         return str(self.np_random.choice(self.split_ids(split)) if task_id is None else task_id)
 
     def fork(self) -> TextEnv:
-        """Another player on the same data, so that many episodes can advance side by side; `close` it after use."""
+        """Another player on the same data, so that `side_by_side` episodes can be open at once; `close` it after use.
+
+        A shallow copy: what an episode changes in place, such as a simulator, each fork needs for itself.
+        """
         other = copy.copy(self)
         other._np_random = copy.deepcopy(self._np_random)
         return other

@@ -76,7 +76,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--plain", action="store_true", help="one sequence at a time, for models that read no token trees")
     add("--cache-gb", type=at_least(0, float), metavar="G", help="room for read prompts (default: 2; GPU: 1/4 of it)")
     add("--decode-tokens", type=at_least(1), default=16_384, metavar="N", help="of a batch (default: %(default)s)")
-    add("--in-flight", type=at_least(1), metavar="N", help="trees or episodes side by side (default: 64; sciworld: 4)")
+    add("--in-flight", type=at_least(1), metavar="N", help="trees or episodes side by side (64; sciworld: 4; own: 1)")
     add("--server", metavar="URL[#MODEL]", help="sample on an OpenAI-compatible server of this checkpoint")
 
 

@@ -45,7 +45,7 @@ class FakeEnv(envs.TextEnv):
 
     name = "fake"
     instruction = "walk"
-    tree_depth, tree_steps, max_steps = 2, 5, 5
+    tree_depth, tree_steps, max_steps, side_by_side = 2, 5, 5, 64
 
     def __init__(self, world: dict = WORLD, tasks: int = 6, **options: Any) -> None:
         super().__init__(**options)

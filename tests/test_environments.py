@@ -13,7 +13,10 @@ import envs
 import q_search
 import sft
 import train_qnet
+from build_trees import Tree, exploration_tree
 from docs.switches import Switches
+from qlass.chat import Rendering, uniforms
+from qlass.driver import Candidate, Sample, drive
 from qlass.records import read_jsonl
 
 FLAG = "docs.switches:Switches"
@@ -99,6 +102,32 @@ def test_the_splits_of_an_environment_are_in_this_order(name):
     for split in ("train", "val", "test"):
         tasks = env.task_ids(split)
         assert tasks == envs.fair_order(env.split_ids(split), env.task_type) and len(set(tasks)) == len(tasks)
+
+
+class Wrapped(Switches):
+    """Around a simulator that all forks share and that each episode changes."""
+
+    name, side_by_side = "wrapped", envs.TextEnv.side_by_side
+    on = property(lambda self: self.simulator["on"], lambda self, lamps: self.simulator.update(on=lamps))
+
+    def __init__(self):
+        super().__init__()
+        self.simulator = {}
+
+
+def test_an_environment_that_does_not_say_otherwise_has_one_episode_open_at_a_time():
+    def draw(request):
+        noise = uniforms(request.n, *request.key)
+        return [Candidate(request.valid[int(u * len(request.valid))], 1, 0.0) for u in noise]
+
+    def trees(env):
+        trees = (Tree(env.fork(), t, Rendering(candidates="valid"), depth=2) for t in env.task_ids("train")[:4])
+        growing = (exploration_tree(tree, 4) for tree in trees)
+        answers = {Sample: lambda requests: list(map(draw, requests))}
+        roots = drive(growing, answers, env.side_by_side, in_order=True)
+        return [[node.observation for node in root.walk()] for root in roots]
+
+    assert trees(Wrapped()) == trees(Switches())
 
 
 def test_one_command_takes_it_through_all_stages(tmp_path, monkeypatch, capsys):

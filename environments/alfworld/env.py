@@ -28,7 +28,7 @@ class ALFWorldEnv(TextEnv):
     thoughts: whether candidates and the expert have them; they restate the task and all texts so far.
     """
 
-    name = "alfworld"
+    name, side_by_side = "alfworld", 64
     demonstrations = 200
     instruction = (
         "You are in a household and have a task to do there.\n"
@@ -72,6 +72,10 @@ class ALFWorldEnv(TextEnv):
 
     def split_ids(self, split: str) -> list[str]:
         return self.games.ids(split)
+
+    def block(self, task_id: str) -> str:
+        """Trials of one goal in one room hardly differ."""
+        return task_id.rpartition("/")[0]
 
     def published_id(self, record: dict) -> str | None:
         folders = "|".join(games.FOLDERS)

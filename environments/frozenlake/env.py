@@ -29,7 +29,7 @@ class FrozenLakeEnv(TextEnv):
     more than one way. 0: always the shortest.
     """
 
-    name = "frozenlake"
+    name, side_by_side = "frozenlake", 64
     task = "reach the goal"
     introduction = (
         "You are walking on a frozen lake. On its map F is ice, H a hole and G the goal. A cell is named by its row "
