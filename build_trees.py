@@ -250,7 +250,11 @@ def main(argv: list[str] | None = None) -> None:
     args.depth = env.tree_depth if args.depth is None else args.depth
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
-    steps = min(n for n in (args.steps or env.tree_steps, env.max_steps) if n)
+    steps = args.steps or env.tree_steps
+    if isinstance(env.max_steps, int):  # else there is no limit, or each task has its own
+        steps = min(steps, env.max_steps)
+    if args.steps and steps < args.steps:
+        print(f"--steps {args.steps}: episodes end after {steps} here (--env-option max_steps=N)")
     settings = {"depth": args.depth, "width": args.width, "steps": steps, "prune": args.prune}
 
     # From the far end of the training list: where there are more tasks than demonstrations, the agent gets new ones.
@@ -281,7 +285,8 @@ def main(argv: list[str] | None = None) -> None:
     leaves = f"mean reward of the agent's {figures['leaves']} leaves {figures['mean_leaf_reward']:.3f}"
     print(f"{trees.path}: {figures['trees']} trees, {figures['nodes']} nodes, {leaves}")
     if failed := figures["failed_demonstrations"]:
-        print(f"{failed} demonstrations earned nothing here, or another reward than recorded: are they of these tasks?")
+        why = f"are they of these tasks, and within {env.max_steps} steps?"
+        print(f"{failed} demonstrations earned nothing here, or another reward than recorded: {why}")
 
 
 if __name__ == "__main__":

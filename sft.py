@@ -66,7 +66,10 @@ def collect(env: envs.TextEnv, path: Path, limit: int | None, arguments: dict[st
 
 def demonstrations(env: envs.TextEnv, path: Path, limit: int | None) -> list[State]:
     """The first `limit` trajectories of a file, actions and answers worded as the environment words them."""
-    states = [state for state, _ in itertools.islice(read_trajectories(path), limit)]
+    trajectories = list(itertools.islice(read_trajectories(path), limit))
+    if failed := sum(record.get("reward") == 0 for _, record in trajectories):
+        print(f"{failed} of {len(trajectories)} demonstrations earned nothing")
+    states = [state for state, _ in trajectories]
     return [State(tuple((role, env.in_own_words(text)) for role, text in s.messages), s.task) for s in states]
 
 

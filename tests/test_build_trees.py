@@ -276,7 +276,7 @@ def test_the_file_is_the_same_wherever_a_run_was_stopped(build, tmp_path, monkey
     assert build("--seed", "1", out="other.jsonl") != whole
 
 
-def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_tree_step_limit(build, monkeypatch):
+def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_tree_step_limit(build, monkeypatch, capsys):
     monkeypatch.setattr(FakeEnv, "tree_steps", 2)
     monkeypatch.setattr(FakeEnv, "tree_depth", 1)
     records = [json.loads(line) for line in build().splitlines()]
@@ -284,6 +284,8 @@ def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_tree_step_
     assert {r["depth"] for r in records if r["done"] and r["source"] == "policy"} == {2}
     ends = [(r["depth"], r["reward"]) for r in records if r["done"] and r["expert"]]
     assert ends == [(3, 1.0)] * 4  # a demonstration goes on where the agent was stopped
+    build("--steps", "9", out="long.jsonl")
+    assert "--steps 9: episodes end after 5 here" in capsys.readouterr().out
     records = [json.loads(line) for line in build("--steps", "1", "--no-expert", out="b.jsonl").splitlines()]
     assert max(r["depth"] for r in records) == 1 and {r["source"] for r in records} == {"root", "policy"}
     monkeypatch.setattr(FakeEnv, "max_steps", 1)  # the environment's own limit is the lower one

@@ -304,14 +304,15 @@ def test_first_messages_that_a_prompt_will_not_have_are_told(tmp_path, capsys):
         "system messages differ": ([ETO, ETO | {"system": "Be long."}], {"instruction": "You are shopping."}),
         "instruction messages differ": ([ETO, other], {}),
         "1 of 2 demonstrations begin without an instruction and the agent's OK": ([ETO, at_once], None),
-        "1 of 1 demonstrations begin without": ([at_once], {}),
+        "1 of 1 demonstrations begin without": ([at_once | {"reward": 0}], {}),
     }
     for warning, (records, shared) in cases.items():
         (tmp_path / "expert.json").write_text(json.dumps(records))
         states = sft.demonstrations(FakeEnv(), tmp_path / "expert.json", None)
         first = sft.first_messages(FakeEnv(), states)
         assert shared is None or {name: first[name] for name in first.keys() - {"agreement"}} == shared
-        assert warning in capsys.readouterr().err
+        output = capsys.readouterr()
+        assert warning in output.err and ("1 of 1 demonstrations earned nothing" in output.out) == ("1 of 1" in warning)
 
 
 def test_demonstrations_are_put_in_the_environments_words(tmp_path, monkeypatch):
