@@ -126,8 +126,8 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
     """
     rows = []
     for label, path in sources:
-        if files.meta_path(path).exists() and not files.is_complete(path):
-            reason = "of a run that has stopped or goes on: short episodes come first, so its means are of those"
+        if files.parts_of(path) or (files.meta_path(path).exists() and not files.is_complete(path)):
+            reason = "a part of its run's results: short episodes come first, so its means are of those"
             print(f"warning: {path}: {reason}", file=sys.stderr)
         rows += [episode(record, label, path, line) for line, record in enumerate(records.read_results(path), 1)]
     if not rows:

@@ -170,7 +170,7 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_and_what_cannot_be_t
     complete = meta.read_text()
     meta.write_text(complete.replace("seconds", "stopped"))
     groups_of(*folders)
-    assert re.fullmatch(r"warning: .*seed0/results.jsonl: of a run that has stopped.*\n", capsys.readouterr().err)
+    assert re.fullmatch(r"warning: .*seed0/results.jsonl: a part of its run.*\n", capsys.readouterr().err)
     meta.write_text(complete)
     (tmp_path / "moved" / "results.meta.json").unlink()
     groups_of(*folders[:2])
