@@ -8,19 +8,19 @@
 
 One loop plays all agents: sample M actions, score them, take the best, step; N times over; keep one trajectory.
 
-    method           M     score of a candidate                         which of N trajectories
-    greedy           1     (temperature 0)
-    sample           1
-    random           -M    a random number
-    likeliest        -M    the agent's own log pi(a | s), of the whole text: search without a QNet
-    qlass            -M    Q (Alg. 4)                                   --select q | oracle
-    best_of_n        1                                                  --select q | oracle
-    oracle_step      -M    the true value of the next state             an oracle: see TextEnv.optimal_value
-    oracle_lookahead -M    Q, but the true reward where the candidate   an oracle: what the authors' released code does
-                           ends the episode
-    rule, expert, oracle   the environment's own players: a rule without learning; the expert; an all-knowing one
+    method           M     N    score of a candidate
+    greedy           1     1    (temperature 0)
+    sample           1     1
+    best_of_n        1     -N
+    random           -M    -N   a random number
+    likeliest        -M    -N   the agent's own log pi(a | s), of the whole text: search without a QNet
+    qlass            -M    -N   Q (Alg. 4)
+    oracle_step      -M    -N   the true value of the next state (TextEnv.optimal_value)
+    oracle_lookahead -M    -N   Q, but the true reward where the candidate ends the episode, as the released code has it
+    rule, expert, oracle        the environment's own players: a rule without learning; the expert; an all-knowing one
 
-Only methods named oracle, and --select oracle (the paper's "best of N by final reward"), see the environment's reward.
+Of N trajectories --select takes one, by Q or, as the paper does, by the final reward. Only --select oracle and methods
+named oracle see the environment's reward.
 With --paraphrase, each candidate is sampled under its own wording of the task (App. A.3.2, qlass/paraphrase.py).
 """
 
