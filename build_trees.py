@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,9 +132,12 @@ def rollout(tree: Tree, node: Node) -> Generator:
     return branch
 
 
-def replay(tree: Tree, root: Node, actions: Iterable[str] | None) -> list[Node]:
-    """tau_0, merged at the root: a demonstration, to the environment's own limit. None: its expert plays."""
+def replay(tree: Tree, root: Node, actions: Sequence[str] | None) -> list[Node]:
+    """tau_0, merged at the root: a demonstration, to its end. None: the environment's expert plays, to its limit."""
     tree.branches += 1
+    limit = tree.env.max_steps
+    if actions and isinstance(limit, int):  # which is the agent's: what was demonstrated may be longer
+        tree.env.max_steps = max(limit, len(actions))
     tree.env.reset(options={"task_id": tree.task_id})
     branch = [root]
     played = (react(thought, action) for thought, action in tree.env.expert(tree.task_id))
@@ -145,6 +148,7 @@ def replay(tree: Tree, root: Node, actions: Iterable[str] | None) -> list[Node]:
         branch.append(node)
         if node.done and not node.cut:
             break
+    tree.env.max_steps = limit
     for node in branch[:-1]:  # beyond the agent's limit the demonstration went on: these are no leaves
         if node.cut:
             node.reward, node.done, node.cut = 0.0, False, False
@@ -285,8 +289,7 @@ def main(argv: list[str] | None = None) -> None:
     leaves = f"mean reward of the agent's {figures['leaves']} leaves {figures['mean_leaf_reward']:.3f}"
     print(f"{trees.path}: {figures['trees']} trees, {figures['nodes']} nodes, {leaves}")
     if failed := figures["failed_demonstrations"]:
-        why = f"are they of these tasks, and within {env.max_steps} steps?"
-        print(f"{failed} demonstrations earned nothing here, or another reward than recorded: {why}")
+        print(f"{failed} demonstrations earned nothing here, or another reward than recorded: are they of these tasks?")
 
 
 if __name__ == "__main__":

@@ -169,6 +169,15 @@ def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_
     assert build_trees.figures_of(records("east"), {})["failed_demonstrations"] == 1  # it earned nothing
 
 
+def test_a_demonstration_longer_than_an_episode_keeps_its_reward():
+    env = FakeEnv(max_steps=2)
+    tree = explore(env, "train0", FREE, 2, 2, 4, True, expert={"train0": ["Action: right"] * 3})
+    root, _ = run(tree, Script({R: "left"}, "right"))
+    end = [node for node in root.walk() if node.expert][-1]
+    assert (end.t, end.reward, end.done, env.max_steps) == (3, 1.0, True, 2)
+    assert max(node.t for node in root.walk() if node.source == "policy") == 2
+
+
 def test_an_expert_who_gives_up_leaves_an_open_leaf(monkeypatch):
     monkeypatch.setattr(FakeEnv, "expert", lambda self, task: iter([("this way", "right")]))
     nodes, _, root, _ = grow({}, with_expert=True, rollouts=1)
