@@ -127,7 +127,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     tokens = ["all", "action", "last"]
     carry = f"tokens of (s, a) that carry the loss (default: {PAPER['loss_on']}, Eq. 11; tiny: {TINY['loss_on']})"
     add("--loss-on", choices=tokens, help=carry)
-    add("--readout", choices=["last", "mean"], default="last", help="Q at inference: last action token, or their mean")
     add("--freeze", action="store_true", help="train the head alone")
     add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
     add("--max-tokens", type=at_least(1), help=f"of a packed tree ({PAPER['max_tokens']}; tiny: {TINY['max_tokens']})")
@@ -153,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
         how = {"train": all_weights, "plain": args.plain, "rendering": rendering, "precision": args.precision}
         torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or is new
         backbone, chat = models.load_checkpoint(args.sft, transformers.AutoModel, args.device, args.load_in, **how)
-        qnet = QNet(backbone, chat, readout=args.readout, fast=not args.plain)
+        qnet = QNet(backbone, chat, fast=not args.plain)
         adapter = models.save_memory(backbone, args.lora, args.lora_alpha, args.gradient_checkpointing)
         if args.freeze:
             backbone.requires_grad_(False)
@@ -178,7 +177,7 @@ def main(argv: list[str] | None = None) -> None:
             qnet.save_pretrained(folder)
         policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, rendering, args.precision)
         figures = fit.figures() | {"trees": len(trees), "pairs_left_out": left_out}
-        figures["held_out"] = beside_policy(qnet, policy, held_out)
+        figures["held_out"] = beside_policy(qnet.eval(), policy, held_out)  # of the best epoch's weights
         files.write_meta(args.out, vars(args), [args.labels, args.sft], **figures)
         print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}")
         print_ranking("held_out", figures["held_out"])

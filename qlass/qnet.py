@@ -45,7 +45,13 @@ class QNet(nn.Module):
         """Values V of tokens: (B, L) of all of `inputs` (ids, mask, positions: (B, L)), or those that `at` selects."""
         hidden = self.backbone(**inputs).last_hidden_state  # Eq. (9): h_1 .. h_L, (B, L, D)
         hidden = hidden if at is None else hidden[at]  # the head costs a tiny model more than its backbone
-        return self.head(hidden.to(self.head[0].weight.dtype)).squeeze(-1)  # Eq. (10)
+        with torch.autocast(hidden.device.type, enabled=False):  # few bf16 numbers would rank siblings level
+            return self.head(hidden.to(self.head[0].weight.dtype)).squeeze(-1)  # Eq. (10)
+
+    @property
+    def _no_split_modules(self) -> Any:
+        """What FSDP divides, layer by layer."""
+        return self.backbone._no_split_modules
 
     def values(self, state: State, action: str) -> tuple[torch.Tensor, int]:
         """V of each token of (s, a), (L,), and how many of them are the prompt's."""

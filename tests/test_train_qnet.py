@@ -1,5 +1,6 @@
 """Stage 4: the packed loss against pairs one by one, the value network, and how well it ranks siblings."""
 
+import argparse
 import dataclasses
 import json
 import shutil
@@ -20,6 +21,7 @@ from qlass.checks import sibling_accuracy
 from qlass.driver import Score
 from qlass.fast.cache import PromptCache
 from qlass.fast.packing import pack_pairs, packed_loss
+from qlass.flags import load_qnet
 from qlass.loop import Training
 from qlass.policy import Policy
 from qlass.qnet import Pair, QNet, pair_loss, pairs_of
@@ -290,6 +292,17 @@ def test_the_command_trains_backbone_and_head(train, tmp_path, agent, capsys):
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
 
+def test_what_is_measured_is_the_best_epochs_net(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(Training, "best", 1)
+    net = train("--epochs", "3", "--lr", "0.01")
+    meta = json.loads((tmp_path / "qnet.meta.json").read_text())
+    pairs = pairs_of(labelled_tree("train0"))
+    mse = np.mean([(net.q(pair.state, pair.action) - pair.q) ** 2 for pair in pairs])
+    assert meta["held_out"]["mse"] == pytest.approx(mse, rel=1e-4) and len(meta["curve"]) == 3
+    with pytest.raises(UserError, match="has learned the last token alone"):
+        load_qnet(tmp_path / "qnet", argparse.Namespace(readout="mean"))
+
+
 def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, monkeypatch):
     monkeypatch.setattr("qlass.fast.parity.fault", lambda model: "it gives a token tree other values")
     with pytest.raises(UserError, match="--plain"):
@@ -312,10 +325,9 @@ def test_pairs_beyond_the_context_are_left_out_or_cut(train, tmp_path, monkeypat
 
 
 def test_a_frozen_backbone_is_the_agents_own(train, agent):
-    net = train("--freeze", "--readout", "mean")
+    net = train("--freeze")
     start = Policy.load(agent).model.model
     assert all(torch.equal(a, b) for a, b in zip(net.backbone.parameters(), start.parameters(), strict=True))
-    assert net.readout == "mean"
 
 
 def test_every_tenth_tree_from_the_first_on_is_held_out():

@@ -21,7 +21,7 @@ read -ra optimiser <<<"--lr 1e-5 --batch 64 --max-tokens 4096 $FITS"  # cosine, 
 sft=(--model "$MODEL" --epochs 3 "${optimiser[@]}")
 trees=(--width 3 --temperature 0.7 --limit 0)  # all training tasks (of ALFWorld's games a tenth is the split "val")
 bellman=(--gamma 0.9)
-qnet=(--epochs 2 "${optimiser[@]}" --loss-on all --readout last)
+qnet=(--epochs 2 "${optimiser[@]}" --loss-on all)
 search=(--temperature 0.7 --limit 0) M=(2) N=(2 4 6)
 long=(--truncate oldest)  # 40 steps, a demonstration's in a tree too, may be more than Llama-2's 4,096 tokens
 # ETO's goals, which people wrote, on the whole catalogue; its splits of 1,824 and 200 goal indices; its instruction.
