@@ -176,10 +176,13 @@ def learn(
         return max((line for line in lines if line["val"] is not None), key=lambda line: line["val"])
 
     with locked(folder):
-        if state.exists() and not args.overwrite:
+        if args.overwrite:
+            state.unlink(missing_ok=True)  # a stop before the first validation leaves nothing of the old run
+            log.unlink(missing_ok=True)
+        if state.exists():
             same_arguments(folder, vars(args), ["budget", "budget_in"])
             lines = learner.resume(state)
-        elif log.exists() and not args.overwrite:  # else the agent as it comes would replace the best one
+        elif log.exists():  # else the agent as it comes would replace the best one
             raise UserError(f"{state}: is missing, so {args.name} can't go on: --overwrite starts again")
         if len(lines) > 1 and lines[-2][unit] >= args.budget:  # its best agent may have cost more
             raise UserError(f"{folder}: {lines[-1][unit]:,} {unit} are spent: raise --budget, or give another --name")

@@ -56,6 +56,15 @@ def test_it_learns_the_best_leaf_of_a_written_world(train, learner, budget, lr):
         assert lines[-1]["entropy"] < lines[1]["entropy"] and lines[-1]["kl"] > lines[1]["kl"]
 
 
+def test_an_overwrite_that_is_stopped_at_once_leaves_nothing_of_the_old_run(train, monkeypatch):
+    train(tree_grpo, "run", 60)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Learner, "suspend", lambda *_: 1 / 0)
+        train(tree_grpo, "run", 60, "--overwrite")
+    with pytest.raises(UserError, match="is missing, so x can't go on: --overwrite"):
+        train(tree_grpo, "run", 60)
+
+
 @pytest.mark.parametrize("learner", FLAGS)
 def test_a_stopped_run_ends_where_an_unbroken_one_does(train, tmp_path, monkeypatch, learner):
     budget = 60 if learner is eto else 300
