@@ -258,6 +258,9 @@ def main(argv: list[str] | None = None) -> None:
         examples, validation = (list(examples_of(chat, part, limit, args.observation_loss > 0)) for part in parts)
         if not examples:
             raise UserError(f"{args.expert}: no action within {limit} tokens (--max-tokens)")
+        lost = 0 if chat.rendering.markov else len(states) - len(examples) - len(validation)
+        if lost:
+            process.print(f"{lost} of {len(states)} demonstrations have no action within {limit} tokens (--max-tokens)")
         if cut := sum(len(example) == limit for example in examples):
             process.print(f"{cut} of {len(examples)} demonstrations are cut after {limit} tokens (--max-tokens)")
         settle(args, settings_of(len(examples), args.batch) if tiny else PAPER | ({"lr": LORA_LR} if args.lora else {}))
