@@ -1,8 +1,7 @@
 """What both training loops share, on Accelerate: processes, updates, log, save and resume, early stop.
 
 torchrun --nproc-per-node 8 -- train_qnet.py ...           (-- keeps torchrun from reading --run as its own)
-accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP train_qnet.py ...    (GPUs
-that divide weights and moments, layer by layer)
+accelerate launch --use_fsdp ... train_qnet.py ...         (GPUs that divide weights and moments: docs/scale.md)
 """
 
 from __future__ import annotations
