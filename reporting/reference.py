@@ -24,7 +24,7 @@ SETTINGS = {  # title of a panel: environment, split, agent, commit
     "FrozenLake": ("frozenlake", "lakes2", "cloned", "208754c"),
     "ALFWorld's real games": ("alfworld_real", "valid_unseen, first 30", "SmolLM2-135M", "a95484b"),
     "WebShop's real products": ("webshop_real", "test, first 30", "SmolLM2-135M", "ed5ba0a"),
-    "FrozenLake, head alone": ("frozenlake", "lakes, first 48", "SmolLM2-135M, head alone", "ce66e57"),
+    "FrozenLake, new starts": ("frozenlake", "lakes, 49 to 118", "SmolLM2-135M, head alone", "a51ce67"),
 }
 LINES = {  # method, select: label, colour, marker and line
     ("greedy", ""): ("agent, greedy", GREY, "o-"),
@@ -49,7 +49,7 @@ FIGURES = {  # file: lines, and the titles of its panels
     "tokens": (LINES, ("WebShop", "ALFWorld, unseen", "FrozenLake")),
     "webshop": (LINES, ("WebShop", "half of the demonstrations", "real products")),
     "alfworld": (LINES, ("ALFWorld, unseen", "real games, unseen", "with thoughts, unseen")),
-    "smollm2": (PRETRAINED, ("ALFWorld's real games", "WebShop's real products", "FrozenLake, head alone")),
+    "smollm2": (PRETRAINED, ("ALFWorld's real games", "WebShop's real products", "FrozenLake, new starts")),
 }
 BESIDE_STEPS = {  # file: lines, and environment, split, agent, commit
     "searches_webshop": (SEARCHES, ("webshop", "test 400-499", "cloned, small", "ed5ba0a")),
