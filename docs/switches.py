@@ -17,8 +17,7 @@ class Switches(TextEnv):
     name = "switches"
     instruction = "You switch lamps on and off. Answer with:\nThought: ...\nAction: switch LAMP, or done"
     max_steps = tree_steps = 8
-    tree_depth = 3  # D of Algorithm 2
-    side_by_side = 64  # episodes share nothing: `on` is replaced, not changed
+    tree_depth, side_by_side = 3, 64  # D of Algorithm 2; episodes share nothing: `on` is replaced, not changed
 
     def split_ids(self, split: str) -> list[str]:
         bounds = {"train": range(6), "val": range(6, 8), "test": range(8, 10), "all": range(10)}  # of every ten

@@ -36,7 +36,8 @@ def fault(model: Any) -> str | None:
     quantised = getattr(model, "is_quantized", False)
     most = EXACT if model.dtype == torch.float32 and not quantised else ROUGH
     # Rounding alone can send a token to other experts or, with weights of few bits, over a step: most sequences count.
-    some = most == ROUGH and (quantised or any("experts" in name for name in model.config.get_text_config().to_dict()))
+    experts = any("experts" in name for name in model.config.get_text_config().to_dict())
+    by_median = most == ROUGH and (quantised or experts)
     with small_windows(model.config):
         families = tokens_of(model)
         alone = [[plain(model, ids) for ids in family] for family in families]
@@ -45,7 +46,7 @@ def fault(model: Any) -> str | None:
                 sizes = difference(model, families, alone)
             except Exception as error:  # whatever a model of any kind says to such inputs
                 return f"its model class takes no {tried[2:]} ({error!r:.150})"
-            size = float(sizes.median() if some else sizes.max())
+            size = float(sizes.median() if by_median else sizes.max())
             if not size <= most:  # nor if it is no number
                 return f"the outputs of {tried} differ from plain ones by {size:.1%}"
     return None
