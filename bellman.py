@@ -88,7 +88,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="default: RUN/q_labels.jsonl")
     add("--gamma", type=at_least(0, float, most=1), default=PAPER["gamma"], help="of Eq. (7) (default: %(default)s)")
     add("--target", choices=TARGETS, default=PAPER["target"], help="process reward (default: %(default)s)")
-    add("--device", help=argparse.SUPPRESS)  # of the stage that makes missing trees
+    for flag in ("--device", "--precision"):  # of the stage that makes missing trees
+        add(flag, help=argparse.SUPPRESS)
     if flags.parse_known_args(argv)[1]:  # the environment's flags, likewise
         import envs
 

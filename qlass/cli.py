@@ -80,7 +80,7 @@ def at_least(low: float, kind: Callable[[str], T] = int, most: float = 1e30) -> 
 def handed_on(args: argparse.Namespace) -> list[str]:
     """The flags that all stages of a run share."""
     argv = ["--env", args.env, "--run", str(args.run), "--seed", str(args.seed)]
-    for name in ("device", *args.env_flags):
+    for name in ("device", "precision", *args.env_flags):
         flag, value = "--" + name.replace("_", "-"), getattr(args, name, None)
         for item in value if isinstance(value, list) else [value]:
             argv += [flag] if item is True else [flag, str(item)] if item else []

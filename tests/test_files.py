@@ -114,6 +114,7 @@ def flags(*words: str) -> argparse.Namespace:
     parser = cli.parser("A stage.")
     envs.add_arguments(parser, list(words))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--precision")
     return cli.parse(parser, list(words))
 
 
@@ -269,7 +270,20 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_pa
 
 
 def test_the_arguments_that_stages_share_are_handed_on():
-    lake = ["--env", "frozenlake", "--seed", "4", "--map", "4x4", "--env-option", "slippery=true", "--run", "r"]
+    lake = [
+        "--env",
+        "frozenlake",
+        "--seed",
+        "4",
+        "--map",
+        "4x4",
+        "--env-option",
+        "slippery=true",
+        "--run",
+        "r",
+        "--precision",
+        "bf16",
+    ]
     shop = ["--webshop-data", "shop", "--human-goals", "--env-option", "seed=3", "--env-option", "page_size=2"]
     for words in (lake, shop):
         first = flags(*words)
