@@ -123,7 +123,10 @@ def labels(groups: Sequence[Group]) -> Figure | None:
     rewards = [group.reward for group in bars]
     figure = Figure(figsize=(7.5, 0.7 + 0.4 * len(bars)), layout="constrained")
     axes = figure.subplots()
-    names, colours = zip(*((str(group.condition), COLOURS[group.condition.method]) for group in bars), strict=True)
+    seeds = [group.episodes["seed"].nunique() for group in bars]
+    fewer = [f" ({n} of {max(seeds)} seeds)" * (n < max(seeds)) for n in seeds]
+    names = [f"{group.condition}{seeds}" for group, seeds in zip(bars, fewer, strict=True)]
+    colours = [COLOURS[group.condition.method] for group in bars]
     means = [reward.mean for reward in rewards]
     drawn = axes.barh(names, means, xerr=spread(rewards), color=colours, ecolor=INK, capsize=2)
     axes.bar_label(drawn, fmt="{:.3f}", padding=4, fontsize=9)
