@@ -75,6 +75,8 @@ def load_products(folder: Path) -> tuple[list[Product], dict[str, dict], dict[st
     """
     path = find(folder, "items_shuffle_1000", "items_shuffle")
     few = ["items_ins_v2_1000"] if "_1000" in path.name else []  # which lack most products of the full catalogue
+    if few and any(folder.glob("items_shuffle.json*")):
+        print(f"note: {folder}: of its two catalogues that of 1,000 products: move its files away for the other")
     synthetic = read_json(find(folder, *few, "items_ins_v2"))
     human = read_json(find(folder, "items_human_ins"))
     records = read_json(path)
