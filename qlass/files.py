@@ -95,7 +95,7 @@ def checkpoint_folder(folder: Path, read: str | Path | None = None) -> Path:
 
 # Arguments that may differ between a run and its resumption: of any stage, of one that samples, of one that trains.
 FREE = ("run", "out", "device", "overwrite", "debug")
-SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight")
+SAMPLING_FREE = ("plain", "cache_gb", "decode_tokens", "in_flight", "server")
 TRAINING_FREE = ("save_every", "micro_tokens", "gradient_checkpointing")
 PACKAGES = ("torch", "transformers", "numpy", "gymnasium")  # whose versions are recorded
 HASHES: dict[tuple, str] = {}  # by path, size and time of the files, so that a large model is read once
@@ -116,8 +116,8 @@ def recorded(arguments: dict[str, Any]) -> dict[str, Any]:
     """A stage's arguments (`vars(args)`) as the metadata hold them."""
     hidden = ("argv", "env_flags")  # no flags of the user's
     record = {k: str(v) if isinstance(v, Path) else v for k, v in arguments.items() if k not in hidden}
-    if "server" in record:  # its model, since its address may change
-        record["server"] = (record["server"] or "").partition("#")[2]
+    if record.get("server"):  # whose address may change, but not its model
+        record["server_model"] = record["server"].partition("#")[2]
     return record
 
 

@@ -215,9 +215,10 @@ def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
     with pytest.raises(UserError, match=r"begun with --sft .*/sft, not .*/other"):
         files.same_arguments(out, arguments | {"sft": tmp_path / "other"})
     files.write_meta(out, arguments | {"server": "http://a:1/v1#x"}, [model])
-    files.same_arguments(out, arguments | {"server": "http://b:2/v1#x"})
-    with pytest.raises(UserError, match="begun with --server x, not y"):
-        files.same_arguments(out, arguments | {"server": "http://a:1/v1#y"})
+    files.same_arguments(out, arguments | {"server": "http://b:2/v1#x"}, files.SAMPLING_FREE)
+    files.same_arguments(out, arguments | {"server": None}, files.SAMPLING_FREE)
+    with pytest.raises(UserError, match="begun with --server-model x, not y"):
+        files.same_arguments(out, arguments | {"server": "http://a:1/v1#y"}, files.SAMPLING_FREE)
     (model / "weights").write_text("22")
     with pytest.raises(UserError, match=r"begun with .*/sft, which has changed"):
         files.same_arguments(out, arguments)
