@@ -60,8 +60,10 @@ def learned_tasks(env: TextEnv, checkpoint: Path, arguments: dict[str, Any]) -> 
         if "labels" in trained and "budget_in" not in trained:
             break  # a QNet: its backbone is the agent's matter
         base = input_of(folder, "model")  # of an agent that was cloned twice
-        if base and read_meta(base)["arguments"]:
-            tasks |= learned_tasks(env, base.absolute(), arguments)
+        if base and base.resolve() != folder.resolve():
+            base = base.absolute()
+            same_tasks = read_meta(base)["arguments"].get("env") == arguments["env"]
+            tasks |= learned_tasks(env, base, arguments) if same_tasks else set()
     if not tasks:
         raise UserError(f"{checkpoint.name} names no file")
     return tasks

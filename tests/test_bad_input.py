@@ -180,6 +180,8 @@ def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tm
     assert leaks_of("eto-grpo", **grpo, **learner, expert=labels, n_expert=1) == 3
     assert leaks_of("circle", sft=str(tmp_path / "circle")) is None
     assert leaks_of("twice", model=str(tmp_path / "another"), expert=expert) == 2  # cloned from a cloned agent
+    assert leaks_of("moved", model="/gone/moved", expert=expert) == 1  # beside it is itself
+    assert leaks_of("here", model=".", expert=expert) == 1
     assert leaks_of("hub", model="meta-llama/Llama-2-7b-chat-hf", expert=expert) == 1
 
 
