@@ -122,7 +122,8 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"{args.out} has --{name} {begun[name]}, not {now}: --overwrite, or another --out")
     with locked(args.out):
         write_jsonl(args.out, labels())
-        write_meta(args.out, vars(args), [args.trees], **figures, seconds=time.time() - started)
+        own = {name: value for name, value in vars(args).items() if name != "precision"}  # the models'
+        write_meta(args.out, own, [args.trees], **figures, seconds=time.time() - started)
     counts = f"{figures['nodes']} nodes of {figures['trees']} trees, {figures['flat_trees']} of them"
     print(f"{args.out}: {counts} with all values equal (q = 0)")
 
