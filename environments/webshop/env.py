@@ -73,7 +73,7 @@ class WebShopEnv(TextEnv):
         page_size = page_size or engine.PAGE_SIZE
         self.shop = engine.load(Path(data), goals, title_nouns, human_goals, seed, page_size)
         self.splits = catalogue.splits(self.shop.goals, split_file, per_product)
-        self.published = split_file is not None
+        self.published = human_goals and split_file is not None
         self.index, self.session = 0, engine.Session()
 
     @property
@@ -99,7 +99,7 @@ class WebShopEnv(TextEnv):
         return [str(i) for i in self.splits[split]]
 
     def published_id(self, record: dict) -> str | None:
-        """ETO's ids are the numbers of its goals, which are ours where its splits are given."""
+        """ETO's ids are the numbers of people's goals, which are ours where its splits are given."""
         name = str(record.get("id"))
         return name if self.published and name.isdecimal() else None
 
