@@ -136,8 +136,9 @@ def replay(tree: Tree, root: Node, actions: Sequence[str] | None) -> list[Node]:
     """tau_0, merged at the root: a demonstration, to its end. None: the environment's expert plays, to its limit."""
     tree.branches += 1
     limit = tree.env.max_steps
-    if actions and isinstance(limit, int):  # which is the agent's: what was demonstrated may be longer
-        tree.env.max_steps = max(limit, len(actions))
+    longer = actions and isinstance(limit, int) and len(actions) > limit  # than the agent's episodes
+    if longer:
+        tree.env.max_steps = len(actions)
     tree.env.reset(options={"task_id": tree.task_id})
     branch = [root]
     played = (react(thought, action) for thought, action in tree.env.expert(tree.task_id))
@@ -148,7 +149,8 @@ def replay(tree: Tree, root: Node, actions: Sequence[str] | None) -> list[Node]:
         branch.append(node)
         if node.done and not node.cut:
             break
-    tree.env.max_steps = limit
+    if longer:
+        tree.env.max_steps = limit
     for node in branch[:-1]:  # beyond the agent's limit the demonstration went on: these are no leaves
         if node.cut:
             node.reward, node.done, node.cut = 0.0, False, False
@@ -241,7 +243,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--expert", type=Path, help="demonstrations for the expert branch (default: those the agent was cloned from)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
-    line_9 = "a branch without reward queues nothing (branch, line 9), or its first two nodes (tail)"
+    line_9 = "a branch without reward queues nothing (branch, line 9), or the expanded node and its first (tail)"
     add("--prune", choices=["branch", "tail"], default="branch", help=line_9)
     add("--device")
     add_sampling(flags)
