@@ -89,7 +89,7 @@ def first_messages(env: envs.TextEnv, states: list[State]) -> dict[str, str]:
         print(f"warning: {len(states) - len(messages)} of {len(states)} demonstrations {begin}", file=sys.stderr)
     for name in own:
         if messages and name not in shared:
-            print(f"warning: {name} messages differ, so a prompt has the environment's own", file=sys.stderr)
+            print(f"warning: their first {name} differs, so a prompt has the environment's own", file=sys.stderr)
     return {name: text for name, text in shared.items() if text != own[name]}
 
 

@@ -82,12 +82,12 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 def grow(env: envs.TextEnv, tasks: list[str], policy: Policy, width: int = 64) -> list[list[dict]]:
     """The trees of these tasks, `width` of them side by side, as lines of trees.jsonl."""
 
-    def tree(task: str) -> Iterator:
+    def lines_of(task: str) -> Iterator:
         tree = Tree(env.fork(), task, policy.chat.rendering, depth=3)
         root = yield from exploration_tree(tree, bound=6, expert={})
         return tree_records(tree.env, task, root)
 
-    return list(drive(map(tree, tasks), {Sample: policy.sample}, width, in_order=True))
+    return list(drive(map(lines_of, tasks), {Sample: policy.sample}, width, in_order=True))
 
 
 def random_agent(env: envs.TextEnv, candidates: str) -> tuple[Any, Chat]:

@@ -177,7 +177,7 @@ def learn(
 
     with locked(folder):
         if args.overwrite:
-            state.unlink(missing_ok=True)  # a stop before the first validation leaves nothing of the old run
+            state.unlink(missing_ok=True)  # else a stop before the first validation would go on with the old run
             log.unlink(missing_ok=True)
         if state.exists():
             same_arguments(folder, vars(args), ["budget", "budget_in"])

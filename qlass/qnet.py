@@ -45,7 +45,7 @@ class QNet(nn.Module):
         """Values V of tokens: (B, L) of all of `inputs` (ids, mask, positions: (B, L)), or those that `at` selects."""
         hidden = self.backbone(**inputs).last_hidden_state  # Eq. (9): h_1 .. h_L, (B, L, D)
         hidden = hidden if at is None else hidden[at]  # the head costs a tiny model more than its backbone
-        with torch.autocast(hidden.device.type, enabled=False):  # few bf16 numbers would rank siblings level
+        with torch.autocast(hidden.device.type, enabled=False):  # in bf16 siblings would tie
             return self.head(hidden.to(self.head[0].weight.dtype)).squeeze(-1)  # Eq. (10)
 
     @property

@@ -125,7 +125,7 @@ def labels(groups: Sequence[Group]) -> Figure | None:
     axes = figure.subplots()
     seeds = [group.episodes["seed"].nunique() for group in bars]
     fewer = [f" ({n} of {max(seeds)} seeds)" * (n < max(seeds)) for n in seeds]
-    names = [f"{group.condition}{seeds}" for group, seeds in zip(bars, fewer, strict=True)]
+    names = [f"{group.condition}{note}" for group, note in zip(bars, fewer, strict=True)]
     colours = [COLOURS[group.condition.method] for group in bars]
     means = [reward.mean for reward in rewards]
     drawn = axes.barh(names, means, xerr=spread(rewards), color=colours, ecolor=INK, capsize=2)

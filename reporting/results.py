@@ -127,7 +127,7 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
     rows = []
     for label, path in sources:
         if files.parts_of(path) or (files.meta_path(path).exists() and not files.is_complete(path)):
-            reason = "a part of its run's results: short episodes come first, so its means are of those"
+            reason = "incomplete; short episodes end first, so its means are biased to them"
             print(f"warning: {path}: {reason}", file=sys.stderr)
         rows += [episode(record, label, path, line) for line, record in enumerate(records.read_results(path), 1)]
     if not rows:

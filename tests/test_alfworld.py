@@ -224,6 +224,7 @@ def test_splits_share_no_game_and_games_depend_on_the_seed_alone(env):
     splits = [env.task_ids(split) for split in ("train", "val", "test")]
     problems = [json.loads(env.games.path(task).read_text())["pddl_problem"] for split in splits for task in split]
     assert all(splits) and len(set(problems)) == len(problems)
+    assert env.block("train/look_at_obj-Mug-None-Lamp-301/trial_1") == "train/look_at_obj-Mug-None-Lamp-301"
     one, same, other = (list(make_alfworld.games(seed, 20)) for seed in (0, 0, 1))
     assert one == same and [content for _, content in one] != [content for _, content in other]
 

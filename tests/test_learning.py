@@ -56,6 +56,13 @@ def test_it_learns_the_best_leaf_of_a_written_world(train, learner, budget, lr):
         assert lines[-1]["entropy"] < lines[1]["entropy"] and lines[-1]["kl"] > lines[1]["kl"]
 
 
+def test_a_critic_wants_labels_of_its_own_target(train, tmp_path):
+    labels = tmp_path / "q_labels.jsonl"
+    labels.with_name("q_labels.meta.json").write_text(json.dumps({"arguments": {"target": "q"}}))
+    with pytest.raises(UserError, match=r"not of `bellman\.py --target avg`"):
+        train(ppo, "run", 60, "--labels", str(labels))
+
+
 def test_an_overwrite_that_is_stopped_at_once_leaves_nothing_of_the_old_run(train, monkeypatch):
     train(tree_grpo, "run", 60)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):

@@ -13,7 +13,7 @@ import pytest
 
 import report
 from qlass import UserError
-from reporting import page, results, tables
+from reporting import figures, page, results, tables
 from reporting.figures import frontier, training_tokens
 
 HERE = Path(__file__).parent
@@ -82,6 +82,19 @@ def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played(tmp_path):
     write(tmp_path / "results.jsonl", records)
     (group,) = groups_of(tmp_path).values()
     assert (group.reward.mean, group.reward.n, group.mean("total")) == (0.75, 2, 15)
+
+
+def test_what_a_scorer_costs_is_not_known_and_a_bar_of_fewer_seeds_says_so(tmp_path):
+    played = [("qlass", 0, "x"), ("qlass", 0, None), ("qlass", 1, None), ("scorer", 0, None)]
+    records = [
+        RESULT | {"method": method, "seed": seed, "label": label, "task_id": task, "M": 2}
+        for method, seed, label in played for task in "ab"
+    ]  # fmt: skip
+    write(tmp_path / "results.jsonl", records)
+    groups = groups_of(tmp_path)
+    assert [math.isnan(group.mean("total")) for group in groups.values()] == [False, False, True]
+    names = [text.get_text() for text in figures.labels(list(groups.values())).axes[0].get_yticklabels()]
+    assert names == ["QLASS M=2", "QLASS [x] M=2 (1 of 2 seeds)"]
 
 
 def differences(groups) -> dict[tuple[str, str], dict[str, str]]:
@@ -170,7 +183,7 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_and_what_cannot_be_t
     complete = meta.read_text()
     meta.write_text(complete.replace("seconds", "stopped"))
     groups_of(*folders)
-    assert re.fullmatch(r"warning: .*seed0/results.jsonl: a part of its run.*\n", capsys.readouterr().err)
+    assert re.fullmatch(r"warning: .*seed0/results.jsonl: incomplete.*\n", capsys.readouterr().err)
     meta.write_text(complete)
     (tmp_path / "moved" / "results.meta.json").unlink()
     groups_of(*folders[:2])

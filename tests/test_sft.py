@@ -301,8 +301,8 @@ def test_first_messages_that_a_prompt_will_not_have_are_told(tmp_path, capsys):
     at_once = {"conversations": [turns[0], turns[3], turns[2], turns[3]]}  # no OK
     other = {"conversations": [turns[0] | {"value": "Buy."}, *turns[1:]]}
     cases = {
-        "system messages differ": ([ETO, ETO | {"system": "Be long."}], {"instruction": "You are shopping."}),
-        "instruction messages differ": ([ETO, other], {}),
+        "their first system differs": ([ETO, ETO | {"system": "Be long."}], {"instruction": "You are shopping."}),
+        "their first instruction differs": ([ETO, other], {}),
         "1 of 2 demonstrations begin without an instruction and the agent's OK": ([ETO, at_once], None),
         "1 of 1 demonstrations begin without": ([at_once | {"reward": 0}], {}),
     }

@@ -292,6 +292,13 @@ def test_the_command_trains_backbone_and_head(train, tmp_path, agent, capsys):
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
 
+def test_the_head_is_in_full_width_where_the_backbone_is_not():
+    net, pair = qnet(), pairs_of(labelled_tree("train0"))[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        values, _ = net.values(pair.state, pair.action)
+    assert not torch.equal(values, values.bfloat16().float())
+
+
 def test_what_is_measured_is_the_best_epochs_net(train, tmp_path, monkeypatch):
     monkeypatch.setattr(Training, "best", 1)
     net = train("--epochs", "3", "--lr", "0.01")
