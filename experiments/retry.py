@@ -64,15 +64,19 @@ def planned(stops: list[str], Ns: list[int], reflect: bool) -> list[Method]:
     return list(dict.fromkeys(plan))
 
 
-def main(argv: list[str] | None = None) -> None:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser("python -m experiments.retry", description=__doc__.split("\n")[0])
     flags.epilog = "further flags: those of q_search.py; -N 4 by default"
     flags.add_argument("--stop", nargs="+", default=["oracle"], help="oracle, or a value of QNet's (default: oracle)")
     own, rest = flags.parse_known_args(argv)
-    server = q_search.arguments(rest).server
-    chat = Endpoint(server).chat if server else None
+    return argparse.Namespace(**vars(q_search.arguments(rest)) | vars(own))
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    chat = Endpoint(args.server).chat if args.server else None
     answers = {Reflect: lambda requests: [chat(request.state.messages) for request in requests]}
-    q_search.main(rest, answers, planned=lambda env, names, Ms, Ns, *_: planned(own.stop, Ns or [4], bool(chat)))
+    q_search.main(args.argv, answers, planned=lambda env, names, Ms, Ns, *_: planned(args.stop, Ns or [4], bool(chat)))
 
 
 if __name__ == "__main__":

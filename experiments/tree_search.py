@@ -215,6 +215,9 @@ def priors(drawn: Sequence[Candidate], actions: Sequence[str]) -> list[float]:
     return [m / sum(mass) if sum(mass) > 0 else 1 / len(mass) for m in mass]
 
 
+NAMES = ("lookahead", "beam", "mcts", "oracle_mcts", "particles")
+
+
 def play(settings: dict, env: envs.TextEnv, task_id: str, method: Method, chat: Any, shared: dict) -> Generator:
     """A task, as `Method.search` has it. Every draw costs its tokens once, whether it was played or not."""
     search = Search(env, task_id, method, chat.rendering)
@@ -237,24 +240,27 @@ def planned(names: Sequence[str], grid: dict[str, list], Ms: Sequence[int], Ns: 
     return plan
 
 
-def main(argv: list[str] | None = None) -> None:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser("python -m experiments.tree_search", description=__doc__.split("\n")[0])
     flags.epilog = "further flags: those of q_search.py; -N is that of particles (4)"
     add = flags.add_argument
-    names = ["lookahead", "beam", "mcts", "oracle_mcts", "particles"]
-    add("--method", nargs="+", required=True, choices=names, metavar="NAME", help=", ".join(names))
+    add("--method", nargs="+", required=True, choices=NAMES, metavar="NAME", help=", ".join(NAMES))
     add("-S", nargs="+", type=at_least(1), default=[4], help="simulations a step, of mcts (4)")
     add("-k", nargs="+", type=at_least(1), default=[2], help="states, of beam (2)")
     add("--tau", nargs="+", type=at_least(1e-6, float), default=[0.1], help="temperature of resampling (0.1)")
     add("-c", nargs="+", type=at_least(0, float), default=[1.0], help="weight of the prior, of mcts (1)")
     add("--gamma", nargs="+", type=at_least(0, float, 1), help="default: that of the QNet's labels, or .9")
     own, rest = flags.parse_known_args(argv)
-    args = q_search.arguments(rest)
+    return argparse.Namespace(**vars(q_search.arguments(rest)) | vars(own))
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
     if args.paraphrase is not None or args.paraphrase_server:
         raise UserError("--paraphrase: only q_search.py counts what wordings cost; leave it out")
     labels = input_of(args.qnet or args.run / "qnet", "labels") or args.run
-    grid = vars(own) | {"gamma": own.gamma or [read_meta(labels)["arguments"].get("gamma", 0.9)]}
-    q_search.main(rest, planned=lambda env, names, Ms, Ns, *_: planned(own.method, grid, Ms, Ns or [4]))
+    grid = vars(args) | {"gamma": args.gamma or [read_meta(labels)["arguments"].get("gamma", 0.9)]}
+    q_search.main(args.argv, planned=lambda env, names, Ms, Ns, *_: planned(args.method, grid, Ms, Ns or [4]))
 
 
 if __name__ == "__main__":
