@@ -101,6 +101,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
     args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
+    del args.precision  # the agent's, on which no label depends
     args.out = args.out or args.run / "q_labels.jsonl"
     first = next(read_jsonl(args.out), None) if args.out.exists() else None
     if first is not None and "q_raw" not in first:
@@ -122,8 +123,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"{args.out} has --{name} {begun[name]}, not {now}: --overwrite, or another --out")
     with locked(args.out):
         write_jsonl(args.out, labels())
-        own = {name: value for name, value in vars(args).items() if name != "precision"}  # the models'
-        write_meta(args.out, own, [args.trees], **figures, seconds=time.time() - started)
+        write_meta(args.out, vars(args), [args.trees], **figures, seconds=time.time() - started)
     counts = f"{figures['nodes']} nodes of {figures['trees']} trees, {figures['flat_trees']} of them"
     print(f"{args.out}: {counts} with all values equal (q = 0)")
 

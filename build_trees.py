@@ -136,7 +136,7 @@ def replay(tree: Tree, root: Node, actions: Sequence[str] | None) -> list[Node]:
     """tau_0, merged at the root: a demonstration, to its end. None: the environment's expert plays, to its limit."""
     tree.branches += 1
     limit = tree.env.max_steps
-    longer = actions and isinstance(limit, int) and len(actions) > limit  # than the agent's episodes
+    longer = isinstance(limit, int) and len(actions or ()) > limit  # than the agent's episodes
     if longer:
         tree.env.max_steps = len(actions)
     tree.env.reset(options={"task_id": tree.task_id})
