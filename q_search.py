@@ -254,7 +254,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--skip", type=at_least(0), default=0, metavar="N", help="leave out the first N tasks, say those played before")
     add("--sft", type=Path, help="the agent's checkpoint (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
-    add("--readout", choices=["last", "mean"], help="how an action's values become one (default: QNet's)")
     add("--out", type=Path, help="default: RUN/results.jsonl; lines that it has are not played again")
     add("--label", help="a variant's name, kept in each line")
     add("--temperature", type=at_least(0, float), metavar="T", help="default: the checkpoint's own (0.7; tiny: 1)")

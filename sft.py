@@ -1,15 +1,14 @@
-"""Stage 1: behaviour cloning (Eq. 5).
+"""Stage 1: behaviour cloning (Sec. 4.1, Eq. 5).
 
-    reads   expert trajectories: --expert FILE (ours or ETO's layout), or played now by the environment's expert
+    reads   expert trajectories: --expert FILE, or those that the environment's expert plays now
     writes  RUN/expert.jsonl (where it played them), RUN/sft/ (a HuggingFace checkpoint with its tokenizer)
 
-    python sft.py --env webshop                                            # the tiny model, from scratch, on a CPU
+    python sft.py --env webshop                                  # the tiny model, from scratch, on a CPU
     python sft.py --env webshop --model meta-llama/Llama-2-7b-chat-hf --expert webshop_sft.json
 
 The loss is the cross-entropy of the tokens that the agent writes; instruction, observations and padding are context.
-`--model tiny` is a Llama of about a million parameters at most, with a tokenizer of its own. Both are trained here, and
-it reads with the aids of `tiny.AIDS`. Any other model keeps its tokenizer, its chat template and the paper's rendering.
---observation-loss teaches the tiny model what a pretrained one knows: what follows an action (docs/differences.md).
+`--model tiny` is a Llama of about a million parameters with a tokenizer of its own, and reads with the aids of
+qlass/tiny.py. Any other model keeps its tokenizer, its chat template and the paper's rendering.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 import envs
-from qlass import UserError, cli, files, loop, models
+from qlass import UserError, cli, files, models, training
 from qlass.chat import Chat, Rendering, State
 from qlass.cli import at_least, settle
 from qlass.driver import follow
 from qlass.flags import LORA_LR, add_training, check_training
-from qlass.loop import Training, micro_batches
 from qlass.records import agreed, read_trajectories
 from qlass.tiny import AIDS, answers, observation_loss, tiny_model
+from qlass.training import Progress, average_gradients, cosine, micro_batches, prepare, share
 
 PAPER = {"epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free", "micro_tokens": 8192}  # Table 5
 TINY = {"epochs": 12, "lr": 3e-3, "batch": 16, "candidates": "valid", "micro_tokens": 2048}
@@ -156,25 +155,36 @@ def sft_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")  # Eq. (5)
 
 
-def train(
-    fit: Training, examples: list[Example], validation: list[Example], micro_tokens: int, answer_weight: float = 0.0
-) -> None:
-    """Maximise the likelihood of what the expert wrote, given its history; answer_weight: --observation-loss."""
-    model = fit.model
-    for _ in fit.epochs():
+def train(agent: Any, examples: list[Example], validation: list[Example], args: argparse.Namespace) -> dict:
+    """Maximise the likelihood of what the expert wrote, given its history. Returns figures for the metadata."""
+    prepared = prepare(agent, args)
+    accelerator, model, optimizer = prepared
+    progress = Progress(args, [1] * len(examples), prepared)
+    while not progress.finished:
         model.train()
-        for batch in fit.batches(examples):
-            groups = [collate(group, model.device) for group in micro_batches(batch, len, micro_tokens)]
+        for update in progress.updates():
+            batch = [examples[i] for i in update]
+            groups = [collate(group, model.device) for group in micro_batches(batch, len, args.micro_tokens)]
             n_wrote = sum(int(wrote[:, 1:].sum()) for _, wrote, _ in groups)
             n_answers = sum(int(answers(wrote, real).sum()) for _, wrote, real in groups)
-            for ids, wrote, real in fit.share(groups):  # gradient accumulation
-                logits, labels, at = predictions(model, ids, wrote, ends=bool(answer_weight))
-                loss = sft_loss(logits, labels) / n_wrote
-                if answer_weight and n_answers:
-                    loss += answer_weight * observation_loss(logits, at, ids, wrote, real) / n_answers
-                fit.backward(loss)
-            fit.step(tokens=sum(ids.numel() for ids, _, _ in groups))
-        fit.end_epoch(validate(model, validation, micro_tokens))
+            loss = 0.0
+            for (ids, wrote, real), weight in share(accelerator, groups):  # gradient accumulation
+                logits, labels, at = predictions(model, ids, wrote, ends=args.observation_loss > 0)
+                part = sft_loss(logits, labels) / n_wrote
+                if args.observation_loss and n_answers:
+                    part += args.observation_loss * observation_loss(logits, at, ids, wrote, real) / n_answers
+                accelerator.backward(weight * part)
+                loss += part.item() if weight else 0.0
+            average_gradients(accelerator, model)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            loss = progress.total(loss, norm)
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = args.lr * cosine(progress.step, progress.steps)
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.end_update(loss, tokens=sum(ids.numel() for ids, _, _ in groups))
+        progress.end_epoch(validate(model, validation, args.micro_tokens))
+    return progress.end(agent)
 
 
 @torch.no_grad()
@@ -231,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
     tiny = args.model == "tiny"
     args.n_expert = args.n_expert or (env.demonstrations if tiny else None)
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
-    with loop.processes(args.out, args.device) as process:
+    with training.processes(args.out, args.device) as process:
         named = args.expert is not None  # else its first messages are the environment's own
         if not named:
             args.expert = args.run / "expert.jsonl"
@@ -265,13 +275,12 @@ def main(argv: list[str] | None = None) -> None:
             process.print(f"{cut} of {len(examples)} demonstrations are cut after {limit} tokens (--max-tokens)")
         settle(args, settings_of(len(examples), args.batch) if tiny else PAPER | ({"lr": LORA_LR} if args.lora else {}))
         chat.rendering.candidates = args.candidates
-        if not loop.begin(vars(args), [args.expert]):
+        if not training.begin(args, [args.expert]):
             return
-        fit = Training(model, vars(args), [1] * len(examples))
-        train(fit, examples, validation, args.micro_tokens, args.observation_loss)
+        figures = train(model, examples, validation, args) | {"trajectories": len(states)}
         if process.is_main_process:
-            models.save_checkpoint(model, chat, args.out, adapter, fit.dtype)
-            figures = fit.figures() | {"trajectories": len(states)}
+            dtype = models.device_and_dtype(args.device, args.precision)[1]
+            models.save_checkpoint(model, chat, args.out, adapter, dtype)
             files.write_meta(args.out, vars(args), [args.expert], **figures)
             print(f"{args.out}: {len(states)} trajectories, loss {figures['loss']:.3f}")
 

@@ -41,7 +41,7 @@ from qlass.driver import Sample, Score, drive
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import batches
 from qlass.policy import Policy
-from qlass.qnet import Pair, QNet, pair_loss, pairs_of
+from train_qnet import Pair, QNet, pair_loss, pairs_of
 from qlass.tiny import AIDS, tiny_model
 from sft import demonstrate
 from train_qnet import TINY
@@ -143,7 +143,7 @@ def qnet(n: int = 2) -> Iterator[Figure]:
     model, chat = random_agent(env, "valid")
     grown = grow(env, env.task_ids("train")[100 : 100 + n], Policy(model, chat))
     pairs = [pairs_of(label(tree, "q", 0.9)) for tree in grown]
-    ways = [QNet(model.model, chat, fast=fast) for fast in (False, True)]
+    ways = [QNet(model.model, chat, plain=plain) for plain in (True, False)]
     seconds, tokens = [0.0, 0.0], [0, 0]
     for tree in pairs:
         for way, (net, epoch) in enumerate(zip(ways, (plain_epoch, packed_epoch), strict=True)):

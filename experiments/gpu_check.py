@@ -27,7 +27,7 @@ from qlass.cli import run_stage
 from qlass.driver import Sample
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.policy import Policy
-from qlass.qnet import QNet, pairs_of
+from train_qnet import QNet, pairs_of
 from qlass.records import read_trees
 from qlass.tiny import tiny_model
 from sft import demonstrate

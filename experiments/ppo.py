@@ -36,7 +36,7 @@ from qlass.chat import Chat, State
 from qlass.cli import at_least, handed_on, parse, run_stage, settle
 from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.files import is_complete, read_meta
-from qlass.qnet import QNet, states_of
+from train_qnet import QNet, states_of
 from qlass.records import read_trees
 from train_qnet import SMALL
 
@@ -176,7 +176,7 @@ def load_critic(learner: Learner, args: argparse.Namespace) -> QNet:
     """A QNet on the cloned agent's backbone, which learns beside the agent."""
     backbone, chat, _ = trainable(args, AutoModel)
     settle(args, {"critic_lr": CRITIC_LR_TINY if learner.model.num_parameters() < SMALL else CRITIC_LR})
-    critic = QNet(backbone, chat, fast=False).train()
+    critic = QNet(backbone, chat, plain=True).train()
     weights = [p for p in critic.parameters() if p.requires_grad]
     learner.optimizer.add_param_group({"params": weights, "peak": args.critic_lr})
     return critic

@@ -1,4 +1,4 @@
-"""Two checks: were the tasks that are played also learned from, and does a value order sibling actions as q does?
+"""Were the tasks that are played also learned from?
 
 A published split may overlap (WebShop's do, in 21 tasks), so a leak is a warning and a figure, no refusal. What cannot
 be told is None, not 0.
@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qlass import UserError
-from qlass.chat import State
 from qlass.files import input_of, lineage, read_meta
 from qlass.records import records_of, task_id_of
 
 if TYPE_CHECKING:
     from envs import TextEnv
-    from qlass.qnet import Pair
 
 
 def leaks(env: TextEnv, results: list[dict], sft: Path, qnet: Path, arguments: dict) -> dict[str, int | None]:
@@ -76,39 +74,3 @@ def tasks_of(env: TextEnv, path: Path, most: int | None) -> set[str]:
     if None in ids:
         raise UserError(f"{path.name}: no task ids")
     return {str(task) for task in ids}
-
-
-def sibling_accuracy(trees: list[list[Pair]], scores: dict[tuple[State, str], float], gap: float = 0.05) -> dict:
-    """Of the sibling pairs whose q differ by more than `gap`, the share whose scores stand in the same order.
-
-    Chance is .5. `own_...`: of pairs without a node of the expert's, since search compares draws of the agent.
-    `spearman` is the rank correlation of all pairs, which a net that only knows V(s) can reach too.
-    """
-    from scipy.stats import spearmanr
-
-    pairs = [pair for tree in trees for pair in tree]
-    columns = [pair.q for pair in pairs], [scores[pair.state, pair.action] for pair in pairs]
-    varied = all(len(set(column)) > 1 for column in columns)  # a constant has no ranks
-    figures: dict[str, Any] = {"spearman": float(spearmanr(*columns).statistic) if varied else None}
-    for name, own in (("sibling", False), ("own_sibling", True)):
-        right = []
-        for tree in trees:
-            siblings: dict[State, list[Pair]] = {}
-            for p in tree:
-                if p.own or not own:
-                    siblings.setdefault(p.state, []).append(p)
-            for a, b in itertools.chain(*(itertools.combinations(family, 2) for family in siblings.values())):
-                if abs(a.q - b.q) > gap:
-                    difference = scores[a.state, a.action] - scores[b.state, b.action]
-                    right.append(0.5 if difference == 0 else float((difference > 0) == (a.q > b.q)))
-        figures |= {f"{name}_accuracy": sum(right) / len(right) if right else None, f"{name}_pairs": len(right)}
-    return figures
-
-
-def print_ranking(trees: str, figures: dict) -> None:
-    """`sibling_accuracy` in words, with the policy's beside it."""
-    for kind, of in (("sibling", ""), ("own_sibling", " without the expert's nodes")):
-        if figures[f"{kind}_pairs"]:
-            right = f"ranked right{of} {figures[f'{kind}_accuracy']:.3f} of {figures[f'{kind}_pairs']}"
-            policy = f"policy's log-probability {figures[f'policy_{kind}_accuracy']:.3f}"
-            print(f"  {trees} trees: sibling pairs {right} (chance .5, {policy})")

@@ -7,7 +7,7 @@ import torch
 from fakes import FakeEnv, tiny_backbone, tiny_lm, word_chat
 from hypothesis import settings
 
-from qlass.qnet import QNet
+from train_qnet import QNet
 
 torch.set_num_threads(1)
 settings.register_profile("same everywhere", derandomize=True, deadline=None)  # a shared machine has slow moments

@@ -5,6 +5,7 @@ No fake knows the answer that a test expects of it: worlds are data of the test,
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -271,11 +272,12 @@ def dump(records: list[dict]) -> str:
 RUNS = itertools.count()
 
 
-def training_settings(**more: Any) -> dict:
-    """A stage's arguments as `Training` reads them; each has an output of its own in the folder at hand."""
+def training_settings(**more: Any) -> argparse.Namespace:
+    """A stage's arguments as its loop reads them; each has an output of its own in the folder at hand."""
     settings = {"out": Path(f"out{next(RUNS)}"), "epochs": 6, "batch": 4, "lr": 3e-3, "optim": "adamw", "seed": 0,
-                "patience": 2, "save_every": 50, "device": None, "precision": None, "overwrite": False}  # fmt: skip
-    return settings | more
+                "patience": 2, "save_every": 50, "device": None, "precision": None, "overwrite": False,
+                "micro_tokens": 10_000, "observation_loss": 0.0, "loss_on": "all"}  # fmt: skip
+    return argparse.Namespace(**settings | more)
 
 
 # ------------------------------------------------------------------------------------------------------------- servers

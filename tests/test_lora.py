@@ -17,7 +17,7 @@ import sft
 import train_qnet
 from qlass import UserError, models
 from qlass.policy import Policy
-from qlass.qnet import QNet
+from train_qnet import QNet
 
 CHAT = word_chat()
 IDS = torch.tensor([[5, 6, 7, 8, 9]])

@@ -13,7 +13,7 @@ from qlass.fast import parity
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import additive_masks, windows_of
 from qlass.policy import Policy
-from qlass.qnet import Pair, QNet, pair_loss
+from train_qnet import Pair, QNet, pair_loss
 
 CHAT = word_chat(temperature=0.8)
 ACTIONS = ("Action: left", "Action: right", "Action: left right", "Thought: hm Action: walk")

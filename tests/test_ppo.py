@@ -16,7 +16,7 @@ from experiments.tree_grpo import Trajectory, batches, forest
 from qlass.chat import State
 from qlass.driver import Sample, drive
 from qlass.policy import Policy
-from qlass.qnet import QNet
+from train_qnet import QNet
 
 VALID = ("Action: left", "Action: right")
 
@@ -60,7 +60,7 @@ def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidat
     model = tiny_lm(chat, initializer_range=0.15)
     growing = (forest(FakeEnv(), f"train{i}", 3, 0, 0, chat.rendering, (i,)) for i in range(2))
     groups = list(drive(growing, {Sample: Policy(model, chat).sample}))
-    critic = QNet(tiny_backbone(chat, 1), chat, hidden=16, fast=False).train()
+    critic = QNet(tiny_backbone(chat, 1), chat, hidden=16, plain=True).train()
     learner = Learner(model, model, chat, 1e-3)
     learner.room = 20
     values = values_of(critic, chat, groups, learner.room)
@@ -103,7 +103,7 @@ def labels(tmp_path):
 
 def test_the_critic_begins_with_the_mean_reward_below_a_state(labels):
     chat = word_chat()
-    critic = QNet(tiny_backbone(chat), chat, hidden=32, fast=False).train()
+    critic = QNet(tiny_backbone(chat), chat, hidden=32, plain=True).train()
     learner = Learner(tiny_lm(chat), None, chat, 1e-3)
     learner.optimizer.add_param_group({"params": [*critic.parameters()], "peak": 3e-3})
     before = {name: p.clone() for name, p in learner.model.named_parameters()}

@@ -11,7 +11,7 @@ from qlass.fast.cache import PromptCache
 from qlass.fast.token_tree import TokenTree
 from qlass.fast.tries import Trie
 from qlass.policy import Policy
-from qlass.qnet import QNet
+from train_qnet import QNet
 
 CHAT = word_chat()
 MODEL = tiny_lm(CHAT)

@@ -18,10 +18,10 @@ import sft
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.flags import begin_as_cloned
-from qlass.loop import Training, cosine
 from qlass.policy import Policy
 from qlass.records import read_jsonl, read_trajectories
 from qlass.tiny import AIDS, MARK, observation_loss
+from qlass.training import cosine
 
 CHAT = word_chat()
 STATE = State(
@@ -146,11 +146,9 @@ def elsewhere(tmp_path, monkeypatch):
 
 def trained(model, chat: Chat, states: list[State], observation_loss: float = 0.0, **more) -> dict:
     """Train a model on trajectories: the figures."""
-    settings = training_settings(lr=1e-2, **{"micro_tokens": 1000, "epochs": 2, **more})
+    args = training_settings(lr=1e-2, observation_loss=observation_loss, **{"micro_tokens": 1000, "epochs": 2, **more})
     examples = list(sft.examples_of(chat, states, 100, observation_loss > 0))
-    fit = Training(model, settings, [1] * len(examples))
-    sft.train(fit, examples, [], settings["micro_tokens"], observation_loss)
-    return fit.figures()
+    return sft.train(model, examples, [], args)
 
 
 def others(n: int) -> list[State]:

@@ -1,7 +1,7 @@
 """Stage 4: the packed loss against pairs one by one, the value network, and how well it ranks siblings."""
 
-import argparse
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -17,14 +17,12 @@ import build_trees
 import train_qnet
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State
-from qlass.checks import sibling_accuracy
 from qlass.driver import Score
 from qlass.fast.cache import PromptCache
 from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.flags import load_qnet
-from qlass.loop import Training
 from qlass.policy import Policy
-from qlass.qnet import Pair, QNet, pair_loss, pairs_of
+from qlass.training import Progress
+from train_qnet import Pair, QNet, loss_tokens, pair_loss, pairs_of, sibling_accuracy
 
 LOSSES = ["all", "action", "last"]
 
@@ -38,6 +36,10 @@ def labelled_tree(task: str = "train0", **options) -> list[dict]:
 
 
 TREE = pairs_of(labelled_tree())
+
+
+def carriers(loss_on: str):
+    return functools.partial(loss_tokens, loss_on=loss_on)
 
 
 def qnet(chat: Chat | None = None, **options) -> QNet:
@@ -79,7 +81,7 @@ def test_the_loss_of_a_pair_by_hand():
 def test_packed_loss_and_gradients_are_those_of_the_pairs_one_by_one(loss_on, max_tokens):
     net = qnet().double()
     plain = sum(pair_loss(net, p, loss_on).double() for p in TREE)
-    packs = list(pack_pairs(net.chat, TREE, loss_on, max_tokens))
+    packs = list(pack_pairs(net.chat, TREE, carriers(loss_on), max_tokens))
     assert len(packs) == 1 if max_tokens == 10_000 else len(packs) > 1
     assert [pair for pack in packs for pair in pack.pairs] == TREE
     one = packed_loss(net, packs)
@@ -103,7 +105,7 @@ words = st.lists(st.sampled_from(["left", "right", "walk"]), min_size=1, max_siz
 def test_any_pairs_pack_into_the_same_loss(some, loss_on, max_tokens):
     net = qnet()
     pairs = [Pair(State((("user", seen),)), action, q) for seen, action, q in some]
-    packs = list(pack_pairs(net.chat, pairs, loss_on, max_tokens))
+    packs = list(pack_pairs(net.chat, pairs, carriers(loss_on), max_tokens))
     plain = sum(pair_loss(net, p, loss_on).item() for p in pairs)
     assert packed_loss(net, packs).item() == pytest.approx(plain, rel=1e-4, abs=1e-5)
     assert all(p.tokens <= max_tokens or len(p.pairs) == 1 for p in packs)
@@ -121,17 +123,16 @@ def values_plainly(net: QNet, state: State, action: str) -> np.ndarray:
 @pytest.mark.parametrize("budget", [100_000, 100])
 @pytest.mark.parametrize("room", [1 << 30, 0])
 def test_scores_do_not_depend_on_batch_padding_or_what_was_read_before(budget, room):
-    for readout, of in (("last", lambda v: v[-1]), ("mean", np.mean)):
-        net = qnet(readout=readout).eval()
-        net.fast.budget, net.fast.cache = budget, PromptCache(room)
-        families: dict[State, list[str]] = {}
-        for p in TREE:
-            families.setdefault(p.state, []).append(p.action)
-        asked = [Score(s, (*actions, "Action: walk")) for s, actions in families.items()]
-        for batch in (asked[:1], asked[3:], asked, asked[::-1]):
-            for request, scores in zip(batch, net.score(batch), strict=True):
-                expected = [of(values_plainly(net, request.state, a)) for a in request.actions]
-                assert scores == pytest.approx(expected, abs=1e-5)
+    net = qnet().eval()
+    net.fast.budget, net.fast.cache = budget, PromptCache(room)
+    families: dict[State, list[str]] = {}
+    for p in TREE:
+        families.setdefault(p.state, []).append(p.action)
+    asked = [Score(s, (*actions, "Action: walk")) for s, actions in families.items()]
+    for batch in (asked[:1], asked[3:], asked, asked[::-1]):
+        for request, scores in zip(batch, net.score(batch), strict=True):
+            expected = [values_plainly(net, request.state, a)[-1] for a in request.actions]
+            assert scores == pytest.approx(expected, abs=1e-5)
 
 
 def test_scores_follow_the_weights():
@@ -153,16 +154,15 @@ def test_values_that_are_no_numbers_rank_nothing():
 
 
 def test_a_qnet_comes_back_from_its_folder(tmp_path):
-    for readout in ("last", "mean"):
-        net = qnet(word_chat(compact=True), readout=readout).eval()
-        folder = tmp_path / readout
-        folder.mkdir()
-        net.save_pretrained(folder)
-        again = QNet.from_pretrained(folder)
-        assert not again.training and again.readout == readout and again.chat.rendering == net.chat.rendering
-        requests = [Score(p.state, (p.action,)) for p in TREE]
-        assert again.score(requests) == net.score(requests)
-    assert QNet.from_pretrained(folder, readout="last").readout == "last"
+    net = qnet(word_chat(compact=True)).eval()
+    net.save_pretrained(tmp_path)
+    again = QNet.from_pretrained(tmp_path)
+    assert not again.training and again.chat.rendering == net.chat.rendering
+    requests = [Score(p.state, (p.action,)) for p in TREE]
+    assert again.score(requests) == net.score(requests)
+    (tmp_path / "qnet.json").write_text('{"hidden": 16, "readout": "mean"}')  # of an older run
+    with pytest.raises(UserError, match="the mean of an action's values"):
+        QNet.from_pretrained(tmp_path)
 
 
 def test_weights_that_a_config_asks_for_are_not_made_up(tmp_path, agent):
@@ -192,11 +192,10 @@ def trained(
     net: QNet, trees: list, held_out: list = (), loss_on: str = "all", max_tokens: int = 2048, plain=False, **more
 ):
     """Train a QNet on trees: the figures."""
-    settings = training_settings(**{"epochs": 100, "micro_tokens": 10_000, **more})
-    packs = train_qnet.packed(net, trees, loss_on, max_tokens, not plain)
-    fit = Training(net, settings, [len(pack.pairs) for pack in packs])
-    train_qnet.train(fit, packs, held_out, loss_on, settings["micro_tokens"], not plain)
-    return fit.figures()
+    net.plain = plain
+    args = training_settings(**{"epochs": 100, "loss_on": loss_on, **more})
+    packs = train_qnet.packed(net, trees, loss_on, max_tokens)
+    return train_qnet.train(net, packs, held_out, args)
 
 
 STATE = State((("user", "you stand at start"),))
@@ -300,14 +299,12 @@ def test_the_head_is_in_full_width_where_the_backbone_is_not():
 
 
 def test_what_is_measured_is_the_best_epochs_net(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(Training, "best", 1)
+    monkeypatch.setattr(Progress, "best", 1)
     net = train("--epochs", "3", "--lr", "0.01")
     meta = json.loads((tmp_path / "qnet.meta.json").read_text())
     pairs = pairs_of(labelled_tree("train0"))
     mse = np.mean([(net.q(pair.state, pair.action) - pair.q) ** 2 for pair in pairs])
     assert meta["held_out"]["mse"] == pytest.approx(mse, rel=1e-4) and len(meta["curve"]) == 3
-    with pytest.raises(UserError, match="has learned the last token alone"):
-        load_qnet(tmp_path / "qnet", argparse.Namespace(readout="mean"))
 
 
 def test_plain_trains_a_model_that_reads_no_token_tree(train, tmp_path, agent, monkeypatch):

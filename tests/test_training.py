@@ -1,5 +1,6 @@
 """The training loops' common part: order of the data, early stopping, states and what resumes from them, processes."""
 
+import argparse
 import importlib
 import json
 import multiprocessing
@@ -19,8 +20,8 @@ from test_train_qnet import labelled_tree
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from qlass import UserError, loop
-from qlass.loop import Training, begin, cosine, partial_folder, updates_of
+from qlass import UserError, training
+from qlass.training import Progress, begin, cosine, prepare, states_of, updates_of
 from qlass.records import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +43,7 @@ def test_an_epoch_holds_each_example_once_in_updates_of_at_least_a_batch(sizes, 
 SCORES = [1.0, 3.0, 2.0, 2.9, 9.0, 9.0]
 
 
-def arguments(folder: Path, **more) -> dict:
+def arguments(folder: Path, **more) -> argparse.Namespace:
     return training_settings(out=folder / "model", batch=3, lr=0.1, **{"save_every": 2, **more})
 
 
@@ -55,23 +56,28 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))  # dropout: the random state counts too
 
 
-def fit(settings: dict, scores: list[float | None], stop: int | None = None, spoil: int | None = None):
+def fit(args: argparse.Namespace, scores: list[float | None], stop: int | None = None, spoil: int | None = None):
     """Ten examples in updates of three; `scores` are the validation's. Raises Stopped before update `stop`."""
     model = small()
     data = torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
-    run = Training(model, settings, [1] * 10)
+    accelerator, _, optimizer = prepared = prepare(model, args)
+    progress = Progress(args, [1] * 10, prepared)
     weights = []  # after each epoch
-    for epoch in run.epochs():
-        for update in run.batches(range(10)):
-            step = len(run.losses)
-            if step == stop:
+    while not progress.finished:
+        for update in progress.updates():
+            if progress.step == stop:
                 raise Stopped
-            loss = (model(data[update]) - 1).square().mean() * (float("nan") if step == spoil else 1)
-            run.backward(loss)
-            run.step(tokens=len(update))
+            loss = (model(data[update]) - 1).square().mean() * (float("nan") if progress.step == spoil else 1)
+            accelerator.backward(loss)
+            total = progress.total(loss.item(), accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.param_groups[0]["lr"] = args.lr * cosine(progress.step, progress.steps)
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.end_update(total, tokens=len(update))
         weights.append([p.detach().clone() for p in model.parameters()])
-        run.end_epoch(None if scores[epoch] is None else -scores[epoch], score=scores[epoch])
-    figures = run.figures()
+        score = scores[len(progress.curve)]
+        progress.end_epoch(None if score is None else -score, score=score)
+    figures = progress.end(model)
     assert figures.pop("seconds") > 0
     return list(model.parameters()), figures, weights
 
@@ -95,13 +101,13 @@ def test_it_stops_when_validation_has_not_improved_and_keeps_the_best_epoch(tmp_
 @pytest.mark.parametrize("stops", [(0,), (4, 5, 7), (2, 2, 9), (15,)])
 def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp_path, stops):
     expected, figures, _ = fit(arguments(tmp_path / "one"), SCORES)
-    settings = arguments(tmp_path / "parts", save_every=3)
+    args = arguments(tmp_path / "parts", save_every=3)
     for stop in stops:
         with pytest.raises(Stopped):
-            fit(settings, SCORES, stop)
-    final, again, _ = fit(settings, SCORES)
+            fit(args, SCORES, stop)
+    final, again, _ = fit(args, SCORES)
     assert same(final, expected) and again == figures
-    final, again, weights = fit(settings, SCORES)  # stopped between the last epoch and the end of the stage
+    final, again, weights = fit(args, SCORES)  # stopped between the last epoch and the end of the stage
     assert same(final, expected) and again == figures and not weights
     logs = [list(read_jsonl(tmp_path / name / "model.log.jsonl")) for name in ("one", "parts")]
     assert all(line.pop("seconds") > 0 for log in logs for line in log) and logs[0] == logs[1]
@@ -110,36 +116,40 @@ def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp
     assert [line["score"] for line in logs[0] if "epoch" in line] == SCORES[:4]
 
 
-def stopped(settings: dict) -> Path:
+def stopped(args: argparse.Namespace) -> Path:
     """A run that was stopped at its sixth update: its last state."""
     with pytest.raises(Stopped):
-        fit(settings, [1.0] * 6, 5)
-    (state,) = partial_folder(settings["out"]).glob("state-00000004.pt")
+        fit(args, [1.0] * 6, 5)
+    (state,) = states_of(args.out).glob("state-00000004.pt")
     return state
 
 
 def test_another_run_does_not_continue_this_one(tmp_path):
-    settings, data = arguments(tmp_path), tmp_path / "data"
+    args, data = arguments(tmp_path), tmp_path / "data"
     data.write_text("examples")
-    assert begin(settings, [data])
-    stopped(settings)
-    assert begin(settings | {"save_every": 9, "micro_tokens": 5}, [data])  # what changes no weight may differ
+
+    def again(**more) -> bool:
+        return begin(argparse.Namespace(**vars(args) | more), [data])
+
+    assert again()
+    stopped(args)
+    assert again(save_every=9, micro_tokens=5)  # what changes no weight may differ
     with pytest.raises(UserError, match=r"begun with --lr 0.1, not 0.2"):
-        begin(settings | {"lr": 0.2}, [data])
+        again(lr=0.2)
     data.write_text("others")
     with pytest.raises(UserError, match="data, which has changed since"):
-        begin(settings, [data])
-    assert begin(settings | {"overwrite": True}, [data]) and not any(partial_folder(settings["out"]).iterdir())
+        again()
+    assert again(overwrite=True) and not any(states_of(args.out).iterdir())
 
 
 # ---------------------------------------------------------------------------------------------------------- it diverges
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
-    settings = arguments(tmp_path)
+    args = arguments(tmp_path)
     with pytest.raises(UserError, match=r"update 6: loss nan.*lower --lr than 0\.1"):
-        fit(settings, [1.0] * 6, spoil=5)
-    weights = torch.load(partial_folder(settings["out"]) / "state-00000004.pt", weights_only=True)["weights"]
+        fit(args, [1.0] * 6, spoil=5)
+    weights = torch.load(states_of(args.out) / "state-00000004.pt", weights_only=True)["weights"]
     assert weights and all(p.isfinite().all() for p in weights.values())
 
 
@@ -161,7 +171,7 @@ def small_run(tmp_path, agent, fake_world):
 
     def written(name: str) -> tuple[dict, dict]:
         files = sorted((tmp_path / name).glob("*.safetensors"))
-        assert not partial_folder(tmp_path / name).exists()
+        assert not states_of(tmp_path / name).exists()
         weights = {name: w for file in files for name, w in load_file(file).items()}
         return json.loads((tmp_path / f"{name}.meta.json").read_text()), weights
 
@@ -214,23 +224,24 @@ def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_pat
     """Also where they are stopped and started again."""
     module, (argv, written) = importlib.import_module(stage), small_run
     module.main([*argv(stage, "by-1"), *flags])
-    backward, step = Training.backward, Training.step
+    part, end_update = module.share, Progress.end_update
 
-    def counted(run: Training, loss: torch.Tensor) -> None:
-        units = [module for module in run.model.modules() if isinstance(module, FSDPModule)]
+    def counted(accelerator, groups):
+        for group, weight in part(accelerator, groups):
+            with open(tmp_path / f"process-{accelerator.process_index}", "a") as file:
+                file.write("x" * (weight > 0))
+            yield group, weight
+
+    def stopping(progress: Progress, *update, **counts) -> None:
+        units = [module for module in progress.model.modules() if isinstance(module, FSDPModule)]
         assert len(units) > 1 if fsdp else not units  # its layers, and the rest
-        with open(tmp_path / f"process-{run.accelerator.process_index}", "a") as file:
-            file.write("x" * (run.weight > 0))
-        backward(run, loss)
-
-    def stopping(run: Training, tokens: int) -> None:
-        step(run, tokens)
-        if len(run.losses) == 3:
+        end_update(progress, *update, **counts)
+        if progress.step == 3:
             raise SystemExit(7)
 
-    monkeypatch.setattr(Training, "backward", counted)
+    monkeypatch.setattr(module, "share", counted)
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "step", stopping)
+        patch.setattr(Progress, "end_update", stopping)
         launch(module, [*argv(stage, "by-2"), *flags], 2, code=7, fsdp=fsdp)
     launch(module, [*argv(stage, "by-2"), *flags], 2, fsdp=fsdp)
     shares = [len((tmp_path / f"process-{rank}").read_text()) for rank in range(2)]
@@ -245,5 +256,17 @@ def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_pat
 def test_processes_that_do_not_see_one_another_are_refused(tmp_path, monkeypatch):
     accelerate.PartialState(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="start them by torchrun"), loop.processes(tmp_path / "out", None):
+    with pytest.raises(UserError, match="start them by torchrun"), training.processes(tmp_path / "out", None):
         pass
+
+
+def test_a_validation_that_is_no_number_is_not_written(tmp_path):
+    with pytest.raises(UserError, match="validation loss nan"):
+        fit(arguments(tmp_path), [float("nan")] * 6)
+
+
+def test_variables_of_the_shell_do_not_divide_the_gradients(tmp_path, monkeypatch):
+    expected, *_ = fit(arguments(tmp_path / "one"), SCORES)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
+    final, *_ = fit(arguments(tmp_path / "two"), SCORES)
+    assert same(final, expected)

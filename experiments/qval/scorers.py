@@ -27,7 +27,7 @@ from qlass.chat import State, parse_action, react, uniforms
 from qlass.driver import Score, ask
 from qlass.flags import load_agent, load_qnet
 from qlass.policy import Policy
-from qlass.qnet import QNet, pairs_of
+from train_qnet import QNet, pairs_of
 from qlass.records import read_trees
 from qlass.tiny import task_words
 

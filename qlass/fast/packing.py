@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 
 from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, tree_inputs
-from qlass.qnet import Pair, loss_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +20,7 @@ class PackedPairs:
     20 bytes a token, beside the pairs themselves.
     """
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[Any, ...]  # train_qnet.Pair
     tree: TokenTree
     weight: np.ndarray
     weighted_q: np.ndarray
@@ -31,8 +30,13 @@ class PackedPairs:
         return len(self.tree)
 
 
-def pack_pairs(chat: Chat, pairs: Sequence[Pair], loss_on: str, max_tokens: int) -> Iterator[PackedPairs]:
-    """A tree's pairs, depth first, in token trees of at most `max_tokens` each (or of one pair that is longer)."""
+def pack_pairs(
+    chat: Chat, pairs: Sequence[Any], loss_tokens: Callable[[int, int], slice], max_tokens: int
+) -> Iterator[PackedPairs]:
+    """A tree's pairs, depth first, in token trees of at most `max_tokens` each (or of one pair that is longer).
+
+    loss_tokens(n_prompt, n): which of the n tokens of (s, a) carry the loss.
+    """
     tree, members, weights = TokenTree(), [], []
 
     def pack() -> PackedPairs:
@@ -49,7 +53,7 @@ def pack_pairs(chat: Chat, pairs: Sequence[Pair], loss_on: str, max_tokens: int)
             yield pack()
             tree, members, weights = TokenTree(), [], []
         members.append(pair)
-        weights.append(tree.add(ids)[loss_tokens(len(prompt), len(ids), loss_on)])
+        weights.append(tree.add(ids)[loss_tokens(len(prompt), len(ids))])
     if members:
         yield pack()
 

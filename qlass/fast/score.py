@@ -1,4 +1,4 @@
-"""What `qnet.QNet` answers, in batches, each token computed once."""
+"""What `train_qnet.QNet` answers, in batches, each token computed once."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ class FastQNet:
         for n, out, _, paths in self.cache.read(values, self.qnet.backbone, self.budget, prompts, tails):
             v = out.cpu().numpy()
             for action, at in zip(fresh[states[n]], paths, strict=True):
-                self.memory[states[n], action] = float(v[at[-1]] if self.qnet.readout == "last" else v[at].mean())
+                self.memory[states[n], action] = float(v[at[-1]])
         return [[self.memory[r.state, action] for action in r.actions] for r in requests]
