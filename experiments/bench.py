@@ -41,10 +41,9 @@ from qlass.driver import Sample, Score, drive
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import batches
 from qlass.policy import Policy
-from train_qnet import Pair, QNet, pair_loss, pairs_of
 from qlass.tiny import AIDS, tiny_model
 from sft import demonstrate
-from train_qnet import TINY
+from train_qnet import TINY, Pair, QNet, pair_loss, pairs_of
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 

@@ -38,8 +38,8 @@ from qlass.cli import at_least, needed, parse, run_stage
 from qlass.driver import Sample, ask, drive
 from qlass.files import cloned_from
 from qlass.policy import Policy
-from train_qnet import Pair, pairs_of
 from qlass.records import actions_by_task, agreed, read_trees
+from train_qnet import Pair, pairs_of
 
 LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY
 LR_TINY = 1e-4

@@ -27,10 +27,10 @@ from qlass.cli import run_stage
 from qlass.driver import Sample
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.policy import Policy
-from train_qnet import QNet, pairs_of
 from qlass.records import read_trees
 from qlass.tiny import tiny_model
 from sft import demonstrate
+from train_qnet import QNet, pairs_of
 
 GPU = torch.cuda.is_available()
 LLAMA_2_7B = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,

@@ -39,8 +39,8 @@ from qlass.cli import at_least, handed_on, needed, parse, parser, run_stage
 from qlass.driver import Sample, Score, drive
 from qlass.files import Output
 from qlass.flags import add_sampling, load_agent, load_qnet
-from train_qnet import states_of
 from qlass.records import read_trajectories, read_trees
+from train_qnet import states_of
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
 FIELDS = ("depth", "done", "source", "messages")  # of a tree, that not every one has

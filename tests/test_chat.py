@@ -13,8 +13,8 @@ from qlass.chat import Chat, Rendering, State, parse_action, react, uniforms
 from qlass.driver import Likelihood, Sample, Score
 from qlass.fast.packing import pack_pairs
 from qlass.policy import Policy
-from train_qnet import Pair, QNet
 from qlass.tiny import MARK, mark, unmark
+from train_qnet import Pair, QNet
 
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
 MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=True))

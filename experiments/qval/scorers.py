@@ -27,9 +27,9 @@ from qlass.chat import State, parse_action, react, uniforms
 from qlass.driver import Score, ask
 from qlass.flags import load_agent, load_qnet
 from qlass.policy import Policy
-from train_qnet import QNet, pairs_of
 from qlass.records import read_trees
 from qlass.tiny import task_words
+from train_qnet import QNet, pairs_of
 
 Scores = Generator[Any, Any, list[float | None]]
 VOTES = 16
