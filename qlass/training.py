@@ -1,7 +1,7 @@
-"""What both training loops share beside the loop: processes, the order of updates, states to resume from.
+"""What both training loops share beside the loop: processes, the order of updates, states.
 
-torchrun --nproc-per-node 8 -- train_qnet.py ...       (-- keeps torchrun from reading --run as its own)
-accelerate launch --use_fsdp ... train_qnet.py ...     (GPUs that divide weights and moments: docs/scale.md)
+torchrun --nproc-per-node 8 -- train_qnet.py ...     (-- keeps torchrun from reading --run)
+accelerate launch --use_fsdp ... train_qnet.py ...   (GPUs that divide weights and moments)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import accelerate
 import torch
 import torch.distributed.checkpoint.state_dict as divided_state
-from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, gather_object, reduce
+from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, gather_object
 from torch import nn
 from tqdm import tqdm
 
@@ -31,13 +31,13 @@ from qlass import UserError, files, models
 
 T = TypeVar("T")
 
-# ---------------------------------------------------------------------------------- the order of updates
+# ---------------------------------------------------------------------------- the order of updates
 
 
 def updates_of(sizes: Sequence[int], batch: int, seed: int, epoch: int) -> list[list[int]]:
-    """An epoch's examples, of `sizes[i]` each, in updates of at least `batch`; the last one is the rest.
+    """An epoch's examples, of `sizes[i]` each, in updates of at least `batch`; the last is the rest.
 
-    The order depends on the seed and the epoch alone: a resumed training needs no memory of it.
+    The order depends on seed and epoch alone: a resumed training needs no memory of it.
     """
     generator = torch.Generator().manual_seed((seed << 20) + epoch)
     updates: list[list[int]] = []
@@ -52,7 +52,7 @@ def updates_of(sizes: Sequence[int], batch: int, seed: int, epoch: int) -> list[
 
 
 def micro_batches(examples: Sequence[T], length: Callable[[T], int], budget: int) -> list[list[T]]:
-    """Examples of like length, as many together as fit into `budget` padded tokens, at least one."""
+    """Examples of like length, as many together as fit `budget` padded tokens, at least one."""
     groups: list[list[T]] = []
     for example in sorted(examples, key=length, reverse=True):
         if not groups or length(groups[-1][0]) * (len(groups[-1]) + 1) > budget:
@@ -62,37 +62,39 @@ def micro_batches(examples: Sequence[T], length: Callable[[T], int], budget: int
 
 
 def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
-    """The rate's factor: linear warm-up over 3 % of the steps, then half a cosine to 0 (Table 5)."""
+    """The rate's factor: linear warm-up over 3 % of the steps, half a cosine to 0 (Table 5)."""
     rise = max(1, round(warmup * steps))
     if step < rise:
         return (step + 1) / rise
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-# --------------------------------------------------------------------------------------------- processes
+# --------------------------------------------------------------------------------------- processes
 
 
 @contextlib.contextmanager
 def processes(out: Path, device: str | None) -> Iterator[accelerate.PartialState]:
-    """The processes of a stage that trains the checkpoint `out`: yields this one; the first alone writes.
+    """The processes of a stage that trains `out`: yields this one; the first alone writes.
 
-    When the block ends, the checkpoint is complete, and the states that it could be resumed from go.
+    When the block ends, the checkpoint is complete, and its states go.
     """
     rank, world = files.share()
     address = os.environ.get("MASTER_ADDR")  # the processes of a job array have none
     if world > 1 and rank == 0 and address:
         print(f"{address}: waiting for {world} processes (WORLD_SIZE)", file=sys.stderr)
     cpu = not torch.cuda.is_available() or (device or "").startswith("cpu")
-    patience = datetime.timedelta(days=2)  # the others wait for as long as the first plays demonstrations
+    patience = datetime.timedelta(days=2)  # for as long as the first plays demonstrations
     linked = world == 1 or address
     process = accelerate.PartialState(cpu=cpu, timeout=patience) if linked else None
     if not process or process.num_processes != world:
-        raise UserError("WORLD_SIZE is set, but the processes see no others: start them by torchrun, or unset it")
-    if divided() and os.environ.get("FSDP_VERSION") != "2":  # in version 1 a part of QNet can't be called
+        reason = "WORLD_SIZE is set, but the processes see no others"
+        raise UserError(f"{reason}: start them by torchrun, or unset it")
+    if divided() and os.environ.get("FSDP_VERSION") != "2":  # 1 can't call a part of QNet
         raise UserError("--use_fsdp: give --fsdp_version 2 beside it")
-    with files.locked(out) if process.is_main_process else contextlib.nullcontext(), models.within_memory():
+    first = process.is_main_process
+    with files.locked(out) if first else contextlib.nullcontext(), models.within_memory():
         yield process
-        if process.is_main_process:
+        if first:
             shutil.rmtree(states_of(out), ignore_errors=True)
 
 
@@ -101,17 +103,18 @@ def divided() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP") == "true"
 
 
-def prepare(model: nn.Module, args: Namespace) -> tuple[accelerate.Accelerator, Any, torch.optim.Optimizer]:
+def prepare(model: nn.Module, args: Namespace) -> tuple[accelerate.Accelerator, Any, Any]:
     """Accelerator, the model that the loop calls, and AdamW of what is to be trained.
 
-    The model is not wrapped: DDP would miss what is not called by `forward`, and micro-batches that differ in number
-    would hang it. With FSDP the loop calls a divided copy.
+    The model is not wrapped: DDP would miss what `forward` does not call, and micro-batches that
+    differ in number would hang it. With FSDP the loop calls a divided copy.
     """
     _, dtype = models.device_and_dtype(args.device, args.precision)
     accelerator = accelerate.Accelerator(
         mixed_precision="bf16" if dtype == torch.bfloat16 else "no",
         device_placement=False,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # whatever the shell's variables say
+        # whatever the shell's variables say:
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
     )
     if divided() and args.optim == "adamw8bit":
         raise UserError("--optim adamw8bit: FSDP can't divide its moments; leave it out")
@@ -126,10 +129,10 @@ def prepare(model: nn.Module, args: Namespace) -> tuple[accelerate.Accelerator, 
 
 
 def share(accelerator: accelerate.Accelerator, groups: Sequence[T]) -> Iterator[tuple[T, int]]:
-    """This process's micro-batches of an update, every n-th of n processes, each with the weight of its loss.
+    """This process's micro-batches, every n-th of n processes, each with the weight of its loss.
 
-    The update's loss is a sum, but gradients are averaged, so the weight is n. With FSDP all must make as many passes:
-    the last group may come again, with weight 0.
+    The loss is a sum, but gradients are averaged: the weight is n. With FSDP all must make as many
+    passes, so the last group may come again, with weight 0.
     """
     n = accelerator.num_processes
     for i in range(accelerator.process_index, math.ceil(len(groups) / n) * n, n):
@@ -140,25 +143,27 @@ def average_gradients(accelerator: accelerate.Accelerator, model: nn.Module) -> 
     """The mean of the processes' gradients, once per update; FSDP does it by itself."""
     if accelerator.num_processes > 1 and not divided():
         for p in model.parameters():
-            p.grad = None if p.grad is None else reduce(p.grad, "mean")
+            if p.grad is not None:
+                p.grad = accelerator.reduce(p.grad, "mean")
 
 
-# -------------------------------------------------------------------------------------- log and states
+# --------------------------------------------------------------------------------- log and states
 
 
 def states_of(out: Path) -> Path:
-    """The folder of an unfinished training's states; it is there until the checkpoint is complete."""
+    """The folder of an unfinished training's states; the end of the training deletes it."""
     return out.with_name(out.name + ".partial")
 
 
 def begin(args: Namespace, inputs: Iterable[Path]) -> bool:
-    """Whether the checkpoint `args.out` is still to be trained; if so, its metadata are written.
+    """Whether `args.out` is still to be trained; if so, its metadata are written.
 
-    They come before the training, so that a stopped one resumes with the arguments and inputs that it was begun with;
-    others are a UserError. --overwrite deletes what is there.
+    They come before the training, so that a stopped one resumes with the arguments and inputs that
+    it was begun with; others are a UserError. --overwrite deletes what is there.
     """
     process, out, states = accelerate.PartialState(), args.out, states_of(args.out)
-    if not args.overwrite and ((out / "config.json").exists() or any(states.glob("state-*"))):
+    there = (out / "config.json").exists() or any(states.glob("state-*"))
+    if there and not args.overwrite:
         files.same_arguments(out, vars(args), files.TRAINING_FREE)
         if not states.exists():
             process.print(f"{out}: is complete; --overwrite trains it again", flush=True)
@@ -175,40 +180,55 @@ def begin(args: Namespace, inputs: Iterable[Path]) -> bool:
 
 
 class Progress:
-    """Where a training stands: its log, and states of which a stopped one resumes the last.
+    """Where a training stands: the lines of its log, one per update and one per epoch.
 
-    tokens, seconds: of all calls. losses: one per update. curve: one entry per epoch.
+    A state holds them with the trained weights and their moments; a stopped training resumes from
+    the last one.
     """
-
-    SAVED = ("tokens", "seconds", "losses", "curve")
 
     def __init__(self, args: Namespace, sizes: Sequence[int], prepared: tuple) -> None:
         """sizes[i]: what example i counts in a batch. prepared: what `prepare` returned."""
         self.args = args
         self.accelerator, self.model, self.optimizer = prepared
-        self.plan = [updates_of(sizes, args.batch, args.seed, epoch) for epoch in range(args.epochs)]
+        epochs = range(args.epochs)
+        self.plan = [updates_of(sizes, args.batch, args.seed, epoch) for epoch in epochs]
         self.starts = [0, *itertools.accumulate(map(len, self.plan))]  # updates before each epoch
         self.steps = self.starts[-1]
-        self.tokens, self.seconds, self.clock = 0, 0.0, time.perf_counter()
-        self.losses: list[float] = []
-        self.curve: list[dict] = []
+        self.lines: list[dict] = []
         if states := sorted(states_of(args.out).glob("state-*.pt")):
             self._load(states[-1])
-        first, step = self.accelerator.is_main_process, self.step
+        self.began = time.perf_counter() - (self.lines[-1]["seconds"] if self.lines else 0.0)
+        first = self.accelerator.is_main_process
         log = args.out.with_name(args.out.name + ".log.jsonl")
-        until_now = lambda lines: sum(line["step"] <= step for _, line in lines)  # noqa: E731
-        self.log = files.Resumable(log, until_now) if first else None
-        every = 0.1 if sys.stderr.isatty() else 30  # seconds; off a terminal a report is a line
-        self.bar = tqdm(total=self.steps, initial=step, desc=args.out.name, disable=not first, mininterval=every)
+        self.log = open(log if first else os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        self.log.writelines(map(files.dumps, self.lines))
+        self.bar = tqdm(
+            total=self.steps,
+            initial=self.step,
+            desc=args.out.name,
+            disable=not first,
+            mininterval=0.1 if sys.stderr.isatty() else 30,  # off a terminal a report is a line
+        )
+
+    @property
+    def losses(self) -> list[float]:
+        """One per update."""
+        return [line["loss"] for line in self.lines if "lr" in line]
+
+    @property
+    def curve(self) -> list[dict]:
+        """One entry per epoch."""
+        lines = [line for line in self.lines if "epoch" in line]
+        return [{k: v for k, v in line.items() if k not in ("step", "seconds")} for line in lines]
 
     @property
     def step(self) -> int:
-        return len(self.losses)
+        return self.lines[-1]["step"] if self.lines else 0
 
     @property
     def best(self) -> int:
         """The epoch of the lowest validation loss, from 1; the last one if there is none."""
-        losses = [entry["validation"] for entry in self.curve]
+        losses = [line["validation"] for line in self.curve]
         return losses.index(min(losses)) + 1 if losses and None not in losses else len(losses)
 
     @property
@@ -222,64 +242,71 @@ class Progress:
         return self.plan[epoch][self.step - self.starts[epoch] :]
 
     def total(self, loss: float, norm: torch.Tensor) -> float:
-        """The update's loss, from each process's part; UserError before one that is no number spoils the weights."""
+        """The update's loss, of all processes; UserError before NaN spoils the weights."""
         loss = sum(gather_object([loss]))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             failure = f"update {self.step + 1}: loss {loss:.3g}, gradient norm {float(norm):.3g}"
-            raise UserError(f"{failure}: --overwrite and a lower --lr than {self.args.lr:g} start again")
+            hint = f"--overwrite and a lower --lr than {self.args.lr:g} start again"
+            raise UserError(f"{failure}: {hint}")
         return loss
 
     def end_update(self, loss: float, tokens: int) -> None:
         """tokens: of all its micro-batches."""
-        self.losses.append(loss)
-        self.tokens += tokens
-        self._write(loss=loss, lr=self.optimizer.param_groups[0]["lr"], tokens=self.tokens)
+        tokens += next((line["tokens"] for line in reversed(self.lines) if "lr" in line), 0)
+        rate = self.optimizer.param_groups[0]["lr"]
+        self._add({"step": self.step + 1}, {"loss": loss, "lr": rate, "tokens": tokens})
         self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
         self.bar.update()
         if self.step % self.args.save_every == 0:
             self._save()
 
     def end_epoch(self, validation: float | None, **figures: Any) -> None:
-        """validation: the loss that early stopping watches, None if there is none; figures: more for the curve."""
+        """validation: the loss that early stopping watches, None if there is none."""
+        epoch = len(self.curve) + 1
         if not math.isfinite(validation or 0.0):
-            raise UserError(f"epoch {len(self.curve) + 1}: validation loss {validation}, so it has diverged")
-        losses = self.losses[self.starts[len(self.curve)] :]
-        entry = {"epoch": len(self.curve) + 1, "loss": sum(losses) / len(losses), **figures, "validation": validation}
-        self.curve += broadcast_object_list([entry])
-        self._write(**self.curve[-1])
+            raise UserError(f"epoch {epoch}: validation loss {validation}, so it has diverged")
+        losses = self.losses[self.starts[epoch - 1] :]
+        line = {"epoch": epoch, "loss": sum(losses) / len(losses), **figures}
+        (line,) = broadcast_object_list([line | {"validation": validation}])
+        self._add({"step": self.step}, line)
         self._save()
 
     def end(self, model: nn.Module) -> dict:
-        """Give `model`, in the first process, the weights of the best epoch. Returns figures for the metadata."""
+        """Give `model`, in the first process, the best epoch's weights. Returns figures."""
         self.bar.close()
         self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        if self.accelerator.is_main_process and (divided() or self.best < len(self.curve)):
-            model.load_state_dict(read_state(self._path(self.starts[self.best]))["weights"], strict=False)
-        figures = {"steps": self.step, "tokens": self.tokens, "seconds": self.seconds, "best_epoch": self.best}
-        return figures | {"loss": self.curve[self.best - 1]["loss"], "curve": self.curve}
+        first = self.accelerator.is_main_process
+        if first and (divided() or self.best < len(self.curve)):
+            state = read_state(self._path(self.starts[self.best]))
+            model.load_state_dict(state["weights"], strict=False)  # without the frozen ones
+        last, best = self.lines[-2], self.curve[self.best - 1]
+        figures = {"steps": self.step, "tokens": last["tokens"], "loss": best["loss"]}
+        figures |= {"best_epoch": self.best, "curve": self.curve}
+        return figures | {"seconds": self.lines[-1]["seconds"]}
 
-    def _write(self, **figures: Any) -> None:
-        before, self.clock = self.clock, time.perf_counter()
-        self.seconds += self.clock - before
-        if self.log:
-            self.log.append([{"step": self.step, "seconds": round(self.seconds, 3), **figures}])
+    def _add(self, step: dict, figures: dict) -> None:
+        line = {**step, "seconds": round(time.perf_counter() - self.began, 3), **figures}
+        self.lines.append(line)
+        self.log.write(files.dumps(line))
+        self.log.flush()
 
     def _path(self, step: int) -> Path:
         return states_of(self.args.out) / f"state-{step:08}.pt"
 
     def _save(self) -> None:
-        """Write a state: the weights that are trained, and their moments. Of older ones the best epoch's stays."""
+        """Write a state; of the older ones the best epoch's stays."""
         if divided():
-            weights, moments = divided_state.get_state_dict(self.model, self.optimizer, options=whole())
+            model, optimizer = self.model, self.optimizer
+            weights, moments = divided_state.get_state_dict(model, optimizer, options=whole())
         else:
-            weights = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+            parameters = self.model.named_parameters()
+            weights = {name: p.detach() for name, p in parameters if p.requires_grad}
             moments = self.optimizer.state_dict()
         if self.accelerator.is_main_process:
-            state = {"weights": weights, "moments": moments, "random": torch.get_rng_state()}
-            state |= {name: getattr(self, name) for name in self.SAVED}
+            state = {"weights": weights, "moments": moments, "lines": self.lines}
             path, best = self._path(self.step), self._path(self.starts[self.best])
             with files.draft_of(path) as draft:  # under its name only when all of it is written
-                torch.save(state, draft)
+                torch.save(state | {"random": torch.get_rng_state()}, draft)
             for old in {*path.parent.glob("state-*.pt")} - {path, best}:
                 old.unlink()
 
@@ -292,8 +319,7 @@ class Progress:
             self.model.load_state_dict(state["weights"], strict=False)
             self.optimizer.load_state_dict(state["moments"])
         torch.set_rng_state(state["random"])
-        for name in self.SAVED:
-            setattr(self, name, state[name])
+        self.lines = state["lines"]
 
 
 def read_state(path: Path) -> dict:
@@ -302,6 +328,5 @@ def read_state(path: Path) -> dict:
 
 def whole() -> divided_state.StateDictOptions:
     """Of divided weights all parts together, without the frozen ones."""
-    return divided_state.StateDictOptions(
-        full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
-    )
+    options = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True}
+    return divided_state.StateDictOptions(**options, strict=False)

@@ -44,6 +44,7 @@ SCORES = [1.0, 3.0, 2.0, 2.9, 9.0, 9.0]
 
 
 def arguments(folder: Path, **more) -> argparse.Namespace:
+    folder.mkdir(exist_ok=True)
     return training_settings(out=folder / "model", batch=3, lr=0.1, **{"save_every": 2, **more})
 
 
