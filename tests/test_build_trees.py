@@ -21,7 +21,7 @@ def grow(script, depth=1, width=2, rollouts=64, with_expert=False, world=WORLD, 
     env = FakeEnv(world, **options)
     answer = script if callable(script) else Script(script)
     root, asked = run(explore(env, "train0", FREE, depth, width, rollouts, with_expert, prune), answer)
-    nodes = {path_of(n.state): (n.reward, n.source, n.branch) for n in root.walk()}
+    nodes = {path_of(n.state): (n.reward, n.source, n.branch) for n in root.subtree()}
     return nodes, [(path_of(r.state), r.n) for r in asked], root, env
 
 
@@ -89,7 +89,7 @@ def test_the_expert_branch_is_the_demonstration_where_there_is_one(key):
     env = FakeEnv()
     tree = explore(env, "train0", FREE, 0, 1, 0, True, expert=known)
     root, _ = run(tree, Script({(): "right", R: "left"}))
-    assert [path_of(n.state) for n in root.walk() if n.expert] == [L, LR, (*LR, "left")]
+    assert [path_of(n.state) for n in root.subtree() if n.expert] == [L, LR, (*LR, "left")]
     assert root.children["left"].action == "Thought: mine\nAction: left"
 
 
@@ -116,7 +116,7 @@ def test_behind_the_agents_limit_no_branch_begins():
     tree = explore(FakeEnv(world), "train0", FREE, 5, 2, 9, True, steps=1)
     root, asked = run(tree, lambda request: say("left", "right", "left")[: request.n])
     assert {path_of(r.state) for r in asked} == {()}
-    assert [n.source for n in root.walk() if n.t > 1] == ["expert", "expert"]
+    assert [n.source for n in root.subtree() if n.depth > 1] == ["expert", "expert"]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -165,17 +165,17 @@ def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_
     start = "you stand at start"
     recorded = [({}, 0), ({"train0": 1.0}, 0), ({"train0": 0.5}, 1), ({start: 0.5}, 1), ({"another": 0.5}, 0)]
     for rewards, failed in recorded:
-        assert build_trees.figures_of(demonstrated, rewards)["failed_demonstrations"] == failed
-    assert build_trees.figures_of(records("east"), {})["failed_demonstrations"] == 1  # it earned nothing
+        assert build_trees.metrics(demonstrated, rewards)["failed_demonstrations"] == failed
+    assert build_trees.metrics(records("east"), {})["failed_demonstrations"] == 1  # it earned nothing
 
 
 def test_a_demonstration_longer_than_an_episode_keeps_its_reward():
     env = FakeEnv(max_steps=2)
     tree = explore(env, "train0", FREE, 2, 2, 4, True, expert={"train0": ["Action: right"] * 3})
     root, _ = run(tree, Script({R: "left"}, "right"))
-    end = [node for node in root.walk() if node.expert][-1]
-    assert (end.t, end.reward, end.done, env.max_steps) == (3, 1.0, True, 2)
-    assert max(node.t for node in root.walk() if node.source == "policy") == 2
+    end = [node for node in root.subtree() if node.expert][-1]
+    assert (end.depth, end.reward, end.done, env.max_steps) == (3, 1.0, True, 2)
+    assert max(node.depth for node in root.subtree() if node.source == "policy") == 2
 
 
 def test_an_expert_who_gives_up_leaves_an_open_leaf(monkeypatch):
@@ -200,9 +200,9 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
     assert sum(n == NEW for _, n in asked) <= rollouts
     assert all(len(path) <= depth for path, n in asked if n == NEW)
     assert len({b for _, _, b in nodes.values()} - {0}) <= rollouts + with_expert
-    for node in root.walk():
+    for node in root.subtree():
         assert node.rollouts <= width + RETRIES
-        if node.t or node.children:
+        if node.depth or node.children:
             assert bool(node.children) != node.done  # a path ends where the episode ends
         assert not node.reward or node.done
         # What the node says is what the world answers when its actions are played again.
@@ -212,9 +212,9 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
             assert not done
             observation, reward, terminated, truncated, _ = env.step(action)
             done = terminated or truncated
-        if node.t:
+        if node.depth:
             assert (env.message(observation), reward, done) == (node.observation, node.reward, node.done)
-    for node in root.walk():
+    for node in root.subtree():
         assert len({parse_action(child.action) for child in node.children.values()}) == len(node.children)
 
 
