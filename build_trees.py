@@ -12,7 +12,7 @@ Where the paper leaves a choice:
 - The expanded node joins its new branch in the queue. Otherwise no node would get W children.
 - Two actions that the environment executes alike are one child. If all draws repeat old children,
   the rollout follows one of them. A node gets at most W + RETRIES rollouts.
-- A tree gets at most --rollouts trajectories, half of them before the demonstration. Without this
+- A tree gets at most --rollouts trajectories, half of them before the demonstration. Without a
   bound it could take W^(D+1): 19,683 with ALFWorld's depth.
 """
 
@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import operator
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,7 @@ from qlass.records import actions_by_task, complete_trees
 
 # D is each environment's `tree_depth` (Appendix A.2). The paper does not say W and the bound.
 DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
-RETRIES = (
-    2  # extra draws, and extra rollouts, for a node whose new child turned out to be an old one
-)
+RETRIES = 2  # extra draws, and extra rollouts, for a node whose new child turned out an old one
 
 # --------------------------------------------------------------------------------------- the tree
 
@@ -149,9 +147,8 @@ class Explorer:
         """tau_0, merged into the tree at its root. None: the environment's expert plays."""
         self.branches += 1
         limit = self.env.max_steps
-        if actions and isinstance(limit, int) and len(actions) > limit:
-            # A demonstration longer than the agent's episodes goes on to its end.
-            self.env.max_steps = len(actions)
+        if actions and isinstance(limit, int):  # it may be longer than the agent's episodes
+            self.env.max_steps = max(limit, len(actions))
         self.env.reset(options={"task_id": self.task_id})
         expert = (react(thought, move) for thought, move in self.env.expert(self.task_id))
         node = root
@@ -165,8 +162,7 @@ class Explorer:
             branch.append(node)
             if node.done and not node.cut:
                 break
-        if self.env.max_steps != limit:
-            self.env.max_steps = limit
+        self.env.max_steps = limit
         return branch
 
     def step(self, node: Node, action: str, source: str) -> Node:
@@ -205,15 +201,10 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
     return records
 
 
-def tree_of(explorer: Explorer, demonstrations: dict | None, chat: Chat) -> Generator:
-    """The records of a tree. With --truncate the root counts the prompts that lost old turns."""
-    root = yield from explorer.explore(demonstrations)
-    records = tree_records(explorer.env, explorer.task_id, root)
-    if chat.rendering.truncate:
-        read = {id(n.parent) for n in root.subtree() if n.source == "policy"}
-        cut = [n for n in root.subtree() if id(n) in read and chat.is_cut(n.state)]
-        records[0]["cut_prompts"] = len(cut)
-    return records
+def count_cut_prompts(root: Node, chat: Chat) -> int:
+    """The prompts that lost their oldest turns to --truncate."""
+    read = {id(node.parent) for node in root.subtree() if node.source == "policy"}
+    return len([n for n in root.subtree() if id(n) in read and chat.is_cut(n.state)])
 
 
 def metrics(records: list[dict], recorded: dict[str, float]) -> dict[str, Any]:
@@ -227,10 +218,14 @@ def metrics(records: list[dict], recorded: dict[str, float]) -> dict[str, Any]:
         expected = recorded.get(task_id, recorded.get(observation, reward))
         if reward == 0 or abs(expected - reward) > 1e-3:
             failed += 1
-    mean = sum(rewards) / max(1, len(rewards))
-    of_agent = {"leaves": len(rewards), "mean_leaf_reward": mean}
-    of_expert = {"demonstrations": len(demonstrations), "failed_demonstrations": failed}
-    return {"trees": len(roots), "nodes": len(records)} | of_agent | of_expert
+    return {
+        "trees": len(roots),
+        "nodes": len(records),
+        "leaves": len(rewards),
+        "mean_leaf_reward": sum(rewards) / max(1, len(rewards)),
+        "demonstrations": len(demonstrations),
+        "failed_demonstrations": failed,
+    }
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -243,12 +238,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--out", type=Path, help="default: RUN/trees.jsonl")
     add("--depth", type=at_least(0), help="D (3 WebShop, 6 ScienceWorld, 8 ALFWorld, FrozenLake)")
-    add("--width", type=at_least(1), default=DEFAULTS["width"], help="W (default: %(default)s)")
-    bound = "trajectories per tree at most (default: %(default)s; 0: any)"
-    add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help=bound)
+    add("--width", type=at_least(1), default=DEFAULTS["width"], help="W (%(default)s)")
+    add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help="at most (24; 0: any)")
     add("--steps", type=at_least(1), help="step limit of the agent (default: the environment's)")
-    tasks = "training tasks (default: %(default)s; 0: all)"
-    add("--limit", type=at_least(0), default=DEFAULTS["limit"], help=tasks)
+    add("--limit", type=at_least(0), default=DEFAULTS["limit"], help="tasks (250; 0: all)")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's (0.7; tiny: 1)")
     add("--expert", type=Path, help="demonstrations (default: those the agent was cloned from)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
@@ -260,9 +253,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_demonstrations(args: argparse.Namespace, env: envs.TextEnv, tasks: list[str]) -> tuple:
-    """The file, and actions and rewards in it by task id or by first observation (two dicts)."""
+    """Their file, their actions and their rewards, by task id or by first observation."""
     file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
-    if file is None or args.no_expert:
+    if args.no_expert:
+        return file, None, {}
+    if file is None:
         return file, {}, {}
     actions, rewards = actions_by_task(file, env, most)
     # The agent's own demonstrations are mostly of other training tasks, which is not worth a line.
@@ -273,9 +268,7 @@ def read_demonstrations(args: argparse.Namespace, env: envs.TextEnv, tasks: list
         if args.expert and not found:
             mistake = f"none of its {len(actions)} demonstrations is of a task here"
             raise UserError(f"{file}: {mistake}: --no-expert does without")
-        print(
-            f"{file}: demonstrations of {found} of {len(tasks)} tasks; the others the environment's expert plays"
-        )
+        print(f"{file}: demonstrations of {found} of {len(tasks)} tasks; the expert plays others")
     return file, actions, rewards
 
 
@@ -285,46 +278,42 @@ def main(argv: list[str] | None = None) -> None:
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
     args.depth = env.tree_depth if args.depth is None else args.depth
-    steps = args.steps or env.tree_steps
-    if isinstance(env.max_steps, int) and steps > env.max_steps:
-        steps = env.max_steps
-        if args.steps:
-            print(f"--steps {args.steps}: episodes end after {steps} (--env-option max_steps=N)")
+    longest = env.max_steps if isinstance(env.max_steps, int) else math.inf  # of the episodes
+    steps = min(args.steps or env.tree_steps, longest)
+    if args.steps and steps < args.steps:
+        print(f"--steps {args.steps}: episodes end after {steps} here (--env-option max_steps=N)")
     # From the far end of the list, where the agent has seen the fewest demonstrations.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
     args.expert, demonstrations, rewards = read_demonstrations(args, env, tasks)
 
-    inputs, task_of = [args.sft, args.expert], operator.itemgetter("task_id")
+    task_of, inputs = itemgetter("task_id"), [args.sft, args.expert]
     trees = Output(args.out, vars(args), complete_trees, inputs, SAMPLING_FREE, task_of)
     share, finished = my_share(tasks), set(map(task_of, trees.records))
     todo = [task_id for task_id in share if task_id not in finished]
     tokens = None  # unknown if an earlier call or another process made some of the trees
     if todo:
         agent = load_agent(args, env)
-        limits = args.depth, args.width, args.rollouts or math.inf, steps, args.prune
+        settings = args.depth, args.width, args.rollouts or math.inf, steps, args.prune
 
         def explore(task_id: str) -> Generator:
-            explorer = Explorer(env.fork(), task_id, agent.chat.rendering, *limits)
-            return tree_of(explorer, None if args.no_expert else demonstrations, agent.chat)
+            explorer = Explorer(env.fork(), task_id, agent.chat.rendering, *settings)
+            root = yield from explorer.explore(demonstrations)
+            records = tree_records(env, task_id, root)
+            if agent.chat.rendering.truncate:
+                records[0]["cut_prompts"] = count_cut_prompts(root, agent.chat)
+            return records
 
-        groups = drive(
-            map(explore, todo), {Sample: agent.sample}, args.in_flight or env.side_by_side
-        )
+        width = args.in_flight or env.side_by_side
+        groups = drive(map(explore, todo), {Sample: agent.sample}, width)
         trees.grow(groups, "trees", len(share), len(share) - len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None
     place = {task_id: i for i, task_id in enumerate(tasks)}
     found = metrics(trees.records, rewards)
     trees.finish(lambda node: place.get(node["task_id"], len(place)), **found, tokens=tokens)
-    print(
-        f"{trees.path}: "
-        + "{trees} trees, {nodes} nodes, mean reward of the agent's {leaves} leaves {mean_leaf_reward:.3f}".format(
-            **found
-        )
-    )
+    mean = f"mean reward {found['mean_leaf_reward']:.3f} of {found['leaves']} leaves of the agent"
+    print(f"{trees.path}: {found['trees']} trees, {found['nodes']} nodes, {mean}")
     if failed := found["failed_demonstrations"]:
-        print(
-            f"{failed} demonstrations earned another reward here than recorded, or none: of other tasks?"
-        )
+        print(f"{failed} demonstrations earned nothing, or not what is recorded: of these tasks?")
 
 
 if __name__ == "__main__":
