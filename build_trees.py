@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> None:
         agent = load_agent(args, env)
         settings = args.depth, args.width, args.rollouts or math.inf, steps, args.prune
 
-        def explore(task_id: str) -> Generator:
+        def grow(task_id: str) -> Generator:
             explorer = Explorer(env.fork(), task_id, agent.chat.rendering, *settings)
             root = yield from explorer.explore(demonstrations)
             records = tree_records(env, task_id, root)
@@ -304,7 +304,7 @@ def main(argv: list[str] | None = None) -> None:
             return records
 
         width = args.in_flight or env.side_by_side
-        groups = drive(map(explore, todo), {Sample: agent.sample}, width)
+        groups = drive(map(grow, todo), {Sample: agent.sample}, width)
         trees.grow(groups, "trees", len(share), len(share) - len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None
     place = {task_id: i for i, task_id in enumerate(tasks)}
