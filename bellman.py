@@ -106,9 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     if first and "q_raw" not in first:
         raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
     old = read_meta(args.out)["arguments"]
-    for (
-        name
-    ) in PAPER:  # more trees only add labels; another gamma or target would change those there
+    for name in PAPER:  # more trees only add labels; other settings would change those there
         now = getattr(args, name)
         if old.get(name, now) != now and not args.overwrite:
             found = f"{args.out} has --{name} {old[name]}, not {now}"
@@ -128,10 +126,8 @@ def main(argv: list[str] | None = None) -> None:
     with locked(args.out):
         write_jsonl(args.out, labels())
         write_meta(args.out, vars(args), [args.trees], **count, seconds=time.time() - started)
-    print(
-        f"{args.out}: {count['nodes']} nodes of {count['trees']} trees, "
-        f"{count['flat_trees']} of them with all values equal (q = 0)"
-    )
+    flat = f"{count['flat_trees']} of them with all values equal (q = 0)"
+    print(f"{args.out}: {count['nodes']} nodes of {count['trees']} trees, {flat}")
 
 
 if __name__ == "__main__":
