@@ -46,6 +46,20 @@ STYLE = {
 }
 
 
+def draw(groups: Sequence[Group], out: Path) -> dict[str, dict[str, str]]:
+    """{figure: {environment: SVG}} of each figure that has something to show, and as PNG beside the page."""
+    pictures: dict[str, dict[str, str]] = {}
+    for plot in (tokens, labels, frontier):
+        pictures[plot.__name__] = {}
+        for env in dict.fromkeys(group.condition.env for group in groups):
+            figure = plot([group for group in groups if group.condition.env == env])
+            part = re.sub(r"[^\w-]+", "_", env)  # of a file's name, whatever a result file calls its environment
+            if figure:
+                path = out.with_name(f"{out.stem}_{plot.__name__}_{part}.png")
+                pictures[plot.__name__][env] = save(figure, path)
+    return pictures
+
+
 def save(figure: Figure, path: Path) -> str:
     """Write the figure to `path` as PNG; return it as an SVG element for an HTML page."""
     svg = io.StringIO()

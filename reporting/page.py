@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -17,7 +17,14 @@ import pandas as pd
 
 from qlass.chat import parse_action
 from qlass.records import read_trees
+from reporting import tables
+from reporting.results import Group
 
+TITLES = {
+    "tokens": "Reward against tokens and environment steps (Fig. 3)",
+    "labels": "Labels compared (Fig. 4)",
+    "frontier": "Train or search: reward against all tokens",
+}
 FIELDS = ("observation", "reward", "done", "source", "branch", "expert", "q", "q_raw")  # of a node, for the viewer
 
 
@@ -27,6 +34,22 @@ def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
     items = (f"<li><code>{escape(str(path))}</code></li>" for path in inputs)
     parts = {"sections": "".join(sections), "trees": trees, "inputs": "".join(items)}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def sections(groups: Sequence[Group], figures: dict[str, dict[str, str]]) -> list[str]:
+    """Results and differences, those of the headline in full, and the figures, {name: {environment: SVG}}."""
+    rows, differences = (
+        (make(tables.headline(groups)), make(groups)) for make in (tables.results_table, tables.differences_table)
+    )
+    parts = [table(rows[0][tables.SHORT]), note(tables.ROWS_NOTE), fold("All results", table(rows[1]))]
+    pairs = [table(differences[0]), note(tables.DIFFERENCES_NOTE)]
+    pairs += [fold("All paired differences in reward", table(differences[1]))]
+    title = "Paired differences in reward"
+    first, *others = (
+        section(name, TITLES[name], *(figure(TITLES[name], env, svg) for env, svg in pictures.items()))
+        for name, pictures in figures.items()
+    )
+    return [first, section("results", "Results", *parts), section("differences", title, *pairs), *others]
 
 
 def section(name: str, title: str, *parts: str) -> str:
