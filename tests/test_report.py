@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import report
+from experiments.frontier import frontier, training_tokens
 from qlass import UserError
 from reporting import figures, page, results, tables
-from reporting.figures import frontier, training_tokens
 
 HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
@@ -293,7 +293,7 @@ def test_the_page_holds_everything_and_stays_by_itself(run):
     words = " ".join(html.texts)
     assert all(phrase in words for phrase in ("0.688 [", "where the interval covers 0"))
     assert len(list(run.glob("*.png"))) == 2 and all(p.read_bytes()[1:4] == b"PNG" for p in run.glob("*.png"))
-    assert report.ROWS_NOTE in (run / "report.md").read_text(encoding="utf-8")
+    assert tables.ROWS_NOTE in (run / "report.md").read_text(encoding="utf-8")
 
 
 def test_the_viewer_gets_the_trees_as_they_are():
