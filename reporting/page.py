@@ -36,20 +36,19 @@ def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def sections(groups: Sequence[Group], figures: dict[str, dict[str, str]]) -> list[str]:
-    """Results and differences, those of the headline in full, and the figures, {name: {environment: SVG}}."""
-    rows, differences = (
-        (make(tables.headline(groups)), make(groups)) for make in (tables.results_table, tables.differences_table)
-    )
-    parts = [table(rows[0][tables.SHORT]), note(tables.ROWS_NOTE), fold("All results", table(rows[1]))]
-    pairs = [table(differences[0]), note(tables.DIFFERENCES_NOTE)]
-    pairs += [fold("All paired differences in reward", table(differences[1]))]
-    title = "Paired differences in reward"
-    first, *others = (
-        section(name, TITLES[name], *(figure(TITLES[name], env, svg) for env, svg in pictures.items()))
-        for name, pictures in figures.items()
-    )
-    return [first, section("results", "Results", *parts), section("differences", title, *pairs), *others]
+def sections(groups: Sequence[Group], pictures: dict[str, dict[str, str]]) -> list[str]:
+    """The first figure, the tables, the other figures; pictures: {figure: {environment: SVG}}."""
+    rows = tables.headline(groups)
+    everything = fold("All results", table(tables.results_table(groups)))
+    results = [table(tables.results_table(rows)[tables.SHORT]), note(tables.ROWS_NOTE), everything]
+    everything = fold("All paired differences in reward", table(tables.differences_table(groups)))
+    differences = [table(tables.differences_table(rows)), note(tables.DIFFERENCES_NOTE), everything]
+    parts = [section("results", "Results", *results)]
+    parts += [section("differences", "Paired differences in reward", *differences)]
+    for name, title in TITLES.items():
+        drawings = [figure(title, env, svg) for env, svg in pictures[name].items()]
+        parts.insert(0 if name == "tokens" else len(parts), section(name, title, *drawings))
+    return parts
 
 
 def section(name: str, title: str, *parts: str) -> str:

@@ -63,8 +63,7 @@ class Condition:
         return f"{name} [{self.label}]" if self.label else name
 
     @property
-    def budget(self) -> str:
-        """ "M=4 N=2", without what is 1."""
+    def budget(self) -> str:  # without what is 1
         return " ".join(f"{k}={v}" for k, v in (("M", self.M), ("N", self.N)) if (v or 1) > 1)
 
     def __str__(self) -> str:

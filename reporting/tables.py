@@ -45,16 +45,11 @@ def names(group: Group) -> dict[str, str]:
 
 def results_table(groups: Sequence[Group]) -> pd.DataFrame:
     return pd.DataFrame(
-        {
-            **names(group),
-            "reward [95 %]": f"{group.reward}",
-            "tasks": str(group.reward.n),
-            "seeds": str(group.episodes["seed"].nunique()),
-            "success": number(group.mean("success"), 3),
-            "generated tokens": number(group.mean("generated")),
-            "tokens": number(group.mean("total")),
-            "env steps": number(group.mean("env_steps"), 1),
-        }
+        names(group)
+        | {"reward [95 %]": f"{group.reward}", "tasks": str(group.reward.n)}
+        | {"seeds": str(group.episodes["seed"].nunique()), "success": number(group.mean("success"), 3)}
+        | {"generated tokens": number(group.mean("generated")), "tokens": number(group.mean("total"))}
+        | {"env steps": number(group.mean("env_steps"), 1)}
         for group in groups
     )
 
@@ -84,17 +79,10 @@ def differences_table(groups: Sequence[Group]) -> pd.DataFrame:
             verdict = "higher" if difference.mean > 0 else "lower"
             both, _ = paired(a.values("reward"), b.values("reward"))
             ours, theirs = (tokens.mean() for tokens in paired(a.values("total"), b.values("total")))
-            rows.append(
-                {
-                    **names(a),
-                    "minus": str(b.condition),
-                    "difference [95 %]": f"{difference:+}",
-                    "verdict": "undecided" if difference.covers_zero else verdict,
-                    "tasks": str(difference.n),
-                    "seeds": str(both.index.unique(level=1).size),
-                    "tokens (ratio)": f"{ours / theirs:.2f}" if theirs > 0 else "–",
-                }
-            )
+            row = names(a) | {"minus": str(b.condition), "difference [95 %]": f"{difference:+}"}
+            row |= {"verdict": "undecided" if difference.covers_zero else verdict, "tasks": str(difference.n)}
+            row |= {"seeds": str(both.index.unique(level=1).size)}
+            rows.append(row | {"tokens (ratio)": f"{ours / theirs:.2f}" if theirs > 0 else "–"})
     return pd.DataFrame(rows).drop_duplicates()
 
 
