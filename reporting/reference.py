@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import operator
 from pathlib import Path
 
 import matplotlib as mpl
+import pandas as pd
 from matplotlib.figure import Figure
 
 from reporting.figures import COLOURS, GREY, INK, STYLE, curve
@@ -53,46 +52,44 @@ SMALL = {  # file: environment, split, agent, commit; all searches, against toke
     "searches_alfworld": ("alfworld", "valid_unseen, first 100", "cloned, small", "ce66e57"),
     "searches_frozenlake": ("frozenlake", "lakes", "cloned, small", "ece9359"),
 }
+COLUMNS = ["environment", "split", "agent", "commit", "seed"]
 COSTS = {"tokens": "all tokens a task", "env_steps": "environment steps a task"}
 
 
-def draw(results: list[dict], lines: dict, panels: list[tuple], size: tuple[float, float], share: bool) -> Figure:
+def draw(results: pd.DataFrame, lines: dict, panels: list[tuple], height: float, share: bool) -> Figure:
     """Mean reward with its interval against a cost per task; panels: (title, setting, cost)."""
-    figure = Figure(figsize=size, layout="constrained")
-    columns = operator.itemgetter("environment", "split", "agent", "commit", "seed", "select")
-    handles = {}  # by label: not every panel has them all
+    figure = Figure(figsize=(9.3, height), layout="constrained")
+    legend = {}  # by label: not every panel has them all
     for axes, (title, setting, cost) in zip(figure.subplots(1, len(panels), sharey=share), panels, strict=True):
+        here = results[(results[COLUMNS] == [*setting, "all"]).all(axis=1)].sort_values(cost, kind="stable")
         for (method, select), (label, color, style) in lines.items():
-            rows = [row for row in results if columns(row) == (*setting, "all", select)]
-            rows = [row for row in rows if row["method"].partition(":")[0] == method]
-            rows.sort(key=lambda row: float(row[cost]))
-            rewards = [Estimate(*(float(row[name]) for name in ("reward", "low", "high")), n=0) for row in rows]
-            if rows:
+            rows = here[(here["method"].str.partition(":")[0] == method) & (here["select"].fillna("") == select)]
+            rewards = [Estimate(row.reward, row.low, row.high, n=0) for row in rows.itertuples()]
+            if rewards:
                 look = {"color": color, "markersize": 5, "markerfacecolor": "none" if select == "oracle" else color}
-                curve(axes, [float(row[cost]) for row in rows], rewards, fmt=style, label=label, **look)
+                curve(axes, rows[cost], rewards, fmt=style, label=label, **look)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.grid(alpha=0.25)
         axes.set(title=title, xlabel=COSTS[cost])
-        if title:
-            axes.locator_params(axis="x", nbins=5)
-        lines_here, labels = axes.get_legend_handles_labels()
-        handles |= dict(zip(labels, lines_here, strict=True))
-    if share:
-        figure.axes[0].set_ylim(top=min(1.05, figure.axes[0].get_ylim()[1]))
+        handles, labels = axes.get_legend_handles_labels()
+        legend |= dict(zip(labels, handles, strict=True))
     figure.axes[0].set_ylabel("reward, 95 % interval")
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=9)
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=3, fontsize=9)
     return figure
 
 
 def main() -> None:
-    results = list(csv.DictReader((FOLDER / "results.csv").read_text(encoding="utf-8").splitlines()))
+    results = pd.read_csv(FOLDER / "results.csv", dtype={"seed": str})
     with mpl.rc_context(STYLE | {"savefig.dpi": 120}):
         for name, (lines, titles) in FIGURES.items():
-            panels = [(title, PANELS[title], "tokens") for title in titles]
-            draw(results, lines, panels, (9.3, 3.5), share=False).savefig(FOLDER / f"{name}.png")
+            figure = draw(results, lines, [(title, PANELS[title], "tokens") for title in titles], 3.5, share=False)
+            for axes in figure.axes:
+                axes.locator_params(axis="x", nbins=5)
+            figure.savefig(FOLDER / f"{name}.png")
         for name, setting in SMALL.items():
-            panels = [("", setting, cost) for cost in COSTS]
-            draw(results, SEARCHES, panels, (9.3, 4.2), share=True).savefig(FOLDER / f"{name}.png")
+            figure = draw(results, SEARCHES, [("", setting, cost) for cost in COSTS], 4.2, share=True)
+            figure.axes[0].set_ylim(top=min(1.05, figure.axes[0].get_ylim()[1]))
+            figure.savefig(FOLDER / f"{name}.png")
 
 
 if __name__ == "__main__":
