@@ -1,14 +1,12 @@
-"""Stage 3: Q-values on the trees (Eq. 7, Alg. 3). Standard library and filelock.
+"""Stage 3: Q-values on the trees (Eq. 7, Algorithm 3). Standard library and filelock.
 
     reads   RUN/trees.jsonl
-    writes  RUN/q_labels.jsonl: the same lines with `q_raw` (Eq. 7) and `q` (min-max normalised within the tree)
+    writes  RUN/q_labels.jsonl: the same lines with `q_raw` (Eq. 7) and `q` (min-max in the tree)
 
     python bellman.py --trees trees.jsonl --gamma 0.9 --target q --out q_labels.jsonl
 
-A node stands for the pair (s, a) of its parent's state and its own action, so its value is Q(s, a). Other process
-rewards for comparison (Sec. 5.2): `avg`, the mean of the final rewards below a node (Math-Shepherd's soft estimate),
-and `reward`, the final reward of the branch that made the node (the root has the lowest). All three are normalised
-alike, the root included; a tree whose values are all equal ranks nothing and gets q = 0.
+A node stands for the pair (s, a) of its parent's state and its own action: its value is Q(s, a).
+All targets are normalised alike, the root included. If all values of a tree are equal, q is 0.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from qlass.records import read_jsonl, read_trees
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 
-# A tree is its list of nodes, parents before children; `children[i]` are the positions of node i's children.
+# A tree is the list of its nodes, parents before children. The targets give one value per node.
 
 
 def children_of(tree: list[dict]) -> list[list[int]]:
@@ -38,47 +36,48 @@ def children_of(tree: list[dict]) -> list[list[int]]:
 
 
 def q_values(tree: list[dict], gamma: float) -> list[float]:
-    """Eq. (7): Q(s, a) = r + gamma max_a' Q(s', a'); a leaf keeps its reward. One value a node."""
+    """Eq. (7): Q(s, a) = r + gamma max_a' Q(s', a'). A leaf keeps its reward."""
+    children = children_of(tree)
     q = [node["reward"] for node in tree]
-    for i, children in reversed(list(enumerate(children_of(tree)))):  # Alg. 3: from the leaves to the root
-        if children:
-            q[i] += gamma * max(q[child] for child in children)
+    for i in reversed(range(len(tree))):  # Algorithm 3: from the leaves to the root
+        if children[i]:
+            q[i] += gamma * max(q[child] for child in children[i])
     return q
 
 
-def average_rewards(tree: list[dict]) -> list[float]:
-    """The mean of the final rewards of all branches through a node."""
-    total, leaves = [node["reward"] for node in tree], [0] * len(tree)
-    for i, children in reversed(list(enumerate(children_of(tree)))):
-        leaves[i] = sum(leaves[child] for child in children) or 1
-        total[i] += sum(total[child] for child in children)
-    return [t / n for t, n in zip(total, leaves, strict=True)]
+def average_rewards(tree: list[dict], gamma: float) -> list[float]:
+    """The mean of the final rewards below a node (Math-Shepherd's soft estimate, Section 5.2)."""
+    children = children_of(tree)
+    total = [node["reward"] for node in tree]
+    leaves = [1] * len(tree)
+    for i in reversed(range(len(tree))):
+        if children[i]:
+            total[i] += sum(total[child] for child in children[i])
+            leaves[i] = sum(leaves[child] for child in children[i])
+    return [rewards / n for rewards, n in zip(total, leaves, strict=True)]
 
 
-def branch_rewards(tree: list[dict]) -> list[float]:
-    """The final reward of the branch that made the node; a branch without a new node has no entry."""
+def branch_rewards(tree: list[dict], gamma: float) -> list[float]:
+    """The final reward of the branch that made the node, 0 if the branch has no leaf of its own."""
     final = {node["branch"]: node["reward"] for node in tree if node["done"]}
     rewards = [final.get(node["branch"], 0.0) for node in tree[1:]]
-    return [min(rewards, default=0.0), *rewards]  # no branch made the root, so it must not set the scale
+    return [min(rewards, default=0.0), *rewards]  # no branch made the root: it sets no scale
 
 
 def min_max(values: list[float]) -> list[float]:
-    """Alg. 3, last lines: to [0, 1] within the tree; all 0 where all are equal."""
+    """The last lines of Algorithm 3: to [0, 1] within the tree; all 0 if all are equal."""
     low, high = min(values), max(values)
     return [(v - low) / (high - low) if high > low else 0.0 for v in values]
 
 
-TARGETS = {
-    "q": q_values,
-    "avg": lambda tree, gamma: average_rewards(tree),
-    "reward": lambda tree, gamma: branch_rewards(tree),
-}
+TARGETS = {"q": q_values, "avg": average_rewards, "reward": branch_rewards}
 NEEDS = {"reward": ["branch", "done"]}  # fields of a node that not every tree has
 
 
 def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
     raw = TARGETS[target](tree, gamma)
-    return [node | {"q_raw": r, "q": q} for node, r, q in zip(tree, raw, min_max(raw), strict=True)]
+    values = zip(tree, raw, min_max(raw), strict=True)
+    return [node | {"q_raw": value, "q": scaled} for node, value, scaled in values]
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -86,10 +85,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add = flags.add_argument
     add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/q_labels.jsonl")
-    add("--gamma", type=at_least(0, float, most=1), default=PAPER["gamma"], help="of Eq. (7) (default: %(default)s)")
-    add("--target", choices=TARGETS, default=PAPER["target"], help="process reward (default: %(default)s)")
-    for flag in ("--device", "--precision"):  # of the stage that makes missing trees
-        add(flag, help=argparse.SUPPRESS)
+    add("--gamma", type=at_least(0, float, most=1), default=PAPER["gamma"], help="of Eq. (7) (0.9)")
+    add("--target", choices=TARGETS, default=PAPER["target"], help="process reward (%(default)s)")
+    add("--device", help=argparse.SUPPRESS)  # of the stage that makes missing trees
+    add("--precision", help=argparse.SUPPRESS)
     if flags.parse_known_args(argv)[1]:  # the environment's flags, likewise
         import envs
 
@@ -101,31 +100,34 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
     args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
-    del args.precision  # the agent's, on which no label depends
     args.out = args.out or args.run / "q_labels.jsonl"
+    del args.precision  # the agent's, on which no label depends
     first = next(read_jsonl(args.out), None) if args.out.exists() else None
-    if first is not None and "q_raw" not in first:
+    if first and "q_raw" not in first:
         raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
-    figures: Counter[str] = Counter()
+    old = read_meta(args.out)["arguments"]
+    for name in PAPER:  # more trees only add labels; other settings would change those there
+        now = getattr(args, name)
+        if old.get(name, now) != now and not args.overwrite:
+            found = f"{args.out} has --{name} {old[name]}, not {now}"
+            raise UserError(f"{found}: --overwrite, or another --out")
+    count = Counter(trees=0, nodes=0, flat_trees=0)
 
     def labels() -> Iterator[dict]:
-        for tree in read_trees(args.trees, NEEDS.get(args.target, [])):  # one tree in memory at a time
+        for tree in read_trees(args.trees, NEEDS.get(args.target, [])):  # one in memory at a time
             nodes = label(tree, args.target, args.gamma)
-            figures.update(trees=1, nodes=len(nodes), flat_trees=len({node["q_raw"] for node in nodes}) == 1)
+            count.update(trees=1, nodes=len(nodes))
+            if all(node["q"] == 0 for node in nodes):
+                count["flat_trees"] += 1
             yield from nodes
-        if not figures:
+        if not count["trees"]:
             raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
 
-    begun = read_meta(args.out)["arguments"]
-    for name in PAPER:  # more trees only add labels; another gamma or target would change those there
-        now = vars(args)[name]
-        if begun.get(name, now) != now and not args.overwrite:
-            raise UserError(f"{args.out} has --{name} {begun[name]}, not {now}: --overwrite, or another --out")
     with locked(args.out):
         write_jsonl(args.out, labels())
-        write_meta(args.out, vars(args), [args.trees], **figures, seconds=time.time() - started)
-    counts = f"{figures['nodes']} nodes of {figures['trees']} trees, {figures['flat_trees']} of them"
-    print(f"{args.out}: {counts} with all values equal (q = 0)")
+        write_meta(args.out, vars(args), [args.trees], **count, seconds=time.time() - started)
+    flat = f"{count['flat_trees']} of them with all values equal (q = 0)"
+    print(f"{args.out}: {count['nodes']} nodes of {count['trees']} trees, {flat}")
 
 
 if __name__ == "__main__":

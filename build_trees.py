@@ -1,17 +1,19 @@
-"""Stage 2: exploration trees (Sec. 4.2, Alg. 2).
+"""Stage 2: exploration trees (Section 4.2, Algorithm 2).
 
-    reads   RUN/sft/ (the behaviour-cloned agent)
-    writes  RUN/trees.jsonl: one node per line, a tree's lines together, the root first
+    reads   RUN/sft/          the behaviour-cloned agent, and the demonstrations it was cloned from
+    writes  RUN/trees.jsonl   one node per line, the root of each tree first
 
     python build_trees.py --env webshop --depth 3 --width 3
 
-For each training task the agent plays trajectories from the root, then from the nodes of branches that scored, until
-every node up to depth D has W children. A state is the path from the root, so no text is stored twice. A stopped run
-resumes with the first tree that is not complete.
+For each training task the agent plays trajectories from the root, then from the nodes of branches
+that scored, until every node up to depth D has W children. The same command resumes a stopped run.
 
-Where Alg. 2 leaves a choice: the popped node belongs to its new branch (else it would never reach width W); an action
-equal to an existing child's is that child, so that only what differs becomes new nodes; a node is expanded at most
-W + RETRIES times, a tree at most --rollouts times (without this bound up to W^(D+1), 19,683 with ALFWorld's depth).
+Where the paper leaves a choice:
+- The expanded node joins its new branch in the queue. Otherwise no node would get W children.
+- Two actions that the environment executes alike are one child. If all draws repeat old children,
+  the rollout follows one of them. A node gets at most W + RETRIES rollouts.
+- A tree gets at most --rollouts trajectories, half of them before the demonstration. Without a
+  bound it could take W^(D+1): 19,683 with ALFWorld's depth.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,265 +36,284 @@ from qlass.files import SAMPLING_FREE, Output, cloned_from
 from qlass.flags import add_sampling, load_agent
 from qlass.records import actions_by_task, complete_trees
 
-# D is each environment's `tree_depth` (App. A.2: 3 WebShop, 6 ScienceWorld, 8 ALFWorld); W and the bound are ours.
+# D is each environment's `tree_depth` (Appendix A.2). The paper does not say W and the bound.
 DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
-RETRIES = 2  # further draws and further rollouts for a node whose new child turned out to be an old one
+RETRIES = 2  # extra draws, and extra rollouts, for a node whose new child turned out an old one
 
-
-# -------------------------------------------------------------------------------------------------------- Algorithm 2
+# --------------------------------------------------------------------------------------- the tree
 
 
 @dataclass(eq=False)
 class Node:
-    """N of Alg. 2: the action N.a, the state N.s that it led to, its depth N.t, its children N.C."""
+    """N of Algorithm 2: an action, the state that it led to, and its children."""
 
     state: State
     observation: str
-    snapshot: Any
-    t: int = 0
+    snapshot: Any  # of the environment in this state
+    depth: int = 0
     parent: Node | None = None
     action: str | None = None
     reward: float = 0.0
     done: bool = False
-    cut: bool = False  # by the agent's step limit, and so done
+    cut: bool = False  # done by the agent's step limit, not by the environment
     source: str = "root"  # who acted first: "policy" or "expert"
-    branch: int = 0  # the trajectory that made the node
-    expert: bool = False  # on the expert's way, whoever came there first
-    rollouts: int = 0
-    children: dict[str, Node] = field(default_factory=dict)  # by parse_action
+    branch: int = 0  # number of the trajectory that created the node
+    expert: bool = False  # the demonstration passes here
+    rollouts: int = 0  # trajectories of the agent that started here
+    children: dict[str, Node] = field(default_factory=dict)  # by executable action
 
-    def walk(self) -> Iterator[Node]:
+    def subtree(self) -> Iterator[Node]:
         """This node and all below it, parents first."""
         stack = [self]
         while stack:
-            yield (node := stack.pop())
+            node = stack.pop()
+            yield node
             stack.extend(reversed(node.children.values()))
 
 
+# ------------------------------------------------------------------------------------ Algorithm 2
+
+
 @dataclass
-class Tree:
-    """What the parts of Alg. 2 share: the tree's environment and task, its limits, and how far it has grown."""
+class Explorer:
+    """Grows the tree of one task. Its generators yield `Sample` requests and get candidates."""
 
     env: envs.TextEnv
     task_id: str
     rendering: Rendering
-    depth: int  # D
+    max_depth: int  # D
     width: int = DEFAULTS["width"]  # W
-    steps: float = math.inf  # limit of the agent's trajectories; a demonstration has the environment's own
+    max_rollouts: float = math.inf
+    max_steps: float = math.inf  # of the agent's trajectories; a demonstration may be longer
     prune: str = "branch"
-    branches: int = 0  # trajectories so far, the demonstration too
+    branches: int = 0  # trajectories so far, the demonstration included
 
-    def __post_init__(self) -> None:  # the agent explores nothing beyond its own step limit
-        self.depth = min(self.depth, self.steps - 1)
+    def explore(self, demonstrations: dict[str, list[str]] | None = None) -> Generator:
+        """Algorithm 2. Returns the root.
 
+        demonstrations: the actions of tau_0 by task id or by first observation; the environment's
+        expert plays other tasks. None: no expert branch (lines 11 to 13).
+        """
+        observation, info = self.env.reset(options={"task_id": self.task_id})
+        state = State.first(self.env, observation, info)
+        root = Node(state, observation, self.env.snapshot())  # lines 1-2
+        queue = deque([root])  # line 3
+        bound = self.max_rollouts if demonstrations is None else self.max_rollouts / 2
+        yield from self.process_queue(queue, bound)  # lines 4-10
+        if demonstrations is not None:
+            actions = demonstrations.get(self.task_id) or demonstrations.get(observation.strip())
+            branch = self.replay(root, actions)  # line 11
+            # In front of the queue: at its end, the bound would never let them come up.
+            queue.extendleft(reversed(branch))  # line 12
+            # The demonstration is a branch, but no rollout.
+            yield from self.process_queue(queue, self.max_rollouts + 1)  # line 13
+        self.env.close()
+        return root
 
-def exploration_tree(tree: Tree, bound: float = math.inf, expert: dict | None = None) -> Generator:
-    """Alg. 2. Yields Sample requests, returns the root U.
+    def process_queue(self, queue: deque[Node], bound: float) -> Generator:
+        """ProcessExpansionQueue, until the tree has `bound` branches."""
+        while queue and self.branches < bound:  # line 4
+            node = queue.popleft()  # line 5: first in, first out
+            if self.may_expand(node):  # line 6
+                branch = yield from self.rollout(node)  # lines 7-8
+                if branch[-1].reward == 0:  # line 9: stop expansion
+                    branch = branch[:2] if self.prune == "tail" else []
+                queue.extend(branch)  # line 10
 
-    bound: rollouts at most. expert: demonstrations (the actions of tau_0, by task or by first observation), of other
-    tasks the environment's expert plays; None: no expert branch, and no second pass.
-    """
-    observation, info = tree.env.reset(options={"task_id": tree.task_id})
-    root = Node(State.first(tree.env, observation, info), observation, tree.env.snapshot())  # lines 1-2
-    queue = deque([root])  # line 3
-    yield from process_queue(tree, queue, bound if expert is None else bound / 2)  # lines 4-10
-    if expert is not None:  # the bound leaves as much for the second pass
-        branch = replay(tree, root, expert.get(tree.task_id) or expert.get(observation.strip()))  # line 11
-        # In front of the queue: at its end, the bound on rollouts would never let them come up.
-        queue.extendleft(node for node in reversed(branch) if node.t <= tree.depth and not node.done)  # line 12
-        yield from process_queue(tree, queue, bound + 1)  # line 13; the expert branch was no rollout
-    tree.env.close()
-    return root
+    def may_expand(self, node: Node) -> bool:
+        """Line 6, and whether the agent may act here and has not too often found no new child."""
+        if node.done or node.depth > self.max_depth or node.depth >= self.max_steps:
+            return False
+        return len(node.children) < self.width and node.rollouts < self.width + RETRIES
 
+    def rollout(self, node: Node) -> Generator:
+        """The agent plays from a node to the end of the episode. Returns the branch, node first."""
+        self.branches += 1
+        node.rollouts += 1
+        branch = [node]
+        draws = 1 + RETRIES  # the first action is to be a new child
+        while not node.done and node.depth < self.max_steps:
+            self.env.restore(node.snapshot)
+            noise = (self.task_id, self.branches, node.depth)
+            candidates = yield ask(self.env, node.state, draws, noise, self.rendering)
+            actions = [candidate.text for candidate in candidates]
+            new = [action for action in actions if parse_action(action) not in node.children]
+            node = self.step(node, new[0] if new else actions[0], "policy")
+            branch.append(node)
+            draws = 1
+        return branch
 
-def process_queue(tree: Tree, queue: deque[Node], bound: float) -> Generator:
-    """ProcessExpansionQueue: Alg. 2, lines 4-10."""
-    while queue and tree.branches < bound:  # line 4
-        node = queue.popleft()  # line 5: first in, first out
-        if node.t <= tree.depth and len(node.children) < tree.width and node.rollouts < tree.width + RETRIES:  # line 6
-            node.rollouts += 1
-            branch = yield from rollout(tree, node)  # lines 7-8
-            if branch[-1].reward == 0:  # line 9: stop expansion
-                branch = branch[:2] if tree.prune == "tail" else []
-            queue.extend(n for n in branch if n.t <= tree.depth and not n.done)  # line 10
+    def replay(self, root: Node, actions: Sequence[str] | None) -> list[Node]:
+        """tau_0, merged into the tree at its root. None: the environment's expert plays."""
+        self.branches += 1
+        limit = self.env.max_steps
+        if actions and isinstance(limit, int):  # it may be longer than the agent's episodes
+            self.env.max_steps = max(limit, len(actions))
+        self.env.reset(options={"task_id": self.task_id})
+        expert = (react(thought, move) for thought, move in self.env.expert(self.task_id))
+        node = root
+        branch = [root]
+        for action in actions or expert:
+            if node.cut:  # the demonstration goes on where the agent had to stop
+                node.reward, node.done, node.cut = 0.0, False, False
+            node = self.step(node, action, "expert")
+            node.expert = True
+            self.env.restore(node.snapshot)
+            branch.append(node)
+            if node.done and not node.cut:
+                break
+        self.env.max_steps = limit
+        return branch
 
-
-def rollout(tree: Tree, node: Node) -> Generator:
-    """A trajectory of the agent from N.s, as the branch of nodes from N to its leaf."""
-    tree.branches += 1
-    branch = [node]
-    while not (node.done or node.t == tree.steps):  # a demonstration may have gone on beyond the limit
-        tree.env.restore(node.snapshot)
-        first = len(branch) == 1  # here a new child is wanted; from there on the agent plays as it would
-        key = (tree.task_id, tree.branches, node.t)  # of the noise
-        drawn = yield ask(tree.env, node.state, 1 + RETRIES * first, key, tree.rendering)
-        actions = [candidate.text for candidate in drawn]
-        new = [action for action in actions if parse_action(action) not in node.children]
-        node = step(tree, node, new[0] if first and new else actions[0], "policy")
-        branch.append(node)
-    return branch
-
-
-def replay(tree: Tree, root: Node, actions: Sequence[str] | None) -> list[Node]:
-    """tau_0, merged at the root: a demonstration, to its end. None: the environment's expert plays, to its limit."""
-    tree.branches += 1
-    limit = tree.env.max_steps
-    longer = isinstance(limit, int) and len(actions or ()) > limit  # than the agent's episodes
-    if longer:
-        tree.env.max_steps = len(actions)
-    tree.env.reset(options={"task_id": tree.task_id})
-    branch = [root]
-    played = (react(thought, action) for thought, action in tree.env.expert(tree.task_id))
-    for action in actions or played:
-        node = step(tree, branch[-1], action, "expert")
-        node.expert = True
-        tree.env.restore(node.snapshot)
-        branch.append(node)
-        if node.done and not node.cut:
-            break
-    if longer:
-        tree.env.max_steps = limit
-    for node in branch[:-1]:  # beyond the agent's limit the demonstration went on: these are no leaves
-        if node.cut:
-            node.reward, node.done, node.cut = 0.0, False, False
-    return branch
-
-
-def step(tree: Tree, node: Node, action: str, source: str) -> Node:
-    """The child of a node, where the environment stands, by this action: the one that is there, or a new one."""
-    key = parse_action(action)
-    if key not in node.children:
-        observation, reward, terminated, truncated, _ = tree.env.step(key)
-        observation = tree.env.message(observation)
-        child = Node(
-            node.state.then(action, observation), observation, tree.env.snapshot(), node.t + 1, node, action,
-            float(reward), terminated or truncated, source=source, branch=tree.branches,
-        )  # fmt: skip
-        if source == "policy" and child.t == tree.steps and not child.done:
-            child.reward, child.done, child.cut = tree.env.reward_if_cut(), True, True
-        node.children[key] = child
-    return node.children[key]
-
-
-# ------------------------------------------------------------------------------------------------------------ the file
-
-
-def tree_lines(tree: Tree, chat: Chat, bound: float, expert: dict | None) -> Generator:
-    """A task's tree as lines of trees.jsonl. With --truncate the root counts the prompts without their oldest turns."""
-    root = yield from exploration_tree(tree, bound, expert)
-    records = tree_records(tree.env, tree.task_id, root)
-    if chat.rendering.truncate:
-        read = [n for n in root.walk() if any(child.source == "policy" for child in n.children.values())]
-        records[0]["cut_prompts"] = sum(chat.is_cut(n.state) for n in read)
-    return records
+    def step(self, node: Node, action: str, source: str) -> Node:
+        """The child that an action leads to from this node, where the environment stands."""
+        command = parse_action(action)
+        if command in node.children:
+            return node.children[command]
+        observation, reward, terminated, truncated, _ = self.env.step(command)
+        observation = self.env.message(observation)
+        state = node.state.then(action, observation)
+        child = Node(state, observation, self.env.snapshot(), node.depth + 1, node, action)
+        child.reward, child.done = float(reward), terminated or truncated
+        child.source, child.branch = source, self.branches
+        if source == "policy" and child.depth == self.max_steps and not child.done:
+            child.reward, child.done, child.cut = self.env.reward_if_cut(), True, True
+        node.children[command] = child
+        return child
 
 
-WRITTEN = ("action", "observation", "reward", "done", "source", "branch", "expert")  # of a node
+# --------------------------------------------------------------------------------------- the file
+
+SAVED = ("depth", "action", "observation", "reward", "done", "source", "branch", "expert")
 
 
 def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
-    """A tree as lines of trees.jsonl, parents before children; the root carries the prompt and the number of nodes."""
-    nodes = list(root.walk())
+    """A tree as lines of trees.jsonl. The root has the prompt and the number of nodes."""
+    nodes = list(root.subtree())
     number = {id(node): i for i, node in enumerate(nodes)}
     records = []
-    for i, node in enumerate(nodes):
-        parent = number[id(node.parent)] if node.parent else None
-        place = {"task_id": task_id, "node_id": i, "parent_id": parent, "depth": node.t}
-        records.append(place | {name: getattr(node, name) for name in WRITTEN})
-    records[0] |= {"env": env.name, "task": root.state.task, "messages": root.state.dump(), "nodes": len(nodes)}
+    for node in nodes:
+        parent_id = number[id(node.parent)] if node.parent else None
+        record = {"task_id": task_id, "node_id": number[id(node)], "parent_id": parent_id}
+        records.append(record | {name: getattr(node, name) for name in SAVED})
+    records[0] |= {"env": env.name, "task": root.state.task}
+    records[0] |= {"messages": root.state.dump(), "nodes": len(nodes)}
     return records
 
 
-def figures_of(records: list[dict], recorded: dict[str, float]) -> dict[str, Any]:
-    """For the metadata: trees, nodes, the agent's leaves and their mean reward, demonstrations, and those that failed:
-    they earned nothing, or another reward than is `recorded` of them, by task or by first observation."""
-    roots = {r["task_id"]: r for r in records if r["parent_id"] is None}
-    leaves = [r["reward"] for r in records if r["done"] and r["source"] == "policy"]
-    ends = {r["task_id"]: r["reward"] for r in records if r["expert"]}  # of each demonstration its last node
+def count_cut_prompts(root: Node, chat: Chat) -> int:
+    """The prompts that lost their oldest turns to --truncate."""
+    read = {id(node.parent) for node in root.subtree() if node.source == "policy"}
+    return len([n for n in root.subtree() if id(n) in read and chat.is_cut(n.state)])
+
+
+def metrics(records: list[dict], recorded: dict[str, float]) -> dict[str, Any]:
+    """For the metadata. Demonstrations failed if they earned nothing, or not what is `recorded`."""
+    roots = {node["task_id"]: node for node in records if node["parent_id"] is None}
+    rewards = [node["reward"] for node in records if node["done"] and node["source"] == "policy"]
+    demonstrations = {node["task_id"]: node["reward"] for node in records if node["expert"]}
     failed = 0
-    for task, reward in ends.items():
-        expected = recorded.get(task, recorded.get(roots[task]["observation"].strip(), reward))
-        failed += not reward or abs(expected - reward) > 1e-3
-    mean = sum(leaves) / max(1, len(leaves))
-    figures = {"trees": len(roots), "nodes": len(records), "leaves": len(leaves), "mean_leaf_reward": mean}
-    return figures | {"demonstrations": len(ends), "failed_demonstrations": failed}
+    for task_id, reward in demonstrations.items():  # the reward of its last node
+        observation = roots[task_id]["observation"].strip()
+        expected = recorded.get(task_id, recorded.get(observation, reward))
+        if reward == 0 or abs(expected - reward) > 1e-3:
+            failed += 1
+    return {
+        "trees": len(roots),
+        "nodes": len(records),
+        "leaves": len(rewards),
+        "mean_leaf_reward": sum(rewards) / max(1, len(rewards)),
+        "demonstrations": len(demonstrations),
+        "failed_demonstrations": failed,
+    }
 
 
-# --------------------------------------------------------------------------------------------------------------- main
-
-
-def tell_matches(env: envs.TextEnv, tasks: list[str], expert: dict[str, list[str]], file: Path, named: bool) -> None:
-    """Say for how many of the tasks a file has demonstrations; UserError if for none and it was named."""
-    begins = {task: env.reset(options={"task_id": task})[0].strip() for task in tasks if task not in expert}
-    matches = sum(begins.get(task, task) in expert for task in tasks)
-    if named and not matches:
-        raise UserError(f"{file}: none of its {len(expert)} demonstrations is of a task here: --no-expert does without")
-    print(f"{file}: demonstrations of {matches} of {len(tasks)} tasks; the environment's expert plays any others")
+# ------------------------------------------------------------------------------------------- main
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = parser(__doc__, epilog="App. A.2: D = 3 on WebShop.")
+    flags = parser(__doc__)
     envs.add_arguments(flags, argv)
     add = flags.add_argument
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--out", type=Path, help="default: RUN/trees.jsonl")
-    add("--depth", type=at_least(0), help="D (default: 3 WebShop, 6 ScienceWorld, 8 ALFWorld and FrozenLake)")
-    add("--width", type=at_least(1), default=DEFAULTS["width"], help="W (default: %(default)s)")
-    add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help="trajectories a tree at most (24; 0: any)")
-    add("--steps", type=at_least(1), help="step limit of the agent (default: the environment's own for trees)")
-    add("--limit", type=at_least(0), default=DEFAULTS["limit"], help="training tasks (default: %(default)s; 0: all)")
-    add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
-    add("--expert", type=Path, help="demonstrations for the expert branch (default: those the agent was cloned from)")
+    add("--depth", type=at_least(0), help="D (3 WebShop, 6 ScienceWorld, 8 ALFWorld, FrozenLake)")
+    add("--width", type=at_least(1), default=DEFAULTS["width"], help="W (%(default)s)")
+    add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help="at most (24; 0: any)")
+    add("--steps", type=at_least(1), help="step limit of the agent (default: the environment's)")
+    add("--limit", type=at_least(0), default=DEFAULTS["limit"], help="tasks (250; 0: all)")
+    add("--temperature", type=at_least(0, float), help="default: the checkpoint's (0.7; tiny: 1)")
+    add("--expert", type=Path, help="demonstrations (default: those the agent was cloned from)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
-    line_9 = "a branch without reward queues nothing (branch, line 9), or the expanded node and its first (tail)"
+    line_9 = "a branch without reward queues nothing, or (tail) the expanded node and its child"
     add("--prune", choices=["branch", "tail"], default="branch", help=line_9)
     add("--device")
     add_sampling(flags)
     return parse(flags, argv)
 
 
+def read_demonstrations(args: argparse.Namespace, env: envs.TextEnv, tasks: list[str]) -> tuple:
+    """Their file, their actions and their rewards, by task id or by first observation."""
+    file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
+    if args.no_expert:
+        return file, None, {}
+    if file is None:
+        return file, {}, {}
+    actions, rewards = actions_by_task(file, env, most)
+    # The agent's own demonstrations are mostly of other training tasks, which is not worth a line.
+    if args.expert or not actions.keys() & set(env.task_ids("train")):
+        others = [task for task in tasks if task not in actions]
+        begins = [env.reset(options={"task_id": task})[0].strip() for task in others]
+        found = len(tasks) - len([begin for begin in begins if begin not in actions])
+        if args.expert and not found:
+            mistake = f"none of its {len(actions)} demonstrations is of a task here"
+            raise UserError(f"{file}: {mistake}: --no-expert does without")
+        print(f"{file}: demonstrations of {found} of {len(tasks)} tasks; the expert plays others")
+    return file, actions, rewards
+
+
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
-    args.depth = env.tree_depth if args.depth is None else args.depth
     args.sft = needed(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
-    steps = args.steps or env.tree_steps
-    if isinstance(env.max_steps, int):  # else there is no limit, or each task has its own
-        steps = min(steps, env.max_steps)
+    args.depth = env.tree_depth if args.depth is None else args.depth
+    longest = env.max_steps if isinstance(env.max_steps, int) else math.inf  # of the episodes
+    steps = min(args.steps or env.tree_steps, longest)
     if args.steps and steps < args.steps:
         print(f"--steps {args.steps}: episodes end after {steps} here (--env-option max_steps=N)")
-    settings = {"depth": args.depth, "width": args.width, "steps": steps, "prune": args.prune}
-
-    # From the far end of the training list: where there are more tasks than demonstrations, the agent gets new ones.
+    # From the far end of the list, where the agent has seen the fewest demonstrations.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
-    file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
-    expert, rewards = actions_by_task(file, env, most) if file and not args.no_expert else ({}, {})
-    by_id = expert.keys() & set(env.task_ids("train"))  # an agent's own demonstrations are mostly of other tasks
-    if file and not args.no_expert and (args.expert or not by_id):
-        tell_matches(env, tasks, expert, file, bool(args.expert))
-    args.expert = file
+    args.expert, demonstrations, rewards = read_demonstrations(args, env, tasks)
 
-    trees = Output(args.out, vars(args), complete_trees, [args.sft, file], SAMPLING_FREE, lambda node: node["task_id"])
-    finished = {record["task_id"] for record in trees.records}
-    share = my_share(tasks)
+    task_of, inputs = itemgetter("task_id"), [args.sft, args.expert]
+    trees = Output(args.out, vars(args), complete_trees, inputs, SAMPLING_FREE, task_of)
+    share, finished = my_share(tasks), set(map(task_of, trees.records))
     todo = [task_id for task_id in share if task_id not in finished]
-    tokens = None  # what another process or an earlier call computed, before a stop, is not known
+    tokens = None  # unknown if an earlier call or another process made some of the trees
     if todo:
-        policy = load_agent(args, env)
-        explored = (Tree(env.fork(), task_id, policy.chat.rendering, **settings) for task_id in todo)
-        demonstrated = None if args.no_expert else expert
-        growing = (tree_lines(tree, policy.chat, args.rollouts or math.inf, demonstrated) for tree in explored)
-        grown = drive(growing, {Sample: policy.sample}, args.in_flight or env.side_by_side)
-        trees.grow(grown, "trees", len(share), len(share) - len(todo))
-        tokens = policy.computed if len(todo) == len(tasks) else None
-    figures = figures_of(trees.records, rewards)
-    rank = {task: n for n, task in enumerate(tasks)}
-    trees.finish(lambda record: rank.get(record["task_id"], len(rank)), **figures, tokens=tokens)
-    leaves = f"mean reward of the agent's {figures['leaves']} leaves {figures['mean_leaf_reward']:.3f}"
-    print(f"{trees.path}: {figures['trees']} trees, {figures['nodes']} nodes, {leaves}")
-    if failed := figures["failed_demonstrations"]:
-        print(f"{failed} demonstrations earned nothing here, or another reward than recorded: are they of these tasks?")
+        agent = load_agent(args, env)
+        settings = args.depth, args.width, args.rollouts or math.inf, steps, args.prune
+
+        def grow(task_id: str) -> Generator:
+            explorer = Explorer(env.fork(), task_id, agent.chat.rendering, *settings)
+            root = yield from explorer.explore(demonstrations)
+            records = tree_records(env, task_id, root)
+            if agent.chat.rendering.truncate:
+                records[0]["cut_prompts"] = count_cut_prompts(root, agent.chat)
+            return records
+
+        width = args.in_flight or env.side_by_side
+        groups = drive(map(grow, todo), {Sample: agent.sample}, width)
+        trees.grow(groups, "trees", len(share), len(share) - len(todo))
+        tokens = agent.computed if len(todo) == len(tasks) else None
+    place = {task_id: i for i, task_id in enumerate(tasks)}
+    found = metrics(trees.records, rewards)
+    trees.finish(lambda node: place.get(node["task_id"], len(place)), **found, tokens=tokens)
+    mean = f"mean reward {found['mean_leaf_reward']:.3f} of {found['leaves']} leaves of the agent"
+    print(f"{trees.path}: {found['trees']} trees, {found['nodes']} nodes, {mean}")
+    if failed := found["failed_demonstrations"]:
+        print(f"{failed} demonstrations earned nothing, or not what is recorded: of these tasks?")
 
 
 if __name__ == "__main__":

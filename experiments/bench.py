@@ -31,7 +31,7 @@ import torch
 
 import envs
 from bellman import label
-from build_trees import Tree, exploration_tree, tree_records
+from build_trees import Explorer, tree_records
 from environments.alfworld.games import load
 from environments.alfworld.textworld import TextWorldGame
 from qlass import UserError
@@ -82,9 +82,9 @@ def grow(env: envs.TextEnv, tasks: list[str], policy: Policy, width: int = 64) -
     """The trees of these tasks, `width` of them side by side, as lines of trees.jsonl."""
 
     def lines_of(task: str) -> Iterator:
-        tree = Tree(env.fork(), task, policy.chat.rendering, depth=3)
-        root = yield from exploration_tree(tree, bound=6, expert={})
-        return tree_records(tree.env, task, root)
+        explorer = Explorer(env.fork(), task, policy.chat.rendering, max_depth=3, max_rollouts=6)
+        root = yield from explorer.explore({})
+        return tree_records(env, task, root)
 
     return list(drive(map(lines_of, tasks), {Sample: policy.sample}, width, in_order=True))
 

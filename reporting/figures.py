@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -21,19 +20,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from qlass.files import meta_path, read_meta
-from reporting.results import Group, ancestors, inputs_of
+from reporting.results import Group
 from reporting.stats import Estimate
 
 INK = "#2b2d31"  # stands for the page's text colour
 GREY = "#8c8c8c"
 COLOURS = {"qlass": "#0072b2", "best_of_n": "#d55e00", "likeliest": "#e69f00", "greedy": GREY, "sample": GREY}
 ORACLE, OTHER = "#cc79a7", "#009e73"  # methods that look at the true reward; those that search differently
-SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 MARKERS = "osD^vPX"
 COSTS = {"total": "tokens a task", "env_steps": "environment steps a task"}
-TASKS = (100, 1_000, 10_000)  # played by an agent, of the frontier
-UPDATE = 3  # passes of an update: a backward pass costs two
 STYLE = {
     **{f"{part}.color": INK for part in ("text", "xtick", "ytick")},
     **{f"axes.{part}color": INK for part in ("edge", "label")},
@@ -44,6 +39,22 @@ STYLE = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "qlass",  # the same figure, the same bytes
 }
+
+
+def draw(groups: Sequence[Group], out: Path) -> dict[str, dict[str, str]]:
+    """{figure: {environment: SVG}} of each figure that has something to show, and as PNG beside the page."""
+    from experiments.frontier import frontier  # which compares learners, and draws with what is here
+
+    pictures: dict[str, dict[str, str]] = {}
+    for plot in (tokens, labels, frontier):
+        pictures[plot.__name__] = {}
+        for env in dict.fromkeys(group.condition.env for group in groups):
+            figure = plot([group for group in groups if group.condition.env == env])
+            part = re.sub(r"[^\w-]+", "_", env)  # of a file's name, whatever a result file calls its environment
+            if figure:
+                path = out.with_name(f"{out.stem}_{plot.__name__}_{part}.png")
+                pictures[plot.__name__][env] = save(figure, path)
+    return pictures
 
 
 def save(figure: Figure, path: Path) -> str:
@@ -133,63 +144,3 @@ def labels(groups: Sequence[Group]) -> Figure | None:
     axes.invert_yaxis()
     axes.set_xlabel("mean reward, 95 % interval")
     return figure
-
-
-@mpl.rc_context(STYLE)
-def frontier(groups: Sequence[Group]) -> Figure | None:
-    """Train or search: mean reward against the tokens of training and of playing 100, 1,000 and 10,000 tasks.
-
-    A line an agent, from greedy over QLASS with more and more candidates, and a dotted one over best-of-N by QNet;
-    hollow where QNet is of the cloned agent's trees ("old QNet" in the label). Cloning is not counted: all agents begin
-    with it. None where no agent was trained after it.
-    """
-    cost = {id(group): training_tokens(group) for group in groups}
-    groups = [group for group in groups if not math.isnan(cost[id(group)])]
-    starts = {group.condition.label: group for group in groups if group.condition.method == "greedy"}
-    lines: dict[tuple[str, str, str], list[Group]] = {(label, label, "-"): [start] for label, start in starts.items()}
-    for group in groups:
-        condition = group.condition
-        agent = condition.label.removesuffix("old QNet").removesuffix("own QNet").rstrip(", ")
-        searched = condition.method == "qlass" and (condition.N or 1) == 1
-        if agent in starts and (searched or (condition.method == "best_of_n" and condition.select == "q")):
-            key = agent, condition.label, "-" if searched else ":"
-            lines.setdefault(key, [starts[agent]]).append(group)
-    if not any(len(line) > 1 for line in lines.values()) or not any(cost[id(g)] for g in starts.values()):
-        return None
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    for axes, tasks in zip(figure.subplots(1, len(TASKS), sharey=True), TASKS, strict=True):
-        for (agent, label, style), line in lines.items():
-            i = list(starts).index(agent)
-            x = [(cost[id(group)] + tasks * group.mean("total")) / 1e6 for group in line]
-            look = {"color": SERIES[i % len(SERIES)], "marker": MARKERS[i % len(MARKERS)], "linestyle": style}
-            look |= {"markerfacecolor": "white"} if label.endswith("old QNet") else {}
-            name = (agent or "cloned") if (label, style) == (agent, "-") else None
-            curve(axes, x, [group.reward for group in line], label=name, linewidth=0.8, **look)
-        axes.set_title(f"{tasks:,} tasks", loc="left", fontsize=10)
-        log_axis(axes, "million tokens in all")
-    figure.axes[0].set_ylabel("mean reward")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return figure
-
-
-def training_tokens(group: Group) -> float:
-    """What was spent on the agent after cloning, and on QNet and its trees where Q is asked for (NaN: unknown)."""
-    files = group.episodes["file"].unique()  # a file a seed
-    origins = [ancestors(file, inputs_of(group.condition)) for file in files]
-    return sum(spent(of.split()[1], path) for paths in origins for path, of in paths.items()) / len(files)
-
-
-def spent(kind: str, path: Path) -> float:
-    """What an agent, a QNet or a file cost, without what it was made from."""
-    meta = read_meta(path)
-    if not meta_path(path).exists():  # from elsewhere: an agent and demonstrations are what all begin with
-        return 0.0 if kind in ("sft", "expert") else math.nan
-    if kind == "sft" and "last" in meta:  # of a learner: its last line
-        return meta["passes"] * meta["last"]["tokens"] + meta["last"].get("played", 0)
-    tokens = meta.get("tokens", 0)
-    if tokens is None:  # of trees that were resumed
-        return math.nan
-    if kind == "sft":  # cloned: at first, or again from what self_train kept
-        expert = next(iter(ancestors(path, ["expert"])), Path("-"))
-        return UPDATE * tokens if "kept" in read_meta(expert) else 0.0
-    return UPDATE * tokens if kind == "qnet" else tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -17,7 +17,14 @@ import pandas as pd
 
 from qlass.chat import parse_action
 from qlass.records import read_trees
+from reporting import tables
+from reporting.results import Group
 
+TITLES = {
+    "tokens": "Reward against tokens and environment steps (Fig. 3)",
+    "labels": "Labels compared (Fig. 4)",
+    "frontier": "Train or search: reward against all tokens",
+}
 FIELDS = ("observation", "reward", "done", "source", "branch", "expert", "q", "q_raw")  # of a node, for the viewer
 
 
@@ -27,6 +34,21 @@ def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
     items = (f"<li><code>{escape(str(path))}</code></li>" for path in inputs)
     parts = {"sections": "".join(sections), "trees": trees, "inputs": "".join(items)}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def sections(groups: Sequence[Group], pictures: dict[str, dict[str, str]]) -> list[str]:
+    """The first figure, the tables, the other figures; pictures: {figure: {environment: SVG}}."""
+    rows = tables.headline(groups)
+    everything = fold("All results", table(tables.results_table(groups)))
+    results = [table(tables.results_table(rows)[tables.SHORT]), note(tables.ROWS_NOTE), everything]
+    everything = fold("All paired differences in reward", table(tables.differences_table(groups)))
+    differences = [table(tables.differences_table(rows)), note(tables.DIFFERENCES_NOTE), everything]
+    parts = [section("results", "Results", *results)]
+    parts += [section("differences", "Paired differences in reward", *differences)]
+    for name, title in TITLES.items():
+        drawings = [figure(title, env, svg) for env, svg in pictures[name].items()]
+        parts.insert(0 if name == "tokens" else len(parts), section(name, title, *drawings))
+    return parts
 
 
 def section(name: str, title: str, *parts: str) -> str:

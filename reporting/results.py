@@ -63,8 +63,7 @@ class Condition:
         return f"{name} [{self.label}]" if self.label else name
 
     @property
-    def budget(self) -> str:
-        """ "M=4 N=2", without what is 1."""
+    def budget(self) -> str:  # without what is 1
         return " ".join(f"{k}={v}" for k, v in (("M", self.M), ("N", self.N)) if (v or 1) > 1)
 
     def __str__(self) -> str:
@@ -119,16 +118,16 @@ def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
 
 
 def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
-    """Read (label, file) pairs into one group a condition, in the order of the table.
+    """Read (label, file) pairs into one group per condition, in the order of the table.
 
-    UserError names file:line of a malformed line, both lines where two results claim the same method, task and seed
-    but differ, and two files whose results are not to be pooled.
+    UserError names malformed lines, two results of one method, task and seed that differ, and files not to be pooled.
     """
     rows = []
     for label, path in sources:
         if files.parts_of(path) or (files.meta_path(path).exists() and not files.is_complete(path)):
-            reason = "incomplete; short episodes end first, so its means are biased to them"
-            print(f"warning: {path}: {reason}", file=sys.stderr)
+            print(
+                f"warning: {path}: incomplete; its means are biased to short episodes, which end first", file=sys.stderr
+            )
         rows += [episode(record, label, path, line) for line, record in enumerate(records.read_results(path), 1)]
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")

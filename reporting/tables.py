@@ -13,6 +13,14 @@ from reporting.stats import paired, paired_difference
 
 SHORT = ["environment", "method", "reward [95 %]", "tasks", "seeds", "success", "tokens", "env steps"]
 HEADLINE = ("greedy", "sample", "best_of_n", "qlass")
+ROWS_NOTE = (
+    "Mean over tasks with its 95 % interval, of several seeds over seeds and tasks. “Oracle” marks a method that looks "
+    "at the true reward before it answers. Tokens a task are all: prompt computed, generated, scored by QNet."
+)
+DIFFERENCES_NOTE = (
+    "Differences are paired, over the tasks that both methods ran, and “undecided” where the interval covers 0. QLASS "
+    "meets the best-of-N nearest in tokens, and the one with as many samples. No correction for so many comparisons."
+)
 
 
 def number(value: float, digits: int = 0) -> str:
@@ -28,7 +36,7 @@ def headline(groups: Sequence[Group]) -> list[Group]:
         oracles = [g for g in here if g.condition.oracle and g.condition.method != "oracle"]
         rows += [g for g in here if g.condition.method in HEADLINE and not g.condition.oracle]
         rows += sorted(oracles, key=lambda group: group.reward.mean)[-1:]
-    return rows
+    return rows or list(groups)
 
 
 def names(group: Group) -> dict[str, str]:
@@ -37,16 +45,11 @@ def names(group: Group) -> dict[str, str]:
 
 def results_table(groups: Sequence[Group]) -> pd.DataFrame:
     return pd.DataFrame(
-        {
-            **names(group),
-            "reward [95 %]": f"{group.reward}",
-            "tasks": str(group.reward.n),
-            "seeds": str(group.episodes["seed"].nunique()),
-            "success": number(group.mean("success"), 3),
-            "generated tokens": number(group.mean("generated")),
-            "tokens": number(group.mean("total")),
-            "env steps": number(group.mean("env_steps"), 1),
-        }
+        names(group)
+        | {"reward [95 %]": f"{group.reward}", "tasks": str(group.reward.n)}
+        | {"seeds": str(group.episodes["seed"].nunique()), "success": number(group.mean("success"), 3)}
+        | {"generated tokens": number(group.mean("generated")), "tokens": number(group.mean("total"))}
+        | {"env steps": number(group.mean("env_steps"), 1)}
         for group in groups
     )
 
@@ -76,18 +79,22 @@ def differences_table(groups: Sequence[Group]) -> pd.DataFrame:
             verdict = "higher" if difference.mean > 0 else "lower"
             both, _ = paired(a.values("reward"), b.values("reward"))
             ours, theirs = (tokens.mean() for tokens in paired(a.values("total"), b.values("total")))
-            rows.append(
-                {
-                    **names(a),
-                    "minus": str(b.condition),
-                    "difference [95 %]": f"{difference:+}",
-                    "verdict": "undecided" if difference.covers_zero else verdict,
-                    "tasks": str(difference.n),
-                    "seeds": str(both.index.unique(level=1).size),
-                    "tokens (ratio)": f"{ours / theirs:.2f}" if theirs > 0 else "–",
-                }
-            )
+            row = names(a) | {"minus": str(b.condition), "difference [95 %]": f"{difference:+}"}
+            row |= {"verdict": "undecided" if difference.covers_zero else verdict, "tasks": str(difference.n)}
+            row |= {"seeds": str(both.index.unique(level=1).size)}
+            rows.append(row | {"tokens (ratio)": f"{ours / theirs:.2f}" if theirs > 0 else "–"})
     return pd.DataFrame(rows).drop_duplicates()
+
+
+def text(groups: Sequence[Group]) -> str:
+    """All tables as Markdown, those of the headline first."""
+    rows = headline(groups)
+    parts = [markdown(results_table(rows)[SHORT]), ROWS_NOTE, DIFFERENCES_NOTE]
+    parts += ["All results", markdown(results_table(groups))]
+    differences = differences_table(groups)
+    if len(differences):
+        parts += ["All paired differences in reward", markdown(differences)]
+    return "\n\n".join(parts) + "\n"
 
 
 def markdown(table: pd.DataFrame) -> str:

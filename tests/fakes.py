@@ -20,7 +20,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import envs
-from build_trees import Tree, exploration_tree
+from build_trees import Explorer
 from qlass.chat import Chat, Rendering, State, parse_action, react
 from qlass.driver import Candidate, Sample, Score
 
@@ -117,9 +117,9 @@ def best(node: Any, gamma: float = 1.0) -> float:
 
 
 def explore(env, task_id, rendering, depth, width, rollouts, with_expert, prune="branch", expert=None, steps=None):
-    """`exploration_tree` as build_trees.py calls it."""
-    tree = Tree(env, task_id, rendering, depth, width, steps or env.max_steps, prune)
-    return exploration_tree(tree, rollouts or math.inf, (expert or {}) if with_expert else None)
+    """Algorithm 2 as build_trees.py calls it; 0 rollouts are any."""
+    explorer = Explorer(env, task_id, rendering, depth, width, rollouts or math.inf, steps or env.max_steps, prune)
+    return explorer.explore((expert or {}) if with_expert else None)
 
 
 def run(generator: Generator, answer: Callable[[Any], Any]) -> tuple[Any, list]:

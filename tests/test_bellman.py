@@ -26,14 +26,6 @@ def label_file(trees: Path, out: Path, *flags: str) -> None:
     bellman.main(["--trees", str(trees), "--out", str(out), *flags])
 
 
-def test_it_replaces_labels_and_nothing_else(tmp_path):
-    trees = tmp_path / "trees.jsonl"
-    trees.write_text(dump(tree_by_hand()))
-    with pytest.raises(UserError, match="not labels that bellman"):
-        label_file(trees, trees)
-    assert trees.read_text() == dump(tree_by_hand())
-
-
 def tree_by_hand() -> list[dict]:
     """0 has the children 1 and 2; 1 has 3 and 4. Three branches: 1 3, then 2, then 4."""
     messages = [{"role": "user", "content": "go"}]
@@ -130,17 +122,17 @@ def test_the_order_of_the_lines_and_the_names_of_the_nodes_do_not_matter(tree, r
     assert {n["node_id"]: q for n, q in zip(shuffled, after, strict=True)} == before
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))
-def test_min_max_keeps_the_order_and_spans_the_unit_interval(raw):
-    scaled = bellman.min_max(raw)
-    if min(raw) == max(raw):
-        assert scaled == [0.0] * len(raw)
-    else:
-        assert (min(scaled), max(scaled)) == (0.0, 1.0)
-        assert all(a <= b for (_, a), (_, b) in zip(*[iter(sorted(zip(raw, scaled, strict=True)))] * 2, strict=False))
-
-
 # ------------------------------------------------------------------------------------------------------ the command
+
+
+def test_it_replaces_labels_and_nothing_else_and_leaves_nothing_half_done(tmp_path):
+    trees = tmp_path / "trees.jsonl"
+    trees.write_text(dump([*tree_by_hand(), *tree_by_hand()[:-1]]))
+    with pytest.raises(UserError, match="not labels that bellman"):
+        label_file(trees, trees)
+    with pytest.raises(UserError, match=r"trees\.jsonl.* has 4 of 5 nodes"):
+        label_file(trees, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists() and trees.read_text().startswith(dump(tree_by_hand()))
 
 
 def test_the_command_keeps_every_line_and_adds_q(tmp_path, capsys):
@@ -162,14 +154,6 @@ def test_the_command_keeps_every_line_and_adds_q(tmp_path, capsys):
     assert len(out.read_text().splitlines()) == 9
     with pytest.raises(UserError, match=r"has --gamma 0\.5, not 0\.9"):
         label_file(trees, out)
-
-
-def test_of_a_broken_tree_nothing_half_done_is_left(tmp_path):
-    trees = tmp_path / "trees.jsonl"
-    trees.write_text(dump([*tree_by_hand(), *tree_by_hand()[:-1]]))
-    with pytest.raises(UserError, match=r"trees\.jsonl.* has 4 of 5 nodes"):
-        label_file(trees, tmp_path / "out.jsonl")
-    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_the_standard_library_and_filelock_are_enough(tmp_path):

@@ -16,12 +16,14 @@ from qlass.records import actions_by_task
 FREE = Rendering(temperature=0.9)
 
 
-def grow(script, depth=1, width=2, rollouts=64, with_expert=False, world=WORLD, prune="branch", **options):
+def grow(script, depth=1, width=2, rollouts=64, with_expert=False, world=WORLD, prune="branch", expert=None,
+         steps=None, **options):  # fmt: skip
     """The tree's nodes as {path: (reward, source, branch)}, and the requests as (path, n)."""
     env = FakeEnv(world, **options)
     answer = script if callable(script) else Script(script)
-    root, asked = run(explore(env, "train0", FREE, depth, width, rollouts, with_expert, prune), answer)
-    nodes = {path_of(n.state): (n.reward, n.source, n.branch) for n in root.walk()}
+    tree = explore(env, "train0", FREE, depth, width, rollouts, with_expert or expert is not None, prune, expert, steps)
+    root, asked = run(tree, answer)
+    nodes = {path_of(n.state): (n.reward, n.source, n.branch) for n in root.subtree()}
     return nodes, [(path_of(r.state), r.n) for r in asked], root, env
 
 
@@ -86,37 +88,32 @@ def test_under_a_bound_the_experts_nodes_come_before_what_the_first_pass_left():
 @pytest.mark.parametrize("key", ["train0", "you stand at start"])
 def test_the_expert_branch_is_the_demonstration_where_there_is_one(key):
     known = {key: ["Thought: mine\nAction: left", "Action: right", "Action: left"], "other": ["Action: right"]}
-    env = FakeEnv()
-    tree = explore(env, "train0", FREE, 0, 1, 0, True, expert=known)
-    root, _ = run(tree, Script({(): "right", R: "left"}))
-    assert [path_of(n.state) for n in root.walk() if n.expert] == [L, LR, (*LR, "left")]
+    _, _, root, _ = grow({(): "right", R: "left"}, 0, 1, 0, expert=known)
+    assert [path_of(n.state) for n in root.subtree() if n.expert] == [L, LR, (*LR, "left")]
     assert root.children["left"].action == "Thought: mine\nAction: left"
 
 
-def test_a_demonstration_goes_on_behind_the_leaf_where_the_agents_limit_was():
-    """Both go right twice; there the agent was stopped, and the demonstration earns its reward."""
-    root, _ = run(explore(FakeEnv(), "train0", FREE, 0, 1, 1, True, steps=2), Script({(): "right", R: "right"}))
-    leaf = root.children["right"].children["right"].children["right"]
-    assert (leaf.reward, leaf.done, leaf.source) == (1.0, True, "expert")
-    assert not root.children["right"].children["right"].done
-
-
-def test_what_the_agent_ended_at_its_limit_stays_its_own():
-    """The demonstration ends where the agent did, with its third and last step: nothing is to be gone on with."""
+@pytest.mark.parametrize(("steps", "source"), [(2, "expert"), (3, "policy")])
+def test_a_demonstration_goes_on_where_the_agent_was_cut(steps, source):
+    """Both go right; the third step ends the episode, also where it is the agent's last."""
     world = {"right": {"right": {"right": 1.0}}}
-    tree = explore(FakeEnv(world), "train0", FREE, 0, 1, 1, True, steps=3)
-    root, _ = run(tree, lambda request: say("right"))
-    leaf = root.children["right"].children["right"].children["right"]
-    assert (leaf.reward, leaf.source, leaf.branch, leaf.expert) == (1.0, "policy", 1, True)
+    nodes, _, root, _ = grow(lambda r: say("right"), 0, 1, 1, True, world, steps=steps)
+    assert [(n.done, n.expert) for n in root.subtree()] == [(False, False), (False, True), (False, True), (True, True)]
+    assert nodes[(*RR, "right")] == (1.0, source, 2 if source == "expert" else 1)
 
 
 def test_behind_the_agents_limit_no_branch_begins():
     """The demonstration has three steps, the agent's limit is one: it branches at the root alone."""
     world = {"right": {"right": {"right": 1.0, "left": 0.2}, "left": 0.2}, "left": 0.2}
-    tree = explore(FakeEnv(world), "train0", FREE, 5, 2, 9, True, steps=1)
-    root, asked = run(tree, lambda request: say("left", "right", "left")[: request.n])
-    assert {path_of(r.state) for r in asked} == {()}
-    assert [n.source for n in root.walk() if n.t > 1] == ["expert", "expert"]
+    _, asked, root, _ = grow(lambda r: say("left", "right", "left")[: r.n], 5, 2, 9, True, world, steps=1)
+    assert {path for path, _ in asked} == {()}
+    assert [(n.source, n.rollouts) for n in root.subtree() if n.depth > 1] == [("expert", 0), ("expert", 0)]
+
+
+def test_a_cut_trajectory_is_worth_what_the_environment_pays_there(monkeypatch):
+    monkeypatch.setattr(FakeEnv, "reward_if_cut", lambda self: 0.25)
+    nodes, _, root, _ = grow({(): "right", R: "right"}, 0, 1, 1, steps=2)
+    assert nodes[RR] == (0.25, "policy", 1) and root.children["right"].children["right"].done
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -157,25 +154,22 @@ def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_
         messages = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand"), *turns)).dump()
         (tmp_path / "expert.jsonl").write_text(dump([{"task_id": "train0", "messages": messages}]))
         expert, _ = actions_by_task(tmp_path / "expert.jsonl", FakeEnv())
-        tree = explore(FakeEnv(), "train0", FREE, 1, 1, 1, True, expert=expert)
-        return build_trees.tree_records(FakeEnv(), "train0", run(tree, Script({}))[0])
+        return build_trees.tree_records(FakeEnv(), "train0", grow({}, 1, 1, 1, expert=expert)[2])
 
     demonstrated = records("east", "right", "east")
     assert [node["action"] for node in demonstrated if node["expert"]] == ["Action: right"] * 3
     start = "you stand at start"
     recorded = [({}, 0), ({"train0": 1.0}, 0), ({"train0": 0.5}, 1), ({start: 0.5}, 1), ({"another": 0.5}, 0)]
     for rewards, failed in recorded:
-        assert build_trees.figures_of(demonstrated, rewards)["failed_demonstrations"] == failed
-    assert build_trees.figures_of(records("east"), {})["failed_demonstrations"] == 1  # it earned nothing
+        assert build_trees.metrics(demonstrated, rewards)["failed_demonstrations"] == failed
+    assert build_trees.metrics(records("east"), {})["failed_demonstrations"] == 1  # it earned nothing
 
 
 def test_a_demonstration_longer_than_an_episode_keeps_its_reward():
-    env = FakeEnv(max_steps=2)
-    tree = explore(env, "train0", FREE, 2, 2, 4, True, expert={"train0": ["Action: right"] * 3})
-    root, _ = run(tree, Script({R: "left"}, "right"))
-    end = [node for node in root.walk() if node.expert][-1]
-    assert (end.t, end.reward, end.done, env.max_steps) == (3, 1.0, True, 2)
-    assert max(node.t for node in root.walk() if node.source == "policy") == 2
+    _, _, root, env = grow(Script({R: "left"}, "right"), 2, 2, 4, expert={"train0": ["Action: right"] * 3}, max_steps=2)
+    end = [node for node in root.subtree() if node.expert][-1]
+    assert (end.depth, end.reward, end.done, env.max_steps) == (3, 1.0, True, 2)
+    assert max(node.depth for node in root.subtree() if node.source == "policy") == 2
 
 
 def test_an_expert_who_gives_up_leaves_an_open_leaf(monkeypatch):
@@ -200,9 +194,9 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
     assert sum(n == NEW for _, n in asked) <= rollouts
     assert all(len(path) <= depth for path, n in asked if n == NEW)
     assert len({b for _, _, b in nodes.values()} - {0}) <= rollouts + with_expert
-    for node in root.walk():
+    for node in root.subtree():
         assert node.rollouts <= width + RETRIES
-        if node.t or node.children:
+        if node.depth or node.children:
             assert bool(node.children) != node.done  # a path ends where the episode ends
         assert not node.reward or node.done
         # What the node says is what the world answers when its actions are played again.
@@ -212,9 +206,9 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
             assert not done
             observation, reward, terminated, truncated, _ = env.step(action)
             done = terminated or truncated
-        if node.t:
+        if node.depth:
             assert (env.message(observation), reward, done) == (node.observation, node.reward, node.done)
-    for node in root.walk():
+    for node in root.subtree():
         assert len({parse_action(child.action) for child in node.children.values()}) == len(node.children)
 
 
@@ -302,20 +296,16 @@ def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_tree_step_
     assert max(r["depth"] for r in records) == 1
 
 
-@pytest.mark.parametrize(("task_id", "matches"), [("train3", 1), ("test1", 0), (None, 0)])
+@pytest.mark.parametrize(("task_id", "found"), [("train3", 1), ("test1", 0), (None, 0)])
 def test_demonstrations_of_few_tasks_are_told_and_of_none_are_an_error(
-    build, tmp_path, capsys, monkeypatch, task_id, matches
+    build, tmp_path, capsys, monkeypatch, task_id, found
 ):
-    messages = [("user", "walk"), ("assistant", "OK"), ("user", "you stand"), ("assistant", "Action: right")]
-    record = {"messages": [{"role": role, "content": content} for role, content in messages], "task_id": task_id}
-    (tmp_path / "expert.jsonl").write_text(dump([record]))
-    flags = ["--expert", str(tmp_path / "expert.jsonl")]
-    if matches:
-        build(*flags)
-        assert "demonstrations of 1 of 4 tasks" in capsys.readouterr().out
-    else:
+    expert, turns = tmp_path / "expert.jsonl", (("user", "walk"), ("assistant", "OK"), ("user", "you stand"))
+    messages = State((*turns, ("assistant", "Action: right"))).dump()
+    expert.write_text(dump([{"messages": messages, "task_id": task_id}]))
+    if not found:
         with pytest.raises(UserError, match="none of its 1 demonstrations is of a task here"):
-            build(*flags)
-        monkeypatch.setattr(build_trees, "cloned_from", lambda sft: (tmp_path / "expert.jsonl", None))
-        build()  # the file was not named
-        assert "demonstrations of 0 of 4 tasks" in capsys.readouterr().out
+            build("--expert", str(expert))
+        monkeypatch.setattr(build_trees, "cloned_from", lambda sft: (expert, None))
+    build(*(["--expert", str(expert)] if found else []))  # else the file was not named
+    assert f"demonstrations of {found} of 4 tasks" in capsys.readouterr().out

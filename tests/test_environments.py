@@ -13,7 +13,7 @@ import envs
 import q_search
 import sft
 import train_qnet
-from build_trees import Tree, exploration_tree
+from build_trees import Explorer
 from docs.switches import Switches
 from qlass.chat import Rendering, uniforms
 from qlass.driver import Candidate, Sample, drive
@@ -121,11 +121,12 @@ def test_an_environment_that_does_not_say_otherwise_has_one_episode_open_at_a_ti
         return [Candidate(request.valid[int(u * len(request.valid))], 1, 0.0) for u in noise]
 
     def trees(env):
-        trees = (Tree(env.fork(), t, Rendering(candidates="valid"), depth=2) for t in env.task_ids("train")[:4])
-        growing = (exploration_tree(tree, 4) for tree in trees)
+        def explore(task_id):
+            return Explorer(env.fork(), task_id, Rendering(candidates="valid"), 2, max_rollouts=4).explore()
+
         answers = {Sample: lambda requests: list(map(draw, requests))}
-        roots = drive(growing, answers, env.side_by_side, in_order=True)
-        return [[node.observation for node in root.walk()] for root in roots]
+        roots = drive(map(explore, env.task_ids("train")[:4]), answers, env.side_by_side, in_order=True)
+        return [[node.observation for node in root.subtree()] for root in roots]
 
     assert trees(Wrapped()) == trees(Switches())
 

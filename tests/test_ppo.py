@@ -7,7 +7,7 @@ from fakes import FakeEnv, dump, tiny_backbone, tiny_lm, word_chat
 from torch.testing import assert_close
 
 from bellman import label
-from build_trees import Tree, exploration_tree, tree_records
+from build_trees import Explorer, tree_records
 from experiments import ppo
 from experiments.decisions import Decision
 from experiments.learning import Learner
@@ -93,7 +93,7 @@ def labels(tmp_path):
 
     def tree(task):
         env = FakeEnv()
-        root = yield from exploration_tree(Tree(env, task, chat.rendering, 3), 8, {})
+        root = yield from Explorer(env, task, chat.rendering, 3, max_rollouts=8).explore({})
         return label(tree_records(env, task, root), "avg", 0.9)
 
     trees = list(drive(map(tree, ["train0", "train1"]), {Sample: policy.sample}))

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import report
+from experiments.frontier import frontier, training_tokens
 from qlass import UserError
 from reporting import figures, page, results, tables
-from reporting.figures import frontier, training_tokens
 
 HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
@@ -253,47 +253,39 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
 class Page(HTMLParser):
     """Every start tag with its attributes, and all texts."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(convert_charrefs=True)
         self.tags: list[tuple[str, dict]] = []
-        self.texts: list[str] = []
-        self.feed(text)
+        self.words = ""
+        self.feed(path.read_text(encoding="utf-8"))
         self.close()
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
 
     def handle_data(self, data):
-        self.texts.append(data)
+        self.words += data + " "
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A run folder with its report: another process reward for Fig. 4."""
-    folder = tmp_path_factory.mktemp("report")
+def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
     records = list(LINES)
     for copy in range(3):
         for row in LINES[4:12]:
             row = row | {"task_id": f"test_{copy}_{row['task_id']}"}
-            records += [row, row | {"label": "target avg"}]
-    write(folder / "results.jsonl", records)
-    report.main(["--run", str(folder), "--trees", str(TREES)])
-    return folder
-
-
-def test_the_page_holds_everything_and_stays_by_itself(run):
-    text = (run / "report.html").read_text(encoding="utf-8")
-    html = Page(text)
+            records += [row, row | {"label": "target avg"}]  # another process reward for Fig. 4
+    write(tmp_path / "results.jsonl", records)
+    report.main(["--run", str(tmp_path), "--trees", str(TREES)])
+    html = Page(tmp_path / "report.html")
     ids = [attributes["id"] for _, attributes in html.tags if "id" in attributes]
     sections = ["tokens", "results", "differences", "labels", "trees", "inputs"]
     assert [name for name in ids if name in sections] == sections  # the figure comes first
     assert sum(tag == "svg" for tag, _ in html.tags) == 2
     assert all((attributes.get(name) or "#")[0] == "#" for _, attributes in html.tags for name in ("src", "href"))
     assert any("default-src 'none'" in attributes.get("content", "") for _, attributes in html.tags)  # no network
-    words = " ".join(html.texts)
-    assert all(phrase in words for phrase in ("0.688 [", "where the interval covers 0"))
-    assert len(list(run.glob("*.png"))) == 2 and all(p.read_bytes()[1:4] == b"PNG" for p in run.glob("*.png"))
-    assert report.ROWS_NOTE in (run / "report.md").read_text(encoding="utf-8")
+    assert all(phrase in html.words for phrase in ("0.688 [", "where the interval covers 0"))
+    pictures = list(tmp_path.glob("*.png"))
+    assert len(pictures) == 2 and all(path.read_bytes()[1:4] == b"PNG" for path in pictures)
+    assert tables.ROWS_NOTE in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
 def test_the_viewer_gets_the_trees_as_they_are():
@@ -315,7 +307,6 @@ def test_text_of_a_model_or_an_environment_runs_nothing(tmp_path):
     root |= {"node_id": 0, "parent_id": None, "action": None, "observation": evil, "reward": 0.0, "nodes": 2}
     write(tmp_path / "q_labels.jsonl", [root, root | {"node_id": 1, "parent_id": 0, "action": evil, "done": True}])
     report.main(["--run", str(tmp_path)])
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    html = Page(text)
-    assert [tag for tag, _ in html.tags].count("script") == 2 and evil in " ".join(html.texts)
-    assert "innerHTML" not in text and all(tag != "img" for tag, _ in html.tags)
+    html = Page(tmp_path / "report.html")
+    assert [tag for tag, _ in html.tags].count("script") == 2 and evil in html.words
+    assert "innerHTML" not in html.words and all(tag != "img" for tag, _ in html.tags)
