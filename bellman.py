@@ -20,9 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qlass import UserError
-from qlass.cli import at_least, needed, parse, parser, run_stage
-from qlass.files import locked, read_meta, write_jsonl, write_meta
-from qlass.records import read_jsonl, read_trees
+from qlass.cli import at_least, find_or_make, parse, parser, run_stage
+from qlass.files import locked, read_jsonl, read_meta, read_trees, write_jsonl, write_meta
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 
@@ -90,27 +89,25 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--target", choices=TARGETS, default=PAPER["target"], help="process reward (default: %(default)s)")
     for flag in ("--device", "--precision"):  # of the stage that makes missing trees
         add(flag, help=argparse.SUPPRESS)
-    if flags.parse_known_args(argv)[1]:  # the environment's flags, likewise
-        import envs
-
-        envs.add_arguments(flags, argv)
     return parse(flags, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
-    args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
+    args.trees = find_or_make(args.trees, args.run / "trees.jsonl", "build_trees", args)
     del args.precision  # the agent's, on which no label depends
     args.out = args.out or args.run / "q_labels.jsonl"
     first = next(read_jsonl(args.out), None) if args.out.exists() else None
     if first is not None and "q_raw" not in first:
         raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
     figures: Counter[str] = Counter()
+    tasks: list[str] = []
 
     def labels() -> Iterator[dict]:
         for tree in read_trees(args.trees, NEEDS.get(args.target, [])):  # one tree in memory at a time
             nodes = label(tree, args.target, args.gamma)
+            tasks.append(tree[0]["task_id"])
             figures.update(trees=1, nodes=len(nodes), flat_trees=len({node["q_raw"] for node in nodes}) == 1)
             yield from nodes
         if not figures:
@@ -123,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"{args.out} has --{name} {begun[name]}, not {now}: --overwrite, or another --out")
     with locked(args.out):
         write_jsonl(args.out, labels())
-        write_meta(args.out, vars(args), [args.trees], **figures, seconds=time.time() - started)
+        write_meta(args.out, vars(args), [args.trees], tasks=tasks, **figures, seconds=time.time() - started)
     counts = f"{figures['nodes']} nodes of {figures['trees']} trees, {figures['flat_trees']} of them"
     print(f"{args.out}: {counts} with all values equal (q = 0)")
 

@@ -27,11 +27,11 @@ from typing import Any
 import envs
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State, parse_action, react
-from qlass.cli import at_least, my_share, needed, parse, parser, run_stage
+from qlass.cli import add_sampling, at_least, find_or_make, my_share, parse, parser, run_stage
 from qlass.driver import Sample, ask, drive
-from qlass.files import SAMPLING_FREE, Output, cloned_from
-from qlass.flags import add_sampling, load_agent
-from qlass.records import actions_by_task, complete_trees
+from qlass.files import SAMPLING_FREE, Output, cloned_from, complete_trees
+from qlass.policy import load_agent
+from qlass.published import actions_by_task
 
 # D is each environment's `tree_depth` (App. A.2: 3 WebShop, 6 ScienceWorld, 8 ALFWorld); W and the bound are ours.
 DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
@@ -231,7 +231,6 @@ def tell_matches(env: envs.TextEnv, tasks: list[str], expert: dict[str, list[str
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = parser(__doc__, epilog="App. A.2: D = 3 on WebShop.")
-    envs.add_arguments(flags, argv)
     add = flags.add_argument
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--out", type=Path, help="default: RUN/trees.jsonl")
@@ -254,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     args.depth = env.tree_depth if args.depth is None else args.depth
-    args.sft = needed(args.sft, args.run / "sft", "sft", args)
+    args.sft = find_or_make(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
     steps = args.steps or env.tree_steps
     if isinstance(env.max_steps, int):  # else there is no limit, or each task has its own
@@ -272,7 +271,8 @@ def main(argv: list[str] | None = None) -> None:
         tell_matches(env, tasks, expert, file, bool(args.expert))
     args.expert = file
 
-    trees = Output(args.out, vars(args), complete_trees, [args.sft, file], SAMPLING_FREE, lambda node: node["task_id"])
+    inputs = [args.sft, file]
+    trees = Output(args.out, vars(args), complete_trees, inputs, SAMPLING_FREE, lambda node: node["task_id"], tasks)
     finished = {record["task_id"] for record in trees.records}
     share = my_share(tasks)
     todo = [task_id for task_id in share if task_id not in finished]

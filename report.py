@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qlass import UserError, cli
-from qlass.files import replacing
+from qlass.files import is_complete, replacing
 
 if TYPE_CHECKING:
     from reporting.results import Group
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     out = args.out or run / "report.html"
     if out.suffix != ".html":
         raise UserError(f"{out}: the page is HTML: name it .html")
-    trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if p.exists()), None)
+    trees = args.trees or next((p for p in (run / "q_labels.jsonl", run / "trees.jsonl") if is_complete(p)), None)
     headline = tables.headline(groups) or groups
     rows, differences = tables.results_table(headline)[tables.SHORT], tables.differences_table(headline)
     all_rows, all_differences = tables.results_table(groups), tables.differences_table(groups)

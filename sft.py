@@ -31,11 +31,10 @@ from torch.nn.utils.rnn import pad_sequence
 import envs
 from qlass import UserError, cli, files, loop, models
 from qlass.chat import Chat, Rendering, State
-from qlass.cli import at_least, settle
+from qlass.cli import LORA_LR, add_training, at_least, check_training, settle
 from qlass.driver import follow
-from qlass.flags import LORA_LR, add_training, check_training
 from qlass.loop import Training, micro_batches
-from qlass.records import agreed, read_trajectories
+from qlass.published import agreed, learned_tasks, read_trajectories, tasks_of
 from qlass.tiny import AIDS, answers, observation_loss, tiny_model
 
 PAPER = {"epochs": 3, "lr": 1e-5, "batch": 64, "candidates": "free", "micro_tokens": 8192}  # Table 5
@@ -201,7 +200,6 @@ def settings_of(examples: int, batch: int | None) -> dict[str, Any]:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 3 epochs.")
-    envs.add_arguments(flags, argv)
     add = flags.add_argument
     add("--model", default="tiny", help="tiny, a HuggingFace name or path, or a GGUF file (default: %(default)s)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
@@ -236,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
         if not named:
             args.expert = args.run / "expert.jsonl"
             if process.is_main_process:
-                world = {name: getattr(args, name) for name in ("env", "run", "overwrite", *args.env_flags)}
+                world = {name: getattr(args, name) for name in ("env", "env_option", "run", "overwrite")}
                 collect(env, args.expert, args.n_expert, world)
             process.wait_for_everyone()
         states = demonstrations(env, args.expert, args.n_expert)
@@ -272,6 +270,7 @@ def main(argv: list[str] | None = None) -> None:
         if process.is_main_process:
             models.save_checkpoint(model, chat, args.out, adapter, fit.dtype)
             figures = fit.figures() | {"trajectories": len(states)}
+            figures["tasks"] = learned_tasks(tasks_of(args.expert, env, args.n_expert), args.model, vars(args))
             files.write_meta(args.out, vars(args), [args.expert], **figures)
             print(f"{args.out}: {len(states)} trajectories, loss {figures['loss']:.3f}")
 

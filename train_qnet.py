@@ -18,6 +18,7 @@ Held-out trees (one in ten) show whether QNet can rank *siblings*, which is all 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +26,14 @@ from pathlib import Path
 import torch
 import transformers
 
-import envs
-from qlass import UserError, cli, files, flags, loop, models
+from qlass import UserError, cli, files, loop, models, policy
 from qlass.checks import print_ranking, sibling_accuracy
 from qlass.cli import at_least, settle
 from qlass.driver import Score
+from qlass.files import read_trees
 from qlass.loop import Training, micro_batches
 from qlass.policy import Policy
 from qlass.qnet import Pair, QNet, pair_loss, pairs_of
-from qlass.records import read_trees
 
 # Table 5 and Eq. (11); why the tiny model's loss is on the last token: docs/differences.md
 PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096, "micro_tokens": 8192}
@@ -118,12 +118,11 @@ def beside_policy(qnet: QNet, policy: Policy, trees: list[Tree]) -> dict:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
-    envs.add_arguments(parser, argv)
     add = parser.add_argument
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
-    flags.add_training(parser, PAPER, TINY, "(s, a) pairs")
+    cli.add_training(parser, PAPER, TINY, "(s, a) pairs")
     tokens = ["all", "action", "last"]
     carry = f"tokens of (s, a) that carry the loss (default: {PAPER['loss_on']}, Eq. 11; tiny: {TINY['loss_on']})"
     add("--loss-on", choices=tokens, help=carry)
@@ -131,23 +130,24 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
     add("--max-tokens", type=at_least(1), help=f"of a packed tree ({PAPER['max_tokens']}; tiny: {TINY['max_tokens']})")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
-    flags.add_prompted(parser)  # as the trees were grown
+    cli.add_prompt(parser)  # as the trees were grown
     add("--device")
     args = cli.parse(parser, argv)
-    flags.check_training(args)
+    cli.check_training(args)
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     cli.must_exist(args.sft, args.labels)
-    args.sft = cli.needed(args.sft, args.run / "sft", "sft", args)
-    args.labels = cli.needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
+    args.sft = cli.find_or_make(args.sft, args.run / "sft", "sft", args)
+    args.labels = cli.find_or_make(args.labels, args.run / "q_labels.jsonl", "bellman", args)
     args.out = files.checkpoint_folder(args.out or args.run / "qnet", args.sft)
-    flags.warn_of_another_world(args.sft, args)
-    rendering = flags.rendering_of(args.sft, args, flags.PROMPTED)
+    cli.warn_of_another_world(args.sft, args)
+    rendering = policy.rendering_of(args.sft, args, policy.PROMPTED)
     with loop.processes(args.out, args.device) as process:
-        trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
+        nodes = list(itertools.islice(read_trees(args.labels, ["q", "messages"]), args.limit))
+        trees = [pairs_of(tree) for tree in nodes]
         all_weights = not (args.lora or args.freeze)
         how = {"train": all_weights, "plain": args.plain, "rendering": rendering, "precision": args.precision}
         torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or is new
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.freeze:
             backbone.requires_grad_(False)
         small = sum(p.numel() for p in backbone.parameters()) < SMALL
-        settle(args, (TINY if small else PAPER) | ({"lr": flags.LORA_LR} if args.lora else {}))
+        settle(args, (TINY if small else PAPER) | ({"lr": cli.LORA_LR} if args.lora else {}))
         if not loop.begin(vars(args), [args.labels, args.sft]):
             return
         readable = [[pair for pair in tree if chat.fits(pair.state, pair.action)] for tree in trees]
@@ -175,9 +175,10 @@ def main(argv: list[str] | None = None) -> None:
         with files.draft_of(args.out) as folder:
             qnet.backbone = models.ordinary(qnet.backbone, folder, adapter, fit.dtype)
             qnet.save_pretrained(folder)
-        policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, rendering, args.precision)
+        agent = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, rendering, args.precision)
         figures = fit.figures() | {"trees": len(trees), "pairs_left_out": left_out}
-        figures["held_out"] = beside_policy(qnet.eval(), policy, held_out)  # of the best epoch's weights
+        figures["tasks"] = [tree[0]["task_id"] for tree in nodes]
+        figures["held_out"] = beside_policy(qnet.eval(), agent, held_out)  # of the best epoch's weights
         files.write_meta(args.out, vars(args), [args.labels, args.sft], **figures)
         print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}")
         print_ranking("held_out", figures["held_out"])

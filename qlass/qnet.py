@@ -20,7 +20,7 @@ from torch import nn
 from qlass import UserError, models
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Score
-from qlass.records import read_object
+from qlass.files import read_object
 
 
 class QNet(nn.Module):

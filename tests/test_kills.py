@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from forks import Forks
 
-from qlass.records import read_jsonl
+from qlass.files import read_jsonl
 
 LAKE = ["--env", "frozenlake", "--map", "4x4", "--run", "run"]
 STAGES = {  # a command whose run lasts seconds, and what it writes

@@ -20,10 +20,9 @@ import q_search
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Sample
-from qlass.flags import load_agent
+from qlass.files import read_trees
 from qlass.models import load_checkpoint, save_checkpoint
-from qlass.policy import Policy
-from qlass.records import read_trees
+from qlass.policy import Policy, load_agent
 from qlass.server import ALL, Endpoint, ServerPolicy
 
 CHAT = word_chat(temperature=0.8)

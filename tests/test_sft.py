@@ -17,10 +17,10 @@ import q_search
 import sft
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State
-from qlass.flags import begin_as_cloned
+from qlass.files import read_jsonl
 from qlass.loop import Training, cosine
-from qlass.policy import Policy
-from qlass.records import read_jsonl, read_trajectories
+from qlass.policy import Policy, begin_as_cloned
+from qlass.published import read_trajectories
 from qlass.tiny import AIDS, MARK, observation_loss
 
 CHAT = word_chat()

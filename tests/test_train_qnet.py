@@ -21,9 +21,8 @@ from qlass.checks import sibling_accuracy
 from qlass.driver import Score
 from qlass.fast.cache import PromptCache
 from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.flags import load_qnet
 from qlass.loop import Training
-from qlass.policy import Policy
+from qlass.policy import Policy, load_qnet
 from qlass.qnet import Pair, QNet, pair_loss, pairs_of
 
 LOSSES = ["all", "action", "last"]

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from qlass import UserError, loop
+from qlass.files import read_jsonl
 from qlass.loop import Training, begin, cosine, partial_folder, updates_of
-from qlass.records import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 

@@ -7,7 +7,7 @@ import envs
 import q_search
 import sft
 from qlass.chat import State, parse_action, react
-from qlass.records import actions_by_task, read_trajectories
+from qlass.published import actions_by_task, read_trajectories
 
 INSTRUCTION = "You are web shopping.\nAn action is search[keywords] or click[value]."
 
