@@ -240,9 +240,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--steps", type=at_least(1), help="step limit of the agent (default: the environment's own for trees)")
     add("--limit", type=at_least(0), default=DEFAULTS["limit"], help="training tasks (default: %(default)s; 0: all)")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
-    add("--expert", type=Path, help="demonstrations for the expert branch (default: those the agent was cloned from)")
+    add("--expert", type=Path, help="of the expert branch (default: what the agent was cloned from)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
-    line_9 = "a branch without reward queues nothing (branch, line 9), or the expanded node and its first (tail)"
+    line_9 = "line 9, or queue the first two nodes of a branch without reward"
     add("--prune", choices=["branch", "tail"], default="branch", help=line_9)
     add("--device")
     add_sampling(flags)

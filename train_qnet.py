@@ -124,8 +124,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="default: RUN/qnet")
     cli.add_training(parser, PAPER, TINY, "(s, a) pairs")
     tokens = ["all", "action", "last"]
-    carry = f"tokens of (s, a) that carry the loss (default: {PAPER['loss_on']}, Eq. 11; tiny: {TINY['loss_on']})"
-    add("--loss-on", choices=tokens, help=carry)
+    carry = f"tokens of (s, a) with a loss ({PAPER['loss_on']}, Eq. 11; tiny: {TINY['loss_on']})"
+    add("--loss-on", choices=tokens, metavar="WHICH", help=carry)
     add("--freeze", action="store_true", help="train the head alone")
     add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
     add("--max-tokens", type=at_least(1), help=f"of a packed tree ({PAPER['max_tokens']}; tiny: {TINY['max_tokens']})")

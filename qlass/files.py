@@ -348,6 +348,10 @@ def meta_path(output: Path) -> Path:
     return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
 
 
+def has_meta(output: Path) -> bool:
+    return any(meta_path(file).exists() for file in (output, *files_of(output)))
+
+
 def read_meta(output: Path) -> dict[str, Any]:
     """The metadata of an output or of its first part; without any, no arguments and no inputs."""
     paths = [meta_path(file) for file in (output, *files_of(output))]

@@ -28,10 +28,10 @@ PROMPT = (
 
 
 def add_paraphrases(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("perturbation").add_argument
+    add = parser.add_argument
     purpose = "wordings per task, one per candidate (no N: all different)"
     add("--paraphrase", nargs="?", type=at_least(0), const=0, metavar="N", help=purpose)
-    add("--paraphrase-server", metavar="URL[#MODEL]", help="wordings by a chat server, not by rules")
+    add("--paraphrase-server", metavar="URL", help="wordings by a chat server, not by rules")
 
 
 def reword(state: State, wording: str) -> State:

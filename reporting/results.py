@@ -189,7 +189,7 @@ def check_pools(groups: Iterable[Group]) -> None:
         seeds = group.episodes.groupby("file", dropna=False)["seed"].agg(set)
         for (a, of_a), (b, of_b) in combinations(seeds.items(), 2):
             for path in (a, b):
-                if not files.read_meta(path)["arguments"]:
+                if not files.has_meta(path):
                     warnings.append(f"{path}: no metadata beside it, so its agent and QNet may be other ones")
             ours, theirs = recipe(a, used), recipe(b, used)
             models = [input_hashes(path, used) for path in (a, b)]

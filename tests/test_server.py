@@ -180,7 +180,7 @@ def saved(folder, chat):
 def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     folder = saved(tmp_path, word_chat(temperature=0.8))
     flags = ["--max-new-tokens", "5", "--top-p", ".5", "--top-k", "3", "--stop", "Observation:", "--truncate", "oldest",
-             "--cache-gb", "0.5", "--decode-tokens", "99"]  # fmt: skip
+             "--cache-gb", "0.5"]  # fmt: skip
     agent = load_agent(q_search.arguments(["--sft", str(folder), *flags]))
     r = agent.chat.rendering
     assert (r.max_new_tokens, r.top_p, r.top_k, r.stop, r.truncate) == (5, 0.5, 3, ("Observation:",), "oldest")

@@ -282,7 +282,7 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     chat, env = Policy.load(tmp_path / "sft").chat, FakeEnv()
     own = {"system": "Be brief.", "instruction": "You are shopping.", "agreement": turns[1]["value"]}
     assert chat.rendering == Rendering(**own) and len(chat.tokenizer) == len(CHAT.tokenizer)
-    begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", instruction=None))
+    begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", env_option=[]))
     state = State.first(env, *env.reset())
     cloned, _ = next(read_trajectories(tmp_path / "expert.json"))
     assert cloned.messages[:3] == state.messages[:3] == (
@@ -290,9 +290,9 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     )  # fmt: skip
     q_search.main([*run, "--method", "greedy", "--limit", "1"])
     env.instruction, env.system = "another", "Be kind."
-    begin_as_cloned(env, Rendering(system=""), argparse.Namespace(instruction=None))
+    begin_as_cloned(env, Rendering(system=""), argparse.Namespace(env_option=[]))
     assert env.system == ""  # the demonstrations had none
-    begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", instruction="FILE"))
+    begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", env_option=["instruction=FILE"]))
     assert env.instruction == "another" and "cloned with another instruction" in capsys.readouterr().err
 
 
