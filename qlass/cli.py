@@ -1,4 +1,4 @@
-"""What every stage does besides its algorithm: flags, settings of a run, inputs, errors in one line.
+"""What stages share besides algorithms: flags, settings of a run, inputs, errors in one line.
 
 Standard library and filelock only, so that `bellman.py` starts at once.
 """
@@ -147,12 +147,12 @@ def parse(
 ) -> argparse.Namespace:
     """The flags, with the environment and its options as the run has them if none are named.
 
-    They are RUN/env.json's, which the first stage writes, else those of --sft's metadata. Other
+    They are RUN/env.json's, which the first stage writes, else those of the agent's metadata. Other
     ones than the run's are refused, but for a `search`, which records and warns of them.
     """
     args = parser.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
-    sft = getattr(args, "sft", None)
+    sft = getattr(args, "sft", None) or (args.run and args.run / "sft")
     named = args.env_option or []
     for text in named:
         if not text.partition("=")[2]:  # of an unset variable: not what is bundled

@@ -190,7 +190,7 @@ def identity(record: dict) -> tuple:
     return (record["task_id"], record["method"], *map(record.get, CONDITION))
 
 
-# ------------------------------------------------------------------------------- a file and its parts
+# --------------------------------------------------------------------------- a file and its parts
 
 
 def share() -> tuple[int, int]:
@@ -322,7 +322,7 @@ def write_jsonl(path: Path, records: Iterable[dict]) -> None:
 
 
 def checkpoint_folder(folder: Path, start: str | Path | None = None) -> Path:
-    """Where a checkpoint goes: a new or empty folder, or an older checkpoint but for the `start`."""
+    """Where a checkpoint goes: a new or empty folder, or an older checkpoint, not the `start`."""
     if start and folder.resolve() == Path(start).resolve():
         way_out = "name another --out (of a learner: --name)"
         raise UserError(f"{folder}: is what the training starts from: {way_out}")

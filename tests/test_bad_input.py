@@ -183,7 +183,7 @@ def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world
     sft = tmp_path / "sft"
     shutil.copytree(agent, sft)
     arguments = {"env": "frozenlake", "env_option": []}
-    reasons = {"sft has no metadata": None, "of another environment": {"map": "8x8"}, "does not tell": {}}
+    reasons = {"sft has no metadata": None, "of another environment": {"env": "webshop"}, "does not tell": {}}
     for reason, more in reasons.items():
         if more is not None:
             (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": arguments | more, "inputs": {}}))

@@ -184,7 +184,7 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     agent = load_agent(q_search.arguments(["--sft", str(folder), *flags]))
     r = agent.chat.rendering
     assert (r.max_new_tokens, r.top_p, r.top_k, r.stop, r.truncate) == (5, 0.5, 3, ("Observation:",), "oldest")
-    assert agent.fast.budget == 99 and agent.fast.cache.room == 1 << 29
+    assert agent.fast.cache.room == 1 << 29
     flags = ["--server", f"{fakes().url}#second", "--top-k", "3"]
     there = load_agent(q_search.arguments(["--sft", str(folder), *flags]))
     assert there.server.model == "second" and there.chat.rendering.top_k == 3
