@@ -247,7 +247,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = parser(__doc__, epilog="App. A.2: M = 2 and N = 1 on WebShop.")
     add = flags.add_argument
     names = ["all", "greedy", "sample", "best_of_n", *SCORERS, *PLAYERS]
-    add("--method", nargs="+", default=["qlass"], choices=names, metavar="NAME", help="listed in the docstring; all: each (default: qlass)")
+    about = "listed in the docstring; all: each of them (default: qlass)"
+    add("--method", nargs="+", default=["qlass"], choices=names, metavar="NAME", help=about)
     add("-M", nargs="+", type=at_least(1), help=f"candidates a step (default: {PAPER['M']}; with all: 2 4 6)")
     add("-N", nargs="+", type=at_least(1), help=f"trajectories (default: {PAPER['N']}; best_of_n: 4; all: M's)")
     add("--select", choices=["q", "oracle"], default="q", help="which of N counts (default: %(default)s; all: both)")
