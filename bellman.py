@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qlass import UserError
-from qlass.cli import at_least, needed, parse, parser, run_stage
-from qlass.files import locked, read_meta, write_jsonl, write_meta
-from qlass.records import read_jsonl, read_trees
+from qlass.cli import at_least, find_or_make, parse, parser, run_stage
+from qlass.files import locked, read_jsonl, read_meta, read_trees, write_jsonl, write_meta
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 
@@ -89,17 +88,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--target", choices=TARGETS, default=PAPER["target"], help="process reward (%(default)s)")
     add("--device", help=argparse.SUPPRESS)  # of the stage that makes missing trees
     add("--precision", help=argparse.SUPPRESS)
-    if flags.parse_known_args(argv)[1]:  # the environment's flags, likewise
-        import envs
-
-        envs.add_arguments(flags, argv)
     return parse(flags, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
-    args.trees = needed(args.trees, args.run / "trees.jsonl", "build_trees", args)
+    args.trees = find_or_make(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
     del args.precision  # the agent's, on which no label depends
     first = next(read_jsonl(args.out), None) if args.out.exists() else None
@@ -112,10 +107,12 @@ def main(argv: list[str] | None = None) -> None:
             found = f"{args.out} has --{name} {old[name]}, not {now}"
             raise UserError(f"{found}: --overwrite, or another --out")
     count = Counter(trees=0, nodes=0, flat_trees=0)
+    tasks: list[str] = []
 
     def labels() -> Iterator[dict]:
         for tree in read_trees(args.trees, NEEDS.get(args.target, [])):  # one in memory at a time
             nodes = label(tree, args.target, args.gamma)
+            tasks.append(tree[0]["task_id"])
             count.update(trees=1, nodes=len(nodes))
             if all(node["q"] == 0 for node in nodes):
                 count["flat_trees"] += 1
@@ -125,7 +122,8 @@ def main(argv: list[str] | None = None) -> None:
 
     with locked(args.out):
         write_jsonl(args.out, labels())
-        write_meta(args.out, vars(args), [args.trees], **count, seconds=time.time() - started)
+        seconds = time.time() - started
+        write_meta(args.out, vars(args), [args.trees], tasks=tasks, **count, seconds=seconds)
     flat = f"{count['flat_trees']} of them with all values equal (q = 0)"
     print(f"{args.out}: {count['nodes']} nodes of {count['trees']} trees, {flat}")
 

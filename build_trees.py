@@ -30,11 +30,11 @@ from typing import Any
 import envs
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State, parse_action, react
-from qlass.cli import at_least, my_share, needed, parse, parser, run_stage
+from qlass.cli import add_sampling, at_least, find_or_make, my_share, parse, parser, run_stage
 from qlass.driver import Sample, ask, drive
-from qlass.files import SAMPLING_FREE, Output, cloned_from
-from qlass.flags import add_sampling, load_agent
-from qlass.records import actions_by_task, complete_trees
+from qlass.files import SAMPLING_FREE, Output, cloned_from, complete_trees
+from qlass.policy import load_agent
+from qlass.published import actions_by_task
 
 # D is each environment's `tree_depth` (Appendix A.2). The paper does not say W and the bound.
 DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
@@ -233,7 +233,6 @@ def metrics(records: list[dict], recorded: dict[str, float]) -> dict[str, Any]:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = parser(__doc__)
-    envs.add_arguments(flags, argv)
     add = flags.add_argument
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--out", type=Path, help="default: RUN/trees.jsonl")
@@ -275,7 +274,7 @@ def read_demonstrations(args: argparse.Namespace, env: envs.TextEnv, tasks: list
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
-    args.sft = needed(args.sft, args.run / "sft", "sft", args)
+    args.sft = find_or_make(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
     args.depth = env.tree_depth if args.depth is None else args.depth
     longest = env.max_steps if isinstance(env.max_steps, int) else math.inf  # of the episodes
@@ -287,7 +286,7 @@ def main(argv: list[str] | None = None) -> None:
     args.expert, demonstrations, rewards = read_demonstrations(args, env, tasks)
 
     task_of, inputs = itemgetter("task_id"), [args.sft, args.expert]
-    trees = Output(args.out, vars(args), complete_trees, inputs, SAMPLING_FREE, task_of)
+    trees = Output(args.out, vars(args), complete_trees, inputs, SAMPLING_FREE, task_of, tasks)
     share, finished = my_share(tasks), set(map(task_of, trees.records))
     todo = [task_id for task_id in share if task_id not in finished]
     tokens = None  # unknown if an earlier call or another process made some of the trees

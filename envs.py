@@ -34,7 +34,7 @@ import gymnasium
 from gymnasium import spaces
 
 from qlass import UserError
-from qlass.cli import more
+from qlass.cli import save_settings
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 
@@ -121,11 +121,9 @@ class TextEnv(gymnasium.Env):
 
     # --------------------------------------------------------------------------------------------------------------
     @staticmethod
-    def add_flags(add: Callable[..., Any]) -> None:
-        """Flags of their own for options of the class; `add` is argparse's add_argument.
-
-        Where an option's name is too short, the environment's stands before it: --webshop-data is for `data`.
-        """
+    def default_options() -> dict[str, str]:
+        """Options that surroundings such as shell variables set, unless they are named."""
+        return {}
 
     def split_ids(self, split: str) -> list[str]:
         """The tasks of a split, in any order; UserError if there is no such split."""
@@ -229,36 +227,27 @@ def make(name: str, **options: Any) -> TextEnv:
     return environment_class(name)(**options)
 
 
-def add_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
-    """The flags that the environment which --env names declares."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--env", default="webshop")
-    kind = environment_class(first.parse_known_args(argv)[0].env)
-
-    others = len(parser._actions)
-    add = more(parser)
-    kind.add_flags(add)
-    hint = "any other option of the environment's class"
-    add("--env-option", action="append", default=[], metavar="NAME=VALUE", help=hint)
-    parser.set_defaults(env_flags=[action.dest for action in parser._actions[others:]])
-
-
 def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
-    """The environment that the flags name; `options` are the stage's own (`max_steps`)."""
+    """The environment of --env and --env-option; `options` are the stage's own (`max_steps`).
+
+    Options that the surroundings set are added to the arguments; RUN/env.json keeps them.
+    """
     kind = environment_class(args.env)
     parameters = inspect.signature(kind).parameters
-    for flag in args.env_flags[:-1]:  # the last is --env-option
-        value = getattr(args, flag)
-        if value == "":  # of an unset variable: not what is bundled
-            raise UserError(f"--{flag.replace('_', '-')}: is empty; leave it out for the default")
-        options |= {flag.removeprefix(f"{kind.name}_"): value} if value else {}
+    named = {text.partition("=")[0] for text in args.env_option}
+    more = [f"{name}={v}" for name, v in kind.default_options().items() if name not in named]
+    args.env_option = sorted(args.env_option + more)
     for text in args.env_option:
         name, _, value = text.partition("=")
         if name not in parameters or name in options:
-            raise UserError(f"--env-option {text}: NAME=VALUE is expected, of {', '.join(parameters)}")
+            reason = f"NAME=VALUE is expected, of {', '.join(parameters)}"
+            raise UserError(f"--env-option {text}: {reason}")
         with contextlib.suppress(json.JSONDecodeError):
             value = json.loads(value)  # numbers, true, false, null
-        if isinstance(parameters[name].default, bool) and not isinstance(value, bool):  # "False" is true
+        boolean = isinstance(parameters[name].default, bool)
+        if boolean and not isinstance(value, bool):  # "False" would count as true
             raise UserError(f"--env-option {text}: {name} must be true or false")
         options[name] = value
-    return kind(**options)
+    env = kind(**options)
+    save_settings(args)
+    return env

@@ -38,14 +38,12 @@ from typing import Any
 import envs
 from qlass import UserError, costs
 from qlass.chat import Rendering, State, parse_action, uniforms
-from qlass.checks import leaks
-from qlass.cli import at_least, must_exist, my_share, needed, parse, parser, run_stage
+from qlass.cli import add_sampling, at_least, find_or_make, leaks, must_exist, my_share, parse, parser, run_stage
 from qlass.driver import Likelihood, Sample, Score, Step, ask, drive, follow
-from qlass.files import SAMPLING_FREE, Output
-from qlass.flags import add_sampling, load_agent, load_qnet
+from qlass.files import SAMPLING_FREE, Output, identity
 from qlass.oracles import Scores, by_q_or_reward, by_true_value
 from qlass.paraphrase import add_paraphrases, paraphrased
-from qlass.records import identity
+from qlass.policy import load_agent, load_qnet
 
 PAPER = {"M": 2, "N": 1}  # App. A.2
 COMPARED = [2, 4, 6]  # M and N of `--method all`
@@ -186,6 +184,14 @@ def play(env: envs.TextEnv, task_id: str, method: Method, chat: Any, shared: dic
     return {"task_id": task_id} | outcome | {"seconds": round(time.time() - started, 3)}
 
 
+def line_of(env: envs.TextEnv, task_id: str, method: Method, fields: dict) -> dict:
+    """What a line of results.jsonl says besides the outcome."""
+    player = method.name.partition(":")[2] or None
+    line = {"task_id": task_id, "type": env.task_type(task_id), "block": env.block(task_id), "env": env.name}
+    line |= {"split": fields["split"], "label": fields["label"], "method": method.kind}
+    return line | {"M": method.M, "N": method.N, "select": method.select, "player": player, "seed": fields["seed"]}
+
+
 def search(
     env: envs.TextEnv, tasks: list[str], plan: list[Method], answers: dict, chat: Any, out: Output, fields: dict,
     side_by_side: int,
@@ -196,10 +202,7 @@ def search(
     """
     shared: dict[tuple[str, int], list[Step]] = {}
     for method in plan:
-        player = method.name.partition(":")[2] or None
-        settings = {"env": env.name, "split": fields["split"], "label": fields["label"], "method": method.kind}
-        settings |= {"M": method.M, "N": method.N, "select": method.select, "player": player, "seed": fields["seed"]}
-        lines = {t: {"task_id": t, "type": env.task_type(t), "block": env.block(t)} | settings for t in tasks}
+        lines = {task: line_of(env, task, method, fields) for task in tasks}
         finished = {identity(record) for record in out.records}
         todo = [task_id for task_id, line in lines.items() if identity(line) not in finished]
         played = drive((play(env.fork(), t, method, chat, shared) for t in todo), answers, side_by_side)
@@ -242,10 +245,10 @@ def plan_of(
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = parser(__doc__, epilog="App. A.2: M = 2 and N = 1 on WebShop.")
-    envs.add_arguments(flags, argv)
     add = flags.add_argument
     names = ["all", "greedy", "sample", "best_of_n", *SCORERS, *PLAYERS]
-    add("--method", nargs="+", default=["qlass"], choices=names, metavar="NAME", help=", ".join(names))
+    about = "listed in the docstring; all: each of them (default: qlass)"
+    add("--method", nargs="+", default=["qlass"], choices=names, metavar="NAME", help=about)
     add("-M", nargs="+", type=at_least(1), help=f"candidates a step (default: {PAPER['M']}; with all: 2 4 6)")
     add("-N", nargs="+", type=at_least(1), help=f"trajectories (default: {PAPER['N']}; best_of_n: 4; all: M's)")
     add("--select", choices=["q", "oracle"], default="q", help="which of N counts (default: %(default)s; all: both)")
@@ -261,7 +264,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--device")
     add_paraphrases(flags)
     add_sampling(flags)
-    args = parse(flags, argv)
+    args = parse(flags, argv, search=True)
     args.M = args.M or (COMPARED if "all" in args.method else [PAPER["M"]])
     args.out = args.out or args.run / "results.jsonl"
     if args.paraphrase is not None or args.paraphrase_server:
@@ -287,10 +290,10 @@ def main(
     chat = None
     answers = {} if answers is None else answers
     if any(method.score in READ_Q or method.select == "q" for method in plan):
-        args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args)
+        args.qnet = find_or_make(args.qnet, args.run / "qnet", "train_qnet", args)
         answers[Score] = load_qnet(args.qnet, args).score
     if any(method.kind not in PLAYERS for method in plan):
-        args.sft = needed(args.sft, args.run / "sft", "sft", args)
+        args.sft = find_or_make(args.sft, args.run / "sft", "sft", args)
         policy = load_agent(args, env)
         chat = policy.chat
         answers[Sample] = paraphrased(policy.sample, env, args.paraphrase, args.paraphrase_server)
@@ -299,13 +302,14 @@ def main(
     # The file is of one agent and one QNet, also where the methods of this call need none.
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     free = ("method", "M", "N", "select", "split", "skip", *SAMPLING_FREE)  # each line says its own
-    out = Output(args.out, vars(args), len, [args.sft, args.qnet, *inputs], free, identity)
     fields = {"split": args.split, "label": args.label, "seed": args.seed}
+    lines = [identity(line_of(env, task, method, fields)) for method in plan for task in tasks]
+    out = Output(args.out, vars(args), len, [args.sft, args.qnet, *inputs], free, identity, lines)
     search(env, my_share(tasks), plan, answers, chat, out, fields, args.in_flight or env.side_by_side)
 
     methods = list(dict.fromkeys(identity(line)[1:] for line in out.records))  # as they were first played
     rank = {task_id: n for n, task_id in enumerate(every_task)}
-    leaked = leaks(env, out.records, args.sft, args.qnet, vars(args))
+    leaked = leaks(env, out.records, args)
     out.finish(lambda line: (methods.index(identity(line)[1:]), rank.get(line["task_id"], 0)), leaks=leaked)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qlass import UserError, cli
-from qlass.files import replacing
+from qlass.files import is_complete, replacing
 
 if TYPE_CHECKING:
     from reporting.results import Group
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     with replacing(out.with_suffix(".md")) as file:
         file.write(text)
     print(text)
-    trees = [path for path in (run / "q_labels.jsonl", run / "trees.jsonl") if path.exists()]
+    trees = [path for path in (run / "q_labels.jsonl", run / "trees.jsonl") if is_complete(path)]
     viewer = page.tree_data(args.trees or next(iter(trees), None))
     sections = page.sections(groups, figures.draw(groups, out))
     with replacing(out) as file:

@@ -31,18 +31,31 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import envs
-from qlass import UserError, cli, files, flags, models, training
+from qlass import UserError, cli, files, models, policy, training
 from qlass.chat import Chat, State
 from qlass.cli import at_least, settle
 from qlass.driver import Score
+from qlass.files import read_object, read_trees
 from qlass.policy import Policy
-from qlass.records import read_object, read_trees
 from qlass.training import Progress, average_gradients, cosine, micro_batches, prepare, share
 
 # Table 5 and Eq. (11); why the tiny model's loss is on the last token: docs/differences.md
-PAPER = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all", "max_tokens": 4096, "micro_tokens": 8192}
-TINY = {"epochs": 8, "lr": 1e-3, "batch": 64, "loss_on": "last", "max_tokens": 1024, "micro_tokens": 2048}
+PAPER = {
+    "epochs": 2,
+    "lr": 1e-5,
+    "batch": 64,
+    "loss_on": "all",
+    "max_tokens": 4096,
+    "micro_tokens": 8192,
+}
+TINY = {
+    "epochs": 8,
+    "lr": 1e-3,
+    "batch": 64,
+    "loss_on": "last",
+    "max_tokens": 1024,
+    "micro_tokens": 2048,
+}
 SMALL = 50_000_000  # parameters, below which the settings are TINY's
 HELD_OUT = 10  # every tenth tree is not trained on
 
@@ -52,7 +65,9 @@ HELD_OUT = 10  # every tenth tree is not trained on
 class QNet(nn.Module):
     """Q(s, a): a HuggingFace causal LM without its output layer, and a value head on the hidden state of each token."""
 
-    def __init__(self, backbone: Any, chat: Chat, hidden: int = 1024, plain: bool = False, **room: Any) -> None:
+    def __init__(
+        self, backbone: Any, chat: Chat, hidden: int = 1024, plain: bool = False, **room: Any
+    ) -> None:
         """plain: score one (s, a) at a time. room: `budget` (tokens of a batch) and `cache_gb` of the fast way."""
         super().__init__()
         self.backbone, self.chat = backbone, chat
@@ -71,7 +86,9 @@ class QNet(nn.Module):
     def forward(self, at: Any = None, **inputs: Any) -> torch.Tensor:
         """Values V of tokens: (B, L) of all of `inputs` (ids, mask, positions: (B, L)), or those that `at` selects."""
         hidden = self.backbone(**inputs).last_hidden_state  # Eq. (9): h_1 .. h_L, (B, L, D)
-        hidden = hidden if at is None else hidden[at]  # the head costs a tiny model more than its backbone
+        hidden = (
+            hidden if at is None else hidden[at]
+        )  # the head costs a tiny model more than its backbone
         with torch.autocast(hidden.device.type, enabled=False):  # in bf16 siblings would tie
             return self.head(hidden.to(self.head[0].weight.dtype)).squeeze(-1)  # Eq. (10)
 
@@ -92,9 +109,15 @@ class QNet(nn.Module):
         """Q(s, a) of each request's actions."""
         if self.training:
             self.eval()
-        scores = self.fast.score(requests) if self.fast else [[self.q(r.state, a) for a in r.actions] for r in requests]
+        scores = (
+            self.fast.score(requests)
+            if self.fast
+            else [[self.q(r.state, a) for a in r.actions] for r in requests]
+        )
         if not all(math.isfinite(q) for values in scores for q in values):
-            raise UserError("QNet's values are not finite, so they rank nothing: its training has diverged")
+            raise UserError(
+                "QNet's values are not finite, so they rank nothing: its training has diverged"
+            )
         return scores
 
     @property
@@ -120,7 +143,10 @@ class QNet(nn.Module):
         """The backbone by HuggingFace's save_pretrained, tokenizer and rendering, head.safetensors, qnet.json."""
         self.backbone.save_pretrained(folder)
         self.chat.save(folder)
-        save_file({k: v.contiguous() for k, v in self.head.state_dict().items()}, folder / "head.safetensors")
+        save_file(
+            {k: v.contiguous() for k, v in self.head.state_dict().items()},
+            folder / "head.safetensors",
+        )
         settings = {"hidden": self.head[0].out_features, "readout": "last"}
         (folder / "qnet.json").write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
@@ -138,8 +164,12 @@ class QNet(nn.Module):
         folder = Path(folder)
         settings = read_object(folder / "qnet.json")
         if settings["readout"] != "last":
-            raise UserError(f"{folder}: its Q is the mean of an action's values, which is not read any more")
-        backbone, chat = models.load_checkpoint(folder, transformers.AutoModel, device, plain=plain, **loading)
+            raise UserError(
+                f"{folder}: its Q is the mean of an action's values, which is not read any more"
+            )
+        backbone, chat = models.load_checkpoint(
+            folder, transformers.AutoModel, device, plain=plain, **loading
+        )
         qnet = cls(backbone, chat, settings["hidden"], plain, budget=budget, cache_gb=cache_gb)
         qnet.head.load_state_dict(load_file(folder / "head.safetensors"))
         return qnet.to(backbone.device).eval()
@@ -166,14 +196,19 @@ def states_of(tree: list[dict]) -> dict:
     root = tree[0]
     states = {root["node_id"]: State.load(root["messages"], root.get("task") or "")}
     for node in tree[1:]:
-        states[node["node_id"]] = states[node["parent_id"]].then(node["action"], node["observation"])
+        states[node["node_id"]] = states[node["parent_id"]].then(
+            node["action"], node["observation"]
+        )
     return states
 
 
 def pairs_of(tree: list[dict]) -> Tree:
     """All (s, a, q) of a labelled tree, depth first: a node's own action in its parent's state."""
     states = states_of(tree)
-    return [Pair(states[n["parent_id"]], n["action"], n["q"], n.get("source") != "expert") for n in tree[1:]]
+    return [
+        Pair(states[n["parent_id"]], n["action"], n["q"], n.get("source") != "expert")
+        for n in tree[1:]
+    ]
 
 
 def hold_out(trees: list[Tree]) -> tuple[list[Tree], list[Tree]]:
@@ -195,11 +230,16 @@ def packed(qnet: QNet, trees: list[Tree], loss_on: str, max_tokens: int) -> list
     chat, packs = qnet.chat, []
     for tree in trees:
         if qnet.plain:
-            packs += [Pack([p], len(chat.prompt(p.state)) + len(chat.action(p.action, p.state.task))) for p in tree]
+            packs += [
+                Pack([p], len(chat.prompt(p.state)) + len(chat.action(p.action, p.state.task)))
+                for p in tree
+            ]
         else:
             from qlass.fast.packing import pack_pairs
 
-            packs += pack_pairs(chat, tree, lambda n_prompt, n: loss_tokens(n_prompt, n, loss_on), max_tokens)
+            packs += pack_pairs(
+                chat, tree, lambda n_prompt, n: loss_tokens(n_prompt, n, loss_on), max_tokens
+            )
     return packs
 
 
@@ -253,7 +293,10 @@ def train(qnet: QNet, packs: list[Pack], held_out: list[Tree], args: argparse.Na
             progress.end_update(loss, tokens=sum(pack.tokens for pack in batch))
         figures = ranking(model, held_out)
         enough = len(held_out) >= 5
-        progress.end_epoch(figures["mse"] if enough else None, **{f"held_out_{name}": v for name, v in figures.items()})
+        progress.end_epoch(
+            figures["mse"] if enough else None,
+            **{f"held_out_{name}": v for name, v in figures.items()},
+        )
     return progress.end(qnet)
 
 
@@ -269,7 +312,9 @@ def ranking(qnet: QNet, trees: list[Tree]) -> dict:
     return {"mse": mse} | sibling_accuracy(trees, scores)
 
 
-def sibling_accuracy(trees: list[Tree], scores: dict[tuple[State, str], float], gap: float = 0.05) -> dict:
+def sibling_accuracy(
+    trees: list[Tree], scores: dict[tuple[State, str], float], gap: float = 0.05
+) -> dict:
     """Of the sibling pairs whose q differ by more than `gap`, the share whose scores stand in the same order.
 
     Chance is .5. `own_...`: of pairs without a node of the expert's, since search compares draws of the agent.
@@ -289,8 +334,15 @@ def sibling_accuracy(trees: list[Tree], scores: dict[tuple[State, str], float], 
                 if pair.own or not own:
                     families.setdefault(pair.state, []).append(pair)
             for family in families.values():
-                right += [in_order(a, b, scores) for a, b in itertools.combinations(family, 2) if abs(a.q - b.q) > gap]
-        figures |= {f"{name}_accuracy": sum(right) / len(right) if right else None, f"{name}_pairs": len(right)}
+                right += [
+                    in_order(a, b, scores)
+                    for a, b in itertools.combinations(family, 2)
+                    if abs(a.q - b.q) > gap
+                ]
+        figures |= {
+            f"{name}_accuracy": sum(right) / len(right) if right else None,
+            f"{name}_pairs": len(right),
+        }
     return figures
 
 
@@ -304,14 +356,18 @@ def beside_policy(qnet: QNet, policy: Policy, trees: list[Tree]) -> dict:
     """`ranking` of QNet, and how well the agent's own log-probability ranks the same siblings."""
     pairs = list(dict.fromkeys((pair.state, pair.action) for tree in trees for pair in tree))
     of_policy = sibling_accuracy(trees, dict(zip(pairs, policy.logprobs(pairs), strict=True)))
-    own = {f"policy_{name}": of_policy[name] for name in ("sibling_accuracy", "own_sibling_accuracy")}
+    own = {
+        f"policy_{name}": of_policy[name] for name in ("sibling_accuracy", "own_sibling_accuracy")
+    }
     return ranking(qnet, trees) | own
 
 
 def print_ranking(figures: dict) -> None:
     for kind, of in (("sibling", ""), ("own_sibling", " without the expert's nodes")):
         if figures[f"{kind}_pairs"]:
-            right = f"ranked right{of} {figures[f'{kind}_accuracy']:.3f} of {figures[f'{kind}_pairs']}"
+            right = (
+                f"ranked right{of} {figures[f'{kind}_accuracy']:.3f} of {figures[f'{kind}_pairs']}"
+            )
             policy = f"policy's log-probability {figures[f'policy_{kind}_accuracy']:.3f}"
             print(f"  held_out trees: sibling pairs {right} (chance .5, {policy})")
 
@@ -321,57 +377,81 @@ def print_ranking(figures: dict) -> None:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
-    envs.add_arguments(parser, argv)
     add = parser.add_argument
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
-    flags.add_training(parser, PAPER, TINY, "(s, a) pairs")
+    cli.add_training(parser, PAPER, TINY, "(s, a) pairs")
     tokens = ["all", "action", "last"]
     carry = f"tokens of (s, a) that carry the loss (default: {PAPER['loss_on']}, Eq. 11; tiny: {TINY['loss_on']})"
     add("--loss-on", choices=tokens, help=carry)
     add("--freeze", action="store_true", help="train the head alone")
-    add("--plain", action="store_true", help="pair by pair, as Eq. (11) reads: for models that know no tree mask")
-    add("--max-tokens", type=at_least(1), help=f"of a packed tree ({PAPER['max_tokens']}; tiny: {TINY['max_tokens']})")
+    add(
+        "--plain",
+        action="store_true",
+        help="pair by pair, as Eq. (11) reads: for models that know no tree mask",
+    )
+    add(
+        "--max-tokens",
+        type=at_least(1),
+        help=f"of a packed tree ({PAPER['max_tokens']}; tiny: {TINY['max_tokens']})",
+    )
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
-    flags.add_prompted(parser)  # as the trees were grown
+    cli.add_prompt(parser)  # as the trees were grown
     add("--device")
     args = cli.parse(parser, argv)
-    flags.check_training(args)
+    cli.check_training(args)
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     cli.must_exist(args.sft, args.labels)
-    args.sft = cli.needed(args.sft, args.run / "sft", "sft", args)
-    args.labels = cli.needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
+    args.sft = cli.find_or_make(args.sft, args.run / "sft", "sft", args)
+    args.labels = cli.find_or_make(args.labels, args.run / "q_labels.jsonl", "bellman", args)
     args.out = files.checkpoint_folder(args.out or args.run / "qnet", args.sft)
-    flags.warn_of_another_world(args.sft, args)
-    rendering = flags.rendering_of(args.sft, args, flags.PROMPTED)
-    loading = {"device": args.device, "load_in": args.load_in, "precision": args.precision, "rendering": rendering}
+    cli.warn_of_another_world(args.sft, args)
+    rendering = policy.rendering_of(args.sft, args, policy.PROMPTED)
+    loading = {
+        "device": args.device,
+        "load_in": args.load_in,
+        "precision": args.precision,
+        "rendering": rendering,
+    }
     with training.processes(args.out, args.device) as process:
-        trees = [pairs_of(tree) for tree in read_trees(args.labels, ["q", "messages"])][: args.limit]
+        nodes = list(itertools.islice(read_trees(args.labels, ["q", "messages"]), args.limit))
+        trees = [pairs_of(tree) for tree in nodes]
         all_weights = not (args.lora or args.freeze)
-        torch.manual_seed(args.seed)  # here, so that the head is the same whether the agent was there or is new
+        torch.manual_seed(
+            args.seed
+        )  # here, so that the head is the same whether the agent was there or is new
         kind = transformers.AutoModel
-        backbone, chat = models.load_checkpoint(args.sft, kind, train=all_weights, plain=args.plain, **loading)
+        backbone, chat = models.load_checkpoint(
+            args.sft, kind, train=all_weights, plain=args.plain, **loading
+        )
         qnet = QNet(backbone, chat, plain=args.plain)
-        adapter = models.save_memory(backbone, args.lora, args.lora_alpha, args.gradient_checkpointing)
+        adapter = models.save_memory(
+            backbone, args.lora, args.lora_alpha, args.gradient_checkpointing
+        )
         if args.freeze:
             backbone.requires_grad_(False)
         small = sum(p.numel() for p in backbone.parameters()) < SMALL
-        settle(args, (TINY if small else PAPER) | ({"lr": flags.LORA_LR} if args.lora else {}))
+        settle(args, (TINY if small else PAPER) | ({"lr": cli.LORA_LR} if args.lora else {}))
         if not training.begin(args, [args.labels, args.sft]):
             return
         readable = [[pair for pair in tree if chat.fits(pair.state, pair.action)] for tree in trees]
         if left_out := sum(map(len, trees)) - sum(map(len, readable)):
-            process.print(f"{left_out} pairs are left out: beyond the model's context (--truncate oldest cuts them)")
+            process.print(
+                f"{left_out} pairs are left out: beyond the model's context (--truncate oldest cuts them)"
+            )
         learned, held_out = hold_out(readable)
         packs = packed(qnet, learned, args.loss_on, args.max_tokens)
         if not packs:
             raise UserError(f"{args.labels}: no pair of (s, a) to train on")
-        figures = train(qnet, packs, held_out, args) | {"trees": len(trees), "pairs_left_out": left_out}
+        figures = train(qnet, packs, held_out, args) | {
+            "trees": len(trees),
+            "pairs_left_out": left_out,
+        }
         if not process.is_main_process:
             return
 
@@ -379,8 +459,11 @@ def main(argv: list[str] | None = None) -> None:
             dtype = models.device_and_dtype(args.device, args.precision)[1]
             qnet.backbone = models.ordinary(qnet.backbone, folder, adapter, dtype)
             qnet.save_pretrained(folder)
-        policy = Policy.load(args.sft, seed=args.seed, plain=args.plain, **loading)
-        figures["held_out"] = beside_policy(qnet.eval(), policy, held_out)  # of the best epoch's weights
+        agent = Policy.load(args.sft, seed=args.seed, plain=args.plain, **loading)
+        figures["tasks"] = [tree[0]["task_id"] for tree in nodes]
+        figures["held_out"] = beside_policy(
+            qnet.eval(), agent, held_out
+        )  # of the best epoch's weights
         files.write_meta(args.out, vars(args), [args.labels, args.sft], **figures)
         print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}")
         print_ranking(figures["held_out"])

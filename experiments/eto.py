@@ -34,11 +34,11 @@ from experiments.learning import Learner, batch_of, learn, learner_parser, load
 from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
 from qlass.chat import Chat, Rendering, State, parse_action
-from qlass.cli import at_least, needed, parse, run_stage
+from qlass.cli import at_least, find_or_make, parse, run_stage
 from qlass.driver import Sample, ask, drive
-from qlass.files import cloned_from
+from qlass.files import cloned_from, read_trees
 from qlass.policy import Policy
-from qlass.records import actions_by_task, agreed, read_trees
+from qlass.published import actions_by_task, agreed, tasks_of
 from train_qnet import Pair, pairs_of
 
 LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY
@@ -202,10 +202,12 @@ def main(argv: list[str] | None = None) -> None:
         expert, rewards = actions_by_task(source, env, most)
         training_tasks = set(env.task_ids("train"))
         pool = [task for task in rewards if task in training_tasks]
+        learned = tasks_of(source, env, most)
     else:
-        source = args.labels = needed(args.labels, args.run / "q_labels.jsonl", "bellman", args)
+        source = args.labels = find_or_make(args.labels, args.run / "q_labels.jsonl", "bellman", args)
         trees = list(read_trees(source, ["q", "messages"]))
         pool = range(len(trees))
+        learned = {tree[0]["task_id"] for tree in trees}
 
     def explored(tasks: list[str], last: dict) -> tuple[list[Preference], dict]:
         """Trajectories of the agent against the expert's, and what they cost and earned."""
@@ -234,7 +236,7 @@ def main(argv: list[str] | None = None) -> None:
         return {"batch": last["batch"] + 1, "pairs": len(preferences), **spent, **figures}
 
     # A token counts three times in an update, and goes through the reference once for all epochs.
-    learn(learner, env, iteration, args, [source], passes=3 + 1 / args.epochs)
+    learn(learner, env, iteration, args, [source], 3 + 1 / args.epochs, learned)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from qlass.chat import Chat, Rendering, State
 from qlass.cli import run_stage
 from qlass.driver import Sample
 from qlass.fast.packing import pack_pairs, packed_loss
+from qlass.files import read_trees
 from qlass.policy import Policy
-from qlass.records import read_trees
 from qlass.tiny import tiny_model
 from sft import demonstrate
 from train_qnet import QNet, pairs_of

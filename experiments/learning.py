@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,22 @@ from transformers import AutoModelForCausalLM
 import envs
 from experiments.self_train import trajectories
 from q_search import Method
-from qlass import UserError, flags, models
+from qlass import UserError, models
 from qlass.chat import Chat, uniforms
-from qlass.cli import at_least, needed, parser, settle
+from qlass.cli import (
+    add_memory,
+    add_prompt,
+    at_least,
+    check_training,
+    find_or_make,
+    parser,
+    settle,
+    warn_of_another_world,
+)
 from qlass.driver import Sample, drive
 from qlass.files import checkpoint_folder, draft_of, locked, same_arguments, write_jsonl, write_meta
-from qlass.policy import Policy
+from qlass.policy import PROMPTED, Policy, begin_as_cloned, rendering_of
+from qlass.published import learned_tasks
 from train_qnet import SMALL
 
 WARMUP = 4  # updates
@@ -39,15 +49,14 @@ SPENT = {"batch": 0, "updates": 0, "tokens": 0, "env_steps": 0}  # the first lin
 def learner_parser(doc: str, epilog: str, argv: list[str] | None, every: int) -> argparse.ArgumentParser:
     """A parser with the flags that all learners have."""
     learner = parser(doc, epilog)
-    envs.add_arguments(learner, argv)
     add = learner.add_argument
     add("--budget", type=at_least(0, float), default=1e6, metavar="N", help="what to spend (default: %(default).0f)")
     add("--budget-in", choices=["tokens", "env_steps"], default="tokens", help="default: tokens, each unique one once")
     add("--val", type=at_least(0), default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
     add("--every", type=at_least(1), default=every, metavar="N", help="batches a validation (default: %(default)s)")
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
-    flags.add_memory(learner)
-    flags.add_prompted(learner)
+    add_memory(learner)
+    add_prompt(learner)
     add("--device")
     return learner
 
@@ -112,12 +121,12 @@ def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = 
 
     Without --lr, `lr` is the tiny model's.
     """
-    flags.check_training(args)
-    args.sft = needed(args.sft, args.run / "sft", "sft", args)
-    flags.warn_of_another_world(args.sft, args)
+    check_training(args)
+    args.sft = find_or_make(args.sft, args.run / "sft", "sft", args)
+    warn_of_another_world(args.sft, args)
     torch.manual_seed(args.seed)
     model, chat, adapter = trainable(args, AutoModelForCausalLM)
-    flags.begin_as_cloned(env, chat.rendering, args)
+    begin_as_cloned(env, chat.rendering, args)
     small = model.num_parameters() < SMALL
     settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
     # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
@@ -128,7 +137,7 @@ def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = 
 
 def trainable(args: argparse.Namespace, kind: Any) -> tuple[Any, Chat, Any]:
     """--sft as a model of class `kind` that trains as the flags ask, its Chat, and PEFT's view of LoRA's updates."""
-    how = {"train": not args.lora, "rendering": flags.rendering_of(args.sft, args, flags.PROMPTED)}
+    how = {"train": not args.lora, "rendering": rendering_of(args.sft, args, PROMPTED)}
     model, chat = models.load_checkpoint(args.sft, kind, args.device, args.load_in, **how)
     adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
     # Training mode, in which --gradient-checkpointing works, is to compute the probabilities that were sampled.
@@ -152,18 +161,25 @@ def batch_of(tasks: Sequence[Any], seed: int, number: int, size: int) -> list[An
 
 @models.within_memory()
 def learn(
-    learner: Learner, env: envs.TextEnv, iterate: Callable[[dict], dict], args: argparse.Namespace,
-    inputs: Sequence[Path | None], passes: float,
-) -> None:  # fmt: skip
+    learner: Learner,
+    env: envs.TextEnv,
+    iterate: Callable[[dict], dict],
+    args: argparse.Namespace,
+    inputs: Sequence[Path | None],
+    passes: float,
+    learned: Iterable[str | None],
+) -> None:
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
     larger --budget continues. All are of the last validation; the last batch of a smaller budget has one too.
 
     inputs: what is read besides the agent. passes: how often a token that was spent went forward, for the report; a
-    backward pass counts as two. "played" of a line, if it has that: tokens that went forward once.
+    backward pass counts as two. learned: tasks that are played or read. "played" of a line, if it has that: tokens that
+    went forward once.
     """
     folder = checkpoint_folder(args.run / f"sft-{args.name}", args.sft)
     log, state = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
     unit, lines = args.budget_in, []
+    known = learned_tasks(learned, args.sft, vars(args))
     tasks = env.task_ids("val")[: args.val or None]
     if not tasks:
         raise UserError(f"{env.name}: no validation tasks here, by which the best checkpoint is chosen")
@@ -194,7 +210,7 @@ def learn(
                 print(f"batch {line['batch']}: {line[unit]:,} {unit}, validation {line['val']:.3f}", flush=True)
                 if best() is line:
                     learner.save(folder)
-                write_meta(folder, vars(args), [args.sft, *inputs], best=best(), last=line, passes=passes)
+                write_meta(folder, vars(args), [args.sft, *inputs], best=best(), last=line, passes=passes, tasks=known)
                 write_jsonl(log, lines)
                 learner.suspend(state, lines)
     gain = f"validation {lines[0]['val']:.3f} -> {best()['val']:.3f} at batch {best()['batch']}"

@@ -35,8 +35,7 @@ from qlass import UserError
 from qlass.chat import Chat, State
 from qlass.cli import at_least, handed_on, parse, run_stage, settle
 from qlass.fast.token_tree import TokenTree, tree_inputs
-from qlass.files import is_complete, read_meta
-from qlass.records import read_trees
+from qlass.files import is_complete, read_meta, read_trees
 from train_qnet import SMALL, QNet, states_of
 
 CRITIC_LR, CRITIC_LR_TINY = 1e-5, 1e-3  # faster than the agent
@@ -210,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
         own = {"explained": round(float(explained), 6), "played": last.get("played", 0) + spent}
         return line_of(last, groups, figures) | own
 
-    learn(learner, env, iteration, args, [args.labels], PASSES)
+    learn(learner, env, iteration, args, [args.labels], PASSES, env.task_ids("train"))
 
 
 if __name__ == "__main__":

@@ -35,11 +35,11 @@ import sft
 from q_search import Method, episode
 from qlass import UserError, costs, files
 from qlass.chat import Chat
-from qlass.cli import at_least, handed_on, needed, parse, parser, run_stage
+from qlass.cli import add_sampling, at_least, find_or_make, handed_on, parse, parser, run_stage
 from qlass.driver import Sample, Score, drive
-from qlass.files import Output
-from qlass.flags import add_sampling, load_agent, load_qnet
-from qlass.records import read_trajectories, read_trees
+from qlass.files import Output, read_trees
+from qlass.policy import load_agent, load_qnet
+from qlass.published import read_trajectories
 from train_qnet import states_of
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
@@ -120,7 +120,6 @@ def training_flags(record: dict[str, Any]) -> list[str]:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = parser(__doc__, epilog="Sec. 5.2: M = 3, N = 1.")
-    envs.add_arguments(flags, argv)
     add = flags.add_argument
     add("--method", choices=["rft", "qlass", "tree"], default="qlass", help="default: %(default)s")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: the method)")
@@ -150,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     started = time.time()
     env = envs.from_arguments(args)
-    args.sft = needed(args.sft, args.run / "sft", "sft", args)
+    args.sft = find_or_make(args.sft, args.run / "sft", "sft", args)
     record = files.read_meta(args.sft)["arguments"]
     if "model" not in record:
         raise UserError(f"{args.sft}: its metadata do not say how sft.py made it; name an --sft that sft.py made")
@@ -161,10 +160,10 @@ def main(argv: list[str] | None = None) -> None:
         return policy.chat, {Sample: policy.sample} | ({Score: load_qnet(args.qnet, args).score} if args.qnet else {})
 
     if args.method == "tree":
-        args.trees, args.qnet = needed(args.trees, args.run / "trees.jsonl", "build_trees", args), None
+        args.trees, args.qnet = find_or_make(args.trees, args.run / "trees.jsonl", "build_trees", args), None
         lines = list(filter(None, map(best_branch, read_trees(args.trees, FIELDS))))
     else:
-        args.qnet = needed(args.qnet, args.run / "qnet", "train_qnet", args) if args.method == "qlass" else None
+        args.qnet = find_or_make(args.qnet, args.run / "qnet", "train_qnet", args) if args.method == "qlass" else None
         tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
         path = args.run / f"self_train-{args.name}.rollouts.jsonl"
         free = ["threshold", "no_train", *files.SAMPLING_FREE]

@@ -283,7 +283,7 @@ def main(argv: list[str] | None = None) -> None:
         numbered = enumerate(minibatches, last["updates"] + 1)
         return line_of(last, groups, [update(learner, b, args.kl, args.entropy, number) for number, b in numbered])
 
-    learn(learner, env, iteration, args, [], PASSES)
+    learn(learner, env, iteration, args, [], PASSES, env.task_ids("train"))
 
 
 if __name__ == "__main__":

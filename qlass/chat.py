@@ -24,7 +24,7 @@ import jinja2
 import numpy as np
 
 from qlass import UserError
-from qlass.records import read_object
+from qlass.files import read_object
 from qlass.tiny import MARK, mark, unmark, with_aids
 
 # ------------------------------------------------------------------------------------------------- states and actions

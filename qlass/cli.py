@@ -1,4 +1,4 @@
-"""What every stage does besides its algorithm: flags, inputs that an earlier stage makes, errors in one line.
+"""What stages share besides algorithms: flags, settings of a run, inputs, errors in one line.
 
 Standard library and filelock only, so that `bellman.py` starts at once.
 """
@@ -6,59 +6,117 @@ Standard library and filelock only, so that `bellman.py` starts at once.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import json
 import shlex
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from qlass import UserError
-from qlass.files import is_complete, outdated, parts_of, share
+from qlass.files import (
+    FREE,
+    SAMPLING_FREE,
+    files_of,
+    gaps,
+    outdated,
+    read_meta,
+    read_object,
+    recorded,
+    share,
+)
 
 T = TypeVar("T")
+LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
 
-# --------------------------------------------------------------------------------------------------------------- flags
+# ------------------------------------------------------------------------------------------ flags
+
+ENVIRONMENTS = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
+OneLine = functools.partial(argparse.HelpFormatter, max_help_position=30, width=100)  # per flag
 
 
 def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     """A stage's parser: its description is the first line of the stage's docstring."""
-    usage = "%(prog)s [flags], listed by --help and --help-more"
-    stage = argparse.ArgumentParser(description=doc.split("\n")[0], epilog=epilog, usage=usage)
+    about = {"description": doc.split("\n")[0], "epilog": epilog, "usage": "%(prog)s [flags]"}
+    stage = argparse.ArgumentParser(**about, formatter_class=OneLine)
     add = stage.add_argument
-    environments = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
-    add("--env", default="webshop", metavar="NAME", help=environments)
-    add("--run", type=Path, metavar="DIR", help="folder of this run's files (default: runs/ENV)")
-    add("--seed", type=at_least(0, most=2**32 - 1), default=0, metavar="N", help="default: %(default)s")
+    add("--env", metavar="NAME", help=ENVIRONMENTS)
+    option = {"action": "append", "metavar": "NAME=VALUE"}
+    add("--env-option", **option, help="option of the environment's class; may be repeated")
+    add("--run", type=Path, metavar="DIR", help="folder of this run's files (runs/ENV)")
+    add("--seed", type=at_least(0, most=2**32 - 1), default=0, metavar="N", help="default: 0")
     add("--overwrite", action="store_true", help="make the output again from scratch")
     add("--debug", action="store_true", help="show the traceback of an error")
-    add("--help-more", action="help", help="with the flags of the environment, of sampling and of large models")
-    stage.set_defaults(env_flags=[])  # envs.add_arguments adds those of the environment
     return stage
 
 
-def more(parser: Any) -> Callable[..., None]:
-    """`add_argument` for flags that few need, which --help-more alone shows: --help is to fit a screen."""
-
-    def add(*names: str, **options: Any) -> None:
-        hidden = {} if "--help-more" in sys.argv else {"help": argparse.SUPPRESS}
-        parser.add_argument(*names, **options | hidden)
-
-    return add
-
-
-def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    args = parser.parse_args(argv)
-    args.argv = sys.argv[1:] if argv is None else list(argv)
-    args.run = args.run or Path("runs") / args.env.rpartition(":")[2].lower()
-    return args
+def add_memory(parser: Any) -> None:
+    """How a large model is trained in little memory; for `check_training`, `models.save_memory`."""
+    add = parser.add_argument
+    add("--load-in", choices=["4bit", "8bit"], help="bits per weight")
+    add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank alone")
+    add("--lora-alpha", type=at_least(1), metavar="A", help="their factor is A/RANK (2 RANK)")
+    add("--optim", choices=["adamw", "adamw8bit"], default="adamw", help="default: adamw")
+    text = "less memory for a third more time"
+    add("--gradient-checkpointing", action="store_true", help=text)
 
 
-def settle(args: argparse.Namespace, settings: dict[str, Any]) -> None:
-    """What no flag has set takes its value from the settings."""
-    for name, value in settings.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+def add_training(parser: Any, paper: dict, tiny: dict, batch: str) -> None:
+    """The flags of a stage that trains; `batch`: what an update holds."""
+    add = parser.add_argument
+    default = {name: f"{value}; tiny: {tiny[name]}" for name, value in paper.items()}
+    add("--epochs", type=at_least(1), metavar="N", help=f"at most ({default['epochs']})")
+    add("--lr", type=at_least(0, float), help=f"{default['lr']}; with --lora {LORA_LR}")
+    add("--batch", type=at_least(1), metavar="N", help=f"{batch} per update ({default['batch']})")
+    text = f"padded tokens in memory at once ({default['micro_tokens']})"
+    add("--micro-tokens", type=at_least(1), metavar="N", help=text)
+    text = "epochs without a better validation until it stops (2)"
+    add("--patience", type=at_least(1), default=2, metavar="N", help=text)
+    add("--save-every", type=at_least(1), default=50, metavar="N", help="updates (50)")
+    add_precision(parser)
+    add_memory(parser)
+
+
+def add_precision(parser: Any) -> None:
+    text = "default: bf16 on a GPU, float32 on a CPU"
+    parser.add_argument("--precision", choices=["float32", "bf16"], help=text)
+
+
+def check_training(args: argparse.Namespace) -> None:
+    if (args.lora_alpha or args.load_in) and not args.lora:
+        reason = "a training has them beside --lora RANK alone; give that too"
+        raise UserError(f"--lora-alpha, --load-in: {reason}")
+
+
+def add_prompt(parser: Any) -> None:
+    """What a prompt depends on, which agent and QNet must share."""
+    add = parser.add_argument
+    add("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
+    text = "leave out the oldest turns beyond the model's context"
+    add("--truncate", choices=["oldest"], help=text)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """The flags of a stage that samples, besides --temperature; for `policy.load_agent`."""
+    group = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)")
+    add_prompt(group)
+    add = group.add_argument
+    text = "of free text: the likeliest tokens that hold P together"
+    add("--top-p", type=at_least(0.01, float, 1), metavar="P", help=text)
+    add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
+    add("--stop", nargs="+", metavar="TEXT", help="texts that end an action")
+    add("--think", action="store_true", default=None, help="let a reasoning model think first")
+    add("--plain", action="store_true", help="one sequence at a time, for recurrent models")
+    add("--cache-gb", type=at_least(0, float), metavar="G", help="for prompts (2; GPU: 1/4 of it)")
+    text = "trees or episodes side by side (64; sciworld: 4; own: 1)"
+    add("--in-flight", type=at_least(1), metavar="N", help=text)
+    text = "sample on an OpenAI-compatible server of this checkpoint"
+    add("--server", metavar="URL[#MODEL]", help=text)
+    add("--load-in", choices=["4bit", "8bit"], help="bits per weight")
+    add_precision(group)
 
 
 def at_least(low: float, kind: Callable[[str], T] = int, most: float = 1e30) -> Callable[[str], T]:  # type: ignore[assignment]
@@ -74,61 +132,192 @@ def at_least(low: float, kind: Callable[[str], T] = int, most: float = 1e30) -> 
     return number
 
 
-# ------------------------------------------------------------------------------------------------- inputs and processes
+def settle(args: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """What no flag has set takes its value from the settings."""
+    for name, value in settings.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+# ------------------------------------------------------------------------------- settings of a run
+
+
+def parse(
+    parser: argparse.ArgumentParser, argv: list[str] | None, search: bool = False
+) -> argparse.Namespace:
+    """The flags, with the environment and its options as the run has them if none are named.
+
+    They are RUN/env.json's, which the first stage writes, else those of the agent's metadata. Other
+    ones than the run's are refused, but for a `search`, which records and warns of them.
+    """
+    args = parser.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
+    sft = getattr(args, "sft", None) or (args.run and args.run / "sft")
+    named = args.env_option or []
+    for text in named:
+        if not text.partition("=")[2]:  # of an unset variable: not what is bundled
+            raise UserError(
+                f"--env-option {text}: NAME=VALUE is expected; leave it out for the default"
+            )
+    trained = read_meta(sft.absolute())["arguments"] if sft else {}
+    args.run = args.run or Path("runs") / run_name(args.env or trained.get("env") or "webshop")
+    file = args.run / "env.json"
+    own = read_object(file) if file.exists() else {}
+    settings = own or trained
+    env = args.env or settings.get("env") or "webshop"
+    options = (settings.get("env_option") or []) if env == settings.get("env", env) else []
+    args.env_option = sorted(
+        {option.partition("=")[0]: option for option in options + named}.values()
+    )
+    args.env = env
+    if own and own != (mine := {name: getattr(args, name) for name in ("env", "env_option")}):
+        reason = f"{args.run} was begun with {in_flags(own)}, not with {in_flags(mine)}"
+        if not search:
+            raise UserError(f"{reason}: leave the flags out, or name another --run")
+        print(f"warning: {reason}", file=sys.stderr)
+    return args
+
+
+def run_name(env: str) -> str:
+    return env.rpartition(":")[2].lower()
+
+
+def in_flags(settings: dict[str, Any]) -> str:
+    options = [word for option in settings["env_option"] for word in ("--env-option", option)]
+    return shlex.join(["--env", settings["env"], *options])
+
+
+def save_settings(args: argparse.Namespace) -> None:
+    """Write RUN/env.json if it is not there."""
+    file = args.run / "env.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_name(f".env.{uuid.uuid4().hex}")  # several processes may begin at once
+        settings = {"env": args.env, "env_option": args.env_option}
+        draft.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+        draft.replace(file)
+
+
+def warn_of_another_world(folder: Path, args: argparse.Namespace) -> None:
+    """A line for each setting of the environment that a checkpoint was trained with otherwise."""
+    trained = read_meta(folder.absolute())["arguments"]
+    for name in ("env", "env_option"):
+        before, now = trained.get(name, getattr(args, name)), getattr(args, name)
+        if before != now:
+            flag = "--" + name.replace("_", "-")
+            print(
+                f"warning: {folder} was trained with {flag} {before}, not with {now}",
+                file=sys.stderr,
+            )
+
+
+def leaks(env: Any, results: list[dict], args: argparse.Namespace) -> dict[str, int | None]:
+    """How many of the played tasks --sft and --qnet learned from, and a warning if any.
+
+    Of the results, those count for which the agent wrote, or QNet read, tokens. None: not known.
+    A task with the subject (a product) of a learned one counts too. A published split may overlap
+    (WebShop's do, in 21 tasks), so this is no refusal.
+    """
+    counts: dict[str, int | None] = {}
+    sources = ("demonstrations", args.sft, "generated"), ("trees", args.qnet, "scored")
+    for source, checkpoint, cost in sources:
+        tasks = {record["task_id"] for record in results if record["tokens"].get(cost)}
+        meta = read_meta(checkpoint.absolute())
+        trained, reason = meta["arguments"], None
+        if not trained:
+            reason = "has no metadata"
+        elif any(trained.get(name) != getattr(args, name) for name in ("env", "env_option")):
+            reason = "is of another environment, whose ids mean other tasks"
+        elif meta.get("tasks") is None:
+            reason = "does not tell the tasks that it learned from"
+        if tasks and reason:
+            counts[source] = None
+            text = f"whether tasks played are also in the {source} is not known"
+            print(f"warning: {text}: {checkpoint.name} {reason}", file=sys.stderr)
+            continue
+        subjects = {env.subject(task) for task in meta.get("tasks") or ()} if tasks else set()
+        n = counts[source] = sum(env.subject(task) in subjects for task in tasks)
+        if n:
+            print(
+                f"warning: {n} of {len(tasks)} tasks played are also in the {source}",
+                file=sys.stderr,
+            )
+    return counts
+
+
+# ---------------------------------------------------------------------------- inputs and processes
 
 
 def handed_on(args: argparse.Namespace) -> list[str]:
     """The flags that all stages of a run share."""
-    argv = ["--env", args.env, "--run", str(args.run), "--seed", str(args.seed)]
-    for name in ("device", "precision", *args.env_flags):
-        flag, value = "--" + name.replace("_", "-"), getattr(args, name, None)
-        for item in value if isinstance(value, list) else [value]:
-            argv += [flag] if item is True else [flag, str(item)] if item else []
+    argv = ["--run", str(args.run), "--seed", str(args.seed)]
+    if not (args.run / "env.json").exists():
+        argv = [*shlex.split(in_flags(vars(args))), *argv]
+    for name in ("device", "precision"):
+        if value := getattr(args, name, None):
+            argv += [f"--{name}", value]
     return argv
 
 
 def must_exist(*named: Path | None) -> None:
     """What was named must be there; checked before what was not named is made."""
     for path in named:
-        if path is not None and not path.exists():
+        if path is not None and not files_of(path):
             raise UserError(f"{path}: no such file or folder")
 
 
-def needed(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
-    """The input of a stage: what was named, or else the earlier stage's output, which is made or resumed first.
+def find_or_make(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
+    """A stage's input: what was named, else the earlier stage's output, made or resumed first.
 
     Several processes would all make it, so they are refused with the command that does.
     """
     must_exist(named)
     if named is not None:
         return named
-    if not is_complete(default):
-        agent = getattr(args, "sft", None)
-        if agent and stage != "sft" and agent.resolve() != (args.run / "sft").resolve():
-            raise UserError(f"{default}: would be made of {args.run / 'sft'}, not of --sft {agent}: make it first")
-        if parts_of(default):
-            raise UserError(f"{default}: the command that wrote its parts, by one process, joins them")
+    if gaps(default):
+        agent, own = getattr(args, "sft", None), args.run / "sft"
+        if agent and stage != "sft" and agent.resolve() != own.resolve():
+            reason = f"would be made of {own}, not of --sft {agent}: make it first"
+            raise UserError(f"{default}: {reason}")
         argv = handed_on(args)
         command = f"python {stage}.py {shlex.join(argv)}"
         if share()[1] > 1:
             raise UserError(f"{default}: make it first, by one process: {command}")
-        state = "not complete" if default.exists() else "missing"
+        module = importlib.import_module(stage)
+        begun = read_meta(default).get("argv")
+        if begun is not None and others(module.arguments, begun, argv):
+            finish = f"python {stage}.py {shlex.join(begun)}"
+            reason = "was begun with other settings than the default ones and is not complete"
+            raise UserError(f"{default}: {reason}: finish it first: {finish}")
+        state = "not complete" if files_of(default) else "missing"
         print(f"{default} is {state}: making it with {command}", flush=True)
-        importlib.import_module(stage).main(argv)
+        module.main(argv)
     for output, source in dict.fromkeys(outdated(default)):
-        print(f"warning: {output} was made from another {source} than there is now: make it again", file=sys.stderr)
+        reason = f"was made from another {source} than there is now: make it again"
+        print(f"warning: {output} {reason}", file=sys.stderr)
     return default
+
+
+def others(arguments: Callable, begun: list[str], argv: list[str]) -> bool:
+    """Whether two command lines of a stage differ in more than place, device and speed."""
+    free = (*FREE, *SAMPLING_FREE, "argv")
+    try:
+        first, second = (recorded(vars(arguments(words))) for words in (begun, argv))
+    except (SystemExit, UserError):  # flags that are gone, or of another run
+        return True
+    return any(first[name] != second[name] for name in first if name not in free)
 
 
 def my_share(tasks: list[T]) -> list[T]:
     """The tasks of this process: from the RANK-th on, every WORLD_SIZE-th."""
     rank, world = share()
     if not 0 <= rank < world <= max(1, len(tasks)):
-        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: from 0 on, and no more than the {len(tasks)} tasks")
+        bounds = f"from 0 on, and no more than the {len(tasks)} tasks"
+        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: {bounds}")
     return tasks[rank::world]
 
 
-# -------------------------------------------------------------------------------------------------------------- running
+# ---------------------------------------------------------------------------------------- running
 
 
 def run_stage(main: Callable[[], Any]) -> None:
@@ -138,10 +327,12 @@ def run_stage(main: Callable[[], Any]) -> None:
     except (UserError, OSError, ModuleNotFoundError) as error:
         if "--debug" in sys.argv:
             raise
-        text = f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else str(error)
+        named = getattr(error, "filename", None)
+        text = f"{error.filename}: {error.strerror}" if named else str(error)
         hint = ": pip install it" if isinstance(error, ModuleNotFoundError) else ""
         print(f"error: {text}{hint}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("\nstopped; the same command, without --overwrite, resumes from what is written", file=sys.stderr)
+        text = "stopped; the same command, without --overwrite, resumes from what is written"
+        print(f"\n{text}", file=sys.stderr)
         sys.exit(130)

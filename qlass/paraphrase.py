@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qlass.chat import State
-from qlass.cli import at_least, more
+from qlass.cli import at_least
 from qlass.driver import Candidate, Sample
 from qlass.server import Endpoint
 
@@ -28,10 +28,10 @@ PROMPT = (
 
 
 def add_paraphrases(parser: argparse.ArgumentParser) -> None:
-    add = more(parser.add_argument_group("perturbation"))
-    purpose = "sample each candidate under its own wording of the task, of N (without N: all different)"
+    add = parser.add_argument
+    purpose = "wordings per task, one per candidate (no N: all different)"
     add("--paraphrase", nargs="?", type=at_least(0), const=0, metavar="N", help=purpose)
-    add("--paraphrase-server", metavar="URL[#MODEL]", help="wordings by an OpenAI-compatible server, not by rules")
+    add("--paraphrase-server", metavar="URL", help="wordings by a chat server, not by rules")
 
 
 def reword(state: State, wording: str) -> State:

@@ -7,6 +7,10 @@ the same seed gives the same files whatever the batch size.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,9 @@ import torch
 import transformers
 
 from qlass.chat import Chat, Rendering, State, uniforms
+from qlass.cli import warn_of_another_world
 from qlass.driver import Candidate, Likelihood, Sample
-from qlass.models import load_checkpoint
+from qlass.models import load_chat, load_checkpoint
 
 
 class Policy:
@@ -160,3 +165,56 @@ def truncated(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tens
         values[:, top_k:] = 0
     keep = values.cumsum(-1) - values < top_p * values.sum(-1, keepdim=True)
     return torch.zeros_like(p).scatter(-1, order, values * keep)
+
+
+# ------------------------------------------------------------------------------------- the agent that the flags name
+
+PROMPTED = ("max_new_tokens", "truncate")  # of a Rendering: what a prompt depends on, for the agent and QNet alike
+RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all of it that has a flag
+
+
+def rendering_of(folder: Path, args: argparse.Namespace, names: Sequence[str] = RENDERED) -> Rendering:
+    """A checkpoint's rendering, but for what the flags of these names say."""
+    settings = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    return dataclasses.replace(Rendering.load(folder), **settings)
+
+
+def begin_as_cloned(env: Any, rendering: Rendering, args: argparse.Namespace) -> None:
+    """Let the environment begin with the messages that the agent was cloned with.
+
+    An option `instruction` of the environment overrides its part.
+    """
+    env.system = env.system if rendering.system is None else rendering.system
+    env.agreement = rendering.agreement or env.agreement
+    cloned = rendering.instruction or env.instruction
+    if cloned == env.instruction:
+        return
+    if any(option.startswith("instruction=") for option in args.env_option or ()):
+        print(f"warning: {args.sft} was cloned with another instruction than --env-option names", file=sys.stderr)
+    else:
+        env.instruct(cloned)
+
+
+def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
+    """The agent that the flags describe and that is to play `env`: --sft here, or its tokenizer with --server."""
+    from qlass.server import ServerPolicy
+
+    rendering = rendering_of(args.sft, args)
+    warn_of_another_world(args.sft, args)
+    if env:
+        begin_as_cloned(env, rendering, args)
+    if args.server:
+        return ServerPolicy(args.server, load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
+    return Policy.load(args.sft, seed=args.seed, **loading(args, rendering))
+
+
+def load_qnet(folder: Path, args: argparse.Namespace) -> Any:
+    """The QNet in a folder, with the agent's prompts."""
+    from train_qnet import QNet
+
+    return QNet.from_pretrained(folder, **loading(args, rendering_of(folder, args, PROMPTED)))
+
+
+def loading(args: argparse.Namespace, rendering: Rendering) -> dict[str, Any]:
+    names = ("device", "load_in", "plain", "precision", "cache_gb")
+    return {name: getattr(args, name) for name in names} | {"rendering": rendering}

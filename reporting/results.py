@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from qlass import UserError, files, records
+from qlass import UserError, files
 from reporting.stats import Estimate, interval
 
 METHODS = {  # in the order of the table
@@ -111,8 +111,8 @@ def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
         if not path.exists() and "=" in argument:
             label, _, rest = argument.partition("=")
             path = Path(rest)
-        paths = sorted(path.glob("results*.jsonl")) if path.is_dir() else [path]
-        if not paths or not path.exists():
+        paths = sorted(set(map(files.whole_of, path.glob("results*.jsonl")))) if path.is_dir() else [path]
+        if not paths or not any(map(files.files_of, paths)):
             raise UserError(f"{path}: no results*.jsonl; python q_search.py --run FOLDER writes one")
         yield from ((label, file) for file in paths)
 
@@ -124,11 +124,10 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
     """
     rows = []
     for label, path in sources:
-        if files.parts_of(path) or (files.meta_path(path).exists() and not files.is_complete(path)):
-            print(
-                f"warning: {path}: incomplete; its means are biased to short episodes, which end first", file=sys.stderr
-            )
-        rows += [episode(record, label, path, line) for line, record in enumerate(records.read_results(path), 1)]
+        if not files.is_complete(path):
+            reason = "incomplete; short episodes end first, so its means are biased to them"
+            print(f"warning: {path}: {reason}", file=sys.stderr)
+        rows += [episode(record, label, path, line) for line, record in enumerate(files.read_results(path), 1)]
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")
     table = pd.DataFrame.from_records(rows).astype({"M": "Int64", "N": "Int64"})
@@ -188,7 +187,7 @@ def check_pools(groups: Iterable[Group]) -> None:
         seeds = group.episodes.groupby("file", dropna=False)["seed"].agg(set)
         for (a, of_a), (b, of_b) in combinations(seeds.items(), 2):
             for path in (a, b):
-                if not files.meta_path(path).exists():
+                if not files.has_meta(path):
                     warnings.append(f"{path}: no metadata beside it, so its agent and QNet may be other ones")
             ours, theirs = recipe(a, used), recipe(b, used)
             models = [input_hashes(path, used) for path in (a, b)]

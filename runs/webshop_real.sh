@@ -8,7 +8,7 @@ ENV=webshop SEEDS=3
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
 # A product has a goal for each of its combinations of options: without a limit two products are a third of the test tasks.
-plain=("${common[@]}" --webshop-data "${WEBSHOP:-data/webshop}" --env-option per_product=16) runs=()
+plain=("${common[@]}" --env-option "data=${WEBSHOP:-data/webshop}" --env-option per_product=16) runs=()
 # Warm trees, since the agent's own draws hardly differ.
 tasks=(--limit 0) sft=(--n-expert 400 --epochs 16) trees=(--limit 700 --rollouts 5 --temperature 2) qnet=(--epochs 3)
 for ((seed = 0; seed < SEEDS; seed++)); do

@@ -1,5 +1,6 @@
 """Bad input: one line that says where, what and how to fix it; no traceback, no hang, nothing overwritten."""
 
+import argparse
 import importlib
 import json
 import re
@@ -14,9 +15,9 @@ import build_trees
 import envs
 import q_search
 from qlass import UserError
-from qlass.checks import leaks, tasks_of
-from qlass.files import cloned_from
-from qlass.records import actions_by_task, read_results, read_trajectories, read_trees
+from qlass.cli import leaks
+from qlass.files import cloned_from, read_results, read_trees
+from qlass.published import actions_by_task, learned_tasks, read_trajectories, tasks_of
 
 
 def node(i: int, parent: int | None, **more) -> dict:
@@ -108,9 +109,8 @@ def test_an_output_of_another_stage_is_not_written_to(tmp_path, agent):
 def test_tasks_that_were_learned_from_are_counted_and_told(tmp_path, agent, fake_world, capsys):
     sft = tmp_path / "sft"
     shutil.copytree(agent, sft)
-    (tmp_path / "expert.jsonl").write_text(dump([{"task_id": t, "messages": CHAT} for t in ("test0", "test3", "a")]))
-    arguments = {"env": "frozenlake", "map": None, "env_option": [], "expert": str(tmp_path / "expert.jsonl")}
-    (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": arguments, "inputs": {}}))
+    meta = {"arguments": {"env": "frozenlake", "env_option": []}, "tasks": ["test0", "test3", "a"]}
+    (tmp_path / "sft.meta.json").write_text(json.dumps(meta))
     q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "greedy"])
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
     assert warnings == ["warning: 2 of 6 tasks played are also in the demonstrations"]
@@ -132,18 +132,16 @@ class Shop:
 def test_what_was_learned_from_are_the_first_tasks_of_a_file_if_it_has_ids(tmp_path):
     path = tmp_path / "learned.jsonl"
     path.write_text(dump([{"task_id": 0, "messages": CHAT}, {"task_id": "2", "messages": CHAT}]))
-    assert tasks_of(Shop(), path, None) == {"0", "2"} and tasks_of(Shop(), path, 1) == {"0"}
-    trees = [{"task_id": task, "node_id": n, "parent_id": n - 1 if n else None} for task in "726" for n in range(3)]
-    path.write_text(dump(trees))
-    assert tasks_of(Shop(), path, 2) == {"7", "2"}
+    assert tasks_of(path, Shop()) == {"0", "2"} and tasks_of(path, Shop(), 1) == {"0"}
     path.write_text(dump(THEIRS))
-    with pytest.raises(UserError, match=r"learned\.jsonl: no task ids"):
-        tasks_of(Shop(), path, None)
+    assert tasks_of(path, Shop()) == {None}
 
 
-def checkpoint(path: Path, **arguments) -> Path:
+def checkpoint(path: Path, tasks=None, **arguments) -> Path:
     """A folder with metadata of the stage that trained it."""
-    path.with_name(f"{path.name}.meta.json").write_text(json.dumps({"arguments": {"env": "shop"} | arguments}))
+    path.with_name(f"{path.name}.meta.json").write_text(
+        json.dumps({"arguments": {"env": "shop", "env_option": []} | arguments, "tasks": tasks})
+    )
     path.mkdir()
     return path
 
@@ -159,38 +157,33 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
     assert cloned_from(checkpoint(tmp_path / "circle", sft=str(tmp_path / "circle"))) == (None, None)
 
 
-def test_a_learner_knows_its_agents_demonstrations_and_what_it_read_or_played(tmp_path):
-    def leaks_of(name: str, **trained) -> int | None:
+def test_tasks_of_one_subject_count_and_a_start_has_learned_too(tmp_path, capsys):
+    def leaked(name: str, tasks: list[str] | None, **trained) -> int | None:
         results = [{"task_id": task, "tokens": {"generated": 1}} for task in "137"]
-        arguments = {"env": "shop", "env_flags": []}
-        return leaks(Shop(), results, checkpoint(tmp_path / name, **trained), Path(), arguments)["demonstrations"]
+        folder = checkpoint(tmp_path / name, tasks, **trained)
+        args = argparse.Namespace(env="shop", env_option=[], sft=folder, qnet=tmp_path / "qnet")
+        return leaks(Shop(), results, args)["demonstrations"]
 
-    expert, labels, alike = (str(tmp_path / name) for name in ("expert.jsonl", "q_labels.jsonl", "alike.jsonl"))
-    Path(expert).write_text(dump([{"task_id": "3", "messages": CHAT}]))
-    Path(alike).write_text(dump([{"task_id": "2", "messages": CHAT}]))  # the product of task 1
-    Path(labels).write_text(dump([{"task_id": "7", "node_id": 0, "parent_id": None}]))
-    cloned, grpo = {"sft": str(tmp_path / "sft")}, {"sft": str(tmp_path / "grpo")}
-    learner = {"budget_in": "tokens"}
-    assert leaks_of("sft", expert=expert) == leaks_of("another", expert=alike) == 1
-    assert leaks_of("siblings", **cloned, **learner, labels=labels) == 2
-    assert leaks_of("qnet", **cloned, labels=labels) == 1  # its trees alone
-    assert leaks_of("grpo", **cloned, **learner, rounds=0) == 2  # it may have played the training tasks 1 and 2
-    assert leaks_of("again", **grpo, **learner) == 2
-    assert leaks_of("eto", **cloned, **learner, expert=labels, n_expert=1) == 2  # its own, and the agent's
-    assert leaks_of("eto-grpo", **grpo, **learner, expert=labels, n_expert=1) == 3
-    assert leaks_of("circle", sft=str(tmp_path / "circle")) is None
-    assert leaks_of("twice", model=str(tmp_path / "another"), expert=expert) == 2  # cloned from a cloned agent
-    assert leaks_of("moved", model="/gone/moved", expert=expert) == 1  # beside it is itself
-    assert leaks_of("here", model=".", expert=expert) == 1
-    assert leaks_of("hub", model="meta-llama/Llama-2-7b-chat-hf", expert=expert) == 1
+    assert leaked("sft", ["3"]) == leaked("alike", ["2"]) == 1  # 2 is the product of task 1
+    assert leaked("both", ["2", "3"]) == 2 and leaked("none", []) == 0
+    assert leaked("old", None) is None and leaked("other", ["3"], env="lake") is None
+    assert leaked("options", ["3"], env_option=["seed=1"]) is None
+    assert "does not tell the tasks that it learned from" in capsys.readouterr().err
+    here = {"env": "shop", "env_option": []}
+    assert learned_tasks(["2"], tmp_path / "sft", here) == ["2", "3"]  # cloned from a cloned agent
+    assert learned_tasks(["2"], "meta-llama/Llama-2-7b-chat-hf", here) == ["2"]
+    assert learned_tasks(["2"], tmp_path / "other", here) == ["2"]
+    for unknown in ("old", "options"):
+        assert learned_tasks(["2"], tmp_path / unknown, here) is None
+    assert learned_tasks(["2", None], tmp_path / "sft", here) is None
 
 
 def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world, capsys):
-    """Never a silent 0: no metadata, an environment whose ids mean other tasks, a file that is gone."""
+    """Never a silent 0: no metadata, an environment whose ids mean other tasks, metadata that do not say."""
     sft = tmp_path / "sft"
     shutil.copytree(agent, sft)
-    arguments = {"env": "frozenlake", "map": None, "env_option": [], "expert": "gone.jsonl"}
-    reasons = {"sft has no metadata": None, "of another environment": {"map": "8x8"}, "gone.jsonl": {}}
+    arguments = {"env": "frozenlake", "env_option": []}
+    reasons = {"sft has no metadata": None, "of another environment": {"env": "webshop"}, "does not tell": {}}
     for reason, more in reasons.items():
         if more is not None:
             (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": arguments | more, "inputs": {}}))

@@ -11,7 +11,7 @@ import build_trees
 from build_trees import RETRIES
 from qlass import UserError
 from qlass.chat import Rendering, State, parse_action
-from qlass.records import actions_by_task
+from qlass.published import actions_by_task
 
 FREE = Rendering(temperature=0.9)
 

@@ -17,7 +17,7 @@ from build_trees import Explorer
 from docs.switches import Switches
 from qlass.chat import Rendering, uniforms
 from qlass.driver import Candidate, Sample, drive
-from qlass.records import read_jsonl
+from qlass.files import read_jsonl
 
 FLAG = "docs.switches:Switches"
 

@@ -12,7 +12,7 @@ from experiments.eto import Preference, dpo_loss, failures, pack_preferences, si
 from experiments.learning import Learner
 from qlass import UserError
 from qlass.chat import Rendering, State, parse_action, react
-from qlass.records import read_jsonl
+from qlass.files import read_jsonl
 
 
 def trajectory(*actions, reward=0.0, task="train0"):

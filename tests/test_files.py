@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 import bellman
 import envs
 from qlass import UserError, cli, files
-from qlass.files import Output, Resumable
-from qlass.records import read_jsonl
+from qlass.files import Output, Resumable, read_jsonl
 
 GROUPS = [[{"task": f"t{g}", "n": n, "text": "✓é" * n} for n in range(g + 1)] for g in range(3)]
 WHOLE = "".join(map(dump, GROUPS)).encode()
@@ -99,7 +98,7 @@ def test_a_file_cut_at_any_byte_grows_to_the_same_file(cut):
         assert file.records == list(chain(*GROUPS[:kept]))
         for group in GROUPS[kept:]:
             file.append(group)
-        file.file.close()
+        file.close()
         assert list(read_jsonl(path)) == list(chain(*GROUPS))
 
 
@@ -112,9 +111,9 @@ def test_a_file_of_another_kind_stays(tmp_path):
 
 def flags(*words: str) -> argparse.Namespace:
     parser = cli.parser("A stage.")
-    envs.add_arguments(parser, list(words))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--precision")
+    parser.add_argument("--sft", type=Path)
     return cli.parse(parser, list(words))
 
 
@@ -146,42 +145,87 @@ def test_an_output_is_put_in_order_and_overwritten_on_request(tmp_path):
 # ---------------------------------------------------------------------------------------------- tasks shared by several
 
 
-def by_rank(tmp_path: Path, monkeypatch, rank: int, world: int, tasks: list[int], *words: str, stop=99) -> Output:
-    """A process that does its share of the tasks, or stops after some of them."""
+def one_tree(task: str, by: str) -> list[dict]:
+    root = {"task_id": task, "node_id": 0, "parent_id": None, "action": None, "observation": "", "reward": 0.0}
+    root |= {"done": False, "source": "policy", "by": by}
+    return [root | {"nodes": 2}, root | {"node_id": 1, "parent_id": 0}]
+
+
+def grow(
+    tmp_path: Path, monkeypatch, rank: int, world: int, tasks: list[str], *words: str, stop: int | None = None
+) -> list[str]:
+    """A process that grows its share of the trees, the last one first, or stops after some. Returns what it grew."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    out = output(tmp_path, *words, identity=lambda record: record["n"])
-    finished = {record["n"] for record in out.records}
-    todo = [n for n in cli.my_share(tasks) if n not in finished]
-    out.grow(([{"n": n, "by": f"{rank}/{world}"}] for n in todo[:stop]), "lines", len(tasks))
-    if stop < len(todo):
-        out.file.close()
+    arguments, of = vars(flags(*words)), lambda record: record["task_id"]
+    out = Output(tmp_path / "trees.jsonl", arguments, files.complete_trees, identity=of, plan=tasks)
+    finished = {record["task_id"] for record in out.records}
+    todo = [task for task in cli.my_share(tasks) if task not in finished][::-1]
+    out.grow((one_tree(task, f"{rank}/{world}") for task in todo[:stop]), "trees", len(tasks))
+    if stop is None:
+        out.finish(lambda record: tasks.index(record["task_id"]), lines=len(out.records))
+    else:
+        out.close()
         out.lock.close()
-        return out
-    out.finish(lambda record: record["n"], lines=len(out.records))
-    return out
+        if out.path.exists():
+            with open(out.path, "a") as file:
+                file.write('{"task_id": ')
+    return todo[:stop]
 
 
-def test_parts_of_a_stopped_run_are_taken_over_by_any_number_of_processes(tmp_path, monkeypatch):
-    tasks = list(range(9))
-    (tmp_path / "x.best-of-4.jsonl").write_text("no part\n")
-    by_rank(tmp_path, monkeypatch, 0, 3, tasks, stop=1)
-    by_rank(tmp_path, monkeypatch, 1, 3, tasks)
-    with pytest.raises(UserError, match=r"x\..-of-3\.jsonl was begun with --seed 0, not 1"):
-        by_rank(tmp_path, monkeypatch, 0, 2, tasks, "--seed", "1")
-    by_rank(tmp_path, monkeypatch, 0, 2, tasks, stop=1)
-    out = by_rank(tmp_path, monkeypatch, 0, 1, tasks)
-    assert ids(out.path) == tasks and {path.name for path in tmp_path.glob("x*")} == {
-        "x.jsonl",
-        "x.meta.json",
-        "x.best-of-4.jsonl",
+def stands(tmp_path: Path) -> dict[str, str]:
+    """The tasks as a reader gets them, and who grew each tree."""
+    return {root["task_id"]: root["by"] for root, _ in files.read_trees(tmp_path / "trees.jsonl")}
+
+
+def test_a_file_is_its_parts_whoever_wrote_them(tmp_path, monkeypatch):
+    tasks, path = [f"t{n}" for n in range(9)], tmp_path / "trees.jsonl"
+    (tmp_path / "trees.best-of-4.jsonl").write_text("no part\n")
+    assert files.gaps(path) == ["trees.jsonl is missing"]
+    assert grow(tmp_path, monkeypatch, 1, 3, tasks) == ["t7", "t4", "t1"]
+    assert grow(tmp_path, monkeypatch, 0, 3, tasks, stop=1) == ["t6"]
+    names = r"trees\.0-of-3\.jsonl is not finished, trees\.2-of-3\.jsonl is not finished"
+    with pytest.raises(UserError, match=names):
+        stands(tmp_path)
+    with pytest.raises(UserError, match=r"trees\..-of-3\.jsonl was begun with --seed 0, not 1"):
+        grow(tmp_path, monkeypatch, 0, 2, tasks, "--seed", "1")
+    assert grow(tmp_path, monkeypatch, 0, 2, tasks) == ["t8", "t2", "t0"]  # another width goes on
+    assert not files.is_complete(path)
+    before = files.sha256(path)
+    assert grow(tmp_path, monkeypatch, 1, 2, tasks) == ["t5", "t3"]
+    assert files.is_complete(path) and files.sha256(path) != before and not path.exists()
+    by = {"t0": "0/2", "t1": "1/3", "t2": "0/2", "t3": "1/2", "t4": "1/3", "t5": "1/2", "t6": "0/3", "t7": "1/3"}
+    assert list(stands(tmp_path).items()) == [*by.items(), ("t8", "0/2")]  # in order, though one part is unfinished
+    assert grow(tmp_path, monkeypatch, 0, 1, tasks) == [] and not path.exists()  # nothing was left to do
+    assert files.read_meta(path)["tasks"] == tasks
+    # More tasks: what stands is not done again, and until all have come the set is not complete.
+    more = [*tasks, "t9", "t10", "t11"]
+    assert grow(tmp_path, monkeypatch, 0, 2, more) == ["t10"]
+    assert not files.is_complete(path)
+    assert grow(tmp_path, monkeypatch, 0, 1, more) == ["t11", "t9"]
+    assert list(stands(tmp_path)) == more
+    assert len(grow(tmp_path, monkeypatch, 0, 1, tasks, "--overwrite")) == 9
+    assert {path.name for path in tmp_path.glob("trees*")} == {
+        "trees.jsonl",
+        "trees.meta.json",
+        "trees.best-of-4.jsonl",
     }
-    who = {record["n"]: record["by"] for record in out.records}
-    assert [who[n] for n in (0, 1, 4, 7, 2, 3)] == ["0/3", "1/3", "1/3", "1/3", "0/2", "0/1"]
-    for rank in (0, 1):  # more tasks: what the output has is not done again
-        assert len(ids(by_rank(tmp_path, monkeypatch, rank, 2, list(range(12))).path)) < 3
-    assert ids(by_rank(tmp_path, monkeypatch, 0, 1, []).path) == list(range(12))
-    assert by_rank(tmp_path, monkeypatch, 0, 1, tasks, "--overwrite").records[0]["by"] == "0/1"
+
+
+def test_what_stands_in_two_parts_is_read_once(tmp_path, monkeypatch):
+    tasks = ["t0", "t1", "t2", "t3"]
+    grow(tmp_path, monkeypatch, 0, 2, tasks)
+    for path in (tmp_path / "trees.0-of-2.jsonl", tmp_path / "trees.0-of-2.meta.json"):
+        path.rename(tmp_path / path.name.replace("trees", "kept"))
+    grow(tmp_path, monkeypatch, 1, 2, tasks)
+    grow(tmp_path, monkeypatch, 0, 1, tasks)  # knows nothing of what was kept
+    for path in tmp_path.glob("kept*"):
+        path.rename(tmp_path / path.name.replace("kept", "trees"))
+    assert list(stands(tmp_path)) == tasks
+    result = {"task_id": "t0", "env": "fake", "method": "greedy", "reward": 1.0, "tokens": {}}
+    for part in ("results.0-of-2.jsonl", "results.1-of-2.jsonl"):
+        (tmp_path / part).write_text(dump([result]))
+    assert list(files.read_results(tmp_path / "results.jsonl")) == [result]
 
 
 def test_processes_that_can_not_share_are_refused(tmp_path, monkeypatch):
@@ -190,10 +234,7 @@ def test_processes_that_can_not_share_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"x\.jsonl: delete it"):
         output(tmp_path, "--overwrite", identity=repr)
     with pytest.raises(UserError, match=r"trees\.jsonl: make it first.* python build_trees\.py --env web"):
-        cli.needed(None, tmp_path / "trees.jsonl", "build_trees", flags())
-    (tmp_path / "trees.1-of-8.jsonl").touch()
-    with pytest.raises(UserError, match="the command that wrote its parts"):  # a part is not all of it
-        cli.needed(None, tmp_path / "trees.jsonl", "build_trees", flags())
+        cli.find_or_make(None, tmp_path / "trees.jsonl", "build_trees", flags())
     with pytest.raises(UserError, match="no more than the 3 tasks"):
         cli.my_share(["a", "b", "c"])
 
@@ -224,6 +265,32 @@ def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
         files.same_arguments(out, arguments)
 
 
+def test_an_input_is_known_by_what_it_holds(tmp_path):
+    run, model = tmp_path / "run", tmp_path / "run" / "sft"
+    model.mkdir(parents=True)
+    (model / "weights").write_text("1")
+    (run / "expert.jsonl").write_text("{}\n")
+    arguments = {"env": "frozenlake", "expert": run / "expert.jsonl", "sft": model}
+    files.write_meta(run / "trees.jsonl", arguments, [model, run / "expert.jsonl"])
+    (model / ".DS_Store").write_text("no change")
+    files.same_arguments(run / "trees.jsonl", arguments)
+    moved = run.rename(tmp_path / "moved")
+    model.mkdir(parents=True)  # another run under the old name
+    (model / "weights").write_text("2")
+    assert files.input_of(moved / "trees.jsonl", "sft") == moved / "sft"
+    there = {name: moved / Path(value).name for name, value in arguments.items() if name != "env"}
+    files.same_arguments(moved / "trees.jsonl", arguments | there)
+    with pytest.raises(UserError, match=r"begun with --sft .*run/sft, not "):
+        files.same_arguments(moved / "trees.jsonl", arguments | there | {"sft": model.rename(tmp_path / "other")})
+
+
+def test_metadata_with_flags_of_an_environment_read_as_its_options(tmp_path):
+    old = {"env": "webshop", "webshop_data": "shop", "human_goals": True, "split_file": None, "env_option": ["seed=3"]}
+    (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": old}))
+    begun = files.read_meta(tmp_path / "sft")["arguments"]
+    assert begun == {"env": "webshop", "env_option": ["data=shop", "human_goals=true", "seed=3"]}
+
+
 def test_an_input_made_from_what_has_changed_since_is_told(tmp_path, capsys):
     trees, labels, qnet = tmp_path / "trees.jsonl", tmp_path / "q_labels.jsonl", tmp_path / "qnet"
     for path in (trees, labels):
@@ -232,14 +299,14 @@ def test_an_input_made_from_what_has_changed_since_is_told(tmp_path, capsys):
     args = flags("--run", str(tmp_path))
     files.write_meta(labels, vars(args), [trees], seconds=1)
     files.write_meta(qnet, vars(args), [labels], seconds=1)
-    cli.needed(None, qnet, "train_qnet", args)
+    cli.find_or_make(None, qnet, "train_qnet", args)
     assert capsys.readouterr().err == ""
     trees.write_text("{}\n{}\n")
-    cli.needed(None, qnet, "train_qnet", args)  # of labels that are out of date
+    cli.find_or_make(None, qnet, "train_qnet", args)  # of labels that are out of date
     warning = capsys.readouterr().err
     assert warning == f"warning: {labels} was made from another {trees} than there is now: make it again\n"
     labels.write_text("{}\n{}\n")
-    cli.needed(None, qnet, "train_qnet", args)
+    cli.find_or_make(None, qnet, "train_qnet", args)
     warning = capsys.readouterr().err
     assert f"{qnet} was made from another {labels} than there is now" in warning
 
@@ -250,10 +317,10 @@ def test_an_input_made_from_what_has_changed_since_is_told(tmp_path, capsys):
 def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_path, monkeypatch, capsys):
     args = flags("--seed", "1", "--run", str(tmp_path / "a b"))
     with pytest.raises(UserError, match="no such file"):
-        cli.needed(tmp_path / "named", tmp_path / "default", "bellman", args)
+        cli.find_or_make(tmp_path / "named", tmp_path / "default", "bellman", args)
     calls = []
     monkeypatch.setattr("bellman.main", calls.append)
-    assert cli.needed(None, tmp_path / "default", "bellman", args) == tmp_path / "default"
+    assert cli.find_or_make(None, tmp_path / "default", "bellman", args) == tmp_path / "default"
     assert calls == [["--env", "webshop", "--run", str(tmp_path / "a b"), "--seed", "1"]]
     (line,) = capsys.readouterr().out.splitlines()
     command = f"python bellman.py --env webshop --run '{tmp_path}/a b' --seed 1"  # to copy
@@ -261,36 +328,66 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_pa
     # The part that a stopped stage left is not taken for all of it: the stage resumes it, or says why it can't.
     (tmp_path / "default").write_text("{}\n")
     (tmp_path / "default.meta.json").write_text("{}")
-    assert cli.needed(None, tmp_path / "default", "bellman", args) and len(calls) == 2
+    assert cli.find_or_make(None, tmp_path / "default", "bellman", args) and len(calls) == 2
     assert "is not complete: making it" in capsys.readouterr().out
     (tmp_path / "default.meta.json").write_text(json.dumps({"seconds": 1.0}))
-    assert cli.needed(None, tmp_path / "default", "bellman", args) and len(calls) == 2
+    assert cli.find_or_make(None, tmp_path / "default", "bellman", args) and len(calls) == 2
+    # What was begun with other settings is never made by default.
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    for begun, refused in (
+        (["--run", str(folder), "--gamma", ".5"], True),
+        (["--run", str(folder), "--seed", "1"], False),
+    ):
+        (folder / "default.meta.json").write_text(json.dumps({"argv": begun}))
+        if refused:
+            with pytest.raises(UserError, match=r"finish it first: python bellman\.py --run .* --gamma \.5"):
+                cli.find_or_make(None, folder / "default", "bellman", args)
+        else:
+            assert cli.find_or_make(None, folder / "default", "bellman", args) and len(calls) == 3
     args.sft = tmp_path / "llama"
     with pytest.raises(UserError, match=r"of .*/sft, not of --sft .*/llama: make it first"):
-        cli.needed(None, tmp_path / "gone", "bellman", args)
+        cli.find_or_make(None, tmp_path / "gone", "bellman", args)
 
 
 def test_the_arguments_that_stages_share_are_handed_on():
-    lake = [
-        "--env",
-        "frozenlake",
-        "--seed",
-        "4",
-        "--map",
-        "4x4",
-        "--env-option",
-        "slippery=true",
-        "--run",
-        "r",
-        "--precision",
-        "bf16",
-    ]
-    shop = ["--webshop-data", "shop", "--human-goals", "--env-option", "seed=3", "--env-option", "page_size=2"]
+    lake = ["--env", "frozenlake", "--seed", "4", "--env-option", "slippery=true", "--env-option", "map=4x4"]
+    lake += ["--run", "r", "--precision", "bf16"]
+    shop = ["--env-option", "seed=3", "--env-option", "data=shop", "--env-option", "human_goals=true"]
     for words in (lake, shop):
         first = flags(*words)
         again = flags(*cli.handed_on(first))
         assert files.recorded(vars(again)) == files.recorded(vars(first))
+    assert flags(*lake).env_option == ["map=4x4", "slippery=true"]
     assert flags("--env", "frozenlake").run == Path("runs/frozenlake")
+
+
+def test_a_run_keeps_its_environment(tmp_path, capsys):
+    lake = ["--run", str(tmp_path), "--env", "frozenlake", "--env-option", "map=4x4"]
+    args = flags(*lake)
+    envs.from_arguments(args)
+    assert json.loads((tmp_path / "env.json").read_text()) == {"env": "frozenlake", "env_option": ["map=4x4"]}
+    for words in (lake, ["--run", str(tmp_path)]):
+        again = flags(*words)
+        assert (again.env, again.env_option) == ("frozenlake", ["map=4x4"])
+    assert cli.handed_on(again) == ["--run", str(tmp_path), "--seed", "0"]
+    for words in (["--env-option", "stray=0"], ["--env-option", "map=8x8"], ["--env", "webshop"]):
+        with pytest.raises(UserError, match=r"begun with --env frozenlake .*map=4x4, not with .*another --run"):
+            flags("--run", str(tmp_path), *words)
+    searched = cli.parse(cli.parser("A search."), ["--run", str(tmp_path), "--env-option", "stray=0"], search=True)
+    assert searched.env_option == ["map=4x4", "stray=0"]
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.endswith("map=4x4, not with --env frozenlake --env-option map=4x4 --env-option stray=0")
+    # A new run on an agent of another one: its metadata say the environment.
+    (tmp_path / "sft").mkdir()
+    files.write_meta(tmp_path / "sft", vars(args))
+    other = flags("--sft", str(tmp_path / "sft"))
+    assert (other.env, other.env_option, other.run) == ("frozenlake", ["map=4x4"], Path("runs/frozenlake"))
+
+
+def test_the_data_of_the_shell_variable_are_the_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "games"))
+    assert envs.environment_class("alfworld").default_options() == {"data": str(tmp_path / "games")}
 
 
 def exits(main, capsys) -> tuple[int, str]:
@@ -308,6 +405,6 @@ def test_mistakes_end_in_one_line_and_code_2(capsys):
     assert exits(lambda: raises(KeyboardInterrupt()), capsys)[0] == 130
     with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
         cli.run_stage(lambda: 1 / 0)
-    for argv in (["--seed", "x"], ["--gamma", "2"], ["--engine", "textworld"]):  # the last is ALFWorld's
+    for argv in (["--seed", "x"], ["--gamma", "2"], ["--env-option", "map="]):
         code, error = exits(lambda argv=argv: bellman.main(argv), capsys)
         assert code == 2 and argv[-1] in error

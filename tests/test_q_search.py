@@ -14,7 +14,7 @@ from q_search import Method, play
 from qlass import UserError
 from qlass.chat import parse_action
 from qlass.driver import Sample, Score
-from qlass.records import read_jsonl
+from qlass.files import read_jsonl
 
 CHAT = word_chat()
 GREEDY = Method("greedy", temperature=0.0)

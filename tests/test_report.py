@@ -162,7 +162,14 @@ def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tas
         (folder / name).mkdir(parents=True)
     meta("sft", {}, epochs=12)
     meta("qnet", {"sft": sft}, epochs=8, sft=f"{folder}/sft", limit=None)
-    meta("results", {"sft": sft, "qnet": qnet}, sft=f"{folder}/sft", qnet=f"{folder}/qnet", map=None, method=["all"])
+    meta(
+        "results",
+        {"sft": sft, "qnet": qnet},
+        sft=f"{folder}/sft",
+        qnet=f"{folder}/qnet",
+        max_steps=None,
+        method=["all"],
+    )
     methods = ("greedy", 1), ("qlass", 2), ("rule", 1)
     records = [RESULT | {"task_id": t, "method": m, "M": n, "seed": seed} for t in tasks for m, n in methods]
     write(folder / "results.jsonl", records)
@@ -195,7 +202,7 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_and_what_cannot_be_t
     [
         ({"sft": "other", "tasks": "z"}, "SFT greedy with different --sft of one seed .a, other"),
         ({"seed": 1, "sft_epochs": 3}, "SFT greedy with different --epochs of sft .12, 3"),
-        ({"seed": 1, "results_map": "8x8"}, "rule with different --map .None, 8x8"),
+        ({"seed": 1, "results_max_steps": 8}, "rule with different --max-steps .None, 8"),
     ],
 )
 def test_what_is_not_the_same_is_not_pooled(tmp_path, other, says):

@@ -10,7 +10,7 @@ from q_search import Method
 from qlass import costs
 from qlass.chat import parse_action
 from qlass.driver import Sample, Score
-from qlass.records import read_jsonl
+from qlass.files import read_jsonl
 
 CHAT = word_chat()
 TRIALS = ["left left", "right left", "right right right", "left right left"]  # rewards 0, .4, 1, .5

@@ -11,7 +11,7 @@ from experiments import self_train
 from experiments.self_train import best_branch, kept
 from q_search import Method
 from qlass.chat import State, parse_action
-from qlass.records import read_jsonl
+from qlass.files import read_jsonl
 
 
 def node(i, parent, action, reward=0.0, done=False, source="policy", depth=1):

@@ -20,10 +20,9 @@ import q_search
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.driver import Sample
-from qlass.flags import load_agent
+from qlass.files import read_trees
 from qlass.models import load_checkpoint, save_checkpoint
-from qlass.policy import Policy
-from qlass.records import read_trees
+from qlass.policy import Policy, load_agent
 from qlass.server import ALL, Endpoint, ServerPolicy
 
 CHAT = word_chat(temperature=0.8)
@@ -181,11 +180,11 @@ def saved(folder, chat):
 def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     folder = saved(tmp_path, word_chat(temperature=0.8))
     flags = ["--max-new-tokens", "5", "--top-p", ".5", "--top-k", "3", "--stop", "Observation:", "--truncate", "oldest",
-             "--cache-gb", "0.5", "--decode-tokens", "99"]  # fmt: skip
+             "--cache-gb", "0.5"]  # fmt: skip
     agent = load_agent(q_search.arguments(["--sft", str(folder), *flags]))
     r = agent.chat.rendering
     assert (r.max_new_tokens, r.top_p, r.top_k, r.stop, r.truncate) == (5, 0.5, 3, ("Observation:",), "oldest")
-    assert agent.fast.budget == 99 and agent.fast.cache.room == 1 << 29
+    assert agent.fast.cache.room == 1 << 29
     flags = ["--server", f"{fakes().url}#second", "--top-k", "3"]
     there = load_agent(q_search.arguments(["--sft", str(folder), *flags]))
     assert there.server.model == "second" and there.chat.rendering.top_k == 3

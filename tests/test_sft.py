@@ -17,9 +17,9 @@ import q_search
 import sft
 from qlass import UserError
 from qlass.chat import Chat, Rendering, State
-from qlass.flags import begin_as_cloned
-from qlass.policy import Policy
-from qlass.records import read_jsonl, read_trajectories
+from qlass.files import read_jsonl
+from qlass.policy import Policy, begin_as_cloned
+from qlass.published import read_trajectories
 from qlass.tiny import AIDS, MARK, observation_loss
 from qlass.training import cosine
 
@@ -280,7 +280,7 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     chat, env = Policy.load(tmp_path / "sft").chat, FakeEnv()
     own = {"system": "Be brief.", "instruction": "You are shopping.", "agreement": turns[1]["value"]}
     assert chat.rendering == Rendering(**own) and len(chat.tokenizer) == len(CHAT.tokenizer)
-    begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", instruction=None))
+    begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", env_option=[]))
     state = State.first(env, *env.reset())
     cloned, _ = next(read_trajectories(tmp_path / "expert.json"))
     assert cloned.messages[:3] == state.messages[:3] == (
@@ -288,9 +288,9 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     )  # fmt: skip
     q_search.main([*run, "--method", "greedy", "--limit", "1"])
     env.instruction, env.system = "another", "Be kind."
-    begin_as_cloned(env, Rendering(system=""), argparse.Namespace(instruction=None))
+    begin_as_cloned(env, Rendering(system=""), argparse.Namespace(env_option=[]))
     assert env.system == ""  # the demonstrations had none
-    begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", instruction="FILE"))
+    begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", env_option=["instruction=FILE"]))
     assert env.instruction == "another" and "cloned with another instruction" in capsys.readouterr().err
 
 

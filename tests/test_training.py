@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from qlass import UserError, training
-from qlass.records import read_jsonl
+from qlass.files import read_jsonl
 from qlass.training import Progress, begin, cosine, prepare, states_of, updates_of
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ from q_search import Method
 from qlass import UserError
 from qlass.chat import parse_action, react, uniforms
 from qlass.driver import Candidate, Sample, Score
-from qlass.records import read_jsonl
+from qlass.files import read_jsonl
 from reporting import results
 
 CHAT = word_chat()

@@ -7,7 +7,7 @@ import envs
 import q_search
 import sft
 from qlass.chat import State, parse_action, react
-from qlass.records import actions_by_task, read_trajectories
+from qlass.published import actions_by_task, read_trajectories
 
 INSTRUCTION = "You are web shopping.\nAn action is search[keywords] or click[value]."
 
@@ -48,7 +48,9 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys
         assert met.messages == state.messages[:-1]
 
     flags = ["--env", "webshop", "--run", str(tmp_path)]
-    flags += ["--human-goals", "--split-file", options["split_file"], "--instruction", options["instruction"]]
+    for name in ("split_file", "instruction"):
+        flags += ["--env-option", f"{name}={options[name]}"]
+    flags += ["--env-option", "human_goals=true"]
     sft.main([*flags, "--expert", str(tmp_path / "eto.json"), "--epochs", "2"])
     build_trees.main([*flags, "--rollouts", "2"])
     trees = [json.loads(line) for line in (tmp_path / "trees.jsonl").read_text().splitlines()]

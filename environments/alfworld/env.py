@@ -43,12 +43,10 @@ class ALFWorldEnv(TextEnv):
     wordings = ("move {obj} to {recep}", "put {obj} in/on {recep}")  # PUT in games of the newer, the older grammar
 
     @staticmethod
-    def add_flags(add: Callable[..., Any]) -> None:
-        games = "ALFWorld's games (default: $ALFWORLD_DATA, or the bundled ones)"
-        # The variable's value stands in the metadata, so that no run is resumed on other data.
-        add("--alfworld-data", metavar="DIR", default=os.environ.get("ALFWORLD_DATA") or None, help=games)
-        add("--engine", metavar="NAME", help="python (ours, the default) or textworld (the original)")
-        add("--instruction", metavar="FILE", help="another first user message")
+    def default_options() -> dict[str, str]:
+        """The variable's value stands in the metadata, so that no run is resumed on other data."""
+        data = os.environ.get("ALFWORLD_DATA")
+        return {"data": data} if data else {}
 
     def __init__(
         self,

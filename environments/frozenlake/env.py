@@ -40,10 +40,6 @@ class FrozenLakeEnv(TextEnv):
     prefix, instruction, markov = "", introduction, True
     given = ""  # another first user message, for all tasks
 
-    @staticmethod
-    def add_flags(add: Callable[..., Any]) -> None:
-        add("--map", metavar="NAME", help="8x8 (the default), 4x4, lakes, lakes2, random4 or random8")
-
     def __init__(
         self, map: str = "8x8", slippery: bool = False, stray: float = 0.3, max_steps: int | None = UNSET
     ) -> None:

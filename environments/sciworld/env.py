@@ -43,12 +43,6 @@ class SciWorldEnv(TextEnv):
         "Your response should use the following format:\nThought: your thoughts\nAction: your next action"
     )
 
-    @staticmethod
-    def add_flags(add: Callable[..., Any]) -> None:
-        add("--tasks", metavar="NAMES", help="all (the default), eto, or task names with commas between them")
-        add("--split-file", metavar="DIR", help="published splits, for --tasks: ETO's folder of NAME_indices.json")
-        add("--instruction", metavar="FILE", help="another first user message")
-
     def __init__(
         self,
         tasks: str = "all",

@@ -41,13 +41,6 @@ class WebShopEnv(TextEnv):
         "Your response should use the following format:\n\nThought: I think ...\nAction: click[something]"
     )
 
-    @staticmethod
-    def add_flags(add: Callable[..., Any]) -> None:
-        add("--webshop-data", metavar="DIR", help="folder with WebShop's own files (default: the bundled catalogue)")
-        add("--human-goals", action="store_true", help="the instructions that people wrote, as in ETO's trajectories")
-        add("--split-file", metavar="FILE", help="published splits: a JSON list, or a folder of NAME_indices.json")
-        add("--instruction", metavar="FILE", help="another first user message")
-
     def __init__(
         self,
         data: str | Path | None = None,

@@ -32,16 +32,23 @@ from experiments.qval.points import Point, distinct, drawn, label, references, t
 from experiments.qval.scorers import Call, Context, Decision, Entry, answer, available, entry, inputs
 from qlass import UserError
 from qlass.chat import Rendering
-from qlass.cli import at_least, needed, parse, parser, run_stage
+from qlass.cli import add_sampling, at_least, find_or_make, parse, parser, run_stage
 from qlass.driver import Sample, drive
-from qlass.files import read_meta, replacing, same_arguments, sha256, write_jsonl, write_meta
-from qlass.flags import add_sampling, begin_as_cloned
-from qlass.records import read_jsonl, read_object
+from qlass.files import (
+    read_jsonl,
+    read_meta,
+    read_object,
+    replacing,
+    same_arguments,
+    sha256,
+    write_jsonl,
+    write_meta,
+)
+from qlass.policy import begin_as_cloned
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     flags = parser(__doc__)
-    envs.add_arguments(flags, argv)
     add = flags.add_argument
     add("--points", type=at_least(1), default=200, metavar="N", help="states (default: %(default)s)")
     add("--split", default="test", help="tasks that they are from (default: %(default)s)")
@@ -61,7 +68,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, metavar="DIR", help="default: RUN/qval")
     add("--device")
     add_sampling(flags)
-    args = parse(flags, argv)
+    args = parse(flags, argv, search=True)
     args.out = args.out or args.run / "qval"
     there = references(args.env)
     args.references = args.references or [name for name in there if name != "policy"] or ["policy"]
@@ -87,7 +94,7 @@ class Run:
     def kept(self, path: Path, lines: Iterable[dict], inputs: list[Path | None], flags: list[str]) -> list[dict]:
         """The lines of a file, written first if it is not there. inputs, flags: what it depends on."""
         if path.exists():
-            names = ("env", "run", "seed", *self.args.env_flags, *flags)
+            names = ("env", "env_option", "run", "seed", *flags)
             same_arguments(path, {name: getattr(self.args, name) for name in names})
         else:
             write_jsonl(path, lines)
@@ -163,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     if args.actor == "agent" or "policy" in args.references:
-        args.sft = needed(args.sft, args.run / "sft", "sft", args)
+        args.sft = find_or_make(args.sft, args.run / "sft", "sft", args)
     context = Context(args, Judge(args.judge) if args.judge else None)
     chosen = {full_name(name, context.judge): entry(name, context) for name in args.scorers or available(context)}
     rendering = context.agent().chat.rendering if args.sft else Rendering()

@@ -22,8 +22,7 @@ from scipy.stats import rankdata
 from experiments.qval.metrics import RHO, markdown
 from qlass import UserError
 from qlass.cli import run_stage
-from qlass.files import changed_inputs, replacing
-from qlass.records import read_results
+from qlass.files import changed_inputs, read_results, replacing
 from reporting.stats import Estimate
 
 PREDICT = [RHO, "failures last", "top-1", "gain", "centred", "global", "actor"]  # figures that may predict the reward

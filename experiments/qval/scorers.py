@@ -25,9 +25,8 @@ from experiments.qval.points import exact, references
 from qlass import UserError
 from qlass.chat import State, parse_action, react, uniforms
 from qlass.driver import Score, ask
-from qlass.flags import load_agent, load_qnet
-from qlass.policy import Policy
-from qlass.records import read_trees
+from qlass.files import read_trees
+from qlass.policy import Policy, load_agent, load_qnet
 from qlass.tiny import task_words
 from train_qnet import QNet, pairs_of
 

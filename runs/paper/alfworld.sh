@@ -4,7 +4,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/table5.sh"
 RUN=${RUN:-runs/paper-alfworld-$NAME}
-env=(--env alfworld --run "$RUN" --seed "$SEED" --alfworld-data "$ALFWORLD_DATA" --instruction "$ETO/alfworld_inst.txt")
+env=(--env alfworld --run "$RUN" --seed "$SEED"
+    --env-option "data=$ALFWORLD_DATA" --env-option "instruction=$ETO/alfworld_inst.txt")
 sft+=(--expert "$ETO/alfworld_sft.json")
 trees+=(--depth 8 --steps 18 --rollouts "$ROLLOUTS" "${long[@]}") qnet+=("${long[@]}")
 pipeline

@@ -4,7 +4,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/table5.sh"
 RUN=${RUN:-runs/paper-sciworld-$NAME}
-env=(--env sciworld --run "$RUN" --seed "$SEED" --split-file "$ETO/sciworld" --instruction "$ETO/sciworld_inst.txt")
+env=(--env sciworld --run "$RUN" --seed "$SEED"
+    --env-option "split_file=$ETO/sciworld" --env-option "instruction=$ETO/sciworld_inst.txt")
 sft+=(--expert "$ETO/sciworld_sft.json")
 trees+=(--depth 6 --steps 18 --rollouts "$ROLLOUTS" "${long[@]}") qnet+=("${long[@]}")
 pipeline

@@ -25,8 +25,8 @@ qnet=(--epochs 2 "${optimiser[@]}" --loss-on all)
 search=(--temperature 0.7 --limit 0) M=(2) N=(2 4 6)
 long=(--truncate oldest)  # 40 steps, a demonstration's in a tree too, may be more than Llama-2's 4,096 tokens
 # ETO's goals, which people wrote, on the whole catalogue; its splits of 1,824 and 200 goal indices; its instruction.
-webshop=(--env webshop --seed "$SEED" --webshop-data "$WEBSHOP" --human-goals
-    --split-file "$ETO" --instruction "$ETO/webshop_inst.txt")
+webshop=(--env webshop --seed "$SEED" --env-option "data=$WEBSHOP" --env-option human_goals=true
+    --env-option "split_file=$ETO" --env-option "instruction=$ETO/webshop_inst.txt")
 
 pipeline() {  # stages 1 to 4 for the environment in `env`; what is there stays
     $TRAIN sft.py "${env[@]}" "${sft[@]}"
