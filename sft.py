@@ -119,7 +119,7 @@ def examples_of(chat: Chat, states: list[State], limit: int, answered: bool = Fa
     observation if `answered`."""
     for state in states:
         length = len(state.messages)
-        for n in range(len(opening(state)) + 1, length + 1, 2) if chat.rendering.markov else [length]:
+        for n in chat.aids.example_ends(state.messages):
             example = tokens_and_mask(chat, State(state.messages[:n], state.task), limit)
             if answered and n < length:
                 example += tokens_and_mask(chat, State(state.messages[: n + 1], state.task), limit)

@@ -14,7 +14,7 @@ from qlass.driver import Likelihood, Sample, Score
 from qlass.fast.packing import pack_pairs
 from qlass.policy import Policy
 from qlass.qnet import Pair, QNet
-from qlass.tiny import MARK, mark, unmark
+from qlass.tiny import MARK, mark
 
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
 MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=True))
@@ -81,7 +81,7 @@ def test_prices_within_the_tasks_limit_are_marked():
 
 @given(st.text(alphabet="ab- .,[]\n'8", max_size=40), st.text(alphabet="ab -'8", max_size=12))
 def test_marks_come_off_again(text, task):
-    assert unmark(mark(text, task)) == text
+    assert MARKING.aids.unmark(mark(text, task)) == text
 
 
 # --------------------------------------------------------------------------------------------------------- templates
@@ -263,7 +263,7 @@ def test_system_messages():
     for template in (refuses + TEMPLATES["chatml"][0], forgets):
         other = Chat(chatml(template), Rendering())
         assert other.prompt(STATE) == chat.prompt(STATE)
-        with pytest.raises(UserError, match="no system message in front"):
+        with pytest.raises(UserError, match="no system message"):
             other.prompt(system)
 
 
@@ -333,7 +333,7 @@ TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     ],
 )
 def test_a_template_that_writes_later_turns_otherwise_is_refused(template):
-    with pytest.raises(UserError, match=r"chat template (writes|does not show)"):
+    with pytest.raises(UserError, match="chat template does not show"):
         Chat(chatml(template), Rendering())
 
 
