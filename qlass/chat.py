@@ -140,24 +140,17 @@ class Chat:
     `lead` is a space or nothing. `stop` ends with the token that ends the assistant's turn. A
     system message stands between the two strings of `system`, which replace `begin`. Eq. (5)
     trains what the assistant writes, with `stop`. A control token in a message is mere text.
+    UserError if such strings cannot say what the template writes.
     """
 
     def __init__(self, tokenizer: Any, rendering: Rendering, context: int | None = None, ends=()):
-        """context: the model's, in tokens; None: no limit. ends: more ids that end a turn.
-
-        UserError if such strings cannot say what the chat template writes.
-        """
+        """context: the model's, in tokens; None: no limit. ends: more ids that end a turn."""
         self.tokenizer, self.rendering = tokenizer, rendering
         self.context = context or math.inf
         added = tokenizer.added_tokens_decoder.values()
         self.controls = any_of(token.content for token in added if token.special)
-        self.template = self._template()
+        self.template = template_of(tokenizer, rendering)
         self._read_template()
-        if "<think>" in self.template and "</think>" not in self.ask and not rendering.think:
-            self.ask += NO_THOUGHT
-        ask = self.ask.rstrip(" ")
-        self.lead = self.ask.removeprefix(ask)  # a space before a word is a part of the word
-        self.ask = ask
         self.stop_id = self._encode("", self.stop, "", "")[-1]
         self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} - {None}
         self.encode = functools.lru_cache(maxsize=100_000)(self._encode)
@@ -170,25 +163,10 @@ class Chat:
         self.tokenizer.save_pretrained(folder)
         self.rendering.save(folder)
 
-    def _template(self) -> str:
-        """The tokenizer's chat template, with the checkpoint's date for today's, or PLAIN."""
-        if not self.tokenizer.chat_template:
-            begins = self.tokenizer("a").input_ids[:1] == [self.tokenizer.bos_token_id]
-            return "{{ bos_token }}" + PLAIN if begins else PLAIN
-        template = self.tokenizer.get_chat_template()
-        if "strftime_now" not in template:
-            return template
-        self.rendering.date = self.rendering.date or datetime.date.today().isoformat()
-        day = datetime.date.fromisoformat(self.rendering.date)
-        template = template.replace("strftime_now is defined", "true")
-        template = TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
-        if "strftime_now" in template:
-            raise UserError("its chat template prints another date each day" + WAY_OUT)
-        return template
-
     def _read_template(self) -> None:
         """Read the strings off a prompt of three turns; check them on one to four turns."""
-        self.begin, self.ask, after = (*self._around([], 3), "", "", "")[:3]
+        strings = [*self._around([], 3), "", "", ""]
+        self.begin, self.ask, after = strings[:3]
         self.system = self._around(["system"], 3)[:2]
         # The turn ends with the first added token after the assistant's words, special or not.
         added = set(self.tokenizer.added_tokens_encoder) - {MARK}
@@ -197,22 +175,28 @@ class Chat:
         self.turn = after.removeprefix(self.stop)
         if not self._agrees([], [self.begin], after):
             raise UserError(
-                "its chat template does not show each message as it is, once and in turn, or "
-                "writes later turns otherwise" + WAY_OUT
+                "its chat template does not show all turns alike, as they are" + WAY_OUT
             )
         if not self._agrees(["system"], self.system, after):
             self.system = []
+        thinks = "<think>" in self.template and not self.rendering.think
+        if thinks and "</think>" not in self.ask:
+            self.ask += NO_THOUGHT
+        words = self.ask.rstrip(" ")
+        self.lead = self.ask.removeprefix(words)  # a space before a word is a part of the word
+        self.ask = words
 
     def _agrees(self, first: list[str], front: list[str], after: str) -> bool:
         """Does the template write these strings in prompts of one to four turns?"""
         strings = [*front, *[self.ask, after] * 3]
         for turns in range(1, 5):
             theirs = self._around(first, turns, f"Thought: a\nAction: b{self.stop}")
-            if not theirs or theirs[:-1] != strings[: len(theirs) - 1]:
+            if not theirs:
                 return False
-            # A prompt may lack the space before an answer, or all of it; or go on (<think>).
-            end = theirs[-1]
-            if not end.startswith(self.ask) and not self.ask.startswith(end):
+            # A prompt may end before an answer's own space, or go on (<think>).
+            end = theirs.pop()
+            alike = end.startswith(self.ask) or self.ask.startswith(end)
+            if theirs != strings[: len(theirs)] or not alike:
                 return False
         return True
 
@@ -228,8 +212,10 @@ class Chat:
         options = {"tokenize": False, "add_generation_prompt": True, "chat_template": self.template}
         try:
             text = self.tokenizer.apply_chat_template(chat, **options)
-        except jinja2.TemplateError:  # no system message, for example
-            return []
+        except jinja2.TemplateError as error:
+            if first:  # it refuses a system message
+                return []
+            raise UserError(f"its chat template fails: {error}{WAY_OUT}") from error
         text = text.replace(NO_THOUGHT, "")  # else it may differ between turns
         parts = re.split(f"({any_of(words).pattern})", text)
         return parts[::2] if parts[1::2] == words else []
@@ -340,6 +326,23 @@ class Chat:
         except TooLong:
             return False
         return True
+
+
+def template_of(tokenizer: Any, rendering: Rendering) -> str:
+    """The tokenizer's chat template, or PLAIN. Today's date becomes the checkpoint's date."""
+    if not tokenizer.chat_template:
+        begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+        return "{{ bos_token }}" + PLAIN if begins else PLAIN
+    template = tokenizer.get_chat_template()
+    if "strftime_now" not in template:
+        return template
+    rendering.date = rendering.date or datetime.date.today().isoformat()
+    day = datetime.date.fromisoformat(rendering.date)
+    template = template.replace("strftime_now is defined", "true")
+    template = TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
+    if "strftime_now" in template:
+        raise UserError("its chat template prints another date each day" + WAY_OUT)
+    return template
 
 
 def length(lists: list[list[int]]) -> int:

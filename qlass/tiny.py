@@ -102,20 +102,6 @@ AIDS = dict(
 )
 
 
-SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.06,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
-
-
 def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
     """A small Llama with random weights, and a byte-level BPE trained on these texts."""
     import transformers
@@ -128,9 +114,9 @@ def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         min_frequency=2,
+        show_progress=False,
         special_tokens=["<pad>", "<end>", "<user>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
     bpe.add_tokens([MARK, AddedToken("[SEP]", lstrip=True)])
@@ -141,7 +127,12 @@ def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
         "{% for m in messages %}{% if m.role == 'user' %}{{ '<user>' + m.content + '\n' }}"
         "{% else %}{{ m.content + '<end>' }}{% endif %}{% endfor %}"
     )
-    config = transformers.LlamaConfig(vocab_size=len(tokenizer), **SHAPE)
+    size: Any = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3)
+    ids: Any = dict(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    options: Any = dict(tie_word_embeddings=True, initializer_range=0.06)
+    config = transformers.LlamaConfig(
+        **size, **ids, **options, num_attention_heads=2, max_position_embeddings=4096
+    )
     return transformers.LlamaForCausalLM(config), tokenizer
 
 

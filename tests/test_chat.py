@@ -330,10 +330,13 @@ TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
         "{% for m in messages %}" + TURN + "{% if loop.index == 5 %}again: {% endif %}{% endfor %}",
         "{% for m in messages %}" + TURN.replace("m.content", "m.content.split('Thought:')[-1]") + "{% endfor %}",
         TEMPLATES["chatml"][0].replace("m.content", "m.content + ('!' if loop.last and m.role == 'user' else '')"),
+        "{{ messages | length }}" + TEMPLATES["chatml"][0],
+        "{% if messages | length > 6 %}{{ raise_exception('long') }}{% endif %}" + TEMPLATES["chatml"][0],
+        "{{ unknown.x.y }}",
     ],
 )
 def test_a_template_that_writes_later_turns_otherwise_is_refused(template):
-    with pytest.raises(UserError, match="chat template does not show"):
+    with pytest.raises(UserError, match=r"chat template (does not show|fails)"):
         Chat(chatml(template), Rendering())
 
 
