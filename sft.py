@@ -95,10 +95,7 @@ def examples_of(
     """
     for state in states:
         length = len(state.messages)
-        ends = [length]
-        if chat.rendering.markov:
-            ends = range(len(published.opening(state)) + 1, length + 1, 2)
-        for n in ends:
+        for n in chat.aids.example_ends(state.messages):
             example = tokens_and_mask(chat, State(state.messages[:n], state.task), limit)
             if answered and n < length:
                 following = State(state.messages[: n + 1], state.task)

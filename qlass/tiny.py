@@ -1,4 +1,4 @@
-"""The tiny model: a small Llama trained from scratch, and the aids that it reads with.
+"""The tiny model: a small Llama trained from scratch, and the aids that it reads and writes with.
 
 torch is imported where a model is made: `qlass/chat.py` needs the aids alone, and --help no model.
 """
@@ -7,75 +7,103 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
+
+Message = tuple[str, str]  # role and content
 
 MARK = "✓"
-_WORD = re.compile(r" ?(?:\d+ (?=\$))?(\$?[^\W_]+(?:[.'-][^\W_]+)*)")  # a price with its place on the page: "3 $9.50"
+SAME_PAGE = "(same page)"
+# A word, or a price with its place on the page: "3 $9.50".
+_WORD = re.compile(r" ?(?:\d+ (?=\$))?(\$?[^\W_]+(?:[.'-][^\W_]+)*)")
+_PRICE = re.compile(r"\$(\d+\.\d+)")
 _LIMIT = re.compile(r"price lower than (\d+\.\d+) dollars")
-_STOP_WORDS = frozenset("a an and are as at be by for from i in is it me my of on or than that the to with you".split())  # noqa: SIM905
+_STOP_WORDS = """
+    a an and are as at be by for from i in is it me my of on or than that the to with you
+"""
 
 
 @functools.lru_cache(maxsize=4096)
 def task_words(task: str) -> frozenset[str]:
-    return frozenset(word.lower() for word in _WORD.findall(task)) - _STOP_WORDS
+    words = {word.lower() for word in _WORD.findall(task)}
+    return frozenset(words - set(_STOP_WORDS.split()))
 
 
 @functools.lru_cache(maxsize=100_000)
 def mark(text: str, task: str) -> str:
-    """ "red cotton shirt" for the task "a red shirt" -> "✓red cotton✓ shirt"; so a price within its limit too.
+    """A mark before each word of the task, and before each price within the task's limit.
 
-    The mark stands in front, of a price with its place before the place: an agent that chooses token by token sees it
-    before it has chosen.
+    "red cotton shirt" for the task "a red shirt" -> "✓red cotton✓ shirt". A price's mark stands
+    before its place on the page: an agent that chooses token by token sees it before it chooses.
     """
-    words, limit = task_words(task), _LIMIT.search(task)
+    words = task_words(task)
+    limit = _LIMIT.search(task)
 
-    def marked(match: re.Match) -> str:
-        within = limit and re.fullmatch(r"\$\d+\.\d+", match[1]) and float(match[1][1:]) <= float(limit[1])
-        return MARK + match[0] if within or match[1].lower() in words else match[0]
+    def with_mark(match: re.Match) -> str:
+        price = _PRICE.fullmatch(match[1])
+        cheap = limit and price and float(price[1]) <= float(limit[1])
+        return MARK + match[0] if cheap or match[1].lower() in words else match[0]
 
-    return _WORD.sub(marked, text)
-
-
-def unmark(text: str) -> str:
-    return text.replace(MARK, "")
+    return _WORD.sub(with_mark, text)
 
 
-SAME_PAGE = "(same page)"
+class Aids:
+    """Help for a model too small to compare texts and to remember; a rendering switches it on.
 
-
-def with_aids(messages: list[tuple[str, str]], task: str, rendering: Any) -> list[tuple[str, str]]:
-    """Messages (role, content) as a checkpoint with aids reads them.
-
-    compact: no instruction turn; in a page neither the task again nor a page shown before. markov: the last observation
-    alone. mark_matches: a mark before each word of the task, but in the first message.
+    mark_matches: `mark` in all messages but the first. markov: the model reads the last observation
+    alone. compact: no instruction turn; in a page neither the task again nor a page shown before.
     """
-    if rendering.compact and messages[1:2] == [("assistant", rendering.agreement or "OK")]:
-        messages = messages[2:]
-    if rendering.markov:
-        messages = messages[-1 - (messages[-1][0] == "assistant") :]
-    shown: list[tuple[str, str]] = []
-    pages: set[str] = set()
-    for i, (role, content) in enumerate(messages):
-        text = content
-        if rendering.compact and i and role == "user":
-            text = SAME_PAGE if content in pages else content.replace(task, "")
-            pages.add(content)
-        if rendering.mark_matches and (i or role == "assistant"):
-            text = mark(text, task)
-        shown.append((role, text))
-    return shown
+
+    def __init__(self, rendering: Any) -> None:
+        self.rendering = rendering
+        self.keep_instruction = not (rendering.compact or rendering.markov)
+
+    def mark(self, text: str, task: str) -> str:
+        return mark(text, task) if self.rendering.mark_matches else text
+
+    def unmark(self, text: str) -> str:
+        return text.replace(MARK, "") if self.rendering.mark_matches else text
+
+    def show(self, messages: list[Message], task: str) -> list[Message]:
+        """The messages as the model reads them; none is a system message."""
+        compact, markov = self.rendering.compact, self.rendering.markov
+        if compact and messages[1:2] == [("assistant", self.rendering.agreement or "OK")]:
+            messages = messages[2:]
+        if markov:
+            answered = messages[-1][0] == "assistant"
+            messages = messages[-2:] if answered else messages[-1:]
+        shown: list[Message] = []
+        pages = set()
+        for role, content in messages:
+            text = content
+            if compact and shown and role == "user":
+                text = SAME_PAGE if content in pages else content.replace(task, "")
+                pages.add(content)
+            if shown or role == "assistant":
+                text = self.mark(text, task)
+            shown.append((role, text))
+        return shown
+
+    def example_ends(self, messages: Sequence[Message]) -> list[int]:
+        """How long the examples are that a trajectory gives: the whole; Markov: up to each action
+        after the agreement."""
+        if not self.rendering.markov:
+            return [len(messages)]
+        turns = enumerate(messages, 1)
+        return [n for n, (role, _) in turns if role == "assistant" and n > 3]
 
 
 # What its checkpoint's Rendering says.
-AIDS = dict(temperature=1.0, max_new_tokens=48, candidates="valid", mark_matches=True, compact=True, stop=())
+AIDS = dict(
+    temperature=1.0, max_new_tokens=48, candidates="valid", mark_matches=True, compact=True, stop=()
+)
 
 
 def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
-    """A small Llama with random weights and a byte-level BPE trained on the demonstrations' own text."""
+    """A small Llama with random weights, and a byte-level BPE trained on these texts."""
     import transformers
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
     from tokenizers.models import BPE
@@ -83,43 +111,48 @@ def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<end>", "<user>"]
-    bpe.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocabulary, min_frequency=2, special_tokens=special, show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )  # fmt: skip
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=["<pad>", "<end>", "<user>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train_from_iterator(texts, trainer)
     bpe.add_tokens([MARK, AddedToken("[SEP]", lstrip=True)])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<end>")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", eos_token="<end>"
+    )
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ '<user>' + m.content + '\n' }}"
         "{% else %}{{ m.content + '<end>' }}{% endif %}{% endfor %}"
     )
+    size: Any = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3)
+    ids: Any = dict(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    options: Any = dict(tie_word_embeddings=True, initializer_range=0.06)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=2,
-        max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.06,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        **size, **ids, **options, num_attention_heads=2, max_position_embeddings=4096
+    )
     return transformers.LlamaForCausalLM(config), tokenizer
 
 
-def answers(wrote: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Which tokens answer an action: what is read after the first that the agent wrote; all masks are (B, T)."""
+def answers(wrote: Tensor, real: Tensor) -> Tensor:
+    """Which tokens answer an action: those read after the agent's first one. Masks (B, T)."""
     return ~wrote & (wrote.cumsum(1) > 0) & real
 
 
 def observation_loss(
-    logits: torch.Tensor, kept: torch.Tensor, ids: torch.Tensor, wrote: torch.Tensor, real: torch.Tensor
-) -> torch.Tensor:
+    logits: Tensor, kept: Tensor, ids: Tensor, wrote: Tensor, real: Tensor
+) -> Tensor:
     """-sum_j log p(o_j | s, a): tokens o_j of the next observation, each predicted where a ends.
 
-    logits (B, K, V) of the positions `kept` (K,), which hold all these ends; ids, wrote, real (not padding) (B, T).
+    logits (B, K, V) of the positions `kept` (K,), which hold all these ends; ids, wrote (by the
+    agent) and real (not padding) (B, T).
     """
     import torch
 
-    end = wrote.mul(torch.arange(ids.shape[1], device=ids.device)).cummax(1).values  # of the last action so far
+    position = torch.arange(ids.shape[1], device=ids.device)
+    end = (wrote * position).cummax(1).values  # of the last action so far
     row, at = answers(wrote, real).nonzero(as_tuple=True)
     k = torch.searchsorted(kept, end[row, at])
     return -logits.float().log_softmax(-1)[row, k, ids[row, at]].sum()

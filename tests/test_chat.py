@@ -13,8 +13,8 @@ from qlass.chat import Chat, Rendering, State, parse_action, react, uniforms
 from qlass.driver import Likelihood, Sample, Score
 from qlass.fast.packing import pack_pairs
 from qlass.policy import Policy
-from qlass.tiny import MARK, mark, unmark
 from train_qnet import Pair, QNet
+from qlass.tiny import MARK, mark
 
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
 MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=True))
@@ -81,7 +81,7 @@ def test_prices_within_the_tasks_limit_are_marked():
 
 @given(st.text(alphabet="ab- .,[]\n'8", max_size=40), st.text(alphabet="ab -'8", max_size=12))
 def test_marks_come_off_again(text, task):
-    assert unmark(mark(text, task)) == text
+    assert MARKING.aids.unmark(mark(text, task)) == text
 
 
 # --------------------------------------------------------------------------------------------------------- templates
@@ -263,7 +263,7 @@ def test_system_messages():
     for template in (refuses + TEMPLATES["chatml"][0], forgets):
         other = Chat(chatml(template), Rendering())
         assert other.prompt(STATE) == chat.prompt(STATE)
-        with pytest.raises(UserError, match="no system message in front"):
+        with pytest.raises(UserError, match="no system message"):
             other.prompt(system)
 
 
@@ -330,10 +330,13 @@ TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
         "{% for m in messages %}" + TURN + "{% if loop.index == 5 %}again: {% endif %}{% endfor %}",
         "{% for m in messages %}" + TURN.replace("m.content", "m.content.split('Thought:')[-1]") + "{% endfor %}",
         TEMPLATES["chatml"][0].replace("m.content", "m.content + ('!' if loop.last and m.role == 'user' else '')"),
+        "{{ messages | length }}" + TEMPLATES["chatml"][0],
+        "{% if messages | length > 6 %}{{ raise_exception('long') }}{% endif %}" + TEMPLATES["chatml"][0],
+        "{{ unknown.x.y }}",
     ],
 )
 def test_a_template_that_writes_later_turns_otherwise_is_refused(template):
-    with pytest.raises(UserError, match=r"chat template (writes|does not show)"):
+    with pytest.raises(UserError, match=r"chat template (does not show|fails)"):
         Chat(chatml(template), Rendering())
 
 
