@@ -26,9 +26,9 @@ from typing import Any
 
 import envs
 from qlass import UserError
+from qlass.batching import Sample, ask, drive
 from qlass.chat import Chat, Rendering, State, parse_action, react
 from qlass.cli import at_least, my_share, needed, parse, parser, run_stage
-from qlass.driver import Sample, ask, drive
 from qlass.files import SAMPLING_FREE, Output, cloned_from
 from qlass.flags import add_sampling, load_agent
 from qlass.records import actions_by_task, complete_trees

@@ -30,9 +30,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import envs
 from qlass import UserError, cli, files, loop, models
-from qlass.chat import Chat, Rendering, State
+from qlass.chat import Chat, Rendering, State, react
 from qlass.cli import at_least, settle
-from qlass.driver import follow
 from qlass.flags import LORA_LR, add_training, check_training
 from qlass.loop import Training, micro_batches
 from qlass.records import agreed, read_trajectories
@@ -47,9 +46,17 @@ UPDATES = 200  # of the tiny model at least: fewer demonstrations are read more 
 
 def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     """Play the environment's expert through one task: a line of expert.jsonl."""
-    last = follow(env, task_id, "expert")[-1]  # the last observation follows the last action, so it is left out
-    messages = [*last.state.dump(), {"role": "assistant", "content": last.action}]
-    return {"task_id": task_id, "env": env.name, "task": last.state.task, "messages": messages, "reward": last.reward}
+    observation, info = env.reset(options={"task_id": task_id})
+    state = State.first(env, observation, info)
+    for thought, action in env.expert(task_id):
+        observation, reward, terminated, truncated, _ = env.step(action)
+        written = State((*state.messages, ("assistant", react(thought, action))), state.task)
+        if terminated or truncated:
+            break
+        state = state.then(react(thought, action), env.message(observation))
+    return {
+        "task_id": task_id, "env": env.name, "task": state.task, "messages": written.dump(), "reward": float(reward)
+    }  # fmt: skip
 
 
 def collect(env: envs.TextEnv, path: Path, limit: int | None, arguments: dict[str, Any]) -> None:

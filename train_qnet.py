@@ -27,9 +27,9 @@ import transformers
 
 import envs
 from qlass import UserError, cli, files, flags, loop, models
+from qlass.batching import Score
 from qlass.checks import print_ranking, sibling_accuracy
 from qlass.cli import at_least, settle
-from qlass.driver import Score
 from qlass.loop import Training, micro_batches
 from qlass.policy import Policy
 from qlass.qnet import Pair, QNet, pair_loss, pairs_of

@@ -19,12 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import envs
+from experiments import drive_in_order
 from experiments.self_train import trajectories
 from q_search import Method
 from qlass import UserError, flags, models
+from qlass.batching import Sample
 from qlass.chat import Chat, uniforms
 from qlass.cli import at_least, needed, parser, settle
-from qlass.driver import Sample, drive
 from qlass.files import checkpoint_folder, draft_of, locked, same_arguments, write_jsonl, write_meta
 from qlass.policy import Policy
 from train_qnet import SMALL
@@ -82,7 +83,7 @@ class Learner:
         """Mean reward of the greedy agent."""
         episodes = (trajectories(env.fork(), task, GREEDY, self.chat) for task in tasks)
         policy = Policy(self.model, self.chat)
-        played = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
+        played = drive_in_order(episodes, {Sample: policy.sample}, env.side_by_side)
         return sum(line["reward"] for (line,) in played) / len(tasks)
 
     def save(self, folder: Path) -> None:

@@ -123,13 +123,10 @@ def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
 
 
 def load_qnet(folder: Path, args: argparse.Namespace) -> Any:
-    """The QNet in a folder, with the agent's prompts; --readout is q_search.py's own flag."""
+    """The QNet in a folder, with the agent's prompts."""
     from qlass.qnet import QNet
 
-    if getattr(args, "readout", None) == "mean" and read_meta(folder)["arguments"].get("loss_on") == "last":
-        raise UserError(f"--readout mean: {folder} has learned the last token alone (--loss-on last)")
-    how = loading(args, rendering_of(folder, args, PROMPTED))
-    return QNet.from_pretrained(folder, readout=getattr(args, "readout", None), **how)
+    return QNet.from_pretrained(folder, **loading(args, rendering_of(folder, args, PROMPTED)))
 
 
 def loading(args: argparse.Namespace, rendering: Rendering) -> dict[str, Any]:

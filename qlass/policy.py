@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import transformers
 
+from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat, Rendering, State, uniforms
-from qlass.driver import Candidate, Likelihood, Sample
 from qlass.models import load_checkpoint
 
 
@@ -139,7 +139,7 @@ class Policy:
         logp = self.logits(prompt, ids).log_softmax(-1)
         return float(logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None]).double().sum())
 
-    def likelihoods(self, requests: list[Likelihood]) -> list[list[float]]:
+    def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
         logp = iter(self.logprobs([(r.state, action) for r in requests for action in r.actions]))
         return [[next(logp) for _ in r.actions] for r in requests]
 

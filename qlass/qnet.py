@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qlass import UserError, models
+from qlass.batching import Score
 from qlass.chat import Chat, Rendering, State
-from qlass.driver import Score
 from qlass.records import read_object
 
 

@@ -152,7 +152,7 @@ def by_rank(tmp_path: Path, monkeypatch, rank: int, world: int, tasks: list[int]
     monkeypatch.setenv("WORLD_SIZE", str(world))
     out = output(tmp_path, *words, identity=lambda record: record["n"])
     finished = {record["n"] for record in out.records}
-    todo = [n for n in cli.my_share(tasks) if n not in finished]
+    todo = [n for n in (cli.my_share(tasks) if tasks else []) if n not in finished]
     out.grow(([{"n": n, "by": f"{rank}/{world}"}] for n in todo[:stop]), "lines", len(tasks))
     if stop < len(todo):
         out.file.close()
