@@ -29,9 +29,9 @@ from typing import Any
 
 import envs
 from qlass import UserError
+from qlass.batching import Sample, ask, drive
 from qlass.chat import Chat, Rendering, State, parse_action, react
 from qlass.cli import add_sampling, at_least, find_or_make, my_share, parse, parser, run_stage
-from qlass.driver import Sample, ask, drive
 from qlass.files import SAMPLING_FREE, Output, cloned_from, complete_trees
 from qlass.policy import load_agent
 from qlass.published import actions_by_task

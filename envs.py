@@ -191,7 +191,7 @@ class TextEnv(gymnasium.Env):
         raise UserError(f"--paraphrase: {self.name} has no rules for it (App. A.3.2 is about WebShop); leave it out")
 
     def optimal_value(self, gamma: float = 0.99) -> float:
-        """The best discounted outcome still in reach: an oracle, for `q_search.py --method oracle_step` alone."""
+        """The best discounted outcome still in reach: an oracle, for `experiments.compare` alone."""
         raise UserError(f"{self.name}: has no oracle for the value of a state")
 
 

@@ -28,8 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import envs
 from qlass import UserError, cli, files, models, published, training
-from qlass.chat import Chat, Rendering, State
-from qlass.driver import follow
+from qlass.chat import Chat, Rendering, State, react
 from qlass.tiny import AIDS, answers, observation_loss, tiny_model
 from qlass.training import Progress, average_gradients, cosine, micro_batches, prepare, share
 
@@ -42,10 +41,17 @@ UPDATES = 200  # of the tiny model at least: fewer demonstrations are read more 
 
 def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     """Play the environment's expert through one task: a line of expert.jsonl."""
-    last = follow(env, task_id, "expert")[-1]
-    messages = [*last.state.dump(), {"role": "assistant", "content": last.action}]
-    line = {"task_id": task_id, "env": env.name, "task": last.state.task, "messages": messages}
-    return line | {"reward": last.reward}
+    observation, info = env.reset(options={"task_id": task_id})
+    state = State.first(env, observation, info)
+    for thought, action in env.expert(task_id):
+        observation, reward, terminated, truncated, _ = env.step(action)
+        written = State((*state.messages, ("assistant", react(thought, action))), state.task)
+        if terminated or truncated:
+            break
+        state = state.then(react(thought, action), env.message(observation))
+    return {
+        "task_id": task_id, "env": env.name, "task": state.task, "messages": written.dump(), "reward": float(reward)
+    }  # fmt: skip
 
 
 def collect(env: envs.TextEnv, path: Path, limit: int | None, world: dict[str, Any]) -> None:

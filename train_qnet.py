@@ -32,9 +32,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qlass import UserError, cli, files, models, policy, training
+from qlass.batching import Score
 from qlass.chat import Chat, State
 from qlass.cli import at_least, settle
-from qlass.driver import Score
 from qlass.files import read_object, read_trees
 from qlass.policy import Policy
 from qlass.training import Progress, average_gradients, cosine, micro_batches, prepare, share

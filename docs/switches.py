@@ -1,6 +1,6 @@
 """An environment of your own, complete: switch on the lamps that the task names, then say that you are done.
 
-python q_search.py --env docs.switches:Switches --method all        # runs all five stages
+python -m experiments.compare --env docs.switches:Switches    # runs all five stages
 """
 
 from collections.abc import Iterator

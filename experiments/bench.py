@@ -34,10 +34,11 @@ from bellman import label
 from build_trees import Explorer, tree_records
 from environments.alfworld.games import load
 from environments.alfworld.textworld import TextWorldGame
+from experiments import drive_in_order
 from qlass import UserError
+from qlass.batching import Sample, Score
 from qlass.chat import Chat, Rendering
 from qlass.cli import run_stage
-from qlass.driver import Sample, Score, drive
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import batches
 from qlass.policy import Policy
@@ -86,7 +87,7 @@ def grow(env: envs.TextEnv, tasks: list[str], policy: Policy, width: int = 64) -
         root = yield from explorer.explore({})
         return tree_records(env, task, root)
 
-    return list(drive(map(lines_of, tasks), {Sample: policy.sample}, width, in_order=True))
+    return list(drive_in_order(map(lines_of, tasks), {Sample: policy.sample}, width))
 
 
 def random_agent(env: envs.TextEnv, candidates: str) -> tuple[Any, Chat]:

@@ -29,13 +29,14 @@ import torch
 from torch.nn.functional import logsigmoid
 
 import envs
+from experiments import drive_in_order
 from experiments.decisions import Decision, PackedDecisions
 from experiments.learning import Learner, batch_of, learn, learner_parser, load
 from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
+from qlass.batching import Sample, ask
 from qlass.chat import Chat, Rendering, State, parse_action
 from qlass.cli import at_least, find_or_make, parse, run_stage
-from qlass.driver import Sample, ask, drive
 from qlass.files import cloned_from, read_trees
 from qlass.policy import Policy
 from qlass.published import actions_by_task, agreed, tasks_of
@@ -213,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
         """Trajectories of the agent against the expert's, and what they cost and earned."""
         policy = Policy(learner.model, learner.chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
         episodes = (trajectories(env.fork(), task, Method("sample"), learner.chat) for task in tasks)
-        sampled = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
+        sampled = drive_in_order(episodes, {Sample: policy.sample}, env.side_by_side)
         played = [line for (line,) in sampled]
         return list(failures(env, rendering, played, expert, rewards)), {
             "reward": round(float(np.mean([line["reward"] for line in played])), 6),

@@ -22,9 +22,9 @@ import transformers
 import envs
 from experiments.decisions import mixed_precision
 from qlass import UserError, models
+from qlass.batching import Sample
 from qlass.chat import Chat, Rendering, State
 from qlass.cli import run_stage
-from qlass.driver import Sample
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.files import read_trees
 from qlass.policy import Policy

@@ -19,9 +19,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import envs
+from experiments import drive_in_order
 from experiments.self_train import trajectories
 from q_search import Method
 from qlass import UserError, models
+from qlass.batching import Sample
 from qlass.chat import Chat, uniforms
 from qlass.cli import (
     add_memory,
@@ -33,7 +35,6 @@ from qlass.cli import (
     settle,
     warn_of_another_world,
 )
-from qlass.driver import Sample, drive
 from qlass.files import checkpoint_folder, draft_of, locked, same_arguments, write_jsonl, write_meta
 from qlass.policy import PROMPTED, Policy, begin_as_cloned, rendering_of
 from qlass.published import learned_tasks
@@ -91,7 +92,7 @@ class Learner:
         """Mean reward of the greedy agent."""
         episodes = (trajectories(env.fork(), task, GREEDY, self.chat) for task in tasks)
         policy = Policy(self.model, self.chat)
-        played = drive(episodes, {Sample: policy.sample}, env.side_by_side, in_order=True)
+        played = drive_in_order(episodes, {Sample: policy.sample}, env.side_by_side)
         return sum(line["reward"] for (line,) in played) / len(tasks)
 
     def save(self, folder: Path) -> None:

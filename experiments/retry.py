@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Generator
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
+import envs
 import q_search
+from experiments.compare import Variant, both
 from q_search import Method, episode
-from qlass import costs
-from qlass.chat import State
+from qlass.batching import Score
+from qlass.chat import Chat, State
 from qlass.cli import run_stage
-from qlass.driver import Score
+from qlass.results import Results, outcome_of
 from qlass.server import Endpoint
 
 ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."
@@ -31,12 +32,14 @@ class Reflect(NamedTuple):
     state: State  # of a trial that failed; its last message ends with ASK
 
 
-def retry(stop: float, reflect: bool, env: Any, task_id: str, method: Method, chat: Any, shared: dict) -> Generator:
-    """A task, as `Method.search` has it: at most N trials, until one is worth `stop` by its reward or by QNet."""
+def retry(
+    stop: float, reflect: bool, env: envs.TextEnv, task_id: str, method: Method, chat: Chat, sampled: dict
+) -> Generator[Any, Any, dict]:
+    """As `q_search.play`: at most N trials, until one is worth `stop` by its reward or by QNet."""
     trials, values, questions, plans = [], [], [], []
     instruction = env.instruction
     for number in range(method.N):
-        played = {} if plans else shared
+        played = {} if plans else sampled
         if (task_id, number) not in played:
             played[task_id, number] = yield from episode(env, task_id, method, number, chat.rendering)
         trials.append(played[task_id, number])
@@ -48,35 +51,47 @@ def retry(stop: float, reflect: bool, env: Any, task_id: str, method: Method, ch
             questions.append(end.state.then(end.action, end.observation + ASK))
             plans.append((yield Reflect(questions[-1])))
             env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
-    outcome = costs.outcome(chat, method, trials[values.index(max(values))], trials)
+    outcome = outcome_of(chat, trials[values.index(max(values))], trials, method.read_by_qnet)
     outcome["tokens"]["prompt"] += sum(len(chat.message_tokens(question)[-1]) for question in questions)
     outcome["tokens"]["generated"] += sum(len(chat.action(plan, "")) for plan in plans)
     return outcome
 
 
-def planned(stops: list[str], Ns: list[int], reflect: bool) -> list[Method]:
-    """Retry, and best-of-N beside it."""
-    plan = []
+def planned(stops: list[str], Ns: list[int], reflect: bool) -> dict[Method, float | None]:
+    """Retry with the value at which it stops, and best-of-N beside it."""
+    plan: dict[Method, float | None] = {}
     for N, stop in product(Ns, stops):
         select, value = ("oracle", 1 - 1e-9) if stop == "oracle" else ("q", float(stop))
-        name = f"{'reflexion' if reflect else 'retry'}:stop={stop}"
-        plan += [Method(name, 1, N, select, search=partial(retry, value, reflect)), Method("best_of_n", 1, N, select)]
-    return list(dict.fromkeys(plan))
+        name = "reflexion" if reflect else "retry"
+        plan[Variant(name, N=N, select=select, player=f"stop={stop}")] = value
+        plan[Method("best_of_n", N=N, select=select)] = None
+    return plan
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """Its own flags, and those of q_search.py."""
     flags = argparse.ArgumentParser("python -m experiments.retry", description=__doc__.split("\n")[0])
     flags.epilog = "further flags: those of q_search.py; -N 4 by default"
     flags.add_argument("--stop", nargs="+", default=["oracle"], help="oracle, or a value of QNet's (default: oracle)")
-    own, rest = flags.parse_known_args(argv)
-    return argparse.Namespace(**vars(q_search.arguments(rest)) | vars(own))
+    return both(flags, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    chat = Endpoint(args.server).chat if args.server else None
-    answers = {Reflect: lambda requests: [chat(request.state.messages) for request in requests]}
-    q_search.main(args.argv, answers, planned=lambda env, names, Ms, Ns, *_: planned(args.stop, Ns or [4], bool(chat)))
+    own, args = arguments(argv)
+    env, tasks = q_search.environment(args)
+    ask = Endpoint(args.server).chat if args.server else None
+    plan = planned(own.stop, args.N or [4], bool(ask))
+    chat, models = q_search.load(args, env, with_q=any(method.select == "q" for method in plan))
+    models[Reflect] = lambda requests: [ask(request.state.messages) for request in requests]
+    sampled: dict = {}
+
+    def play(env: envs.TextEnv, task_id: str, method: Method) -> Generator[Any, Any, dict]:
+        stop = plan[method]
+        if stop is None:
+            return q_search.play(env, task_id, method, chat, sampled)
+        return retry(stop, bool(ask), env, task_id, method, chat, sampled)
+
+    Results(args, env).play(tasks, plan, play, models)
 
 
 if __name__ == "__main__":

@@ -32,14 +32,15 @@ from typing import Any
 
 import envs
 import sft
-from q_search import Method, episode
-from qlass import UserError, costs, files
+from q_search import Method, by_q, episode
+from qlass import UserError, files
+from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
 from qlass.cli import add_sampling, at_least, find_or_make, handed_on, parse, parser, run_stage
-from qlass.driver import Sample, Score, drive
 from qlass.files import Output, read_trees
 from qlass.policy import load_agent, load_qnet
 from qlass.published import read_trajectories
+from qlass.results import costs_of
 from train_qnet import states_of
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
@@ -60,7 +61,7 @@ def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) ->
         lines.append(line | {"reward": last.reward, "tokens": {}})
         played.append(steps)
     env.close()
-    lines[0]["tokens"] = costs.tokens(chat, played, method.read_by_qnet)
+    lines[0]["tokens"] = costs_of(chat, played, method.read_by_qnet)["tokens"]
     return lines
 
 
@@ -169,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
         free = ["threshold", "no_train", *files.SAMPLING_FREE]
         settings = vars(args) | {"out": path}
         out = Output(path, settings, lambda lines: len(lines) // args.N * args.N, [args.sft, args.qnet], free)
-        method = Method("qlass" if args.qnet else "sample", args.M, args.N)
+        method = Method("qlass", by_q, args.M, args.N) if args.qnet else Method("sample", N=args.N)
         lines = rollouts(env, tasks, method, agent, out, args.in_flight or env.side_by_side)
     new = kept(lines, args.threshold, expert)
     if not new:

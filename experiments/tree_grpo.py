@@ -32,12 +32,13 @@ import pandas as pd
 import torch
 
 import envs
+from experiments import drive_in_order
 from experiments.decisions import Decision, PackedDecisions, pack_decisions
 from experiments.learning import Learner, batch_of, learn, learner_parser, load
 from qlass import UserError
+from qlass.batching import Sample, ask
 from qlass.chat import Rendering, State, parse_action, uniforms
 from qlass.cli import at_least, parse, run_stage
-from qlass.driver import Sample, ask, drive
 from qlass.policy import Policy
 
 LR = {"alfworld": 1e-4}  # of the tiny model, others LR_TINY; the learning rate decides everything
@@ -223,7 +224,7 @@ def play(learner: Learner, env: envs.TextEnv, last: dict, args: argparse.Namespa
     key = ("grpo", args.seed, last["batch"] + 1)
     growing = (forest(env.fork(), task, *shape, chat.rendering, (*key, i)) for i, task in enumerate(tasks))
     policy = Policy(learner.model, chat, args.seed)  # a new one: the last one remembers the weights before
-    return list(drive(growing, {Sample: policy.sample}, env.side_by_side, in_order=True))
+    return list(drive_in_order(growing, {Sample: policy.sample}, env.side_by_side))
 
 
 def line_of(last: dict, groups: list[Group], figures: Sequence[torch.Tensor]) -> dict:

@@ -20,7 +20,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Generator, Sequence
-from functools import partial, partialmethod
+from functools import partialmethod
 from itertools import product
 from typing import Any
 
@@ -28,12 +28,13 @@ import numpy as np
 
 import envs
 import q_search
+from experiments.compare import Variant, both
 from q_search import Method, Step, distinct
-from qlass import UserError, costs
-from qlass.chat import Rendering, State, parse_action, uniforms
+from qlass.batching import Candidate, Sample, Score, ask
+from qlass.chat import Chat, Rendering, State, parse_action, uniforms
 from qlass.cli import at_least, run_stage
-from qlass.driver import Candidate, Sample, Score, ask
 from qlass.files import input_of, read_meta
+from qlass.results import Results, outcome_of
 
 
 @dataclasses.dataclass(eq=False)
@@ -218,29 +219,32 @@ def priors(drawn: Sequence[Candidate], actions: Sequence[str]) -> list[float]:
 NAMES = ("lookahead", "beam", "mcts", "oracle_mcts", "particles")
 
 
-def play(settings: dict, env: envs.TextEnv, task_id: str, method: Method, chat: Any, shared: dict) -> Generator:
-    """A task, as `Method.search` has it. Every draw costs its tokens once, whether it was played or not."""
+def play(settings: dict, env: envs.TextEnv, task_id: str, method: Variant, chat: Chat) -> Generator[Any, Any, dict]:
+    """As `q_search.play`. Every draw costs its tokens once, whether it was played or not."""
     search = Search(env, task_id, method, chat.rendering)
-    end = yield from getattr(search, method.kind)(**settings)
-    outcome = costs.outcome(chat, Method("qlass"), end.path, [search.expanded])
+    end = yield from getattr(search, method.name)(**settings)
+    outcome = outcome_of(chat, end.path, [search.expanded], lambda step: step.candidates)
     steps = {"env_steps": search.env_steps, "env_steps_replayed": search.env_steps + search.replayed}
     return outcome | steps | {"restores": search.restores, "resets": method.N}
 
 
-def planned(names: Sequence[str], grid: dict[str, list], Ms: Sequence[int], Ns: Sequence[int]) -> list[Method]:
-    """The methods of these names, each with every value that the grid has for its settings."""
+def planned(
+    names: Sequence[str], grid: dict[str, list], Ms: Sequence[int], Ns: Sequence[int]
+) -> list[tuple[Variant, dict]]:
+    """The methods of these names, each with every value that the grid has for its settings, and these settings."""
     plan = []
     for name in names:
         own = [setting for setting in inspect.signature(getattr(Search, name)).parameters if setting in grid]
         budgets = [(1, N) for N in Ns] if name == "particles" else [(M, 1) for M in Ms]
         for (M, N), *values in product(budgets, *map(grid.get, own)):
             settings = dict(zip(own, values, strict=True))
-            full_name = f"{name}:" + " ".join(f"{setting}={value:g}" for setting, value in settings.items())
-            plan.append(Method(full_name, M, N, "q", search=partial(play, settings)))
+            player = " ".join(f"{setting}={value:g}" for setting, value in settings.items())
+            plan.append((Variant(name, M=M, N=N, select="q", player=player), settings))
     return plan
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """Its own flags, and those of q_search.py."""
     flags = argparse.ArgumentParser("python -m experiments.tree_search", description=__doc__.split("\n")[0])
     flags.epilog = "further flags: those of q_search.py; -N is that of particles (4)"
     add = flags.add_argument
@@ -250,17 +254,21 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--tau", nargs="+", type=at_least(1e-6, float), default=[0.1], help="temperature of resampling (0.1)")
     add("-c", nargs="+", type=at_least(0, float), default=[1.0], help="weight of the prior, of mcts (1)")
     add("--gamma", nargs="+", type=at_least(0, float, 1), help="default: that of the QNet's labels, or .9")
-    own, rest = flags.parse_known_args(argv)
-    return argparse.Namespace(**vars(q_search.arguments(rest)) | vars(own))
+    return both(flags, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    if args.paraphrase is not None or args.paraphrase_server:
-        raise UserError("--paraphrase: only q_search.py counts what wordings cost; leave it out")
+    own, args = arguments(argv)
+    env, tasks = q_search.environment(args)
     labels = input_of(args.qnet or args.run / "qnet", "labels") or args.run
-    grid = vars(args) | {"gamma": args.gamma or [read_meta(labels)["arguments"].get("gamma", 0.9)]}
-    q_search.main(args.argv, planned=lambda env, names, Ms, Ns, *_: planned(args.method, grid, Ms, Ns or [4]))
+    grid = vars(own) | {"gamma": own.gamma or [read_meta(labels)["arguments"].get("gamma", 0.9)]}
+    plan = dict(planned(own.method, grid, args.M, args.N or [4]))
+    chat, models = q_search.load(args, env, with_q=True)
+
+    def search(env: envs.TextEnv, task_id: str, method: Variant) -> Generator[Any, Any, dict]:
+        return play(plan[method], env, task_id, method, chat)
+
+    Results(args, env).play(tasks, plan, search, models)
 
 
 if __name__ == "__main__":

@@ -311,6 +311,8 @@ def others(arguments: Callable, begun: list[str], argv: list[str]) -> bool:
 def my_share(tasks: list[T]) -> list[T]:
     """The tasks of this process: from the RANK-th on, every WORLD_SIZE-th."""
     rank, world = share()
+    if not tasks:
+        raise UserError("no tasks are left: mind --split, --skip and --limit")
     if not 0 <= rank < world <= max(1, len(tasks)):
         bounds = f"from 0 on, and no more than the {len(tasks)} tasks"
         raise UserError(f"RANK {rank}, WORLD_SIZE {world}: {bounds}")

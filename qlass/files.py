@@ -515,7 +515,6 @@ class Output(Resumable):
 
     identity: what a record is of, the same in all of a group and in no other. With it processes
     may share the tasks: each writes a part (`part_of`) and skips what stands in any file.
-    plan: identities of all that is to be done, by all processes, in order.
     free: arguments that may change. `records` need not be made again, whichever file they are in.
     """
 
@@ -550,7 +549,7 @@ class Output(Resumable):
                 discard(meta_path(file))
         super().__init__(path, complete)
         self.output, self.arguments, self.inputs = output, arguments, list(inputs)
-        self.plan, self.started = plan, time.time()
+        self.identity, self.started = identity, time.time()
         if identity:
             finished = set(map(identity, self.own))
             for file in files_of(output):
@@ -558,9 +557,13 @@ class Output(Resumable):
                     records = complete_records(file, complete)[0]
                     self.records += [r for r in records if identity(r) not in finished]
                     finished |= set(map(identity, records))
-            self.planned = len(finished.union(plan))
-        else:
-            self.planned = 0
+        self.expect(plan)
+
+    def expect(self, plan: Sequence[Any]) -> None:
+        """plan: identities of all that is to be done, by all processes, in order."""
+        self.plan, self.planned = plan, 0
+        if self.identity:
+            self.planned = len({*map(self.identity, self.records), *plan})
 
     def describe(self, **figures: Any) -> None:
         tasks = dict.fromkeys(p[0] if isinstance(p, tuple) else p for p in self.plan)

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import transformers
 
+from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat, Rendering, State, uniforms
 from qlass.cli import warn_of_another_world
-from qlass.driver import Candidate, Likelihood, Sample
 from qlass.models import load_chat, load_checkpoint
 
 
@@ -144,7 +144,7 @@ class Policy:
         logp = self.logits(prompt, ids).log_softmax(-1)
         return float(logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None]).double().sum())
 
-    def likelihoods(self, requests: list[Likelihood]) -> list[list[float]]:
+    def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
         logp = iter(self.logprobs([(r.state, action) for r in requests for action in r.actions]))
         return [[next(logp) for _ in r.actions] for r in requests]
 

@@ -15,8 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from qlass import UserError
+from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat, State, any_of, uniforms
-from qlass.driver import Candidate, Likelihood, Sample
 
 ALL = 1 << 30  # top-k of all tokens: 0 for some servers, -1 for others, a large number for each
 
@@ -101,7 +101,7 @@ class ServerPolicy:
         drawn = iter([self._candidate(*reply) for reply in replies])
         return [[next(drawn) for _ in range(r.n)] for r in requests]
 
-    def likelihoods(self, requests: list[Likelihood]) -> list[list[float]]:
+    def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
         raise UserError("--server: a server does not tell the log-probability of a text: leave --method likeliest out")
 
     def _complete(self, prompt: list[int] | str, temperature: float, key: tuple, room: int = 0) -> tuple[str, dict]:

@@ -8,6 +8,6 @@ ENV=alfworld
 common+=("$@")
 clone
 learn_q "$RUN" "$RUN/sft"
-search --limit 0 --method all -M 2 4
+compare --limit 0 --method all -M 2 4
 trees_best --limit 0
 report

@@ -49,9 +49,13 @@ learn_q() {  # FOLDER SFT FLAG...: stages 2 to 4, exploration trees of an agent,
     stage bellman.py "${here[@]}" "${labels[@]}"
     stage train_qnet.py "${here[@]}" "${agent[@]}" "${qnet[@]}"
 }
-search() {  # FLAG...: stage 5, Q-guided generation and its baselines, on test tasks
+search() { on_test_tasks q_search.py "$@"; }                # FLAG...: stage 5, Q-guided generation
+compare() { on_test_tasks -m experiments.compare "$@"; }  # FLAG...: beside it rules, experts, oracles
+on_test_tasks() {
+    local command=("$1") && shift
+    [ "${command[0]}" != -m ] || { command+=("$1") && shift; }
     for split in "${splits[@]}"; do
-        stage q_search.py "${common[@]}" --run "$RUN" --split "$split" "${tasks[@]}" "$@"
+        stage "${command[@]}" "${common[@]}" --run "$RUN" --split "$split" "${tasks[@]}" "$@"
     done
 }
 variant() {  # NAME LABEL FLAG...: test tasks with another agent or QNet, distinguished by the label

@@ -6,5 +6,5 @@ ENV=webshop
 no_flags "$@"
 clone                      # stage 1: behaviour cloning (sft.py)
 learn_q "$RUN" "$RUN/sft"  # stages 2 to 4: exploration trees, Bellman backup, QNet (build_trees, bellman, train_qnet)
-search --method all        # stage 5: Q-guided generation and its baselines (q_search.py)
+compare --method all       # stage 5: Q-guided generation (q_search.py), and every other policy beside it
 report

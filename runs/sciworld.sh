@@ -8,6 +8,6 @@ no_flags "$@"
 clone
 learn_q "$RUN" "$RUN/sft"
 test_tasks=(--limit 96 --truncate oldest)  # a long episode of a random player is beyond the model's context
-search "${test_tasks[@]}" --method rule expert greedy sample random likeliest qlass -M 4
+compare "${test_tasks[@]}" --method rule expert greedy sample random likeliest qlass -M 4
 search "${test_tasks[@]}" --method best_of_n
 report

@@ -33,5 +33,5 @@ esac
 trees+=("${precision[@]}") tasks=("${play[@]}" "${precision[@]}")
 clone
 learn_q "$RUN" "$RUN/sft"
-search --method all -M 2 4
+compare --method all -M 2 4
 report

@@ -16,6 +16,6 @@ for ((seed = 0; seed < SEEDS; seed++)); do
     runs+=("$RUN")
     clone
     learn_q "$RUN" "$RUN/sft"
-    search --method all
+    compare --method all
 done
 stage report.py "${runs[@]}" --out runs/webshop_real/report.html

@@ -14,6 +14,7 @@ import bellman
 import build_trees
 import envs
 import q_search
+from experiments import compare
 from qlass import UserError
 from qlass.cli import leaks
 from qlass.files import cloned_from, read_results, read_trees
@@ -115,7 +116,7 @@ def test_tasks_that_were_learned_from_are_counted_and_told(tmp_path, agent, fake
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
     assert warnings == ["warning: 2 of 6 tasks played are also in the demonstrations"]
     # A rule has learned nothing, but greedy's lines are still there.
-    q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "rule"])
+    compare.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "rule"])
     assert json.loads((tmp_path / "results.meta.json").read_text())["leaks"] == {"demonstrations": 2, "trees": 0}
 
 
@@ -197,5 +198,8 @@ def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world
 @pytest.mark.parametrize("env", envs.ENVIRONMENTS)
 def test_no_flag_of_a_command_is_one_of_an_environment(env):
     stages = ("sft", "build_trees", "bellman", "train_qnet", "q_search")
-    for name in (*stages, *(f"experiments.{it}" for it in ("self_train", "tree_grpo", "ppo", "eto", "qval.__main__"))):
+    for name in (
+        *stages,
+        *(f"experiments.{it}" for it in ("compare", "self_train", "tree_grpo", "ppo", "eto", "qval.__main__")),
+    ):
         assert importlib.import_module(name).arguments(["--env", env])  # ArgumentError where two are the same

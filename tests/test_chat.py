@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
 from qlass import UserError
+from qlass.batching import LogProb, Sample, Score
 from qlass.chat import Chat, Rendering, State, parse_action, react, uniforms
-from qlass.driver import Likelihood, Sample, Score
 from qlass.fast.packing import pack_pairs
 from qlass.policy import Policy
-from train_qnet import Pair, QNet
 from qlass.tiny import MARK, mark
+from train_qnet import Pair, QNet
 
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
 MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=True))
@@ -380,7 +380,7 @@ def test_an_action_beyond_the_context_is_an_error(fast):
     fits, beyond = longest(room), longest(room + 1)
     assert room > 5 and chat.fits(state, fits) and not chat.fits(state, beyond)
     for read in (
-        lambda action: policy.likelihoods([Likelihood(state, (action,))]),
+        lambda action: policy.likelihoods([LogProb(state, (action,))]),
         lambda action: policy.sample([Sample(state, 1, ("a",), 1.0, valid=("Action: left", "Action: right", action))]),
         lambda action: qnet.score([Score(state, (action,))]),
         lambda action: list(pack_pairs(chat, [Pair(state, action, 1.0)], "all", 100)),

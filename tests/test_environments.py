@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 import build_trees
 import envs
-import q_search
 import sft
 import train_qnet
 from build_trees import Explorer
+from experiments import drive_in_order
 from docs.switches import Switches
+from experiments import compare
+from qlass.batching import Candidate, Sample, drive
 from qlass.chat import Rendering, uniforms
-from qlass.driver import Candidate, Sample, drive
 from qlass.files import read_jsonl
 
 FLAG = "docs.switches:Switches"
@@ -125,7 +126,7 @@ def test_an_environment_that_does_not_say_otherwise_has_one_episode_open_at_a_ti
             return Explorer(env.fork(), task_id, Rendering(candidates="valid"), 2, max_rollouts=4).explore()
 
         answers = {Sample: lambda requests: list(map(draw, requests))}
-        roots = drive(map(explore, env.task_ids("train")[:4]), answers, env.side_by_side, in_order=True)
+        roots = drive_in_order(map(explore, env.task_ids("train")[:4]), answers, env.side_by_side)
         return [[node.observation for node in root.subtree()] for root in roots]
 
     assert trees(Wrapped()) == trees(Switches())
@@ -136,7 +137,7 @@ def test_one_command_takes_it_through_all_stages(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sft.TINY, "epochs", 1)
     monkeypatch.setitem(train_qnet.TINY, "epochs", 1)
     monkeypatch.setitem(build_trees.DEFAULTS, "limit", 2)
-    q_search.main(["--env", FLAG, "--run", str(tmp_path), "--method", "all", "-M", "2", "--limit", "1"])
+    compare.main(["--env", FLAG, "--run", str(tmp_path), "--method", "all", "-M", "2", "--limit", "1"])
     made = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "missing" in line]
     assert len(made) == 4  # QNet, labels, trees, agent
     rewards = {(r["method"], r["task_id"]): r["reward"] for r in read_jsonl(tmp_path / "results.jsonl")}

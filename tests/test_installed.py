@@ -32,7 +32,7 @@ def test_stages_run_from_a_wheel(tmp_path):
         return done.stdout
 
     assert {path.name for path in site.glob("*.py")} == {path.name for path in ROOT.glob("*.py")}
-    played = run("-m", "q_search", "--env", "frozenlake", "--method", "expert", "random", "--limit", "2")
+    played = run("-m", "experiments.compare", "--env", "frozenlake", "--method", "expert", "random", "--limit", "2")
     assert "expert: mean reward" in played and (tmp_path / "runs" / "frozenlake" / "results.jsonl").exists()
     run("-m", "report", "--run", "runs/frozenlake")
     assert (tmp_path / "runs" / "frozenlake" / "report.html").stat().st_size > 10_000

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 import envs
 import q_search
 from environments.webshop.paraphrase import clauses, paraphrase, wordings
-from q_search import Method
-from qlass import UserError, costs
+from experiments.paraphrase import Paraphrased, by_server, prompt_tokens, reword
+from q_search import Method, by_q
+from qlass import UserError
+from qlass.batching import Candidate, Score
 from qlass.chat import State
-from qlass.driver import Candidate, Score
-from qlass.paraphrase import Paraphrased, by_server, reword
+from qlass.results import costs_of
 
 TASK = "i need a red cotton shirt with color: navy, and size: x-large, and price lower than 60.00 dollars"
 
@@ -142,7 +143,7 @@ def guided(method: Method, trial: int, wordings: int):
 
 def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_original():
     chat = word_chat()
-    steps, scored, drawn, _ = guided(Method("qlass", M=3), 0, 3)
+    steps, scored, drawn, _ = guided(Method("qlass", by_q, M=3), 0, 3)
     words = [paraphrase(TASK, k) for k in range(3)]
     assert [[r.state.task for r in step] for step in drawn] == [words, words]
     for r in [r for step in drawn for r in step]:
@@ -155,14 +156,14 @@ def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_orig
     last = drawn[-1]
     full = [len(chat.prompt(r.state)) for r in last]
     own, ok = (len(chat.action(text, "")) for text in ("Action: c1", "OK"))
-    tokens = costs.tokens(chat, [steps], lambda step: step.candidates)
+    tokens = costs_of(chat, [steps], lambda step: step.candidates)["tokens"]
     assert tokens["generated"] == 2 * 3 * 2
-    assert tokens["prompt"] == full[0] - own - ok + full[1] + full[2]
+    assert prompt_tokens(chat, [steps]) == full[0] - own - ok + full[1] + full[2]
     assert tokens["scored"] == full[0] - own - ok + 2 * 3 * own
 
 
 def test_trials_continue_with_further_wordings_and_start_again_after_the_last():
-    assert [set(guided(Method("qlass", M=2), trial, 3)[-1]) for trial in range(3)] == [{0, 1}, {2, 0}, {1, 2}]
+    assert [set(guided(Method("qlass", by_q, M=2), trial, 3)[-1]) for trial in range(3)] == [{0, 1}, {2, 0}, {1, 2}]
 
 
 def test_reword_leaves_the_agents_own_words():

@@ -7,8 +7,8 @@ import transformers
 from fakes import FakeEnv, word_chat
 
 from qlass import UserError
+from qlass.batching import Sample
 from qlass.chat import State
-from qlass.driver import Sample
 from qlass.fast import parity
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import additive_masks, windows_of

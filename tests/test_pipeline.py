@@ -92,8 +92,8 @@ def test_help_fits_one_screen(stage, capsys):
         ("sft", ["--env", "frozenlake", "--model", "./nowhere"], "nowhere"),
         ("build_trees", ["--env", "frozenlake", "--sft", "."], "checkpoint"),
         ("train_qnet", ["--sft", "nowhere"], "nowhere"),
-        ("q_search", ["--env", "frozenlake", "--method", "expert", "--split", "exam"], "exam"),
-        ("q_search", ["--env", "frozenlake", "--method", "expert", "--out", "broken.jsonl"], "not of this"),
+        ("q_search", ["--env", "frozenlake", "--split", "exam"], "exam"),
+        ("experiments.compare", ["--env", "frozenlake", "--method", "expert", "--out", "broken.jsonl"], "not of this"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(stage, argv, says, tmp_path, monkeypatch, capsys):

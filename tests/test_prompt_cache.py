@@ -5,8 +5,8 @@ import pytest
 import torch
 from fakes import ACTIONS, tiny_lm, word_chat
 
+from qlass.batching import Sample, Score
 from qlass.chat import State
-from qlass.driver import Sample, Score
 from qlass.fast.cache import PromptCache
 from qlass.fast.token_tree import TokenTree
 from qlass.fast.tries import Trie

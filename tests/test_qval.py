@@ -12,7 +12,6 @@ import pytest
 from fakes import FakeEnv, Script, explore, say
 
 import envs
-import q_search
 from build_trees import tree_records
 from experiments.qval import __main__ as qval
 from experiments.qval import downstream, metrics, search, targets
@@ -20,8 +19,8 @@ from experiments.qval.metrics import RHO
 from experiments.qval.points import Point, digest, exact, label, trajectory
 from experiments.qval.scorers import Call, Context, Decision, answer, entry
 from qlass import UserError
+from qlass.batching import Sample, drive
 from qlass.chat import Rendering, State, parse_action, react
-from qlass.driver import Sample, drive
 from qlass.files import write_jsonl
 from qlass.policy import Policy
 
@@ -220,18 +219,17 @@ def test_what_scores_say(context):
         entry("wisdom", context)
 
 
-def test_scores_are_entered_into_search(context, monkeypatch):
-    args = argparse.Namespace(**vars(context.args) | {"qnet": None, "plain": False, "device": None})
-    monkeypatch.setattr(q_search, "SCORERS", {})
-    answers = {Call: answer, Sample: context.agent().sample}
-    methods, paths = search.register([], args, answers)
-    assert context.path("trees") in paths and {"scorer:random", "scorer:tree_bellman"} < set(methods)
-    assert not {"scorer:oracle", "scorer:state_value"} & set(methods)  # who know the true values
+def test_scores_steer_the_search(context):
+    args = argparse.Namespace(**vars(context.args) | {"qnet": None, "M": [2], "N": None, "select": "q"})
+    plan, paths = search.planned([], args, context)
+    by_player = {method.player: method for method in plan}
+    assert context.path("trees") in paths and {"random", "tree_bellman"} < set(by_player)
+    assert not {"oracle", "state_value"} & set(by_player)  # who know the true values
     env = FakeEnv()
-    steered = played(q_search.SCORERS["scorer:logprob"](env, root(env), ACTIONS, ("t", 0)))
+    steered = played(by_player["logprob"].score(env, root(env), ACTIONS, ("t", 0)))
     assert steered == pytest.approx(scored("logprob", context))
     with pytest.raises(UserError, match="oracle_step"):
-        search.register(["oracle"], args, answers)
+        search.planned(["oracle"], args, context)
 
 
 def test_equal_scores_are_taken_at_random_and_missing_ones_last():

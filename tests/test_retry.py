@@ -7,10 +7,10 @@ import q_search
 from experiments import retry
 from experiments.retry import Reflect
 from q_search import Method
-from qlass import costs
+from qlass.batching import Sample, Score
 from qlass.chat import parse_action
-from qlass.driver import Sample, Score
 from qlass.files import read_jsonl
+from qlass.results import environment_tokens
 
 CHAT = word_chat()
 TRIALS = ["left left", "right left", "right right right", "left right left"]  # rewards 0, .4, 1, .5
@@ -28,7 +28,9 @@ def answer(request):
 
 def play(select, stop, N=4, reflect=False, shared=None):
     shared = {} if shared is None else shared
-    return run(retry.retry(stop, reflect, FakeEnv(), "test0", Method("retry", 1, N, select), CHAT, shared), answer)
+    return run(
+        retry.retry(stop, reflect, FakeEnv(), "test0", Method("retry", N=N, select=select), CHAT, shared), answer
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_trials_are_those_of_best_of_n():
     expected, _ = run(q_search.play(FakeEnv(), "test0", Method("best_of_n", N=4, select="q"), CHAT, shared), answer)
     record, requests = play("q", 0.9, shared=shared)
     assert all(isinstance(request, Score) for request in requests)  # what was sampled for one serves the other
-    assert record | {"seconds": 0, "task_id": "test0"} == expected | {"seconds": 0}
+    assert record == expected
 
 
 def test_a_plan_stands_in_the_next_prompt_and_costs_its_tokens():
@@ -66,7 +68,7 @@ def test_a_plan_stands_in_the_next_prompt_and_costs_its_tokens():
     assert record["tokens"]["generated"] > play("oracle", 1 - 1e-9)[0]["tokens"]["generated"]
     asks = [len(CHAT.message_tokens(r.state)[-1]) for r in reflections]  # what comes before is in the cache
     trials = [r.state for r in requests if isinstance(r, Sample)]
-    assert record["tokens"]["prompt"] == sum(asks) + costs.read(
+    assert record["tokens"]["prompt"] == sum(asks) + environment_tokens(
         CHAT, ([s] for s in trials if len(s.messages) == 3)
     ) + sum(len(CHAT.message_tokens(s)[-1]) for s in trials if len(s.messages) > 3)
 

@@ -113,7 +113,7 @@ def test_hyperparameters_of_table_5(stage, script, depth, tree_steps, steps, spl
 def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stage):
     calls = stages(stage("runs/reproduce.sh", "--seeds", "2"))
     folders = [Path("runs/webshop"), Path("runs/webshop-seed1")]
-    assert {(s.run, s.seed) for s in calls["q_search.py"]} >= set(zip(folders, (0, 1), strict=True))
+    assert {(s.run, s.seed) for s in calls["experiments.compare"]} >= set(zip(folders, (0, 1), strict=True))
     runs = [s for name, several in calls.items() for s in several if name != "report.py"]
     assert all(str(s.run).startswith(str(folders[s.seed])) for s in runs)
     assert [Path(run) for run in calls["report.py"][-1].results] == folders

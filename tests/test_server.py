@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 import build_trees
 import q_search
 from qlass import UserError
+from qlass.batching import Sample
 from qlass.chat import Chat, Rendering, State
-from qlass.driver import Sample
 from qlass.files import read_trees
 from qlass.models import load_checkpoint, save_checkpoint
 from qlass.policy import Policy, load_agent

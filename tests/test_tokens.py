@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
 
+from experiments import drive_in_order
+from qlass.batching import Sample, Score, ask, drive
 from qlass.chat import Chat, State, react, uniforms
-from qlass.driver import Sample, Score, ask, drive
 from qlass.fast.cache import PromptCache
 from qlass.fast.decode import RoomyLayer
 from qlass.fast.token_tree import TokenTree, batches, tree_inputs
@@ -244,7 +245,7 @@ def test_episodes_come_as_they_finish_or_in_their_order():
     rounds = [9, 2, 1, 0, 5]
     assert list(drive(itertools.starmap(countdown, enumerate(rounds)), ECHO)) == [3, 2, 1, 4, 0]
     for width in (1, 2, 100):
-        assert list(drive(itertools.starmap(countdown, enumerate(rounds)), ECHO, width, in_order=True)) == [*range(5)]
+        assert list(drive_in_order(itertools.starmap(countdown, enumerate(rounds)), ECHO, width)) == [*range(5)]
     slow_first = drive(itertools.starmap(countdown, enumerate([50, *[1] * 20])), ECHO, 3)
     assert [next(slow_first) for _ in range(20)] == list(range(1, 21)) and list(slow_first) == [0]
 

@@ -16,8 +16,8 @@ import bellman
 import build_trees
 import train_qnet
 from qlass import UserError
+from qlass.batching import Score
 from qlass.chat import Chat, Rendering, State
-from qlass.driver import Score
 from qlass.fast.cache import PromptCache
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.policy import Policy

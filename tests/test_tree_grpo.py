@@ -25,8 +25,8 @@ from experiments.tree_grpo import (
     low_variance_kl,
     policy_loss,
 )
+from qlass.batching import Sample, drive
 from qlass.chat import Rendering, State
-from qlass.driver import Sample, drive
 from qlass.policy import Policy
 
 # ------------------------------------------------------------------------------------------------------------- forests

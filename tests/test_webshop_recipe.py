@@ -4,8 +4,8 @@ import json
 
 import build_trees
 import envs
-import q_search
 import sft
+from experiments import compare
 from qlass.chat import State, parse_action, react
 from qlass.published import actions_by_task, read_trajectories
 
@@ -58,5 +58,5 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys
     for root in (node for node in trees if node["parent_id"] is None):  # tau_0 is the file's, by the number of its goal
         shown = [n["action"] for n in trees if n["task_id"] == root["task_id"] and n["expert"]]
         assert shown == published[root["task_id"]]
-    q_search.main([*flags, "--method", "expert", "greedy", "--max-steps", "4"])
+    compare.main([*flags, "--method", "expert", "greedy", "--max-steps", "4"])
     assert "over 2 test tasks" in capsys.readouterr().out

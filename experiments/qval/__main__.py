@@ -26,14 +26,15 @@ import pandas as pd
 from tqdm import tqdm
 
 import envs
+from experiments import drive_in_order
 from experiments.qval import downstream, metrics, report, search
 from experiments.qval.judges import Judge, full_name
 from experiments.qval.points import Point, distinct, drawn, label, references, trajectory
 from experiments.qval.scorers import Call, Context, Decision, Entry, answer, available, entry, inputs
 from qlass import UserError
+from qlass.batching import Sample
 from qlass.chat import Rendering
 from qlass.cli import add_sampling, at_least, find_or_make, parse, parser, run_stage
-from qlass.driver import Sample, drive
 from qlass.files import (
     read_jsonl,
     read_meta,
@@ -89,7 +90,7 @@ class Run:
     def driven(self, generators: Iterable[Generator], what: str, n: int) -> Iterator[Any]:
         """What n generators return, in their order."""
         answers = {Sample: lambda requests: self.context.agent().sample(requests), Call: answer}
-        yield from tqdm(drive(generators, answers, self.env.side_by_side, in_order=True), what, n)
+        yield from tqdm(drive_in_order(generators, answers, self.env.side_by_side), what, n)
 
     def kept(self, path: Path, lines: Iterable[dict], inputs: list[Path | None], flags: list[str]) -> list[dict]:
         """The lines of a file, written first if it is not there. inputs, flags: what it depends on."""

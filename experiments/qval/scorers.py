@@ -23,8 +23,8 @@ import bellman
 import envs
 from experiments.qval.points import exact, references
 from qlass import UserError
+from qlass.batching import Score, ask
 from qlass.chat import State, parse_action, react, uniforms
-from qlass.driver import Score, ask
 from qlass.files import read_trees
 from qlass.policy import Policy, load_agent, load_qnet
 from qlass.tiny import task_words

@@ -11,17 +11,24 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import envs
 import q_search
+from experiments.compare import InEnv, both, play
 from experiments.qval.judges import Judge, full_name
 from experiments.qval.scorers import Call, Context, Decision, Entry, Scores, answer, available, entry, inputs
 from qlass import UserError
+from qlass.batching import Sample
 from qlass.chat import State, uniforms
-from qlass.driver import Sample
+from qlass.results import Results
 
-KNOWING = {"oracle", "state_value"}  # they know the true values: --method oracle_step is their search
+KNOWING = {
+    "oracle",
+    "state_value",
+}  # they know the true values: experiments.compare --method oracle_step is their search
 BLIND = {"step_index"}  # of the state alone: it chooses at random, as `random` does
 PEEKING = {"value_gain", "self_distillation", "ranking"}  # they step each candidate
 
@@ -36,51 +43,54 @@ def decided(scores: Sequence[float | None], key: tuple) -> list[float]:
     return values
 
 
-def steering(entry: Entry, context: Context, answers: dict) -> Callable[..., Scores]:
-    """A score as q_search.SCORERS has them; `answers` are those of the search."""
+def steering(entry: Entry, context: Context) -> Callable[..., Scores]:
+    """A score as a `q_search.Scorer`, of an environment that is in the state."""
 
     def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
-        sample = answers[Sample]  # of the agent that the search has loaded, below its wordings with --paraphrase
-        context.cache.setdefault("sft", getattr(sample, "sample", sample).__self__)
         values = yield from entry.scores(context, Decision(env, state, candidates, key))
         return decided(values, (context.args.seed, *key))
 
     return scores
 
 
-def register(names: Sequence[str], args: argparse.Namespace, answers: dict) -> tuple[list[str], list[Path]]:
-    """Enter these scores (none named: all whose inputs are there) into q_search.py; their methods, and their inputs."""
-    context = Context(args)
+def planned(names: Sequence[str], args: argparse.Namespace, context: Context) -> tuple[list[InEnv], list[Path]]:
+    """Search by these scores (none named: by all whose inputs are there), and these inputs."""
     if args.qnet:
         raise UserError("--qnet: scores are of the nets in --run; leave it out, or give another --out")
-    methods, paths = [], []
+    plan, paths = [], []
+    sizes = list(product(args.M, args.N or [1]))
     for given in names or [name for name in available(context) if name not in KNOWING | BLIND]:
         name, _, url = given.partition("=")
         if name in KNOWING:
-            raise UserError(f"--scorer {name}: it knows the true values; --method oracle_step searches with those")
+            known = "it knows the true values; experiments.compare --method oracle_step searches with those"
+            raise UserError(f"--scorer {name}: {known}")
         judged = dataclasses.replace(context, judge=Judge(url) if url else None)
-        chosen, method = entry(name, judged), f"scorer:{full_name(name, judged.judge)}"
-        q_search.SCORERS[method] = steering(chosen, judged, answers)
-        if name in PEEKING:
-            q_search.STEP_EACH.add(q_search.SCORERS[method])
-        methods.append(method)
+        chosen = entry(name, judged)
+        how = {"player": full_name(name, judged.judge), "looks": name in PEEKING}
+        score = steering(chosen, judged)
+        plan += [InEnv("scorer", score, m, n, args.select if n > 1 else None, **how) for m, n in sizes]
         paths += inputs(chosen, context)
-    return methods, paths
+    return plan, paths
 
 
-def arguments(argv: list[str]) -> argparse.Namespace:
+def arguments(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """Its own flags, and those of q_search.py."""
     name, rest = "python -m experiments.qval search", "further flags: those of q_search.py, but for --method"
     flags = argparse.ArgumentParser(name, description=__doc__.split("\n")[0], epilog=rest, allow_abbrev=False)
     what = "scores, of a judge JUDGE=URL#MODEL (default: all whose inputs are there, without judges)"
     flags.add_argument("--scorer", nargs="+", default=[], metavar="NAME", help=what)
-    own, rest = flags.parse_known_args(argv)
-    args = q_search.arguments(rest)
+    own, args = both(flags, argv)
     if args.method != ["qlass"]:
         raise UserError("--method: search follows what --scorer names; q_search.py plays the methods")
-    return argparse.Namespace(**vars(args) | {"scorer": own.scorer, "gamma": 0.95})
+    return own, args
 
 
 def main(argv: list[str]) -> None:
-    args, answers = arguments(argv), {Call: answer}
-    methods, paths = register(args.scorer, args, answers)
-    q_search.main([*args.argv, "--method", *methods], answers, paths)
+    own, args = arguments(argv)
+    env, tasks = q_search.environment(args)
+    context = Context(argparse.Namespace(**vars(args) | {"gamma": 0.95}))
+    plan, paths = planned(own.scorer, args, context)
+    chat, models = q_search.load(args, env, with_q=any(method.select == "q" for method in plan))
+    context.cache["sft"] = models[Sample].__self__  # scores ask the agent that is loaded
+    models[Call] = answer
+    Results(args, env, paths).play(tasks, plan, partial(play, chat=chat, sampled={}), models)

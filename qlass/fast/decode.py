@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from qlass.batching import Candidate, Sample
 from qlass.chat import State, uniforms
-from qlass.driver import Candidate, Sample
 from qlass.fast.cache import Lists, Prompt, PromptCache, Reading, Row, room_for
 from qlass.fast.token_tree import additive_masks, batches, tree_inputs, windows_of
 from qlass.fast.tries import Trie

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from qlass.batching import Score
 from qlass.chat import State
-from qlass.driver import Score
 from qlass.fast.cache import PromptCache, room_for
 
 

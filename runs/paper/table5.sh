@@ -35,7 +35,7 @@ pipeline() {  # stages 1 to 4 for the environment in `env`; what is there stays
     $TRAIN train_qnet.py "${env[@]}" "${qnet[@]}"
 }
 policies() {  # FLAG...: Table 2's rows, QLASS with M candidates beside the agent and its best of N
-    local ask=($PYTHON q_search.py "${env[@]}" "${search[@]}" "$@") by
+    local ask=($PYTHON ${SEARCHER:-q_search.py} "${env[@]}" "${search[@]}" "$@") by
     "${ask[@]}" --method greedy qlass -M "${M[@]}" -N 1
     for by in oracle q; do "${ask[@]}" --method best_of_n -N "${N[@]}" --select $by; done
 }

@@ -13,6 +13,6 @@ pipeline
 # Perturbed as in App. A.3.2, all methods alike: by a language model where there is one, else by the bundled rules.
 search+=(--max-steps 5) M=(2 4 6) N=(2 4 6 8 10) perturbed=(--paraphrase)
 [ -z "${PARAPHRASER:-}" ] || perturbed=(--paraphrase-server "$PARAPHRASER")
-policies "${perturbed[@]}" --label perturbed --out "$RUN/results-perturbed.jsonl"
+SEARCHER="-m experiments.compare" policies "${perturbed[@]}" --label perturbed --out "$RUN/results-perturbed.jsonl"
 policies  # the same without perturbation
 $PYTHON report.py --run "$RUN"

@@ -11,12 +11,14 @@ import functools
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from qlass.chat import State
+from q_search import Step
+from qlass.batching import Candidate, Sample
+from qlass.chat import Chat, State
 from qlass.cli import at_least
-from qlass.driver import Candidate, Sample
+from qlass.results import environment_tokens
 from qlass.server import Endpoint
 
 Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording
@@ -41,6 +43,11 @@ def reword(state: State, wording: str) -> State:
     return state if wording == state.task else State(tuple(messages), wording)
 
 
+@dataclasses.dataclass(frozen=True)
+class Reworded(Candidate):
+    wording: str = ""  # that it was sampled under
+
+
 class Paraphrased:
     """Answers `Sample` requests as `sample` does, candidate k of trial n under wording n M + k of the task.
 
@@ -59,7 +66,7 @@ class Paraphrased:
                 key = r.key if wording == r.state.task else (*r.key, wording)
                 several.append(dataclasses.replace(r, state=reword(r.state, wording), n=n, key=key))
         drawn = iter(self.sample(list(itertools.chain(*parts))))
-        return [[dataclasses.replace(c, task=p.state.task) for p in several for c in next(drawn)] for several in parts]
+        return [[Reworded(**vars(c), wording=p.state.task) for p in several for c in next(drawn)] for several in parts]
 
 
 def by_server(url: str) -> Reworder:
@@ -80,3 +87,20 @@ def paraphrased(sample: Callable, env: Any, wordings: int | None, server: str | 
     if wordings is None and server is None:
         return sample
     return Paraphrased(sample, by_server(server) if server else env.paraphrase, wordings or 0)
+
+
+def prompt_tokens(chat: Chat, episodes: Sequence[Sequence[Step]]) -> int:
+    """What the policy reads for `Reworded` draws, as `results.costs_of` counts it with one wording.
+
+    With one wording the agent's words are in the cache. With several, only the task's own wording has them there; each
+    other one reads the full conversation.
+    """
+    cached, again = [], 0
+    for steps in episodes:
+        states = [step.state for step in steps]
+        own = {states[-1].task}
+        wordings = {candidate.wording for step in steps for candidate in step.drawn}
+        alone = wordings if len(wordings) == 1 else wordings & own
+        cached += [[reword(state, wording) for state in states] for wording in alone]
+        again += sum(len(chat.prompt(reword(states[-1], wording))) for wording in wordings - alone)
+    return environment_tokens(chat, cached) + again

@@ -1,0 +1,108 @@
+"""Algorithms as generators: they yield requests to the models, and many share a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from qlass.chat import Rendering, State, react
+
+if TYPE_CHECKING:
+    from envs import TextEnv
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """a ~ pi(a | s), n times. `key` names the state in the noise: (task, node or step)."""
+
+    state: State
+    n: int
+    key: tuple
+    temperature: float
+    valid: tuple[str, ...] = ()  # the actions to choose among; empty: free text
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Q(s, a) of each action."""
+
+    state: State
+    actions: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LogProb:
+    """log pi(a | s) of each action as free text."""
+
+    state: State
+    actions: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """The answer to a Sample is a list of these."""
+
+    text: str
+    tokens: int  # sampled, the end of the turn included
+    logprob: float
+    ids: tuple[int, ...] = ()  # of free text, as sampled: tokenizing the text may give others
+
+
+def ask(
+    env: TextEnv,
+    state: State,
+    n: int,
+    key: tuple,
+    rendering: Rendering,
+    temperature: float | None = None,
+) -> Sample:
+    """Request n actions in the state that `env` is in; temperature None: the checkpoint's."""
+    valid: dict[str, None] = {}
+    if rendering.candidates == "valid":
+        valid = dict.fromkeys(react(*candidate) for candidate in env.candidates())
+    if temperature is None:
+        temperature = rendering.temperature
+    return Sample(state, n, key, temperature, tuple(valid))
+
+
+Models = dict[type, Callable[[list], list]]  # what answers a list of requests, by their type
+
+
+def drive(generators: Iterable[Generator], models: Models, width: int = 64) -> Iterator[Any]:
+    """Advance up to `width` generators side by side; yield what each returns as it finishes.
+
+    A generator yields a request, or a list of requests of one type, whose answers it gets as a
+    list. Requests of one type from all generators are answered in one call of `models[type]`.
+    """
+    waiting: list[tuple[int, Generator, Any]] = []  # (number, generator, its request or requests)
+    finished: list[tuple[int, Any]] = []
+    source = enumerate(generators)
+
+    def advance(number: int, generator: Generator, answer: Any) -> None:
+        try:
+            waiting.append((number, generator, generator.send(answer)))
+        except StopIteration as stop:
+            heapq.heappush(finished, (number, stop.value))
+
+    while True:
+        while len(waiting) + len(finished) < width and (item := next(source, None)) is not None:
+            advance(*item, None)
+        if finished:
+            yield heapq.heappop(finished)[1]
+            continue
+        if not waiting:
+            return
+        # The most frequent type of request goes first: the others share larger batches later.
+        types = [type(r[0] if isinstance(r, list) else r) for _, _, r in waiting]
+        chosen = max(set(types), key=lambda kind: (types.count(kind), kind.__name__))
+        turn = [w for w, kind in zip(waiting, types, strict=True) if kind is chosen]
+        waiting = [w for w, kind in zip(waiting, types, strict=True) if kind is not chosen]
+        batch: list = []
+        for _, _, r in turn:
+            batch += r if isinstance(r, list) else [r]
+        answers = iter(models[chosen](batch))
+        for number, generator, r in turn:
+            several = isinstance(r, list)
+            advance(number, generator, [next(answers) for _ in r] if several else next(answers))

@@ -1,0 +1,102 @@
+"""All methods side by side: the environment's players, oracles, the plan of `all`, wordings on the command line."""
+
+import pytest
+from fakes import FakeEnv, run, word_chat
+from test_q_search import BOTH, Script, never, onward
+
+from experiments import compare
+from experiments.compare import InEnv, Variant, by_q_or_reward, by_true_value
+from q_search import Method
+from qlass import UserError
+from qlass.batching import Sample
+from qlass.chat import parse_action
+from qlass.files import read_jsonl
+
+CHAT = word_chat()
+STEP = InEnv("oracle_step", by_true_value, M=2)
+LOOK = InEnv("oracle_lookahead", by_q_or_reward, M=2)
+
+
+@pytest.mark.parametrize(
+    ("method", "q", "way", "reward", "scored"),
+    [
+        (STEP, never, "right right right", 1.0, 0),
+        # A look ahead sees rewards but no values: from R, left ends the episode with .4; right counts by its q.
+        (LOOK, onward(0.3), "right left", 0.4, 3 + 6 + 8 + 2 * 2 * 5),
+        (LOOK, onward(0.41), "right right right", 1.0, 26 + 3 * 2 * 5),
+    ],
+)
+def test_oracles_step_each_candidate(method, q, way, reward, scored):
+    env, script = FakeEnv(), Script(BOTH)
+    record, _ = run(
+        compare.play(env, "test0", method, CHAT, {}), lambda r: script(r) if isinstance(r, Sample) else q(r)
+    )
+    path = [parse_action(step["action"]) for step in record["steps"]]
+    assert (path, record["reward"]) == (way.split(), reward)
+    assert record["env_steps"] == len(env.played) == 3 * len(path)  # two looks and a step
+    assert record["tokens"]["scored"] == scored and record["tokens"]["generated"] == 6 * len(path)
+
+
+def plan(*argv: str) -> list[Method]:
+    return compare.plan_of(FakeEnv(), compare.arguments(["--env", "frozenlake", *argv]))
+
+
+def test_all_is_the_comparison_of_all_methods(monkeypatch):
+    everything = plan()
+    assert [m.M for m in everything if m.name == "qlass"] == [2, 4, 6]
+    best_of_n = {(m.N, m.select) for m in everything if m.name == "best_of_n"}
+    assert best_of_n == {(n, select) for n in (2, 4, 6) for select in ("q", "oracle")}
+    assert {"expert", "greedy", "sample", "random", "likeliest", "oracle_step"} < {m.name for m in everything}
+    assert list(map(str, plan("--method", "all", "qlass", "-M", "2"))) == list(map(str, plan("-M", "2")))  # each once
+    assert plan("--method", "oracle_lookahead", "-N", "3")[0].select == "q"
+    monkeypatch.setattr(FakeEnv, "omniscient", True)  # its expert knows more than the pages
+    assert plan("--method", "expert", "oracle") == [Variant("oracle")]
+
+
+@pytest.fixture
+def search(tmp_path, agent, value_net, fake_world):
+    def command(*more: str, out: str = "results.jsonl") -> list[dict]:
+        named = ["--sft", str(agent), "--qnet", str(value_net), "--out", str(tmp_path / out)]
+        compare.main(["--env", "frozenlake", "--run", str(tmp_path), *named, "--limit", "3", *more])
+        return [{k: v for k, v in line.items() if k != "seconds"} for line in read_jsonl(tmp_path / out)]
+
+    return command
+
+
+ALL = ("--method", "all", "oracle_lookahead", "-M", "2", "3")
+
+
+def test_every_method_leaves_a_line_for_each_task(search, capsys):
+    records = search(*ALL, "--split", "val", "--label", "x")
+    assert len(records) == 17 * 3 and {r["task_id"] for r in records} == {"val0", "val1", "val2"}
+    assert {(r["env"], r["split"], r["label"], r["seed"]) for r in records} == {("fake", "val", "x", 0)}
+    fields = "task_id type block env split label method M N select player seed task"  # as data/README.md has them
+    assert list(records[0]) == f"{fields} reward success n_steps tokens env_steps resets steps".split()
+    played = {(r["player"] or r["method"], r["M"], r["N"], r["select"], r["task_id"]): r for r in records}
+    assert len(played) == len(records)
+    for task in ("val0", "val1", "val2"):
+        for player, reward, steps in (("expert", 1, 3), ("oracle", 1, 3), ("always left", 0, 2)):
+            record = played[player, 1, 1, None, task]
+            assert (record["reward"], record["n_steps"], record["env_steps"]) == (reward, steps, steps)
+            assert record["tokens"] == {"prompt": 0, "generated": 0, "scored": 0}
+        for n in (2, 3):  # of the same trajectories
+            oracle, q = (played["best_of_n", 1, n, select, task]["reward"] for select in ("oracle", "q"))
+            assert oracle >= q
+    assert capsys.readouterr().out.count("mean reward") == 17
+
+
+def test_a_comparison_goes_on_where_it_stopped(search, tmp_path):
+    whole = search(*ALL)
+    written = (tmp_path / "results.jsonl").read_bytes()
+    (tmp_path / "results.jsonl").write_bytes(written[: len(written) // 3])
+    assert search(*ALL) == whole
+
+
+def test_paraphrased_candidates(search, monkeypatch):
+    asked = []
+    monkeypatch.setattr(FakeEnv, "paraphrase", lambda self, task, n: asked.append(n) or f"{'the ' * n}{task}")
+    assert {line["label"] for line in search("--method", "likeliest", "-M", "3", "--paraphrase")} == {"paraphrased"}
+    assert set(asked) == {0, 1, 2}  # each of the M under its own wording
+    search("--method", "greedy", out="plain.jsonl")
+    with pytest.raises(UserError, match="--paraphrase"):
+        search("--method", "greedy", "--paraphrase", out="plain.jsonl")
