@@ -175,7 +175,8 @@ def main(argv: list[str] | None = None) -> None:
         with files.draft_of(args.out) as folder:
             qnet.backbone = models.ordinary(qnet.backbone, folder, adapter, fit.dtype)
             qnet.save_pretrained(folder)
-        policy = Policy.load(args.sft, args.device, args.seed, args.load_in, args.plain, rendering, args.precision)
+        how |= {"train": False, "device": args.device, "load_in": args.load_in}
+        policy = Policy.load(args.sft, args.seed, **how)
         figures = fit.figures() | {"trees": len(trees), "pairs_left_out": left_out}
         figures["held_out"] = beside_policy(qnet.eval(), policy, held_out)  # of the best epoch's weights
         files.write_meta(args.out, vars(args), [args.labels, args.sft], **figures)

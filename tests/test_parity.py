@@ -108,7 +108,7 @@ def test_windows_by_hand():
 def test_plain_and_packed_policies_agree(name):
     """Windows shorter than the prompts, prompts of several lengths in a batch, cached and not."""
     model = model_of(name)
-    trees, plain = Policy(model, CHAT), Policy(model, CHAT, fast=False)
+    trees, plain = Policy(model, CHAT), Policy(model, CHAT, plain=True)
     requests = [Sample(s, 2, (i,), heat, valid) for i, s in enumerate(states()) for heat in (0.0, 0.9)
              for valid in ((), ACTIONS)]  # fmt: skip
     for _ in range(2):
