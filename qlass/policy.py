@@ -165,7 +165,7 @@ class Policy:
     def check(self, logprobs: Iterable[float]) -> None:
         """UserError for what is not finite: all tokens of such logits are drawn alike."""
         if not all(map(math.isfinite, logprobs)):
-            problem = "its log-probabilities are not finite: weights are damaged, or bf16 overflows"
+            problem = "its log-probabilities are not finite: its weights are damaged, or overflow"
             raise UserError(f"{self.model.name_or_path}: {problem} (try --precision float32)")
 
 
