@@ -1,23 +1,25 @@
 """The agent pi(a | s): a HuggingFace causal LM that answers `Sample` requests, the plain way.
 
-Everything here reads one sequence at a time. `qlass/fast/` gives the same answers at a fraction of the cost; it is on
-by default and off with `fast=False` (--plain). A random number depends on (seed, task, node, candidate) alone, so that
-the same seed gives the same files whatever the batch size.
+Everything here reads one sequence at a time. `qlass/fast/` gives the same answers at a fraction of
+the cost; it is on by default and off with `plain=True` (--plain). A random number depends on (seed,
+task, node, candidate) alone, so the same seed gives the same files whatever the batch size.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
+from transformers import AutoModelForCausalLM
 
+from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat, Rendering, State, uniforms
 from qlass.cli import warn_of_another_world
@@ -27,65 +29,72 @@ from qlass.models import load_chat, load_checkpoint
 class Policy:
     """pi(a | s): free text, token by token, or a choice among the valid actions of a request."""
 
-    def __init__(self, model: Any, chat: Chat, seed: int = 0, fast: bool = True, **room: Any) -> None:
-        """room: `budget` (tokens of a batch) and `cache_gb` of the fast way."""
+    def __init__(self, model: Any, chat: Chat, seed: int = 0, plain: bool = False, **room: Any):
+        """room: `budget` (tokens of a batch) and `cache_gb` of qlass/fast/."""
         self.model, self.chat, self.seed = model.eval(), chat, seed
         self.plain_tokens = 0
         self.fast = None
-        if fast:
+        if not plain:
             from qlass.fast.decode import FastPolicy
 
             self.fast = FastPolicy(self, **room)
 
     @classmethod
     def load(
-        cls, path: str | Path, device: str | None = None, seed: int = 0, load_in: str | None = None,
-        plain: bool = False, rendering: Rendering | None = None, precision: str | None = None, **room: Any,
-    ) -> Policy:  # fmt: skip
-        """A checkpoint's folder or a hub name; plain: without qlass/fast/."""
-        kind = transformers.AutoModelForCausalLM
-        model, chat = load_checkpoint(path, kind, device, load_in, False, plain, rendering, precision)
-        return cls(model, chat, seed, fast=not plain, **room)
+        cls, path: str | Path, seed: int = 0, *, plain: bool = False, **options: Any
+    ) -> Policy:
+        """The agent in a checkpoint; options: of `load_checkpoint`, and `room` as above."""
+        room = {name: options.pop(name) for name in ("budget", "cache_gb") if name in options}
+        model, chat = load_checkpoint(path, AutoModelForCausalLM, plain=plain, **options)
+        return cls(model, chat, seed, plain, **room)
 
     @property
     def computed(self) -> int:
         """Tokens put through the model so far, padding aside."""
         return self.fast.cache.computed if self.fast else self.plain_tokens
 
-    # ------------------------------------------------------------------------------------------------------- sampling
-
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         """a ~ pi(a | s), n times for each request."""
         if self.fast:
-            return self.fast.sample(requests)
-        return [self.choose(r) if r.valid else [self.write(r, k) for k in range(r.n)] for r in requests]
+            answers = self.fast.sample(requests)
+        else:
+            answers = [self.choose(r) if r.valid else self.write(r) for r in requests]
+        self.check(candidate.logprob for answer in answers for candidate in answer)
+        return answers
 
     @torch.inference_mode()
-    def write(self, request: Sample, k: int) -> Candidate:
-        """Candidate k of a request in free text, token by token until its turn ends."""
-        prompt = self.chat.prompt(request.state)
-        written: list[int] = []
-        logprob, past = 0.0, None
-        for u in uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k):
-            fresh = prompt + written if past is None else written[-1:]  # a model need not keep what it has read
-            ids = torch.tensor([fresh], device=self.model.device)
-            out = self.model(input_ids=ids, use_cache=True, **({"past_key_values": past} if past is not None else {}))
-            past = out.get("past_key_values")
-            token, logp = self.draw(out.logits[:, -1], np.array([request.temperature]), np.array([u]))
-            written.append(int(token))
-            logprob += float(logp)
-            self.plain_tokens += len(fresh)
-            if self.ended(written):
-                break
-        return Candidate(self.chat.text(written), len(written), logprob, tuple(written))
+    def write(self, request: Sample) -> list[Candidate]:
+        """n candidates in free text, each token by token until its turn ends."""
+        prompt, candidates = self.chat.prompt(request.state), []
+        temperature = np.array([request.temperature])
+        for k in range(request.n):
+            noise = uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k)
+            ids, past, written, logprob = prompt, None, [], 0.0
+            for u in noise:
+                tokens = torch.tensor([ids], device=self.model.device)
+                cache = {} if past is None else {"past_key_values": past}
+                out = self.model(input_ids=tokens, use_cache=True, **cache)
+                self.plain_tokens += len(ids)
+                token, logp = self.draw(out.logits[:, -1], temperature, np.array([u]))
+                written.append(int(token))
+                logprob += float(logp)
+                if self.ended(written):
+                    break
+                past = out.get("past_key_values")  # a model need not keep what it has read
+                ids = prompt + written if past is None else written[-1:]
+            text = self.chat.text(written)
+            candidates.append(Candidate(text, len(written), logprob, tuple(written)))
+        return candidates
 
-    def draw(self, logits: torch.Tensor, heat: np.ndarray, noise: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token for each row of (B, V), at temperature heat[b] by the random number noise[b]; (B,) and (B,).
+    def draw(
+        self, logits: torch.Tensor, temperature: np.ndarray, noise: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token for each row of (B, V), at temperature[b] by the random number noise[b].
 
-        Its log-probability is at its temperature, before top-k and top-p.
+        Returns tokens (B,) and their log-probabilities (B,), before top-k and top-p.
         """
         device, rendering = logits.device, self.chat.rendering
-        heat = torch.from_numpy(heat).to(device, torch.float32)[:, None]
+        heat = torch.from_numpy(temperature).to(device, torch.float32)[:, None]
         logp = torch.log_softmax(logits.float() / torch.where(heat > 0, heat, 1.0), -1)
         p = truncated(logp.double().exp(), rendering.top_k, rendering.top_p)
         cumulative = p.cumsum(-1)
@@ -95,69 +104,78 @@ class Policy:
         return tokens[:, 0], logp.gather(-1, tokens)[:, 0].double()
 
     def ended(self, written: list[int]) -> bool:
-        """Does the turn end here: by a token that ends it, or by one of the checkpoint's stop texts?"""
+        """Whether the turn ends here: by a token that ends it, or by one of the stop texts."""
         if written[-1] in self.chat.stop_ids:
             return True
         stops = self.chat.rendering.stop
         longest = max(map(len, stops), default=0)
-        tail = self.chat.tokenizer.decode(written[-2 * longest :]) if stops else ""  # longer than any stop text
+        tail = self.chat.tokenizer.decode(written[-2 * longest :]) if stops else ""  # and longer
         return any(stop in tail for stop in stops)
 
-    # ----------------------------------------------------------------------------------------- among the valid actions
-
     def choose(self, request: Sample, logp: np.ndarray | None = None) -> list[Candidate]:
-        """n of the valid actions, by their log-probabilities (A,): as decoding writes them that offers at each place
-        only the tokens of valid actions."""
-        if logp is None:
-            logp = self.valid_logprobs(request)
-        picks = [int(logp.argmax())] * request.n
-        if request.temperature:
-            cumulative = np.cumsum(np.exp(logp))
-            draws = [uniforms(1, self.seed, *request.key, k)[0] for k in range(request.n)]
-            picks = [min(int(np.searchsorted(cumulative, u * cumulative[-1])), len(logp) - 1) for u in draws]
-        tokens = [len(self.chat.action(action, request.state.task)) for action in request.valid]
-        return [Candidate(request.valid[pick], tokens[pick], float(logp[pick])) for pick in picks]
+        """n of the valid actions, by their log-probabilities (A,), `valid_logprobs` by default."""
+        logp = self.valid_logprobs(request) if logp is None else logp
+        cumulative = np.cumsum(np.exp(logp))
+        candidates = []
+        for k in range(request.n):
+            pick = int(logp.argmax())
+            if request.temperature:
+                u = uniforms(1, self.seed, *request.key, k)[0]
+                pick = min(int(np.searchsorted(cumulative, u * cumulative[-1])), len(logp) - 1)
+            action = request.valid[pick]
+            n = len(self.chat.action(action, request.state.task))
+            candidates.append(Candidate(action, n, float(logp[pick])))
+        return candidates
 
     def valid_logprobs(self, request: Sample) -> np.ndarray:
-        """log pi of each valid action (A,): of its tokens, among those that continue a valid action."""
-        prompt = self.chat.prompt(request.state)
-        texts = [self.chat.action(action, request.state.task, len(prompt)) for action in request.valid]
-        total = np.zeros(len(texts))
-        for a, text in enumerate(texts):
-            logits = self.logits(prompt, text) / (request.temperature or 1.0)
-            for i, token in enumerate(text):
-                allowed = sorted({other[i] for other in texts if other[:i] == text[:i] and len(other) > i})
-                total[a] += float(logits[i, allowed].double().log_softmax(-1)[allowed.index(token)])
+        """log pi of each valid action (A,): of its tokens, each among those that continue a valid
+        action there."""
+        prompt, task = self.chat.prompt(request.state), request.state.task
+        actions = [self.chat.action(action, task, len(prompt)) for action in request.valid]
+        total = np.zeros(len(actions))
+        for a, ids in enumerate(actions):
+            logits = self.logits(prompt, ids) / (request.temperature or 1.0)
+            for i, token in enumerate(ids):
+                rivals = [other for other in actions if other[:i] == ids[:i] and len(other) > i]
+                allowed = sorted({other[i] for other in rivals})
+                logp = logits[i, allowed].double().log_softmax(-1)
+                total[a] += float(logp[allowed.index(token)])
         return total
-
-    # ------------------------------------------------------------------------------------------------ log-probabilities
 
     def logprobs(self, pairs: list[tuple[State, str]]) -> list[float]:
         """log pi(a | s) of actions as free text."""
-        if self.fast:
-            return self.fast.logprobs(pairs)
-        return [self.logprob(state, action) for state, action in pairs]
+        values = self.fast.logprobs(pairs) if self.fast else [self.logprob(*pair) for pair in pairs]
+        self.check(values)
+        return values
 
     def logprob(self, state: State, action: str) -> float:
         prompt = self.chat.prompt(state)
         ids = self.chat.action(action, state.task, len(prompt))
         logp = self.logits(prompt, ids).log_softmax(-1)
-        return float(logp.gather(-1, torch.tensor(ids, device=logp.device)[:, None]).double().sum())
+        return float(logp[range(len(ids)), ids].double().sum())
 
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
-        logp = iter(self.logprobs([(r.state, action) for r in requests for action in r.actions]))
-        return [[next(logp) for _ in r.actions] for r in requests]
+        pairs = [(r.state, action) for r in requests for action in r.actions]
+        values = iter(self.logprobs(pairs))
+        return [[next(values) for _ in r.actions] for r in requests]
 
     @torch.inference_mode()
-    def logits(self, prompt: list[int], text: list[int]) -> torch.Tensor:
-        """Of each token of the text after the prompt, as predicted before it: (len(text), V)."""
-        ids = torch.tensor([prompt + text], device=self.model.device)
-        self.plain_tokens += ids.numel()
-        return self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    def logits(self, prompt: list[int], ids: list[int]) -> torch.Tensor:
+        """Of each token after the prompt, as predicted before it: (len(ids), V)."""
+        tokens = torch.tensor([prompt + ids], device=self.model.device)
+        self.plain_tokens += tokens.numel()
+        return self.model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+
+    def check(self, logprobs: Iterable[float]) -> None:
+        """UserError for what is not finite: all tokens of such logits are drawn alike."""
+        if not all(map(math.isfinite, logprobs)):
+            problem = "its log-probabilities are not finite: its weights are damaged, or overflow"
+            raise UserError(f"{self.model.name_or_path}: {problem} (try --precision float32)")
 
 
 def truncated(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """Probabilities (B, V), 0 for all but the k likeliest, and of these for all but the fewest that hold top_p."""
+    """Probabilities (B, V), 0 for all but the k likeliest, and of these for all but the fewest that
+    hold top_p."""
     if not top_k and top_p >= 1:
         return p
     values, order = p.sort(dim=-1, descending=True, stable=True)

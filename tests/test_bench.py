@@ -13,6 +13,6 @@ def test_both_ways_grow_the_same_trees(candidates, n):
     model, chat = bench.random_agent(shop, candidates)
     chat.rendering.max_new_tokens = 4
     tasks = shop.task_ids("train")[:n]
-    plain = bench.grow(shop, tasks, Policy(model, chat, fast=False), 1)
+    plain = bench.grow(shop, tasks, Policy(model, chat, plain=True), 1)
     assert bench.grow(shop, tasks, Policy(model, chat)) == plain
     assert any(node["source"] == "policy" and node["depth"] == 3 for tree in plain for node in tree)

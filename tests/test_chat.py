@@ -374,7 +374,7 @@ def test_an_action_beyond_the_context_is_an_error(fast):
     """An action may be longer than --max-new-tokens; what is behind the context a model would read without a word."""
     chat = word_chat(max_new_tokens=5)
     chat.context = 20
-    policy, qnet = Policy(tiny_lm(chat), chat, fast=fast), QNet(tiny_backbone(chat), chat, plain=not fast).eval()
+    policy, qnet = Policy(tiny_lm(chat), chat, plain=not fast), QNet(tiny_backbone(chat), chat, plain=not fast).eval()
     state = State((("user", "walk find the purse"), ("assistant", "OK"), ("user", "you stand")), "")
     room = 20 - len(chat.prompt(state)) - 2  # "Action:" and the end
     fits, beyond = longest(room), longest(room + 1)

@@ -13,10 +13,9 @@ import envs
 import sft
 import train_qnet
 from build_trees import Explorer
-from experiments import drive_in_order
 from docs.switches import Switches
-from experiments import compare
-from qlass.batching import Candidate, Sample, drive
+from experiments import compare, drive_in_order
+from qlass.batching import Candidate, Sample
 from qlass.chat import Rendering, uniforms
 from qlass.files import read_jsonl
 

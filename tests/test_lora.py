@@ -1,6 +1,7 @@
-"""LoRA beside the plain model, what is trained and what a checkpoint holds; flags that need a GPU say so."""
+"""LoRA beside the plain model, what is trained and what a checkpoint holds; weights that are refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from fakes import chat_tokenizer, dump, tiny_backbone, tiny_config, tiny_lm, word_chat
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from test_train_qnet import labelled_tree
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
+import q_search
 import sft
 import train_qnet
 from qlass import UserError, models
@@ -50,13 +53,13 @@ def test_an_update_by_hand(tmp_path):
 
 
 def test_weights_of_few_bits_get_all_their_bits_back_before_the_merge(tmp_path):
-    """Rounded weights stand for those of 4 bits: the updates go onto the base itself, and nothing says it has few."""
+    """The updates go onto the base itself, and nothing says that it had few bits."""
+    pytest.importorskip("bitsandbytes")
     base = tiny_lm(CHAT)
     base.save_pretrained(tmp_path / "base")
-    few = LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).float()
-    few.is_quantized, few.config.quantization_config = True, {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    adapter = adapted(few)
-    models.save_checkpoint(few, CHAT, tmp_path / "saved", adapter)
+    CHAT.save(tmp_path / "base")
+    few, _ = models.load_checkpoint(tmp_path / "base", AutoModelForCausalLM, None, "4bit", plain=True)
+    models.save_checkpoint(few, CHAT, tmp_path / "saved", adapted(few))
     assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
     saved = Policy.load(tmp_path / "saved").model
     close(saved(IDS).logits, PeftModel.from_pretrained(base, tmp_path / "saved" / "adapter")(IDS).logits)
@@ -129,9 +132,102 @@ def test_lora_of_weights_at_random_is_refused():
         sft.arguments(["--lora", "8"])
 
 
-def test_what_needs_a_gpu_says_so(agent):
-    with pytest.raises(UserError, match="--load-in 4bit: needs a GPU; leave it out on a CPU"):
-        Policy.load(agent, load_in="4bit")
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_a_base_of_few_bits_goes_through_the_stages(tmp_path, fake_world, bits):
+    """Trained from updates alone, stopped and resumed, merged into all the bits, searched in few."""
+    pytest.importorskip("bitsandbytes")
+    tiny_lm(CHAT, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
+    CHAT.save(tmp_path / "base")
+    run = ["--env", "frozenlake", "--run", str(tmp_path), "--load-in", bits]
+    train = [*run, "--epochs", "1", "--lora", "2", "--batch", "2", "--save-every", "1"]
+    sft.main([*train, "--model", str(tmp_path / "base"), "--n-expert", "3"])
+    labels = tmp_path / "q_labels.jsonl"
+    labels.write_text(dump(labelled_tree("train0") + labelled_tree("train1")))
+    train_qnet.main([*train, "--sft", str(tmp_path / "sft"), "--labels", str(labels)])
+    base, net = Policy.load(tmp_path / "sft").model, QNet.from_pretrained(tmp_path / "qnet")
+    assert moved(net.backbone, base.model) == LINEAR and net.backbone.dtype == torch.float32
+    q_search.main([*run, "--limit", "2"])
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) >= 2
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_a_state_holds_what_is_trained_and_no_scales(tmp_path, bits):
+    pytest.importorskip("bitsandbytes")
+    tiny_lm(CHAT, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    CHAT.save(tmp_path)
+    start = [models.load_checkpoint(tmp_path, AutoModelForCausalLM, None, bits, plain=True)[0] for _ in range(2)]
+    for model in start:
+        models.save_memory(model, 2)
+    states = [model.state_dict() for model in start]
+    trained = {name for name, p in start[0].named_parameters() if p.requires_grad}
+    assert trained < set(states[0]) == {name for name, _ in start[0].named_parameters(remove_duplicate=False)}
+    start[1].load_state_dict({name: states[0][name] for name in trained}, strict=False)
+    assert torch.equal(start[0](IDS).logits, start[1](IDS).logits)
+
+
+# ------------------------------------------------------------------------------------ weights that are not those meant
+
+
+def tampered(tmp_path: Path, agent: Path, more: dict[str, torch.Tensor], file: str = "model.safetensors") -> Path:
+    """The agent's folder with more weights in it."""
+    folder = tmp_path / "tampered"
+    shutil.copytree(agent, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | more, folder / file, metadata={"format": "pt"})
+    return folder
+
+
+LAYER = "model.layers.0.self_attn.q_proj"
+STRANGE = {  # keys: are they refused?
+    f"{LAYER}.bias": True,
+    f"{LAYER}.lora_A.weight": True,
+    f"base_model.model.{LAYER}.lora_B.weight": True,
+    "model.layers.7.mlp.up_proj.weight": True,
+    "v_head.summary.weight": False,
+    "model.layers.0.self_attn.rotary_emb.inv_freq": False,
+    "lm_head.weight": False,
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModel])
+def test_weights_without_a_place_are_refused(tmp_path, agent, name, kind):
+    folder = tampered(tmp_path, agent, {name: torch.ones(len(CHAT.tokenizer), 32)})
+    if STRANGE[name]:
+        with pytest.raises(UserError, match=re.escape(f"has no place for {name}; ")):
+            models.load_checkpoint(folder, kind)
+    else:
+        models.load_checkpoint(folder, kind)
+
+
+def test_a_folder_with_two_sets_of_weights_is_refused(tmp_path, agent):
+    folder = tampered(tmp_path, agent, {}, "model-00001-of-00001.safetensors")
+    with pytest.raises(UserError, match="weights of two saves"):
+        Policy.load(folder)
+    (folder / "model-00001-of-00001.safetensors").unlink()
+    for name, refused in (("adapter", False), ("lora_adapter", True)):
+        (folder / name).mkdir()
+        (folder / name / "adapter_config.json").write_text("{}")
+        if refused:
+            with pytest.raises(UserError, match="lora_adapter is not merged"):
+                Policy.load(folder)
+        else:
+            Policy.load(folder)
+
+
+def test_a_training_that_cannot_train_what_was_asked_says_so(tmp_path, agent, value_net):
+    pytest.importorskip("bitsandbytes")
+    few, _ = models.load_checkpoint(agent, AutoModelForCausalLM, None, "4bit", plain=True)
+    few.save_pretrained(tmp_path)
+    CHAT.save(tmp_path)
+    few, _ = models.load_checkpoint(tmp_path, AutoModelForCausalLM, None, plain=True)
+    with pytest.raises(UserError, match="saved in few bits"):
+        models.save_memory(few)
+    net, _ = models.load_checkpoint(value_net, AutoModel, None)
+    with pytest.raises(UserError, match="a QNet, not an agent"):
+        models.save_memory(net)
+    with pytest.raises(UserError, match="nothing to train"):
+        models.adamw(tiny_lm(CHAT).requires_grad_(False).parameters(), 0.1)
 
 
 def write_gguf(path: Path) -> np.ndarray:

@@ -78,6 +78,15 @@ def test_a_mask_without_its_windows_is_found(name, dtype, monkeypatch):
         assert "differ from plain ones" in parity.fault(model)
 
 
+def test_outputs_that_are_not_finite_have_no_plain_way_out():
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(UserError, match="not finite") as error:
+        parity.check(model, "agent")
+    assert "--plain" not in str(error.value)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_counts_columns_is_found(dtype):
     assert "differ from plain ones" in parity.fault(tiny("mpt").to(dtype))
@@ -108,7 +117,7 @@ def test_windows_by_hand():
 def test_plain_and_packed_policies_agree(name):
     """Windows shorter than the prompts, prompts of several lengths in a batch, cached and not."""
     model = model_of(name)
-    trees, plain = Policy(model, CHAT), Policy(model, CHAT, fast=False)
+    trees, plain = Policy(model, CHAT), Policy(model, CHAT, plain=True)
     requests = [Sample(s, 2, (i,), heat, valid) for i, s in enumerate(states()) for heat in (0.0, 0.9)
              for valid in ((), ACTIONS)]  # fmt: skip
     for _ in range(2):

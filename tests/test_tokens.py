@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
 
 from experiments import drive_in_order
+from qlass import UserError
 from qlass.batching import Sample, Score, ask, drive
 from qlass.chat import Chat, State, react, uniforms
 from qlass.fast.cache import PromptCache
@@ -204,6 +205,22 @@ def test_the_likelihood_of_free_text():
         prompt, ids = CHAT.prompt(state), CHAT.action(action, state.task)
         rows = log_softmax(plain([*prompt, *ids]))[len(prompt) - 1 : -1]
         assert logp == pytest.approx(rows[np.arange(len(ids)), ids].sum(), abs=1e-4)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_refused(plain, number):
+    """In a token that the check at load does not read; greedy would write token 0, sampling the last one."""
+    model = tiny_lm(CHAT)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[CHAT.prompt(FIRST)[1]] = number
+    agent = Policy(model, CHAT, plain=plain)
+    for temperature, valid in itertools.product((0.0, 0.8), ((), ACTIONS)):
+        with pytest.raises(UserError, match=r"not finite.*--precision float32") as error:
+            agent.sample([Sample(FIRST, 2, ("t",), temperature, valid)])
+        assert "--plain" not in str(error.value)
+    with pytest.raises(UserError, match="not finite"):
+        agent.logprobs([(FIRST, ACTIONS[0])])
 
 
 def test_a_request_is_rendered_as_the_checkpoint_says():

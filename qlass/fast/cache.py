@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 
+from qlass.chat import Chat, State
 from qlass.fast.token_tree import TokenTree, batches, tree_inputs
 
 Forward = Callable[[dict, torch.Tensor], torch.Tensor]  # (a model's inputs, columns) to outputs (B, len(columns), ...)
@@ -207,6 +208,16 @@ class PromptCache:
                         places = [[column[pad + token] for token in path] for path in paths]
                         yield waiting[i], outputs[at], column[pad + last], places
             waiting = [waiting[i] for i in later]
+
+
+def tokens_of(chat: Chat, actions: Mapping[State, Iterable[str]]) -> tuple[Lists, Lists]:
+    """Each state's messages as tokens, and its actions."""
+    prompts = [chat.prompt_tokens(state) for state in actions]
+    tails = []
+    for (state, texts), prompt in zip(actions.items(), prompts, strict=True):
+        length = sum(map(len, prompt))
+        tails.append([chat.action(text, state.task, length) for text in texts])
+    return prompts, tails
 
 
 def room_for(model: Any, gigabytes: float | None = None) -> int:

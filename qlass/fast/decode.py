@@ -7,7 +7,7 @@ its keys and values, and finished sequences leave the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from qlass.batching import Candidate, Sample
 from qlass.chat import State, uniforms
-from qlass.fast.cache import Lists, Prompt, PromptCache, Reading, Row, room_for
+from qlass.fast.cache import Lists, Prompt, PromptCache, Reading, Row, room_for, tokens_of
 from qlass.fast.token_tree import additive_masks, batches, tree_inputs, windows_of
 from qlass.fast.tries import Trie
 
@@ -84,42 +84,34 @@ class FastPolicy:
         if len(self.memory) > 200_000:
             self.memory.clear()
         keys = [(r.state, r.valid, r.temperature) for r in requests]
-        fresh: list[Sample] = []
-        tries: list[Trie] = []
-        prompts: list[Sequence[Sequence[int]]] = []
-        for key, request in {key: r for key, r in zip(keys, requests, strict=True) if key not in self.memory}.items():
-            prompt = self.chat.prompt_tokens(request.state)
-            length = sum(map(len, prompt))
-            trie = Trie([self.chat.action(action, request.state.task, length) for action in request.valid])
+        fresh: list[tuple[tuple, Trie, list[list[int]]]] = []
+        for key in dict.fromkeys(key for key in keys if key not in self.memory):
+            state, valid, _ = key
+            (prompt,), (texts,) = tokens_of(self.chat, {state: valid})
+            trie = Trie(texts)
             if trie.branches:
-                fresh.append(request)
-                tries.append(trie)
-                prompts.append(prompt)
+                fresh.append((key, trie, prompt))
             else:  # a single valid action
-                self.memory[key] = np.zeros(len(request.valid))
-        for n, out, last, paths in self.read(prompts, [trie.tails for trie in tries]):
-            rows = [paths[a][t - 1] if t else last for a, t, _ in tries[n].branches]
-            tokens = [token for *_, token in tries[n].branches]
+                self.memory[key] = np.zeros(len(valid))
+        for n, out, last, paths in self.read([prompt for *_, prompt in fresh], [trie.tails for _, trie, _ in fresh]):
+            key, trie, _ = fresh[n]
+            rows = [paths[a][t - 1] if t else last for a, t, _ in trie.branches]
+            tokens = [token for *_, token in trie.branches]
             scores = out[torch.tensor(rows, device=out.device), torch.tensor(tokens, device=out.device)].cpu().numpy()
-            r = fresh[n]
-            self.memory[r.state, r.valid, r.temperature] = tries[n].logprobs(scores / (r.temperature or 1.0))
+            self.memory[key] = trie.logprobs(scores / (key[-1] or 1.0))
         return [self.memory[key] for key in keys]
 
     @torch.inference_mode()
     def logprobs(self, pairs: list[tuple[State, str]]) -> list[float]:
         """log pi(a | s) of actions as free text, each token of what they share computed once."""
-        which: dict[State, list[int]] = {}
+        members: dict[State, list[int]] = {}
         for i, (state, _) in enumerate(pairs):
-            which.setdefault(state, []).append(i)
-        states = [self.chat.prompt_tokens(s) for s in which]
-        lengths = [sum(map(len, prompt)) for prompt in states]
-        tails = [
-            [self.chat.action(pairs[i][1], s.task, length) for i in members]
-            for (s, members), length in zip(which.items(), lengths, strict=True)
-        ]
-        answers, members = [0.0] * len(pairs), list(which.values())
-        for n, out, last, paths in self.read(states, tails):
-            for i, ids, path in zip(members[n], tails[n], paths, strict=True):
+            members.setdefault(state, []).append(i)
+        texts = {state: [pairs[i][1] for i in some] for state, some in members.items()}
+        prompts, tails = tokens_of(self.chat, texts)
+        answers, places = [0.0] * len(pairs), list(members.values())
+        for n, out, last, paths in self.read(prompts, tails):
+            for i, ids, path in zip(places[n], tails[n], paths, strict=True):
                 logp = out[[last, *path[:-1]]].log_softmax(-1)
                 answers[i] = float(logp.gather(-1, torch.tensor(ids, device=out.device)[:, None]).double().sum())
         return answers
@@ -152,11 +144,11 @@ class FastPolicy:
         windows = windows_of(self.model.config)
 
         written: list[list[int]] = [[] for _ in owner]
-        logprobs: list[tuple[np.ndarray, torch.Tensor]] = []  # of the rows alive at each step
+        total = torch.zeros(len(owner), dtype=torch.float64, device=device)  # log-probabilities
         alive = np.arange(len(owner))  # which candidate each row of the batch is
         for step in range(room):
             tokens, logp = self.policy.draw(logits, heat[alive], noise[alive, step])
-            logprobs.append((alive, logp))
+            total[torch.from_numpy(alive).to(device)] += logp
             for row, token in zip(alive, tokens.tolist(), strict=True):  # the one wait for the device in a step
                 written[row].append(token)
             going = [i for i, row in enumerate(alive) if not self.policy.ended(written[row])]
@@ -177,13 +169,9 @@ class FastPolicy:
             )  # fmt: skip
             logits = out.logits[:, -1]
 
-        total = np.zeros(len(owner))
-        for rows, logp in logprobs:
-            total[rows] += logp.cpu().numpy()
         answers: list[list[Candidate]] = [[] for _ in requests]
-        for row, ids in enumerate(written):
-            candidate = Candidate(self.chat.text(ids), len(ids), float(total[row]), tuple(ids))
-            answers[owner[row]].append(candidate)
+        for i, ids, logprob in zip(owner, written, total.tolist(), strict=True):
+            answers[i].append(Candidate(self.chat.text(ids), len(ids), logprob, tuple(ids)))
         return answers
 
     def prefill(self, prompts: list[Prompt]) -> tuple[Any, torch.Tensor, torch.Tensor]:

@@ -20,12 +20,14 @@ from qlass.fast.token_tree import TokenTree, tree_inputs
 WINDOW = 4  # tokens; as small as the families below, so that these test the windows too
 EXACT = 1e-3  # of the outputs' mean size, in float32
 ROUGH = 0.1  # in fewer bits; rounding alone makes .02
+NOT_FINITE = "its outputs are not finite: its weights are damaged, or overflow (try --precision float32)"
 
 
 def check(model: Any, name: str) -> None:
-    """UserError where token trees would give other outputs than plain sequences."""
+    """UserError where token trees would give other outputs than plain sequences, or these are not finite."""
     if wrong := fault(model):
-        raise UserError(f"{name}: {wrong}; --plain reads it one sequence at a time")
+        advice = "" if wrong == NOT_FINITE else "; --plain reads it one sequence at a time"
+        raise UserError(f"{name}: {wrong}{advice}")
 
 
 @torch.no_grad()  # not inference_mode: what a model keeps of this must serve its training
@@ -41,13 +43,15 @@ def fault(model: Any) -> str | None:
     with small_windows(model.config):
         families = tokens_of(model)
         alone = [[plain(model, ids) for ids in family] for family in families]
+        if not all(rows.isfinite().all() for family in alone for rows in family):
+            return NOT_FINITE
         for tried, difference in (("a token tree", tree_difference), ("a prompt cache", cache_difference)):
             try:
                 sizes = difference(model, families, alone)
             except Exception as error:  # whatever a model of any kind says to such inputs
                 return f"its model class takes no {tried[2:]} ({error!r:.150})"
             size = float(sizes.median() if by_median else sizes.max())
-            if not size <= most:  # nor if it is no number
+            if size > most:
                 return f"the outputs of {tried} differ from plain ones by {size:.1%}"
     return None
 

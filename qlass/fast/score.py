@@ -8,7 +8,7 @@ import torch
 
 from qlass.batching import Score
 from qlass.chat import State
-from qlass.fast.cache import PromptCache, room_for
+from qlass.fast.cache import PromptCache, room_for, tokens_of
 
 
 class FastQNet:
@@ -22,16 +22,13 @@ class FastQNet:
 
     @torch.inference_mode()
     def score(self, requests: list[Score]) -> list[list[float]]:
-        chat = self.qnet.chat
         fresh: dict[State, dict[str, None]] = {}
         for r in requests:
             for action in r.actions:
                 if (r.state, action) not in self.memory:
                     fresh.setdefault(r.state, {})[action] = None
         states = list(fresh)
-        prompts = [chat.prompt_tokens(state) for state in states]
-        lengths = [sum(map(len, prompt)) for prompt in prompts]
-        tails = [[chat.action(a, s.task, length) for a in fresh[s]] for s, length in zip(states, lengths, strict=True)]
+        prompts, tails = tokens_of(self.qnet.chat, fresh)
 
         def values(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
             return self.qnet(at=(slice(None), columns), **inputs).float()
