@@ -246,7 +246,7 @@ def packed(qnet: QNet, trees: list[Tree], loss_on: str, max_tokens: int) -> list
 # ----------------------------------------------------------------------------------------------------------- training
 
 
-def loss_tokens(n_prompt: int, n: int, loss_on: str) -> slice:
+def loss_tokens(n_prompt: int, n: int, loss_on: str = "all") -> slice:
     """Which of the n tokens of (s, a) carry the loss: all (Eq. 11), the action's, or its last."""
     return slice({"all": 0, "action": n_prompt, "last": n - 1}[loss_on], n)
 
@@ -382,20 +382,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
     cli.add_training(parser, PAPER, TINY, "(s, a) pairs")
-    tokens = ["all", "action", "last"]
-    carry = f"tokens of (s, a) that carry the loss (default: {PAPER['loss_on']}, Eq. 11; tiny: {TINY['loss_on']})"
-    add("--loss-on", choices=tokens, help=carry)
+    carry = "tokens that carry the loss: all (Eq. 11; tiny: last), action or last"
+    add("--loss-on", choices=["all", "action", "last"], metavar="WHICH", help=carry)
     add("--freeze", action="store_true", help="train the head alone")
-    add(
-        "--plain",
-        action="store_true",
-        help="pair by pair, as Eq. (11) reads: for models that know no tree mask",
-    )
-    add(
-        "--max-tokens",
-        type=at_least(1),
-        help=f"of a packed tree ({PAPER['max_tokens']}; tiny: {TINY['max_tokens']})",
-    )
+    add("--plain", action="store_true", help="pair by pair: for models that read no token tree")
+    add("--max-tokens", type=at_least(1), metavar="N", help="of a packed tree (4096; tiny: 1024)")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
     cli.add_prompt(parser)  # as the trees were grown
     add("--device")

@@ -3,7 +3,7 @@
     python -m experiments.bench                     # all: sampling, trees, qnet, webshop, alfworld
     python -m experiments.bench --only sampling qnet
 
-The plain way of a model is that of qlass/policy.py and qlass/qnet.py, one sequence at a time; ours is qlass/fast/. Both
+The plain way of a model is that of qlass/policy.py and train_qnet.py, one sequence at a time; ours is qlass/fast/. Both
 do the same work: the same tree nodes, the same loss, the same pages. The ratio says how many times more is done a
 second, or how many times less is used. Seconds are CPU time of one thread, which other work on the machine hardly
 affects.
@@ -52,7 +52,7 @@ from qlass.models import load_checkpoint
 from qlass.policy import Policy
 from qlass.tiny import AIDS, tiny_model
 from sft import demonstrate
-from train_qnet import TINY, Pair, QNet, pair_loss, pairs_of
+from train_qnet import TINY, Pair, QNet, loss_tokens, pair_loss, pairs_of
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 
@@ -269,7 +269,7 @@ def plain_epoch(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
 
 def packed_epoch(net: QNet, pairs: list[Pair]) -> tuple[float, int]:
     """The same, each token of the tree once."""
-    total, packs = 0.0, list(pack_pairs(net.chat, pairs, "all", max_tokens=1024))
+    total, packs = 0.0, list(pack_pairs(net.chat, pairs, loss_tokens, max_tokens=1024))
     for group in batches(packs, lambda p: len(p.tree), TINY["micro_tokens"]):
         loss = packed_loss(net, [packs[i] for i in group])
         loss.backward()

@@ -30,7 +30,7 @@ from qlass.files import read_trees
 from qlass.policy import Policy
 from qlass.tiny import tiny_model
 from sft import demonstrate
-from train_qnet import QNet, pairs_of
+from train_qnet import QNet, loss_tokens, pairs_of
 
 GPU = torch.cuda.is_available()
 LLAMA_2_7B = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
@@ -122,7 +122,7 @@ def training(
     qnet = QNet(backbone, chat).train()
     optimizer = models.adamw(qnet.parameters(), 1e-5, optim)
     pairs = [pair for tree in read_trees(run / "q_labels.jsonl", ["q", "messages"]) for pair in pairs_of(tree)]
-    largest = max(pack_pairs(chat, pairs, "all", MICRO // 2), key=lambda pack: len(pack.tree))
+    largest = max(pack_pairs(chat, pairs, loss_tokens, MICRO // 2), key=lambda pack: len(pack.tree))
     packs = [largest] * max(1, MICRO // len(largest.tree))
 
     def update() -> None:

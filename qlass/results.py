@@ -157,9 +157,9 @@ class Results(Output):
             rewards = self.rewards(lines.values())
             mean = sum(rewards.values()) / len(rewards)
             print(f"{method}: mean reward {mean:.3f} over {len(rewards)} {self.args.split} tasks")
-        self.close()
+        self.complete()
 
-    def close(self) -> None:
+    def complete(self) -> None:
         """Put the lines in order, methods as they were first played, and complete the metadata."""
         methods = list(dict.fromkeys(identity(record)[1:] for record in self.records))
         tasks = self.env.task_ids(self.args.split)

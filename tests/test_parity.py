@@ -13,7 +13,7 @@ from qlass.fast import parity
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import additive_masks, windows_of
 from qlass.policy import Policy
-from train_qnet import Pair, QNet, pair_loss
+from train_qnet import Pair, QNet, loss_tokens, pair_loss
 
 CHAT = word_chat(temperature=0.8)
 ACTIONS = ("Action: left", "Action: right", "Action: left right", "Thought: hm Action: walk")
@@ -134,4 +134,5 @@ def test_training_packed_with_windows_equals_pair_by_pair(name):
     qnet = QNet(model_of(name).model, CHAT)
     pairs = [Pair(s, a, 0.1 * i) for i, (s, a) in enumerate((s, a) for s in states() for a in ACTIONS)]
     plain = sum(pair_loss(qnet, p).item() for p in pairs)
-    assert packed_loss(qnet, list(pack_pairs(CHAT, pairs, "all", 10_000))).item() == pytest.approx(plain, rel=1e-4)
+    packs = list(pack_pairs(CHAT, pairs, loss_tokens, 10_000))
+    assert packed_loss(qnet, packs).item() == pytest.approx(plain, rel=1e-4)

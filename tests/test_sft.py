@@ -19,7 +19,7 @@ from qlass import UserError
 from qlass.chat import Chat, Rendering, State
 from qlass.files import read_jsonl
 from qlass.policy import Policy, begin_as_cloned
-from qlass.published import read_trajectories
+from qlass.published import demonstrations, first_messages, read_trajectories
 from qlass.tiny import AIDS, MARK, observation_loss
 from qlass.training import cosine
 
@@ -306,8 +306,8 @@ def test_first_messages_that_a_prompt_will_not_have_are_told(tmp_path, capsys):
     }
     for warning, (records, shared) in cases.items():
         (tmp_path / "expert.json").write_text(json.dumps(records))
-        states = sft.demonstrations(FakeEnv(), tmp_path / "expert.json", None)
-        first = sft.first_messages(FakeEnv(), states)
+        states = demonstrations(FakeEnv(), tmp_path / "expert.json")
+        first = first_messages(FakeEnv(), states)
         assert shared is None or {name: first[name] for name in first.keys() - {"agreement"}} == shared
         output = capsys.readouterr()
         assert warning in output.err and ("1 of 1 demonstrations earned nothing" in output.out) == ("1 of 1" in warning)
@@ -316,7 +316,7 @@ def test_first_messages_that_a_prompt_will_not_have_are_told(tmp_path, capsys):
 def test_demonstrations_are_put_in_the_environments_words(tmp_path, monkeypatch):
     monkeypatch.setattr(FakeEnv, "in_own_words", lambda self, text: text.replace("shirt", "purse"))
     (tmp_path / "expert.json").write_text(json.dumps([ETO, ETO, ETO]))
-    state, _ = sft.demonstrations(FakeEnv(), tmp_path / "expert.json", 2)
+    state, _ = demonstrations(FakeEnv(), tmp_path / "expert.json", 2)
     assert [text for _, text in state.messages[2:]] == ["Find a purse.", "Thought: x\nAction: search[purse]"]
 
 
@@ -330,5 +330,5 @@ def test_what_a_training_starts_from_is_not_overwritten(tmp_path, agent, fake_wo
 
 def test_few_demonstrations_make_small_batches_and_many_epochs():
     for examples, batch, expected in ((8, None, (2, 50)), (8, 8, (8, 200)), (1000, None, (16, 12))):
-        settings = sft.settings_of(examples, batch)
+        settings = sft.settings_of(argparse.Namespace(model="tiny", batch=batch), examples)
         assert (settings["batch"], settings["epochs"]) == expected
