@@ -1,5 +1,5 @@
 # make demo   virtual environment, packages, all five stages on WebShop with the tiny model, table and plots, in runs/demo
-# make test   the same set-up, then the test suite; with COVER=--cov it reports the lines that it covers
+# make test   the same set-up, then lint, types and the test suite; with COVER=--cov it reports the lines that it covers
 # make smollm2   the paper's recipe with a pretrained model of 135 M parameters: hours; FLAGS="webshop --webshop-data DIR"
 # make test-slow   what takes minutes: real servers, an agent cloned anew
 VENV ?= .venv
@@ -16,6 +16,7 @@ smollm2: $(VENV)/.installed
 test: $(VENV)/.installed $(VENV)/.textworld
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(COVER)
 test-slow: $(VENV)/.installed $(VENV)/.textworld $(VENV)/.serve
 	$(BIN)/python -m pytest -q -m slow
