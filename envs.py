@@ -67,7 +67,9 @@ class TextEnv(gymnasium.Env):
     """What every stage relies on; each environment overrides the part below the line."""
 
     name = ""
-    instruction = ""  # the first user message of ETO's layout: what the environment is and how to answer
+    instruction = (
+        ""  # the first user message of ETO's layout: what the environment is and how to answer
+    )
     agreement = "OK"  # the agent's answer to it
     system = ""  # a system message before it
     prefix = "Observation: "  # ETO puts this in front of every observation but the first
@@ -84,12 +86,16 @@ class TextEnv(gymnasium.Env):
         super().__init_subclass__(**options)
         cls.name = cls.name or cls.__name__.lower()
 
-    def __init__(self, max_steps: int | None = UNSET, instruction: str | Path | None = None) -> None:
+    def __init__(
+        self, max_steps: int | None = UNSET, instruction: str | Path | None = None
+    ) -> None:
         """max_steps: None for no limit. instruction: a file with another first user message."""
         if max_steps is not UNSET:
             self.max_steps = max_steps
         if instruction:
-            self.instruction = Path(instruction).read_text(encoding="utf-8-sig")  # without a byte-order mark
+            self.instruction = Path(instruction).read_text(
+                encoding="utf-8-sig"
+            )  # without a byte-order mark
         self.observation_space = self.action_space = AnyText(20)
         self.steps = 0
 
@@ -188,7 +194,9 @@ class TextEnv(gymnasium.Env):
 
     def paraphrase(self, task: str, index: int) -> str:
         """The task's sentence in other words, by rules; index 0 is the sentence itself."""
-        raise UserError(f"--paraphrase: {self.name} has no rules for it (App. A.3.2 is about WebShop); leave it out")
+        raise UserError(
+            f"--paraphrase: {self.name} has no rules for it (App. A.3.2 is about WebShop); leave it out"
+        )
 
     def optimal_value(self, gamma: float = 0.99) -> float:
         """The best discounted outcome still in reach: an oracle, for `experiments.compare` alone."""
@@ -218,7 +226,9 @@ def environment_class(name: str) -> type[TextEnv]:
             raise TypeError("not a class that is derived from envs.TextEnv")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         names = ", ".join(ENVIRONMENTS)
-        raise UserError(f"--env {name}: {error}; there are {names}, and MODULE:CLASS for your own") from None
+        raise UserError(
+            f"--env {name}: {error}; there are {names}, and MODULE:CLASS for your own"
+        ) from None
     return environment
 
 

@@ -187,13 +187,27 @@ def truncated(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tens
 
 # ------------------------------------------------------------------------------------- the agent that the flags name
 
-PROMPTED = ("max_new_tokens", "truncate")  # of a Rendering: what a prompt depends on, for the agent and QNet alike
-RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all of it that has a flag
+PROMPTED = (
+    "max_new_tokens",
+    "truncate",
+)  # of a Rendering: what a prompt depends on, for the agent and QNet alike
+RENDERED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "stop",
+    "think",
+    *PROMPTED,
+)  # all of it that has a flag
 
 
-def rendering_of(folder: Path, args: argparse.Namespace, names: Sequence[str] = RENDERED) -> Rendering:
+def rendering_of(
+    folder: Path, args: argparse.Namespace, names: Sequence[str] = RENDERED
+) -> Rendering:
     """A checkpoint's rendering, but for what the flags of these names say."""
-    settings = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    settings = {
+        name: getattr(args, name) for name in names if getattr(args, name, None) is not None
+    }
     return dataclasses.replace(Rendering.load(folder), **settings)
 
 
@@ -208,7 +222,10 @@ def begin_as_cloned(env: Any, rendering: Rendering, args: argparse.Namespace) ->
     if cloned == env.instruction:
         return
     if any(option.startswith("instruction=") for option in args.env_option or ()):
-        print(f"warning: {args.sft} was cloned with another instruction than --env-option names", file=sys.stderr)
+        print(
+            f"warning: {args.sft} was cloned with another instruction than --env-option names",
+            file=sys.stderr,
+        )
     else:
         env.instruct(cloned)
 
@@ -222,7 +239,9 @@ def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
     if env:
         begin_as_cloned(env, rendering, args)
     if args.server:
-        return ServerPolicy(args.server, load_chat(args.sft, rendering), args.seed, args.in_flight or 64)
+        return ServerPolicy(
+            args.server, load_chat(args.sft, rendering), args.seed, args.in_flight or 64
+        )
     return Policy.load(args.sft, seed=args.seed, **loading(args, rendering))
 
 

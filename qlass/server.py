@@ -29,7 +29,11 @@ class Endpoint:
 
         address, _, self.model = url.partition("#")
         self.name, self.fault = f"{flag} {address}", openai.APIError
-        local = urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")  # where no proxy is to answer
+        local = urlsplit(address).hostname in (
+            "localhost",
+            "127.0.0.1",
+            "::1",
+        )  # where no proxy is to answer
         http = openai.DefaultHttpxClient(trust_env=not local)
         key = os.environ.get("OPENAI_API_KEY") or "none"
         self.client = openai.OpenAI(base_url=address, api_key=key, http_client=http)
@@ -44,7 +48,9 @@ class Endpoint:
             yield
         except self.fault as error:
             reason = " ".join(str(error).split())[:300]
-            raise UserError(f"{self.name}: {reason}; is an OpenAI-compatible server there?") from error
+            raise UserError(
+                f"{self.name}: {reason}; is an OpenAI-compatible server there?"
+            ) from error
 
     def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> str:
         """The text of a chat completion; messages are (role, content)."""
@@ -64,7 +70,10 @@ class ServerPolicy:
         self.chat, self.seed, self.parallel, self.server = chat, seed, parallel, Endpoint(url)
         self.computed = 0  # tokens read and written, as the server counts them
         others = sorted(chat.stop_ids - {chat.stop_id})
-        self.ends = [chat.stop.strip(), *(chat.tokenizer.decode([token]).strip() for token in others)]
+        self.ends = [
+            chat.stop.strip(),
+            *(chat.tokenizer.decode([token]).strip() for token in others),
+        ]
         ids = chat.prompt(State((("user", "a"),)))
         for dialect in self._dialects():
             self.by_ids, self.extra = dialect
@@ -86,7 +95,13 @@ class ServerPolicy:
         or of `transformers serve`: else their own defaults would act."""
         k = self.chat.rendering.top_k
         ends = sorted(self.chat.stop_ids)
-        neutral = {"top_k": k or ALL, "min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1, "stop_token_ids": ends}
+        neutral = {
+            "top_k": k or ALL,
+            "min_p": 0,
+            "repetition_penalty": 1,
+            "repeat_penalty": 1,
+            "stop_token_ids": ends,
+        }
         config = json.dumps({"do_sample": True, "top_k": k, "eos_token_id": ends})
         return itertools.product((True, False), (neutral, {"generation_config": config}))
 
@@ -102,9 +117,13 @@ class ServerPolicy:
         return [[next(drawn) for _ in range(r.n)] for r in requests]
 
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
-        raise UserError("--server: a server does not tell the log-probability of a text: leave --method likeliest out")
+        raise UserError(
+            "--server: a server does not tell the log-probability of a text: leave --method likeliest out"
+        )
 
-    def _complete(self, prompt: list[int] | str, temperature: float, key: tuple, room: int = 0) -> tuple[str, dict]:
+    def _complete(
+        self, prompt: list[int] | str, temperature: float, key: tuple, room: int = 0
+    ) -> tuple[str, dict]:
         """The text up to the end of the turn, of `room` tokens at most (0: an action's), and the counts of tokens."""
         r = self.chat.rendering
         with self.server.one_line():
