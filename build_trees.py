@@ -29,7 +29,7 @@ from typing import Any
 
 import envs
 from qlass import UserError
-from qlass.batching import Sample, ask, drive
+from qlass.batching import Candidate, Sample, ask, drive
 from qlass.chat import Chat, Rendering, State, parse_action, react
 from qlass.cli import add_sampling, at_least, find_or_make, my_share, parse, parser, run_stage
 from qlass.files import SAMPLING_FREE, Output, cloned_from, complete_trees
@@ -40,7 +40,7 @@ from qlass.published import actions_by_task
 DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
 RETRIES = 2  # extra draws, and extra rollouts, for a node whose new child turned out an old one
 
-# --------------------------------------------------------------------------------------- the tree
+# ----------------------------------------------------------------------------------------- the tree
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class Node:
             stack.extend(reversed(node.children.values()))
 
 
-# ------------------------------------------------------------------------------------ Algorithm 2
+# -------------------------------------------------------------------------------------- Algorithm 2
 
 
 @dataclass
@@ -88,7 +88,9 @@ class Explorer:
     prune: str = "branch"
     branches: int = 0  # trajectories so far, the demonstration included
 
-    def explore(self, demonstrations: dict[str, list[str]] | None = None) -> Generator:
+    def explore(
+        self, demonstrations: dict[str, list[str]] | None = None
+    ) -> Generator[Sample, list[Candidate], Node]:
         """Algorithm 2. Returns the root.
 
         demonstrations: the actions of tau_0 by task id or by first observation; the environment's
@@ -110,7 +112,9 @@ class Explorer:
         self.env.close()
         return root
 
-    def process_queue(self, queue: deque[Node], bound: float) -> Generator:
+    def process_queue(
+        self, queue: deque[Node], bound: float
+    ) -> Generator[Sample, list[Candidate], None]:
         """ProcessExpansionQueue, until the tree has `bound` branches."""
         while queue and self.branches < bound:  # line 4
             node = queue.popleft()  # line 5: first in, first out
@@ -126,7 +130,7 @@ class Explorer:
             return False
         return len(node.children) < self.width and node.rollouts < self.width + RETRIES
 
-    def rollout(self, node: Node) -> Generator:
+    def rollout(self, node: Node) -> Generator[Sample, list[Candidate], list[Node]]:
         """The agent plays from a node to the end of the episode. Returns the branch, node first."""
         self.branches += 1
         node.rollouts += 1
@@ -182,7 +186,7 @@ class Explorer:
         return child
 
 
-# --------------------------------------------------------------------------------------- the file
+# ----------------------------------------------------------------------------------------- the file
 
 SAVED = ("depth", "action", "observation", "reward", "done", "source", "branch", "expert")
 
@@ -228,7 +232,7 @@ def metrics(records: list[dict], recorded: dict[str, float]) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------- main
+# --------------------------------------------------------------------------------------------- main
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -294,7 +298,7 @@ def main(argv: list[str] | None = None) -> None:
         agent = load_agent(args, env)
         settings = args.depth, args.width, args.rollouts or math.inf, steps, args.prune
 
-        def grow(task_id: str) -> Generator:
+        def grow(task_id: str) -> Generator[Sample, list[Candidate], list[dict]]:
             explorer = Explorer(env.fork(), task_id, agent.chat.rendering, *settings)
             root = yield from explorer.explore(demonstrations)
             records = tree_records(env, task_id, root)

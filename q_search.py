@@ -16,8 +16,8 @@ of which one counts.
     likeliest  -M  -N  the agent's own log pi(a | s), of the whole text: search without a QNet
     qlass      -M  -N  Q(s, a)
 
-Of N episodes --select takes one, by Q or, as the paper does, by the final reward ("oracle"). Nothing
-else here sees the reward. `python -m experiments.compare` plays these and others side by side.
+Of N episodes --select takes one, by Q or, as the paper does, by the final reward ("oracle").
+Nothing else here sees the reward. `python -m experiments.compare` plays all methods.
 """
 
 from __future__ import annotations
@@ -40,28 +40,29 @@ from qlass.results import Results, outcome_of
 
 PAPER = {"M": 2, "N": 1}  # App. A.2
 
-# --------------------------------------------------------------------- scores of the M candidates
+# ----------------------------------------------------------------------- scores of the M candidates
 # A scorer is a generator, since it may ask a model. `key` is (task, episode, step).
 
-Scorer = Callable[[State, list[str], tuple], Generator[Any, Any, list[float]]]
+Scores = Generator[Any, Any, list[float]]  # of the actions
+Scorer = Callable[[State, list[str], tuple], Scores]
 
 
-def by_q(state: State, actions: list[str], key: tuple) -> Generator:
+def by_q(state: State, actions: list[str], key: tuple) -> Scores:
     """Q(s, a)."""
     return (yield Score(state, tuple(actions)))
 
 
-def by_likelihood(state: State, actions: list[str], key: tuple) -> Generator:
+def by_likelihood(state: State, actions: list[str], key: tuple) -> Scores:
     """log pi(a | s) as if written freely, also where it was drawn among the valid actions."""
     return (yield LogProb(state, tuple(actions)))
 
 
-def by_chance(seed: int, state: State, actions: list[str], key: tuple) -> Generator:
+def by_chance(seed: int, state: State, actions: list[str], key: tuple) -> Scores:
     yield from ()  # asks nothing
     return list(uniforms(len(actions), "random", seed, *key))
 
 
-def unscored(state: State, actions: list[str], key: tuple) -> Generator:
+def unscored(state: State, actions: list[str], key: tuple) -> Scores:
     """Null in the file. Of equal scores the first is taken, and so of NaNs."""
     yield from ()
     return [math.nan] * len(actions)
@@ -69,7 +70,7 @@ def unscored(state: State, actions: list[str], key: tuple) -> Generator:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """M candidates per step, of which `score` takes one; N episodes, of which `select` takes one."""
+    """M candidates per step, of which `score` takes one; N episodes; `select` takes one."""
 
     name: str
     score: Scorer = unscored
@@ -95,7 +96,7 @@ class Method:
         return " ".join([self.name, *shown])
 
 
-# --------------------------------------------------------------------------------------- Algorithm 4
+# -------------------------------------------------------------------------------------- Algorithm 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,18 +160,24 @@ def best_of(
     return episodes[values.index(max(values))], episodes
 
 
-def play(env: envs.TextEnv, task_id: str, method: Method, chat: Chat, sampled: dict) -> Generator:
+def play(
+    env: envs.TextEnv, task_id: str, method: Method, chat: Chat, sampled: dict
+) -> Generator[Any, Any, dict]:
     """A task by a method: the outcome, as a result line tells it."""
     best, episodes = yield from best_of(env, task_id, method, chat.rendering, sampled)
     return outcome_of(chat, best, episodes, method.read_by_qnet)
 
 
-# ------------------------------------------------------------------------------------ the methods
+# -------------------------------------------------------------------------------------- the methods
 
 
 def methods(args: argparse.Namespace) -> dict[str, list[Method]]:
     """The methods that --method can name, each with every -M and -N that it has."""
-    scorers = {"random": partial(by_chance, args.seed), "likeliest": by_likelihood, "qlass": by_q}
+    scorers: dict[str, Scorer] = {
+        "random": partial(by_chance, args.seed),
+        "likeliest": by_likelihood,
+        "qlass": by_q,
+    }
     plans = {
         "greedy": [Method("greedy", temperature=0.0)],
         "sample": [Method("sample")],

@@ -1,7 +1,7 @@
 """Stage 1: behaviour cloning (Sec. 4.1, Eq. 5).
 
     reads   expert trajectories: --expert FILE, or those that the environment's expert plays now
-    writes  RUN/expert.jsonl if it played them, RUN/sft/: a HuggingFace checkpoint with its tokenizer
+    writes  RUN/expert.jsonl if it played them, RUN/sft/ (a HuggingFace checkpoint, tokenizer too)
 
     python sft.py --env webshop                       # the tiny model, from scratch, on a CPU
     python sft.py --env webshop --model meta-llama/Llama-2-7b-chat-hf --expert webshop_sft.json
@@ -32,33 +32,33 @@ from qlass.chat import Chat, Rendering, State, react
 from qlass.tiny import AIDS, answers, observation_loss, tiny_model
 from qlass.training import Progress, average_gradients, cosine, micro_batches, prepare, share
 
-PAPER = {"epochs": 3, "lr": 1e-5, "batch": 64, "micro_tokens": 8192, "candidates": "free"}
-TINY = {"epochs": 12, "lr": 3e-3, "batch": 16, "micro_tokens": 2048, "candidates": "valid"}
+PAPER: dict[str, Any] = {"epochs": 3, "lr": 1e-5, "batch": 64}  # Table 5
+PAPER |= {"micro_tokens": 8192, "candidates": "free"}
+TINY: dict[str, Any] = {"epochs": 12, "lr": 3e-3, "batch": 16}
+TINY |= {"micro_tokens": 2048, "candidates": "valid"}
 UPDATES = 200  # of the tiny model at least: fewer demonstrations are read more often
 
-# --------------------------------------------------------------------------- expert trajectories
+# ------------------------------------------------------------------------------ expert trajectories
 
 
 def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     """Play the environment's expert through one task: a line of expert.jsonl."""
     observation, info = env.reset(options={"task_id": task_id})
     state = State.first(env, observation, info)
-    for thought, action in env.expert(task_id):
-        observation, reward, terminated, truncated, _ = env.step(action)
-        written = State((*state.messages, ("assistant", react(thought, action))), state.task)
+    line = {"task_id": task_id, "env": env.name, "task": state.task}
+    for thought, move in env.expert(task_id):
+        action = react(thought, move)
+        messages = [*state.dump(), {"role": "assistant", "content": action}]
+        observation, reward, terminated, truncated, _ = env.step(move)
+        line |= {"messages": messages, "reward": float(reward)}
         if terminated or truncated:
             break
-        state = state.then(react(thought, action), env.message(observation))
-    return {
-        "task_id": task_id, "env": env.name, "task": state.task, "messages": written.dump(), "reward": float(reward)
-    }  # fmt: skip
+        state = state.then(action, env.message(observation))
+    return line
 
 
 def collect(env: envs.TextEnv, path: Path, limit: int | None, world: dict[str, Any]) -> None:
-    """Write expert.jsonl: the first `limit` training tasks, those that are there included.
-
-    world: all arguments that they depend on.
-    """
+    """Write expert.jsonl: the first `limit` training tasks. world: what else they depend on."""
     tasks = env.task_ids("train")
     out = files.Output(path, world, len)
     todo = tasks[len(out.records) : limit]
@@ -110,7 +110,7 @@ def examples_of(
                 yield example
 
 
-# ------------------------------------------------------------------------------ behaviour cloning
+# -------------------------------------------------------------------------------- behaviour cloning
 
 
 def collate(examples: list[Example], device: Any) -> tuple[torch.Tensor, ...]:
@@ -196,7 +196,7 @@ def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | 
     return loss / n_wrote if examples else None
 
 
-# -------------------------------------------------------------------------------------------- main
+# --------------------------------------------------------------------------------------------- main
 
 
 def load(args: argparse.Namespace, env: envs.TextEnv, states: list[State]) -> tuple:
@@ -225,7 +225,7 @@ def settings_of(args: argparse.Namespace, examples: int) -> dict[str, Any]:
 
 
 def tell_cut(process: Any, total: int, examples: list, validation: list, limit: int) -> None:
-    """Say how many demonstrations are cut after `limit` tokens, and how many have no action there."""
+    """Say how many demonstrations `limit` tokens cut, and how many have no action left."""
     if lost := total - len(examples) - len(validation):
         text = f"have no action within {limit} tokens (--max-tokens)"
         process.print(f"{lost} of {total} demonstrations {text}")
@@ -266,9 +266,8 @@ def main(argv: list[str] | None = None) -> None:
             args.expert = args.run / "expert.jsonl"
             if process.is_main_process:
                 names = ("env", "env_option", "run", "overwrite")
-                collect(
-                    env, args.expert, args.n_expert, {name: getattr(args, name) for name in names}
-                )
+                world = {name: getattr(args, name) for name in names}
+                collect(env, args.expert, args.n_expert, world)
             process.wait_for_everyone()
             states = published.demonstrations(env, args.expert, args.n_expert)
         else:

@@ -31,11 +31,11 @@ from qlass import UserError, files, models
 
 T = TypeVar("T")
 
-# ---------------------------------------------------------------------------- the order of updates
+# ----------------------------------------------------------------------------- the order of updates
 
 
 def updates_of(sizes: Sequence[int], batch: int, seed: int, epoch: int) -> list[list[int]]:
-    """An epoch's examples, of `sizes[i]` each, in updates of at least `batch`; the last is the rest.
+    """An epoch's examples, of `sizes[i]` each, in updates of at least `batch`; the last: the rest.
 
     The order depends on seed and epoch alone: a resumed training needs no memory of it.
     """
@@ -69,7 +69,7 @@ def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-# --------------------------------------------------------------------------------------- processes
+# ---------------------------------------------------------------------------------------- processes
 
 
 @contextlib.contextmanager
@@ -147,7 +147,7 @@ def average_gradients(accelerator: accelerate.Accelerator, model: nn.Module) -> 
                 p.grad = accelerator.reduce(p.grad, "mean")
 
 
-# --------------------------------------------------------------------------------- log and states
+# ----------------------------------------------------------------------------------- log and states
 
 
 def states_of(out: Path) -> Path:
@@ -328,5 +328,6 @@ def read_state(path: Path) -> dict:
 
 def whole() -> divided_state.StateDictOptions:
     """Of divided weights all parts together, without the frozen ones."""
-    options = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True}
-    return divided_state.StateDictOptions(**options, strict=False)
+    return divided_state.StateDictOptions(
+        full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
+    )

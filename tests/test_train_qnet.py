@@ -161,7 +161,7 @@ def test_a_qnet_comes_back_from_its_folder(tmp_path):
     requests = [Score(p.state, (p.action,)) for p in TREE]
     assert again.score(requests) == net.score(requests)
     (tmp_path / "qnet.json").write_text('{"hidden": 16, "readout": "mean"}')  # of an older run
-    with pytest.raises(UserError, match="the mean of an action's values"):
+    with pytest.raises(UserError, match="a mean over tokens"):
         QNet.from_pretrained(tmp_path)
 
 
@@ -193,9 +193,8 @@ def trained(
 ):
     """Train a QNet on trees: the figures."""
     net.plain = plain
-    args = training_settings(**{"epochs": 100, "loss_on": loss_on, **more})
-    packs = train_qnet.packed(net, trees, loss_on, max_tokens)
-    return train_qnet.train(net, packs, held_out, args)
+    args = training_settings(**{"epochs": 100, "loss_on": loss_on, "max_tokens": max_tokens, **more})
+    return train_qnet.train(net, trees, held_out, args)
 
 
 STATE = State((("user", "you stand at start"),))
