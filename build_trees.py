@@ -28,13 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import envs
-from qlass import UserError
+from qlass import published
 from qlass.batching import Candidate, Sample, ask, drive
 from qlass.chat import Chat, Rendering, State, parse_action, react
 from qlass.cli import add_sampling, at_least, find_or_make, my_share, parse, parser, run_stage
 from qlass.files import SAMPLING_FREE, Output, cloned_from, complete_trees
 from qlass.policy import load_agent
-from qlass.published import actions_by_task
 
 # D is each environment's `tree_depth` (Appendix A.2). The paper does not say W and the bound.
 DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
@@ -211,24 +210,14 @@ def count_cut_prompts(root: Node, chat: Chat) -> int:
     return len([n for n in root.subtree() if id(n) in read and chat.is_cut(n.state)])
 
 
-def metrics(records: list[dict], recorded: dict[str, float]) -> dict[str, Any]:
-    """For the metadata. Demonstrations failed if they earned nothing, or not what is `recorded`."""
-    roots = {node["task_id"]: node for node in records if node["parent_id"] is None}
+def metrics(records: list[dict]) -> dict[str, Any]:
+    """For the metadata: counts, and the mean reward of the agent's leaves."""
     rewards = [node["reward"] for node in records if node["done"] and node["source"] == "policy"]
-    demonstrations = {node["task_id"]: node["reward"] for node in records if node["expert"]}
-    failed = 0
-    for task_id, reward in demonstrations.items():  # the reward of its last node
-        observation = roots[task_id]["observation"].strip()
-        expected = recorded.get(task_id, recorded.get(observation, reward))
-        if reward == 0 or abs(expected - reward) > 1e-3:
-            failed += 1
     return {
-        "trees": len(roots),
+        "trees": len({node["task_id"] for node in records}),
         "nodes": len(records),
         "leaves": len(rewards),
         "mean_leaf_reward": sum(rewards) / max(1, len(rewards)),
-        "demonstrations": len(demonstrations),
-        "failed_demonstrations": failed,
     }
 
 
@@ -255,26 +244,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parse(flags, argv)
 
 
-def read_demonstrations(args: argparse.Namespace, env: envs.TextEnv, tasks: list[str]) -> tuple:
-    """Their file, their actions and their rewards, by task id or by first observation."""
-    file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
-    if args.no_expert:
-        return file, None, {}
-    if file is None:
-        return file, {}, {}
-    actions, rewards = actions_by_task(file, env, most)
-    # The agent's own demonstrations are mostly of other training tasks, which is not worth a line.
-    if args.expert or not actions.keys() & set(env.task_ids("train")):
-        others = [task for task in tasks if task not in actions]
-        begins = [env.reset(options={"task_id": task})[0].strip() for task in others]
-        found = len(tasks) - len([begin for begin in begins if begin not in actions])
-        if args.expert and not found:
-            mistake = f"none of its {len(actions)} demonstrations is of a task here"
-            raise UserError(f"{file}: {mistake}: --no-expert does without")
-        print(f"{file}: demonstrations of {found} of {len(tasks)} tasks; the expert plays others")
-    return file, actions, rewards
-
-
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
@@ -287,7 +256,11 @@ def main(argv: list[str] | None = None) -> None:
         print(f"--steps {args.steps}: episodes end after {steps} here (--env-option max_steps=N)")
     # From the far end of the list, where the agent has seen the fewest demonstrations.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
-    args.expert, demonstrations, rewards = read_demonstrations(args, env, tasks)
+    file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
+    demonstrations, rewards = None, {}
+    if not args.no_expert:
+        demonstrations, rewards = published.matching(env, tasks, file, most, bool(args.expert))
+    args.expert = file
 
     task_of, inputs = itemgetter("task_id"), [args.sft, args.expert]
     trees = Output(args.out, vars(args), complete_trees, inputs, SAMPLING_FREE, task_of, tasks)
@@ -311,7 +284,7 @@ def main(argv: list[str] | None = None) -> None:
         trees.grow(groups, "trees", len(share), len(share) - len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None
     place = {task_id: i for i, task_id in enumerate(tasks)}
-    found = metrics(trees.records, rewards)
+    found = metrics(trees.records) | published.failures(trees.records, rewards)
     trees.finish(lambda node: place.get(node["task_id"], len(place)), **found, tokens=tokens)
     mean = f"mean reward {found['mean_leaf_reward']:.3f} of {found['leaves']} leaves of the agent"
     print(f"{trees.path}: {found['trees']} trees, {found['nodes']} nodes, {mean}")

@@ -157,3 +157,37 @@ def learned_tasks(
         same = trained.get("env_option") == arguments["env_option"]
         ids.update((same and meta.get("tasks")) or [None])
     return None if None in ids else sorted(map(str, ids))
+
+
+def matching(
+    env: Any, tasks: list[str], file: Path | None, most: int | None, named: bool
+) -> tuple[dict[str, list[str]], dict[str, float]]:
+    """`actions_by_task` of a file, and a line that tells how many of the tasks it is about.
+
+    UserError if it is about none and was named. An agent's own demonstrations are mostly of other
+    training tasks, which is not worth a line. No file: none.
+    """
+    if file is None:
+        return {}, {}
+    actions, rewards = actions_by_task(file, env, most)
+    if named or not actions.keys() & set(env.task_ids("train")):
+        others = [task for task in tasks if task not in actions]
+        begins = [env.reset(options={"task_id": task})[0].strip() for task in others]
+        found = len(tasks) - len([begin for begin in begins if begin not in actions])
+        if named and not found:
+            mistake = f"none of its {len(actions)} demonstrations is of a task here"
+            raise UserError(f"{file}: {mistake}: --no-expert does without")
+        print(f"{file}: demonstrations of {found} of {len(tasks)} tasks; the expert plays others")
+    return actions, rewards
+
+
+def failures(records: list[dict], recorded: dict[str, float]) -> dict[str, int]:
+    """How many demonstrations trees hold, and how many earned 0, or not what is `recorded`."""
+    begins = {n["task_id"]: n["observation"].strip() for n in records if n["parent_id"] is None}
+    rewards = {node["task_id"]: node["reward"] for node in records if node["expert"]}  # the last's
+    failed = 0
+    for task_id, reward in rewards.items():
+        expected = recorded.get(task_id, recorded.get(begins[task_id], reward))
+        if reward == 0 or abs(expected - reward) > 1e-3:
+            failed += 1
+    return {"demonstrations": len(rewards), "failed_demonstrations": failed}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import build_trees
 from build_trees import RETRIES
-from qlass import UserError
+from qlass import UserError, published
 from qlass.chat import Rendering, State, parse_action
 from qlass.published import actions_by_task
 
@@ -161,7 +161,7 @@ def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_
     start = "you stand at start"
     recorded = [({}, 0), ({"train0": 1.0}, 0), ({"train0": 0.5}, 1), ({start: 0.5}, 1), ({"another": 0.5}, 0)]
     for rewards, failed in recorded:
-        assert build_trees.metrics(demonstrated, rewards)["failed_demonstrations"] == failed
+        assert published.failures(demonstrated, rewards)["failed_demonstrations"] == failed
     assert build_trees.metrics(records("east"), {})["failed_demonstrations"] == 1  # it earned nothing
 
 
