@@ -162,7 +162,7 @@ def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_
     recorded = [({}, 0), ({"train0": 1.0}, 0), ({"train0": 0.5}, 1), ({start: 0.5}, 1), ({"another": 0.5}, 0)]
     for rewards, failed in recorded:
         assert published.failures(demonstrated, rewards)["failed_demonstrations"] == failed
-    assert build_trees.metrics(records("east"), {})["failed_demonstrations"] == 1  # it earned nothing
+    assert published.failures(records("east"), {})["failed_demonstrations"] == 1  # it earned nothing
 
 
 def test_a_demonstration_longer_than_an_episode_keeps_its_reward():
