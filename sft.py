@@ -30,7 +30,7 @@ import envs
 from qlass import UserError, cli, files, models, published, training
 from qlass.chat import Chat, Rendering, State, react
 from qlass.tiny import AIDS, answers, observation_loss, tiny_model
-from qlass.training import Progress, average_gradients, cosine, micro_batches, prepare, share
+from qlass.training import Progress, cosine, micro_batches
 
 PAPER: dict[str, Any] = {"epochs": 3, "lr": 1e-5, "batch": 64}  # Table 5
 PAPER |= {"micro_tokens": 8192, "candidates": "free"}
@@ -149,9 +149,8 @@ def sft_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def train(agent: Any, examples: list[Example], validation: list[Example], args: Any) -> dict:
     """Maximise the likelihood of what the expert wrote, given its history. Returns figures."""
-    prepared = prepare(agent, args)
-    accelerator, model, optimizer = prepared
-    progress = Progress(args, [1] * len(examples), prepared)
+    progress = Progress(agent, args, [1] * len(examples))
+    accelerator, model, optimizer = progress.accelerator, progress.model, progress.optimizer
     while not progress.finished:
         model.train()
         for update in progress.updates():
@@ -163,7 +162,7 @@ def train(agent: Any, examples: list[Example], validation: list[Example], args: 
             n_wrote = sum(int(wrote[:, 1:].sum()) for _, wrote, _ in groups)
             n_answers = sum(int(answers(wrote, real).sum()) for _, wrote, real in groups)
             loss = 0.0
-            for (ids, wrote, real), weight in share(accelerator, groups):  # gradient accumulation
+            for (ids, wrote, real), weight in progress.share(groups):  # gradient accumulation
                 logits, labels, at = predictions(model, ids, wrote, ends=args.observation_loss > 0)
                 part = sft_loss(logits, labels) / n_wrote
                 if args.observation_loss and n_answers:
@@ -171,7 +170,7 @@ def train(agent: Any, examples: list[Example], validation: list[Example], args: 
                     part += args.observation_loss * answer_loss / n_answers
                 accelerator.backward(weight * part)
                 loss += part.item() if weight else 0.0
-            average_gradients(accelerator, model)
+            progress.average_gradients()
             norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
             loss = progress.total(loss, norm)
             for parameters in optimizer.param_groups:
@@ -180,7 +179,7 @@ def train(agent: Any, examples: list[Example], validation: list[Example], args: 
             optimizer.zero_grad()
             progress.end_update(loss, tokens=sum(ids.numel() for ids, _, _ in groups))
         progress.end_epoch(validate(model, validation, args.micro_tokens))
-    return progress.end(agent)
+    return progress.end()
 
 
 @torch.no_grad()

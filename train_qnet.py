@@ -40,7 +40,7 @@ from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.score import FastQNet
 from qlass.files import read_object
 from qlass.policy import Policy
-from qlass.training import Progress, average_gradients, cosine, micro_batches, prepare, share
+from qlass.training import Progress, cosine, micro_batches
 
 # Table 5 and Eq. (11); why the tiny model's loss is on the last token: docs/differences.md
 PAPER: dict[str, Any] = {"epochs": 2, "lr": 1e-5, "batch": 64, "loss_on": "all"}
@@ -207,9 +207,8 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
     carriers = functools.partial(loss_tokens, loss_on=args.loss_on)
     max_tokens = 1 if qnet.plain else args.max_tokens  # --plain: a pair alone
     packs = [p for tree in trees for p in pack_pairs(qnet.chat, tree, carriers, max_tokens)]
-    prepared = prepare(qnet, args)
-    accelerator, model, optimizer = prepared
-    progress = Progress(args, [len(pack.pairs) for pack in packs], prepared)
+    progress = Progress(qnet, args, [len(pack.pairs) for pack in packs])
+    accelerator, model, optimizer = progress.accelerator, progress.model, progress.optimizer
     while not progress.finished:
         model.train()
         for update in progress.updates():
@@ -218,7 +217,7 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
             micro_tokens = 1 if qnet.plain else args.micro_tokens
             groups = micro_batches(batch, lambda pack: pack.tokens, micro_tokens)
             loss = 0.0
-            for group, weight in share(accelerator, groups):  # gradient accumulation
+            for group, weight in progress.share(groups):  # gradient accumulation
                 if qnet.plain:
                     (pair,) = group[0].pairs
                     part = pair_loss(model, pair, args.loss_on) / n_pairs  # Eq. (11)
@@ -226,7 +225,7 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
                     part = packed_loss(model, group) / n_pairs
                 accelerator.backward(weight * part)
                 loss += part.item() if weight else 0.0
-            average_gradients(accelerator, model)
+            progress.average_gradients()
             norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
             loss = progress.total(loss, norm)
             for parameters in optimizer.param_groups:
@@ -237,7 +236,7 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
         figures = ranking(model, held_out)
         validation = figures["mse"] if len(held_out) >= 5 else None
         progress.end_epoch(validation, **{f"held_out_{name}": v for name, v in figures.items()})
-    return progress.end(qnet)
+    return progress.end()
 
 
 # ---------------------------------------------------------------------------- can it rank siblings?

@@ -103,50 +103,6 @@ def divided() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP") == "true"
 
 
-def prepare(model: nn.Module, args: Namespace) -> tuple[accelerate.Accelerator, Any, Any]:
-    """Accelerator, the model that the loop calls, and AdamW of what is to be trained.
-
-    The model is not wrapped: DDP would miss what `forward` does not call, and micro-batches that
-    differ in number would hang it. With FSDP the loop calls a divided copy.
-    """
-    _, dtype = models.device_and_dtype(args.device, args.precision)
-    accelerator = accelerate.Accelerator(
-        mixed_precision="bf16" if dtype == torch.bfloat16 else "no",
-        device_placement=False,
-        # whatever the shell's variables say:
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-    )
-    if divided() and args.optim == "adamw8bit":
-        raise UserError("--optim adamw8bit: FSDP can't divide its moments; leave it out")
-    if divided() and accelerator.is_main_process:
-        model = copy.deepcopy(model)  # the original gets the trained weights at the end
-    optimizer = models.adamw(model.parameters(), args.lr, args.optim)
-    if divided():
-        model, optimizer = accelerator.prepare(model, optimizer)
-    else:
-        accelerator.prepare_model(model, evaluation_mode=True)
-    return accelerator, model, optimizer
-
-
-def share(accelerator: accelerate.Accelerator, groups: Sequence[T]) -> Iterator[tuple[T, int]]:
-    """This process's micro-batches, every n-th of n processes, each with the weight of its loss.
-
-    The loss is a sum, but gradients are averaged: the weight is n. With FSDP all must make as many
-    passes, so the last group may come again, with weight 0.
-    """
-    n = accelerator.num_processes
-    for i in range(accelerator.process_index, math.ceil(len(groups) / n) * n, n):
-        yield groups[min(i, len(groups) - 1)], n if i < len(groups) else 0
-
-
-def average_gradients(accelerator: accelerate.Accelerator, model: nn.Module) -> None:
-    """The mean of the processes' gradients, once per update; FSDP does it by itself."""
-    if accelerator.num_processes > 1 and not divided():
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad = accelerator.reduce(p.grad, "mean")
-
-
 # ----------------------------------------------------------------------------------- log and states
 
 
@@ -180,16 +136,33 @@ def begin(args: Namespace, inputs: Iterable[Path]) -> bool:
 
 
 class Progress:
-    """Where a training stands: the lines of its log, one per update and one per epoch.
+    """A training in progress: what its loop calls, and the lines of its log.
 
-    A state holds them with the trained weights and their moments; a stopped training resumes from
-    the last one.
+    accelerator, model, optimizer: of Accelerate. The model is not wrapped: DDP would miss what
+    `forward` does not call, and micro-batches that differ in number would hang it. With FSDP it is
+    a divided copy. lines: one per update and one per epoch; a state holds them with the trained
+    weights and their moments, and a stopped training resumes from the last state.
     """
 
-    def __init__(self, args: Namespace, sizes: Sequence[int], prepared: tuple) -> None:
-        """sizes[i]: what example i counts in a batch. prepared: what `prepare` returned."""
-        self.args = args
-        self.accelerator, self.model, self.optimizer = prepared
+    def __init__(self, model: nn.Module, args: Namespace, sizes: Sequence[int]) -> None:
+        """sizes[i]: what example i counts in a batch."""
+        if divided() and args.optim == "adamw8bit":
+            raise UserError("--optim adamw8bit: FSDP can't divide its moments; leave it out")
+        self.args, self.original = args, model
+        _, dtype = models.device_and_dtype(args.device, args.precision)
+        self.accelerator = accelerate.Accelerator(
+            mixed_precision="bf16" if dtype == torch.bfloat16 else "no",
+            device_placement=False,
+            # whatever the shell's variables say:
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        )
+        first = self.accelerator.is_main_process
+        self.model: Any = copy.deepcopy(model) if divided() and first else model
+        self.optimizer: Any = models.adamw(self.model.parameters(), args.lr, args.optim)
+        if divided():
+            self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        else:
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
         epochs = range(args.epochs)
         self.plan = [updates_of(sizes, args.batch, args.seed, epoch) for epoch in epochs]
         self.starts = [0, *itertools.accumulate(map(len, self.plan))]  # updates before each epoch
@@ -198,7 +171,6 @@ class Progress:
         if states := sorted(states_of(args.out).glob("state-*.pt")):
             self._load(states[-1])
         self.began = time.perf_counter() - (self.lines[-1]["seconds"] if self.lines else 0.0)
-        first = self.accelerator.is_main_process
         log = args.out.with_name(args.out.name + ".log.jsonl")
         self.log = open(log if first else os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         self.log.writelines(map(files.dumps, self.lines))
@@ -241,6 +213,23 @@ class Progress:
         epoch = len(self.curve)
         return self.plan[epoch][self.step - self.starts[epoch] :]
 
+    def share(self, groups: Sequence[T]) -> Iterator[tuple[T, int]]:
+        """This process's micro-batches, every n-th of n processes, with the weight of its loss.
+
+        The loss is a sum, but gradients are averaged: the weight is n. With FSDP all must make as
+        many passes, so the last group may come again, with weight 0.
+        """
+        n = self.accelerator.num_processes
+        for i in range(self.accelerator.process_index, math.ceil(len(groups) / n) * n, n):
+            yield groups[min(i, len(groups) - 1)], n if i < len(groups) else 0
+
+    def average_gradients(self) -> None:
+        """The mean of the processes' gradients, once per update; FSDP does it by itself."""
+        if self.accelerator.num_processes > 1 and not divided():
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.grad = self.accelerator.reduce(p.grad, "mean")
+
     def total(self, loss: float, norm: torch.Tensor) -> float:
         """The update's loss, of all processes; UserError before NaN spoils the weights."""
         loss = sum(gather_object([loss]))
@@ -271,14 +260,14 @@ class Progress:
         self._add({"step": self.step}, line)
         self._save()
 
-    def end(self, model: nn.Module) -> dict:
-        """Give `model`, in the first process, the best epoch's weights. Returns figures."""
+    def end(self) -> dict:
+        """Give the model, in the first process, the best epoch's weights. Returns figures."""
         self.bar.close()
         self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         first = self.accelerator.is_main_process
         if first and (divided() or self.best < len(self.curve)):
             state = read_state(self._path(self.starts[self.best]))
-            model.load_state_dict(state["weights"], strict=False)  # without the frozen ones
+            self.original.load_state_dict(state["weights"], strict=False)  # not the frozen ones
         last, best = self.lines[-2], self.curve[self.best - 1]
         figures = {"steps": self.step, "tokens": last["tokens"], "loss": best["loss"]}
         figures |= {"best_epoch": self.best, "curve": self.curve}

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from qlass import UserError, training
 from qlass.files import read_jsonl
-from qlass.training import Progress, begin, cosine, prepare, states_of, updates_of
+from qlass.training import Progress, begin, cosine, states_of, updates_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,8 +61,8 @@ def fit(args: argparse.Namespace, scores: list[float | None], stop: int | None =
     """Ten examples in updates of three; `scores` are the validation's. Raises Stopped before update `stop`."""
     model = small()
     data = torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
-    accelerator, _, optimizer = prepared = prepare(model, args)
-    progress = Progress(args, [1] * 10, prepared)
+    progress = Progress(model, args, [1] * 10)
+    accelerator, optimizer = progress.accelerator, progress.optimizer
     weights = []  # after each epoch
     while not progress.finished:
         for update in progress.updates():
@@ -78,7 +78,7 @@ def fit(args: argparse.Namespace, scores: list[float | None], stop: int | None =
         weights.append([p.detach().clone() for p in model.parameters()])
         score = scores[len(progress.curve)]
         progress.end_epoch(None if score is None else -score, score=score)
-    figures = progress.end(model)
+    figures = progress.end()
     assert figures.pop("seconds") > 0
     return list(model.parameters()), figures, weights
 
@@ -225,11 +225,11 @@ def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_pat
     """Also where they are stopped and started again."""
     module, (argv, written) = importlib.import_module(stage), small_run
     module.main([*argv(stage, "by-1"), *flags])
-    part, end_update = module.share, Progress.end_update
+    share, end_update = Progress.share, Progress.end_update
 
-    def counted(accelerator, groups):
-        for group, weight in part(accelerator, groups):
-            with open(tmp_path / f"process-{accelerator.process_index}", "a") as file:
+    def counted(progress, groups):
+        for group, weight in share(progress, groups):
+            with open(tmp_path / f"process-{progress.accelerator.process_index}", "a") as file:
                 file.write("x" * (weight > 0))
             yield group, weight
 
@@ -240,7 +240,7 @@ def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_pat
         if progress.step == 3:
             raise SystemExit(7)
 
-    monkeypatch.setattr(module, "share", counted)
+    monkeypatch.setattr(Progress, "share", counted)
     with monkeypatch.context() as patch:
         patch.setattr(Progress, "end_update", stopping)
         launch(module, [*argv(stage, "by-2"), *flags], 2, code=7, fsdp=fsdp)
