@@ -19,7 +19,7 @@ from pathlib import Path
 
 from qlass import UserError
 from qlass.cli import at_least, find_or_make, parse, parser, run_stage
-from qlass.files import locked, read_jsonl, read_meta, read_trees, write_jsonl, write_meta
+from qlass.files import locked, read_meta, read_trees, write_jsonl, write_meta
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 
@@ -97,14 +97,11 @@ def main(argv: list[str] | None = None) -> None:
     args.trees = find_or_make(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
     del args.precision  # the agent's, on which no label depends
-    first = next(read_jsonl(args.out), None) if args.out.exists() else None
-    if first and "q_raw" not in first:
-        raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
     old = read_meta(args.out)["arguments"]
     for name in PAPER:  # more trees only add labels; other settings would change those there
-        now = getattr(args, name)
-        if old.get(name, now) != now and not args.overwrite:
-            found = f"{args.out} has --{name} {old[name]}, not {now}"
+        now, there = getattr(args, name), old.get(name)
+        if args.out.exists() and now != there and not args.overwrite:
+            found = f"{args.out} has --{name} {there}, not {now}"
             raise UserError(f"{found}: --overwrite, or another --out")
     count = Counter(trees=0, nodes=0, flat_trees=0)
     tasks: list[str] = []

@@ -128,7 +128,7 @@ def test_the_order_of_the_lines_and_the_names_of_the_nodes_do_not_matter(tree, r
 def test_it_replaces_labels_and_nothing_else_and_leaves_nothing_half_done(tmp_path):
     trees = tmp_path / "trees.jsonl"
     trees.write_text(dump([*tree_by_hand(), *tree_by_hand()[:-1]]))
-    with pytest.raises(UserError, match="not labels that bellman"):
+    with pytest.raises(UserError, match="has --gamma None, not"):
         label_file(trees, trees)
     with pytest.raises(UserError, match=r"trees\.jsonl.* has 4 of 5 nodes"):
         label_file(trees, tmp_path / "out.jsonl")
