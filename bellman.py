@@ -6,7 +6,8 @@
     python bellman.py --trees trees.jsonl --gamma 0.9 --target q --out q_labels.jsonl
 
 A node stands for the pair (s, a) of its parent's state and its own action: its value is Q(s, a).
-All targets are normalised alike, the root included. If all values of a tree are equal, q is 0.
+The root has no action: its value counts in the min-max, but no pair is made of it. If all values
+of a tree are equal, q is 0.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ def average_rewards(tree: list[dict], gamma: float) -> list[float]:
 
 
 def branch_rewards(tree: list[dict], gamma: float) -> list[float]:
-    """The final reward of the branch that made the node, 0 if the branch has no leaf of its own."""
+    """The final reward of the branch that made the node; 0 if it ended in an old leaf."""
     final = {node["branch"]: node["reward"] for node in tree if node["done"]}
     rewards = [final.get(node["branch"], 0.0) for node in tree[1:]]
-    return [min(rewards, default=0.0), *rewards]  # no branch made the root: it sets no scale
+    return [min(rewards, default=0.0), *rewards]  # the root does not change the scale
 
 
 def min_max(values: list[float]) -> list[float]:
@@ -96,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     started = time.time()
     args.trees = find_or_make(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
-    del args.precision  # the agent's, on which no label depends
+    del args.precision  # no label depends on it: it is not compared
     old = read_meta(args.out)["arguments"]
     for name in PAPER:  # more trees only add labels; other settings would change those there
         now, there = getattr(args, name), old.get(name)

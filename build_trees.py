@@ -6,12 +6,15 @@
     python build_trees.py --env webshop --depth 3 --width 3
 
 For each training task the agent plays trajectories from the root, then from the nodes of branches
-that scored, until every node up to depth D has W children. The same command resumes a stopped run.
+that scored. A node is expanded while it has fewer than W children and its depth is at most D. A
+branch without reward queues nothing, and the node that it began at is not expanded again. The same
+command resumes a stopped run.
 
 Where the paper leaves a choice:
 - The expanded node joins its new branch in the queue. Otherwise no node would get W children.
 - Two actions that the environment executes alike are one child. If all draws repeat old children,
-  the rollout follows one of them. A node gets at most W + RETRIES rollouts.
+  the rollout follows one of them, and may add a child further down, to a node with W children too.
+  A node gets at most W + EXTRA_ROLLOUTS rollouts.
 - A tree gets at most --rollouts trajectories, half of them before the demonstration. Without a
   bound it could take W^(D+1): 19,683 with ALFWorld's depth.
 """
@@ -37,7 +40,8 @@ from qlass.policy import load_agent
 
 # D is each environment's `tree_depth` (Appendix A.2). The paper does not say W and the bound.
 DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
-RETRIES = 2  # extra draws, and extra rollouts, for a node whose new child turned out an old one
+EXTRA_DRAWS = 2  # of a rollout's first action, which is to be a new child
+EXTRA_ROLLOUTS = 2  # of a node, beyond W, for those that found no new child
 
 # ----------------------------------------------------------------------------------------- the tree
 
@@ -127,16 +131,16 @@ class Explorer:
         """Line 6, and whether the agent may act here and has not too often found no new child."""
         if node.done or node.depth > self.max_depth or node.depth >= self.max_steps:
             return False
-        return len(node.children) < self.width and node.rollouts < self.width + RETRIES
+        return len(node.children) < self.width and node.rollouts < self.width + EXTRA_ROLLOUTS
 
     def rollout(self, node: Node) -> Generator[Sample, list[Candidate], list[Node]]:
         """The agent plays from a node to the end of the episode. Returns the branch, node first."""
         self.branches += 1
         node.rollouts += 1
         branch = [node]
-        draws = 1 + RETRIES  # the first action is to be a new child
+        draws = 1 + EXTRA_DRAWS
         while not node.done and node.depth < self.max_steps:
-            self.env.restore(node.snapshot)
+            self.env.restore(node.snapshot)  # an old child was entered without a step
             noise = (self.task_id, self.branches, node.depth)
             candidates = yield ask(self.env, node.state, draws, noise, self.rendering)
             actions = [candidate.text for candidate in candidates]
@@ -169,7 +173,7 @@ class Explorer:
         return branch
 
     def step(self, node: Node, action: str, source: str) -> Node:
-        """The child that an action leads to from this node, where the environment stands."""
+        """The child that an action leads to. The environment must stand at the node."""
         command = parse_action(action)
         if command in node.children:
             return node.children[command]
@@ -237,7 +241,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's (0.7; tiny: 1)")
     add("--expert", type=Path, help="demonstrations (default: those the agent was cloned from)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
-    line_9 = "a branch without reward queues nothing (line 9), or (tail) its first 2"
+    line_9 = "a branch without reward queues nothing (line 9) or, tail, its first 2 nodes"
     add("--prune", choices=["branch", "tail"], default="branch", help=line_9)
     add("--device")
     add_sampling(flags)
@@ -279,8 +283,8 @@ def main(argv: list[str] | None = None) -> None:
                 records[0]["cut_prompts"] = count_cut_prompts(root, agent.chat)
             return records
 
-        width = args.in_flight or env.side_by_side
-        groups = drive(map(grow, todo), {Sample: agent.sample}, width)
+        in_flight = args.in_flight or env.side_by_side
+        groups = drive(map(grow, todo), {Sample: agent.sample}, in_flight)
         trees.grow(groups, "trees", len(share), len(share) - len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None
     place = {task_id: i for i, task_id in enumerate(tasks)}
@@ -289,7 +293,7 @@ def main(argv: list[str] | None = None) -> None:
     mean = f"mean reward {found['mean_leaf_reward']:.3f} of {found['leaves']} leaves of the agent"
     print(f"{trees.path}: {found['trees']} trees, {found['nodes']} nodes, {mean}")
     if failed := found["failed_demonstrations"]:
-        print(f"{failed} demonstrations earned nothing, or not what is recorded: of these tasks?")
+        print(f"{failed} demonstrations earned nothing, or not what is recorded: of other tasks?")
 
 
 if __name__ == "__main__":

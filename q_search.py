@@ -11,11 +11,12 @@ of which one counts.
     method     M   N   score of a candidate
     greedy     1   1   (temperature 0)
     sample     1   1
-    best_of_n  1   -N
-    random     -M  -N  a random number
-    likeliest  -M  -N  the agent's own log pi(a | s), of the whole text: search without a QNet
-    qlass      -M  -N  Q(s, a)
+    best_of_n  1   N
+    random     M   N   a random number
+    likeliest  M   N   the agent's own log pi(a | s), of the whole text: search without a QNet
+    qlass      M   N   Q(s, a)
 
+-M and -N set M and N of all methods that have them.
 Of N episodes --select takes one, by Q or, as the paper does, by the final reward ("oracle").
 Nothing else here sees the reward. `python -m experiments.compare` plays all methods.
 """
@@ -53,7 +54,7 @@ def by_q(state: State, actions: list[str], key: tuple) -> Scores:
 
 
 def by_likelihood(state: State, actions: list[str], key: tuple) -> Scores:
-    """log pi(a | s) as if written freely, also where it was drawn among the valid actions."""
+    """log pi(a | s) of the whole text among all texts, even if only valid actions are drawn."""
     return (yield LogProb(state, tuple(actions)))
 
 
@@ -63,7 +64,7 @@ def by_chance(seed: int, state: State, actions: list[str], key: tuple) -> Scores
 
 
 def unscored(state: State, actions: list[str], key: tuple) -> Scores:
-    """Null in the file. Of equal scores the first is taken, and so of NaNs."""
+    """No score, null in the file: the first action is taken."""
     yield from ()
     return [math.nan] * len(actions)
 
@@ -85,7 +86,7 @@ class Method:
         return fields | {"player": None}
 
     def read_by_qnet(self, step: Step) -> list[str]:
-        """All candidates of a step or, of an episode that QNet judges, the action taken."""
+        """The actions of a step whose tokens QNet has read, which costs tokens."""
         if self.score is by_q:
             return step.candidates
         return [step.action] if self.select == "q" else []
@@ -181,8 +182,10 @@ def methods(args: argparse.Namespace) -> dict[str, list[Method]]:
     plans = {
         "greedy": [Method("greedy", temperature=0.0)],
         "sample": [Method("sample")],
-        "best_of_n": [Method("best_of_n", N=n, select=args.select) for n in args.N or [4]],
+        "best_of_n": [],
     }
+    for n in args.N or [4]:
+        plans["best_of_n"].append(Method("best_of_n", N=n, select=args.select if n > 1 else None))
     for name, score in scorers.items():
         plans[name] = []
         for m, n in product(args.M, args.N or [PAPER["N"]]):

@@ -36,7 +36,7 @@ PAPER: dict[str, Any] = {"epochs": 3, "lr": 1e-5, "batch": 64}  # Table 5
 PAPER |= {"micro_tokens": 8192, "candidates": "free"}
 TINY: dict[str, Any] = {"epochs": 12, "lr": 3e-3, "batch": 16}
 TINY |= {"micro_tokens": 2048, "candidates": "valid"}
-UPDATES = 200  # of the tiny model at least: fewer demonstrations are read more often
+UPDATES = 200  # at least, of the tiny model: few demonstrations get more epochs
 
 # ------------------------------------------------------------------------------ expert trajectories
 
@@ -45,16 +45,18 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     """Play the environment's expert through one task: a line of expert.jsonl."""
     observation, info = env.reset(options={"task_id": task_id})
     state = State.first(env, observation, info)
-    line = {"task_id": task_id, "env": env.name, "task": state.task}
+    messages: list[dict] = []
     for thought, move in env.expert(task_id):
         action = react(thought, move)
         messages = [*state.dump(), {"role": "assistant", "content": action}]
         observation, reward, terminated, truncated, _ = env.step(move)
-        line |= {"messages": messages, "reward": float(reward)}
         if terminated or truncated:
             break
         state = state.then(action, env.message(observation))
-    return line
+    if not messages:
+        raise UserError(f"{env.name}: its expert does nothing in task {task_id}")
+    line = {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages}
+    return line | {"reward": float(reward)}
 
 
 def collect(env: envs.TextEnv, path: Path, limit: int | None, world: dict[str, Any]) -> None:
@@ -68,7 +70,7 @@ def collect(env: envs.TextEnv, path: Path, limit: int | None, world: dict[str, A
 
 
 def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
-    """Demonstrations to train on, and those of every twentieth task to validate.
+    """Demonstrations to train on, and those of 5 % of the tasks to validate.
 
     At least 16 tasks are held out; of fewer than 64, none.
     """
@@ -95,9 +97,9 @@ def tokens_and_mask(chat: Chat, state: State, limit: int) -> Example:
 def examples_of(
     chat: Chat, states: list[State], limit: int, answered: bool = False
 ) -> Iterator[Example]:
-    """One example per trajectory; if one observation says all, one per action.
+    """One example per trajectory; in a Markov environment, one per action.
 
-    answered: the latter are followed by the next observation.
+    answered: an action's example ends with the observation that follows it.
     """
     for state in states:
         length = len(state.messages)
@@ -105,7 +107,7 @@ def examples_of(
             example = tokens_and_mask(chat, State(state.messages[:n], state.task), limit)
             if answered and n < length:
                 following = State(state.messages[: n + 1], state.task)
-                example += tokens_and_mask(chat, following, limit)
+                example = (example + tokens_and_mask(chat, following, limit))[:limit]
             if any(wrote for _, wrote in example[1:]):
                 yield example
 
@@ -116,7 +118,7 @@ def examples_of(
 def collate(examples: list[Example], device: Any) -> tuple[torch.Tensor, ...]:
     """Tokens, which of them the agent wrote, and which are no padding, (B, T) each.
 
-    Padding is on the right and attention is causal: what counts can't see it, any token will do.
+    Padding is on the right and attention is causal, so no real token sees it.
     """
     rows = [torch.tensor(example) for example in examples]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)  # (B, T, 2)
@@ -127,7 +129,7 @@ def collate(examples: list[Example], device: Any) -> tuple[torch.Tensor, ...]:
 def predictions(
     model: Any, ids: torch.Tensor, wrote: torch.Tensor, ends: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the model expects: logits (B, K, V), labels (B, K), positions (K,); ids, wrote (B, T).
+    """Logits (B, K, V) where a label follows, labels (B, K), positions (K,); ids, wrote (B, T).
 
     The output layer is wide and most tokens are only read. So of the T positions K are computed:
     those before a token that the agent wrote in any row, and with `ends` those where its turn ends.
@@ -260,20 +262,19 @@ def main(argv: list[str] | None = None) -> None:
         args.n_expert = args.n_expert or env.demonstrations
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
     with training.processes(args.out, args.device) as process:
-        beginning = {}  # the first messages, if they are not the environment's own
-        if args.expert is None:
+        named = args.expert is not None
+        if not named:
             args.expert = args.run / "expert.jsonl"
             if process.is_main_process:
                 names = ("env", "env_option", "run", "overwrite")
                 world = {name: getattr(args, name) for name in names}
                 collect(env, args.expert, args.n_expert, world)
             process.wait_for_everyone()
-            states = published.demonstrations(env, args.expert, args.n_expert)
-        else:
-            states = published.demonstrations(env, args.expert, args.n_expert)
-            beginning = published.first_messages(env, states)
+        states = published.demonstrations(env, args.expert, args.n_expert)
         model, chat, adapter = load(args, env, states)
-        chat.rendering = dataclasses.replace(chat.rendering, **beginning)
+        if named:  # else they begin with the environment's own messages
+            first = published.first_messages(env, states)
+            chat.rendering = dataclasses.replace(chat.rendering, **first)
         limit = min(args.max_tokens, chat.context or args.max_tokens)
         examples, validation = (
             list(examples_of(chat, part, limit, args.observation_loss > 0))

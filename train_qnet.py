@@ -8,10 +8,14 @@
 QNet is the agent's own language model with a value head. It is regressed at *every* token of
 (s, a) onto that pair's Q-value (the tiny model's only at the last one: docs/differences.md).
 
-The pairs of a tree share their beginnings, and the loss is a square: sum_i w_i (v - q_i)^2 is
-(sum_i w_i) (v - mean q)^2 plus a constant. So a tree goes through the backbone once, each token
-with a weight and a mean target. That gives the gradient of its pairs one by one at a fraction of
-the cost. The readable form is `pair_loss`; --plain trains with it.
+The readable form of the loss is `pair_loss`, and --plain trains with it, one pair at a time. But
+the pairs of a tree share their beginnings, and for a token with value v, which carries the loss of
+the pairs i with weights w_i = 1/n_i,
+
+    sum_i w_i (v - q_i)^2 = W v^2 - 2 v sum_i w_i q_i + constant,    W = sum_i w_i.
+
+So a whole tree goes through the backbone once (qlass/fast/packing.py), with W and sum_i w_i q_i for
+each token. Loss and gradients are those of its pairs one by one, at a fraction of the cost.
 
 Held-out trees (one in ten) show whether QNet can rank *siblings*: the search asks nothing else.
 """
@@ -49,6 +53,7 @@ TINY: dict[str, Any] = {"epochs": 8, "lr": 1e-3, "batch": 64, "loss_on": "last"}
 TINY |= {"max_tokens": 1024, "micro_tokens": 2048}
 SMALL = 50_000_000  # parameters, below which the settings are TINY's
 HELD_OUT = 10  # every tenth tree is not trained on
+MIN_HELD_OUT = 5  # fewer trees do not choose the epoch
 
 # -------------------------------------------------------------------------------------- the network
 
@@ -205,7 +210,9 @@ def pair_loss(qnet: QNet, pair: Pair, loss_on: str = "all") -> torch.Tensor:
 def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Namespace) -> dict:
     """Regress QNet onto the Q-values of (s, a). Returns figures for the metadata."""
     carriers = functools.partial(loss_tokens, loss_on=args.loss_on)
-    max_tokens = 1 if qnet.plain else args.max_tokens  # --plain: a pair alone
+    alone = 1  # token of room: each pair stands by itself
+    max_tokens = alone if qnet.plain else args.max_tokens
+    micro_tokens = alone if qnet.plain else args.micro_tokens
     packs = [p for tree in trees for p in pack_pairs(qnet.chat, tree, carriers, max_tokens)]
     progress = Progress(qnet, args, [len(pack.pairs) for pack in packs])
     accelerator, model, optimizer = progress.accelerator, progress.model, progress.optimizer
@@ -214,7 +221,6 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
         for update in progress.updates():
             batch = [packs[i] for i in update]
             n_pairs = sum(len(pack.pairs) for pack in batch)
-            micro_tokens = 1 if qnet.plain else args.micro_tokens
             groups = micro_batches(batch, lambda pack: pack.tokens, micro_tokens)
             loss = 0.0
             for group, weight in progress.share(groups):  # gradient accumulation
@@ -234,7 +240,7 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
             optimizer.zero_grad()
             progress.end_update(loss, tokens=sum(pack.tokens for pack in batch))
         figures = ranking(model, held_out)
-        validation = figures["mse"] if len(held_out) >= 5 else None
+        validation = figures["mse"] if len(held_out) >= MIN_HELD_OUT else None
         progress.end_epoch(validation, **{f"held_out_{name}": v for name, v in figures.items()})
     return progress.end()
 
@@ -243,7 +249,7 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
 
 
 def ranking(qnet: QNet, trees: list[Tree]) -> dict[str, Any]:
-    """Eq. (8) on these trees, the mean square error of Q, and `sibling_accuracy`."""
+    """The mean square error of Q (Eq. 8) on these trees, and `sibling_accuracy`."""
     pairs = list(itertools.chain(*trees))
     values = [q for (q,) in qnet.score([Score(p.state, (p.action,)) for p in pairs])]
     mse = sum((p.q - v) ** 2 for p, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
@@ -321,7 +327,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def load(args: argparse.Namespace, loading: dict[str, Any]) -> tuple[QNet, Any]:
     """A QNet of the agent's weights and a new head, and PEFT's view of LoRA's updates (or None)."""
-    torch.manual_seed(args.seed)  # here: the same head, be the agent there or just made
+    torch.manual_seed(args.seed)  # here: the agent may have been trained in this process just now
     all_weights = not (args.lora or args.freeze)
     backbone, chat = models.load_checkpoint(
         args.sft, AutoModel, train=all_weights, plain=args.plain, **loading
@@ -353,9 +359,9 @@ def main(argv: list[str] | None = None) -> None:
     loading = {name: getattr(args, name) for name in ("device", "load_in", "precision")}
     loading["rendering"] = policy.rendering_of(args.sft, args, policy.PROMPTED)
     with training.processes(args.out, args.device) as process:
-        nodes = itertools.islice(files.read_trees(args.labels, ["q", "messages"]), args.limit)
+        labelled = itertools.islice(files.read_trees(args.labels, ["q", "messages"]), args.limit)
         tasks, trees = [], []
-        for tree in nodes:
+        for tree in labelled:
             tasks.append(tree[0]["task_id"])
             trees.append(pairs_of(tree))
         qnet, adapter = load(args, loading)
@@ -377,7 +383,8 @@ def main(argv: list[str] | None = None) -> None:
             figures |= {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
             inputs = [args.labels, args.sft]
             files.write_meta(args.out, vars(args), inputs, **figures, held_out=ranks)
-            print(f"{args.out}: mse {figures['loss']:.4f} after epoch {figures['best_epoch']}")
+            errors = f"training loss {figures['loss']:.4f}, held-out mse {ranks['mse']:.4f}"
+            print(f"{args.out}: {errors} after epoch {figures['best_epoch']}")
             if ranks["sibling_pairs"]:
                 right = f"{ranks['sibling_accuracy']:.3f} of {ranks['sibling_pairs']}"
                 own = f"the agent's log-probability {ranks['policy_sibling_accuracy']:.3f}"

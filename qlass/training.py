@@ -35,8 +35,9 @@ T = TypeVar("T")
 
 
 def updates_of(sizes: Sequence[int], batch: int, seed: int, epoch: int) -> list[list[int]]:
-    """An epoch's examples, of `sizes[i]` each, in updates of at least `batch`; the last: the rest.
+    """Shuffle the examples and cut them into updates.
 
+    An update is full when the sizes of its examples sum to at least `batch`; the last may not be.
     The order depends on seed and epoch alone: a resumed training needs no memory of it.
     """
     generator = torch.Generator().manual_seed((seed << 20) + epoch)
@@ -89,13 +90,13 @@ def processes(out: Path, device: str | None) -> Iterator[accelerate.PartialState
     if not process or process.num_processes != world:
         reason = "WORLD_SIZE is set, but the processes see no others"
         raise UserError(f"{reason}: start them by torchrun, or unset it")
-    if divided() and os.environ.get("FSDP_VERSION") != "2":  # 1 can't call a part of QNet
+    if divided() and os.environ.get("FSDP_VERSION") != "2":  # 1 can't call QNet's parts
         raise UserError("--use_fsdp: give --fsdp_version 2 beside it")
     first = process.is_main_process
     with files.locked(out) if first else contextlib.nullcontext(), models.within_memory():
         yield process
         if first:
-            shutil.rmtree(states_of(out), ignore_errors=True)
+            shutil.rmtree(resume_folder(out), ignore_errors=True)
 
 
 def divided() -> bool:
@@ -106,7 +107,7 @@ def divided() -> bool:
 # ----------------------------------------------------------------------------------- log and states
 
 
-def states_of(out: Path) -> Path:
+def resume_folder(out: Path) -> Path:
     """The folder of an unfinished training's states; the end of the training deletes it."""
     return out.with_name(out.name + ".partial")
 
@@ -117,7 +118,7 @@ def begin(args: Namespace, inputs: Iterable[Path]) -> bool:
     They come before the training, so that a stopped one resumes with the arguments and inputs that
     it was begun with; others are a UserError. --overwrite deletes what is there.
     """
-    process, out, states = accelerate.PartialState(), args.out, states_of(args.out)
+    process, out, states = accelerate.PartialState(), args.out, resume_folder(args.out)
     there = (out / "config.json").exists() or any(states.glob("state-*"))
     if there and not args.overwrite:
         files.same_arguments(out, vars(args), files.TRAINING_FREE)
@@ -153,7 +154,7 @@ class Progress:
         self.accelerator = accelerate.Accelerator(
             mixed_precision="bf16" if dtype == torch.bfloat16 else "no",
             device_placement=False,
-            # whatever the shell's variables say:
+            # The shell's variables must not divide the gradients again.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         )
         first = self.accelerator.is_main_process
@@ -162,13 +163,14 @@ class Progress:
         if divided():
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
         else:
+            # Evaluation mode: autocast on `forward`, and no wrapper.
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
         epochs = range(args.epochs)
         self.plan = [updates_of(sizes, args.batch, args.seed, epoch) for epoch in epochs]
         self.starts = [0, *itertools.accumulate(map(len, self.plan))]  # updates before each epoch
         self.steps = self.starts[-1]
         self.lines: list[dict] = []
-        if states := sorted(states_of(args.out).glob("state-*.pt")):
+        if states := sorted(resume_folder(args.out).glob("state-*.pt")):
             self._load(states[-1])
         self.began = time.perf_counter() - (self.lines[-1]["seconds"] if self.lines else 0.0)
         log = args.out.with_name(args.out.name + ".log.jsonl")
@@ -263,7 +265,7 @@ class Progress:
     def end(self) -> dict:
         """Give the model, in the first process, the best epoch's weights. Returns figures."""
         self.bar.close()
-        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # no autocast, in place
         first = self.accelerator.is_main_process
         if first and (divided() or self.best < len(self.curve)):
             state = read_state(self._path(self.starts[self.best]))
@@ -280,7 +282,7 @@ class Progress:
         self.log.flush()
 
     def _path(self, step: int) -> Path:
-        return states_of(self.args.out) / f"state-{step:08}.pt"
+        return resume_folder(self.args.out) / f"state-{step:08}.pt"
 
     def _save(self) -> None:
         """Write a state; of the older ones the best epoch's stays."""

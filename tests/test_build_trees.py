@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import build_trees
-from build_trees import RETRIES
+from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS
 from qlass import UserError, published
 from qlass.chat import Rendering, State, parse_action
 from qlass.published import actions_by_task
@@ -28,7 +28,7 @@ def grow(script, depth=1, width=2, rollouts=64, with_expert=False, world=WORLD, 
 
 
 L, R, LL, LR, RL, RR = ("left",), ("right",), ("left", "left"), ("left", "right"), ("right", "left"), ("right", "right")
-NEW = 1 + RETRIES  # draws for the first step of a branch
+NEW = 1 + EXTRA_DRAWS  # draws for the first step of a branch
 
 SCRIPT = {
     (): "left left right",
@@ -73,9 +73,9 @@ def test_the_second_pass_expands_the_experts_branch():
     assert asked[2:4] == [((), NEW), (L, 1)]  # no new child is found: the tree is as it was, the branch is worth 0
     assert asked[4] == (R, NEW)
     assert nodes[RL] == (0.4, "policy", 4) and nodes[(*RR, "right")] == (1.0, "expert", 2)
-    # R scores, so it is pushed again, though it finds no third child: that ends after W + RETRIES rollouts.
-    assert asked[5:] == [(R, NEW)] * (3 + RETRIES - 1)
-    assert root.children["left"].rollouts == 0 and root.children["right"].rollouts == 3 + RETRIES
+    # R scores, so it is pushed again, though it finds no third child: that ends after W + EXTRA_ROLLOUTS rollouts.
+    assert asked[5:] == [(R, NEW)] * (3 + EXTRA_ROLLOUTS - 1)
+    assert root.children["left"].rollouts == 0 and root.children["right"].rollouts == 3 + EXTRA_ROLLOUTS
 
 
 def test_under_a_bound_the_experts_nodes_come_before_what_the_first_pass_left():
@@ -195,7 +195,7 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
     assert all(len(path) <= depth for path, n in asked if n == NEW)
     assert len({b for _, _, b in nodes.values()} - {0}) <= rollouts + with_expert
     for node in root.subtree():
-        assert node.rollouts <= width + RETRIES
+        assert node.rollouts <= width + EXTRA_ROLLOUTS
         if node.depth or node.children:
             assert bool(node.children) != node.done  # a path ends where the episode ends
         assert not node.reward or node.done

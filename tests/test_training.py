@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from qlass import UserError, training
 from qlass.files import read_jsonl
-from qlass.training import Progress, begin, cosine, states_of, updates_of
+from qlass.training import Progress, begin, cosine, resume_folder, updates_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -121,7 +121,7 @@ def stopped(args: argparse.Namespace) -> Path:
     """A run that was stopped at its sixth update: its last state."""
     with pytest.raises(Stopped):
         fit(args, [1.0] * 6, 5)
-    (state,) = states_of(args.out).glob("state-00000004.pt")
+    (state,) = resume_folder(args.out).glob("state-00000004.pt")
     return state
 
 
@@ -140,7 +140,7 @@ def test_another_run_does_not_continue_this_one(tmp_path):
     data.write_text("others")
     with pytest.raises(UserError, match="data, which has changed since"):
         again()
-    assert again(overwrite=True) and not any(states_of(args.out).iterdir())
+    assert again(overwrite=True) and not any(resume_folder(args.out).iterdir())
 
 
 # ---------------------------------------------------------------------------------------------------------- it diverges
@@ -150,7 +150,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
     args = arguments(tmp_path)
     with pytest.raises(UserError, match=r"update 6: loss nan.*lower --lr than 0\.1"):
         fit(args, [1.0] * 6, spoil=5)
-    weights = torch.load(states_of(args.out) / "state-00000004.pt", weights_only=True)["weights"]
+    weights = torch.load(resume_folder(args.out) / "state-00000004.pt", weights_only=True)["weights"]
     assert weights and all(p.isfinite().all() for p in weights.values())
 
 
@@ -172,7 +172,7 @@ def small_run(tmp_path, agent, fake_world):
 
     def written(name: str) -> tuple[dict, dict]:
         files = sorted((tmp_path / name).glob("*.safetensors"))
-        assert not states_of(tmp_path / name).exists()
+        assert not resume_folder(tmp_path / name).exists()
         weights = {name: w for file in files for name, w in load_file(file).items()}
         return json.loads((tmp_path / f"{name}.meta.json").read_text()), weights
 
