@@ -181,10 +181,12 @@ class Explorer:
         observation = self.env.message(observation)
         state = node.state.then(action, observation)
         child = Node(state, observation, self.env.snapshot(), node.depth + 1, node, action)
-        child.reward, child.done = float(reward), terminated or truncated
+        child.done = terminated or truncated
+        child.reward = self.env.outcome(reward, child.done)
         child.source, child.branch = source, self.branches
         if source == "policy" and child.depth == self.max_steps and not child.done:
-            child.reward, child.done, child.cut = self.env.reward_if_cut(), True, True
+            child.done, child.cut = True, True
+            child.reward = self.env.outcome(self.env.reward_if_cut(), done=True)
         node.children[command] = child
         return child
 

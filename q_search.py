@@ -126,10 +126,10 @@ def episode(
         scores = yield from method.score(state, candidates, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
         observation, reward, terminated, truncated, _ = env.step(parse_action(action))  # line 9
-        observation = env.message(observation)
-        steps.append(Step(state, drawn, candidates, scores, action, observation, float(reward)))
-        state = state.then(action, observation)  # line 10
         done = terminated or truncated
+        observation, reward = env.message(observation), env.outcome(reward, done)
+        steps.append(Step(state, drawn, candidates, scores, action, observation, reward))
+        state = state.then(action, observation)  # line 10
     return steps
 
 

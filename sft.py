@@ -50,13 +50,14 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
         action = react(thought, move)
         messages = [*state.dump(), {"role": "assistant", "content": action}]
         observation, reward, terminated, truncated, _ = env.step(move)
+        reward = env.outcome(reward, terminated or truncated)
         if terminated or truncated:
             break
         state = state.then(action, env.message(observation))
     if not messages:
         raise UserError(f"{env.name}: its expert does nothing in task {task_id}")
     line = {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages}
-    return line | {"reward": float(reward)}
+    return line | {"reward": reward}
 
 
 def collect(env: envs.TextEnv, path: Path, limit: int | None, world: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 
 import pytest
+from fakes import FakeEnv
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,11 +16,21 @@ import train_qnet
 from build_trees import Explorer
 from docs.switches import Switches
 from experiments import compare, drive_in_order
+from qlass import UserError
 from qlass.batching import Candidate, Sample
 from qlass.chat import Rendering, uniforms
 from qlass.files import read_jsonl
 
 FLAG = "docs.switches:Switches"
+
+
+@pytest.mark.parametrize("reward", [50, -1, 2.5, float("nan"), 0.5])
+def test_a_reward_that_is_no_outcome_is_refused(reward):
+    """Beyond [0, 1], not a number, or before the end."""
+    env = FakeEnv()
+    assert [env.outcome(r, done=True) for r in (0, 0.5, 1, True)] == [0.0, 0.5, 1.0, 1.0]
+    with pytest.raises(UserError, match="fake: a step earned"):
+        env.outcome(reward, done=reward != 0.5)
 
 
 @pytest.mark.filterwarnings("ignore")  # of gymnasium's checks, on the texts of ScienceWorld
