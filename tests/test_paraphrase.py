@@ -5,8 +5,6 @@ from collections import Counter
 
 import pytest
 from fakes import json_server, run, started, stopped, word_chat
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import envs
 import q_search
@@ -66,23 +64,17 @@ def test_the_same_index_is_the_same_wording_and_zero_the_task():
     assert paraphrase("i need a lamp", 1) == paraphrase("i need a lamp", 1 + len(few))  # the rules have no more
 
 
-word = st.text("bdgkmpvz", min_size=2, max_size=6)
-names = st.sampled_from(["color", "size", "fit type", "flavor name", "item shape"])
+OPENINGS = ["find me", "Find me a", "i am looking for a", "i'm looking for", "buy", "i would like to get an"]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(["find me", "Find me a", "i am looking for a", "i'm looking for", "buy", "i would like to get an"]),
-    st.lists(word, min_size=1, max_size=6),
-    st.dictionaries(names, st.builds(" | ".join, st.lists(word, min_size=1, max_size=2)), max_size=3),
-    st.integers(1, 99) | st.none(),
-)
-def test_nothing_that_is_asked_changes(opening, words, options, tens):
-    task = f"{opening} {' '.join(words)}"
-    task += " with " * bool(options) + ", and ".join(f"{k}: {v}" for k, v in options.items())
-    task += f", and price lower than {10 * tens}.00 dollars" if tens else ""
-    texts = check(task, options.items(), 10 * tens if tens else None)
-    assert len(set(texts)) > 2 and all(" ".join(words) in text for text in texts)
+@pytest.mark.parametrize("opening", OPENINGS)
+def test_nothing_that_is_asked_changes(opening):
+    for options in [], [("fit type", "gk mz")], [("color", "bd | vz"), ("size", "kp")]:
+        for tens in (None, 1, 99):
+            task = f"{opening} dd gbk" + " with " * bool(options) + ", and ".join(f"{k}: {v}" for k, v in options)
+            task += f", and price lower than {10 * tens}.00 dollars" if tens else ""
+            texts = check(task, options, 10 * tens if tens else None)
+            assert len(set(texts)) > 2 and all("dd gbk" in text for text in texts)
 
 
 def test_bundled_goals():
@@ -112,23 +104,14 @@ class Shop(envs.TextEnv):
         return {"task": TASK, "valid_actions": []}
 
 
-def sample(requests):
-    """A model that says which wording it read."""
-    texts = {paraphrase(TASK, k): f"Action: c{k}" for k in range(5)}
-    return [[Candidate(texts[r.state.task], 2, -1.0)] * r.n for r in requests]
-
-
 def guided(method: Method, trial: int, wordings: int):
-    """The trajectory, the states that were scored, what the model was asked, call by call, and the reworder."""
-    scored, drawn, reworded = [], [], []
+    """The trajectory, the states that were scored, what the model was asked, call by call."""
+    scored, drawn = [], []
 
-    def rules(task, index):
-        reworded.append(index)
-        return paraphrase(task, index)
-
-    def model(requests):
+    def model(requests):  # it says which wording it read
         drawn.append(requests)
-        return sample(requests)
+        texts = {paraphrase(TASK, k): f"Action: c{k}" for k in range(5)}
+        return [[Candidate(texts[r.state.task], 2, -1.0)] * r.n for r in requests]
 
     def answer(request):
         if isinstance(request, Score):
@@ -136,14 +119,14 @@ def guided(method: Method, trial: int, wordings: int):
             return [float("c1" in action) for action in request.actions]  # Q is 1 for candidate "c1"
         return rephrased([request])[0]
 
-    rephrased = Paraphrased(model, rules, wordings)
+    rephrased = Paraphrased(model, paraphrase, wordings)
     steps, _ = run(q_search.episode(Shop(), "t", method, trial, word_chat().rendering), answer)
-    return steps, scored, drawn, reworded
+    return steps, scored, drawn
 
 
 def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_original():
     chat = word_chat()
-    steps, scored, drawn, _ = guided(Method("qlass", by_q, M=3), 0, 3)
+    steps, scored, drawn = guided(Method("qlass", by_q, M=3), 0, 3)
     words = [paraphrase(TASK, k) for k in range(3)]
     assert [[r.state.task for r in step] for step in drawn] == [words, words]
     for r in [r for step in drawn for r in step]:
@@ -163,7 +146,9 @@ def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_orig
 
 
 def test_trials_continue_with_further_wordings_and_start_again_after_the_last():
-    assert [set(guided(Method("qlass", by_q, M=2), trial, 3)[-1]) for trial in range(3)] == [{0, 1}, {2, 0}, {1, 2}]
+    for trial, indices in enumerate([{0, 1}, {2, 0}, {1, 2}]):
+        *_, drawn = guided(Method("qlass", by_q, M=2), trial, 3)
+        assert {r.state.task for step in drawn for r in step} == {paraphrase(TASK, k) for k in indices}
 
 
 def test_reword_leaves_the_agents_own_words():
