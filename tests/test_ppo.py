@@ -85,10 +85,8 @@ def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidat
         assert_close(p.grad, gradient, atol=1e-5, rtol=1e-3)
 
 
-@pytest.fixture
-def labels(tmp_path):
-    """Exploration trees of the fake world with the mean final reward below each node."""
-    chat = word_chat(candidates="valid", temperature=1.0)
+def test_the_critic_begins_with_the_mean_reward_below_a_state(tmp_path):
+    chat, labels = word_chat(candidates="valid", temperature=1.0), tmp_path / "labels.jsonl"
     policy = Policy(tiny_lm(chat, initializer_range=0.05), chat)
 
     def tree(task):
@@ -97,12 +95,7 @@ def labels(tmp_path):
         return label(tree_records(env, task, root), "avg", 0.9)
 
     trees = list(drive(map(tree, ["train0", "train1"]), {Sample: policy.sample}))
-    (tmp_path / "labels.jsonl").write_text(dump([node for nodes in trees for node in nodes]))
-    return tmp_path / "labels.jsonl"
-
-
-def test_the_critic_begins_with_the_mean_reward_below_a_state(labels):
-    chat = word_chat()
+    labels.write_text(dump([node for nodes in trees for node in nodes]))
     critic = QNet(tiny_backbone(chat), chat, hidden=32, plain=True).train()
     learner = Learner(tiny_lm(chat), None, chat, 1e-3)
     learner.optimizer.add_param_group({"params": [*critic.parameters()], "peak": 3e-3})
