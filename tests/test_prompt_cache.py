@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from fakes import ACTIONS, tiny_lm, word_chat
+from fakes import ACTIONS, WORDS, tiny_lm, word_chat
 
 from qlass.batching import Sample, Score
 from qlass.chat import State
@@ -15,17 +15,12 @@ from train_qnet import QNet
 
 CHAT = word_chat()
 MODEL = tiny_lm(CHAT)
-WORDS = "you stand at start left right walk find the purse hm this way nothing happens".split()  # noqa: SIM905
 
 
 def episodes(n: int, turns: int, seed: int = 0) -> list[list[State]]:
     """The states of n episodes, each with words of its own from the first observation on."""
-    rng = np.random.default_rng(seed)
-
-    def words(k: int) -> str:
-        return " ".join(rng.choice(WORDS, k))
-
-    played = []
+    rng, played = np.random.default_rng(seed), []
+    words = lambda k: " ".join(rng.choice(WORDS.split()[:-3], k))  # noqa: E731
     for _ in range(n):
         states = [State((("user", "walk"), ("assistant", "OK"), ("user", words(12))))]
         for _ in range(turns - 1):
