@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from fakes import ACTIONS, WORDS, tiny_lm, word_chat
+from fakes import ACTIONS, tiny_lm, word_chat
 
 from qlass.batching import Sample, Score
 from qlass.chat import State
@@ -15,12 +15,17 @@ from train_qnet import QNet
 
 CHAT = word_chat()
 MODEL = tiny_lm(CHAT)
+WORDS = "you stand at start left right walk find the purse hm this way nothing happens".split()  # noqa: SIM905
 
 
 def episodes(n: int, turns: int, seed: int = 0) -> list[list[State]]:
     """The states of n episodes, each with words of its own from the first observation on."""
-    rng, played = np.random.default_rng(seed), []
-    words = lambda k: " ".join(rng.choice(WORDS.split()[:-3], k))  # noqa: E731
+    rng = np.random.default_rng(seed)
+
+    def words(k: int) -> str:
+        return " ".join(rng.choice(WORDS, k))
+
+    played = []
     for _ in range(n):
         states = [State((("user", "walk"), ("assistant", "OK"), ("user", words(12))))]
         for _ in range(turns - 1):
@@ -115,11 +120,7 @@ def test_a_trie_is_read_down_to_its_last_branching():
     assert np.exp(trie.logprobs(scores)) == pytest.approx([0.3 * 0.2, 0.3 * 0.8, 0.7])
     assert Trie([[1, 2]]).branches == [] and Trie([[1, 2]]).tails == [[]]
     assert np.exp(Trie([[1, 9], [1, 9], [2, 9]]).logprobs(np.log([0.5, 0.5]))) == pytest.approx([0.5, 0.5, 0.5])
-
-
-def test_only_tokens_above_a_branching_are_computed():
-    state = episodes(1, 1)[0][0]
-    policy = Policy(MODEL, CHAT)
+    state, policy = episodes(1, 1)[0][0], Policy(MODEL, CHAT)
     policy.sample([Sample(state, 3, ("t",), 1.0, ("Action: left",))])
     assert policy.computed == 0  # there is nothing to choose
     policy.sample([Sample(state, 3, ("t",), 1.0, ("Action: left left left", "Action: right walk"))])
