@@ -127,13 +127,11 @@ BLIND = [GREEDY, Method("sample"), RANDOM, Method("qlass", by_q, M=2), Method("q
 
 
 @pytest.mark.parametrize("method", BLIND)
-@pytest.mark.parametrize("rewards", itertools.permutations([0.0, 0.5, 1.0]))
+@pytest.mark.parametrize("rewards", [*itertools.permutations([0.0, 0.5, 1.0])])
 def test_no_reward_is_looked_at_before_the_end(rewards, method):
     a, b, c = rewards
-    world = {
-        "left": {"left": a, "right": {"left": b, "right": c}},
-        "right": {"left": c, "right": {"left": b, "right": a}},
-    }
+    one, two = ({"left": x, "right": {"left": b, "right": y}} for x, y in ((a, c), (c, a)))
+    world = {"left": one, "right": two}
     record, path, env = episode(method, BOTH, true_q, FakeEnv(world))
     expected, same_path, _ = episode(method, BOTH, true_q)
     assert path == same_path and record["tokens"] == expected["tokens"]
