@@ -134,24 +134,6 @@ def test_light_particles_give_way_to_copies_of_the_heavy():
     assert (record["env_steps"], record["restores"], record["env_steps_replayed"], record["resets"]) == (12, 3, 15, 4)
 
 
-@pytest.mark.parametrize(("name", "settings"), BLIND)
-def test_with_the_exact_q_every_search_takes_a_shortest_path(name, settings):
-    env, chat = envs.make("frozenlake", map="lakes"), word_chat(candidates="valid")
-
-    def exact(request):
-        other = env.fork()
-        other.reset(options={"task_id": task})
-        for action in path_of(request.state):
-            other.step(action)
-        return [other.q_star_of(parse_action(action)) for action in request.actions]
-
-    for task in env.task_ids("test")[:3]:
-        walk = getattr(Search(env.fork(), task, Method(name, M=4), chat.rendering), name)(**settings)
-        end, _ = run(walk, answer(exact, lambda r: [Candidate(action, 1, -1.0) for action in r.valid]))
-        env.reset(options={"task_id": task})
-        assert end.path[-1].reward == 1 and 0.9 ** (len(end.path) - 1) == pytest.approx(env.q_star()[env.cell].max())
-
-
 class Sealed:
     """A reward that nobody may look at."""
 
