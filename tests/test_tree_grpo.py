@@ -13,18 +13,10 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import envs
+from experiments import tree_grpo
 from experiments.decisions import Decision
 from experiments.learning import Learner
-from experiments.tree_grpo import (
-    Trajectory,
-    advantages,
-    batches,
-    dual_clip,
-    env_steps,
-    forest,
-    low_variance_kl,
-    policy_loss,
-)
+from experiments.tree_grpo import Trajectory, advantages, batches, dual_clip, forest, low_variance_kl
 from qlass.batching import Sample, drive
 from qlass.chat import Rendering, State
 from qlass.policy import Policy
@@ -42,7 +34,7 @@ def grow(M, N, L, key=("k",), script=None):
 def test_leaves_their_number_and_each_edge_played_once(M, N, L):
     group, requests, env = grow(M, N, L)
     assert [trajectory.tree for trajectory in group] == [i for i in range(M) for _ in range(N * L + 1)]
-    assert len(env.played) == len(requests) == env_steps(group)
+    assert len(env.played) == len(requests) == tree_grpo.env_steps(group)
     assert len({request.key for request in requests}) == len(requests)  # no noise is used twice
     assert {request.temperature for request in requests} == {1.0}  # the distribution that is trained
     steps = sum(len(trajectory.decisions) for trajectory in group)
@@ -137,11 +129,6 @@ def test_kl_is_never_negative_and_zero_at_equality():
 # ------------------------------------------------------------------------------------------ packed against step by step
 
 
-def played(chat, answer, tasks=3):
-    growing = (forest(FakeEnv(), f"train{i}", 2, 2, 1, chat.rendering, (i,)) for i in range(tasks))
-    return list(drive(growing, {Sample: answer}))
-
-
 def plain_choices(model, chat, decision):
     """(log-probability, entropy) of each choice of a decision, by a forward pass a sequence and position."""
     prompt, taken = chat.prompt(decision.state), chat.action(decision.action, decision.state.task)
@@ -177,9 +164,10 @@ def world(request):
     if request.param == "free":  # words at random reach no purse: what matters here is that rewards differ
         texts = itertools.cycle(["left", "right", "find", "right", "left"])
         answer = lambda requests: [say(next(texts)) for _ in requests]  # noqa: E731
+    growing = (forest(FakeEnv(), f"train{i}", 2, 2, 1, chat.rendering, (i,)) for i in range(2))
     groups = [
         [dataclasses.replace(t, reward=t.reward + 0.1 * (i % 3)) for i, t in enumerate(group)]
-        for group in played(chat, answer, 2)
+        for group in drive(growing, {Sample: answer})
     ]
     return chat, model, old, reference, groups
 
@@ -211,7 +199,7 @@ def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, 
     for batch in packs:
         with torch.no_grad():
             batch.old = batch.choices.logprobs(old)[0]
-        part = policy_loss(*batch.choices.logprobs(model), batch, kl, bonus) / n
+        part = tree_grpo.policy_loss(*batch.choices.logprobs(model), batch, kl, bonus) / n
         part.backward()
         total += part.item()
     assert sum(float(batch.visits.sum()) for batch in packs) == n
