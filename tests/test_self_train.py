@@ -34,7 +34,7 @@ def test_best_branch_by_hand():
             node(4, 0, "c"),
             node(5, 4, "d", depth=2),
             node(6, 5, "e", 0.6, True, depth=3),
-        )
+        )  # fmt: skip
     )
     assert [(m["role"], m["content"]) for m in line["messages"]] == [
         ("user", "start"), ("assistant", "a"), ("user", "saw a"), ("assistant", "b")]  # fmt: skip
@@ -97,9 +97,7 @@ def stage(tmp_path, monkeypatch):
 
     messages = [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "OK"}]
     expert = tmp_path / "expert.jsonl"
-    expert.write_text(
-        dump([{"messages": messages, "task": "find", "reward": 1.0, "id": f"mine/{i}"} for i in range(3)])
-    )
+    expert.write_text(dump([{"messages": messages, "task": "", "reward": 1, "id": f"mine/{i}"} for i in range(3)]))
     for name in ("sft", "qnet"):
         (tmp_path / name).mkdir()
     start.record = {"model": "tiny", "expert": str(expert), "n_expert": 2, "lr": 0.5, "epochs": 7, "batch": 3,
