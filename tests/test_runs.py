@@ -68,11 +68,8 @@ def parsed(*command):
 
 
 def stages(commands):
-    """What the paper's stages were asked for: {file: [arguments]}."""
-    calls = {}
-    for command in commands:
-        calls.setdefault(command[0], []).append(parsed(*command))
-    return calls
+    """What each stage was asked for: {file: [arguments]}."""
+    return {name: [parsed(*c) for c in commands if c[0] == name] for name, *_ in commands}
 
 
 @pytest.mark.parametrize("script", [str(path.relative_to(ROOT)) for path in SCRIPTS])
