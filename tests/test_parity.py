@@ -9,10 +9,8 @@ from qlass import UserError
 from qlass.batching import Sample
 from qlass.chat import State
 from qlass.fast import parity
-from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import windows_of
 from qlass.policy import Policy
-from train_qnet import Pair, QNet, loss_tokens, pair_loss
 
 CHAT = word_chat(temperature=0.8)
 
@@ -107,13 +105,3 @@ def test_plain_and_packed_policies_agree(name):
             assert [c.logprob for c in packed] == pytest.approx([c.logprob for c in others], abs=1e-3)
     pairs = [(s, a) for s in states() for a in ACTIONS]
     assert trees.logprobs(pairs) == pytest.approx(plain.logprobs(pairs), abs=1e-3)
-
-
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
-def test_training_packed_with_windows_equals_pair_by_pair(name):
-    torch.manual_seed(0)
-    qnet = QNet(model_of(name).model, CHAT)
-    pairs = [Pair(s, a, 0.1 * i) for i, (s, a) in enumerate((s, a) for s in states() for a in ACTIONS)]
-    plain = sum(pair_loss(qnet, p).item() for p in pairs)
-    packs = list(pack_pairs(CHAT, pairs, loss_tokens, 10_000))
-    assert packed_loss(qnet, packs).item() == pytest.approx(plain, rel=1e-4)
