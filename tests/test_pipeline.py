@@ -32,7 +32,7 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def lake(tmp_path_factory) -> Path:
-    """A folder in which the five scripts were run with their defaults, one after the other."""
+    """Where the five scripts were run with their defaults, one after the other."""
     folder = tmp_path_factory.mktemp("lake")
     for stage in STAGES:
         done = script(stage, *LAKE, cwd=folder)
@@ -84,11 +84,9 @@ def test_help_fits_one_screen(stage, capsys):
     ("stage", "argv", "says"),
     [
         ("sft", ["--env", "chess"], "chess"),
-        ("sft", ["--env", "frozenlake", "--expert", "nowhere.jsonl"], "nowhere.jsonl"),
         ("sft", ["--env", "frozenlake", "--expert", "broken.jsonl"], "broken.jsonl:1"),
         ("sft", ["--env", "frozenlake", "--model", "./nowhere"], "nowhere"),
         ("build_trees", ["--env", "frozenlake", "--sft", "."], "checkpoint"),
-        ("train_qnet", ["--sft", "nowhere"], "nowhere"),
         ("q_search", ["--env", "frozenlake", "--split", "exam"], "exam"),
         ("experiments.compare", ["--env", "frozenlake", "--method", "expert", "--out", "broken.jsonl"], "not of this"),
     ],
