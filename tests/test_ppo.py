@@ -1,5 +1,7 @@
 """Turn-level PPO: advantages by hand, and the critic against the plain way."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -72,11 +74,10 @@ def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidat
         assert plain(state).item() == pytest.approx(v, abs=1e-5)
     A = [[steps + 0.3 for steps in advantages(group, values, 0.9, 0.8)] for group in groups]
     losses = []
-    for group, steps in zip(groups, A, strict=True):
-        for t, each in zip(group, steps, strict=True):
-            for decision, a in zip(t.decisions, each, strict=True):
-                V, v = plain(decision.state), values[decision.state]
-                losses.append(value_loss(V, torch.tensor(v), torch.tensor(a + v)))
+    for t, steps in zip(itertools.chain(*groups), itertools.chain(*A), strict=True):
+        for decision, a in zip(t.decisions, steps, strict=True):
+            v = torch.tensor(values[decision.state])
+            losses.append(value_loss(plain(decision.state), v, v + a))
     torch.stack(losses).mean().backward()
     expected = [p.grad.clone() for p in critic.parameters()]
     critic.zero_grad()
