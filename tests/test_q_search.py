@@ -42,9 +42,6 @@ def episode(method: Method, script=BOTH, q=never, env: FakeEnv | None = None, **
     return record, tuple(parse_action(s["action"]) for s in record["steps"]), env
 
 
-# ------------------------------------------------------------------------------------------------ who goes where
-
-
 def by_trial(*scripts):
     """A different script for each of N trajectories."""
     answers = [Script(s) for s in scripts]
@@ -140,7 +137,6 @@ def test_no_reward_is_looked_at_before_the_end(rewards, method):
         assert record["env_steps"] == record["n_steps"]
 
 
-# --------------------------------------------------------------------------------------------------- what it costs
 # The prompt: "<user> walk <agent>" 3 tokens, "OK <end>" 2, "<user> you stand at start <agent>" 6. An action,
 # "Thought: hm Action: left <end>", has 5; the scripted agent says 3. "<user> Observation: you stand at start right
 # <agent>" has 8, a step further 9.
@@ -171,9 +167,6 @@ def test_an_agent_without_a_memory_reads_each_observation_once(monkeypatch):
     record, path, _ = episode(Method("qlass", by_q, M=2), q=true_q)
     assert path == ("right",) * 3
     assert record["tokens"] == {"prompt": 6 + 8 + 9, "generated": 18, "scored": 23 + 3 * 2 * 5}  # no instruction, no OK
-
-
-# ------------------------------------------------------------------------------------------------------ the command
 
 
 def methods(*argv: str) -> list[Method]:
