@@ -27,11 +27,7 @@ def write(path: Path, records: list[dict]) -> None:
 
 
 def groups_of(*arguments: object) -> dict[str, results.Group]:
-    groups = results.read_results(results.result_files(map(str, arguments)))
-    return {str(group.condition): group for group in groups}
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
+    return {str(g.condition): g for g in results.read_results(results.result_files(map(str, arguments)))}
 
 
 def test_ids_stay_text_and_what_is_null_is_counted(tmp_path):
@@ -53,9 +49,6 @@ def test_two_results_of_the_same_task_must_agree(tmp_path):
     write(tmp_path / "results.jsonl", [*LINES, LINES[0] | {"reward": 0.75}])
     with pytest.raises(UserError, match=r"results.jsonl:1 and .*results.jsonl:21: two different results"):
         groups_of(tmp_path)
-
-
-# -------------------------------------------------------------------------------------------------------------- tables
 
 
 def test_the_table_by_hand():
@@ -115,13 +108,10 @@ def test_the_differences_by_hand(tmp_path):
 
 
 def test_qlass_meets_the_best_of_n_of_its_cost_and_of_its_samples(tmp_path):
-    def line(task: int, tokens: int, **method) -> dict:
-        return RESULT | {"task_id": str(task), "tokens": {"generated": tokens}} | method
-
-    rivals = [(2, 140), (3, 150), (8, 999)]
-    records = [line(task, 152, method="qlass", M=2) for task in range(2)]
-    records += [line(task, tokens, method="best_of_n", N=n, select="q") for n, tokens in rivals for task in range(2)]
-    write(tmp_path / "results.jsonl", records)
+    several = [("best_of_n", 2, 140), ("best_of_n", 3, 150), ("best_of_n", 8, 999)]
+    records = [{"method": m, "M": 2 if m == "qlass" else 1, "N": n, "select": "q", "tokens": {"generated": tokens}}
+               for m, n, tokens in [("qlass", 1, 152), *several]]  # fmt: skip
+    write(tmp_path / "results.jsonl", [RESULT | record | {"task_id": task} for record in records for task in "ab"])
     met = [b for a, b in differences(groups_of(tmp_path).values()) if a == "QLASS M=2"]
     assert met == ["best-of-N, picked by QNet N=3", "best-of-N, picked by QNet N=2"]
 
@@ -141,9 +131,6 @@ def test_expected_ranges_are_checked(tmp_path):
     assert report.expected(list(groups_of(tmp_path).values()), tmp_path / "expected.csv") == [
         "agent .710, expected .70 to .73: ok", "QLASS M=4 .700, expected .76 to .80: not as expected",
     ]  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------ what one row may hold
 
 
 def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tasks: str = "xy", **flags) -> str:
@@ -204,9 +191,6 @@ def test_what_is_not_the_same_is_not_pooled(tmp_path, other, says):
     assert len(groups_of(first, f"other={second}")) == 6  # labels tell them apart
 
 
-# ------------------------------------------------------------------------------------------------------------- figures
-
-
 def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     greedy, searched = (next(r for r in LINES if r["method"] == m) for m in ("greedy", "qlass"))
@@ -242,9 +226,6 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
     assert lines["rl"] == [pytest.approx((6000 + 100 * per_task) / 1e6)]  # of 100 tasks
     Path("trees.meta.json").write_text('{"tokens": null}')  # resumed: what they cost in all is not known
     assert math.isnan(training_tokens(next(g for g in groups if g.condition.label == "")))
-
-
-# ------------------------------------------------------------------------------------------------------------ the page
 
 
 class Page(HTMLParser):
