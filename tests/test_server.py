@@ -73,17 +73,13 @@ def fakes():
         stopped(fake.http)
 
 
-def served(fake: Fake, chat: Chat = CHAT, seed: int = 0) -> ServerPolicy:
-    return ServerPolicy(fake.url, chat, seed)
-
-
 def texts(policy: ServerPolicy, *requests: Sample) -> list[str]:
     return [c.text for drawn in policy.sample(list(requests)) for c in drawn]
 
 
 def test_a_candidate_is_one_completion_of_token_ids(fakes):
     fake = fakes()
-    policy = served(fake)
+    policy = ServerPolicy(fake.url, CHAT)
     (drawn,) = policy.sample([request(3)])
     assert len(fake.sampled()) == len(drawn) == 3 and policy.computed == 21
     assert all((c.tokens, math.isnan(c.logprob)) == (3, True) for c in drawn)
@@ -93,8 +89,10 @@ def test_a_candidate_is_one_completion_of_token_ids(fakes):
         assert (body["stop"], body["stop_token_ids"]) == (["<end>"], [CHAT.stop_id]) and body.keys() >= EXTRA
     first = [c.text for c in drawn]
     assert set(first) == {f"Action: left {body['seed']}" for body in fake.sampled()} and len(set(first)) == 3
-    assert texts(served(fake), request(3)) == first and texts(policy, request(2)) == first[:2]  # the same seeds
-    assert not {*texts(served(fake, seed=1), request(3)), *texts(policy, request(3, ("t", 1)))} & set(first)
+    assert (
+        texts(ServerPolicy(fake.url, CHAT), request(3)) == first and texts(policy, request(2)) == first[:2]
+    )  # the same seeds
+    assert not {*texts(ServerPolicy(fake.url, CHAT, 1), request(3)), *texts(policy, request(3, ("t", 1)))} & set(first)
     several = [request(1, ("t", i)) for i in range(24)]  # under way at once, and answered in order
     assert texts(policy, *several) == [texts(policy, r)[0] for r in several]
 
@@ -109,7 +107,7 @@ def test_a_candidate_is_one_completion_of_token_ids(fakes):
 )
 def test_a_server_is_asked_as_it_understands(fakes, refuses, ids, top_k):
     fake, chat = fakes(refuses), Chat(chat_tokenizer("chatml"), Rendering())
-    served(fake, chat=chat).sample([request()])
+    ServerPolicy(fake.url, chat).sample([request()])
     (body,) = fake.sampled()
     text = chat.tokenizer.apply_chat_template(STATE.dump(), tokenize=False, add_generation_prompt=True)
     assert body["prompt"] == (chat.prompt(STATE) if ids else text)
@@ -119,7 +117,7 @@ def test_a_server_is_asked_as_it_understands(fakes, refuses, ids, top_k):
 def test_sampling_settings_reach_the_server(fakes):
     stops = ("Observation:", "Task:", "User:", "Thought:", "\n\n")
     fake, chat = fakes(), word_chat(top_p=0.9, top_k=5, stop=stops, max_new_tokens=7)
-    policy = served(fake, chat=chat)
+    policy = ServerPolicy(fake.url, chat)
     for end in ("", " <end> more", "\nThought: more", "\n\nAction: right"):  # a server takes four stop texts
         fake.script += [choice("Action: left" + end)]
         assert texts(policy, request()) == ["Action: left"]
@@ -127,7 +125,7 @@ def test_sampling_settings_reach_the_server(fakes):
     assert (body["top_p"], body["top_k"], body["max_tokens"]) == (0.9, 5, 7)
     assert body["stop"] == ["<end>", *stops[:3]]
     with pytest.raises(UserError, match="I do not know this"):  # no other distribution in silence
-        served(fakes(lambda body: {"top_k", "generation_config"} & body.keys()), chat=chat)
+        ServerPolicy(fakes(lambda body: {"top_k", "generation_config"} & body.keys()).url, chat)
 
 
 def test_a_server_of_another_model_is_noticed(capsys):
@@ -138,12 +136,9 @@ def test_a_server_of_another_model_is_noticed(capsys):
     assert "reads 99 tokens where the checkpoint has" in capsys.readouterr().err
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
-
-
 def test_faults_that_pass_and_that_stay(fakes):
     fake = fakes()
-    policy = served(fake)
+    policy = ServerPolicy(fake.url, CHAT)
     fake.script += [503, 429]  # overloaded, too often
     assert len(texts(policy, request())) == 1 and len(fake.sampled()) == 3
     fake.script += [404]
@@ -157,9 +152,6 @@ def test_nobody_there_and_what_is_asked_of_no_server():
         Endpoint("http://127.0.0.1:9/v1")
     with pytest.raises(UserError, match="--candidates free"):
         ServerPolicy("http://a/v1", word_chat(candidates="valid"))
-
-
-# --------------------------------------------------------------------------------------------------- flags and engines
 
 
 def saved(folder, model, chat):
