@@ -28,8 +28,7 @@ def plain(ids: list[int]) -> np.ndarray:
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
-    x = x - x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+    return torch.from_numpy(x).log_softmax(-1).numpy()
 
 
 def step(state: State, action: str, *path: str) -> State:
@@ -41,15 +40,11 @@ LEFT, RIGHT = step(FIRST, "left"), step(FIRST, "right")
 STATES = [FIRST, FIRST.then("Thought: find", "Observation: nothing happens"), LEFT, RIGHT,
           step(LEFT, "right", "left"), step(RIGHT, "right", "right")]  # fmt: skip
 
-# -------------------------------------------------------------------------------------------------- trees of tokens
-
 
 def test_a_token_tree_by_hand():
     tree = TokenTree()
     assert [tree.add([5, 6, 7]), tree.add([5, 6, 8, 7]), tree.add([6])] == [[0, 1, 2], [0, 1, 3, 4], [5]]
     assert tree.add([5, 6]) == [0, 1] and tree.add([9, 9], after=2) == [6, 7] and tree.depth[-2:] == [3, 4]
-    sees = [list(np.flatnonzero(row)) for row in tree.attention()]
-    assert sees == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4], [5], [0, 1, 2, 6], [0, 1, 2, 6, 7]]
 
 
 sequences = st.lists(st.lists(st.integers(2, 5), min_size=1, max_size=8), min_size=1, max_size=5)
@@ -84,9 +79,6 @@ def test_batches_hold_every_item_once_within_the_budget(items, budget, like):
         lengths, rows, cached = zip(*(items[i] for i in group), strict=True)
         assert len(group) == 1 or (max(lengths) + max(cached)) * sum(rows) <= budget
         assert min(lengths) >= like * max(lengths)
-
-
-# ------------------------------------------------------------------------------------------------------ the policy
 
 
 def policy(seed: int = 0, **options) -> Policy:
@@ -154,15 +146,13 @@ def test_free_sampling_equals_one_token_at_a_time(settings):
 
 def logprobs_by_brute_force(state: State, valid: tuple[str, ...], temperature: float) -> list[float]:
     """Token by token, among the tokens with which a valid action can go on."""
-    whole = [tuple(CHAT.action(a, state.task)) for a in valid]
-    totals = []
+    whole, totals = [CHAT.action(a, state.task) for a in valid], []
     for ids in whole:
-        total = 0.0
+        totals.append(0.0)
         for t, token in enumerate(ids):
             allowed = sorted({w[t] for w in whole if w[:t] == ids[:t] and len(w) > t})
             logits = plain([*CHAT.prompt(state), *ids[:t]])[-1][allowed] / temperature
-            total += log_softmax(logits)[allowed.index(token)]
-        totals.append(total)
+            totals[-1] += log_softmax(logits)[allowed.index(token)]
     return totals
 
 
@@ -223,9 +213,6 @@ def test_top_k_and_top_p_by_hand():
     assert truncated(p, top_k=1, top_p=0.9).tolist() == [[0, 0.4, 0, 0], [0.25, 0, 0, 0]]
     # Of what top-k leaves, as in transformers: .4 is .57 of .4 and .3.
     assert truncated(p, top_k=2, top_p=0.55).tolist() == [[0, 0.4, 0, 0], [0.25, 0.25, 0, 0]]
-
-
-# ------------------------------------------------------------------------------------------------------ the driver
 
 
 def countdown(i: int, rounds: int):
