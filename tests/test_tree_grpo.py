@@ -21,8 +21,6 @@ from qlass.batching import Sample, drive
 from qlass.chat import Rendering, State
 from qlass.policy import Policy
 
-# ------------------------------------------------------------------------------------------------------------- forests
-
 
 def grow(M, N, L, key=("k",), script=None):
     env = FakeEnv()
@@ -66,9 +64,6 @@ def test_siblings_on_slippery_ice_have_luck_of_their_own():
         return [(len(trajectory.decisions), trajectory.decisions[-1].state) for trajectory in tree]
 
     assert len(set(ends())) > 1 and ends() == ends()
-
-
-# ---------------------------------------------------------------------------------------------- advantages and the loss
 
 
 def trees_of(rewards):
@@ -124,9 +119,6 @@ def test_kl_is_never_negative_and_zero_at_equality():
     # In expectation over pi it is the KL divergence.
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     assert_close((p * low_variance_kl(p.log(), q.log())).sum(), (p * (p / q).log()).sum())
-
-
-# ------------------------------------------------------------------------------------------ packed against step by step
 
 
 def plain_choices(model, chat, decision):
