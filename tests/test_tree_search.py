@@ -1,5 +1,6 @@
 """Tree searches and retry on written worlds: what they find, that they read no reward, and what they cost."""
 
+import functools
 import math
 
 import pytest
@@ -26,13 +27,8 @@ PARTICLES = ("particles", {"tau": 0.1, "gamma": 0.9})
 
 def behind(request: Score) -> list:
     """The node of the world that each action leads to."""
-    nodes = []
-    for action in request.actions:
-        node = WORLD
-        for step in (*path_of(request.state), parse_action(action)):
-            node = node[step]
-        nodes.append(node)
-    return nodes
+    node = functools.reduce(dict.get, path_of(request.state), WORLD)
+    return [node[parse_action(action)] for action in request.actions]
 
 
 def true_q(request: Score) -> list[float]:
@@ -114,8 +110,8 @@ def test_a_wider_beam_keeps_what_seems_worse_at_first():
 def test_particles_at_infinite_tau_are_independent_chains(task):
     expected, asked = run(q_search.play(FakeEnv(), task, BEST_OF_4, CHAT, {}), answer(true_q, by_key))
     record, path, _, requests = play("particles", 1, 4, draw=by_key, task=task, tau=math.inf, gamma=0.9)
-    draws = [{request for request in of if isinstance(request, Sample)} for of in (asked, requests)]
-    assert draws[0] == draws[1] and record["restores"] == 0
+    assert {r for r in asked if isinstance(r, Sample)} == {r for r in requests if isinstance(r, Sample)}
+    assert record["restores"] == 0
     assert path == tuple(parse_action(step["action"]) for step in expected["steps"])
     shared = expected.keys() - {"steps"}
     assert {key: record[key] for key in shared} == {key: expected[key] for key in shared}
