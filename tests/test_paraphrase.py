@@ -57,11 +57,7 @@ def test_nothing_that_is_asked_changes():
         env.reset(options={"task_id": task_id})
         check(env.goal["instruction_text"], env.goal["goal_options"].items(), env.goal["price_upper"])
     for opening in ("find me", "Find me a", "i am looking for a", "i'm looking for", "buy", "i would like to get an"):
-        for options, limit in (
-            ([], None),
-            ([("fit type", "gk mz")], None),
-            ([("color", "bd | vz"), ("size", "kp")], 90),
-        ):
+        for options, limit in ([], None), ([("fit type", "gk")], None), ([("color", "bd | vz"), ("size", "kp")], 90):
             task = f"{opening} dd gbk" + " with " * bool(options) + ", and ".join(f"{k}: {v}" for k, v in options)
             texts = check(task + f", and price lower than {limit}.00 dollars" * bool(limit), options, limit)
             assert len(set(texts)) > 2 and all("dd gbk" in text for text in texts)
@@ -71,7 +67,6 @@ class Shop(envs.TextEnv):
     """Two pages that both show the task, as WebShop's do."""
 
     name, instruction, max_steps = "shop", "shop", 2
-
     info = {"task": TASK, "valid_actions": []}  # noqa: RUF012
 
     def reset(self, *, seed=None, options=None):
