@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 import torch
 from fakes import WORLD, FakeEnv, Script, path_of, run, say, tiny_lm, word_chat
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import envs
 from experiments import tree_grpo
 from experiments.decisions import Decision
 from experiments.learning import Learner
-from experiments.tree_grpo import Trajectory, advantages, batches, dual_clip, forest, low_variance_kl
+from experiments.tree_grpo import Trajectory, advantages, batches, forest
 from qlass.batching import Sample, drive
 from qlass.chat import Rendering, State
 from qlass.policy import Policy
@@ -98,27 +96,6 @@ def test_gigpos_second_group_are_discounted_visits_to_an_equal_observation(std):
         np.testing.assert_allclose(values, expected, atol=1e-4)
     inter = np.array([1.0, 0.8, 0.5]) - 2.3 / 3
     np.testing.assert_allclose([a[0] for a in A[1]], inter / np.std([1, 0.8, 0.5], ddof=1) ** std, atol=1e-4)
-
-
-@given(st.floats(0.01, 20), st.lists(st.floats(-3, 3), min_size=1, max_size=6))
-def test_the_sum_over_trajectories_is_in_closed_form(ratio, several):
-    def plain(a):  # as the released code writes it
-        unclipped = max(-a * ratio, -a * min(max(ratio, 0.8), 1.2))
-        return min(unclipped, -3 * a) if a < 0 else unclipped
-
-    positive, negative = sum(max(a, 0) for a in several), sum(max(-a, 0) for a in several)
-    value = dual_clip(*(torch.tensor(x, dtype=torch.float64) for x in (ratio, positive, negative)))
-    assert float(value) == pytest.approx(sum(map(plain, several)), abs=1e-9)
-
-
-def test_kl_is_never_negative_and_zero_at_equality():
-    logp, reference = torch.randn(2, 1000) * 3
-    assert low_variance_kl(logp, reference).min() >= 0
-    assert low_variance_kl(logp, logp).abs().max() == 0
-    assert float(low_variance_kl(torch.tensor(-2.0), torch.tensor(-1.0))) == pytest.approx(np.e - 2)
-    # In expectation over pi it is the KL divergence.
-    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
-    assert_close((p * low_variance_kl(p.log(), q.log())).sum(), (p * (p / q).log()).sum())
 
 
 def plain_choices(model, chat, decision):
