@@ -81,3 +81,13 @@ def test_only_the_oracle_acts_on_the_hidden_goal(options):
             actions, others = ([action for action, _ in play(e, task, player)] for e in (env, other))
             same[player] += actions == others
     assert same.pop("oracle") < len(tasks) and set(same.values()) == {len(tasks)}
+
+
+@pytest.mark.parametrize("most", [3, 4, None])
+def test_oracle_takes_what_pays_best_within_its_steps(most):
+    """n steps buy the right product with n - 3 of its options."""
+    env = envs.make("webshop", max_steps=most)
+    for task in random.Random(0).sample(env.task_ids("all"), 40):
+        steps, values = play(env, task, "oracle"), len(env.goal["goal_options"])
+        clicked = min(values, (most or 9) - 3)
+        assert steps[-1][1] == pytest.approx((4 + clicked) / (4 + values)) and len(steps) == 3 + clicked
