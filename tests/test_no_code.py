@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -12,19 +11,21 @@ from qlass.models import load_chat
 from qlass.policy import Policy
 
 
-class Bomb:
-    """What unpickles makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
+class Bomb(str):
+    """Who unpickles it makes a folder of this name."""
 
     def __reduce__(self):
-        return os.mkdir, (str(self.path),)
+        return os.mkdir, (str(self),)
 
 
-def test_a_pickled_checkpoint_is_refused_and_not_run(tmp_path, agent):
-    folder, struck = tmp_path / "sft", tmp_path / "struck"
-    shutil.copytree(agent, folder)
+@pytest.fixture
+def copy(tmp_path, agent):
+    """A checkpoint to spoil, and the folder that its code would make."""
+    return shutil.copytree(agent, tmp_path / "sft"), tmp_path / "struck"
+
+
+def test_a_pickled_checkpoint_is_refused_and_not_run(copy):
+    folder, struck = copy
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.embed_tokens.weight": Bomb(struck)}))
     with pytest.raises(OSError, match="safetensors"):
@@ -33,9 +34,8 @@ def test_a_pickled_checkpoint_is_refused_and_not_run(tmp_path, agent):
 
 
 @pytest.mark.parametrize("load", [Policy.load, lambda folder: load_chat(folder, None)])
-def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path, agent, load):
-    folder, struck = tmp_path / "sft", tmp_path / "struck"
-    shutil.copytree(agent, folder)
+def test_code_that_comes_with_a_checkpoint_is_not_run(copy, load):
+    folder, struck = copy
     (folder / "evil.py").write_text(f"import os; os.mkdir({str(struck)!r})\nclass A:\n    pass\n")
     config = json.loads((folder / "config.json").read_text())
     maps = {name: "evil.A" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")}

@@ -1,12 +1,9 @@
 """Wordings of a task: nothing that is asked changes; each candidate under its own; a server that fails in every way."""
 
 import re
-from collections import Counter
 
 import pytest
 from fakes import json_server, run, started, stopped, word_chat
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import envs
 import q_search
@@ -20,29 +17,17 @@ from qlass.results import costs_of
 
 TASK = "i need a red cotton shirt with color: navy, and size: x-large, and price lower than 60.00 dollars"
 
-# --------------------------------------------------------------------------------------------------------------- rules
-FRAME = """a after am and are below be buy can could costing dollars find for get have help i i'm im in interested is
-    less like looking lower me my need order please price priced request should show than the this to under want
-    what with would you i'd id searching of"""
-UNITS = {"oz": "ounce", "ounces": "ounce", "fl": "fluid", "ml": "milliliter", "milliliters": "milliliter"}
-
-
-def content_words(text):
-    """The words of a request that say what is wanted, as a multiset; units and amounts in one form."""
-    words = [word.lstrip("$").removesuffix(".00") for word in re.findall(r"[^\s,;:()?]+", text.lower())]
-    return Counter(UNITS.get(word, word) for word in words if not re.search(rf"(?<!\S){re.escape(word)}(?!\S)", FRAME))
-
 
 def check(task, options=(), limit=None):
     """39 of the task's wordings, which ask for what the task asks for; options as (name, value)."""
+    goods = clauses(task)[0].split()[-2:]
     texts = [paraphrase(task, index) for index in range(1, 40)]
     for text in texts:
-        assert content_words(text) == content_words(task), text
+        assert " ".join(goods) in text, text
         for name, value in options:  # each value still belongs to its name
             assert re.search(rf"\b{re.escape(name)}(: | should be ){re.escape(value)}", text), text
-        if limit:
-            amounts = re.findall(r"(?:lower than|less than|under|below) \$?([\d.]+)(?: dollars)?\b", text)
-            assert [float(amount) for amount in amounts] == [limit], text
+        amounts = re.findall(r"(?:lower than|less than|under|below) \$?([\d.]+)(?: dollars)?\b", text)
+        assert not limit or [float(amount) for amount in amounts] == [limit], text
     return texts
 
 
@@ -66,69 +51,41 @@ def test_the_same_index_is_the_same_wording_and_zero_the_task():
     assert paraphrase("i need a lamp", 1) == paraphrase("i need a lamp", 1 + len(few))  # the rules have no more
 
 
-word = st.text("bdgkmpvz", min_size=2, max_size=6)
-names = st.sampled_from(["color", "size", "fit type", "flavor name", "item shape"])
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(["find me", "Find me a", "i am looking for a", "i'm looking for", "buy", "i would like to get an"]),
-    st.lists(word, min_size=1, max_size=6),
-    st.dictionaries(names, st.builds(" | ".join, st.lists(word, min_size=1, max_size=2)), max_size=3),
-    st.integers(1, 99) | st.none(),
-)
-def test_nothing_that_is_asked_changes(opening, words, options, tens):
-    task = f"{opening} {' '.join(words)}"
-    task += " with " * bool(options) + ", and ".join(f"{k}: {v}" for k, v in options.items())
-    task += f", and price lower than {10 * tens}.00 dollars" if tens else ""
-    texts = check(task, options.items(), 10 * tens if tens else None)
-    assert len(set(texts)) > 2 and all(" ".join(words) in text for text in texts)
-
-
-def test_bundled_goals():
+def test_nothing_that_is_asked_changes():
     env = envs.make("webshop")
     for task_id in env.task_ids("test")[:25]:
         env.reset(options={"task_id": task_id})
         check(env.goal["instruction_text"], env.goal["goal_options"].items(), env.goal["price_upper"])
-
-
-# ---------------------------------------------------------------------------------------------------------- candidates
+    for opening in ("find me", "Find me a", "i am looking for a", "i'm looking for", "buy", "i would like to get an"):
+        for options, limit in ([], None), ([("fit type", "gk")], None), ([("color", "bd | vz"), ("size", "kp")], 90):
+            task = f"{opening} dd gbk" + " with " * bool(options) + ", and ".join(f"{k}: {v}" for k, v in options)
+            texts = check(task + f", and price lower than {limit}.00 dollars" * bool(limit), options, limit)
+            assert len(set(texts)) > 2 and all("dd gbk" in text for text in texts)
 
 
 class Shop(envs.TextEnv):
     """Two pages that both show the task, as WebShop's do."""
 
     name, instruction, max_steps = "shop", "shop", 2
+    info = {"task": TASK, "valid_actions": []}  # noqa: RUF012
 
     def reset(self, *, seed=None, options=None):
         self.steps = 0
-        return f"start {TASK} end", self.info()
+        return f"start {TASK} end", self.info
 
     def step(self, action):
         self.steps += 1
-        return f"page {TASK} end", 0.5, False, self.steps == 2, self.info()
-
-    def info(self):
-        return {"task": TASK, "valid_actions": []}
-
-
-def sample(requests):
-    """A model that says which wording it read."""
-    texts = {paraphrase(TASK, k): f"Action: c{k}" for k in range(5)}
-    return [[Candidate(texts[r.state.task], 2, -1.0)] * r.n for r in requests]
+        return f"page {TASK} end", 0.5, False, self.steps == 2, self.info
 
 
 def guided(method: Method, trial: int, wordings: int):
-    """The trajectory, the states that were scored, what the model was asked, call by call, and the reworder."""
-    scored, drawn, reworded = [], [], []
+    """The trajectory, the states that were scored, what the model was asked, call by call."""
+    scored, drawn = [], []
 
-    def rules(task, index):
-        reworded.append(index)
-        return paraphrase(task, index)
-
-    def model(requests):
+    def model(requests):  # it says which wording it read
         drawn.append(requests)
-        return sample(requests)
+        texts = {paraphrase(TASK, k): f"Action: c{k}" for k in range(5)}
+        return [[Candidate(texts[r.state.task], 2, -1.0)] * r.n for r in requests]
 
     def answer(request):
         if isinstance(request, Score):
@@ -136,14 +93,14 @@ def guided(method: Method, trial: int, wordings: int):
             return [float("c1" in action) for action in request.actions]  # Q is 1 for candidate "c1"
         return rephrased([request])[0]
 
-    rephrased = Paraphrased(model, rules, wordings)
+    rephrased = Paraphrased(model, paraphrase, wordings)
     steps, _ = run(q_search.episode(Shop(), "t", method, trial, word_chat().rendering), answer)
-    return steps, scored, drawn, reworded
+    return steps, scored, drawn
 
 
 def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_original():
     chat = word_chat()
-    steps, scored, drawn, _ = guided(Method("qlass", by_q, M=3), 0, 3)
+    steps, scored, drawn = guided(Method("qlass", by_q, M=3), 0, 3)
     words = [paraphrase(TASK, k) for k in range(3)]
     assert [[r.state.task for r in step] for step in drawn] == [words, words]
     for r in [r for step in drawn for r in step]:
@@ -163,7 +120,9 @@ def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_orig
 
 
 def test_trials_continue_with_further_wordings_and_start_again_after_the_last():
-    assert [set(guided(Method("qlass", by_q, M=2), trial, 3)[-1]) for trial in range(3)] == [{0, 1}, {2, 0}, {1, 2}]
+    for trial, indices in enumerate([{0, 1}, {2, 0}, {1, 2}]):
+        *_, drawn = guided(Method("qlass", by_q, M=2), trial, 3)
+        assert {r.state.task for step in drawn for r in step} == {paraphrase(TASK, k) for k in indices}
 
 
 def test_reword_leaves_the_agents_own_words():
@@ -171,9 +130,6 @@ def test_reword_leaves_the_agents_own_words():
     state = reword(State(messages, TASK), "W")
     assert state == State((*messages[:2], ("user", "a W b"), ("assistant", TASK), ("user", "W")), "W")
     assert reword(State(messages, TASK), TASK) == State(messages, TASK)
-
-
-# -------------------------------------------------------------------------------------------------------------- server
 
 
 def test_server_that_fails_for_a_moment_or_for_good():

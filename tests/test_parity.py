@@ -1,23 +1,18 @@
 """Models of several kinds: what token trees give against plain sequences, and what is refused."""
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from fakes import FakeEnv, word_chat
+from fakes import ACTIONS, word_chat
 
 from qlass import UserError
 from qlass.batching import Sample
 from qlass.chat import State
 from qlass.fast import parity
-from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.fast.token_tree import additive_masks, windows_of
+from qlass.fast.token_tree import windows_of
 from qlass.policy import Policy
-from train_qnet import Pair, QNet, loss_tokens, pair_loss
 
 CHAT = word_chat(temperature=0.8)
-ACTIONS = ("Action: left", "Action: right", "Action: left right", "Thought: hm Action: walk")
-
 
 SMALL = {  # what makes a config small, where it has such a field
     "vocab_size": 200, "hidden_size": 64, "n_embd": 64, "intermediate_size": 64, "ffn_dim": 64, "num_hidden_layers": 4,
@@ -51,8 +46,7 @@ def tiny(name: str) -> torch.nn.Module:
 
 
 def states() -> list[State]:
-    observation, info = FakeEnv().reset(options={"task_id": "train0"})
-    first = State.first(FakeEnv(), observation, info)
+    first = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
     second = first.then("Action: left", "Observation: you stand at left")
     return [first, second, second.then("Action: right", "Observation: nothing happens"), first.then("Action: walk", "")]
 
@@ -70,26 +64,21 @@ def model_of(name: str) -> torch.nn.Module:
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss", "llama4_text", "opt"])
 def test_a_mask_without_its_windows_is_found(name, dtype, monkeypatch):
     model = tiny(name).to(dtype)
-    assert parity.fault(model) is None
-    assert parity.fault(model.model) is None  # a backbone, as QNet has
+    assert [parity.fault(m) for m in (model, model.model)] == [None, None]  # a backbone too, as QNet has
     windows = windows_of(model.config)
     if any(windows.values()):
         monkeypatch.setattr("qlass.fast.token_tree.windows_of", lambda config: dict.fromkeys(windows, 0))
         assert "differ from plain ones" in parity.fault(model)
 
 
-def test_outputs_that_are_not_finite_have_no_plain_way_out():
+def test_only_outputs_that_are_not_finite_have_no_plain_way_out():
     model = tiny("llama")
     with torch.no_grad():
         model.model.norm.weight[0] = float("nan")
     with pytest.raises(UserError, match="not finite") as error:
         parity.check(model, "agent")
     assert "--plain" not in str(error.value)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_counts_columns_is_found(dtype):
-    assert "differ from plain ones" in parity.fault(tiny("mpt").to(dtype))
+    assert "differ from plain ones" in parity.fault(tiny("mpt"))  # it counts columns, and has another way out
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2", "bloom", "gpt_neo"])
@@ -101,16 +90,6 @@ def test_what_cannot_read_token_trees_is_refused(name, tmp_path):
         Policy.load(tmp_path)
     assert "\n" not in str(error.value)
     assert Policy.load(tmp_path, plain=True).sample([Sample(states()[0], 2, ("t",), 0.0)])
-
-
-def test_windows_by_hand():
-    seven = torch.arange(7)[None]
-    causal = seven[:, :, None] >= seven[:, None]
-    masks = additive_masks(causal, seven, seven, {"a": 0, "b": 3, "c": -3}, torch.float32)
-    seen = {kind: [list(np.flatnonzero(row == 0)) for row in mask[0, 0].numpy()] for kind, mask in masks.items()}
-    assert seen["a"][6] == [0, 1, 2, 3, 4, 5, 6]
-    assert seen["b"][6] == [4, 5, 6] and seen["b"][1] == [0, 1]
-    assert seen["c"][5] == [3, 4, 5] and seen["c"][6] == [6] and seen["c"][4] == [3, 4]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
@@ -126,13 +105,3 @@ def test_plain_and_packed_policies_agree(name):
             assert [c.logprob for c in packed] == pytest.approx([c.logprob for c in others], abs=1e-3)
     pairs = [(s, a) for s in states() for a in ACTIONS]
     assert trees.logprobs(pairs) == pytest.approx(plain.logprobs(pairs), abs=1e-3)
-
-
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
-def test_training_packed_with_windows_equals_pair_by_pair(name):
-    torch.manual_seed(0)
-    qnet = QNet(model_of(name).model, CHAT)
-    pairs = [Pair(s, a, 0.1 * i) for i, (s, a) in enumerate((s, a) for s in states() for a in ACTIONS)]
-    plain = sum(pair_loss(qnet, p).item() for p in pairs)
-    packs = list(pack_pairs(CHAT, pairs, loss_tokens, 10_000))
-    assert packed_loss(qnet, packs).item() == pytest.approx(plain, rel=1e-4)

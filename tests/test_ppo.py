@@ -1,5 +1,7 @@
 """Turn-level PPO: advantages by hand, and the critic against the plain way."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -72,11 +74,10 @@ def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidat
         assert plain(state).item() == pytest.approx(v, abs=1e-5)
     A = [[steps + 0.3 for steps in advantages(group, values, 0.9, 0.8)] for group in groups]
     losses = []
-    for group, steps in zip(groups, A, strict=True):
-        for t, each in zip(group, steps, strict=True):
-            for decision, a in zip(t.decisions, each, strict=True):
-                V, v = plain(decision.state), values[decision.state]
-                losses.append(value_loss(V, torch.tensor(v), torch.tensor(a + v)))
+    for t, steps in zip(itertools.chain(*groups), itertools.chain(*A), strict=True):
+        for decision, a in zip(t.decisions, steps, strict=True):
+            v = torch.tensor(values[decision.state])
+            losses.append(value_loss(plain(decision.state), v, v + a))
     torch.stack(losses).mean().backward()
     expected = [p.grad.clone() for p in critic.parameters()]
     critic.zero_grad()
@@ -85,10 +86,8 @@ def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidat
         assert_close(p.grad, gradient, atol=1e-5, rtol=1e-3)
 
 
-@pytest.fixture
-def labels(tmp_path):
-    """Exploration trees of the fake world with the mean final reward below each node."""
-    chat = word_chat(candidates="valid", temperature=1.0)
+def test_the_critic_begins_with_the_mean_reward_below_a_state(tmp_path):
+    chat, labels = word_chat(candidates="valid", temperature=1.0), tmp_path / "labels.jsonl"
     policy = Policy(tiny_lm(chat, initializer_range=0.05), chat)
 
     def tree(task):
@@ -97,12 +96,7 @@ def labels(tmp_path):
         return label(tree_records(env, task, root), "avg", 0.9)
 
     trees = list(drive(map(tree, ["train0", "train1"]), {Sample: policy.sample}))
-    (tmp_path / "labels.jsonl").write_text(dump([node for nodes in trees for node in nodes]))
-    return tmp_path / "labels.jsonl"
-
-
-def test_the_critic_begins_with_the_mean_reward_below_a_state(labels):
-    chat = word_chat()
+    labels.write_text(dump([node for nodes in trees for node in nodes]))
     critic = QNet(tiny_backbone(chat), chat, hidden=32, plain=True).train()
     learner = Learner(tiny_lm(chat), None, chat, 1e-3)
     learner.optimizer.add_param_group({"params": [*critic.parameters()], "peak": 3e-3})

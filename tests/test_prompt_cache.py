@@ -120,11 +120,7 @@ def test_a_trie_is_read_down_to_its_last_branching():
     assert np.exp(trie.logprobs(scores)) == pytest.approx([0.3 * 0.2, 0.3 * 0.8, 0.7])
     assert Trie([[1, 2]]).branches == [] and Trie([[1, 2]]).tails == [[]]
     assert np.exp(Trie([[1, 9], [1, 9], [2, 9]]).logprobs(np.log([0.5, 0.5]))) == pytest.approx([0.5, 0.5, 0.5])
-
-
-def test_only_tokens_above_a_branching_are_computed():
-    state = episodes(1, 1)[0][0]
-    policy = Policy(MODEL, CHAT)
+    state, policy = episodes(1, 1)[0][0], Policy(MODEL, CHAT)
     policy.sample([Sample(state, 3, ("t",), 1.0, ("Action: left",))])
     assert policy.computed == 0  # there is nothing to choose
     policy.sample([Sample(state, 3, ("t",), 1.0, ("Action: left left left", "Action: right walk"))])

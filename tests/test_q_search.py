@@ -1,13 +1,12 @@
 """Algorithm 4 and its baselines on a written world: who takes which path with which Q, and what it costs."""
 
+import itertools
 import json
 import shutil
 from functools import partial
 
 import pytest
 from fakes import WORLD, FakeEnv, Script, best, path_of, run, say, word_chat
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import q_search
 from q_search import Method, by_chance, by_likelihood, by_q, play
@@ -43,9 +42,6 @@ def episode(method: Method, script=BOTH, q=never, env: FakeEnv | None = None, **
     return record, tuple(parse_action(s["action"]) for s in record["steps"]), env
 
 
-# ------------------------------------------------------------------------------------------------ who goes where
-
-
 def by_trial(*scripts):
     """A different script for each of N trajectories."""
     answers = [Script(s) for s in scripts]
@@ -71,13 +67,7 @@ def longest(request: Score) -> list[float]:
         (Method("qlass", by_q, M=2), BOTH, true_q, "right right right", 1.0),
         (Method("qlass", by_q, M=2), BOTH, onward(-1.0), "left left", 0.0),  # Q decides even where it is wrong
         (Method("qlass", by_q, M=2), BOTH | {("right",): "left left"}, true_q, "right left", 0.4),  # of what is drawn
-        (
-            Method("qlass", by_q, M=3),
-            {(): "right left left"},
-            onward(0.0),
-            "right left",
-            0.4,
-        ),  # among equals the first draw
+        (Method("qlass", by_q, M=3), {(): "right left left"}, onward(0), "right left", 0.4),  # of equals the first draw
         (Method("qlass", by_q, M=2, N=2, select="q"), LATE, true_q, "right right right", 1.0),
         (Method("qlass", by_q, M=2, N=2, select="oracle"), LATE, true_q, "right right right", 1.0),
         (GREEDY, {(): "right", ("right",): "right"}, never, "right right left", 0.0),
@@ -125,24 +115,20 @@ def test_what_was_sampled_for_one_method_serves_the_next():
 
     for method in (Method("sample"), Method("best_of_n", N=3, select="q"), Method("best_of_n", N=2, select="oracle")):
         assert played(method, sampled)[0] == played(method, {})[0]
-    assert list(sampled) == [("test0", 0), ("test0", 1), ("test0", 2)]
     assert played(Method("best_of_n", N=3, select="oracle"), sampled)[1] == set()
     assert played(Method("random", partial(by_chance, 0), N=3), sampled)[1] == {0, 1, 2}
 
 
-shuffled = st.permutations([0.0, 0.5, 0.2, 0.4, 0.0, 1.0])
 BLIND = [GREEDY, Method("sample"), RANDOM, Method("qlass", by_q, M=2), Method("qlass", by_q, 2, 3, "q"),
          Method("best_of_n", N=3, select="q")]  # fmt: skip
 
 
-@settings(max_examples=20, deadline=None)
-@given(shuffled, st.sampled_from(BLIND))
+@pytest.mark.parametrize("method", BLIND)
+@pytest.mark.parametrize("rewards", [*itertools.permutations([0.0, 0.5, 1.0])])
 def test_no_reward_is_looked_at_before_the_end(rewards, method):
-    a, b, c, d, e, f = rewards
-    world = {
-        "left": {"left": a, "right": {"left": b, "right": c}},
-        "right": {"left": d, "right": {"left": e, "right": f}},
-    }
+    a, b, c = rewards
+    one, two = ({"left": x, "right": {"left": b, "right": y}} for x, y in ((a, c), (c, a)))
+    world = {"left": one, "right": two}
     record, path, env = episode(method, BOTH, true_q, FakeEnv(world))
     expected, same_path, _ = episode(method, BOTH, true_q)
     assert path == same_path and record["tokens"] == expected["tokens"]
@@ -151,7 +137,6 @@ def test_no_reward_is_looked_at_before_the_end(rewards, method):
         assert record["env_steps"] == record["n_steps"]
 
 
-# --------------------------------------------------------------------------------------------------- what it costs
 # The prompt: "<user> walk <agent>" 3 tokens, "OK <end>" 2, "<user> you stand at start <agent>" 6. An action,
 # "Thought: hm Action: left <end>", has 5; the scripted agent says 3. "<user> Observation: you stand at start right
 # <agent>" has 8, a step further 9.
@@ -167,12 +152,7 @@ def test_no_reward_is_looked_at_before_the_end(rewards, method):
         # four draws a step, two candidates
         (Method("qlass", by_q, M=4), BOTH, {"prompt": 26, "generated": 3 * 4 * 3, "scored": 26 + 3 * 2 * 5}, 3),
         # left left, right left, right right left: four states, six actions, each read once whatever trajectories share
-        (
-            Method("best_of_n", N=3, select="q"),
-            THREE,
-            {"prompt": 3 + 6 + 8 + 8 + 9, "generated": (2 + 2 + 3) * 3, "scored": 34 + 6 * 5},
-            7,
-        ),
+        (Method("best_of_n", N=3, select="q"), THREE, {"prompt": 3 + 6 + 8 + 8 + 9, "generated": 21, "scored": 64}, 7),
         (Method("best_of_n", N=3, select="oracle"), THREE, {"prompt": 34, "generated": 21, "scored": 0}, 7),
     ],
 )
@@ -187,9 +167,6 @@ def test_an_agent_without_a_memory_reads_each_observation_once(monkeypatch):
     record, path, _ = episode(Method("qlass", by_q, M=2), q=true_q)
     assert path == ("right",) * 3
     assert record["tokens"] == {"prompt": 6 + 8 + 9, "generated": 18, "scored": 23 + 3 * 2 * 5}  # no instruction, no OK
-
-
-# ------------------------------------------------------------------------------------------------------ the command
 
 
 def methods(*argv: str) -> list[Method]:

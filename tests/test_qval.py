@@ -93,10 +93,8 @@ def test_exact_labels_are_value_iteration_within_the_steps_that_are_left(slipper
 
 def returns_of(env, point, reference, policy, K, gamma):
     """(candidates, K) labels of a point."""
-    return [
-        [played(label(env.fork(), point, i, k, reference, gamma, RENDERING), policy) for k in range(K)]
-        for i in range(len(point.candidates))
-    ]
+    one = lambda i, k: played(label(env.fork(), point, i, k, reference, gamma, RENDERING), policy)  # noqa: E731
+    return [[one(i, k) for k in range(K)] for i in range(len(point.candidates))]
 
 
 def test_returns_by_hand():
@@ -176,9 +174,7 @@ def test_ceilings():
     assert reached < ceiling(returns.tolist()) < reached + 0.08  # ranks of four lose more than the formula knows
 
 
-def context_of(run, judge=None):
-    args = argparse.Namespace(env="frozenlake", run=run, sft=None, server=None, gamma=0.9, seed=0)
-    return Context(args, judge)
+ARGUMENTS = {"env": "frozenlake", "server": None, "gamma": 0.9, "seed": 0}
 
 
 @pytest.fixture
@@ -187,8 +183,8 @@ def context(tmp_path, agent):
     policy = Script({(): "left right", ("left",): "right"})
     tree = played(explore(FakeEnv(), "train0", RENDERING, 0, 2, 2, False), policy)
     write_jsonl(tmp_path / "trees.jsonl", tree_records(FakeEnv(), "train0", tree))
-    context = context_of(tmp_path)
-    context.args.sft, context.cache["sft"] = agent, Policy.load(agent)
+    context = Context(argparse.Namespace(**ARGUMENTS, run=tmp_path, sft=agent))
+    context.cache["sft"] = Policy.load(agent)
     return context
 
 
@@ -217,19 +213,6 @@ def test_what_scores_say(context):
     assert scored("tree_plain", context, actions) == [1, 0, None]  # the branches' rewards
     with pytest.raises(UserError, match="unknown scorer"):
         entry("wisdom", context)
-
-
-def test_scores_steer_the_search(context):
-    args = argparse.Namespace(**vars(context.args) | {"qnet": None, "M": [2], "N": None, "select": "q"})
-    plan, paths = search.planned([], args, context)
-    by_player = {method.player: method for method in plan}
-    assert context.path("trees") in paths and {"random", "tree_bellman"} < set(by_player)
-    assert not {"oracle", "state_value"} & set(by_player)  # who know the true values
-    env = FakeEnv()
-    steered = played(by_player["logprob"].score(env, root(env), ACTIONS, ("t", 0)))
-    assert steered == pytest.approx(scored("logprob", context))
-    with pytest.raises(UserError, match="oracle_step"):
-        search.planned(["oracle"], args, context)
 
 
 def test_equal_scores_are_taken_at_random_and_missing_ones_last():
@@ -262,7 +245,7 @@ class Fake:
 def test_answers_of_judges_are_read(name, reply, values, tmp_path):
     replies = itertools.cycle(reply.split("|"))
     judge = Fake(lambda question: next(replies))
-    assert scored(name, context_of(tmp_path, judge)) == values
+    assert scored(name, Context(argparse.Namespace(**ARGUMENTS, run=tmp_path, sft=None), judge)) == values
     assert len(set(judge.questions)) == {"direct": 2, "direct_16": 32}.get(name, 1)
     assert ("you stand at start left" in judge.questions[0].text) == (name == "ranking")  # next states are shown
 
@@ -302,6 +285,8 @@ def test_a_study_of_a_small_lake(study, tmp_path, agent, monkeypatch, capsys):
     assert list(downstream.rewards(results, "frozenlake")) == names
     with pytest.raises(UserError, match="of frozenlake, not of webshop"):
         downstream.rewards(results, "webshop")
+    with pytest.raises(UserError, match="oracle_step"):  # who knows the true values steers no search
+        qval.main(["search", *common, "--scorer", "oracle", "-M", "3", "--limit", "5"])
     flags = ["--trajectories", "3", "-K", "2", "--references", "exact", "policy", "--sft", str(agent)]
     labels = study(*flags, "--results", str(results), "--scorers", *names, "oracle", points="20")
     assert set(labels) == {"exact", "policy max", "policy mean"}
@@ -311,10 +296,8 @@ def test_a_study_of_a_small_lake(study, tmp_path, agent, monkeypatch, capsys):
 
 def summary(order):
     """Five scores, the per-state figure of which is their place in the alphabet, the global one the reverse."""
-    rows = {
-        name: dict.fromkeys(downstream.PREDICT, float(i)) | {"global": -float(i), RHO: {"mean": i}, "orders": True}
-        for i, name in enumerate("abcde")
-    }
+    more = [{"global": -float(i), RHO: {"mean": i}, "orders": True} for i in range(5)]
+    rows = {n: dict.fromkeys(downstream.PREDICT, float(i)) | more[i] for i, n in enumerate("abcde")}
     rewards = {name: {f"t{t}": order.index(name) + t / 100 for t in range(6)} for name in order}
     return {"title": order, "labels": {"exact": rows}, "rewards": rewards}
 

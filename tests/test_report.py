@@ -27,11 +27,7 @@ def write(path: Path, records: list[dict]) -> None:
 
 
 def groups_of(*arguments: object) -> dict[str, results.Group]:
-    groups = results.read_results(results.result_files(map(str, arguments)))
-    return {str(group.condition): group for group in groups}
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
+    return {str(g.condition): g for g in results.read_results(results.result_files(map(str, arguments)))}
 
 
 def test_ids_stay_text_and_what_is_null_is_counted(tmp_path):
@@ -55,9 +51,6 @@ def test_two_results_of_the_same_task_must_agree(tmp_path):
         groups_of(tmp_path)
 
 
-# -------------------------------------------------------------------------------------------------------------- tables
-
-
 def test_the_table_by_hand():
     table = tables.results_table(list(groups_of(RESULTS).values())).set_index("method")
     assert list(table.index) == [
@@ -75,11 +68,8 @@ def test_the_table_by_hand():
 
 def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played(tmp_path):
     played = [(1, 0, 1), (2, 0, 0), (3, 0, 1), (4, 0, 1), (1, 1, 1), (2, 1, 1)]
-    records = [
-        RESULT | {"task_id": f"t{task}", "seed": seed, "reward": reward, "tokens": {"prompt": 10 * task}}
-        for task, seed, reward in played
-    ]
-    write(tmp_path / "results.jsonl", records)
+    records = [{"task_id": f"t{t}", "seed": s, "reward": r, "tokens": {"prompt": 10 * t}} for t, s, r in played]
+    write(tmp_path / "results.jsonl", [RESULT | record for record in records])
     (group,) = groups_of(tmp_path).values()
     assert (group.reward.mean, group.reward.n, group.mean("total")) == (0.75, 2, 15)
 
@@ -118,13 +108,10 @@ def test_the_differences_by_hand(tmp_path):
 
 
 def test_qlass_meets_the_best_of_n_of_its_cost_and_of_its_samples(tmp_path):
-    def line(task: int, tokens: int, **method) -> dict:
-        return RESULT | {"task_id": str(task), "tokens": {"generated": tokens}} | method
-
-    rivals = [(2, 140), (3, 150), (8, 999)]
-    records = [line(task, 152, method="qlass", M=2) for task in range(2)]
-    records += [line(task, tokens, method="best_of_n", N=n, select="q") for n, tokens in rivals for task in range(2)]
-    write(tmp_path / "results.jsonl", records)
+    several = [("best_of_n", 2, 140), ("best_of_n", 3, 150), ("best_of_n", 8, 999)]
+    records = [{"method": m, "M": 2 if m == "qlass" else 1, "N": n, "select": "q", "tokens": {"generated": tokens}}
+               for m, n, tokens in [("qlass", 1, 152), *several]]  # fmt: skip
+    write(tmp_path / "results.jsonl", [RESULT | record | {"task_id": task} for record in records for task in "ab"])
     met = [b for a, b in differences(groups_of(tmp_path).values()) if a == "QLASS M=2"]
     assert met == ["best-of-N, picked by QNet N=3", "best-of-N, picked by QNet N=2"]
 
@@ -146,9 +133,6 @@ def test_expected_ranges_are_checked(tmp_path):
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ what one row may hold
-
-
 def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tasks: str = "xy", **flags) -> str:
     """Results of greedy, qlass and a rule with metadata as the stages write them; flags: {stage_flag: value}."""
 
@@ -162,14 +146,8 @@ def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tas
         (folder / name).mkdir(parents=True)
     meta("sft", {}, epochs=12)
     meta("qnet", {"sft": sft}, epochs=8, sft=f"{folder}/sft", limit=None)
-    meta(
-        "results",
-        {"sft": sft, "qnet": qnet},
-        sft=f"{folder}/sft",
-        qnet=f"{folder}/qnet",
-        max_steps=None,
-        method=["all"],
-    )
+    models = {"sft": f"{folder}/sft", "qnet": f"{folder}/qnet"}
+    meta("results", {"sft": sft, "qnet": qnet}, **models, max_steps=None, method=["all"])
     methods = ("greedy", 1), ("qlass", 2), ("rule", 1)
     records = [RESULT | {"task_id": t, "method": m, "M": n, "seed": seed} for t in tasks for m, n in methods]
     write(folder / "results.jsonl", records)
@@ -213,19 +191,15 @@ def test_what_is_not_the_same_is_not_pooled(tmp_path, other, says):
     assert len(groups_of(first, f"other={second}")) == 6  # labels tell them apart
 
 
-# ------------------------------------------------------------------------------------------------------------- figures
-
-
 def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     greedy, searched = (next(r for r in LINES if r["method"] == m) for m in ("greedy", "qlass"))
-    guided = {"last": {"tokens": 10, "played": 1}, "passes": 6, "arguments": {"sft": "sft-guided"}}
     metas = {
         "sft": {},
         "sft-rl": {"last": {"tokens": 1000}, "passes": 6},
         "sft-guided": {"tokens": 50, "arguments": {"expert": "guided.jsonl"}},  # cloned from what QNet guided
         "guided": {"kept": 3, "tokens": 5, "arguments": {"sft": "sft", "qnet": "qnet"}},
-        "sft-both": guided,
+        "sft-both": {"last": {"tokens": 10, "played": 1}, "passes": 6, "arguments": {"sft": "sft-guided"}},
         "qnet": {"tokens": 100, "arguments": {"labels": "q.jsonl"}},
         "q": {"arguments": {"trees": "trees.jsonl"}},
         "trees": {"tokens": 7},
@@ -241,7 +215,7 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
         write(Path(f"results{label}.jsonl"), [record | {"label": label}])
         metas[f"results{label}"] = {"arguments": arguments}
     for name, meta in metas.items():
-        Path(f"{name}.meta.json").write_text(json.dumps(meta))
+        write(Path(f"{name}.meta.json"), [meta])
     groups = results.read_results([("", Path(f"results{label}.jsonl")) for label in cases])
     costs = {group.condition.label: training_tokens(group) for group in groups}
     assert costs == pytest.approx({label: tokens for label, (*_, tokens) in cases.items()}, nan_ok=True)
@@ -254,16 +228,12 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
     assert math.isnan(training_tokens(next(g for g in groups if g.condition.label == "")))
 
 
-# ------------------------------------------------------------------------------------------------------------ the page
-
-
 class Page(HTMLParser):
     """Every start tag with its attributes, and all texts."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(convert_charrefs=True)
-        self.tags: list[tuple[str, dict]] = []
-        self.words = ""
+        self.tags, self.words = [], ""
         self.feed(path.read_text(encoding="utf-8"))
         self.close()
 
@@ -283,19 +253,15 @@ def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
     write(tmp_path / "results.jsonl", records)
     report.main(["--run", str(tmp_path), "--trees", str(TREES)])
     html = Page(tmp_path / "report.html")
-    ids = [attributes["id"] for _, attributes in html.tags if "id" in attributes]
     sections = ["tokens", "results", "differences", "labels", "trees", "inputs"]
-    assert [name for name in ids if name in sections] == sections  # the figure comes first
+    assert [a["id"] for _, a in html.tags if a.get("id") in sections] == sections  # the figure comes first
     assert sum(tag == "svg" for tag, _ in html.tags) == 2
     assert all((attributes.get(name) or "#")[0] == "#" for _, attributes in html.tags for name in ("src", "href"))
     assert any("default-src 'none'" in attributes.get("content", "") for _, attributes in html.tags)  # no network
     assert all(phrase in html.words for phrase in ("0.688 [", "where the interval covers 0"))
-    pictures = list(tmp_path.glob("*.png"))
-    assert len(pictures) == 2 and all(path.read_bytes()[1:4] == b"PNG" for path in pictures)
+    assert [path.read_bytes()[1:4] for path in tmp_path.glob("*.png")] == [b"PNG"] * 2
     assert tables.ROWS_NOTE in (tmp_path / "report.md").read_text(encoding="utf-8")
 
-
-def test_the_viewer_gets_the_trees_as_they_are():
     data, nodes = json.loads(page.tree_data(TREES, 2)), [json.loads(line) for line in TREES.read_text().splitlines()]
     assert data["total"] == 3 and [tree["task"] for tree in data["trees"]] == ["train_0", "train_2"]
     first = data["trees"][0]["nodes"]

@@ -27,10 +27,8 @@ def answer(request):
 
 
 def play(select, stop, N=4, reflect=False, shared=None):
-    shared = {} if shared is None else shared
-    return run(
-        retry.retry(stop, reflect, FakeEnv(), "test0", Method("retry", N=N, select=select), CHAT, shared), answer
-    )
+    method, shared = Method("retry", N=N, select=select), {} if shared is None else shared
+    return run(retry.retry(stop, reflect, FakeEnv(), "test0", method, CHAT, shared), answer)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +57,7 @@ def test_trials_are_those_of_best_of_n():
 
 def test_a_plan_stands_in_the_next_prompt_and_costs_its_tokens():
     record, requests = play("oracle", 1 - 1e-9, reflect=True)
+    trials = [r.state for r in requests if isinstance(r, Sample)]
     first = {r.key[1]: r.state.messages[0][1] for r in requests if isinstance(r, Sample)}
     assert first[0] == "walk"
     assert first[1] == "walk" + retry.PLANS + "plan after left left"
@@ -67,10 +66,9 @@ def test_a_plan_stands_in_the_next_prompt_and_costs_its_tokens():
     assert len(reflections) == 2 and reflections[0].state.messages[-1][1].endswith(retry.ASK)
     assert record["tokens"]["generated"] > play("oracle", 1 - 1e-9)[0]["tokens"]["generated"]
     asks = [len(CHAT.message_tokens(r.state)[-1]) for r in reflections]  # what comes before is in the cache
-    trials = [r.state for r in requests if isinstance(r, Sample)]
-    assert record["tokens"]["prompt"] == sum(asks) + environment_tokens(
-        CHAT, ([s] for s in trials if len(s.messages) == 3)
-    ) + sum(len(CHAT.message_tokens(s)[-1]) for s in trials if len(s.messages) > 3)
+    read = environment_tokens(CHAT, ([s] for s in trials if len(s.messages) == 3))
+    read += sum(len(CHAT.message_tokens(s)[-1]) for s in trials if len(s.messages) > 3)
+    assert record["tokens"]["prompt"] == sum(asks) + read
 
 
 def test_the_command_line(tmp_path, agent, fake_world):

@@ -22,20 +22,19 @@ COMMANDS = "bash basename cat date dirname env grep head ls mkdir nproc printf r
 def stage(tmp_path_factory):
     """Run a script of the copy and return its commands, each [file.py, flag, ...]."""
     root = tmp_path_factory.mktemp("copy")
+    bin_, log = root / "bin", root / "log"
+    bin_.mkdir()
     for script in (ROOT / "runs").rglob("*.sh"):
         copy = root / script.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(script, copy)
-    bin_, log = root / "bin", root / "log"
-    bin_.mkdir()
     for name in COMMANDS.split():  # nothing else can be started, so nothing is installed, fetched or trained
         if path := shutil.which(name):
             (bin_ / name).symlink_to(path)
     # Behind each argument a unit separator, behind each command a record separator.
     note = """{ printf '%s\\037' "$@"; printf '\\036'; } >> "$LOG"\n"""
     launched = 'while [ "$1" != --num_processes ]; do shift; done; shift 2\n' + note
-    nothing = ""  # what would be copied or moved was not made
-    for name, text in {"python": note, "python3": note, "accelerate": launched, "cp": nothing, "mv": nothing}.items():
+    for name, text in {"python": note, "python3": note, "accelerate": launched, "cp": "", "mv": ""}.items():
         (bin_ / name).write_text(f"#!/bin/sh\n{text}")
         (bin_ / name).chmod(0o755)
 
@@ -68,11 +67,8 @@ def parsed(*command):
 
 
 def stages(commands):
-    """What the paper's stages were asked for: {file: [arguments]}."""
-    calls = {}
-    for command in commands:
-        calls.setdefault(command[0], []).append(parsed(*command))
-    return calls
+    """What each stage was asked for: {file: [arguments]}."""
+    return {name: [parsed(*c) for c in commands if c[0] == name] for name, *_ in commands}
 
 
 @pytest.mark.parametrize("script", [str(path.relative_to(ROOT)) for path in SCRIPTS])

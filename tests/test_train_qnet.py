@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from fakes import FakeEnv, dump, explore, run, say, tiny_backbone, training_settings, word_chat
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import bellman
 import build_trees
@@ -53,9 +51,6 @@ def gradients(net: QNet, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in net.named_parameters()}
 
 
-# ---------------------------------------------------------------------------------------------------------- the loss
-
-
 def test_pairs_of_a_tree_by_hand():
     nodes = labelled_tree()
     assert len(TREE) == len(nodes) - 1
@@ -91,27 +86,6 @@ def test_packed_loss_and_gradients_are_those_of_the_pairs_one_by_one(loss_on, ma
         torch.testing.assert_close(g, expected[name], rtol=1e-4, atol=1e-6)
     in_turn = sum(packed_loss(net, [p]) for p in packs)  # padding changes nothing
     assert in_turn.item() == pytest.approx(one.item(), rel=1e-5)
-
-
-words = st.lists(st.sampled_from(["left", "right", "walk"]), min_size=1, max_size=4).map(" ".join)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    st.lists(st.tuples(words, words, st.floats(0, 1)), min_size=1, max_size=6),
-    st.sampled_from(LOSSES),
-    st.integers(1, 60),
-)
-def test_any_pairs_pack_into_the_same_loss(some, loss_on, max_tokens):
-    net = qnet()
-    pairs = [Pair(State((("user", seen),)), action, q) for seen, action, q in some]
-    packs = list(pack_pairs(net.chat, pairs, carriers(loss_on), max_tokens))
-    plain = sum(pair_loss(net, p, loss_on).item() for p in pairs)
-    assert packed_loss(net, packs).item() == pytest.approx(plain, rel=1e-4, abs=1e-5)
-    assert all(p.tokens <= max_tokens or len(p.pairs) == 1 for p in packs)
-
-
-# ----------------------------------------------------------------------------------------------------- the network
 
 
 def values_plainly(net: QNet, state: State, action: str) -> np.ndarray:
@@ -180,9 +154,6 @@ def test_an_agent_is_no_qnet_and_a_qnet_no_agent(tmp_path, agent):
         Policy.load(tmp_path)
 
 
-# --------------------------------------------------------------------------------------------------------- training
-
-
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -232,9 +203,6 @@ def test_two_ways_that_train_alike(settings, other, updates):
         torch.testing.assert_close(p, q, atol=2e-4, rtol=1e-3)
 
 
-# ---------------------------------------------------------------------------------------------------- the measures
-
-
 def test_sibling_accuracy_by_hand():
     other = State((("user", "walk"),))
     tree = [*FOUR, Pair(other, "Action: left", 0.5), Pair(other, "Action: right", 0.52)]
@@ -256,9 +224,6 @@ def test_sibling_accuracy_by_hand():
     assert alone["sibling_accuracy"] is None
     alike = sibling_accuracy([tree], dict.fromkeys(scores, 0.5))
     assert (alike["sibling_accuracy"], alike["spearman"]) == (0.5, None)
-
-
-# ------------------------------------------------------------------------------------------------------ the command
 
 
 @pytest.fixture

@@ -26,8 +26,6 @@ from qlass.training import Progress, begin, cosine, resume_folder, updates_of
 
 ROOT = Path(__file__).parents[1]
 
-# ------------------------------------------------------------------------------------------------------------ the order
-
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 20), st.integers(0, 3), st.integers(0, 3))
 def test_an_epoch_holds_each_example_once_in_updates_of_at_least_a_batch(sizes, batch, seed, epoch):
@@ -37,8 +35,6 @@ def test_an_epoch_holds_each_example_once_in_updates_of_at_least_a_batch(sizes, 
     assert plan == updates_of(sizes, batch, seed, epoch)
     assert updates_of([1] * 20, 4, seed, epoch) != updates_of([1] * 20, 4, seed, epoch + 1)
 
-
-# -------------------------------------------------------------------------------------------------------- a small loop
 
 SCORES = [1.0, 3.0, 2.0, 2.9, 9.0, 9.0]
 
@@ -96,9 +92,6 @@ def test_it_stops_when_validation_has_not_improved_and_keeps_the_best_epoch(tmp_
     assert figures["loss"] == figures["curve"][best - 1]["loss"]
 
 
-# ---------------------------------------------------------------------------------------------- stopped, and run again
-
-
 @pytest.mark.parametrize("stops", [(0,), (4, 5, 7), (2, 2, 9), (15,)])
 def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp_path, stops):
     expected, figures, _ = fit(arguments(tmp_path / "one"), SCORES)
@@ -143,18 +136,12 @@ def test_another_run_does_not_continue_this_one(tmp_path):
     assert again(overwrite=True) and not any(resume_folder(args.out).iterdir())
 
 
-# ---------------------------------------------------------------------------------------------------------- it diverges
-
-
 def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
     args = arguments(tmp_path)
     with pytest.raises(UserError, match=r"update 6: loss nan.*lower --lr than 0\.1"):
         fit(args, [1.0] * 6, spoil=5)
     weights = torch.load(resume_folder(args.out) / "state-00000004.pt", weights_only=True)["weights"]
     assert weights and all(p.isfinite().all() for p in weights.values())
-
-
-# --------------------------------------------------------------------------------------------------------- the stages
 
 
 @pytest.fixture
@@ -177,9 +164,6 @@ def small_run(tmp_path, agent, fake_world):
         return json.loads((tmp_path / f"{name}.meta.json").read_text()), weights
 
     return argv, written
-
-
-# ----------------------------------------------------------------------------------------------- several processes
 
 
 def divide() -> None:

@@ -8,28 +8,16 @@ import numpy as np
 import pytest
 import torch
 from fakes import WORLD, FakeEnv, Script, path_of, run, say, tiny_lm, word_chat
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import envs
+from experiments import tree_grpo
 from experiments.decisions import Decision
 from experiments.learning import Learner
-from experiments.tree_grpo import (
-    Trajectory,
-    advantages,
-    batches,
-    dual_clip,
-    env_steps,
-    forest,
-    low_variance_kl,
-    policy_loss,
-)
+from experiments.tree_grpo import Trajectory, advantages, batches, forest
 from qlass.batching import Sample, drive
 from qlass.chat import Rendering, State
 from qlass.policy import Policy
-
-# ------------------------------------------------------------------------------------------------------------- forests
 
 
 def grow(M, N, L, key=("k",), script=None):
@@ -42,7 +30,7 @@ def grow(M, N, L, key=("k",), script=None):
 def test_leaves_their_number_and_each_edge_played_once(M, N, L):
     group, requests, env = grow(M, N, L)
     assert [trajectory.tree for trajectory in group] == [i for i in range(M) for _ in range(N * L + 1)]
-    assert len(env.played) == len(requests) == env_steps(group)
+    assert len(env.played) == len(requests) == tree_grpo.env_steps(group)
     assert len({request.key for request in requests}) == len(requests)  # no noise is used twice
     assert {request.temperature for request in requests} == {1.0}  # the distribution that is trained
     steps = sum(len(trajectory.decisions) for trajectory in group)
@@ -74,9 +62,6 @@ def test_siblings_on_slippery_ice_have_luck_of_their_own():
         return [(len(trajectory.decisions), trajectory.decisions[-1].state) for trajectory in tree]
 
     assert len(set(ends())) > 1 and ends() == ends()
-
-
-# ---------------------------------------------------------------------------------------------- advantages and the loss
 
 
 def trees_of(rewards):
@@ -111,35 +96,6 @@ def test_gigpos_second_group_are_discounted_visits_to_an_equal_observation(std):
         np.testing.assert_allclose(values, expected, atol=1e-4)
     inter = np.array([1.0, 0.8, 0.5]) - 2.3 / 3
     np.testing.assert_allclose([a[0] for a in A[1]], inter / np.std([1, 0.8, 0.5], ddof=1) ** std, atol=1e-4)
-
-
-@given(st.floats(0.01, 20), st.lists(st.floats(-3, 3), min_size=1, max_size=6))
-def test_the_sum_over_trajectories_is_in_closed_form(ratio, several):
-    def plain(a):  # as the released code writes it
-        unclipped = max(-a * ratio, -a * min(max(ratio, 0.8), 1.2))
-        return min(unclipped, -3 * a) if a < 0 else unclipped
-
-    positive, negative = sum(max(a, 0) for a in several), sum(max(-a, 0) for a in several)
-    value = dual_clip(*(torch.tensor(x, dtype=torch.float64) for x in (ratio, positive, negative)))
-    assert float(value) == pytest.approx(sum(map(plain, several)), abs=1e-9)
-
-
-def test_kl_is_never_negative_and_zero_at_equality():
-    logp, reference = torch.randn(2, 1000) * 3
-    assert low_variance_kl(logp, reference).min() >= 0
-    assert low_variance_kl(logp, logp).abs().max() == 0
-    assert float(low_variance_kl(torch.tensor(-2.0), torch.tensor(-1.0))) == pytest.approx(np.e - 2)
-    # In expectation over pi it is the KL divergence.
-    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
-    assert_close((p * low_variance_kl(p.log(), q.log())).sum(), (p * (p / q).log()).sum())
-
-
-# ------------------------------------------------------------------------------------------ packed against step by step
-
-
-def played(chat, answer, tasks=3):
-    growing = (forest(FakeEnv(), f"train{i}", 2, 2, 1, chat.rendering, (i,)) for i in range(tasks))
-    return list(drive(growing, {Sample: answer}))
 
 
 def plain_choices(model, chat, decision):
@@ -177,9 +133,10 @@ def world(request):
     if request.param == "free":  # words at random reach no purse: what matters here is that rewards differ
         texts = itertools.cycle(["left", "right", "find", "right", "left"])
         answer = lambda requests: [say(next(texts)) for _ in requests]  # noqa: E731
+    growing = (forest(FakeEnv(), f"train{i}", 2, 2, 1, chat.rendering, (i,)) for i in range(2))
     groups = [
         [dataclasses.replace(t, reward=t.reward + 0.1 * (i % 3)) for i, t in enumerate(group)]
-        for group in played(chat, answer, 2)
+        for group in drive(growing, {Sample: answer})
     ]
     return chat, model, old, reference, groups
 
@@ -211,7 +168,7 @@ def test_packed_training_has_the_loss_and_the_gradient_of_the_plain_form(world, 
     for batch in packs:
         with torch.no_grad():
             batch.old = batch.choices.logprobs(old)[0]
-        part = policy_loss(*batch.choices.logprobs(model), batch, kl, bonus) / n
+        part = tree_grpo.policy_loss(*batch.choices.logprobs(model), batch, kl, bonus) / n
         part.backward()
         total += part.item()
     assert sum(float(batch.visits.sum()) for batch in packs) == n

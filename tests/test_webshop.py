@@ -4,6 +4,7 @@ python tests/test_webshop.py        # record the bundled catalogue's pages again
 """
 
 import dataclasses
+import functools
 import gzip
 import itertools
 import json
@@ -31,7 +32,6 @@ RECORDING = Path(__file__).parent / "recordings" / "webshop_bundled.json"
 recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
 
 
-# ------------------------------------------------------------------------------------------ the original's recordings
 def lines(name):
     with gzip.open(SHARED / name, "rt", encoding="utf-8") as file:
         yield from map(json.loads, file)
@@ -100,7 +100,6 @@ def test_a_limit_of_tasks_per_product_keeps_the_first(tmp_path):
     assert webshop_data.splits(goals, file, 1) == {"test": [6, 5], "all": [0, 1, 4]}
 
 
-# ------------------------------------------------------------------------------------------------- a shop made by hand
 SHIRT = {
     "customization_options": {
         "Size": [{"value": "Small"}, {"value": "X-Large "}],
@@ -259,7 +258,6 @@ def test_nouns_of_a_title(shop):
     assert webshop.noun_finder(None)(dataclasses.replace(product, title=title)) == rule
 
 
-# ------------------------------------------------------------------------------------------------------- environment
 def test_the_last_allowed_step_may_buy_and_running_out_gives_nothing(shop):
     env = shop(max_steps=3)
     assert play(env, "search[cotton]", "click[b000000001]", "click[buy now]")[1:4] == (pytest.approx(0.6), True, False)
@@ -273,19 +271,11 @@ def test_candidates_of_the_start_page_come_from_the_instruction_alone():
     assert webshop_data.queries(tea) == ["i need an odd long lasting green tea", "odd long lasting green tea"]
 
 
-# ------------------------------------------------------------------------------------------------------------ search
-def lucenes_byte(n):
-    """SmallFloat.intToByte4 and back, bit by bit."""
-    if n < 24:
-        return n
-    rest, bits = n - 24, (n - 24).bit_length()
-    shift = max(bits - 4, 0)
-    return 24 + (rest >> shift << shift)
-
-
-def test_stored_length():
-    lengths = np.arange(20_000)
-    assert webshop_search.stored_length(lengths).tolist() == [lucenes_byte(n) for n in lengths.tolist()]
+def test_a_stored_length_is_lucenes_byte():
+    """SmallFloat.intToByte4 and back: 24 lengths exact, then four bits."""
+    for n, length in enumerate(webshop_search.stored_length(np.arange(20_000)).tolist()):
+        shift = max((n - 24).bit_length() - 4, 0) if n >= 24 else 0
+        assert length == 24 + ((n - 24) >> shift << shift)
 
 
 WORDS = st.lists(st.sampled_from(["red", "green", "shirts", "shirt", "the", "lamp", "hats", "5.5"]), max_size=8)
@@ -319,44 +309,37 @@ def test_terms():
     assert webshop_search.terms(text) == expected.split()
 
 
-# ------------------------------------------------------------------------------------------------------------ oracle
 def test_the_best_reward_in_reach_against_trying_everything():
-    env = envs.make("webshop")
-    rng, tried = random.Random(0), {}
+    env, rng, checked = envs.make("webshop"), random.Random(0), 0
 
-    def best(left):
+    @functools.cache
+    def best(page, left):
+        env.restore((*page, 0))
         if not env.valid_actions():
             return env.session.reward
-        here = env.snapshot()
-        key = (*here[:2], left)
-        if left and key not in tried:
-            tried[key] = 0.0
-            for action in env.valid_actions():
-                env.restore(here)
-                env.step(action)
-                tried[key] = max(tried[key], best(left - 1))
-            env.restore(here)
-        return tried.get(key, 0.0)
+        values = [0.0]
+        for action in env.valid_actions() if left else ():
+            env.restore((*page, 0))
+            env.step(action)
+            values.append(best(env.snapshot()[:2], left - 1))
+        return max(values)
 
-    checked = 0
     for task in rng.sample(env.task_ids("all"), 6):
         env.reset(options={"task_id": task})
-        tried.clear()
         if int(task) % 2:  # a search that leads astray
             env.step(f"search[{rng.choice(env.shop.products).title}]")
         while env.valid_actions() and env.steps < 7:
+            here = env.snapshot()
             for left in range(5):
-                here = env.snapshot()
                 env.restore((*here[:2], env.max_steps - left))
                 value = env.optimal_value(gamma=1.0)
-                assert value == pytest.approx(best(left))
-                env.restore(here)
+                assert value == pytest.approx(best(here[:2], left))
                 checked += value > 0
+            env.restore(here)
             env.step(rng.choice(env.valid_actions()))
     assert checked > 20
 
 
-# --------------------------------------------------------------------------------------------- the bundled catalogue
 def wander(tasks=12, steps=7):
     """Random walks of the bundled catalogue: [task, [[action, observation, reward, clickables], ...]]."""
     env, rng, episodes = envs.make("webshop"), random.Random(0), []
