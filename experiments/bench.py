@@ -3,22 +3,18 @@
     python -m experiments.bench                     # all: sampling, trees, qnet, webshop, alfworld
     python -m experiments.bench --only sampling qnet
 
-The plain way of a model is one sequence at a time (--plain of the stages); ours is qlass/fast/. Both do the same work:
-the same tree nodes, the same loss, the same pages. The ratio says how many times more is done a second, or how many
-times less is used. Seconds are CPU time of one thread, which other work on the machine hardly affects.
+The plain way of a model is one sequence at a time (--plain of the stages); ours is qlass/fast/. The ratio says how many
+times more is done a second, or how many times less is used. Seconds are CPU time of one thread.
 
-    sampling  candidates of episodes side by side: free text behind FrozenLake's short prompts and WebShop's long ones,
-              and among valid actions. Beside the plain way stands transformers' `generate` on a padded batch. The three
-              take turns, --repeats times: the ratio is the median, its range behind it. --model names a checkpoint
-              (default: a tiny Llama of random weights).
+    sampling  candidates of episodes side by side, behind short and long prompts. Beside the plain way stands
+              transformers' `generate` on a padded batch. The three take turns, --repeats times: the ratio is the
+              median, its range behind it
     trees     exploration trees on the bundled WebShop with a tiny Llama of random weights, and its tokens
     qnet      training on these trees, forward and backward, and the tokens that their values take
     webshop   steps of a random shopper through fresh tasks, text and valid actions of each page included. Plain: what
-              Princeton's engine does on its own 1,000 products, a recorded figure (--webshop-data names those files).
-    alfworld  loads and steps of random walks. Plain: TextWorld, where requirements-alfworld.txt is installed.
+              Princeton's engine does on its own 1,000 products, a recorded figure (--webshop-data names those files)
+    alfworld  loads and steps of random walks. Plain: TextWorld, where requirements-alfworld.txt is installed
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -32,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import envs
 from bellman import label
@@ -74,17 +70,6 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 # ---------------------------------------------------------------------------------------------------------- sampling
 
 
-class Draw(LogitsProcessor):
-    """The draws of `Policy.draw` for `generate`: of each row's logits (B, V) the token drawn stays."""
-
-    def __init__(self, policy: Policy, heat: np.ndarray, noise: np.ndarray, start: int) -> None:
-        self.policy, self.heat, self.noise, self.start = policy, heat, noise, start
-
-    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        tokens, _ = self.policy.draw(logits, self.heat, self.noise[:, ids.shape[1] - self.start])
-        return torch.full_like(logits, -torch.inf).scatter(1, tokens[:, None], 0.0)
-
-
 def by_generate(policy: Policy, requests: list[Sample]) -> list[list[str]]:
     """`Policy.sample` by transformers' own `generate`: a row for each candidate, in batches of 16,384 tokens."""
     answers: list[list[str]] = [[] for _ in requests]
@@ -112,8 +97,13 @@ def generate(policy: Policy, rows: list[tuple[Sample, int]]) -> list[str]:
     def allowed(row: int, tokens: torch.Tensor) -> list[int]:
         return following[row].get(tuple(tokens[width:].tolist()), ends)
 
+    def draw(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Of each row's logits (B, V) the token that `Policy.draw` draws stays."""
+        tokens, _ = policy.draw(logits, heat, noise[:, ids.shape[1] - width])
+        return torch.full_like(logits, -torch.inf).scatter(1, tokens[:, None], 0.0)
+
     config = GenerationConfig(max_new_tokens=TEXT, eos_token_id=ends, pad_token_id=ends[0])
-    own = {"generation_config": config, "logits_processor": [Draw(policy, heat, noise, width)]}
+    own = {"generation_config": config, "logits_processor": [draw]}
     if rows[0][0].valid:
         own["prefix_allowed_tokens_fn"] = allowed
     return [chat.text(ids) for ids in policy.model.generate(**inputs, **own)[:, width:].tolist()]
@@ -282,19 +272,18 @@ def random_walk(game: Any, steps: int, rng: random.Random) -> list[str]:
     return commands
 
 
-def walk(game: Any, commands: list[str]) -> None:
-    """Read feedback and next commands of each step, on our engine or on TextWorld."""
-    state = game.start
-    for command in commands:
-        state, feedback = game.step(state, command)
-        feedback.strip(), sorted(state.commands)
-
-
 def speeds(kind: Callable[[Any], Any], paths: list[Any], walks: list[list[str]]) -> tuple[float, float]:
-    """Games loaded a second, and steps of these walks."""
+    """Games loaded a second, and steps of these walks, whose next commands are listed."""
     loading, games = timed(lambda: [kind(path) for path in paths])
-    walking, _ = timed(lambda: [walk(*pair) for pair in zip(games, walks, strict=True)])
-    return len(paths) / loading, sum(map(len, walks)) / walking
+
+    def walk() -> None:
+        for game, commands in zip(games, walks, strict=True):
+            state = game.start
+            for command in commands:
+                state, _ = game.step(state, command)
+                sorted(state.commands)
+
+    return len(paths) / loading, sum(map(len, walks)) / timed(walk)[0]
 
 
 def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) -> Iterator[str]:
@@ -308,9 +297,6 @@ def alfworld(data: str | None, n: int = 100, plain: int = 4, steps: int = 50) ->
     where = f"ALFWorld, games of {data}" if data else "ALFWorld, bundled games"
     yield line(f"{where}, loaded", theirs[0], ours[0], "games/s")
     yield line(f"{where}, played", theirs[1], ours[1], "steps/s")
-
-
-# --------------------------------------------------------------------------------------------------------------- main
 
 
 def main(argv: list[str] | None = None) -> None:

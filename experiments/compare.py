@@ -12,8 +12,6 @@ Result lines are q_search.py's; `player` names the rule. With --paraphrase each 
 wording of the task (App. A.3.2, experiments/paraphrase.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys
@@ -48,9 +46,6 @@ class Variant(Method):
 
     def __str__(self) -> str:
         return super().__str__().replace(self.name, f"{self.name}:{self.player}" if self.player else self.name, 1)
-
-
-# ------------------------------------------------------------------------------------------------------------- oracles
 
 
 def by_true_value(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Generator:
@@ -89,9 +84,6 @@ class InEnv(Variant):
 ORACLES: dict[str, Callable] = {"oracle_step": by_true_value, "oracle_lookahead": by_q_or_reward}
 
 
-# ------------------------------------------------------------------------------------------------------------- playing
-
-
 def follow(env: envs.TextEnv, task_id: str, method: Variant) -> list[Step]:
     """An episode of one of the environment's own players, which draw nothing."""
     observation, info = env.reset(options={"task_id": task_id})
@@ -125,9 +117,6 @@ def play(
     if reworded:
         outcome["tokens"]["prompt"] = prompt_tokens(chat, episodes)
     return outcome
-
-
-# ------------------------------------------------------------------------------------------------------------ the file
 
 
 def plan_of(env: envs.TextEnv, args: argparse.Namespace) -> list[Method]:

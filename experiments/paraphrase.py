@@ -81,11 +81,8 @@ def paraphrased(sample: Callable, env: Any, wordings: int | None, server: str | 
 
 
 def prompt_tokens(chat: Chat, episodes: Sequence[Sequence[Step]]) -> int:
-    """What the policy reads for `Reworded` draws, as `results.costs_of` counts it with one wording.
-
-    With one wording the agent's words are in the cache. With several, only the task's own wording has them there; each
-    other one reads the full conversation.
-    """
+    """What the policy reads for `Reworded` draws, as `results.costs_of` counts it with one wording. Of several, the
+    task's own alone has the agent's words in the cache; each other one reads the full conversation."""
     cached, again = [], 0
     for steps in episodes:
         states = [step.state for step in steps]

@@ -7,8 +7,6 @@ best trial counts, by the same judge. Best-of-N is played beside, with the same 
 named by --server, plays and writes them, and the last three stand below the instruction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from itertools import product
 from typing import Any, NamedTuple

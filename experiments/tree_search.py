@@ -13,8 +13,6 @@ Flags and result lines are q_search.py's; `player` has S, k, tau, c, gamma. `env
 `env_steps_replayed` a restore as the steps that lead there. A search returns the node where it has ended.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math
@@ -51,7 +49,7 @@ class Node:
     snapshot: Any = None  # leads back to here
     request: Sample | None = None  # for its candidates
     drawn: list[Candidate] = dataclasses.field(default_factory=list)
-    children: list[Node] = dataclasses.field(default_factory=list)
+    children: list["Node"] = dataclasses.field(default_factory=list)
 
     def promise(self, gamma: float) -> float:
         """Q(s, a) once the next page is seen: gamma max_a' Q(s', a'); at an end Q(s, a) itself."""

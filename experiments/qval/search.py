@@ -5,8 +5,6 @@
 Result lines have method "scorer" and the score's name as player. What a score costs in tokens is not counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math
