@@ -12,8 +12,6 @@ Result lines are q_search.py's; `player` names the rule. With --paraphrase each 
 wording of the task (App. A.3.2, experiments/paraphrase.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys
@@ -24,7 +22,7 @@ from typing import Any
 
 import envs
 import q_search
-from experiments.paraphrase import add_paraphrases, paraphrased, prompt_tokens
+from experiments.paraphrase import paraphrased, prompt_tokens
 from q_search import Method, Step, best_of, by_q
 from qlass import UserError
 from qlass.batching import Sample, Score
@@ -48,9 +46,6 @@ class Variant(Method):
 
     def __str__(self) -> str:
         return super().__str__().replace(self.name, f"{self.name}:{self.player}" if self.player else self.name, 1)
-
-
-# ------------------------------------------------------------------------------------------------------------- oracles
 
 
 def by_true_value(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Generator:
@@ -89,9 +84,6 @@ class InEnv(Variant):
 ORACLES: dict[str, Callable] = {"oracle_step": by_true_value, "oracle_lookahead": by_q_or_reward}
 
 
-# ------------------------------------------------------------------------------------------------------------- playing
-
-
 def follow(env: envs.TextEnv, task_id: str, method: Variant) -> list[Step]:
     """An episode of one of the environment's own players, which draw nothing."""
     observation, info = env.reset(options={"task_id": task_id})
@@ -127,9 +119,6 @@ def play(
     return outcome
 
 
-# ------------------------------------------------------------------------------------------------------------ the file
-
-
 def plan_of(env: envs.TextEnv, args: argparse.Namespace) -> list[Method]:
     """The methods that the flags name."""
     plans = q_search.methods(args)
@@ -150,8 +139,7 @@ def plan_of(env: envs.TextEnv, args: argparse.Namespace) -> list[Method]:
 def everything(env: envs.TextEnv, args: argparse.Namespace, plans: dict[str, list[Method]]) -> list[Method]:
     """The comparison of all methods."""
     plan = [method for name in ("oracle", "expert", "rule", "greedy", "sample") for method in plans[name]]
-    single = q_search.methods(argparse.Namespace(**vars(args) | {"N": [1]}))
-    most = max(args.M)
+    most, single = max(args.M), q_search.methods(argparse.Namespace(**vars(args) | {"N": [1]}))
     plan += [method for method in single["random"] if most == method.M]
     plan += [Method("best_of_n", N=n, select=by) for by in ("q", "oracle") for n in args.M]
     plan += single["likeliest"] if not args.server else []  # which tells no log-probability
@@ -161,8 +149,14 @@ def everything(env: envs.TextEnv, args: argparse.Namespace, plans: dict[str, lis
     return plan
 
 
+def parser(module: str, doc: str, rest: str = "") -> argparse.ArgumentParser:
+    """Of an experiment that has q_search.py's flags beside its own, as `both` reads them."""
+    name, text = f"python -m experiments.{module}", f"further flags: those of q_search.py{rest}"
+    return argparse.ArgumentParser(name, description=doc.split("\n")[0], epilog=text, allow_abbrev=False)
+
+
 def both(flags: argparse.ArgumentParser, argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Namespace]:
-    """The flags of an experiment, and those of q_search.py, which it has beside them."""
+    """An experiment's own flags, and those of q_search.py."""
     argv = sys.argv[1:] if argv is None else argv
     own, rest = flags.parse_known_args(argv)
     args = q_search.arguments(rest)
@@ -171,13 +165,14 @@ def both(flags: argparse.ArgumentParser, argv: list[str] | None) -> tuple[argpar
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = argparse.ArgumentParser("python -m experiments.compare", description=__doc__.split("\n")[0])
-    flags.epilog = "further flags: those of q_search.py"
+    flags = parser("compare", __doc__)
     add = flags.add_argument
     names = ["all", "greedy", "sample", "best_of_n", "random", "likeliest", "qlass", *ORACLES, *PLAYERS]
     add("--method", nargs="+", default=["all"], choices=names, metavar="NAME", help=", ".join(names))
     add("-M", nargs="+", type=at_least(1), help="candidates a step (default: 2; with all: 2 4 6)")
-    add_paraphrases(flags)
+    wordings = "wordings per task, one per candidate (no N: all different)"
+    add("--paraphrase", nargs="?", type=at_least(0), const=0, metavar="N", help=wordings)
+    add("--paraphrase-server", metavar="URL", help="wordings by a chat server, not by rules")
     own, args = both(flags, argv)
     own.M = own.M or (COMPARED if "all" in own.method else args.M)
     if own.paraphrase is not None or own.paraphrase_server:

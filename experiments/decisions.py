@@ -5,8 +5,6 @@ A decision consists of *choices*. Among the valid actions the action is one choi
 probability. In free text each token is a choice, including the token that ends the turn.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -42,10 +40,8 @@ class Decision:
 
 
 class PackedDecisions:
-    """Decisions as one token tree, and where in it their probabilities are read.
-
-    A place (choice, before, id) is a token that may follow the token `before` of the tree.
-    """
+    """Decisions as one token tree, and where in it their probabilities are read: a place (choice, before, id) is a
+    token that may follow the token `before` of the tree."""
 
     def __init__(self) -> None:
         self.tree = TokenTree()
@@ -108,10 +104,8 @@ class PackedDecisions:
 
 
 def pack_decisions(chat: Chat, decisions: Sequence[Decision], room: int) -> Iterator[PackedDecisions]:
-    """Token trees in the order given, each of its first decision and about `room` tokens more.
-
-    Up to four times as many, where a decision shares most of its prompt: in a new tree that would be computed again.
-    """
+    """Token trees in the order given, each of its first decision and about `room` tokens more; up to four times as many
+    where a decision shares most of its prompt, which a new tree would compute again."""
     pack, first = PackedDecisions(), 0
     for number, decision in enumerate(decisions):
         ids = chat.prompt(decision.state) + decision.tokens(chat)

@@ -10,13 +10,10 @@
                 preferred. Then the trained agent explores again
     siblings    in a state of the exploration trees, the action with the highest q is preferred to each with a lower q
 
-DPO (Rafailov et al. 2023) on what the agent does: on the text of its actions, as published, or, where it acts among
-the valid actions, on its choice among them, as in tree_grpo. The reference is the agent that made the pairs: the agent
-at the start of the iteration, or, for siblings, RUN/sft. --budget counts a beginning that two trajectories share once
-in each of the --epochs, and not what was only played.
+DPO (Rafailov et al. 2023) on the text of actions, as published, or on the choice among the valid ones, as in
+tree_grpo. The reference is the agent that made the pairs: the agent at the start of the iteration, or, for siblings,
+RUN/sft. --budget counts a beginning that two trajectories share once in each epoch, and not what was only played.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -46,8 +43,6 @@ LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY
 LR_TINY = 1e-4
 GAP = 0.05  # siblings whose q differ by less are level
 
-# --------------------------------------------------------------------------------------------------------- preferences
-
 
 class Preference(NamedTuple):
     """What was done in two trajectories of a task, or once each in a state: `win` is preferred to `lose`."""
@@ -62,10 +57,7 @@ def written(messages: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, actions: Sequence[str]) -> list[Decision]:
-    """Actions in the states that they are taken in; `env` plays them again.
-
-    If the agent acts among the valid actions, an expert's action beyond them joins them.
-    """
+    """Actions in the states that they are taken in; `env` plays them again. An expert's action joins the valid ones."""
     observation, info = env.reset(options={"task_id": task_id})
     state = State.first(env, observation, info)
     taken = []
@@ -106,14 +98,10 @@ def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Itera
                 yield Preference([win], [dataclasses.replace(win, action=action, valid=valid)])
 
 
-# ----------------------------------------------------------------------------------------------------- loss and update
-
-
-def dpo_loss(
-    win: torch.Tensor, lose: torch.Tensor, reference_win: torch.Tensor, reference_lose: torch.Tensor, beta: float
-) -> torch.Tensor:
-    """-log sigmoid(beta (log pi(w) / pi_ref(w) - log pi(l) / pi_ref(l))) of each pair, from log-probabilities (B,)."""
-    return -logsigmoid(beta * ((win - reference_win) - (lose - reference_lose)))
+def dpo_loss(logp: torch.Tensor, reference: torch.Tensor, beta: float) -> torch.Tensor:
+    """-log sigmoid(beta (log pi(w) / pi_ref(w) - log pi(l) / pi_ref(l))) of each pair; log-probabilities (2, B)."""
+    win, lose = logp - reference
+    return -logsigmoid(beta * (win - lose))
 
 
 class PackedPreferences:
@@ -163,7 +151,7 @@ def train(learner: Learner, preferences: list[Preference], updates: int, epochs:
         for group, packs, anchors in zip(groups, minibatches, references, strict=True):
             for pack, reference in zip(packs, anchors, strict=True):
                 logp = pack.logprobs(learner.model)
-                losses = dpo_loss(*logp, *reference, beta)
+                losses = dpo_loss(logp, reference, beta)
                 (losses.sum() / len(group)).backward()
                 win, lose = logp - reference
                 loss += losses.sum().item()
@@ -176,7 +164,7 @@ def train(learner: Learner, preferences: list[Preference], updates: int, epochs:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = learner_parser(__doc__, "ETO: beta .1, lr 1e-6, 3 epochs.", argv, every=1)
+    flags = learner_parser(__doc__, "ETO: beta .1, lr 1e-6, 3 epochs.", every=1)
     add = flags.add_argument
     add("--pairs", choices=["expert", "siblings"], default="expert", help="what is compared (default: %(default)s)")
     add("--beta", type=at_least(0, float), default=0.1, help="of the DPO loss (default: %(default)s)")

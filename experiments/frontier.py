@@ -1,7 +1,5 @@
 """A figure of the report: is it better to train the agent further, or to search with it as it is?"""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +21,8 @@ def frontier(groups: Sequence[Group]) -> Figure | None:
     """Train or search: mean reward against the tokens of training and of playing 100, 1,000 and 10,000 tasks.
 
     A line an agent, from greedy over QLASS with more and more candidates, and a dotted one over best-of-N by QNet;
-    hollow where QNet is of the cloned agent's trees ("old QNet" in the label). Cloning is not counted: all agents begin
-    with it. None where no agent was trained after it.
+    hollow where QNet is of the cloned agent's trees ("old QNet" in the label). Cloning, with which all begin, is not
+    counted. None where no agent was trained after it.
     """
     cost = {id(group): training_tokens(group) for group in groups}
     groups = [group for group in groups if not math.isnan(cost[id(group)])]

@@ -6,11 +6,8 @@
 Without a GPU the model's shape is small, and the figures mean nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +17,7 @@ import torch
 import transformers
 
 import envs
+from experiments.bench import random_agent
 from experiments.decisions import mixed_precision
 from qlass import UserError, models
 from qlass.batching import Sample
@@ -28,8 +26,6 @@ from qlass.cli import run_stage
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.files import read_trees
 from qlass.policy import Policy
-from qlass.tiny import tiny_model
-from sft import demonstrate
 from train_qnet import QNet, loss_tokens, pairs_of
 
 GPU = torch.cuda.is_available()
@@ -43,21 +39,14 @@ MICRO = 8192 if GPU else 1024  # tokens of a training step
 
 def make_model(folder: Path) -> None:
     """A checkpoint of random weights with a tokenizer trained on WebShop's demonstrations: nothing is downloaded."""
-    env = envs.make("webshop")
-    demonstrations = [demonstrate(env, task) for task in env.task_ids("train")[:50]]
-    _, tokenizer = tiny_model(m["content"] for d in demonstrations for m in d["messages"])
-    config = transformers.LlamaConfig(
-        **(LLAMA_2_7B if GPU else SMALL), pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+    tokenizer = random_agent(envs.make("webshop"), "free")[1].tokenizer
+    ends = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    config = transformers.LlamaConfig(**(LLAMA_2_7B if GPU else SMALL) | ends)
     where, dtype = models.device_and_dtype(None)
     torch.manual_seed(0)
     with where:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     models.save_checkpoint(model, Chat(tokenizer, Rendering()), folder)
-
-
-# ------------------------------------------------------------------------------------------------------------ decoding
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -100,9 +89,6 @@ def decoding(run: Path) -> Iterator[str]:
         yield f"| decoding, {n} at once | {speed:,.0f} tokens/s | {limit:,.0f} by bandwidth | {speed / limit:.0%} |"
 
 
-# ------------------------------------------------------------------------------------------------------------ training
-
-
 OPTIONS: dict[str, dict[str, Any]] = {  # ways to train QNet, other than all weights, AdamW and checkpointing
     "all weights": {},
     "all weights, 8-bit AdamW": {"optim": "adamw8bit"},
@@ -140,9 +126,8 @@ def training(
     tokens = len(packs) * len(largest.tree)
     n = sum(p.numel() for p in backbone.parameters())  # in 4 bits two a byte: none of them is counted then
     flops = (4 if lora else 6) * n * tokens / spent  # forward, backward to inputs, to weights; not done again
-    card = torch.cuda.get_device_name() if GPU else ""
-    peaks = [tera for name, tera in PEAK.items() if name in card]
-    used = f"{flops / peaks[0] / 1e12:.0%}" if peaks and not load_in else ""
+    most = next((tera for name, tera in PEAK.items() if GPU and name in torch.cuda.get_device_name()), None)
+    used = f"{flops / most / 1e12:.0%}" if most and not load_in else ""
     return f"{peak} | {tokens / spent:,.0f} | {used}"
 
 
@@ -164,15 +149,11 @@ def figures(run: Path) -> Iterator[str]:
         yield f"| {name} | {cells} |"
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["model", "figures"])
     parser.add_argument("run", type=Path)
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
+    args = parser.parse_args(argv)
     if args.what == "model":
         make_model(args.run / "base")
         return
@@ -180,7 +161,6 @@ def main(argv: list[str] | None = None) -> None:
         for line in figures(args.run):
             print(line, flush=True)
             print(line, file=page, flush=True)
-    print(f"{args.run / 'gpu_check.md'}", file=sys.stderr)
 
 
 if __name__ == "__main__":

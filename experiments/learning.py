@@ -5,8 +5,6 @@ one: what was spent so far, and figures of the batch. `learn` calls it until the
 batches spend nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools
@@ -22,19 +20,10 @@ import envs
 from experiments import drive_in_order
 from experiments.self_train import trajectories
 from q_search import Method
-from qlass import UserError, models
+from qlass import UserError, cli, models
 from qlass.batching import Sample
 from qlass.chat import Chat, uniforms
-from qlass.cli import (
-    add_memory,
-    add_prompt,
-    at_least,
-    check_training,
-    find_or_make,
-    parser,
-    settle,
-    warn_of_another_world,
-)
+from qlass.cli import at_least
 from qlass.files import checkpoint_folder, draft_of, locked, same_arguments, write_jsonl, write_meta
 from qlass.policy import PROMPTED, Policy, begin_as_cloned, rendering_of
 from qlass.published import learned_tasks
@@ -47,31 +36,25 @@ GREEDY = Method("greedy", temperature=0.0)
 SPENT = {"batch": 0, "updates": 0, "tokens": 0, "env_steps": 0}  # the first line: the agent as it comes
 
 
-def learner_parser(doc: str, epilog: str, argv: list[str] | None, every: int) -> argparse.ArgumentParser:
+def learner_parser(doc: str, epilog: str, every: int) -> argparse.ArgumentParser:
     """A parser with the flags that all learners have."""
-    learner = parser(doc, epilog)
+    learner = cli.parser(doc, epilog)
     add = learner.add_argument
     add("--budget", type=at_least(0, float), default=1e6, metavar="N", help="what to spend (default: %(default).0f)")
     add("--budget-in", choices=["tokens", "env_steps"], default="tokens", help="default: tokens, each unique one once")
     add("--val", type=at_least(0), default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
     add("--every", type=at_least(1), default=every, metavar="N", help="batches a validation (default: %(default)s)")
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
-    add_memory(learner)
-    add_prompt(learner)
+    cli.add_memory(learner)
+    cli.add_prompt(learner)
     add("--device")
     return learner
 
 
-# -------------------------------------------------------------------------------------------------------- the learner
-
-
 class Learner:
-    """The agent, its frozen reference, and the optimiser of all that learns."""
+    """The agent, its frozen reference, PEFT's view of LoRA's updates, and the optimiser of all that learns."""
 
-    def __init__(
-        self, model: Any, reference: Any, chat: Chat, lr: float, optim: str = "adamw", adapter: Any = None
-    ) -> None:
-        """adapter: PEFT's view of the model, None without LoRA."""
+    def __init__(self, model: Any, reference: Any, chat: Chat, lr: float, optim: str = "adamw", adapter: Any = None):
         self.model, self.reference, self.chat, self.adapter = model, reference, chat, adapter
         self.optimizer = models.adamw(model.parameters(), lr, optim)
         self.optimizer.param_groups[0]["peak"] = lr
@@ -118,18 +101,15 @@ class Learner:
 
 
 def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = True) -> Learner:
-    """The agent, which is to play `env`. The reference is a copy of it or, not `copied`, the agent itself.
-
-    Without --lr, `lr` is the tiny model's.
-    """
-    check_training(args)
-    args.sft = find_or_make(args.sft, args.run / "sft", "sft", args)
-    warn_of_another_world(args.sft, args)
+    """The agent, which is to play `env`. The reference is a copy, or itself. lr: the tiny model's, without --lr."""
+    cli.check_training(args)
+    args.sft = cli.find_or_make(args.sft, args.run / "sft", "sft", args)
+    cli.warn_of_another_world(args.sft, args)
     torch.manual_seed(args.seed)
     model, chat, adapter = trainable(args, AutoModelForCausalLM)
     begin_as_cloned(env, chat.rendering, args)
     small = model.num_parameters() < SMALL
-    settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
+    cli.settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
     # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
     frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
     reference = copy.deepcopy(model, frozen).requires_grad_(False).eval() if copied else model
@@ -149,9 +129,6 @@ def trainable(args: argparse.Namespace, kind: Any) -> tuple[Any, Chat, Any]:
     return model, chat, adapter
 
 
-# ---------------------------------------------------------------------------------------------------------- the loop
-
-
 def batch_of(tasks: Sequence[Any], seed: int, number: int, size: int) -> list[Any]:
     """The tasks of batch `number`, from 0, of passes through all of them, each in an order of its own."""
     if not tasks:
@@ -162,20 +139,14 @@ def batch_of(tasks: Sequence[Any], seed: int, number: int, size: int) -> list[An
 
 @models.within_memory()
 def learn(
-    learner: Learner,
-    env: envs.TextEnv,
-    iterate: Callable[[dict], dict],
-    args: argparse.Namespace,
-    inputs: Sequence[Path | None],
-    passes: float,
-    learned: Iterable[str | None],
-) -> None:
+    learner: Learner, env: envs.TextEnv, iterate: Callable[[dict], dict], args: argparse.Namespace,
+    inputs: Sequence[Path | None], passes: float, learned: Iterable[str | None],
+) -> None:  # fmt: skip
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
     larger --budget continues. All are of the last validation; the last batch of a smaller budget has one too.
 
-    inputs: what is read besides the agent. passes: how often a token that was spent went forward, for the report; a
-    backward pass counts as two. learned: tasks that are played or read. "played" of a line, if it has that: tokens that
-    went forward once.
+    inputs: what is read besides the agent. passes: how often a token that was spent went forward, a backward pass
+    counted as two; "played" of a line are tokens that went forward once. learned: tasks that are played or read.
     """
     folder = checkpoint_folder(args.run / f"sft-{args.name}", args.sft)
     log, state = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
@@ -193,9 +164,10 @@ def learn(
         return max((line for line in lines if line["val"] is not None), key=lambda line: line["val"])
 
     with locked(folder):
-        if args.overwrite:
-            state.unlink(missing_ok=True)  # else a stop before the first validation would go on with the old run
-            log.unlink(missing_ok=True)
+        for old in (
+            (state, log) if args.overwrite else ()
+        ):  # else a stop before the first validation would go on with it
+            old.unlink(missing_ok=True)
         if state.exists():
             same_arguments(folder, vars(args), ["budget", "budget_in"])
             lines = learner.resume(state)

@@ -5,7 +5,6 @@ Wording 0 is the original; the others are the environment's own (--paraphrase) o
 does in the paper.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -17,7 +16,6 @@ from typing import Any
 from q_search import Step
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat, State
-from qlass.cli import at_least
 from qlass.results import environment_tokens
 from qlass.server import Endpoint
 
@@ -27,13 +25,6 @@ PROMPT = (
     "Say the following shopping request in other words. Keep all that it asks for: the product, its attributes, each "
     "option with its value, numbers, units and the price limit. Answer with the new request alone, in one line.\n\n"
 )
-
-
-def add_paraphrases(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    purpose = "wordings per task, one per candidate (no N: all different)"
-    add("--paraphrase", nargs="?", type=at_least(0), const=0, metavar="N", help=purpose)
-    add("--paraphrase-server", metavar="URL", help="wordings by a chat server, not by rules")
 
 
 def reword(state: State, wording: str) -> State:
@@ -90,11 +81,8 @@ def paraphrased(sample: Callable, env: Any, wordings: int | None, server: str | 
 
 
 def prompt_tokens(chat: Chat, episodes: Sequence[Sequence[Step]]) -> int:
-    """What the policy reads for `Reworded` draws, as `results.costs_of` counts it with one wording.
-
-    With one wording the agent's words are in the cache. With several, only the task's own wording has them there; each
-    other one reads the full conversation.
-    """
+    """What the policy reads for `Reworded` draws, as `results.costs_of` counts it with one wording. Of several, the
+    task's own alone has the agent's words in the cache; each other one reads the full conversation."""
     cached, again = [], 0
     for steps in episodes:
         states = [step.state for step in steps]

@@ -5,17 +5,14 @@
 
     python -m experiments.ppo --env webshop
 
-A turn is one decision, and the advantage is the generalised one over turns, so that it does not depend on how many
-tokens were written or read in between. (In the release behind Table 2's row, ETO's, it passes through the tokens of
-observations: with pages of 60 tokens the first of three turns gets .0003 of the outcome.) A state with one valid action
-is no turn: it belongs to the environment. An episode cut by the step limit earned what the environment pays then, and
-nothing is expected after it.
+A turn is one decision, and the advantage is the generalised one over turns, whatever was read in between. (In ETO's
+release, behind Table 2's row, it passes through the tokens of observations: with pages of 60 tokens the first of three
+turns gets .0003 of the outcome.) A state with one valid action is no turn. An episode cut by the step limit earned what
+the environment pays then, and nothing is expected after it.
 
 The critic is a QNet that reads the last token of the prompt, before the agent acts. It begins with the mean final
 reward below each state of the trees, and then learns the returns A + V beside the agent, whose loss is Tree-GRPO's.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -42,16 +39,13 @@ CRITIC_LR, CRITIC_LR_TINY = 1e-5, 1e-3  # faster than the agent
 VALUE_CLIP = 0.2  # how far an update may move V
 PASSES = 10  # a token: Tree-GRPO's 6; the critic before the update, and its update
 
-# ---------------------------------------------------------------------------------------------------------- advantages
-
 
 def gae(values: Sequence[float], reward: float, gamma: float, lam: float) -> np.ndarray:
     """A of each turn (T,), of a trajectory through states of these values (T,) that earns `reward` by its last turn.
 
     A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V(s_{t+1}) - V(s_t), and V = 0 after the end.
     """
-    T = len(values)
-    V = [*values, 0.0]
+    T, V = len(values), [*values, 0.0]
     A = np.zeros(T + 1)
     for t in reversed(range(T)):
         r = reward if t == T - 1 else 0.0
@@ -73,9 +67,6 @@ def whitened(A: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
     turns = np.concatenate([steps for group in A for steps in group])
     mean, std = np.nanmean(turns), np.nanstd(turns) + 1e-6
     return [[np.nan_to_num((steps - mean) / std) for steps in group] for group in A]
-
-
-# ---------------------------------------------------------------------------------------------------------- the critic
 
 
 def state_values(critic: QNet, tree: TokenTree, ends: torch.Tensor) -> torch.Tensor:
@@ -157,7 +148,7 @@ def warm_up(learner: Learner, critic: QNet, labels: Path, updates: int) -> int:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = learner_parser(__doc__, "gamma .99 and lambda .95 over turns.", argv, every=4)
+    flags = learner_parser(__doc__, "gamma .99 and lambda .95 over turns.", every=4)
     add = flags.add_argument
     add("--chains", type=at_least(1), default=4, metavar="N", help="trajectories a task (default: %(default)s)")
     add("--gamma", type=at_least(0, float, 1), default=0.99, help="discount a turn (default: %(default)s)")

@@ -7,16 +7,13 @@ best trial counts, by the same judge. Best-of-N is played beside, with the same 
 named by --server, plays and writes them, and the last three stand below the instruction.
 """
 
-from __future__ import annotations
-
-import argparse
 from collections.abc import Generator
 from itertools import product
 from typing import Any, NamedTuple
 
 import envs
 import q_search
-from experiments.compare import Variant, both
+from experiments.compare import Variant, both, parser
 from q_search import Method, episode
 from qlass.batching import Score
 from qlass.chat import Chat, State
@@ -57,30 +54,17 @@ def retry(
     return outcome
 
 
-def planned(stops: list[str], Ns: list[int], reflect: bool) -> dict[Method, float | None]:
-    """Retry with the value at which it stops, and best-of-N beside it."""
-    plan: dict[Method, float | None] = {}
-    for N, stop in product(Ns, stops):
-        select, value = ("oracle", 1 - 1e-9) if stop == "oracle" else ("q", float(stop))
-        name = "reflexion" if reflect else "retry"
-        plan[Variant(name, N=N, select=select, player=f"stop={stop}")] = value
-        plan[Method("best_of_n", N=N, select=select)] = None
-    return plan
-
-
-def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Namespace]:
-    """Its own flags, and those of q_search.py."""
-    flags = argparse.ArgumentParser("python -m experiments.retry", description=__doc__.split("\n")[0])
-    flags.epilog = "further flags: those of q_search.py; -N 4 by default"
-    flags.add_argument("--stop", nargs="+", default=["oracle"], help="oracle, or a value of QNet's (default: oracle)")
-    return both(flags, argv)
-
-
 def main(argv: list[str] | None = None) -> None:
-    own, args = arguments(argv)
+    flags = parser("retry", __doc__, "; -N 4 by default")
+    flags.add_argument("--stop", nargs="+", default=["oracle"], help="oracle, or a value of QNet's (default: oracle)")
+    own, args = both(flags, argv)
     env, tasks = q_search.environment(args)
     ask = Endpoint(args.server).chat if args.server else None
-    plan = planned(own.stop, args.N or [4], bool(ask))
+    plan: dict[Method, float | None] = {}  # the value at which it stops, and best-of-N beside it
+    for N, stop in product(args.N or [4], own.stop):
+        select, value = ("oracle", 1 - 1e-9) if stop == "oracle" else ("q", float(stop))
+        plan[Variant("reflexion" if ask else "retry", N=N, select=select, player=f"stop={stop}")] = value
+        plan[Method("best_of_n", N=N, select=select)] = None
     chat, models = q_search.load(args, env, with_q=any(method.select == "q" for method in plan))
     models[Reflect] = lambda requests: [ask(request.state.messages) for request in requests]
     sampled: dict = {}

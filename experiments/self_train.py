@@ -6,21 +6,15 @@
 
     python -m experiments.self_train --env webshop --method rft
     python -m experiments.self_train --env webshop --method qlass --qnet runs/webshop/qnet-avg --name target-avg
-    python q_search.py --env webshop --method greedy --sft runs/webshop/sft-rft --label rft \\
-                       --out runs/webshop/results-rft.jsonl
 
     rft     -N sampled trajectories per task, no QNet (rejection-sampling fine-tuning, Yuan et al. 2023)
     qlass   -N trajectories per task, each action the best of -M by QNet (Alg. 4); one QNet for each process reward
-    tree    in each exploration tree, the best branch that the agent ended; no new rollouts: what the trees alone are
-            worth. It may begin with the expert's steps, from which the second pass of Alg. 2 sets out
+    tree    in each exploration tree, the best branch that the agent ended, which may begin with the expert's steps
 
 rft and tree keep the trajectories whose true reward reaches --threshold: on training tasks the reward may be used.
-qlass keeps all that are new, as the paper does: Q takes the place of the outcome. With --threshold it filters too; a
-table must then say so. The model starts from where RUN/sft started, not from RUN/sft, and is trained in the same way on
-more data.
+qlass keeps all that are new, as the paper does, or with --threshold those that reach it. The model starts from where
+RUN/sft started, not from RUN/sft, and is trained in the same way on more data.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -179,12 +173,12 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{reason} (highest reward {best:.3f}): lower it, or play more (--limit 0, -N)")
     merged, out = args.run / f"self_train-{args.name}.jsonl", args.run / f"sft-{args.name}"
     files.write_jsonl(merged, expert + new)
-    figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new)}
+    mean = sum(line["reward"] for line in lines) / max(1, len(lines))
+    figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new), "mean_reward": mean}
     figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
-    figures["mean_reward"] = sum(line["reward"] for line in lines) / max(1, len(lines))
     files.write_meta(merged, vars(args), [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
-    reward = f"mean reward {figures['mean_reward']:.3f}"
-    print(f"{merged}: {len(new)} of {len(lines)} trajectories kept ({reward}) beside {len(expert)} demonstrations")
+    kept_of = f"{len(new)} of {len(lines)} trajectories kept (mean reward {mean:.3f})"
+    print(f"{merged}: {kept_of} beside {len(expert)} demonstrations")
     if args.no_train:
         return
     flags = training_flags(record) + ["--device", args.device] * bool(args.device) + ["--overwrite"] * args.overwrite

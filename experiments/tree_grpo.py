@@ -6,19 +6,14 @@
     python -m experiments.tree_grpo --env webshop                        # M = 2 trees, N = 2 draws, L = 1 round
     python -m experiments.tree_grpo --env webshop --rounds 0 -M 4        # chain GRPO at the same nominal budget
     python -m experiments.tree_grpo --env webshop --rounds 0 -M 4 --advantage states --name gigpo
-    python q_search.py --env webshop --method greedy --sft runs/webshop/sft-tree_grpo --label tree_grpo \\
-                       --out runs/webshop/results-tree_grpo.jsonl
+    python q_search.py --method greedy --sft runs/webshop/sft-grpo --label grpo --out runs/webshop/results-grpo.jsonl
 
 A task's trajectories are a group, and so are those of each of its trees. A trajectory's advantage is how many standard
 deviations its reward lies above its group's mean, summed over both groups. An action above a branching learns from each
 trajectory through it: outcome rewards become a signal for steps, without a value network. --advantage states is GiGPO
 (Feng et al. 2025), whose second groups are the visits to an equal observation, each worth the reward discounted by the
-steps to it; --normalise mean leaves out the division, as its release does on WebShop.
-
-docs/differences.md says where the releases differ.
+steps to it; --normalise mean leaves out the division, as its release does on WebShop (docs/differences.md).
 """
-
-from __future__ import annotations
 
 import argparse
 import copy
@@ -118,10 +113,7 @@ def normalised(values: Sequence[float], groups: Sequence[Any], std: bool = True)
 
 
 def advantages(group: Group, kind: str = "both", discount: float = 1.0, std: bool = True) -> list[np.ndarray]:
-    """A of each decision of each trajectory.
-
-    A = A_inter + A_intra: the reward normalised among the trajectories of the task, and among those of its tree.
-    """
+    """A of each decision: the reward normalised among the trajectories of the task, plus among those of its tree."""
     rewards = [trajectory.reward for trajectory in group]
     lengths = [len(trajectory.decisions) for trajectory in group]
     inter = normalised(rewards, [0] * len(rewards), std)
@@ -151,10 +143,9 @@ class Batch:
 
 
 def dual_clip(ratio: torch.Tensor, positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-    """The PPO loss of a choice, summed over its advantages A_i: those above 0 sum to `positive`, others to -`negative`.
+    """The PPO loss of a choice, max(-A r, -A clip(r, 1 - e, 1 + e)), at most -c A where A < 0, summed over its A.
 
-    max(-A r, -A clip(r, 1 - e, 1 + e)), at most -c A where A < 0: linear in A on either side of 0, so the sum is
-    -positive min(r, 1 + e) + negative min(max(r, 1 - e), c).
+    It is linear in A on either side of 0: the advantages above 0 sum to `positive`, those below to -`negative`.
     """
     return negative * ratio.clamp(1 - CLIP, DUAL_CLIP) - positive * ratio.clamp(max=1 + CLIP)
 
@@ -173,10 +164,8 @@ def policy_loss(logp: torch.Tensor, entropy: torch.Tensor, batch: Batch, kl: flo
 
 
 def weights(group: Group, A: list[np.ndarray]) -> dict[Decision, np.ndarray]:
-    """Of each decision, over the trajectories through it: sum of A > 0, sum of -A > 0, their number.
-
-    That is all that `dual_clip` needs, so a shared prefix is computed once; equal decisions of siblings are one too.
-    """
+    """Of each decision, over the trajectories through it: sum of A > 0, sum of -A > 0, their number. More `dual_clip`
+    does not need, so a shared prefix is computed once; equal decisions of siblings are one too."""
     sums: dict[Decision, np.ndarray] = {}
     for trajectory, steps in zip(group, A, strict=True):
         for decision, a in zip(trajectory.decisions, steps, strict=True):
@@ -196,10 +185,8 @@ def batches(learner: Learner, groups: Sequence[Group], A: Sequence[list[np.ndarr
 
 
 def update(learner: Learner, minibatch: list[Batch], kl: float, bonus: float, number: int) -> torch.Tensor:
-    """An update on the mean loss over the choices of all trajectories.
-
-    Returns KL, entropy and the share of clipped ratios, means over the choices, and the number of tokens: (4,).
-    """
+    """An update on the mean loss over the choices of all trajectories. Returns their mean KL, entropy and share of
+    clipped ratios, and the number of tokens: (4,)."""
     n = sum(float(batch.visits.sum()) for batch in minibatch)
     figures = torch.zeros(4)
     learner.model.train()
@@ -253,7 +240,7 @@ def add_update(parser: argparse.ArgumentParser) -> None:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = learner_parser(__doc__, "Released: M = 2, N = 2, L = 1.", argv, every=4)
+    flags = learner_parser(__doc__, "Released: M = 2, N = 2, L = 1.", every=4)
     add = flags.add_argument
     add("-M", type=at_least(1), default=2, help="trees a task (default: %(default)s)")
     add("--draws", type=at_least(1), default=2, metavar="N", help="branches a tree and round (default: %(default)s)")
@@ -276,7 +263,6 @@ def main(argv: list[str] | None = None) -> None:
     learner = load(args, env, LR.get(args.env, LR_TINY))
 
     def iteration(last: dict) -> dict:
-        """Trees of some tasks and the updates on them."""
         groups = play(learner, env, last, args, args.M, args.draws, args.rounds)
         A = [advantages(group, args.advantage, args.discount, args.normalise == "mean-std") for group in groups]
         parts = [slice(i, i + args.minibatch) for i in range(0, len(groups), args.minibatch)]

@@ -13,9 +13,6 @@ Flags and result lines are q_search.py's; `player` has S, k, tau, c, gamma. `env
 `env_steps_replayed` a restore as the steps that lead there. A search returns the node where it has ended.
 """
 
-from __future__ import annotations
-
-import argparse
 import dataclasses
 import inspect
 import math
@@ -28,7 +25,7 @@ import numpy as np
 
 import envs
 import q_search
-from experiments.compare import Variant, both
+from experiments.compare import Variant, both, parser
 from q_search import Method, Step, distinct
 from qlass.batching import Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering, State, parse_action, uniforms
@@ -52,7 +49,7 @@ class Node:
     snapshot: Any = None  # leads back to here
     request: Sample | None = None  # for its candidates
     drawn: list[Candidate] = dataclasses.field(default_factory=list)
-    children: list[Node] = dataclasses.field(default_factory=list)
+    children: list["Node"] = dataclasses.field(default_factory=list)
 
     def promise(self, gamma: float) -> float:
         """Q(s, a) once the next page is seen: gamma max_a' Q(s', a'); at an end Q(s, a) itself."""
@@ -228,25 +225,21 @@ def play(settings: dict, env: envs.TextEnv, task_id: str, method: Variant, chat:
     return outcome | steps | {"restores": search.restores, "resets": method.N}
 
 
-def planned(
-    names: Sequence[str], grid: dict[str, list], Ms: Sequence[int], Ns: Sequence[int]
-) -> list[tuple[Variant, dict]]:
-    """The methods of these names, each with every value that the grid has for its settings, and these settings."""
-    plan = []
+def planned(names: Sequence[str], grid: dict[str, list], Ms: list[int], Ns: list[int]) -> dict[Variant, dict]:
+    """The methods of these names, each with every value that the grid has for its settings; and these settings."""
+    plan = {}
     for name in names:
         own = [setting for setting in inspect.signature(getattr(Search, name)).parameters if setting in grid]
         budgets = [(1, N) for N in Ns] if name == "particles" else [(M, 1) for M in Ms]
         for (M, N), *values in product(budgets, *map(grid.get, own)):
             settings = dict(zip(own, values, strict=True))
             player = " ".join(f"{setting}={value:g}" for setting, value in settings.items())
-            plan.append((Variant(name, M=M, N=N, select="q", player=player), settings))
+            plan[Variant(name, M=M, N=N, select="q", player=player)] = settings
     return plan
 
 
-def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Namespace]:
-    """Its own flags, and those of q_search.py."""
-    flags = argparse.ArgumentParser("python -m experiments.tree_search", description=__doc__.split("\n")[0])
-    flags.epilog = "further flags: those of q_search.py; -N is that of particles (4)"
+def main(argv: list[str] | None = None) -> None:
+    flags = parser("tree_search", __doc__, "; -N is that of particles (4)")
     add = flags.add_argument
     add("--method", nargs="+", required=True, choices=NAMES, metavar="NAME", help=", ".join(NAMES))
     add("-S", nargs="+", type=at_least(1), default=[4], help="simulations a step, of mcts (4)")
@@ -254,15 +247,11 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Name
     add("--tau", nargs="+", type=at_least(1e-6, float), default=[0.1], help="temperature of resampling (0.1)")
     add("-c", nargs="+", type=at_least(0, float), default=[1.0], help="weight of the prior, of mcts (1)")
     add("--gamma", nargs="+", type=at_least(0, float, 1), help="default: that of the QNet's labels, or .9")
-    return both(flags, argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    own, args = arguments(argv)
+    own, args = both(flags, argv)
     env, tasks = q_search.environment(args)
     labels = input_of(args.qnet or args.run / "qnet", "labels") or args.run
     grid = vars(own) | {"gamma": own.gamma or [read_meta(labels)["arguments"].get("gamma", 0.9)]}
-    plan = dict(planned(own.method, grid, args.M, args.N or [4]))
+    plan = planned(own.method, grid, args.M, args.N or [4])
     chat, models = q_search.load(args, env, with_q=True)
 
     def search(env: envs.TextEnv, task_id: str, method: Variant) -> Generator[Any, Any, dict]:

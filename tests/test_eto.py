@@ -81,11 +81,11 @@ def test_the_best_sibling_is_preferred_to_each_that_is_worse_by_more_than_the_ga
 
 
 def test_dpo_loss_by_hand():
-    win, lose, reference_win, reference_lose = torch.tensor([[-1.0, -2.0], [-3.0, -2.0], [-2.0, -2.0], [-2.0, -2.0]])
+    logp, reference = torch.tensor([[[-1.0, -2.0], [-3.0, -2.0]], [[-2.0, -2.0], [-2.0, -2.0]]])
     # margins: (-1 + 2) - (-3 + 2) = 2 and 0
-    loss = dpo_loss(win, lose, reference_win, reference_lose, beta=0.1)
+    loss = dpo_loss(logp, reference, beta=0.1)
     assert_close(loss, torch.tensor([math.log(1 + math.exp(-0.2)), math.log(2)]))
-    assert dpo_loss(win, lose, win, lose, beta=5.0).tolist() == pytest.approx([math.log(2)] * 2)
+    assert dpo_loss(logp, logp, beta=5.0).tolist() == pytest.approx([math.log(2)] * 2)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_beta_and_the_reference_are_what_is_trained_with(pairs):
         for epochs, model in enumerate((once, twice), 1)
     ]
     (pack,) = pack_preferences(chat, pairs, 2048)
-    expected = dpo_loss(*pack.logprobs(once), *pack.logprobs(begun), 0.3).mean().item()
+    expected = dpo_loss(pack.logprobs(once), pack.logprobs(begun), 0.3).mean().item()
     assert losses == pytest.approx([math.log(2), expected], abs=1e-5) and expected < math.log(2)
 
 

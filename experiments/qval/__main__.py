@@ -11,8 +11,6 @@ true value does. Files that are there already are kept. With --results of `searc
 alignment predicts the reward; experiments.qval.downstream does so over several environments.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools
@@ -31,20 +29,10 @@ from experiments.qval import downstream, metrics, report, search
 from experiments.qval.judges import Judge, full_name
 from experiments.qval.points import Point, distinct, drawn, label, references, trajectory
 from experiments.qval.scorers import Call, Context, Decision, Entry, answer, available, entry, inputs
-from qlass import UserError
+from qlass import UserError, files
 from qlass.batching import Sample
 from qlass.chat import Rendering
 from qlass.cli import add_sampling, at_least, find_or_make, parse, parser, run_stage
-from qlass.files import (
-    read_jsonl,
-    read_meta,
-    read_object,
-    replacing,
-    same_arguments,
-    sha256,
-    write_jsonl,
-    write_meta,
-)
 from qlass.policy import begin_as_cloned
 
 
@@ -90,26 +78,23 @@ class Run:
     def driven(self, generators: Iterable[Generator], what: str, n: int) -> Iterator[Any]:
         """What n generators return, in their order."""
         answers = {Sample: lambda requests: self.context.agent().sample(requests), Call: answer}
-        yield from tqdm(drive_in_order(generators, answers, self.env.side_by_side), what, n)
+        return iter(tqdm(drive_in_order(generators, answers, self.env.side_by_side), what, n))
 
     def kept(self, path: Path, lines: Iterable[dict], inputs: list[Path | None], flags: list[str]) -> list[dict]:
         """The lines of a file, written first if it is not there. inputs, flags: what it depends on."""
         if path.exists():
             names = ("env", "env_option", "run", "seed", *flags)
-            same_arguments(path, {name: getattr(self.args, name) for name in names})
+            files.same_arguments(path, {name: getattr(self.args, name) for name in names})
         else:
-            write_jsonl(path, lines)
-            write_meta(path, vars(self.args), inputs)
-        return list(read_jsonl(path))
+            files.write_jsonl(path, lines)
+            files.write_meta(path, vars(self.args), inputs)
+        return list(files.read_jsonl(path))
 
     def points(self) -> list[Point]:
         """points.jsonl: the states that the behaviour policy visits."""
         args, tasks = self.args, self.env.task_ids(self.args.split)
-        walks = (
-            trajectory(self.env.fork(), task, n, args.actor, args.epsilon, args.candidates, self.rendering, args.seed)
-            for n in range(args.trajectories)
-            for task in tasks
-        )
+        actor = args.actor, args.epsilon, args.candidates, self.rendering, args.seed
+        walks = (trajectory(self.env.fork(), task, n, *actor) for n in range(args.trajectories) for task in tasks)
         points = distinct(self.driven(walks, "trajectories", args.trajectories * len(tasks)))
         lines = map(vars, itertools.islice(points, args.points))
         flags = ["points", "split", "trajectories", "actor", "epsilon", "candidates"]
@@ -138,16 +123,16 @@ class Run:
     def values(self, name: str, chosen: Entry, points: list[Point]) -> list[list[float | None]]:
         """predictions/NAME.json, in QVAL's layout: what a score gives to the actions taken and, as metadata, to all."""
         path = self.args.out / "predictions" / f"{name}.json"
-        if not is_current(path):
+        if not files.has_meta(path) or files.changed_inputs(path):
             lines = (predict(self.env.fork(), point, chosen, self.context) for point in points)
             values = list(self.driven(lines, name, len(points)))
             taken = [candidates[point.taken] for candidates, point in zip(values, points, strict=True)]
             metadata = {"ranking_point_hashes": [point.hash for point in points], "candidate_values": values}
             record = {"method_name": name, "method_type": "eval", "values": taken, "config": {}, "metadata": metadata}
-            with replacing(path) as out:
+            with files.replacing(path) as out:
                 json.dump(record, out, indent=1)
-            write_meta(path, vars(self.args), [self.args.out / "points.jsonl", *inputs(chosen, self.context)])
-        return read_object(path)["metadata"]["candidate_values"]
+            files.write_meta(path, vars(self.args), [self.args.out / "points.jsonl", *inputs(chosen, self.context)])
+        return files.read_object(path)["metadata"]["candidate_values"]
 
 
 def predict(env: envs.TextEnv, point: Point, chosen: Entry, context: Context) -> Generator[Any, Any, list]:
@@ -156,12 +141,6 @@ def predict(env: envs.TextEnv, point: Point, chosen: Entry, context: Context) ->
     values = yield from chosen.scores(context, decision)
     env.close()
     return [None if value is None else float(value) for value in values]
-
-
-def is_current(path: Path) -> bool:
-    """Whether a prediction is there, and what it was made from is so still."""
-    sources = read_meta(path)["inputs"]
-    return bool(sources) and all(Path(p).exists() and sha256(Path(p)) == content for p, content in sources.items())
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -189,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
         study.scores[name] = metrics.series(run.values(name, score, study.points), study.index)
     title = " ".join([args.env, *args.env_option, f"({args.split}, {args.actor}, epsilon {args.epsilon})"])
     print(report.write(study, args.out, title, downstream.rewards(args.results, env.name) if args.results else {}))
-    write_meta(args.out / "report.md", vars(args), [args.sft])
+    files.write_meta(args.out / "report.md", vars(args), [args.sft])
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ The folders are what `python -m experiments.qval --results FILE` wrote. For seve
 mean of the environments' own, since neither rewards nor alignments compare between environments.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -115,13 +113,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("downstream.md"), help="table (default: %(default)s)")
     args = parser.parse_args(argv)
     studies = []
-    for path in (folder / "alignment.json" for folder in args.folders):
-        try:
-            study = played(json.loads(path.read_bytes()))  # with NaN, where nothing could be measured
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path}: not what experiments.qval writes ({type(error).__name__}: {error})") from None
+    for folder in args.folders:
+        study = played(json.loads((folder / "alignment.json").read_bytes()))  # with NaN, where nothing was measured
         if study is None:
-            raise UserError(f"{path.parent}: fewer than {LEAST} scores have steered there; run qval with --results")
+            raise UserError(f"{folder}: fewer than {LEAST} scores have steered there; run qval with --results")
         studies.append(study)
     text = table(studies) + "\n"
     with replacing(args.out) as out:

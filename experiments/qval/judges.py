@@ -6,12 +6,10 @@
 An answer that can't be read gives None.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,12 +20,9 @@ from qlass.server import Endpoint
 ROOM = 2048  # tokens of an answer
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """`key` distinguishes equal questions."""
-
+class Question(NamedTuple):
     text: str
-    key: tuple = ()
+    key: tuple = ()  # tells equal questions apart
     temperature: float = 0.0
 
 

@@ -3,12 +3,9 @@
 Scores and labels are a Series each, one value a candidate, NaN where there is no score. The index says of what: block
 (of tasks that vary together), state, action, and whether the behaviour policy has taken it.
 
-Search compares the actions of one state, so the figure that counts for it is the Spearman correlation per state: the
-mean of the blocks' means, with an interval over blocks. It is undefined where a state has one candidate or labels that
-are all equal: such states are counted, not scored. A constant score has no order and gets 0.
+Search compares the actions of one state, so what counts is Spearman's correlation per state: the mean of the blocks'
+means. It is undefined where labels are all equal: such states are counted, not scored. A constant score gets 0.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence

@@ -10,11 +10,8 @@ Labels are Q(s, a) of a reference policy:
     expert   the environment's expert, from the state that the action leads to; K times where the ice slips
     policy   K rollouts of the agent: "max" is QVAL's MVMC, "mean" the plain Monte-Carlo value
 
-If the episode ends with reward r after n steps, the action's own included, the action is worth gamma^(n - 1) r. The
-step limit counts for all references.
+If the episode ends with reward r after n steps, with the action's own, the action is worth gamma^(n - 1) r.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import hashlib
@@ -63,7 +60,7 @@ class Point:
         return state
 
     @classmethod
-    def load(cls, record: dict) -> Point:
+    def load(cls, record: dict) -> "Point":
         return cls(**{**record, "prefix": tuple(record["prefix"]), "candidates": tuple(record["candidates"])})
 
 
@@ -115,9 +112,6 @@ def distinct(trajectories: Iterable[list[Point]]) -> Iterator[Point]:
         if (point.task_id, point.hash) not in seen:
             seen.add((point.task_id, point.hash))
             yield point
-
-
-# -------------------------------------------------------------------------------------------------------------- labels
 
 
 def references(env: str) -> tuple[str, ...]:

@@ -1,7 +1,5 @@
 """Points, labels and scores -> tables (report.md), and alignment.json for experiments.qval.downstream."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

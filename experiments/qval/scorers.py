@@ -7,8 +7,6 @@ within the state; None means that there is no score. It asks a model by a `Call`
 that are scored side by side, share a batch.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re
@@ -109,9 +107,6 @@ def each(value: Callable[[Context, Decision, str], float | None]) -> Scorer:
     return scores
 
 
-# ----------------------------------------------------------------------------------------------------- written by hand
-
-
 def lake(state: State, action: str) -> float:
     """FrozenLake: minus the Manhattan distance to the goal after the move; a hole is the end, the edge a lost turn."""
     text = "\n".join(content for role, content in state.messages if role == "user")
@@ -137,9 +132,6 @@ def untried(state: State, action: str) -> float:
     *past, now = [content for _, content in state.messages[2:]]
     turns = zip(past[::2], past[1::2], strict=True)
     return -float(sum(seen == now and parse_action(step) == parse_action(action) for seen, step in turns))
-
-
-# ------------------------------------------------------------------------------------------ by trees, QNet, the policy
 
 
 def in_trees(target: str) -> Scorer:

@@ -5,8 +5,6 @@
 Result lines have method "scorer" and the score's name as player. What a score costs in tokens is not counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math
@@ -17,7 +15,7 @@ from pathlib import Path
 
 import envs
 import q_search
-from experiments.compare import InEnv, both, play
+from experiments.compare import InEnv, both, parser, play
 from experiments.qval.judges import Judge, full_name
 from experiments.qval.scorers import Call, Context, Decision, Entry, Scores, answer, available, entry, inputs
 from qlass import UserError
@@ -25,10 +23,7 @@ from qlass.batching import Sample
 from qlass.chat import State, uniforms
 from qlass.results import Results
 
-KNOWING = {
-    "oracle",
-    "state_value",
-}  # they know the true values: experiments.compare --method oracle_step is their search
+KNOWING = {"oracle", "state_value"}  # the true values: experiments.compare --method oracle_step is their search
 BLIND = {"step_index"}  # of the state alone: it chooses at random, as `random` does
 PEEKING = {"value_gain", "self_distillation", "ranking"}  # they step each candidate
 
@@ -73,20 +68,13 @@ def planned(names: Sequence[str], args: argparse.Namespace, context: Context) ->
     return plan, paths
 
 
-def arguments(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
-    """Its own flags, and those of q_search.py."""
-    name, rest = "python -m experiments.qval search", "further flags: those of q_search.py, but for --method"
-    flags = argparse.ArgumentParser(name, description=__doc__.split("\n")[0], epilog=rest, allow_abbrev=False)
+def main(argv: list[str]) -> None:
+    flags = parser("qval search", __doc__, ", but for --method")
     what = "scores, of a judge JUDGE=URL#MODEL (default: all whose inputs are there, without judges)"
     flags.add_argument("--scorer", nargs="+", default=[], metavar="NAME", help=what)
     own, args = both(flags, argv)
     if args.method != ["qlass"]:
         raise UserError("--method: search follows what --scorer names; q_search.py plays the methods")
-    return own, args
-
-
-def main(argv: list[str]) -> None:
-    own, args = arguments(argv)
     env, tasks = q_search.environment(args)
     context = Context(argparse.Namespace(**vars(args) | {"gamma": 0.95}))
     plan, paths = planned(own.scorer, args, context)

@@ -8,8 +8,6 @@ td   r + gamma times the mean of the children: where TD(0) settles on the tree's
 mc   the discounted reward of the branch that made the node: the sample that a Monte-Carlo value net regresses on
 """
 
-from __future__ import annotations
-
 import bellman
 from bellman import children_of, main
 from qlass.cli import run_stage
