@@ -93,7 +93,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 class Draw(LogitsProcessor):
     """The draws of `Policy.draw` for `generate`: of each row's logits (B, V) the token drawn stays."""
 
-    def __init__(self, policy: Policy, heat: np.ndarray, noise: np.ndarray, start: int) -> None:
+    def __init__(self, policy: Policy, heat: torch.Tensor, noise: torch.Tensor, start: int) -> None:
         self.policy, self.heat, self.noise, self.start = policy, heat, noise, start
 
     def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -124,8 +124,8 @@ class Generate:
         for row, (i, _) in enumerate(rows):
             ids[row, width - len(prompts[i]) :] = torch.tensor(prompts[i])
             real[row, width - len(prompts[i]) :] = 1
-        heat = np.array([requests[i].temperature for i, _ in rows])
-        noise = np.stack([uniforms(room, 0, *requests[i].key, k) for i, k in rows])
+        heat = torch.tensor([requests[i].temperature for i, _ in rows])
+        noise = torch.from_numpy(np.stack([uniforms(room, 0, *requests[i].key, k) for i, k in rows]))
         following = [self.following(requests[i]) for i, _ in rows]
         ends = sorted(self.chat.stop_ids)
 

@@ -132,7 +132,8 @@ class FastPolicy:
         device, room = self.model.device, self.chat.rendering.max_new_tokens
         owner = np.repeat(np.arange(len(requests)), [r.n for r in requests])
         noise = np.stack([uniforms(room, self.policy.seed, *r.key, k) for r in requests for k in range(r.n)])
-        heat = np.array([r.temperature for r in requests])[owner]
+        noise = torch.from_numpy(noise).to(device)
+        heat = torch.tensor([requests[i].temperature for i in owner], device=device)
         cache, seen, logits = self.prefill(prompts)
         each = torch.from_numpy(owner).to(device)  # from here on a row is a candidate
         cache.batch_select_indices(each)
@@ -147,8 +148,9 @@ class FastPolicy:
         total = torch.zeros(len(owner), dtype=torch.float64, device=device)  # log-probabilities
         alive = np.arange(len(owner))  # which candidate each row of the batch is
         for step in range(room):
-            tokens, logp = self.policy.draw(logits, heat[alive], noise[alive, step])
-            total[torch.from_numpy(alive).to(device)] += logp
+            at = torch.from_numpy(alive).to(device)
+            tokens, logp = self.policy.draw(logits, heat[at], noise[at, step])
+            total[at] += logp
             for row, token in zip(alive, tokens.tolist(), strict=True):  # the one wait for the device in a step
                 written[row].append(token)
             going = [i for i, row in enumerate(alive) if not self.policy.ended(written[row])]
