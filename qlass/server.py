@@ -23,7 +23,7 @@ ALL = 1 << 30  # top-k of all tokens: 0 for some servers, -1 for others, a large
 
 
 class Endpoint:
-    """A server's URL, http://HOST:PORT/v1, with #MODEL if it serves several; sends $OPENAI_API_KEY."""
+    """A server's URL, http://HOST:PORT/v1, with #MODEL if it serves several; $OPENAI_API_KEY."""
 
     def __init__(self, url: str, flag: str = "--server") -> None:
         import openai
@@ -57,7 +57,7 @@ class Endpoint:
 
 
 class ServerPolicy:
-    """pi(a | s) by a server that holds the checkpoint's weights; free text without probabilities."""
+    """pi(a | s) by a server that holds the checkpoint's weights; free text, no probabilities."""
 
     def __init__(self, url: str, chat: Chat, seed: int = 0, parallel: int = 64) -> None:
         if chat.rendering.candidates == "valid":

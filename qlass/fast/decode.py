@@ -65,14 +65,9 @@ class FastPolicy:
         return self.cache.read(logits, self.model, self.budget, states, tails)
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
-        chosen, written = ([i for i, r in enumerate(requests) if bool(r.valid) is valid] for valid in (True, False))
-        answers = dict(zip(chosen, self.choose([requests[i] for i in chosen]), strict=True))
-        answers |= zip(written, self.write([requests[i] for i in written]), strict=True)
-        return [answers[i] for i in range(len(requests))]
-
-    def choose(self, requests: list[Sample]) -> list[list[Candidate]]:
-        logprobs = self.valid_logprobs(requests)
-        return [self.policy.choose(r, logp) for r, logp in zip(requests, logprobs, strict=True)]
+        logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
+        written = iter(self.write([r for r in requests if not r.valid]))
+        return [self.policy.choose(r, next(logprobs)) if r.valid else next(written) for r in requests]
 
     @torch.inference_mode()
     def valid_logprobs(self, requests: list[Sample]) -> list[np.ndarray]:
@@ -165,11 +160,8 @@ class FastPolicy:
             positions = torch.cat([positions, positions[:, -1:] + 1], -1)
             masks = additive_masks(seen[:, None], positions[:, -1:], positions, windows, self.model.dtype)
             self.cache.computed += len(alive)
-            out = self.model(
-                input_ids=tokens[:, None], attention_mask=masks, position_ids=positions[:, -1:], past_key_values=cache,
-                use_cache=True,
-            )  # fmt: skip
-            logits = out.logits[:, -1]
+            inputs = {"input_ids": tokens[:, None], "attention_mask": masks, "position_ids": positions[:, -1:]}
+            logits = self.model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
 
         answers: list[list[Candidate]] = [[] for _ in requests]
         for i, ids, logprob in zip(owner, written, total.tolist(), strict=True):
