@@ -246,9 +246,11 @@ def adamw(parameters: Iterable[nn.Parameter], lr: float, name: str = "adamw") ->
     parameters = [p for p in parameters if p.requires_grad]
     if not parameters:
         raise UserError("nothing to train: all weights are frozen")
-    optimizer = torch.optim.AdamW
+    optimizer: Any = torch.optim.AdamW
     if name == "adamw8bit":
-        from bitsandbytes.optim import AdamW8bit as optimizer
+        import bitsandbytes
+
+        optimizer = bitsandbytes.optim.AdamW8bit
     return optimizer(parameters, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
 
 

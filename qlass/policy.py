@@ -70,11 +70,12 @@ class Policy:
     @torch.inference_mode()
     def write(self, request: Sample) -> list[Candidate]:
         """n candidates in free text, each token by token until its turn ends."""
-        temperature = torch.tensor([request.temperature], device=self.model.device)
+        temperature = torch.tensor([float(request.temperature)], device=self.model.device)
         candidates = []
         for k in range(request.n):
             noise = uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k)
-            ids, cache, written, logprob = self.chat.prompt(request.state), {}, [], 0.0
+            ids, written, logprob = self.chat.prompt(request.state), [], 0.0
+            cache: dict[str, Any] = {}
             for u in torch.from_numpy(noise).to(temperature.device).split(1):
                 tokens = torch.tensor([ids], device=u.device)
                 out = self.model(input_ids=tokens, use_cache=True, **cache)
@@ -241,5 +242,6 @@ def load_qnet(folder: Path, args: argparse.Namespace) -> Any:
 
 
 def loading(args: argparse.Namespace, rendering: Rendering) -> dict[str, Any]:
+    """What `Policy.load` and `QNet.from_pretrained` take of the flags."""
     names = ("device", "load_in", "plain", "precision", "cache_gb")
     return {name: getattr(args, name) for name in names} | {"rendering": rendering}

@@ -1,7 +1,4 @@
-"""The tiny model: a small Llama trained from scratch, and the aids that it reads and writes with.
-
-torch is imported where a model is made: `qlass/chat.py` needs the aids alone, and --help no model.
-"""
+"""The tiny model: a small Llama trained from scratch, and the aids that it reads and writes with."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Message = tuple[str, str]  # role and content
-
 MARK = "✓"
 SAME_PAGE = "(same page)"
 # A word, or a price with its place on the page: "3 $9.50".
@@ -36,8 +32,8 @@ def task_words(task: str) -> frozenset[str]:
 def mark(text: str, task: str) -> str:
     """A mark before each word of the task, and before each price within the task's limit.
 
-    "red cotton shirt" for the task "a red shirt" -> "✓red cotton✓ shirt". A price's mark stands
-    before its place on the page: an agent that chooses token by token sees it before it chooses.
+    "red cotton shirt" for the task "a red shirt" -> "✓red cotton✓ shirt". An agent that chooses
+    token by token is to see a price's mark first, so that it stands before its place on the page.
     """
     words = task_words(task)
     limit = _LIMIT.search(task)

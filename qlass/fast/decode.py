@@ -92,7 +92,7 @@ class FastPolicy:
             key, trie, _ = fresh[n]
             rows = [paths[a][t - 1] if t else last for a, t, _ in trie.branches]
             tokens = [token for *_, token in trie.branches]
-            scores = out[torch.tensor(rows, device=out.device), torch.tensor(tokens, device=out.device)].cpu().numpy()
+            scores = out[rows, tokens].cpu().numpy()
             self.memory[key] = trie.logprobs(scores / (key[-1] or 1.0))
         return [self.memory[key] for key in keys]
 
@@ -128,7 +128,7 @@ class FastPolicy:
         owner = np.repeat(np.arange(len(requests)), [r.n for r in requests])
         noise = np.stack([uniforms(room, self.policy.seed, *r.key, k) for r in requests for k in range(r.n)])
         noise = torch.from_numpy(noise).to(device)
-        heat = torch.tensor([requests[i].temperature for i in owner], device=device)
+        heat = torch.tensor([float(requests[i].temperature) for i in owner], device=device)
         cache, seen, logits = self.prefill(prompts)
         each = torch.from_numpy(owner).to(device)  # from here on a row is a candidate
         cache.batch_select_indices(each)
