@@ -63,7 +63,10 @@ class Policy:
         if self.fast:
             answers = self.fast.sample(requests)
         else:
-            answers = [self.choose(r) if r.valid else self.write(r) for r in requests]
+            answers = [
+                self.choose(r, self.valid_logprobs(r)) if r.valid else self.write(r)
+                for r in requests
+            ]
         self.check(candidate.logprob for candidate in itertools.chain(*answers))
         return answers
 
@@ -115,9 +118,8 @@ class Policy:
         tail = self.chat.tokenizer.decode(written[-2 * longest :])  # longer: a letter may be bytes
         return written[-1] in self.chat.stop_ids or any(stop in tail for stop in stops)
 
-    def choose(self, request: Sample, logp: np.ndarray | None = None) -> list[Candidate]:
-        """n of the valid actions, by their log-probabilities (A,), `valid_logprobs` by default."""
-        logp = self.valid_logprobs(request) if logp is None else logp
+    def choose(self, request: Sample, logp: np.ndarray) -> list[Candidate]:
+        """n of the valid actions, by their log-probabilities (A,)."""
         cumulative = np.exp(logp).cumsum()
         candidates = []
         for k in range(request.n):

@@ -1,4 +1,4 @@
-"""The tiny model: a small Llama trained from scratch, and the aids that it reads and writes with."""
+"""The tiny model, a small Llama trained from scratch, and the aids it reads and writes with."""
 
 from __future__ import annotations
 
