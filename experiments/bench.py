@@ -90,8 +90,8 @@ def generate(policy: Policy, rows: list[tuple[Sample, int]]) -> list[str]:
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
     inputs = {"input_ids": pad(prompts), "attention_mask": pad([torch.ones_like(ids) for ids in prompts])}
     width = inputs["input_ids"].shape[1]
-    heat = np.array([request.temperature for request, _ in rows])
-    noise = np.stack([uniforms(TEXT, 0, *request.key, k) for request, k in rows])
+    heat = torch.tensor([request.temperature for request, _ in rows])
+    noise = torch.from_numpy(np.stack([uniforms(TEXT, 0, *request.key, k) for request, k in rows]))
     following = [continuations(chat, request) for request, _ in rows]
 
     def allowed(row: int, tokens: torch.Tensor) -> list[int]:

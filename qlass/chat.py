@@ -127,6 +127,7 @@ PLAIN = (  # for a model without a chat template
 )
 TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")  # in a chat template
 WAY_OUT = ": give its tokenizer another chat_template"
+CONTENT = "§Thought: a\nAction: b§"
 NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 
@@ -149,7 +150,6 @@ class Chat:
         self.context = context or math.inf
         added = tokenizer.added_tokens_decoder.values()
         self.controls = any_of(token.content for token in added if token.special)
-        self.template = template_of(tokenizer, rendering)
         self._read_template()
         self.stop_id = self._encode("", self.stop, "", "")[-1]
         self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} - {None}
@@ -164,21 +164,19 @@ class Chat:
         self.rendering.save(folder)
 
     def _read_template(self) -> None:
-        """Read the strings off a prompt of three turns; check them on one to four turns."""
-        strings = [*self._around([], 3), "", "", ""]
-        self.begin, self.ask, after = strings[:3]
-        self.system = self._around(["system"], 3)[:2]
+        self.template = template_of(self.tokenizer, self.rendering)
+        strings = self._strings([])
+        if not strings:
+            problem = "its chat template does not show all turns alike, as they are"
+            raise UserError(problem + WAY_OUT)
+        self.begin, self.ask, after = strings
+        system = self._strings(["system"])
+        self.system = system[:2] if system[2:] == strings[1:] else []
         # The turn ends with the first added token after the assistant's words, special or not.
         added = set(self.tokenizer.added_tokens_encoder) - {MARK}
         end = any_of(filter(str.strip, added)).search(after)
         self.stop = after[: end.end()] if end else self.tokenizer.eos_token
         self.turn = after.removeprefix(self.stop)
-        if not self._agrees([], [self.begin], after):
-            raise UserError(
-                "its chat template does not show all turns alike, as they are" + WAY_OUT
-            )
-        if not self._agrees(["system"], self.system, after):
-            self.system = []
         thinks = "<think>" in self.template and not self.rendering.think
         if thinks and "</think>" not in self.ask:
             self.ask += NO_THOUGHT
@@ -186,39 +184,39 @@ class Chat:
         self.lead = self.ask.removeprefix(words)  # a space before a word is a part of the word
         self.ask = words
 
-    def _agrees(self, first: list[str], front: list[str], after: str) -> bool:
-        """Does the template write these strings in prompts of one to four turns?"""
-        strings = [*front, *[self.ask, after] * 3]
-        for turns in range(1, 5):
-            theirs = self._around(first, turns, f"Thought: a\nAction: b{self.stop}")
-            if not theirs:
-                return False
-            # A prompt may end before an answer's own space, or go on (<think>).
-            end = theirs.pop()
-            alike = end.startswith(self.ask) or self.ask.startswith(end)
-            if theirs != strings[: len(theirs)] or not alike:
-                return False
-        return True
+    def _strings(self, first: list[str]) -> list[str]:
+        """The strings in front of the messages, `ask`, and what follows an action.
 
-    def _around(self, first: list[str], turns: int, inside: str = "") -> list[str]:
+        first: roles in front of the user's and the assistant's. Empty unless prompts of one to four
+        turns have the same.
+        """
+        prompts = [self._around(first, turns) for turns in range(1, 5)]
+        strings = [*prompts[-1], "", ""][: len(first) + 3]
+        ask, after = strings[-2:]
+        expected = [*strings, *[ask, after] * 3]
+        for *parts, end in prompts:
+            # A prompt may end before an answer's own space, or go on (<think>).
+            alike = end.startswith(ask) or ask.startswith(end)
+            if not parts or parts != expected[: len(parts)] or not alike:
+                return []
+        return strings
+
+    def _around(self, first: list[str], turns: int) -> list[str]:
         """What the template writes before, between and after the contents of a prompt.
 
-        first: roles in front of the user's and the assistant's. inside: a text in each content.
-        Empty unless the template shows each content as it is, once and in turn.
+        A single text if it does not show each content once, as it is.
         """
         roles = [*first, *["user", "assistant"] * turns][:-1]
-        words = [f"§{i}{inside}§" for i in range(len(roles))]
-        chat = State(tuple(zip(roles, words, strict=True))).dump()
+        chat = [{"role": role, "content": CONTENT} for role in roles]
         options = {"tokenize": False, "add_generation_prompt": True, "chat_template": self.template}
         try:
             text = self.tokenizer.apply_chat_template(chat, **options)
         except jinja2.TemplateError as error:
             if first:  # it refuses a system message
-                return []
+                return [""]
             raise UserError(f"its chat template fails: {error}{WAY_OUT}") from error
-        text = text.replace(NO_THOUGHT, "")  # else it may differ between turns
-        parts = re.split(f"({any_of(words).pattern})", text)
-        return parts[::2] if parts[1::2] == words else []
+        parts = text.replace(NO_THOUGHT, "").split(CONTENT)  # that may differ between turns
+        return parts if len(parts) == len(roles) + 1 else [text]
 
     def _encode(self, past: str, before: str, content: str, after: str) -> list[int]:
         """Tokens of before + content + after where `past` precedes them.
@@ -281,9 +279,7 @@ class Chat:
             if "<think>" in text and "</think>" not in text:
                 return ""
             text = self.controls.sub("", text.rpartition("</think>")[2])
-        for stop in self.rendering.stop:
-            text = text.split(stop, 1)[0]
-        return self.aids.unmark(text).strip()
+        return self.aids.unmark(any_of(self.rendering.stop).split(text)[0]).strip()
 
     def prompt_tokens(self, state: State) -> list[list[int]]:
         """`message_tokens` of a prompt that leaves room for an action; TooLong if it does not.
@@ -291,12 +287,11 @@ class Chat:
         With --truncate oldest, the oldest turns are left out as far as need be.
         """
         lists = self.message_tokens(state)
-        action = self.rendering.max_new_tokens
-        if self.rendering.truncate:
-            front = self.stays(state)
-            while length(lists) + action > self.context and len(lists) > front + 2:
-                del lists[front : front + 2]
-        self._check(length(lists), action)
+        length, action = sum(map(len, lists)), self.rendering.max_new_tokens
+        front = self.stays(state) if self.rendering.truncate else len(lists)
+        while length + action > self.context and len(lists) > front + 2:
+            length -= len(lists.pop(front)) + len(lists.pop(front))
+        self._check(length, action)
         return lists
 
     def prompt(self, state: State) -> list[int]:
@@ -317,7 +312,7 @@ class Chat:
 
     def is_cut(self, state: State) -> bool:
         """Does its prompt lack what --truncate leaves out?"""
-        return len(self.prompt(state)) < length(self.message_tokens(state))
+        return len(self.prompt_tokens(state)) < len(self.message_tokens(state))
 
     def fits(self, state: State, action: str) -> bool:
         """Can the model read this state, cut as --truncate says, and write any action, and this?"""
@@ -334,19 +329,13 @@ def template_of(tokenizer: Any, rendering: Rendering) -> str:
         begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
         return "{{ bos_token }}" + PLAIN if begins else PLAIN
     template = tokenizer.get_chat_template()
-    if "strftime_now" not in template:
-        return template
-    rendering.date = rendering.date or datetime.date.today().isoformat()
-    day = datetime.date.fromisoformat(rendering.date)
-    template = template.replace("strftime_now is defined", "true")
-    template = TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
-    if "strftime_now" in template:
+    if "strftime_now(" in template:
+        rendering.date = rendering.date or str(datetime.date.today())
+        day = datetime.date.fromisoformat(rendering.date)
+        template = TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
+    if "strftime_now(" in template:
         raise UserError("its chat template prints another date each day" + WAY_OUT)
     return template
-
-
-def length(lists: list[list[int]]) -> int:
-    return sum(map(len, lists))
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern:

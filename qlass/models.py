@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,12 +26,12 @@ from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.files import draft_of
 
-MORE_TOKENS = 64  # that a tokenizer may have and its model not, as gemma-3-1b-it's has one
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 utils.logging.disable_progress_bar()
 utils.logging.set_verbosity_error()  # `check_weights` reads the load report
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns in every layer
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # a name that PEFT reads
 
 
 def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[Any, torch.dtype]:
@@ -66,10 +67,6 @@ def load_checkpoint(
     options = {"dtype": torch.float32 if train else dtype, **quantization(load_in, place)}
     chat = load_chat(path, rendering or Rendering.load(path))
     model = load_weights(path, kind, options)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if len(chat.tokenizer) > vocabulary + MORE_TOKENS:
-        sizes = f"its tokenizer has {len(chat.tokenizer):,} tokens, its model {vocabulary:,}"
-        raise UserError(f"{path}: {sizes}; was the folder mixed from two?")
     model = model if load_in else model.to(place)
     if not plain:
         from qlass.fast import parity
@@ -88,11 +85,12 @@ def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
         agent = with_adapter(agent, path)
         return agent if kind is AutoModelForCausalLM else agent.base_model
     check_files(Path(path))
-    file = source(path)
-    if "gguf_file" in file:  # in full width, else it can't be saved, nor get a value head or LoRA
+    name, gguf = source(path)
+    if gguf:  # in full width, else it can't be saved, nor get a value head or LoRA
         options = {"quantization_config": hf.GgufConfig(dequantize=True), **options}
     safe = {"use_safetensors": True, "trust_remote_code": False}  # a stranger's code does not run
-    model, report = kind.from_pretrained(**file, **options, **safe, output_loading_info=True)
+    options = {**options, **gguf, **safe, "output_loading_info": True}
+    model, report = kind.from_pretrained(name, **options)
     check_weights(path, model, report)
     for layer in model.modules():  # of 4 bits: packed for a CPU's inference, no gradient flows
         if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -129,24 +127,21 @@ def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
 def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold."""
     base = home = base_of(path)
-    if base != path:
-        causes = ("missing_entries", "connection_errors", "gated_repo")
-        quiet = {f"_raise_exceptions_for_{cause}": False for cause in causes}
-        if utils.cached_file(str(path), "tokenizer_config.json", **quiet):
-            home = path  # an adapter may have a tokenizer of its own
-    files = [f for name in ("tokenizer*", "*.model", "vocab*") for f in Path(home).glob(name)]
-    if Path(home).is_dir() and not files:
+    if base != path and utils.hub.has_file(str(path), "tokenizer_config.json"):
+        home = path  # an adapter may have a tokenizer of its own
+    files = " ".join(file.name for file in Path(home).glob("*"))  # of a hub name: none
+    if files and not re.search(r"\b(tokenizer|vocab)|\.model\b", files):
         problem = "no tokenizer: name a checkpoint, or copy its base model's tokenizer there"
         raise UserError(f"{home}: {problem}")
-    config = hf.AutoConfig.from_pretrained(**source(base), trust_remote_code=False)
-    options = {"config": config, "trust_remote_code": False}
-    tokenizer = hf.AutoTokenizer.from_pretrained(**source(home), **options)
+    name, options = source(base)
+    options["trust_remote_code"] = False
+    config = hf.AutoConfig.from_pretrained(name, **options)
+    own = name if home == base else str(home)
+    tokenizer = hf.AutoTokenizer.from_pretrained(own, config=config, **options)
     generation = hf.GenerationConfig.from_model_config(config)
     with contextlib.suppress(OSError):  # not every checkpoint has one
-        generation = hf.GenerationConfig.from_pretrained(
-            source(base)["pretrained_model_name_or_path"]
-        )
-    ends = generation.eos_token_id or []  # of a turn: Llama 3 lists two
+        generation = hf.GenerationConfig.from_pretrained(name)
+    ends = generation.eos_token_id  # of a turn: Llama 3 lists two
     return Chat(
         tokenizer, rendering, context_of(config), ends if isinstance(ends, list) else [ends]
     )
@@ -161,12 +156,12 @@ def context_of(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
 
 
-def source(path: str | Path) -> dict[str, str]:
-    """from_pretrained's arguments for a folder, a hub name, or a GGUF file."""
+def source(path: str | Path) -> tuple[str, dict[str, Any]]:
+    """from_pretrained's name and options for a folder, a hub name, or a GGUF file."""
     file = Path(path)
     if file.suffix == ".gguf":
-        return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    return {"pretrained_model_name_or_path": str(path)}
+        return str(file.parent), {"gguf_file": file.name}
+    return str(path), {}
 
 
 def base_of(path: str | Path) -> str | Path:
@@ -185,7 +180,7 @@ def with_adapter(model: Any, adapter: str | Path) -> Any:
     embeddings = model.get_input_embeddings()
     layer = next(name for name, module in model.named_modules() if module is embeddings)
     for name, weight in peft.load_peft_weights(str(adapter), device="cpu").items():
-        if name.endswith(f"{layer}.weight") and len(weight) != embeddings.num_embeddings:
+        if name.endswith(f"{layer}.weight"):
             model.resize_token_embeddings(len(weight), mean_resizing=False)
     with warnings.catch_warnings():  # missing keys would stay as drawn at random
         warnings.filterwarnings("error", message=".*missing adapter keys")
@@ -200,13 +195,10 @@ def quantization(load_in: str | None, place: torch.device) -> dict[str, Any]:
     """from_pretrained's options for weights in 4 bits (NF4) or 8 (LLM.int8), None: as they are."""
     if load_in is None:
         return {}
-    bits = {"load_in_4bit": load_in == "4bit", "load_in_8bit": load_in == "8bit"}
     four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    config = hf.BitsAndBytesConfig(**{f"load_in_{load_in}": True}, **four)
     device = "cpu" if place.type == "cpu" else place.index  # a number, as Accelerate compares
-    return {
-        "quantization_config": hf.BitsAndBytesConfig(**bits, **four),
-        "device_map": {"": device},
-    }
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def save_memory(
@@ -229,9 +221,7 @@ def save_memory(
 
         alpha = alpha or 2 * lora
         config = peft.LoraConfig(r=lora, lora_alpha=alpha, target_modules="all-linear")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # about a name that PEFT reads
-            adapter = peft.get_peft_model(model, config)
+        adapter = peft.get_peft_model(model, config)
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return adapter
@@ -246,8 +236,9 @@ def drop_scales(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) ->
     """Leave out of a training's states what bitsandbytes adds to frozen weights: torch.distributed
     takes each name for a parameter."""
     weights = {prefix + name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for name in [name for name in state if name.startswith(prefix) and name not in weights]:
-        del state[name]
+    for name in state.keys() - weights:
+        if name.startswith(prefix):
+            del state[name]
 
 
 def adamw(parameters: Iterable[nn.Parameter], lr: float, name: str = "adamw") -> Any:
@@ -255,9 +246,11 @@ def adamw(parameters: Iterable[nn.Parameter], lr: float, name: str = "adamw") ->
     parameters = [p for p in parameters if p.requires_grad]
     if not parameters:
         raise UserError("nothing to train: all weights are frozen")
-    optimizer = torch.optim.AdamW
+    optimizer: Any = torch.optim.AdamW
     if name == "adamw8bit":
-        from bitsandbytes.optim import AdamW8bit as optimizer
+        import bitsandbytes
+
+        optimizer = bitsandbytes.optim.AdamW8bit
     return optimizer(parameters, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -41,12 +42,16 @@ class Policy:
 
     @classmethod
     def load(
-        cls, path: str | Path, seed: int = 0, *, plain: bool = False, **options: Any
+        cls,
+        path: str | Path,
+        seed: int = 0,
+        plain: bool = False,
+        cache_gb: float | None = None,
+        **options: Any,
     ) -> Policy:
-        """The agent in a checkpoint; options: of `load_checkpoint`, and `room` as above."""
-        room = {name: options.pop(name) for name in ("budget", "cache_gb") if name in options}
+        """The agent in a checkpoint; options: of `load_checkpoint`."""
         model, chat = load_checkpoint(path, AutoModelForCausalLM, plain=plain, **options)
-        return cls(model, chat, seed, plain, **room)
+        return cls(model, chat, seed, plain, cache_gb=cache_gb)
 
     @property
     def computed(self) -> int:
@@ -58,70 +63,68 @@ class Policy:
         if self.fast:
             answers = self.fast.sample(requests)
         else:
-            answers = [self.choose(r) if r.valid else self.write(r) for r in requests]
-        self.check(candidate.logprob for answer in answers for candidate in answer)
+            answers = [
+                self.choose(r, self.valid_logprobs(r)) if r.valid else self.write(r)
+                for r in requests
+            ]
+        self.check(candidate.logprob for candidate in itertools.chain(*answers))
         return answers
 
     @torch.inference_mode()
     def write(self, request: Sample) -> list[Candidate]:
         """n candidates in free text, each token by token until its turn ends."""
-        prompt, candidates = self.chat.prompt(request.state), []
-        temperature = np.array([request.temperature])
+        temperature = torch.tensor([float(request.temperature)], device=self.model.device)
+        candidates = []
         for k in range(request.n):
             noise = uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k)
-            ids, past, written, logprob = prompt, None, [], 0.0
-            for u in noise:
-                tokens = torch.tensor([ids], device=self.model.device)
-                cache = {} if past is None else {"past_key_values": past}
+            ids, written, logprob = self.chat.prompt(request.state), [], 0.0
+            cache: dict[str, Any] = {}
+            for u in torch.from_numpy(noise).to(temperature.device).split(1):
+                tokens = torch.tensor([ids], device=u.device)
                 out = self.model(input_ids=tokens, use_cache=True, **cache)
                 self.plain_tokens += len(ids)
-                token, logp = self.draw(out.logits[:, -1], temperature, np.array([u]))
+                token, logp = self.draw(out.logits[:, -1], temperature, u)
                 written.append(int(token))
                 logprob += float(logp)
                 if self.ended(written):
                     break
-                past = out.get("past_key_values")  # a model need not keep what it has read
-                ids = prompt + written if past is None else written[-1:]
+                ids = [*ids, written[-1]]
+                if past := out.get("past_key_values"):  # a model need not keep what it has read
+                    cache, ids = {"past_key_values": past}, written[-1:]
             text = self.chat.text(written)
             candidates.append(Candidate(text, len(written), logprob, tuple(written)))
         return candidates
 
     def draw(
-        self, logits: torch.Tensor, temperature: np.ndarray, noise: np.ndarray
+        self, logits: torch.Tensor, temperature: torch.Tensor, noise: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A token for each row of (B, V), at temperature[b] by the random number noise[b].
 
         Returns tokens (B,) and their log-probabilities (B,), before top-k and top-p.
         """
-        device, rendering = logits.device, self.chat.rendering
-        heat = torch.from_numpy(temperature).to(device, torch.float32)[:, None]
-        logp = torch.log_softmax(logits.float() / torch.where(heat > 0, heat, 1.0), -1)
+        heat, rendering = temperature[:, None], self.chat.rendering
+        logp = (logits.float() / torch.where(heat > 0, heat, 1.0)).log_softmax(-1)
         p = truncated(logp.double().exp(), rendering.top_k, rendering.top_p)
         cumulative = p.cumsum(-1)
-        u = torch.from_numpy(noise).to(device)[:, None] * cumulative[:, -1:]
-        drawn = torch.searchsorted(cumulative, u, right=True).clamp(max=logp.shape[-1] - 1)
+        u = noise[:, None] * cumulative[:, -1:]
+        drawn = torch.searchsorted(cumulative, u, right=True).clamp(max=p.shape[-1] - 1)
         tokens = torch.where(heat > 0, drawn, logits.argmax(-1, keepdim=True))
         return tokens[:, 0], logp.gather(-1, tokens)[:, 0].double()
 
     def ended(self, written: list[int]) -> bool:
         """Whether the turn ends here: by a token that ends it, or by one of the stop texts."""
-        if written[-1] in self.chat.stop_ids:
-            return True
         stops = self.chat.rendering.stop
-        longest = max(map(len, stops), default=0)
-        tail = self.chat.tokenizer.decode(written[-2 * longest :]) if stops else ""  # and longer
-        return any(stop in tail for stop in stops)
+        longest = max(map(len, stops), default=1)
+        tail = self.chat.tokenizer.decode(written[-2 * longest :])  # longer: a letter may be bytes
+        return written[-1] in self.chat.stop_ids or any(stop in tail for stop in stops)
 
-    def choose(self, request: Sample, logp: np.ndarray | None = None) -> list[Candidate]:
-        """n of the valid actions, by their log-probabilities (A,), `valid_logprobs` by default."""
-        logp = self.valid_logprobs(request) if logp is None else logp
-        cumulative = np.cumsum(np.exp(logp))
+    def choose(self, request: Sample, logp: np.ndarray) -> list[Candidate]:
+        """n of the valid actions, by their log-probabilities (A,)."""
+        cumulative = np.exp(logp).cumsum()
         candidates = []
         for k in range(request.n):
-            pick = int(logp.argmax())
-            if request.temperature:
-                u = uniforms(1, self.seed, *request.key, k)[0]
-                pick = min(int(np.searchsorted(cumulative, u * cumulative[-1])), len(logp) - 1)
+            u = uniforms(1, self.seed, *request.key, k)[0] * cumulative[-1]
+            pick = np.searchsorted(cumulative, u) if request.temperature else logp.argmax()
             action = request.valid[pick]
             n = len(self.chat.action(action, request.state.task))
             candidates.append(Candidate(action, n, float(logp[pick])))
@@ -132,15 +135,15 @@ class Policy:
         action there."""
         prompt, task = self.chat.prompt(request.state), request.state.task
         actions = [self.chat.action(action, task, len(prompt)) for action in request.valid]
-        total = np.zeros(len(actions))
+        totals = np.zeros(len(actions))
         for a, ids in enumerate(actions):
             logits = self.logits(prompt, ids) / (request.temperature or 1.0)
             for i, token in enumerate(ids):
                 rivals = [other for other in actions if other[:i] == ids[:i] and len(other) > i]
                 allowed = sorted({other[i] for other in rivals})
                 logp = logits[i, allowed].double().log_softmax(-1)
-                total[a] += float(logp[allowed.index(token)])
-        return total
+                totals[a] += float(logp[allowed.index(token)])
+        return totals
 
     def logprobs(self, pairs: list[tuple[State, str]]) -> list[float]:
         """log pi(a | s) of actions as free text."""
@@ -155,7 +158,9 @@ class Policy:
         return float(logp[range(len(ids)), ids].double().sum())
 
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
-        pairs = [(r.state, action) for r in requests for action in r.actions]
+        pairs: list[tuple[State, str]] = []
+        for r in requests:
+            pairs += [(r.state, action) for action in r.actions]
         values = iter(self.logprobs(pairs))
         return [[next(values) for _ in r.actions] for r in requests]
 
@@ -185,30 +190,19 @@ def truncated(p: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tens
     return torch.zeros_like(p).scatter(-1, order, values * keep)
 
 
-# ------------------------------------------------------------------------------------- the agent that the flags name
+# ---------------------------------------------------------------------- the agent that flags name
 
-PROMPTED = (
-    "max_new_tokens",
-    "truncate",
-)  # of a Rendering: what a prompt depends on, for the agent and QNet alike
-RENDERED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "stop",
-    "think",
-    *PROMPTED,
-)  # all of it that has a flag
+PROMPTED = ("max_new_tokens", "truncate")  # what a prompt depends on, for agent and QNet alike
+RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all that has a flag
 
 
 def rendering_of(
     folder: Path, args: argparse.Namespace, names: Sequence[str] = RENDERED
 ) -> Rendering:
     """A checkpoint's rendering, but for what the flags of these names say."""
-    settings = {
-        name: getattr(args, name) for name in names if getattr(args, name, None) is not None
-    }
-    return dataclasses.replace(Rendering.load(folder), **settings)
+    flags = {name: getattr(args, name, None) for name in names}
+    given = {name: value for name, value in flags.items() if value is not None}
+    return dataclasses.replace(Rendering.load(folder), **given)
 
 
 def begin_as_cloned(env: Any, rendering: Rendering, args: argparse.Namespace) -> None:
@@ -218,20 +212,18 @@ def begin_as_cloned(env: Any, rendering: Rendering, args: argparse.Namespace) ->
     """
     env.system = env.system if rendering.system is None else rendering.system
     env.agreement = rendering.agreement or env.agreement
-    cloned = rendering.instruction or env.instruction
-    if cloned == env.instruction:
+    if rendering.instruction in (None, env.instruction):
         return
-    if any(option.startswith("instruction=") for option in args.env_option or ()):
-        print(
-            f"warning: {args.sft} was cloned with another instruction than --env-option names",
-            file=sys.stderr,
-        )
+    if any(option.startswith("instruction=") for option in args.env_option):
+        problem = "was cloned with another instruction than --env-option names"
+        print(f"warning: {args.sft} {problem}", file=sys.stderr)
     else:
-        env.instruct(cloned)
+        env.instruct(rendering.instruction)
 
 
 def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
-    """The agent that the flags describe and that is to play `env`: --sft here, or its tokenizer with --server."""
+    """The agent that the flags describe, which is to play `env`; with --server only its tokenizer
+    is here."""
     from qlass.server import ServerPolicy
 
     rendering = rendering_of(args.sft, args)
@@ -239,9 +231,8 @@ def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
     if env:
         begin_as_cloned(env, rendering, args)
     if args.server:
-        return ServerPolicy(
-            args.server, load_chat(args.sft, rendering), args.seed, args.in_flight or 64
-        )
+        chat = load_chat(args.sft, rendering)
+        return ServerPolicy(args.server, chat, args.seed, args.in_flight or 64)
     return Policy.load(args.sft, seed=args.seed, **loading(args, rendering))
 
 
@@ -253,5 +244,6 @@ def load_qnet(folder: Path, args: argparse.Namespace) -> Any:
 
 
 def loading(args: argparse.Namespace, rendering: Rendering) -> dict[str, Any]:
+    """What `Policy.load` and `QNet.from_pretrained` take of the flags."""
     names = ("device", "load_in", "plain", "precision", "cache_gb")
     return {name: getattr(args, name) for name in names} | {"rendering": rendering}

@@ -1,7 +1,8 @@
 """An OpenAI-compatible server (vLLM, SGLang, llama.cpp, `transformers serve`, OpenAI) as an engine.
 
-The server holds the weights; the checkpoint folder named beside it gives tokenizer and rendering. Each text has a seed
-of (run seed, task, node, candidate), so that a server that honours it gives the same answers again.
+The server holds the weights; the checkpoint folder named beside it gives tokenizer and rendering.
+Each text has a seed of (run seed, task, node, candidate): a server that honours it gives the same
+answers again.
 """
 
 import contextlib
@@ -22,18 +23,14 @@ ALL = 1 << 30  # top-k of all tokens: 0 for some servers, -1 for others, a large
 
 
 class Endpoint:
-    """A server's URL, http://HOST:PORT/v1, with #MODEL where it serves several; $OPENAI_API_KEY is sent if set."""
+    """A server's URL, http://HOST:PORT/v1, with #MODEL if it serves several; $OPENAI_API_KEY."""
 
     def __init__(self, url: str, flag: str = "--server") -> None:
         import openai
 
         address, _, self.model = url.partition("#")
         self.name, self.fault = f"{flag} {address}", openai.APIError
-        local = urlsplit(address).hostname in (
-            "localhost",
-            "127.0.0.1",
-            "::1",
-        )  # where no proxy is to answer
+        local = urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")  # without a proxy
         http = openai.DefaultHttpxClient(trust_env=not local)
         key = os.environ.get("OPENAI_API_KEY") or "none"
         self.client = openai.OpenAI(base_url=address, api_key=key, http_client=http)
@@ -48,9 +45,8 @@ class Endpoint:
             yield
         except self.fault as error:
             reason = " ".join(str(error).split())[:300]
-            raise UserError(
-                f"{self.name}: {reason}; is an OpenAI-compatible server there?"
-            ) from error
+            reason += "; is an OpenAI-compatible server there?"
+            raise UserError(f"{self.name}: {reason}") from error
 
     def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> str:
         """The text of a chat completion; messages are (role, content)."""
@@ -61,19 +57,17 @@ class Endpoint:
 
 
 class ServerPolicy:
-    """pi(a | s) by a server that holds the checkpoint's weights; free text only, its log-probability unknown."""
+    """pi(a | s) by a server that holds the checkpoint's weights; free text, no probabilities."""
 
     def __init__(self, url: str, chat: Chat, seed: int = 0, parallel: int = 64) -> None:
         if chat.rendering.candidates == "valid":
-            raise UserError("--server: this checkpoint chooses among valid actions by their probabilities, which no "
-                            "server tells: leave --server out, or train it with --candidates free")  # fmt: skip
+            problem = "the checkpoint chooses by probabilities, which no server tells"
+            raise UserError(f"--server: {problem}; leave it out, or train with --candidates free")
         self.chat, self.seed, self.parallel, self.server = chat, seed, parallel, Endpoint(url)
         self.computed = 0  # tokens read and written, as the server counts them
         others = sorted(chat.stop_ids - {chat.stop_id})
-        self.ends = [
-            chat.stop.strip(),
-            *(chat.tokenizer.decode([token]).strip() for token in others),
-        ]
+        self.ends = [chat.stop, *(chat.tokenizer.decode([token]) for token in others)]
+        self.ends = [text.strip() for text in self.ends]
         ids = chat.prompt(State((("user", "a"),)))
         for dialect in self._dialects():
             self.by_ids, self.extra = dialect
@@ -87,21 +81,15 @@ class ServerPolicy:
         else:
             raise refusal
         if (length := usage.get("prompt_tokens") or len(ids)) != len(ids):
-            print(f"warning: {self.server.name} reads {length} tokens where the checkpoint has {len(ids)}: is it the "
-                  "same model?", file=sys.stderr)  # fmt: skip
+            counts = f"reads {length} tokens where the checkpoint has {len(ids)}"
+            print(f"warning: {self.server.name} {counts}: is it the same model?", file=sys.stderr)
 
     def _dialects(self) -> Iterator[tuple[bool, dict]]:
-        """Is a prompt its token ids, else text; and what is set beside OpenAI's settings, in the words of most servers
-        or of `transformers serve`: else their own defaults would act."""
-        k = self.chat.rendering.top_k
-        ends = sorted(self.chat.stop_ids)
-        neutral = {
-            "top_k": k or ALL,
-            "min_p": 0,
-            "repetition_penalty": 1,
-            "repeat_penalty": 1,
-            "stop_token_ids": ends,
-        }
+        """Is a prompt its token ids, else text; and settings beside OpenAI's, in the words of most
+        servers or of `transformers serve`: else their own defaults would act."""
+        k, ends = self.chat.rendering.top_k, sorted(self.chat.stop_ids)
+        neutral = {"top_k": k or ALL, "min_p": 0, "stop_token_ids": ends}
+        neutral |= {"repetition_penalty": 1, "repeat_penalty": 1}
         config = json.dumps({"do_sample": True, "top_k": k, "eos_token_id": ends})
         return itertools.product((True, False), (neutral, {"generation_config": config}))
 
@@ -117,22 +105,26 @@ class ServerPolicy:
         return [[next(drawn) for _ in range(r.n)] for r in requests]
 
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
-        raise UserError(
-            "--server: a server does not tell the log-probability of a text: leave --method likeliest out"
-        )
+        problem = "a server does not tell the log-probability of a text"
+        raise UserError(f"--server: {problem}: leave --method likeliest out")
 
     def _complete(
         self, prompt: list[int] | str, temperature: float, key: tuple, room: int = 0
     ) -> tuple[str, dict]:
-        """The text up to the end of the turn, of `room` tokens at most (0: an action's), and the counts of tokens."""
+        """The text up to the end of the turn, of `room` tokens at most (0: an action's), and the
+        counts of tokens."""
         r = self.chat.rendering
+        options = {
+            "model": self.server.model,
+            "temperature": temperature,
+            "top_p": r.top_p,
+            "max_tokens": room or r.max_new_tokens,
+            "seed": int(uniforms(1, self.seed, *key)[0] * 2**31),
+            "stop": [*self.ends, *r.stop][:4],  # a server takes no more; `action_in` has the others
+            "extra_body": self.extra,
+        }
         with self.server.one_line():
-            reply = self.server.client.completions.create(
-                model=self.server.model, prompt=prompt, temperature=temperature, top_p=r.top_p,
-                max_tokens=room or r.max_new_tokens, extra_body=self.extra,
-                seed=int(uniforms(1, self.seed, *key)[0] * 2**31),
-                stop=[*self.ends, *r.stop][:4],  # a server takes no more; the others end it here, by `action_in`
-            )  # fmt: skip
+            reply = self.server.client.completions.create(prompt=prompt, **options)
         text = any_of(self.ends).split(reply.choices[0].text)[0]
         return text, reply.usage.model_dump() if reply.usage else {}
 

@@ -1,7 +1,4 @@
-"""The tiny model: a small Llama trained from scratch, and the aids that it reads and writes with.
-
-torch is imported where a model is made: `qlass/chat.py` needs the aids alone, and --help no model.
-"""
+"""The tiny model, a small Llama trained from scratch, and the aids it reads and writes with."""
 
 from __future__ import annotations
 
@@ -14,16 +11,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Message = tuple[str, str]  # role and content
-
 MARK = "✓"
 SAME_PAGE = "(same page)"
 # A word, or a price with its place on the page: "3 $9.50".
 _WORD = re.compile(r" ?(?:\d+ (?=\$))?(\$?[^\W_]+(?:[.'-][^\W_]+)*)")
 _PRICE = re.compile(r"\$(\d+\.\d+)")
 _LIMIT = re.compile(r"price lower than (\d+\.\d+) dollars")
-_STOP_WORDS = """
-    a an and are as at be by for from i in is it me my of on or than that the to with you
-"""
+_STOP_WORDS = (
+    "a an and are as at be by for from i in is it me my of on or than that the to with you"
+)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -36,8 +32,8 @@ def task_words(task: str) -> frozenset[str]:
 def mark(text: str, task: str) -> str:
     """A mark before each word of the task, and before each price within the task's limit.
 
-    "red cotton shirt" for the task "a red shirt" -> "✓red cotton✓ shirt". A price's mark stands
-    before its place on the page: an agent that chooses token by token sees it before it chooses.
+    "red cotton shirt" for the task "a red shirt" -> "✓red cotton✓ shirt". An agent that chooses
+    token by token is to see a price's mark first, so that it stands before its place on the page.
     """
     words = task_words(task)
     limit = _LIMIT.search(task)
@@ -69,12 +65,11 @@ class Aids:
 
     def show(self, messages: list[Message], task: str) -> list[Message]:
         """The messages as the model reads them; none is a system message."""
-        compact, markov = self.rendering.compact, self.rendering.markov
-        if compact and messages[1:2] == [("assistant", self.rendering.agreement or "OK")]:
+        compact, agreement = self.rendering.compact, self.rendering.agreement or "OK"
+        if compact and messages[1:2] == [("assistant", agreement)]:
             messages = messages[2:]
-        if markov:
-            answered = messages[-1][0] == "assistant"
-            messages = messages[-2:] if answered else messages[-1:]
+        if self.rendering.markov:
+            messages = messages[-2:] if messages[-1][0] == "assistant" else messages[-1:]
         shown: list[Message] = []
         pages = set()
         for role, content in messages:
@@ -92,13 +87,18 @@ class Aids:
         after the agreement."""
         if not self.rendering.markov:
             return [len(messages)]
-        turns = enumerate(messages, 1)
-        return [n for n, (role, _) in turns if role == "assistant" and n > 3]
+        return [n for n in range(4, len(messages) + 1) if messages[n - 1][0] == "assistant"]
 
 
 # What its checkpoint's Rendering says.
-AIDS = dict(
-    temperature=1.0, max_new_tokens=48, candidates="valid", mark_matches=True, compact=True, stop=()
+AIDS: Any = {"mark_matches": True, "compact": True, "candidates": "valid", "stop": ()}
+AIDS |= {"temperature": 1.0, "max_new_tokens": 48}
+SIZE: Any = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+SIZE |= {"num_attention_heads": 2, "max_position_embeddings": 4096}
+SIZE |= {"tie_word_embeddings": True, "initializer_range": 0.06}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<user>' + m.content + '\n' }}"
+    "{% else %}{{ m.content + '<end>' }}{% endif %}{% endfor %}"
 )
 
 
@@ -111,29 +111,17 @@ def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        min_frequency=2,
-        show_progress=False,
-        special_tokens=["<pad>", "<end>", "<user>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
+    special = ["<pad>", "<end>", "<user>"]
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    options: Any = {"min_frequency": 2, "special_tokens": special, "initial_alphabet": letters}
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, show_progress=False, **options)
     bpe.train_from_iterator(texts, trainer)
     bpe.add_tokens([MARK, AddedToken("[SEP]", lstrip=True)])
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<pad>", eos_token="<end>"
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'user' %}{{ '<user>' + m.content + '\n' }}"
-        "{% else %}{{ m.content + '<end>' }}{% endif %}{% endfor %}"
-    )
-    size: Any = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3)
-    ids: Any = dict(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None)
-    options: Any = dict(tie_word_embeddings=True, initializer_range=0.06)
-    config = transformers.LlamaConfig(
-        **size, **ids, **options, num_attention_heads=2, max_position_embeddings=4096
-    )
-    return transformers.LlamaForCausalLM(config), tokenizer
+    tokens = {"pad_token": "<pad>", "eos_token": "<end>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **tokens)
+    tokenizer.chat_template = TEMPLATE
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**ids, **SIZE)), tokenizer
 
 
 def answers(wrote: Tensor, real: Tensor) -> Tensor:
@@ -141,9 +129,7 @@ def answers(wrote: Tensor, real: Tensor) -> Tensor:
     return ~wrote & (wrote.cumsum(1) > 0) & real
 
 
-def observation_loss(
-    logits: Tensor, kept: Tensor, ids: Tensor, wrote: Tensor, real: Tensor
-) -> Tensor:
+def observation_loss(logits: Tensor, kept: Tensor, ids: Tensor, wrote: Tensor, real: Tensor) -> Any:
     """-sum_j log p(o_j | s, a): tokens o_j of the next observation, each predicted where a ends.
 
     logits (B, K, V) of the positions `kept` (K,), which hold all these ends; ids, wrote (by the

@@ -72,9 +72,7 @@ class Row:
 
 @dataclasses.dataclass
 class Entry:
-    """Keys and values of one turn: (tokens, features of all layers)."""
-
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # keys and values of one turn: (tokens, features of all layers)
     parent: bytes
     last_used: int = 0  # round
 
@@ -195,8 +193,10 @@ class PromptCache:
                 before = max(row.cached for row in members)
                 width = max(len(row.tree) for row in members)
                 pads = [width - len(row.tree) for row in members]
-                needed = {pad + token for row, pad in zip(members, pads, strict=True) for _, last, paths in row.read
-                          for path in ([last], *paths) for token in path}  # fmt: skip
+                needed: set[int] = set()
+                for row, pad in zip(members, pads, strict=True):
+                    for _, last, paths in row.read:
+                        needed.update(pad + token for path in ([last], *paths) for token in path)
                 column = {c: i for i, c in enumerate(sorted(needed))}
                 inputs = tree_inputs(model, [row.tree for row in members], [row.cached for row in members])
                 columns = torch.tensor(list(column), device=model.device)
@@ -212,10 +212,10 @@ class PromptCache:
 
 def tokens_of(chat: Chat, actions: Mapping[State, Iterable[str]]) -> tuple[Lists, Lists]:
     """Each state's messages as tokens, and its actions."""
-    prompts = [chat.prompt_tokens(state) for state in actions]
-    tails = []
-    for (state, texts), prompt in zip(actions.items(), prompts, strict=True):
-        length = sum(map(len, prompt))
+    prompts, tails = [], []
+    for state, texts in actions.items():
+        prompts.append(chat.prompt_tokens(state))
+        length = sum(map(len, prompts[-1]))
         tails.append([chat.action(text, state.task, length) for text in texts])
     return prompts, tails
 

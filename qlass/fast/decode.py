@@ -65,14 +65,9 @@ class FastPolicy:
         return self.cache.read(logits, self.model, self.budget, states, tails)
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
-        chosen, written = ([i for i, r in enumerate(requests) if bool(r.valid) is valid] for valid in (True, False))
-        answers = dict(zip(chosen, self.choose([requests[i] for i in chosen]), strict=True))
-        answers |= zip(written, self.write([requests[i] for i in written]), strict=True)
-        return [answers[i] for i in range(len(requests))]
-
-    def choose(self, requests: list[Sample]) -> list[list[Candidate]]:
-        logprobs = self.valid_logprobs(requests)
-        return [self.policy.choose(r, logp) for r, logp in zip(requests, logprobs, strict=True)]
+        logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
+        written = iter(self.write([r for r in requests if not r.valid]))
+        return [self.policy.choose(r, next(logprobs)) if r.valid else next(written) for r in requests]
 
     @torch.inference_mode()
     def valid_logprobs(self, requests: list[Sample]) -> list[np.ndarray]:
@@ -97,7 +92,7 @@ class FastPolicy:
             key, trie, _ = fresh[n]
             rows = [paths[a][t - 1] if t else last for a, t, _ in trie.branches]
             tokens = [token for *_, token in trie.branches]
-            scores = out[torch.tensor(rows, device=out.device), torch.tensor(tokens, device=out.device)].cpu().numpy()
+            scores = out[rows, tokens].cpu().numpy()
             self.memory[key] = trie.logprobs(scores / (key[-1] or 1.0))
         return [self.memory[key] for key in keys]
 
@@ -132,7 +127,8 @@ class FastPolicy:
         device, room = self.model.device, self.chat.rendering.max_new_tokens
         owner = np.repeat(np.arange(len(requests)), [r.n for r in requests])
         noise = np.stack([uniforms(room, self.policy.seed, *r.key, k) for r in requests for k in range(r.n)])
-        heat = np.array([r.temperature for r in requests])[owner]
+        noise = torch.from_numpy(noise).to(device)
+        heat = torch.tensor([float(requests[i].temperature) for i in owner], device=device)
         cache, seen, logits = self.prefill(prompts)
         each = torch.from_numpy(owner).to(device)  # from here on a row is a candidate
         cache.batch_select_indices(each)
@@ -147,8 +143,9 @@ class FastPolicy:
         total = torch.zeros(len(owner), dtype=torch.float64, device=device)  # log-probabilities
         alive = np.arange(len(owner))  # which candidate each row of the batch is
         for step in range(room):
-            tokens, logp = self.policy.draw(logits, heat[alive], noise[alive, step])
-            total[torch.from_numpy(alive).to(device)] += logp
+            at = torch.from_numpy(alive).to(device)
+            tokens, logp = self.policy.draw(logits, heat[at], noise[at, step])
+            total[at] += logp
             for row, token in zip(alive, tokens.tolist(), strict=True):  # the one wait for the device in a step
                 written[row].append(token)
             going = [i for i, row in enumerate(alive) if not self.policy.ended(written[row])]
@@ -163,11 +160,8 @@ class FastPolicy:
             positions = torch.cat([positions, positions[:, -1:] + 1], -1)
             masks = additive_masks(seen[:, None], positions[:, -1:], positions, windows, self.model.dtype)
             self.cache.computed += len(alive)
-            out = self.model(
-                input_ids=tokens[:, None], attention_mask=masks, position_ids=positions[:, -1:], past_key_values=cache,
-                use_cache=True,
-            )  # fmt: skip
-            logits = out.logits[:, -1]
+            inputs = {"input_ids": tokens[:, None], "attention_mask": masks, "position_ids": positions[:, -1:]}
+            logits = self.model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
 
         answers: list[list[Candidate]] = [[] for _ in requests]
         for i, ids, logprob in zip(owner, written, total.tolist(), strict=True):

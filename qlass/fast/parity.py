@@ -8,6 +8,8 @@ that carries a state from token to token, or that counts columns (ALiBi), would 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +44,8 @@ def fault(model: Any) -> str | None:
     by_median = most == ROUGH and (quantised or experts)
     with small_windows(model.config):
         families = tokens_of(model)
-        alone = [[plain(model, ids) for ids in family] for family in families]
+        inputs = [[{"input_ids": torch.tensor([ids], device=model.device)} for ids in family] for family in families]
+        alone = [[outputs(model, {**one, "use_cache": False})[0] for one in family] for family in inputs]
         if not all(rows.isfinite().all() for family in alone for rows in family):
             return NOT_FINITE
         for tried, difference in (("a token tree", tree_difference), ("a prompt cache", cache_difference)):
@@ -65,11 +68,11 @@ def hidden_window(config: Any) -> str | None:
 @contextlib.contextmanager
 def small_windows(config: Any) -> Iterator[None]:
     """Attention windows of a few tokens, so that a few tokens suffice to see whether they are right."""
-    config, before = config.get_text_config(), {}
-    for name in ("sliding_window", "attention_chunk_size"):
-        if getattr(config, name, None):
-            before[name] = getattr(config, name)
-            setattr(config, name, WINDOW)
+    config = config.get_text_config()
+    before = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    before = {name: size for name, size in before.items() if size}
+    for name in before:
+        setattr(config, name, WINDOW)
     try:
         yield
     finally:
@@ -92,15 +95,10 @@ def tokens_of(model: Any) -> list[list[list[int]]]:
 
 def outputs(model: Any, inputs: dict, columns: torch.Tensor | None = None) -> torch.Tensor:
     """Logits or, of a model without a head, hidden states, of the columns asked for."""
-    headed = model.get_output_embeddings() is not None
-    out = model(**inputs, **({"logits_to_keep": columns} if headed and columns is not None else {}))
-    if headed:
-        return out.logits.float()
-    return (out.last_hidden_state if columns is None else out.last_hidden_state[:, columns]).float()
-
-
-def plain(model: Any, ids: list[int]) -> torch.Tensor:
-    return outputs(model, {"input_ids": torch.tensor([ids], device=model.device), "use_cache": False})[0]
+    if model.get_output_embeddings() is not None:
+        return model(**inputs, **({} if columns is None else {"logits_to_keep": columns})).logits.float()
+    hidden = model(**inputs).last_hidden_state
+    return (hidden if columns is None else hidden[:, columns]).float()
 
 
 Families = list[list[list[int]]]
@@ -109,12 +107,9 @@ Alone = list[list[torch.Tensor]]  # outputs of each sequence by itself
 
 def tree_difference(model: Any, families: Families, alone: Alone) -> torch.Tensor:
     """How far a packed batch's outputs are from each plain sequence's, as a share of their mean size."""
-    trees, paths = [], []
-    for family in families:
-        trees.append(TokenTree())
-        paths.append([trees[-1].add(ids) for ids in family])
-    inputs = tree_inputs(model, trees)
-    out, pairs = outputs(model, {**inputs, "use_cache": False}), []
+    trees = [TokenTree() for _ in families]
+    paths = [[tree.add(ids) for ids in family] for tree, family in zip(trees, families, strict=True)]
+    out, pairs = outputs(model, {**tree_inputs(model, trees), "use_cache": False}), []
     for row, tree, places, expected in zip(out, trees, paths, alone, strict=True):
         row = row[len(row) - len(tree) :]
         pairs += [(row[path], rows) for path, rows in zip(places, expected, strict=True)]
@@ -126,17 +121,13 @@ def cache_difference(model: Any, families: Families, alone: Alone) -> torch.Tens
 
     What follows a beginning in its sequence stands for the actions.
     """
-    cache, pairs = PromptCache(), []
-    sequences = [ids for family in families for ids in family]
-    expected = [rows for family in alone for rows in family]
-    for turns in (1, 3):
+    cache, pairs, forward = PromptCache(), [], functools.partial(outputs, model)
+    sequences, expected = [*itertools.chain(*families)], [*itertools.chain(*alone)]
+    for turns, end in ((1, 3), (3, 6)):
         states = [[ids[:3], ids[3:4], ids[4:6]][:turns] for ids in sequences]
-        ends = [sum(map(len, state)) for state in states]
-        tails = [[ids[end : end + 3], ids[end : end + 1]] for ids, end in zip(sequences, ends, strict=True)]
-        for i, out, last, paths in cache.read(
-            lambda inputs, columns: outputs(model, inputs, columns), model, 1 << 14, states, tails
-        ):
-            pairs += [(out[[last, *path]], expected[i][ends[i] - 1 : ends[i] + len(path)]) for path in paths]
+        tails = [[ids[end : end + 3], ids[end : end + 1]] for ids in sequences]
+        for i, out, last, paths in cache.read(forward, model, 1 << 14, states, tails):
+            pairs += [(out[[last, *path]], expected[i][end - 1 : end + len(path)]) for path in paths]
     return relative(pairs)
 
 
