@@ -60,7 +60,7 @@ def collect(env: envs.TextEnv, path: Path, limit: int | None, world: dict[str, A
     world: all arguments that they depend on.
     """
     tasks = env.task_ids("train")
-    out = files.Output(path, world, len)
+    out = files.Output(path, world)
     todo = tasks[len(out.records) : limit]
     lines = ([demonstrate(env, task_id)] for task_id in todo)
     out.grow(lines, "expert", len(tasks[:limit]), len(out.records))
