@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from qlass import UserError
 from qlass.files import changed_inputs, files_of, is_complete, read_meta, read_object, share
 
-T = TypeVar("T")
+T = TypeVar("T", int, float)
 LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
 
 # ------------------------------------------------------------------------------------------ flags
@@ -118,8 +118,7 @@ def at_least(low: float, kind: Callable[[str], T] = int, most: float = 1e30) -> 
     def number(text: str) -> T:
         value = kind(text)  # argparse names what is none
         if not low <= value <= most:  # also refuses nan
-            bounds = f"{low:g} or more" if most == 1e30 else f"{low:g} to {most:g}"
-            raise argparse.ArgumentTypeError(f"{text}: {bounds} is expected")
+            raise argparse.ArgumentTypeError(f"{text}: {low:g} to {most:g} is expected")
         return value
 
     return number
@@ -160,12 +159,11 @@ def parse(
     file = args.run / "env.json"
     settings = read_object(file) if file.exists() else trained_with(agent or args.run / "sft")
     before = in_flags(settings)
-    options = {}
+    options = args.env_option or []
     if args.env in (None, settings.get("env")):
         args.env = settings.get("env", "webshop")
-        options = {text.partition("=")[0]: text for text in settings.get("env_option", [])}
-    options |= {text.partition("=")[0]: text for text in args.env_option or []}
-    args.env_option = sorted(options.values())
+        options = [*settings.get("env_option", []), *options]
+    args.env_option = sorted({text.partition("=")[0]: text for text in options}.values())
     if file.exists() and before != in_flags(vars(args)):
         reason = f"{args.run} was begun with {before}, not with {in_flags(vars(args))}"
         if not search:
@@ -219,18 +217,18 @@ def leaks(env: Any, results: list[dict], args: argparse.Namespace) -> dict[str, 
     sources = ("demonstrations", args.sft, "generated"), ("trees", args.qnet, "scored")
     for source, checkpoint, cost in sources:
         played = {record["task_id"] for record in results if record["tokens"].get(cost)}
-        meta, trained = read_meta(checkpoint.absolute()), trained_with(checkpoint)
-        tasks = meta.get("tasks")
-        if played and (not trained or in_flags(trained) != in_flags(vars(args)) or tasks is None):
+        meta = read_meta(checkpoint.absolute())
+        learned = meta.get("tasks")
+        if in_flags(meta["arguments"]) != in_flags(vars(args)):
+            learned = None  # its ids mean other tasks
+        subjects = set(map(env.subject, learned or []))
+        counts[source] = len([task for task in played if env.subject(task) in subjects])
+        if played and learned is None:
             counts[source] = None
             reason = f"{checkpoint.name} does not tell which tasks of this environment it learned"
             warn(f"whether tasks played are also in the {source} is not known: {reason}")
-            continue
-        subjects = set(map(env.subject, tasks or [] if played else []))
-        common = [task for task in played if env.subject(task) in subjects]
-        counts[source] = len(common)
-        if common:
-            warn(f"{len(common)} of {len(played)} tasks played are also in the {source}")
+        elif counts[source]:
+            warn(f"{counts[source]} of {len(played)} tasks played are also in the {source}")
     return counts
 
 
@@ -282,14 +280,13 @@ def find_or_make(named: Path | None, default: Path, stage: str, args: argparse.N
     return default
 
 
-def my_share(tasks: list[T]) -> list[T]:
+def my_share(tasks: list[str]) -> list[str]:
     """The tasks of this process: from the RANK-th on, every WORLD_SIZE-th."""
     rank, world = share()
     if not tasks:
         raise UserError("no tasks are left: mind --split, --skip and --limit")
     if not 0 <= rank < world <= max(1, len(tasks)):
-        bounds = f"from 0 on, and no more than the {len(tasks)} tasks"
-        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: {bounds}")
+        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: no share of {len(tasks)} tasks")
     return tasks[rank::world]
 
 

@@ -407,8 +407,7 @@ def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
     """
     folder = checkpoint.absolute()
     for _ in range(10):  # metadata may lead in a circle
-        if source := input_of(folder, "sft"):
-            folder = source.absolute()
+        folder = (input_of(folder, "sft") or folder).absolute()
     arguments = read_meta(folder)["arguments"]
     expert = None if "sft" in arguments else input_of(folder, "expert")
     return (expert, arguments.get("n_expert")) if expert and expert.is_file() else (None, None)

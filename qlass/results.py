@@ -54,7 +54,7 @@ def describe(best: Sequence[Step], episodes: Episodes, costs: dict) -> dict:
 
 
 def costs_of(chat: Chat, episodes: Episodes, scored: Scored) -> dict[str, Any]:
-    """Tokens of a task's episodes. Each model reads and writes a token once, as with a prompt cache.
+    """Tokens of a task's episodes: a model reads and writes each once, as with a prompt cache.
 
     `prompt` counts what the policy reads of the environment's words (its own are in the cache since
     it wrote them), `generated` all that it writes, `scored` what QNet reads. What episodes share is

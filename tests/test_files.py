@@ -230,7 +230,7 @@ def test_processes_that_can_not_share_are_refused(tmp_path, monkeypatch):
         output(tmp_path, "--overwrite", identity=repr)
     with pytest.raises(UserError, match=r"trees\.jsonl: missing .* make it first.* python build_trees\.py --env web"):
         cli.find_or_make(None, tmp_path / "trees.jsonl", "build_trees", flags())
-    with pytest.raises(UserError, match="no more than the 3 tasks"):
+    with pytest.raises(UserError, match="no share of 3 tasks"):
         cli.my_share(["a", "b", "c"])
 
 
