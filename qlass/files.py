@@ -318,7 +318,7 @@ def read_meta(output: Path) -> dict[str, Any]:
             meta |= read_object(meta_path(file))
             break
     arguments = meta["arguments"]
-    for flag in sorted(OLD_FLAGS & arguments.keys()):
+    for flag in sorted(OLD_FLAGS & arguments.keys()) if "env_option" in arguments else ():
         if value := arguments.pop(flag):
             name = flag.removeprefix(f"{arguments['env']}_")
             option = f"{name}={'true' if value is True else value}"

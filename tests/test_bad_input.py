@@ -61,7 +61,10 @@ BAD = {
         (dump([RESULT]), ":1: no node_id; is this a trees.jsonl"),
     ],
     "q_labels.jsonl": [
-        (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q; is this a q_labels.jsonl, which bellman.py writes?"),
+        (
+            tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF),
+            ":1: no q; is this a q_labels.jsonl, which bellman.py writes?",
+        ),
         (tree(ROOT | {"messages": CHAT[::-1]}, LEAF), ":1: messages are no chat"),
     ],
     "expert.jsonl": [
