@@ -35,7 +35,7 @@ from qlass import published
 from qlass.batching import Candidate, Sample, ask, drive
 from qlass.chat import Chat, Rendering, State, parse_action, react
 from qlass.cli import add_sampling, at_least, find_or_make, my_share, parse, parser, run_stage
-from qlass.files import SAMPLING_FREE, Output, cloned_from, complete_trees
+from qlass.files import Output, cloned_from
 from qlass.policy import load_agent
 
 # D is each environment's `tree_depth` (Appendix A.2). The paper does not say W and the bound.
@@ -269,7 +269,7 @@ def main(argv: list[str] | None = None) -> None:
     args.expert = file
 
     task_of, inputs = itemgetter("task_id"), [args.sft, args.expert]
-    trees = Output(args.out, vars(args), complete_trees, inputs, SAMPLING_FREE, task_of, tasks)
+    trees = Output(args.out, vars(args), inputs, identity=task_of, plan=tasks)
     share, finished = my_share(tasks), set(map(task_of, trees.records))
     todo = [task_id for task_id in share if task_id not in finished]
     tokens = None  # unknown if an earlier call or another process made some of the trees
@@ -289,9 +289,8 @@ def main(argv: list[str] | None = None) -> None:
         groups = drive(map(grow, todo), {Sample: agent.sample}, in_flight)
         trees.grow(groups, "trees", len(share), len(share) - len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None
-    place = {task_id: i for i, task_id in enumerate(tasks)}
     found = metrics(trees.records) | published.failures(trees.records, rewards)
-    trees.finish(lambda node: place.get(node["task_id"], len(place)), **found, tokens=tokens)
+    trees.finish(tasks=tasks, **found, tokens=tokens)
     mean = f"mean reward {found['mean_leaf_reward']:.3f} of {found['leaves']} leaves of the agent"
     print(f"{trees.path}: {found['trees']} trees, {found['nodes']} nodes, {mean}")
     if failed := found["failed_demonstrations"]:

@@ -1,19 +1,19 @@
 """The environments behind one `gymnasium.Env` interface (paper, App. A.2).
 
-    env = envs.make("webshop", data=DIR, max_steps=None)      # None: no limit; default: the environment's own
-    obs, info = env.reset(options={"task_id": t})             # t from env.task_ids("train" | "val" | "test" | "all")
+    env = envs.make("webshop", data=DIR, max_steps=None)  # None: no limit
+    obs, info = env.reset(options={"task_id": t})  # t of env.task_ids("train")
     obs, reward, terminated, truncated, info = env.step("click[buy now]")
     s = env.snapshot(); env.restore(s)
-    for thought, action in env.expert(t): ...                 # a demonstration, played on `env` by the caller
+    for thought, action in env.expert(t): ...  # the caller steps `env` with each action
 
-Text in, text out: an action is the executable part of a ReAct step, an observation what the engine answers. The reward
-is the *outcome*: it arrives with the step that ends the episode and is 0 before. `info` always holds
+An action is the executable part of a ReAct step, an observation the engine's answer. The reward is
+the *outcome*: it arrives with the step that ends the episode and is 0 before. `info` always holds
 
     task_id         the id given to reset
-    task            the instruction sentence alone, e.g. "i need a red shirt, and price lower than 20.00 dollars"
+    task            the instruction sentence, e.g. "i need a red shirt, and price lower than ..."
     valid_actions   the executable actions that the environment would act on now, in a fixed order
 
-and what the engine itself reports (`clickables`, `admissible_commands`, `feedback`, `won`, `reward_details`, ...).
+and what the engine itself reports (`clickables`, `admissible_commands`, `won`, ...).
 """
 
 from __future__ import annotations
@@ -40,26 +40,25 @@ UNSET: Any = object()  # "the environment's own limit", where None means no limi
 
 
 class AnyText(spaces.Text):
-    """A space of all strings: pages of a shop hold any character, so membership is the type alone."""
+    """A space of all strings: pages of a shop hold any character."""
 
     def contains(self, x: Any) -> bool:
         return isinstance(x, str)
 
 
 def fair_order(task_ids: Iterable[str], task_type: Callable[[str], str]) -> list[str]:
-    """The same tasks, shuffled and stratified: every stretch holds each type in the proportion of the whole.
+    """The tasks, shuffled so that every stretch holds each type in the proportion of the whole.
 
-    The order depends on the ids alone, so that demonstrations, trees and `--limit` share their distribution.
+    The order depends on the ids alone: demonstrations, trees and `--limit` share it.
     """
     types: dict[str, list[tuple[bytes, str]]] = {}
     for task_id in task_ids:
         lot = hashlib.blake2b(task_id.encode(), digest_size=8).digest()
         types.setdefault(task_type(task_id), []).append((lot, task_id))
-    spread = [
-        ((rank + 0.5) / len(members), lot, task_id)
-        for members in types.values()
-        for rank, (lot, task_id) in enumerate(sorted(members))
-    ]
+    spread = []
+    for members in types.values():
+        for rank, (lot, task_id) in enumerate(sorted(members)):
+            spread.append(((rank + 0.5) / len(members), lot, task_id))
     return [task_id for *_, task_id in sorted(spread)]
 
 
@@ -67,18 +66,16 @@ class TextEnv(gymnasium.Env):
     """What every stage relies on; each environment overrides the part below the line."""
 
     name = ""
-    instruction = (
-        ""  # the first user message of ETO's layout: what the environment is and how to answer
-    )
+    instruction = ""  # the first user message: what the environment is and how to answer
     agreement = "OK"  # the agent's answer to it
     system = ""  # a system message before it
-    prefix = "Observation: "  # ETO puts this in front of every observation but the first
+    prefix = "Observation: "  # stands before every observation but the first, as in ETO
     max_steps: int | None = 40  # inference (App. A.2)
     tree_steps = 18  # exploration trees
     tree_depth = 8  # D of Algorithm 2
     demonstrations = 1350  # for the tiny model; few enough that it errs
-    side_by_side = 1  # how many forks may be open at once: more only if they share nothing that an episode changes
-    omniscient = False  # the expert knows what no page has shown, so tables call it an oracle
+    side_by_side = 1  # forks open at once: more only if they share nothing that changes
+    omniscient = False  # the expert knows what no page has shown: tables call it an oracle
     unique_tasks = False  # the instruction alone says which task it is
     markov = False  # instruction and last observation say all that there is to know
 
@@ -93,9 +90,7 @@ class TextEnv(gymnasium.Env):
         if max_steps is not UNSET:
             self.max_steps = max_steps
         if instruction:
-            self.instruction = Path(instruction).read_text(
-                encoding="utf-8-sig"
-            )  # without a byte-order mark
+            self.instruction = Path(instruction).read_text(encoding="utf-8-sig")
         self.observation_space = self.action_space = AnyText(20)
         self.steps = 0
 
@@ -108,7 +103,7 @@ class TextEnv(gymnasium.Env):
         return self.prefix + observation
 
     def task_ids(self, split: str) -> list[str]:
-        """The tasks of a split, so ordered that every stretch of them is a fair sample of its types (`fair_order`)."""
+        """The tasks of a split in fair order: every stretch is a fair sample of its types."""
         return fair_order(self.split_ids(split), self.task_type)
 
     def task_of(self, options: dict | None, split: str = "train") -> str:
@@ -117,15 +112,16 @@ class TextEnv(gymnasium.Env):
         return str(self.np_random.choice(self.split_ids(split)) if task_id is None else task_id)
 
     def fork(self) -> TextEnv:
-        """Another player on the same data, so that `side_by_side` episodes can be open at once; `close` it after use.
+        """Another player on the same data, for episodes side by side; `close` it after use.
 
-        A shallow copy: what an episode changes in place, such as a simulator, each fork needs for itself.
+        A shallow copy: each fork needs its own of what an episode changes, such as a simulator.
         """
         other = copy.copy(self)
         other._np_random = copy.deepcopy(self._np_random)
         return other
 
-    # --------------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------- what each environment overrides
+
     @staticmethod
     def default_options() -> dict[str, str]:
         """Options that surroundings such as shell variables set, unless they are named."""
@@ -140,19 +136,19 @@ class TextEnv(gymnasium.Env):
         return ""
 
     def published_id(self, record: dict) -> str | None:
-        """Our id of the task of a record of ETO's and QLASS's files; None: only its words tell the task."""
+        """Our id of the task of a record of ETO's files; None: only its words tell the task."""
         return None
 
     def in_own_words(self, text: str) -> str:
-        """A message of a published demonstration, with actions and answers worded as this environment words them."""
+        """A message of a published demonstration in the words of this environment."""
         return text
 
     def subject(self, task_id: str) -> str:
-        """What a task is about: who has learned from one task of a subject has an advantage in the others."""
+        """What a task is about: an agent that learned one task of a subject knows the others."""
         return task_id
 
     def block(self, task_id: str) -> str:
-        """Tasks of one block vary together, so that intervals count blocks: by default those of a subject."""
+        """Tasks of one block vary together: intervals count blocks, by default subjects."""
         return self.subject(task_id)
 
     def snapshot(self) -> Any:
@@ -178,26 +174,26 @@ class TextEnv(gymnasium.Env):
         return value
 
     def reseed(self, seed: int) -> None:
-        """Use other random numbers from here on, where the environment has any. A restored state brings its own."""
+        """Use other random numbers from here on. A restored state brings its own."""
 
-    # A player yields (thought, action); its caller steps this very environment between two of them.
+    # A player yields (thought, action); its caller steps this environment between two of them.
 
     def expert(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """It acts on the task and on the pages shown so far, unless `omniscient` says otherwise."""
+        """A player that knows the task and the pages shown so far, unless it is `omniscient`."""
         raise NotImplementedError
 
     def oracle(self, task_id: str) -> Iterator[tuple[str, str]]:
-        """The best player there is. It may know what no page has shown: an oracle, never the expert."""
+        """The best player there is. It may know what no page has shown."""
         return self.expert(task_id)
 
     def rules(self) -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
-        """Players without any learning, by name: what a trained agent has to beat."""
+        """Players that learn nothing, by name: what a trained agent has to beat."""
         return {}
 
     def candidates(self) -> list[tuple[str, str]]:
         """(thought, action) of every valid action in the state at hand, for `--candidates valid`.
 
-        A thought says only what follows from the task, the pages shown so far and the valid actions.
+        A thought says only what follows from the task, the pages so far and the valid actions.
         """
         return [("", action) for action in self.valid_actions()]
 
@@ -206,17 +202,17 @@ class TextEnv(gymnasium.Env):
 
     def paraphrase(self, task: str, index: int) -> str:
         """The task's sentence in other words, by rules; index 0 is the sentence itself."""
-        raise UserError(
-            f"--paraphrase: {self.name} has no rules for it (App. A.3.2 is about WebShop); leave it out"
-        )
+        reason = "has no rules for it (App. A.3.2 is about WebShop): leave it out"
+        raise UserError(f"--paraphrase: {self.name} {reason}")
 
     def optimal_value(self, gamma: float = 0.99) -> float:
-        """The best discounted outcome still in reach: an oracle, for `experiments.compare` alone."""
+        """The best discounted outcome still in reach."""
         raise UserError(f"{self.name}: has no oracle for the value of a state")
 
 
-# ------------------------------------------------------------------------------------------------------------ registry
+# ----------------------------------------------------------------------------------- the registry
 # Each environment has its own folder, which is loaded when it is asked for.
+
 ENVIRONMENTS = {
     "webshop": "environments.webshop.env:WebShopEnv",
     "alfworld": "environments.alfworld.env:ALFWorldEnv",
@@ -238,9 +234,8 @@ def environment_class(name: str) -> type[TextEnv]:
             raise TypeError("not a class that is derived from envs.TextEnv")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         names = ", ".join(ENVIRONMENTS)
-        raise UserError(
-            f"--env {name}: {error}; there are {names}, and MODULE:CLASS for your own"
-        ) from None
+        choice = f"there are {names}, and MODULE:CLASS for your own"
+        raise UserError(f"--env {name}: {error}; {choice}") from None
     return environment
 
 

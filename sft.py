@@ -63,7 +63,7 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
 def collect(env: envs.TextEnv, path: Path, limit: int | None, world: dict[str, Any]) -> None:
     """Write expert.jsonl: the first `limit` training tasks. world: what else they depend on."""
     tasks = env.task_ids("train")
-    out = files.Output(path, world, len)
+    out = files.Output(path, world)
     todo = tasks[len(out.records) : limit]
     lines = ([demonstrate(env, task_id)] for task_id in todo)
     out.grow(lines, "expert", len(tasks[:limit]), len(out.records))

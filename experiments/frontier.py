@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from qlass.files import has_meta, read_meta
+from qlass.files import read_meta
 from reporting.figures import MARKERS, STYLE, curve, log_axis
 from reporting.results import Group, ancestors, inputs_of
 
@@ -63,7 +63,7 @@ def training_tokens(group: Group) -> float:
 def spent(kind: str, path: Path) -> float:
     """What an agent, a QNet or a file cost, without what it was made from."""
     meta = read_meta(path)
-    if not has_meta(path):  # from elsewhere: an agent and demonstrations are what all begin with
+    if not any(meta.values()):  # from elsewhere: an agent and demonstrations are what all begin with
         return 0.0 if kind in ("sft", "expert") else math.nan
     if kind == "sft" and "last" in meta:  # of a learner: its last line
         return meta["passes"] * meta["last"]["tokens"] + meta["last"].get("played", 0)

@@ -44,7 +44,7 @@ AGAIN = ("epochs", "batch", "patience", "lr", "max_tokens", "micro_tokens", "can
 
 
 def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
-    """N trajectories of one task as lines of expert.jsonl, whatever they earned; the first has the tokens of all."""
+    """N trajectories of one task as lines of expert.jsonl, in one line; the first has the tokens of all."""
     lines: list[dict] = []
     played = []
     for trial in range(method.N):
@@ -56,7 +56,7 @@ def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) ->
         played.append(steps)
     env.close()
     lines[0]["tokens"] = costs_of(chat, played, method.read_by_qnet)["tokens"]
-    return lines
+    return [{"task_id": task_id, "trajectories": lines}]
 
 
 def rollouts(
@@ -69,9 +69,9 @@ def rollouts(
         chat, answers = agent()
         played = drive((trajectories(env.fork(), task, method, chat) for task in todo), answers, width)
         out.grow(played, str(method), len(tasks), len(tasks) - len(todo))
-    rank = {task: n for n, task in enumerate(tasks)}
-    out.finish(lambda line: rank.get(line["task_id"], len(rank)))
-    return [line for line in out.records if line["task_id"] in rank]
+    out.finish()
+    by_task = {line["task_id"]: line["trajectories"] for line in out.records}
+    return [line for task in tasks for line in by_task[task]]
 
 
 def best_branch(tree: list[dict]) -> dict | None:
@@ -161,9 +161,9 @@ def main(argv: list[str] | None = None) -> None:
         args.qnet = find_or_make(args.qnet, args.run / "qnet", "train_qnet", args) if args.method == "qlass" else None
         tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
         path = args.run / f"self_train-{args.name}.rollouts.jsonl"
-        free = ["threshold", "no_train", *files.SAMPLING_FREE]
+        free = ["threshold", "no_train"]
         settings = vars(args) | {"out": path}
-        out = Output(path, settings, lambda lines: len(lines) // args.N * args.N, [args.sft, args.qnet], free)
+        out = Output(path, settings, [args.sft, args.qnet], free)
         method = Method("qlass", by_q, args.M, args.N) if args.qnet else Method("sample", N=args.N)
         lines = rollouts(env, tasks, method, agent, out, args.in_flight or env.side_by_side)
     new = kept(lines, args.threshold, expert)

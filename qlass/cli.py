@@ -17,35 +17,28 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qlass import UserError
-from qlass.files import (
-    FREE,
-    SAMPLING_FREE,
-    files_of,
-    gaps,
-    outdated,
-    read_meta,
-    read_object,
-    recorded,
-    share,
-)
+from qlass.files import changed_inputs, files_of, is_complete, read_meta, read_object, share
 
-T = TypeVar("T")
+T = TypeVar("T", int, float)
 LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
 
 # ------------------------------------------------------------------------------------------ flags
 
 ENVIRONMENTS = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
-OneLine = functools.partial(argparse.HelpFormatter, max_help_position=30, width=100)  # per flag
 
 
 def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     """A stage's parser: its description is the first line of the stage's docstring."""
-    about = {"description": doc.split("\n")[0], "epilog": epilog, "usage": "%(prog)s [flags]"}
-    stage = argparse.ArgumentParser(**about, formatter_class=OneLine)
+    stage = argparse.ArgumentParser(
+        description=doc.split("\n")[0],
+        epilog=epilog,
+        usage="%(prog)s [flags]",
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30, width=100),
+    )
     add = stage.add_argument
     add("--env", metavar="NAME", help=ENVIRONMENTS)
-    option = {"action": "append", "metavar": "NAME=VALUE"}
-    add("--env-option", **option, help="option of the environment's class; may be repeated")
+    text = "option of the environment's class; may be repeated"
+    add("--env-option", type=option, action="append", metavar="NAME=VALUE", help=text)
     add("--run", type=Path, metavar="DIR", help="folder of this run's files (runs/ENV)")
     add("--seed", type=at_least(0, most=2**32 - 1), default=0, metavar="N", help="default: 0")
     add("--overwrite", action="store_true", help="make the output again from scratch")
@@ -125,11 +118,18 @@ def at_least(low: float, kind: Callable[[str], T] = int, most: float = 1e30) -> 
     def number(text: str) -> T:
         value = kind(text)  # argparse names what is none
         if not low <= value <= most:  # also refuses nan
-            bounds = f"{low:g} or more" if most == 1e30 else f"{low:g} to {most:g}"
-            raise argparse.ArgumentTypeError(f"{text}: {bounds} is expected")
+            raise argparse.ArgumentTypeError(f"{text}: {low:g} to {most:g} is expected")
         return value
 
     return number
+
+
+def option(text: str) -> str:
+    """A flag's type: NAME=VALUE. The value of an unset shell variable is not what is bundled."""
+    if not text.partition("=")[2]:
+        mistake = "NAME=VALUE is expected; leave it out for the default"
+        raise argparse.ArgumentTypeError(f"{text}: {mistake}")
+    return text
 
 
 def settle(args: argparse.Namespace, settings: dict[str, Any]) -> None:
@@ -152,39 +152,40 @@ def parse(
     """
     args = parser.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
-    sft = getattr(args, "sft", None) or (args.run and args.run / "sft")
-    named = args.env_option or []
-    for text in named:
-        if not text.partition("=")[2]:  # of an unset variable: not what is bundled
-            raise UserError(
-                f"--env-option {text}: NAME=VALUE is expected; leave it out for the default"
-            )
-    trained = read_meta(sft.absolute())["arguments"] if sft else {}
-    args.run = args.run or Path("runs") / run_name(args.env or trained.get("env") or "webshop")
+    agent = getattr(args, "sft", None)
+    if args.run is None:
+        env = args.env or (agent and trained_with(agent).get("env")) or "webshop"
+        args.run = Path("runs") / env.rpartition(":")[2].lower()
     file = args.run / "env.json"
-    own = read_object(file) if file.exists() else {}
-    settings = own or trained
-    env = args.env or settings.get("env") or "webshop"
-    options = (settings.get("env_option") or []) if env == settings.get("env", env) else []
-    args.env_option = sorted(
-        {option.partition("=")[0]: option for option in options + named}.values()
-    )
-    args.env = env
-    if own and own != (mine := {name: getattr(args, name) for name in ("env", "env_option")}):
-        reason = f"{args.run} was begun with {in_flags(own)}, not with {in_flags(mine)}"
+    settings = read_object(file) if file.exists() else trained_with(agent or args.run / "sft")
+    before = in_flags(settings)
+    options = args.env_option or []
+    if args.env in (None, settings.get("env")):
+        args.env = settings.get("env", "webshop")
+        options = [*settings.get("env_option", []), *options]
+    args.env_option = sorted({text.partition("=")[0]: text for text in options}.values())
+    if file.exists() and before != in_flags(vars(args)):
+        reason = f"{args.run} was begun with {before}, not with {in_flags(vars(args))}"
         if not search:
             raise UserError(f"{reason}: leave the flags out, or name another --run")
-        print(f"warning: {reason}", file=sys.stderr)
+        warn(reason)
     return args
 
 
-def run_name(env: str) -> str:
-    return env.rpartition(":")[2].lower()
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def trained_with(checkpoint: Path) -> dict[str, Any]:
+    return read_meta(checkpoint.absolute())["arguments"]
 
 
 def in_flags(settings: dict[str, Any]) -> str:
-    options = [word for option in settings["env_option"] for word in ("--env-option", option)]
-    return shlex.join(["--env", settings["env"], *options])
+    """The environment and its options as flags."""
+    words = ["--env", settings.get("env", "webshop")]
+    for text in settings.get("env_option", []):
+        words += ["--env-option", text]
+    return shlex.join(words)
 
 
 def save_settings(args: argparse.Namespace) -> None:
@@ -199,16 +200,10 @@ def save_settings(args: argparse.Namespace) -> None:
 
 
 def warn_of_another_world(folder: Path, args: argparse.Namespace) -> None:
-    """A line for each setting of the environment that a checkpoint was trained with otherwise."""
-    trained = read_meta(folder.absolute())["arguments"]
-    for name in ("env", "env_option"):
-        before, now = trained.get(name, getattr(args, name)), getattr(args, name)
-        if before != now:
-            flag = "--" + name.replace("_", "-")
-            print(
-                f"warning: {folder} was trained with {flag} {before}, not with {now}",
-                file=sys.stderr,
-            )
+    """A line if a checkpoint was trained with another environment or other options of it."""
+    trained, now = trained_with(folder), in_flags(vars(args))
+    if trained and in_flags(trained) != now:
+        warn(f"{folder} was trained with {in_flags(trained)}, not with {now}")
 
 
 def leaks(env: Any, results: list[dict], args: argparse.Namespace) -> dict[str, int | None]:
@@ -221,27 +216,19 @@ def leaks(env: Any, results: list[dict], args: argparse.Namespace) -> dict[str, 
     counts: dict[str, int | None] = {}
     sources = ("demonstrations", args.sft, "generated"), ("trees", args.qnet, "scored")
     for source, checkpoint, cost in sources:
-        tasks = {record["task_id"] for record in results if record["tokens"].get(cost)}
+        played = {record["task_id"] for record in results if record["tokens"].get(cost)}
         meta = read_meta(checkpoint.absolute())
-        trained, reason = meta["arguments"], None
-        if not trained:
-            reason = "has no metadata"
-        elif any(trained.get(name) != getattr(args, name) for name in ("env", "env_option")):
-            reason = "is of another environment, whose ids mean other tasks"
-        elif meta.get("tasks") is None:
-            reason = "does not tell the tasks that it learned from"
-        if tasks and reason:
+        learned = meta.get("tasks")
+        if in_flags(meta["arguments"]) != in_flags(vars(args)):
+            learned = None  # its ids mean other tasks
+        subjects = set(map(env.subject, learned or []))
+        counts[source] = len([task for task in played if env.subject(task) in subjects])
+        if played and learned is None:
             counts[source] = None
-            text = f"whether tasks played are also in the {source} is not known"
-            print(f"warning: {text}: {checkpoint.name} {reason}", file=sys.stderr)
-            continue
-        subjects = {env.subject(task) for task in meta.get("tasks") or ()} if tasks else set()
-        n = counts[source] = sum(env.subject(task) in subjects for task in tasks)
-        if n:
-            print(
-                f"warning: {n} of {len(tasks)} tasks played are also in the {source}",
-                file=sys.stderr,
-            )
+            reason = f"{checkpoint.name} does not tell which tasks of this environment it learned"
+            warn(f"whether tasks played are also in the {source} is not known: {reason}")
+        elif counts[source]:
+            warn(f"{counts[source]} of {len(played)} tasks played are also in the {source}")
     return counts
 
 
@@ -274,48 +261,32 @@ def find_or_make(named: Path | None, default: Path, stage: str, args: argparse.N
     must_exist(named)
     if named is not None:
         return named
-    if gaps(default):
-        agent, own = getattr(args, "sft", None), args.run / "sft"
-        if agent and stage != "sft" and agent.resolve() != own.resolve():
-            reason = f"would be made of {own}, not of --sft {agent}: make it first"
-            raise UserError(f"{default}: {reason}")
-        argv = handed_on(args)
-        command = f"python {stage}.py {shlex.join(argv)}"
-        if share()[1] > 1:
-            raise UserError(f"{default}: make it first, by one process: {command}")
-        module = importlib.import_module(stage)
-        begun = read_meta(default).get("argv")
-        if begun is not None and others(module.arguments, begun, argv):
-            finish = f"python {stage}.py {shlex.join(begun)}"
-            reason = "was begun with other settings than the default ones and is not complete"
-            raise UserError(f"{default}: {reason}: finish it first: {finish}")
-        state = "not complete" if files_of(default) else "missing"
-        print(f"{default} is {state}: making it with {command}", flush=True)
-        module.main(argv)
-    for output, source in dict.fromkeys(outdated(default)):
-        reason = f"was made from another {source} than there is now: make it again"
-        print(f"warning: {output} {reason}", file=sys.stderr)
+    if is_complete(default):
+        for source in changed_inputs(default):
+            warn(f"{default} was made from another {source} than there is now: make it again")
+        return default
+    agent, own = getattr(args, "sft", None), args.run / "sft"
+    if agent and stage != "sft" and agent.resolve() != own.resolve():
+        reason = f"would be made of {own}, not of --sft {agent}: make it first"
+        raise UserError(f"{default}: {reason}")
+    argv = handed_on(args)
+    begun = read_meta(default).get("argv", argv)
+    command = f"python {stage}.py {shlex.join(begun)}"
+    if begun not in (argv, [*shlex.split(in_flags(vars(args))), *argv]) or share()[1] > 1:
+        reason = "missing or not complete: make it first, by one process, as it was begun"
+        raise UserError(f"{default}: {reason}: {command}")
+    print(f"{default} is missing or not complete: making it with {command}", flush=True)
+    importlib.import_module(stage).main(argv)
     return default
 
 
-def others(arguments: Callable, begun: list[str], argv: list[str]) -> bool:
-    """Whether two command lines of a stage differ in more than place, device and speed."""
-    free = (*FREE, *SAMPLING_FREE, "argv")
-    try:
-        first, second = (recorded(vars(arguments(words))) for words in (begun, argv))
-    except (SystemExit, UserError):  # flags that are gone, or of another run
-        return True
-    return any(first[name] != second[name] for name in first if name not in free)
-
-
-def my_share(tasks: list[T]) -> list[T]:
+def my_share(tasks: list[str]) -> list[str]:
     """The tasks of this process: from the RANK-th on, every WORLD_SIZE-th."""
     rank, world = share()
     if not tasks:
         raise UserError("no tasks are left: mind --split, --skip and --limit")
     if not 0 <= rank < world <= max(1, len(tasks)):
-        bounds = f"from 0 on, and no more than the {len(tasks)} tasks"
-        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: {bounds}")
+        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: no share of {len(tasks)} tasks")
     return tasks[rank::world]
 
 
@@ -329,8 +300,9 @@ def run_stage(main: Callable[[], Any]) -> None:
     except (UserError, OSError, ModuleNotFoundError) as error:
         if "--debug" in sys.argv:
             raise
-        named = getattr(error, "filename", None)
-        text = f"{error.filename}: {error.strerror}" if named else str(error)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:
+            text = f"{error.filename}: {error.strerror}"
         hint = ": pip install it" if isinstance(error, ModuleNotFoundError) else ""
         print(f"error: {text}{hint}", file=sys.stderr)
         sys.exit(2)

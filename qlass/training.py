@@ -121,7 +121,7 @@ def begin(args: Namespace, inputs: Iterable[Path]) -> bool:
     process, out, states = accelerate.PartialState(), args.out, resume_folder(args.out)
     there = (out / "config.json").exists() or any(states.glob("state-*"))
     if there and not args.overwrite:
-        files.same_arguments(out, vars(args), files.TRAINING_FREE)
+        files.same_arguments(out, vars(args))
         if not states.exists():
             process.print(f"{out}: is complete; --overwrite trains it again", flush=True)
             return False

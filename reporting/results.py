@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -111,7 +112,8 @@ def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
         if not path.exists() and "=" in argument:
             label, _, rest = argument.partition("=")
             path = Path(rest)
-        paths = sorted(set(map(files.whole_of, path.glob("results*.jsonl")))) if path.is_dir() else [path]
+        names = {re.sub(r"\.\d+-of-\d+(?=\.jsonl$)", "", file.name) for file in path.glob("results*.jsonl")}
+        paths = [path / name for name in sorted(names)] if path.is_dir() else [path]  # parts make one file
         if not paths or not any(map(files.files_of, paths)):
             raise UserError(f"{path}: no results*.jsonl; python q_search.py --run FOLDER writes one")
         yield from ((label, file) for file in paths)
@@ -174,7 +176,7 @@ def episode(record: dict, label: str, path: Path, line: int) -> dict[str, Any]:
 
 INPUTS = ("sft", "qnet", "labels", "trees", "expert")  # arguments that name what an earlier stage wrote
 # Arguments that may differ between the seeds of a pipeline: names, places, speed; of results, what each line says.
-ANY = {*files.FREE, *files.SAMPLING_FREE, *files.TRAINING_FREE, *INPUTS, "seed"}
+ANY = {*files.FREE, *INPUTS, "seed"}
 OF_A_LINE = {"method", "M", "N", "select", "split", "limit", "label", "scorer"}
 
 
@@ -187,7 +189,7 @@ def check_pools(groups: Iterable[Group]) -> None:
         seeds = group.episodes.groupby("file", dropna=False)["seed"].agg(set)
         for (a, of_a), (b, of_b) in combinations(seeds.items(), 2):
             for path in (a, b):
-                if not files.has_meta(path):
+                if not files.read_meta(path)["arguments"]:
                     warnings.append(f"{path}: no metadata beside it, so its agent and QNet may be other ones")
             ours, theirs = recipe(a, used), recipe(b, used)
             models = [input_hashes(path, used) for path in (a, b)]

@@ -61,7 +61,10 @@ BAD = {
         (dump([RESULT]), ":1: no node_id; is this a trees.jsonl"),
     ],
     "q_labels.jsonl": [
-        (tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF), ":1: no q; run bellman.py on it"),
+        (
+            tree({k: v for k, v in ROOT.items() if k != "q"}, LEAF),
+            ":1: no q; is this a q_labels.jsonl, which bellman.py writes?",
+        ),
         (tree(ROOT | {"messages": CHAT[::-1]}, LEAF), ":1: messages are no chat"),
     ],
     "expert.jsonl": [
@@ -97,9 +100,9 @@ def test_a_system_message_may_come_first(tmp_path):
 
 def test_an_output_of_another_stage_is_not_written_to(tmp_path, agent):
     (tmp_path / "mine.jsonl").write_text(dump([RESULT]))
-    (tmp_path / "mine.meta.json").write_text("{}")
+    (tmp_path / "mine.meta.json").write_text('{"arguments": {"method": ["greedy"]}}')
     argv = ["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), "--out", str(tmp_path / "mine.jsonl")]
-    with pytest.raises(UserError, match=r"mine\.jsonl:1: no "):
+    with pytest.raises(UserError, match=r"mine\.jsonl was begun with --method"):
         build_trees.main(argv)
     assert (tmp_path / "mine.jsonl").read_text() == dump([RESULT])
 
@@ -169,7 +172,7 @@ def test_tasks_of_one_subject_count_and_a_start_has_learned_too(tmp_path, capsys
     assert leaked("both", ["2", "3"]) == 2 and leaked("none", []) == 0
     assert leaked("old", None) is None and leaked("other", ["3"], env="lake") is None
     assert leaked("options", ["3"], env_option=["seed=1"]) is None
-    assert "does not tell the tasks that it learned from" in capsys.readouterr().err
+    assert "does not tell which tasks of this environment it learned" in capsys.readouterr().err
     here = {"env": "shop", "env_option": []}
     assert learned_tasks(["2"], tmp_path / "sft", here) == ["2", "3"]  # cloned from a cloned agent
     assert learned_tasks(["2"], "meta-llama/Llama-2-7b-chat-hf", here) == ["2"]
@@ -184,13 +187,12 @@ def test_what_an_agent_learned_from_may_not_be_known(tmp_path, agent, fake_world
     sft = tmp_path / "sft"
     shutil.copytree(agent, sft)
     arguments = {"env": "frozenlake", "env_option": []}
-    reasons = {"sft has no metadata": None, "of another environment": {"env": "webshop"}, "does not tell": {}}
-    for reason, more in reasons.items():
+    for more in (None, {"env": "webshop"}, {}):
         if more is not None:
             (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": arguments | more, "inputs": {}}))
         q_search.main(["--env", "frozenlake", "--run", str(tmp_path), "--method", "greedy", "--overwrite"])
         (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: whether")]
-        assert "tasks played are also in the demonstrations is not known: " in warning and reason in warning
+        assert "tasks played are also in the demonstrations is not known: sft does not tell" in warning
         leaks = json.loads((tmp_path / "results.meta.json").read_text())["leaks"]
         assert leaks == {"demonstrations": None, "trees": 0}
 

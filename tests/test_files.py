@@ -15,16 +15,12 @@ from hypothesis import strategies as st
 import bellman
 import envs
 from qlass import UserError, cli, files
-from qlass.files import Output, Resumable, read_jsonl
+from qlass.files import Output, read_jsonl
 
-GROUPS = [[{"task": f"t{g}", "n": n, "text": "✓é" * n} for n in range(g + 1)] for g in range(3)]
+GROUPS = [[{"task_id": f"t{g}", "n": n, "text": "tree" * n} for n in range(g + 1)] for g in range(3)]
+for _group in GROUPS[1:]:  # the first is a line of no tree
+    _group[0]["nodes"] = len(_group)
 WHOLE = "".join(map(dump, GROUPS)).encode()
-
-
-def whole_groups(lines: list[tuple[str, dict]]) -> int:
-    """Group g has g + 1 lines; how many lines belong to groups that are all there."""
-    sizes = [1, 3, 6]
-    return max([0] + [s for s in sizes if s <= len(lines)])
 
 
 def ids(path: Path) -> list[int]:
@@ -56,7 +52,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
 def test_an_output_has_one_writer(tmp_path):
     def write(path: Path, refusals: multiprocessing.Queue) -> None:
         try:
-            Output(path, {}, len)
+            Output(path, {})
         except UserError as error:
             refusals.put(str(error))
 
@@ -93,13 +89,14 @@ def test_a_file_cut_at_any_byte_grows_to_the_same_file(cut):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.jsonl"
         path.write_bytes(WHOLE[:cut])
-        file = Resumable(path, whole_groups)
-        kept = [1, 3, 6].index(len(file.records)) + 1 if file.records else 0
+        path.with_name("x.meta.json").write_text("{}")
+        file = Output(path, {})
+        kept = [0, 1, 3, 6].index(len(file.records))
         assert file.records == list(chain(*GROUPS[:kept]))
         for group in GROUPS[kept:]:
             file.append(group)
-        file.close()
-        assert list(read_jsonl(path)) == list(chain(*GROUPS))
+        file.finish()
+        assert path.read_bytes() == WHOLE
 
 
 def test_a_file_of_another_kind_stays(tmp_path):
@@ -118,7 +115,7 @@ def flags(*words: str) -> argparse.Namespace:
 
 
 def output(tmp_path: Path, *words: str, **more) -> Output:
-    return Output(tmp_path / "x.jsonl", vars(flags(*words)), len, **more)
+    return Output(tmp_path / "x.jsonl", vars(flags(*words)), **more)
 
 
 def metadata(tmp_path: Path) -> dict:
@@ -126,10 +123,10 @@ def metadata(tmp_path: Path) -> dict:
 
 
 def test_an_output_is_put_in_order_and_overwritten_on_request(tmp_path):
-    out = output(tmp_path)
+    out = output(tmp_path, identity=lambda line: line["n"], plan=[1, 2])
     out.grow([[{"n": 2}], [{"n": 1}]], "lines", 2)
     assert ids(out.path) == [2, 1]  # as they come, so that a stop loses nothing
-    out.finish(lambda r: r["n"], total=2)
+    out.finish(total=2)
     assert ids(out.path) == [1, 2]
     assert metadata(tmp_path)["total"] == 2 and metadata(tmp_path)["seconds"] >= 0
     again = output(tmp_path)
@@ -158,14 +155,13 @@ def grow(
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", str(world))
     arguments, of = vars(flags(*words)), lambda record: record["task_id"]
-    out = Output(tmp_path / "trees.jsonl", arguments, files.complete_trees, identity=of, plan=tasks)
+    out = Output(tmp_path / "trees.jsonl", arguments, identity=of, plan=tasks)
     finished = {record["task_id"] for record in out.records}
     todo = [task for task in cli.my_share(tasks) if task not in finished][::-1]
     out.grow((one_tree(task, f"{rank}/{world}") for task in todo[:stop]), "trees", len(tasks))
     if stop is None:
-        out.finish(lambda record: tasks.index(record["task_id"]), lines=len(out.records))
+        out.finish(tasks=tasks)
     else:
-        out.close()
         out.lock.close()
         if out.path.exists():
             with open(out.path, "a") as file:
@@ -181,11 +177,10 @@ def stands(tmp_path: Path) -> dict[str, str]:
 def test_a_file_is_its_parts_whoever_wrote_them(tmp_path, monkeypatch):
     tasks, path = [f"t{n}" for n in range(9)], tmp_path / "trees.jsonl"
     (tmp_path / "trees.best-of-4.jsonl").write_text("no part\n")
-    assert files.gaps(path) == ["trees.jsonl is missing"]
+    assert not files.is_complete(path)
     assert grow(tmp_path, monkeypatch, 1, 3, tasks) == ["t7", "t4", "t1"]
     assert grow(tmp_path, monkeypatch, 0, 3, tasks, stop=1) == ["t6"]
-    names = r"trees\.0-of-3\.jsonl is not finished, trees\.2-of-3\.jsonl is not finished"
-    with pytest.raises(UserError, match=names):
+    with pytest.raises(UserError, match=r"trees\.jsonl: is not complete"):
         stands(tmp_path)
     with pytest.raises(UserError, match=r"trees\..-of-3\.jsonl was begun with --seed 0, not 1"):
         grow(tmp_path, monkeypatch, 0, 2, tasks, "--seed", "1")
@@ -233,9 +228,9 @@ def test_processes_that_can_not_share_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(UserError, match=r"x\.jsonl: delete it"):
         output(tmp_path, "--overwrite", identity=repr)
-    with pytest.raises(UserError, match=r"trees\.jsonl: make it first.* python build_trees\.py --env web"):
+    with pytest.raises(UserError, match=r"trees\.jsonl: missing .* make it first.* python build_trees\.py --env web"):
         cli.find_or_make(None, tmp_path / "trees.jsonl", "build_trees", flags())
-    with pytest.raises(UserError, match="no more than the 3 tasks"):
+    with pytest.raises(UserError, match="no share of 3 tasks"):
         cli.my_share(["a", "b", "c"])
 
 
@@ -256,10 +251,14 @@ def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
     with pytest.raises(UserError, match=r"begun with --sft .*/sft, not .*/other"):
         files.same_arguments(out, arguments | {"sft": tmp_path / "other"})
     files.write_meta(out, arguments | {"server": "http://a:1/v1#x"}, [model])
-    files.same_arguments(out, arguments | {"server": "http://b:2/v1#x"}, files.SAMPLING_FREE)
-    files.same_arguments(out, arguments | {"server": None}, files.SAMPLING_FREE)
+    files.same_arguments(out, arguments | {"server": "http://b:2/v1#x"})
+    files.same_arguments(out, arguments | {"server": None})
     with pytest.raises(UserError, match="begun with --server-model x, not y"):
-        files.same_arguments(out, arguments | {"server": "http://a:1/v1#y"}, files.SAMPLING_FREE)
+        files.same_arguments(out, arguments | {"server": "http://a:1/v1#y"})
+    # A flag that another command has and that was set is a difference too.
+    files.write_meta(out, arguments | {"paraphrase": 2, "reflect": False}, [model])
+    with pytest.raises(UserError, match="begun with --paraphrase 2, not None"):
+        files.same_arguments(out, arguments)
     (model / "weights").write_text("22")
     with pytest.raises(UserError, match=r"begun with .*/sft, which has changed"):
         files.same_arguments(out, arguments)
@@ -302,7 +301,7 @@ def test_an_input_made_from_what_has_changed_since_is_told(tmp_path, capsys):
     cli.find_or_make(None, qnet, "train_qnet", args)
     assert capsys.readouterr().err == ""
     trees.write_text("{}\n{}\n")
-    cli.find_or_make(None, qnet, "train_qnet", args)  # of labels that are out of date
+    cli.find_or_make(None, labels, "bellman", args)
     warning = capsys.readouterr().err
     assert warning == f"warning: {labels} was made from another {trees} than there is now: make it again\n"
     labels.write_text("{}\n{}\n")
@@ -324,12 +323,11 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_pa
     assert calls == [["--env", "webshop", "--run", str(tmp_path / "a b"), "--seed", "1"]]
     (line,) = capsys.readouterr().out.splitlines()
     command = f"python bellman.py --env webshop --run '{tmp_path}/a b' --seed 1"  # to copy
-    assert line == f"{tmp_path / 'default'} is missing: making it with {command}"
+    assert line == f"{tmp_path / 'default'} is missing or not complete: making it with {command}"
     # The part that a stopped stage left is not taken for all of it: the stage resumes it, or says why it can't.
     (tmp_path / "default").write_text("{}\n")
     (tmp_path / "default.meta.json").write_text("{}")
     assert cli.find_or_make(None, tmp_path / "default", "bellman", args) and len(calls) == 2
-    assert "is not complete: making it" in capsys.readouterr().out
     (tmp_path / "default.meta.json").write_text(json.dumps({"seconds": 1.0}))
     assert cli.find_or_make(None, tmp_path / "default", "bellman", args) and len(calls) == 2
     # What was begun with other settings is never made by default.
@@ -337,11 +335,11 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_pa
     folder.mkdir()
     for begun, refused in (
         (["--run", str(folder), "--gamma", ".5"], True),
-        (["--run", str(folder), "--seed", "1"], False),
+        (["--env", "webshop", "--run", str(folder), "--seed", "1"], False),
     ):
         (folder / "default.meta.json").write_text(json.dumps({"argv": begun}))
         if refused:
-            with pytest.raises(UserError, match=r"finish it first: python bellman\.py --run .* --gamma \.5"):
+            with pytest.raises(UserError, match=r"as it was begun: python bellman\.py --run .* --gamma \.5"):
                 cli.find_or_make(None, folder / "default", "bellman", args)
         else:
             assert cli.find_or_make(None, folder / "default", "bellman", args) and len(calls) == 3

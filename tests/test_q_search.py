@@ -242,4 +242,4 @@ def test_an_agent_of_another_environment_is_told(search, tmp_path, agent, capsys
     copy = shutil.copytree(agent, tmp_path / "shopper")
     (tmp_path / "shopper.meta.json").write_text(json.dumps({"arguments": {"env": "webshop"}, "inputs": {}}))
     search("--method", "greedy", "--sft", str(copy))
-    assert f"warning: {copy} was trained with --env webshop, not with frozenlake" in capsys.readouterr().err
+    assert f"warning: {copy} was trained with --env webshop, not with --env frozenlake" in capsys.readouterr().err

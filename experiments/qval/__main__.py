@@ -83,8 +83,8 @@ class Run:
     def kept(self, path: Path, lines: Iterable[dict], inputs: list[Path | None], flags: list[str]) -> list[dict]:
         """The lines of a file, written first if it is not there. inputs, flags: what it depends on."""
         if path.exists():
-            names = ("env", "env_option", "run", "seed", *flags)
-            files.same_arguments(path, {name: getattr(self.args, name) for name in names})
+            names = {"env", "env_option", "seed", *flags}
+            files.same_arguments(path, vars(self.args), vars(self.args).keys() - names)
         else:
             files.write_jsonl(path, lines)
             files.write_meta(path, vars(self.args), inputs)
