@@ -263,7 +263,8 @@ def main(argv: list[str] | None = None) -> None:
     # From the far end of the list, where the agent has seen the fewest demonstrations.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
     file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
-    demonstrations, rewards = None, {}
+    demonstrations: dict[str, list[str]] | None = None
+    rewards: dict[str, float] = {}
     if not args.no_expert:
         demonstrations, rewards = published.matching(env, tasks, file, most, bool(args.expert))
     args.expert = file

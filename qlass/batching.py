@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from qlass.chat import Rendering, State, react
 
 if TYPE_CHECKING:
     from envs import TextEnv
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,9 @@ def ask(
 Models = dict[type, Callable[[list], list]]  # what answers a list of requests, by their type
 
 
-def drive(generators: Iterable[Generator], models: Models, width: int = 64) -> Iterator[Any]:
+def drive(
+    generators: Iterable[Generator[Any, Any, T]], models: Models, width: int = 64
+) -> Iterator[T]:
     """Advance up to `width` generators side by side; yield what each returns as it finishes.
 
     A generator yields a request, or a list of requests of one type, whose answers it gets as a

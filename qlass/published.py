@@ -39,7 +39,7 @@ def read_trajectories(path: Path) -> Iterator[tuple[State, dict]]:
 
 
 def message(turn: dict) -> dict:
-    role = turn.get("role", turn.get("from"))
+    role = turn.get("role") or turn.get("from") or ""
     return {"role": ROLES.get(role, role), "content": turn.get("content", turn.get("value"))}
 
 
@@ -88,8 +88,10 @@ def first_messages(env: Any, states: list[State]) -> dict[str, str]:
     columns: dict[str, set[str]] = {name: set() for name in own}
     complete = [opening(state)[:-1] for state in states if agreed(state.messages)]
     for messages in complete:
-        texts = [text for _, text in messages]
-        for name, text in zip(own, texts if len(texts) == 3 else ["", *texts], strict=True):
+        front = [text for _, text in messages]
+        if len(front) < 3:  # no system message
+            front.insert(0, "")
+        for name, text in zip(own, front, strict=True):
             columns[name].add(text)
     if len(complete) < len(states):
         lack = "begin without an instruction and the agent's OK, which a prompt has at inference"
