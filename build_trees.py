@@ -243,7 +243,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's (0.7; tiny: 1)")
     add("--expert", type=Path, help="demonstrations (default: those the agent was cloned from)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
-    line_9 = "a branch without reward queues nothing (line 9) or, tail, its first 2 nodes"
+    line_9 = "a branch without reward queues nothing or, tail, its first 2 nodes"
     add("--prune", choices=["branch", "tail"], default="branch", help=line_9)
     add("--device")
     add_sampling(flags)

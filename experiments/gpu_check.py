@@ -149,11 +149,15 @@ def figures(run: Path) -> Iterator[str]:
         yield f"| {name} | {cells} |"
 
 
-def main(argv: list[str] | None = None) -> None:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["model", "figures"])
     parser.add_argument("run", type=Path)
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
     if args.what == "model":
         make_model(args.run / "base")
         return

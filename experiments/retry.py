@@ -7,6 +7,7 @@ best trial counts, by the same judge. Best-of-N is played beside, with the same 
 named by --server, plays and writes them, and the last three stand below the instruction.
 """
 
+import argparse
 from collections.abc import Generator
 from itertools import product
 from typing import Any, NamedTuple
@@ -54,10 +55,14 @@ def retry(
     return outcome
 
 
-def main(argv: list[str] | None = None) -> None:
+def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Namespace]:
     flags = parser("retry", __doc__, "; -N 4 by default")
     flags.add_argument("--stop", nargs="+", default=["oracle"], help="oracle, or a value of QNet's (default: oracle)")
-    own, args = both(flags, argv)
+    return both(flags, argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    own, args = arguments(argv)
     env, tasks = q_search.environment(args)
     ask = Endpoint(args.server).chat if args.server else None
     plan: dict[Method, float | None] = {}  # the value at which it stops, and best-of-N beside it

@@ -44,7 +44,7 @@ AGAIN = ("epochs", "batch", "patience", "lr", "max_tokens", "micro_tokens", "can
 
 
 def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
-    """N trajectories of one task as lines of expert.jsonl, in one line; the first has the tokens of all."""
+    """N trajectories of one task as lines of expert.jsonl, whatever they earned; the first has the tokens of all."""
     lines: list[dict] = []
     played = []
     for trial in range(method.N):
@@ -56,7 +56,7 @@ def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) ->
         played.append(steps)
     env.close()
     lines[0]["tokens"] = costs_of(chat, played, method.read_by_qnet)["tokens"]
-    return [{"task_id": task_id, "trajectories": lines}]
+    return lines
 
 
 def rollouts(
@@ -67,7 +67,12 @@ def rollouts(
     todo = [task for task in tasks if task not in finished]
     if todo:
         chat, answers = agent()
-        played = drive((trajectories(env.fork(), task, method, chat) for task in todo), answers, width)
+
+        def line_of(task: str) -> Generator:
+            lines = yield from trajectories(env.fork(), task, method, chat)
+            return [{"task_id": task, "trajectories": lines}]
+
+        played = drive(map(line_of, todo), answers, width)
         out.grow(played, str(method), len(tasks), len(tasks) - len(todo))
     out.finish()
     by_task = {line["task_id"]: line["trajectories"] for line in out.records}

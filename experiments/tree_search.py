@@ -13,6 +13,7 @@ Flags and result lines are q_search.py's; `player` has S, k, tau, c, gamma. `env
 `env_steps_replayed` a restore as the steps that lead there. A search returns the node where it has ended.
 """
 
+import argparse
 import dataclasses
 import inspect
 import math
@@ -238,7 +239,7 @@ def planned(names: Sequence[str], grid: dict[str, list], Ms: list[int], Ns: list
     return plan
 
 
-def main(argv: list[str] | None = None) -> None:
+def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Namespace]:
     flags = parser("tree_search", __doc__, "; -N is that of particles (4)")
     add = flags.add_argument
     add("--method", nargs="+", required=True, choices=NAMES, metavar="NAME", help=", ".join(NAMES))
@@ -247,7 +248,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--tau", nargs="+", type=at_least(1e-6, float), default=[0.1], help="temperature of resampling (0.1)")
     add("-c", nargs="+", type=at_least(0, float), default=[1.0], help="weight of the prior, of mcts (1)")
     add("--gamma", nargs="+", type=at_least(0, float, 1), help="default: that of the QNet's labels, or .9")
-    own, args = both(flags, argv)
+    return both(flags, argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    own, args = arguments(argv)
     env, tasks = q_search.environment(args)
     labels = input_of(args.qnet or args.run / "qnet", "labels") or args.run
     grid = vars(own) | {"gamma": own.gamma or [read_meta(labels)["arguments"].get("gamma", 0.9)]}

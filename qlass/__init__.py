@@ -2,4 +2,4 @@
 
 
 class UserError(Exception):
-    """A mistake that its message says how to fix; the scripts print that one line and exit with code 2."""
+    """A mistake that its message says how to fix; scripts print that line and exit with code 2."""

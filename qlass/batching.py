@@ -80,11 +80,11 @@ def drive(
     A generator yields a request, or a list of requests of one type, whose answers it gets as a
     list. Requests of one type from all generators are answered in one call of `models[type]`.
     """
-    waiting: list[tuple[int, Generator, Any]] = []  # (number, generator, its request or requests)
+    waiting: list[tuple[int, Generator[Any, Any, T], Any]] = []  # number, and its requests
     finished: list[tuple[int, Any]] = []
     source = enumerate(generators)
 
-    def advance(number: int, generator: Generator, answer: Any) -> None:
+    def advance(number: int, generator: Generator[Any, Any, T], answer: Any) -> None:
         try:
             waiting.append((number, generator, generator.send(answer)))
         except StopIteration as stop:

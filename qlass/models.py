@@ -210,11 +210,9 @@ def save_memory(
     float32. Returns PEFT's view of the model, None without LoRA.
     """
     refuse_qnet(model.name_or_path)
-    if getattr(model, "is_quantized", False):
-        if model.hf_quantizer.pre_quantized:
-            problem = "saved in few bits, which can't be trained; name the model it was made from"
-            raise UserError(f"{model.name_or_path}: {problem}, and --load-in 4bit --lora 16")
-        model.register_state_dict_post_hook(drop_scales)
+    if getattr(model, "is_quantized", False) and model.hf_quantizer.pre_quantized:
+        problem = "saved in few bits, which can't be trained; name the model it was made from"
+        raise UserError(f"{model.name_or_path}: {problem}, and --load-in 4bit --lora 16")
     adapter = None
     if lora:
         import peft
@@ -230,15 +228,6 @@ def save_memory(
 def refuse_qnet(path: str | Path) -> None:
     if (Path(path) / "qnet.json").exists():
         raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
-
-
-def drop_scales(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Leave out of a training's states what bitsandbytes adds to frozen weights: torch.distributed
-    takes each name for a parameter."""
-    weights = {prefix + name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for name in state.keys() - weights:
-        if name.startswith(prefix):
-            del state[name]
 
 
 def adamw(parameters: Iterable[nn.Parameter], lr: float, name: str = "adamw") -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import chat_tokenizer, dump, tiny_backbone, tiny_config, tiny_lm, word_chat
+from fakes import chat_tokenizer, dump, tiny_backbone, tiny_config, tiny_lm, training_settings, word_chat
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_train_qnet import labelled_tree
@@ -20,6 +20,7 @@ import sft
 import train_qnet
 from qlass import UserError, models
 from qlass.policy import Policy
+from qlass.training import Progress, resume_folder
 from train_qnet import QNet
 
 CHAT = word_chat()
@@ -151,18 +152,24 @@ def test_a_base_of_few_bits_goes_through_the_stages(tmp_path, fake_world, bits):
 
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
-def test_a_state_holds_what_is_trained_and_no_scales(tmp_path, bits):
+def test_a_training_of_few_bits_resumes_from_its_state(tmp_path, bits, monkeypatch):
     pytest.importorskip("bitsandbytes")
+    monkeypatch.chdir(tmp_path)
     tiny_lm(CHAT, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
     CHAT.save(tmp_path)
-    start = [models.load_checkpoint(tmp_path, AutoModelForCausalLM, None, bits, plain=True)[0] for _ in range(2)]
-    for model in start:
+    args = training_settings(save_every=1)
+    resume_folder(args.out).mkdir()
+    logits = []
+    for _ in range(2):  # the second begins where the first has stopped
+        model, _ = models.load_checkpoint(tmp_path, AutoModelForCausalLM, None, bits, plain=True)
         models.save_memory(model, 2)
-    states = [model.state_dict() for model in start]
-    trained = {name for name, p in start[0].named_parameters() if p.requires_grad}
-    assert trained < set(states[0]) == {name for name, _ in start[0].named_parameters(remove_duplicate=False)}
-    start[1].load_state_dict({name: states[0][name] for name in trained}, strict=False)
-    assert torch.equal(start[0](IDS).logits, start[1](IDS).logits)
+        progress = Progress(model, args, [1] * 8)
+        if progress.step == 0:
+            for p in model.parameters():
+                p.data += 0.1 * p.requires_grad
+            progress.end_update(1.0, tokens=3)
+        logits.append(model(IDS).logits)
+    assert progress.step == 1 and torch.equal(*logits)
 
 
 # ------------------------------------------------------------------------------------ weights that are not those meant

@@ -75,7 +75,7 @@ class Shop(envs.TextEnv):
 
     def step(self, action):
         self.steps += 1
-        return f"page {TASK} end", 0.5, False, self.steps == 2, self.info
+        return f"page {TASK} end", 0.5 * (self.steps == 2), False, self.steps == 2, self.info
 
 
 def guided(method: Method, trial: int, wordings: int):

@@ -65,7 +65,8 @@ def test_what_is_missing_is_made_and_is_the_same(lake, tmp_path, monkeypatch, ca
     shutil.copytree(lake / "sft", again / "sft")
     q_search.main(LAKE)
     announced = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "missing" in line]
-    assert announced == [f"runs/frozenlake/{name} is missing" for name in ("qnet", "q_labels.jsonl", "trees.jsonl")]
+    missing = [f"runs/frozenlake/{name}" for name in ("qnet", "q_labels.jsonl", "trees.jsonl")]
+    assert announced == [f"{path} is missing or not complete" for path in missing]
     for name in ("trees.jsonl", "q_labels.jsonl"):
         assert (again / name).read_bytes() == (lake / name).read_bytes()
     assert lines(again / "results.jsonl") == lines(lake / "results.jsonl")

@@ -123,7 +123,7 @@ class Run:
     def values(self, name: str, chosen: Entry, points: list[Point]) -> list[list[float | None]]:
         """predictions/NAME.json, in QVAL's layout: what a score gives to the actions taken and, as metadata, to all."""
         path = self.args.out / "predictions" / f"{name}.json"
-        if not files.has_meta(path) or files.changed_inputs(path):
+        if not path.exists() or not files.read_meta(path)["inputs"] or files.changed_inputs(path):
             lines = (predict(self.env.fork(), point, chosen, self.context) for point in points)
             values = list(self.driven(lines, name, len(points)))
             taken = [candidates[point.taken] for candidates, point in zip(values, points, strict=True)]

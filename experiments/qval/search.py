@@ -68,11 +68,15 @@ def planned(names: Sequence[str], args: argparse.Namespace, context: Context) ->
     return plan, paths
 
 
-def main(argv: list[str]) -> None:
+def arguments(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     flags = parser("qval search", __doc__, ", but for --method")
     what = "scores, of a judge JUDGE=URL#MODEL (default: all whose inputs are there, without judges)"
     flags.add_argument("--scorer", nargs="+", default=[], metavar="NAME", help=what)
-    own, args = both(flags, argv)
+    return both(flags, argv)
+
+
+def main(argv: list[str]) -> None:
+    own, args = arguments(argv)
     if args.method != ["qlass"]:
         raise UserError("--method: search follows what --scorer names; q_search.py plays the methods")
     env, tasks = q_search.environment(args)
