@@ -132,6 +132,9 @@ WITH_KNIFE = "go to countertop 1; take knife 1 from countertop 1; go to fridge 1
      "slice apple 2 with knife 1", "take apple 2 from fridge 1"),
     (kitchen(APPLE), WITH_KNIFE + "; slice apple 2 with knife 1", "You sliced the apple 2 with the knife 1.",
      "help", "take apple 2 from fridge 1"),
+    # but not where a thing was before
+    (kitchen(APPLE), "go to countertop 1; take apple 1 from countertop 1; go to drawer 1; move apple 1 to drawer 1;"
+     "go to countertop 1; take knife 1 from countertop 1", "You pick up", "look", "slice apple 1 with knife 1"),
     # a lamp stays where it is, and never goes off
     (LAMP, "go to countertop 1; use desklamp 1; use desklamp 1", "You turn on the desklamp 1.",
      "use desklamp 1", "take desklamp 1 from countertop 1"),

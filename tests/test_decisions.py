@@ -23,9 +23,8 @@ def test_probabilities_are_those_of_the_tokens_that_were_sampled(limit, valid):
     logp, entropy = p.logprobs(model)
     total = torch.zeros(20).index_add(0, torch.tensor(p.owner), logp)
     np.testing.assert_allclose(total.tolist(), [c.logprob for c in drawn], rtol=1e-4)
-    assert (
-        len(set(total.tolist())) > 1 and entropy.min() > 0 and entropy.max() < np.log(len(valid) or len(chat.tokenizer))
-    )
+    assert len(set(total.tolist())) > 1
+    assert entropy.min() > 0 and entropy.max() < np.log(len(valid) or len(chat.tokenizer))
     assert valid or any(len(c.ids) != len(chat.action(c.text, "find")) for c in drawn)  # read anew they would be others
 
 
