@@ -6,9 +6,11 @@ No fake knows the answer that a test expects of it: worlds are data of the test,
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
+import operator
 import threading
 from collections.abc import Callable, Generator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -55,10 +57,7 @@ class FakeEnv(envs.TextEnv):
 
     @property
     def here(self) -> Any:
-        node = self.world
-        for action in self.path:
-            node = node[action]
-        return node
+        return functools.reduce(operator.getitem, self.path, self.world)
 
     def task_ids(self, split: str) -> list[str]:
         return {split: [f"{split}{i}" for i in range(self.tasks)] for split in ("train", "val", "test")}[split]
@@ -263,6 +262,14 @@ def tiny_lm(chat: Chat, seed: int = 0, **options: Any) -> Any:
 def tiny_backbone(chat: Chat, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return transformers.LlamaModel(tiny_config(len(chat.tokenizer))).eval()
+
+
+def save_agent(folder: Path, **rendering: Any) -> Path:
+    """A checkpoint of an agent with random weights that knows the words of the fake world."""
+    chat = word_chat(**rendering)
+    tiny_lm(chat).save_pretrained(folder)
+    chat.save(folder)
+    return folder
 
 
 def dump(records: list[dict]) -> str:
