@@ -26,7 +26,6 @@ from build_trees import Explorer
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Chat, Rendering, State, parse_action, react
 
-# ------------------------------------------------------------------------------------------------------ a written world
 # A node of a world is {action: node}, a leaf its final reward. Two steps lead to the first purse, three to the second.
 
 WORLD = {
@@ -73,8 +72,8 @@ class FakeEnv(envs.TextEnv):
         self.path += (action,) * known
         ended = not isinstance(self.here, dict)
         truncated = not ended and self.max_steps is not None and self.steps >= self.max_steps
-        reward = float(self.here) if ended else 0.0
-        return self._look() if known else "nothing happens", reward, ended, truncated, self._info()
+        seen = self._look() if known else "nothing happens"
+        return seen, float(self.here) if ended else 0.0, ended, truncated, self._info()
 
     def _look(self) -> str:
         return " ".join(("you", "stand", "at", "start", *self.path))
@@ -110,9 +109,6 @@ class FakeEnv(envs.TextEnv):
 def best(node: Any, gamma: float = 1.0) -> float:
     """The best purse below, discounted by the steps to it."""
     return gamma * max(best(child, gamma) for child in node.values()) if isinstance(node, dict) else node
-
-
-# -------------------------------------------------------------------------------------------------- scripted policies
 
 
 def explore(env, task_id, rendering, depth, width, rollouts, with_expert, prune="branch", expert=None, steps=None):
@@ -156,8 +152,6 @@ class Script:
         self.used[path] = at + request.n
         return say(*(actions[(at + k) % len(actions)] for k in range(request.n)))
 
-
-# --------------------------------------------------------------------------------------------------------- tokenizers
 
 LLAMA_2 = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
@@ -241,9 +235,6 @@ def word_chat(**rendering: Any) -> Chat:
     return Chat(tokenizer, Rendering(**{"max_new_tokens": 12, "stop": ()} | rendering))
 
 
-# ------------------------------------------------------------------------------------------------------------- models
-
-
 def tiny_config(vocabulary: int, **options: Any) -> transformers.LlamaConfig:
     """Two layers of 32 with grouped keys; weights large enough that what differs in the input differs in the output."""
     return transformers.LlamaConfig(
@@ -285,9 +276,6 @@ def training_settings(**more: Any) -> argparse.Namespace:
                 "patience": 2, "save_every": 50, "device": None, "precision": None, "overwrite": False,
                 "micro_tokens": 10_000, "observation_loss": 0.0, "loss_on": "all"}  # fmt: skip
     return argparse.Namespace(**settings | more)
-
-
-# ------------------------------------------------------------------------------------------------------------- servers
 
 
 def json_server(answer: Callable[[dict], tuple[int, dict | list]]):

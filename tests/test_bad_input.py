@@ -97,9 +97,6 @@ def test_an_output_of_another_stage_is_not_written_to(tmp_path, agent):
     assert (tmp_path / "mine.jsonl").read_text() == dump([RESULT])
 
 
-# ----------------------------------------------------------------------------------------- learned from and played
-
-
 @pytest.mark.parametrize(
     ("meta", "n", "warning"),
     [

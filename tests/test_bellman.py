@@ -63,8 +63,6 @@ def test_a_flat_tree_tells_nothing_apart(target):
     assert all(q == 0 for _, q in values(alike, target, gamma=1).values())  # the root too has no scale of its own
 
 
-# ----------------------------------------------------------------------------------------------------- brute force
-
 rewards = st.floats(0, 1, allow_nan=False).map(lambda r: round(r, 3))
 
 
@@ -105,9 +103,6 @@ def test_the_names_of_the_nodes_do_not_matter(tree, names):
     renamed = [n | {"node_id": names[n["node_id"]], "parent_id": names[n["parent_id"] or 0]} for n in tree]
     renamed[0]["parent_id"] = None
     assert bellman.q_values(renamed, 0.9) == bellman.q_values(tree, 0.9)
-
-
-# ------------------------------------------------------------------------------------------------------ the command
 
 
 @pytest.fixture

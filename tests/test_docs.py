@@ -14,22 +14,16 @@ from docs import build
 from qlass.chat import parse_action
 from reporting import reference
 
-PAGE = build.PAGE.read_text(encoding="utf-8")
 PARTS = {"lake": ("frozenlake", {"map": "4x4"}, 0.9), "shop": ("webshop", {}, 0.98)}  # environment, its options, gamma
 
 
-# -------------------------------------------------------------------------------------------------- docs/walkthrough.md
-
-
 def test_the_page_and_its_pictures_are_what_the_code_and_the_lines_give():
-    again = "python -m docs.build makes them again"
-    assert build.refresh(PAGE) == PAGE, again
-    pictures = build.pictures()
-    assert {path.name for path in build.LINES.glob("*.svg")} == set(pictures)
-    for name, picture in pictures.items():
-        assert (build.LINES / name).read_text(encoding="utf-8") == picture, again
-        assert f"(walkthrough/{name})" in PAGE
-    block = re.search(r"```json\n(.*?)```", PAGE, re.S)[1]
+    page, again = build.PAGE.read_text(encoding="utf-8"), "python -m docs.build makes them again"
+    assert build.refresh(page) == page, again
+    pictures = {path.name: path.read_text(encoding="utf-8") for path in build.LINES.glob("*.svg")}
+    assert pictures == build.pictures(), again
+    assert all(f"(walkthrough/{name})" in page for name in pictures)
+    block = re.search(r"```json\n(.*?)```", page, re.S)[1]
     assert json.loads(block) == build.read("lake/q_labels.jsonl")[1]
 
 
@@ -57,16 +51,6 @@ def test_the_lines_are_a_run_of_the_stages(part):
         assert reward == pytest.approx(episode["reward"])
 
 
-@pytest.mark.parametrize(("stage", "last"), [("build_trees.py", 13), ("q_search.py", 11)])
-def test_every_line_of_the_algorithms_is_marked_in_the_code(stage, last):
-    marks = re.findall(r"\blines? (\d+)(?:-(\d+))?", (build.ROOT / stage).read_text(encoding="utf-8"))
-    marked = {line for first, end in marks for line in range(int(first), int(end or first) + 1)}
-    assert marked >= set(range(1, last + 1))
-
-
-# ------------------------------------------------------------------------------------------------------ docs/python.md
-
-
 def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):
     """As they stand, on random checkpoints and the fake world."""
     folder = tmp_path / "runs" / "webshop"
@@ -86,9 +70,6 @@ def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):
     assert len(values) == 2 and all(map(math.isfinite, values))
 
 
-# ------------------------------------------------------------------------------------------------ runs/reference_output
-
-
 def rows_of(name):
     return list(csv.DictReader((reference.FOLDER / name).read_text(encoding="utf-8").splitlines()))
 
@@ -101,9 +82,9 @@ def short(number):
 def test_rewards_of_the_tables_are_in_the_results(page):
     rows = set()
     for row in rows_of("results.csv"):
-        reward, low, high = (short(row[name]) for name in ("reward", "low", "high"))
+        low, high = row["low"], row["high"]
         half = f"{(float(high) - float(low)) / 2:.2f}" if low else ""
-        rows |= {f"{reward} [{low}, {high}]", f"{reward}±{short(half)}"}
+        rows |= {short(f"{row['reward']} [{short(low)}, {short(high)}]"), short(f"{row['reward']}±{short(half)}")}
     text = (reference.FOLDER / page).read_text(encoding="utf-8")
     shown = re.findall(r"(?<= )\.\d{3}(?: \[[^]]+\]|±\.\d\d)", text)  # a reward has no sign, a difference has one
     assert len(shown) > 15 and set(shown) <= rows

@@ -62,9 +62,6 @@ def test_every_environment_keeps_what_envs_promises(name, monkeypatch):
     env.close()
 
 
-# ----------------------------------------------- demonstrations: a prefix of train; trees: a suffix; --limit: a prefix
-
-
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.data())
 def test_every_stretch_holds_each_type_by_its_share(sizes, data):
     """Type t's tasks stand at (i + 1/2) / n_t: n_t x of them, rounded, below x, which is k / n within T / (2 n)."""
