@@ -46,7 +46,6 @@ def wins(game, way) -> bool:
     return state.won and not any(won)
 
 
-# ------------------------------------------------------------------------------------------------ against the original
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
 @pytest.mark.parametrize("grammar", ["new", "old"])
 def test_recorded_walks_of_the_original(grammar, tmp_path):
@@ -93,7 +92,6 @@ def test_side_by_side_with_textworld(made, kind):
     assert theirs.step("look") == forward
 
 
-# ------------------------------------------------------------------------------------------------------ rules by hand
 def kitchen(lies: str, task: int = 3, o: str = "Apple", target: str = "CounterTop", old: bool = False):
     """A made-up kitchen: a fridge and a microwave (closed), a counter, and at one spot two drawers (one opens)."""
     kinds = {"Fridge_bar_1": "Fridge", "Microwave_bar_1": "Microwave", "CounterTop_bar_1": "CounterTop"}
@@ -169,7 +167,6 @@ def test_goals_by_hand(game, commands, left):
     assert state.won == (left == 0) and len(plan(game, state)) == left
 
 
-# ------------------------------------------------------------------------------------------------------ generated games
 def test_generated_games(made):
     games = alfworld_data.Games(made)
     layouts, kinds, problems = (collections.defaultdict(list) for _ in range(3))
@@ -192,7 +189,6 @@ def test_generated_games(made):
     assert one == same and one != other
 
 
-# ------------------------------------------------------------------------------------------------------ the environment
 @settings(max_examples=30)
 @given(st.data())
 def test_walks(env, data):
@@ -267,7 +263,6 @@ def test_plans_are_the_shortest_ways(task):
     assert compared > 7
 
 
-# ------------------------------------------------------------------------------------------------- expert and thoughts
 def test_the_oracle_plays_the_shortest_plan_and_the_rule_is_the_expert(env):
     lengths = []
     for task_id in env.task_ids("train")[:20]:
@@ -319,7 +314,6 @@ def test_the_expert_acts_on_what_it_was_shown(env, data):
     assert replay.memory.decide() == then
 
 
-# ------------------------------------------------------------------------------------------------------------ bad input
 def test_broken_games_are_reported_and_skipped(made, tmp_path, caplog):
     good = next(made.rglob("game.tw-pddl")).read_text()
     bad = {"cut": good[:900], "unsolvable": good.replace('"solvable": true', '"solvable": false')}
