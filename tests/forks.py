@@ -1,4 +1,4 @@
-"""Stages as processes of their own, forked from a server that has done their imports: to be killed or run side by side."""
+"""Stages as processes of their own, forked from a server that has done their imports: to be killed or run at once."""
 
 import importlib
 import multiprocessing
