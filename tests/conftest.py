@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from fakes import FakeEnv, tiny_backbone, tiny_lm, word_chat
+from fakes import FakeEnv, save_agent, tiny_backbone, word_chat
 from hypothesis import settings
 
 from train_qnet import QNet
@@ -30,12 +30,7 @@ def fake_world(monkeypatch):
 
 @pytest.fixture(scope="session")
 def agent(tmp_path_factory):
-    """A checkpoint of an agent with random weights that knows the words of the fake world."""
-    folder = tmp_path_factory.mktemp("agent") / "sft"
-    chat = word_chat(candidates="valid", temperature=1.0)
-    tiny_lm(chat).save_pretrained(folder)
-    chat.save(folder)
-    return folder
+    return save_agent(tmp_path_factory.mktemp("agent") / "sft", candidates="valid", temperature=1.0)
 
 
 @pytest.fixture(scope="session")

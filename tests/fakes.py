@@ -6,9 +6,11 @@ No fake knows the answer that a test expects of it: worlds are data of the test,
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
+import operator
 import threading
 from collections.abc import Callable, Generator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,7 +26,6 @@ from build_trees import Explorer
 from qlass.batching import Candidate, Sample, Score
 from qlass.chat import Chat, Rendering, State, parse_action, react
 
-# ------------------------------------------------------------------------------------------------------ a written world
 # A node of a world is {action: node}, a leaf its final reward. Two steps lead to the first purse, three to the second.
 
 WORLD = {
@@ -55,10 +56,7 @@ class FakeEnv(envs.TextEnv):
 
     @property
     def here(self) -> Any:
-        node = self.world
-        for action in self.path:
-            node = node[action]
-        return node
+        return functools.reduce(operator.getitem, self.path, self.world)
 
     def task_ids(self, split: str) -> list[str]:
         return {split: [f"{split}{i}" for i in range(self.tasks)] for split in ("train", "val", "test")}[split]
@@ -74,8 +72,8 @@ class FakeEnv(envs.TextEnv):
         self.path += (action,) * known
         ended = not isinstance(self.here, dict)
         truncated = not ended and self.max_steps is not None and self.steps >= self.max_steps
-        reward = float(self.here) if ended else 0.0
-        return self._look() if known else "nothing happens", reward, ended, truncated, self._info()
+        seen = self._look() if known else "nothing happens"
+        return seen, float(self.here) if ended else 0.0, ended, truncated, self._info()
 
     def _look(self) -> str:
         return " ".join(("you", "stand", "at", "start", *self.path))
@@ -111,9 +109,6 @@ class FakeEnv(envs.TextEnv):
 def best(node: Any, gamma: float = 1.0) -> float:
     """The best purse below, discounted by the steps to it."""
     return gamma * max(best(child, gamma) for child in node.values()) if isinstance(node, dict) else node
-
-
-# -------------------------------------------------------------------------------------------------- scripted policies
 
 
 def explore(env, task_id, rendering, depth, width, rollouts, with_expert, prune="branch", expert=None, steps=None):
@@ -157,8 +152,6 @@ class Script:
         self.used[path] = at + request.n
         return say(*(actions[(at + k) % len(actions)] for k in range(request.n)))
 
-
-# --------------------------------------------------------------------------------------------------------- tokenizers
 
 LLAMA_2 = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
@@ -242,9 +235,6 @@ def word_chat(**rendering: Any) -> Chat:
     return Chat(tokenizer, Rendering(**{"max_new_tokens": 12, "stop": ()} | rendering))
 
 
-# ------------------------------------------------------------------------------------------------------------- models
-
-
 def tiny_config(vocabulary: int, **options: Any) -> transformers.LlamaConfig:
     """Two layers of 32 with grouped keys; weights large enough that what differs in the input differs in the output."""
     return transformers.LlamaConfig(
@@ -265,6 +255,14 @@ def tiny_backbone(chat: Chat, seed: int = 0) -> Any:
     return transformers.LlamaModel(tiny_config(len(chat.tokenizer))).eval()
 
 
+def save_agent(folder: Path, **rendering: Any) -> Path:
+    """A checkpoint of an agent with random weights that knows the words of the fake world."""
+    chat = word_chat(**rendering)
+    tiny_lm(chat).save_pretrained(folder)
+    chat.save(folder)
+    return folder
+
+
 def dump(records: list[dict]) -> str:
     return "".join(json.dumps(r) + "\n" for r in records)
 
@@ -278,9 +276,6 @@ def training_settings(**more: Any) -> argparse.Namespace:
                 "patience": 2, "save_every": 50, "device": None, "precision": None, "overwrite": False,
                 "micro_tokens": 10_000, "observation_loss": 0.0, "loss_on": "all"}  # fmt: skip
     return argparse.Namespace(**settings | more)
-
-
-# ------------------------------------------------------------------------------------------------------------- servers
 
 
 def json_server(answer: Callable[[dict], tuple[int, dict | list]]):

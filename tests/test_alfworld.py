@@ -7,7 +7,6 @@ import copy
 import gzip
 import itertools
 import json
-import logging
 import os
 import random
 import re
@@ -26,30 +25,6 @@ from environments.alfworld.env import ALFWorldEnv
 from environments.alfworld.expert import Wish, plan
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "alfworld"
-real = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
-WALKS = 30
-OLD_PUT = 'template :: "put {o} in/on {r}"'
-
-
-@pytest.fixture(scope="session")
-def golden() -> list[dict]:
-    with gzip.open(SHARED / "golden.jsonl.gz", "rt") as lines:
-        return [json.loads(line) for line in lines]
-
-
-@pytest.fixture(scope="session")
-def unpacked(golden, tmp_path_factory) -> dict[str, Path]:
-    """grammar -> folder with the recorded games, and every 30th of the others."""
-    folders = {}
-    for grammar in ("new", "old"):
-        wanted = {f"json_2.1.1/{walk['game']}" for walk in golden if walk["grammar"] == grammar}
-        folders[grammar] = tmp_path_factory.mktemp(grammar)
-        with tarfile.open(SHARED / f"games_{grammar}_grammar.tar.xz") as archive:
-            games = (member for member in archive if member.name.endswith("game.tw-pddl"))
-            for i, member in enumerate(games):
-                if member.name in wanted or i % 30 == 0:
-                    archive.extract(member, folders[grammar], filter="data")
-    return folders
 
 
 @pytest.fixture(scope="session")
@@ -71,14 +46,17 @@ def wins(game, way) -> bool:
     return state.won and not any(won)
 
 
-# ------------------------------------------------------------------------------------------------ against the original
-@real
-def test_recorded_walks_of_the_original(golden, unpacked):
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
+@pytest.mark.parametrize("grammar", ["new", "old"])
+def test_recorded_walks_of_the_original(grammar, tmp_path):
     """The engine's own text and, in ETO's layout, the one without banner and "You arrive at loc 5."."""
-    kinds = {grammar: envs.make("alfworld", data=folder, max_steps=None) for grammar, folder in unpacked.items()}
-    steps = 0
-    for walk in golden:
-        env = kinds[walk["grammar"]]
+    with gzip.open(SHARED / "golden.jsonl.gz", "rt") as lines:
+        walks = [walk for walk in map(json.loads, lines) if walk["grammar"] == grammar]
+    wanted = {f"json_2.1.1/{walk['game']}" for walk in walks}
+    with tarfile.open(SHARED / f"games_{grammar}_grammar.tar.xz") as archive:
+        archive.extractall(tmp_path, (member for member in archive if member.name in wanted), filter="data")
+    env, steps = envs.make("alfworld", data=tmp_path, max_steps=None), 0
+    for walk in walks:
         observation, info = env.reset(options={"task_id": walk["game"].removesuffix("/game.tw-pddl")})
         assert (info["feedback"], info["admissible_commands"]) == (walk["first"], walk["admissible"]), walk["game"]
         assert observation == walk["first"].split("\n\n", 1)[1] and f"Your task is to: {info['task']}" in observation
@@ -89,17 +67,7 @@ def test_recorded_walks_of_the_original(golden, unpacked):
             assert (reward, terminated, info["won"]) == (step["reward"], step["done"], step["won"])
             assert info["admissible_commands"] == step["admissible"]
             steps += 1
-    assert steps == 1594
-
-
-@real
-def test_plans_are_as_short_as_the_shipped_ones(unpacked):
-    paths = sorted(unpacked["new"].rglob("game.tw-pddl"))
-    for path in paths:
-        game = alfworld_data.load(path)
-        ways = game.walkthrough, plan(game, game.start)
-        assert all(wins(game, way) for way in ways) and len(ways[0]) == len(ways[1]), path
-    assert len(paths) > 150
+    assert steps == {"new": 1022, "old": 572}[grammar]
 
 
 @pytest.mark.parametrize("kind", [task.folder for task in make_alfworld.TASKS])
@@ -111,9 +79,8 @@ def test_side_by_side_with_textworld(made, kind):
     rng = random.Random(kind)
     assert ours.reset(options={"task_id": task_id}) == theirs.reset(options={"task_id": task_id})
     for _ in range(14):
-        way = plan(ours.game, ours.state)
-        choices = [way[0]] if way and rng.random() < 0.5 else [*ours.state.commands, "open fridge 9", "dance"]
-        action = rng.choice(choices)
+        way, other = plan(ours.game, ours.state), rng.choice([*ours.state.commands, "open fridge 9", "dance"])
+        action = way[0] if way and rng.random() < 0.5 else other
         answer = ours.step(action)
         assert answer == theirs.step(action)
         if answer[2]:
@@ -125,7 +92,6 @@ def test_side_by_side_with_textworld(made, kind):
     assert theirs.step("look") == forward
 
 
-# ------------------------------------------------------------------------------------------------------ rules by hand
 def kitchen(lies: str, task: int = 3, o: str = "Apple", target: str = "CounterTop", old: bool = False):
     """A made-up kitchen: a fridge and a microwave (closed), a counter, and at one spot two drawers (one opens)."""
     kinds = {"Fridge_bar_1": "Fridge", "Microwave_bar_1": "Microwave", "CounterTop_bar_1": "CounterTop"}
@@ -136,7 +102,7 @@ def kitchen(lies: str, task: int = 3, o: str = "Apple", target: str = "CounterTo
     pairs = [tuple(pair.split(":")) for pair in lies.split()]
     sentence = make_alfworld.TASKS[task].sentences[0].format(o=o.lower(), r=target.lower())
     goal = make_alfworld.goal(make_alfworld.TASKS[task], o, target)
-    grammar = make_alfworld.GRAMMAR % sentence + (OLD_PUT if old else "")
+    grammar = make_alfworld.GRAMMAR % sentence + ('template :: "put {o} in/on {r}"' if old else "")
     return alfworld_data.parse(make_alfworld.problem(place, places, pairs, goal), grammar)
 
 
@@ -150,87 +116,80 @@ def walk(game, commands: str):
 
 
 APPLE = "Apple_bar_1:Fridge_bar_1 Apple_bar_2:CounterTop_bar_1 Knife_bar_1:CounterTop_bar_1"
-
-
-LAMP = "Mug_bar_1:CounterTop_bar_1 DeskLamp_bar_1:CounterTop_bar_1"
+LAMP = kitchen("Mug_bar_1:CounterTop_bar_1 DeskLamp_bar_1:CounterTop_bar_1", task=5, o="Mug", target="DeskLamp")
+TWO = kitchen("Apple_bar_1:CounterTop_bar_1 Apple_bar_2:CounterTop_bar_1", task=1, target="Drawer")
 WITH_KNIFE = "go to countertop 1; take knife 1 from countertop 1; go to fridge 1"
 
 
-@pytest.mark.parametrize(
-    ("game", "commands", "answer", "offered", "missing"),
-    [
-        # ids run against the numbers: Drawer_bar_1, the one that opens, is drawer 2, and drawer 1 stands beside it
-        (kitchen(APPLE), "go to drawer 1; look", "You are facing the drawer 2, and drawer 1. Next to it,",
-         "open drawer 2", "go to drawer 2"),
-        # a knife reaches into closed receptacles
-        (kitchen(APPLE), WITH_KNIFE, "You arrive at fridge 1. The fridge 1 is closed.",
-         "slice apple 2 with knife 1", "take apple 2 from fridge 1"),
-        (kitchen(APPLE), WITH_KNIFE + "; slice apple 2 with knife 1", "You sliced the apple 2 with the knife 1.",
-         "help", "take apple 2 from fridge 1"),
-        # a lamp stays where it is, and never goes off
-        (kitchen(LAMP, task=5, o="Mug", target="DeskLamp"), "go to countertop 1; use desklamp 1; use desklamp 1",
-         "You turn on the desklamp 1.", "use desklamp 1", "take desklamp 1 from countertop 1"),
-        # the older wording; of its six locations, counted down, the third
-        (kitchen(APPLE, old=True), "go to countertop 1", "You arrive at loc 3. On the countertop 1, you see a apple 1",
-         "take apple 1 from countertop 1", "help"),
-        (kitchen(APPLE, old=True), "go to countertop 1; take apple 1 from countertop 1; put apple 1 in/on countertop 1",
-         "You put the apple 1 in/on the countertop 1.", "take apple 1 from countertop 1", "help"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("game", "commands", "answer", "offered", "missing"), [
+    # ids run against the numbers: Drawer_bar_1, the one that opens, is drawer 2, and drawer 1 stands beside it
+    (kitchen(APPLE), "go to drawer 1; look", "You are facing the drawer 2, and drawer 1. Next to it,",
+     "open drawer 2", "go to drawer 2"),
+    # a knife reaches into closed receptacles
+    (kitchen(APPLE), WITH_KNIFE, "You arrive at fridge 1. The fridge 1 is closed.",
+     "slice apple 2 with knife 1", "take apple 2 from fridge 1"),
+    (kitchen(APPLE), WITH_KNIFE + "; slice apple 2 with knife 1", "You sliced the apple 2 with the knife 1.",
+     "help", "take apple 2 from fridge 1"),
+    # but not where a thing was before
+    (kitchen(APPLE), "go to countertop 1; take apple 1 from countertop 1; go to drawer 1; move apple 1 to drawer 1;"
+     "go to countertop 1; take knife 1 from countertop 1", "You pick up", "look", "slice apple 1 with knife 1"),
+    # a lamp stays where it is, and never goes off
+    (LAMP, "go to countertop 1; use desklamp 1; use desklamp 1", "You turn on the desklamp 1.",
+     "use desklamp 1", "take desklamp 1 from countertop 1"),
+    # the older wording; of its six locations, counted down, the third
+    (kitchen(APPLE, old=True), "go to countertop 1", "You arrive at loc 3. On the countertop 1, you see a apple 1",
+     "take apple 1 from countertop 1", "help"),
+    (kitchen(APPLE, old=True), "go to countertop 1; take apple 1 from countertop 1; put apple 1 in/on countertop 1",
+     "You put the apple 1 in/on the countertop 1.", "take apple 1 from countertop 1", "help"),
+])  # fmt: skip
 def test_rules_by_hand(game, commands, answer, offered, missing):
     state, texts = walk(game, commands)
     assert texts[-1].startswith(answer)
     assert offered in state.commands and missing not in state.commands
 
 
-def test_a_thing_is_looked_at_in_the_hand_under_a_lamp_that_is_on():
-    game = kitchen(LAMP, task=5, o="Mug", target="DeskLamp")
-    ways = "take mug 1 from countertop 1", "use desklamp 1", "use desklamp 1; take mug 1 from countertop 1"
-    assert [walk(game, f"go to countertop 1; {way}")[0].won for way in ways] == [False, False, True]
-    lit, _ = walk(game, "go to countertop 1; use desklamp 1; go to fridge 1")
-    assert len(plan(game, game.start)) == 3 and len(plan(game, lit)) == 2
+ONE = "go to countertop 1; take apple 1 from countertop 1; go to drawer 1; move apple 1 to drawer 1;"
+ONE += "go to countertop 1; take apple 2 from countertop 1; go to drawer 1;"
 
 
-def test_two_must_lie_in_the_same_receptacle():
-    game = kitchen("Apple_bar_1:CounterTop_bar_1 Apple_bar_2:CounterTop_bar_1", task=1, target="Drawer")
-    one = "go to countertop 1; take apple 1 from countertop 1; go to drawer 1; move apple 1 to drawer 1;"
-    two = "go to countertop 1; take apple 2 from countertop 1; go to drawer 1;"
-    apart, _ = walk(game, one + two + "open drawer 2; move apple 2 to drawer 2")
-    together, _ = walk(game, one + two + "move apple 2 to drawer 1")
-    assert not apart.won and together.won
-    assert len(plan(game, game.start)) == 8 and plan(game, apart) is not None
+@pytest.mark.parametrize(("game", "commands", "left"), [
+    # a thing is looked at in the hand under a lamp that is on
+    (LAMP, "go to countertop 1; take mug 1 from countertop 1", 1),
+    (LAMP, "go to countertop 1; use desklamp 1; go to fridge 1", 2),
+    (LAMP, "go to countertop 1; use desklamp 1; take mug 1 from countertop 1", 0),
+    # two must lie in the same receptacle
+    (TWO, "go to countertop 1", 7),
+    (TWO, ONE + "open drawer 2; move apple 2 to drawer 2", 2),
+    (TWO, ONE + "move apple 2 to drawer 1", 0),
+])  # fmt: skip
+def test_goals_by_hand(game, commands, left):
+    state, _ = walk(game, commands)
+    assert state.won == (left == 0) and len(plan(game, state)) == left
 
 
-# ------------------------------------------------------------------------------------------------------ generated games
 def test_generated_games(made):
     games = alfworld_data.Games(made)
-    layouts, kinds = collections.defaultdict(set), collections.defaultdict(set)
+    layouts, kinds, problems = (collections.defaultdict(list) for _ in range(3))
     for task_id in games.ids("all"):
         split, folder, _ = task_id.split("/")
-        layouts[split].add(int(folder.rsplit("-", 1)[1]))
-        kinds[split].add(folder.split("-")[0])
+        kinds[split].append(folder.split("-")[0])
+        layouts[split].append(folder.rsplit("-", 1)[1])
+        problems[json.loads(games.path(task_id).read_text())["pddl_problem"]].append(task_id)
         game = games.load(task_id)
         assert wins(game, game.walkthrough), task_id
         wish = Wish.read(game.task)  # the sentence says the goal
         kind = "look" if wish.lamp else "two" if wish.two else wish.treatment or "place"
         assert alfworld_engine.Goal(kind, wish.object, wish.target) == game.goal
-    count = collections.Counter(task_id.split("/")[0] for task_id in games.ids("all"))
-    assert count == {"train": 150, "valid_seen": 140, "valid_unseen": 134}
-    assert layouts["valid_seen"] <= layouts["train"] and not layouts["valid_unseen"] & layouts["train"]
-    assert all(some == {task.folder for task in make_alfworld.TASKS} for some in kinds.values())
+    assert {split: len(some) for split, some in kinds.items()} == {"train": 150, "valid_seen": 140, "valid_unseen": 134}
+    assert all(set(some) == {task.folder for task in make_alfworld.TASKS} for some in kinds.values())
+    known = set(layouts["train"])
+    assert set(layouts["valid_seen"]) <= known and not set(layouts["valid_unseen"]) & known
+    assert all(len(same) == 1 for same in problems.values())
+    one, same, other = ([content for _, content in make_alfworld.games(seed, 20)] for seed in (0, 0, 1))
+    assert one == same and one != other
 
 
-def test_splits_share_no_game_and_games_depend_on_the_seed_alone(env):
-    splits = [env.task_ids(split) for split in ("train", "val", "test")]
-    problems = [json.loads(env.games.path(task).read_text())["pddl_problem"] for split in splits for task in split]
-    assert all(splits) and len(set(problems)) == len(problems)
-    assert env.block("train/look_at_obj-Mug-None-Lamp-301/trial_1") == "train/look_at_obj-Mug-None-Lamp-301"
-    one, same, other = (list(make_alfworld.games(seed, 20)) for seed in (0, 0, 1))
-    assert one == same and [content for _, content in one] != [content for _, content in other]
-
-
-# ------------------------------------------------------------------------------------------------------ the environment
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_walks(env, data):
     """Restoring brings everything back; what is not offered changes nothing; things neither vanish nor double."""
@@ -241,8 +200,8 @@ def test_walks(env, data):
         before = env.snapshot()
         action = data.draw(st.sampled_from([*info["valid_actions"], "go to nowhere 1", "GO TO fridge 1", ""]))
         first = env.step(action)
-        assert (first[0] == "Nothing happens.") == (action not in info["valid_actions"])
-        assert first[0] != "Nothing happens." or env.state is before[1]
+        refused = action not in info["valid_actions"]
+        assert (first[0] == "Nothing happens.") == refused and (env.state is before[1] or not refused)
         held = [env.state.hand] if env.state.hand else []
         assert sorted([*held, *(o for objects in env.state.contents.values() for o in objects)]) == things
         after = env.snapshot()
@@ -260,29 +219,27 @@ def test_outcome_limit_and_best_value(env):
     env.reset(options={"task_id": task_id})
     way = plan(env.game, env.state)
     assert env.optimal_value() == pytest.approx(0.99 ** len(way)) and env.optimal_value(0.5) == 0.5 ** len(way)
-    ends = [env.step(action)[1:4] for action in way]
-    assert ends == [(0.0, False, False)] * (len(way) - 1) + [(1.0, True, False)]
-    short = envs.make("alfworld", data=env.games.root, max_steps=len(way) - 1)
-    short.reset(options={"task_id": task_id})
-    ends = [short.step(action)[1:4] for action in way[:-1]]
-    assert ends[-1] == (0.0, False, True) and short.optimal_value() == 0
+    for limit, end in ((len(way), (1.0, True, False)), (len(way) - 1, (0.0, False, True))):
+        env = envs.make("alfworld", data=env.games.root, max_steps=limit)
+        env.reset(options={"task_id": task_id})
+        ends = [env.step(action)[1:4] for action in way[:limit]]
+        assert ends == [(0.0, False, False)] * (limit - 1) + [end]
+    assert env.optimal_value() == 0
 
 
 def shortest(game, state, limit):
     """Steps to the goal by breadth-first search over the engine's own states; None beyond the limit."""
     seen, frontier = set(), [state]
     for depth in range(limit + 1):
-        if any(s.won for s in frontier):
+        if any(here.won for here in frontier):
             return depth
-        after = []
-        for here in frontier:
-            for command in here.commands:
-                there, _ = game.step(here, command)
-                key = (there.location, there.hand, tuple(there.contents.values()), there.opened, there.marks)
-                if key not in seen:
-                    seen.add(key)
-                    after.append(there)
-        frontier = after
+        reached = [game.step(here, command)[0] for here in frontier for command in here.commands]
+        frontier = []
+        for there in reached:
+            key = (there.location, there.hand, tuple(there.contents.values()), there.opened, there.marks)
+            if key not in seen:
+                seen.add(key)
+                frontier.append(there)
     return None
 
 
@@ -292,7 +249,7 @@ def test_plans_are_the_shortest_ways(task):
     rng, kinds = random.Random(task), ["Fridge_bar_1", "Microwave_bar_1", "CounterTop_bar_1", "Drawer_bar_1"]
     o, target = ("Apple", "CounterTop") if task != 5 else ("Mug", "DeskLamp")
     compared = 0
-    for _ in range(WALKS):
+    for _ in range(30):
         lies = f"{o}_bar_1:{rng.choice(kinds)} {o}_bar_2:{rng.choice(kinds)}"
         lies += f" DeskLamp_bar_1:{rng.choice(kinds[2:])}" if task == 5 else ""
         game = kitchen(lies, task=task, o=o, target=target)
@@ -303,10 +260,9 @@ def test_plans_are_the_shortest_ways(task):
         if way is not None and len(way) <= 8:
             compared += 1
             assert shortest(game, state, len(way)) == len(way), (lies, state.location, state.hand, way)
-    assert compared > WALKS / 4
+    assert compared > 7
 
 
-# ------------------------------------------------------------------------------------------------- expert and thoughts
 def test_the_oracle_plays_the_shortest_plan_and_the_rule_is_the_expert(env):
     lengths = []
     for task_id in env.task_ids("train")[:20]:
@@ -325,8 +281,7 @@ def test_the_oracle_plays_the_shortest_plan_and_the_rule_is_the_expert(env):
 
 
 def rearranged(game, seen, rng):
-    """The same game to a player who has looked at the receptacles `seen`, and another one to all others: what lies in
-    the rest, and not at the same spots, is shuffled."""
+    """The game, but what lies in receptacles that were not `seen`, nor stand where those do, is shuffled."""
     spots = {game.location[r] for r in seen} | {game.start.location}
     rest = [r for r in game.location if game.location[r] not in spots]
     things = [game.start.contents[r] for r in rest]
@@ -348,9 +303,8 @@ def test_the_expert_acts_on_what_it_was_shown(env, data):
     for thought, action in itertools.islice(expert, data.draw(st.integers(0, 12))):
         shown.append(((thought, action), env.step(action)[0], env.candidates()))
     then = env.memory.decide()
-    names = {name: r for r, name in env.game.names.items()}
-    other = rearranged(env.game, [names[r] for r in env.memory.seen], rng)
-    replay = env.fork()
+    seen = [r for r, name in env.game.names.items() if name in env.memory.seen]
+    replay, other = env.fork(), rearranged(env.game, seen, rng)
     replay.game = replay.player = other
     replay.reset(options={"task_id": task_id})
     again, expert = [replay.candidates()], replay.expert(task_id)
@@ -360,16 +314,14 @@ def test_the_expert_acts_on_what_it_was_shown(env, data):
     assert replay.memory.decide() == then
 
 
-# ------------------------------------------------------------------------------------------------------------ bad input
 def test_broken_games_are_reported_and_skipped(made, tmp_path, caplog):
-    content = next(made.rglob("game.tw-pddl")).read_text()
-    unsolvable = content.replace('"solvable": true', '"solvable": false')
-    texts = {"good": content, "cut": content[:900], "unsolvable": unsolvable}
-    for trial, text in texts.items():
-        (tmp_path / "json_2.1.1/train/a" / trial).mkdir(parents=True)
-        (tmp_path / "json_2.1.1/train/a" / trial / "game.tw-pddl").write_text(text)
-    with caplog.at_level(logging.WARNING):
-        assert envs.make("alfworld", data=tmp_path).task_ids("all") == ["train/a/good"]
+    good = next(made.rglob("game.tw-pddl")).read_text()
+    bad = {"cut": good[:900], "unsolvable": good.replace('"solvable": true', '"solvable": false')}
+    for trial, text in {"good": good, **bad}.items():
+        path = tmp_path / "json_2.1.1/train/a" / trial / "game.tw-pddl"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    assert envs.make("alfworld", data=tmp_path).task_ids("all") == ["train/a/good"]
     assert caplog.messages[0].startswith("skipped 2 of 3 games")
 
 
@@ -378,6 +330,7 @@ def test_published_demonstrations_name_their_games(env):
     for name in (game, f"json_2.1.1/{game}", f"/data/{game}/game.tw-pddl", f"json_2.1.1/valid_{game}"):
         assert env.published_id({"game_file": name}) == ("valid_" * ("valid" in name) + game)
     assert env.published_id({"id": "x"}) is None
+    assert env.block(game) == "train/pick_and_place_simple-Mug-None-Desk-308"
 
 
 def test_messages_of_the_other_grammar_are_put_into_the_games_own(env):

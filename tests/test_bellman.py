@@ -8,7 +8,7 @@ from pathlib import Path
 import filelock
 import pytest
 from fakes import dump
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import bellman
@@ -22,15 +22,10 @@ def node(node_id, parent, reward=0.0, branch=0, done=False, **more) -> dict:
     return about | {"node_id": node_id, "parent_id": parent, "reward": reward, "branch": branch, "done": done} | more
 
 
-def label_file(trees: Path, out: Path, *flags: str) -> None:
-    bellman.main(["--trees", str(trees), "--out", str(out), *flags])
-
-
 def tree_by_hand() -> list[dict]:
     """0 has the children 1 and 2; 1 has 3 and 4. Three branches: 1 3, then 2, then 4."""
-    messages = [{"role": "user", "content": "go"}]
     return [
-        node(0, None, nodes=5, messages=messages, task=""),
+        node(0, None, nodes=5, messages=[{"role": "user", "content": "go"}], task=""),
         node(1, 0, branch=1),
         node(3, 1, 1.0, branch=1, done=True),
         node(4, 1, 0.5, branch=3, done=True),
@@ -68,8 +63,6 @@ def test_a_flat_tree_tells_nothing_apart(target):
     assert all(q == 0 for _, q in values(alike, target, gamma=1).values())  # the root too has no scale of its own
 
 
-# ----------------------------------------------------------------------------------------------------- brute force
-
 rewards = st.floats(0, 1, allow_nan=False).map(lambda r: round(r, 3))
 
 
@@ -92,68 +85,60 @@ def paths_below(tree: list[dict], start: int) -> list[list[dict]]:
     return [[tree[start], *path] for c in children for path in paths_below(tree, c)] or [[tree[start]]]
 
 
-@settings(max_examples=60, deadline=None)
 @given(grown_trees(), st.floats(0.05, 1))
 def test_all_targets_equal_brute_force(tree, gamma):
     q, average, branch = (bellman.TARGETS[t](tree, gamma) for t in ("q", "avg", "reward"))
     for n in tree:
         paths = paths_below(tree, n["node_id"])
-        # With deterministic steps the best a' at each s' is the best whole path.
-        assert q[n["node_id"]] == pytest.approx(
-            max(sum(gamma**t * m["reward"] for t, m in enumerate(p)) for p in paths)
-        )
+        best = max(sum(gamma**t * m["reward"] for t, m in enumerate(path)) for path in paths)
+        assert q[n["node_id"]] == pytest.approx(best)  # steps are deterministic: the best a' are on the best path
         assert average[n["node_id"]] == pytest.approx(sum(p[-1]["reward"] for p in paths) / len(paths))
         ends = [m["reward"] for m in tree if m["done"] and m["branch"] == n["branch"]]
         assert branch[n["node_id"]] == (ends[0] if ends else 0.0) or n is tree[0]
     assert branch[0] == min(branch[1:])  # no branch made the root, and every tree here has one
 
 
-@settings(max_examples=30, deadline=None)
-@given(grown_trees(), st.randoms(use_true_random=False))
-def test_the_order_of_the_lines_and_the_names_of_the_nodes_do_not_matter(tree, random):
-    before = dict(enumerate(bellman.q_values(tree, 0.9)))
-    shuffled, waiting = [tree[0]], tree[1:]
-    while waiting:
-        placed = {n["node_id"] for n in shuffled}
-        shuffled.append(waiting.pop(waiting.index(random.choice([n for n in waiting if n["parent_id"] in placed]))))
-    renamed = [n | {"node_id": f"n{n['node_id']}", "parent_id": f"n{n['parent_id']}"} for n in shuffled]
+@given(grown_trees(), st.permutations(range(25)))
+def test_the_names_of_the_nodes_do_not_matter(tree, names):
+    renamed = [n | {"node_id": names[n["node_id"]], "parent_id": names[n["parent_id"] or 0]} for n in tree]
     renamed[0]["parent_id"] = None
-    after = bellman.q_values(renamed, 0.9)
-    assert {n["node_id"]: q for n, q in zip(shuffled, after, strict=True)} == before
+    assert bellman.q_values(renamed, 0.9) == bellman.q_values(tree, 0.9)
 
 
-# ------------------------------------------------------------------------------------------------------ the command
+@pytest.fixture
+def label(tmp_path):
+    """The command: these trees, to a file of that name; returns its lines."""
+
+    def run(tree: list[dict], *flags: str, out: str = "labels.jsonl") -> list[dict]:
+        (tmp_path / "trees.jsonl").write_text(dump(tree))
+        bellman.main(["--trees", str(tmp_path / "trees.jsonl"), "--out", str(tmp_path / out), *flags])
+        return [json.loads(line) for line in (tmp_path / out).read_text().splitlines()]
+
+    return run
 
 
-def test_it_replaces_labels_and_nothing_else_and_leaves_nothing_half_done(tmp_path):
-    trees = tmp_path / "trees.jsonl"
-    trees.write_text(dump([*tree_by_hand(), *tree_by_hand()[:-1]]))
+def test_it_replaces_labels_and_nothing_else_and_leaves_nothing_half_done(label, tmp_path):
     with pytest.raises(UserError, match="has --gamma None, not"):
-        label_file(trees, trees)
+        label(tree_by_hand(), out="trees.jsonl")
+    assert (tmp_path / "trees.jsonl").read_text() == dump(tree_by_hand())
     with pytest.raises(UserError, match=r"trees\.jsonl.* has 4 of 5 nodes"):
-        label_file(trees, tmp_path / "out.jsonl")
-    assert not (tmp_path / "out.jsonl").exists() and trees.read_text().startswith(dump(tree_by_hand()))
+        label([*tree_by_hand(), *tree_by_hand()[:-1]])
+    assert not (tmp_path / "labels.jsonl").exists()
 
 
-def test_the_command_keeps_every_line_and_adds_q(tmp_path, capsys):
-    flat = [
-        node(0, None, task_id="u", nodes=2, messages=[{"role": "user", "content": "go"}], task=""),
-        node(1, 0, task_id="u", done=True, branch=1),
-    ]
-    trees, out = tmp_path / "trees.jsonl", tmp_path / "labels.jsonl"
-    trees.write_text(dump(tree_by_hand() + flat))
-    label_file(trees, out, "--gamma", "0.5")
-    written = [json.loads(line) for line in out.read_text().splitlines()]
+def test_the_command_keeps_every_line_and_adds_q(label, tmp_path, capsys):
+    chat = [{"role": "user", "content": "go"}]
+    flat = [node(0, None, task_id="u", nodes=2, messages=chat, task=""), node(1, 0, task_id="u", done=True, branch=1)]
+    written = label(tree_by_hand() + flat, "--gamma", "0.5")
     assert [{k: v for k, v in n.items() if k not in ("q", "q_raw")} for n in written] == tree_by_hand() + flat
     assert [n["q_raw"] for n in written] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2, 0.0, 0.0])
     meta = json.loads((tmp_path / "labels.meta.json").read_text())
     assert (meta["trees"], meta["nodes"], meta["flat_trees"]) == (2, 7, 1)
     assert "1 of them with all values equal" in capsys.readouterr().out
-    trees.write_text(dump([*tree_by_hand(), *flat, *({**n, "task_id": "v"} for n in flat)]))
-    label_file(trees, out, "--gamma", "0.5")  # of more trees
-    assert len(out.read_text().splitlines()) == 9
+    more = [n | {"task_id": "v"} for n in flat]
+    assert len(label([*tree_by_hand(), *flat, *more], "--gamma", "0.5")) == 9
     with pytest.raises(UserError, match=r"has --gamma 0\.5, not 0\.9"):
-        label_file(trees, out)
+        label(flat)
 
 
 def test_the_standard_library_and_filelock_are_enough(tmp_path):

@@ -28,9 +28,6 @@ def decisions(*actions, candidates="free"):
     return eto.decisions(FakeEnv(), Rendering(candidates=candidates), "train0", [react("hm", a) for a in actions])
 
 
-# --------------------------------------------------------------------------------------------------------- preferences
-
-
 def test_decisions_are_what_the_agent_wrote_each_in_its_state():
     line = trajectory("left", "right", "left")
     last = State.load(line["messages"], line["task"])
@@ -42,8 +39,6 @@ def test_decisions_are_what_the_agent_wrote_each_in_its_state():
     assert not any(d.valid for d in written)
     offered = {"Action: left", "Action: right"}
     assert [set(d.valid) for d in chosen] == [offered | {d.action} for d in chosen]  # "hm" is no thought of FakeEnv's
-    (pack,) = pack_preferences(word_chat(), [Preference(chosen, chosen[:1])], 2048)
-    assert len(pack.choices.options) == 9 and pack.trajectories == [[0, 1, 2], [0]]
 
 
 def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
@@ -75,9 +70,6 @@ def test_the_best_sibling_is_preferred_to_each_that_is_worse_by_more_than_the_ga
     pairs += [(*win, *lose) for win, lose in siblings(FakeEnv(), Rendering(candidates="valid"), nodes)]
     assert all(win.state == lose.state for win, lose in pairs)
     assert set(pairs[-1][0].valid) == set(pairs[-1][1].valid) == {"Action: left", "Action: right"}
-
-
-# ------------------------------------------------------------------------------------------------------------ the loss
 
 
 def test_dpo_loss_by_hand():
@@ -128,32 +120,29 @@ def test_beta_and_the_reference_are_what_is_trained_with(pairs):
     assert losses == pytest.approx([math.log(2), expected], abs=1e-5) and expected < math.log(2)
 
 
-# ---------------------------------------------------------------------------------------------------------- the script
-
-
 @pytest.fixture
 def start(fake_world, agent, tmp_path):
     def run(name, records, *flags):
         (tmp_path / name).write_text(dump(records))
         eto.main(["--env", "frozenlake", "--run", str(tmp_path), "--sft", str(agent), *flags])
+        return list(read_jsonl(tmp_path / "sft-eto-siblings.updates.jsonl"))
 
     return run
 
 
-def test_it_learns_from_siblings(start, tmp_path):
+def test_it_learns_from_siblings(start):
     """The labels prefer "right" everywhere: so does the agent then."""
     labelled = tree((0, "Action: left", 0.0), (0, "Action: right", 1.0))
     labelled[0] |= {"task": "find the purse"}
     flags = ["--lr", "0.003", "--val", "1", "--batch-tasks", "1", "--budget", "400", "--every", "100"]
-    start("q_labels.jsonl", labelled, *flags, "--pairs", "siblings")
-    lines = list(read_jsonl(tmp_path / "sft-eto-siblings.updates.jsonl"))
+    lines = start("q_labels.jsonl", labelled, *flags, "--pairs", "siblings")
     assert lines[-1]["loss"] < lines[1]["loss"] and lines[-1]["right"] == 1
     assert {line["env_steps"] for line in lines[1:]} == {2}  # those of the tree, once
 
 
-def test_siblings_of_equal_q_end_the_training(start, tmp_path):
-    start("q_labels.jsonl", tree((0, "Action: left", 0.5), (0, "Action: right", 0.5)), "--pairs", "siblings")
-    lines = list(read_jsonl(tmp_path / "sft-eto-siblings.updates.jsonl"))
+def test_siblings_of_equal_q_end_the_training(start):
+    equal = tree((0, "Action: left", 0.5), (0, "Action: right", 0.5))
+    lines = start("q_labels.jsonl", equal, "--pairs", "siblings")
     assert len(lines) == 9 and lines[-1]["tokens"] == 0
 
 

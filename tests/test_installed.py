@@ -9,20 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def installed(folder: Path) -> Path:
-    """Where the project's wheel is installed, without what it depends on."""
-    ignored = shutil.ignore_patterns(".*", "tests", "docs", "runs", "generated", "__pycache__")
-    shutil.copytree(ROOT, folder / "source", ignore=ignored)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder / "source"]
-    subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--target", folder / "site", wheel], check=True)
-    return folder / "site"
-
-
 def test_stages_run_from_a_wheel(tmp_path):
-    site = installed(tmp_path / "wheel")
+    site = tmp_path / "site"
 
     def run(*arguments):
         environment = os.environ | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path)}
@@ -31,6 +19,9 @@ def test_stages_run_from_a_wheel(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    ignored = shutil.ignore_patterns(".*", "tests", "docs", "runs", "generated", "__pycache__")
+    shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
+    run("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site), "./source")
     assert {path.name for path in site.glob("*.py")} == {path.name for path in ROOT.glob("*.py")}
     played = run("-m", "experiments.compare", "--env", "frozenlake", "--method", "expert", "random", "--limit", "2")
     assert "expert: mean reward" in played and (tmp_path / "runs" / "frozenlake" / "results.jsonl").exists()

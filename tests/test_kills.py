@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forks import Forks
+from forks import finish, start
 
 from qlass.files import read_jsonl, read_results, read_trees
 
@@ -24,12 +24,6 @@ STAGES = {  # a command whose run lasts seconds, and what it writes
 }
 
 
-@pytest.fixture(scope="module")
-def forks():
-    with Forks() as forks:
-        yield forks
-
-
 def content(path: Path):
     """What must be the same: weights byte by byte, lines but for their seconds."""
     if path.is_dir():
@@ -38,14 +32,13 @@ def content(path: Path):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forks, tmp_path_factory) -> tuple[Path, dict[str, float]]:
+def undisturbed(tmp_path_factory) -> tuple[Path, dict[str, float]]:
     """A run of all stages, and how many seconds each took."""
     folder, seconds = tmp_path_factory.mktemp("undisturbed"), {}
     for stage, (argv, _) in STAGES.items():
-        start = time.monotonic()
-        code, _, error = forks.run(stage, folder, argv)
-        seconds[stage] = time.monotonic() - start
-        assert code == 0, error
+        begun = time.monotonic()
+        finish(start(stage, folder, argv), folder, 0)
+        seconds[stage] = time.monotonic() - begun
     return folder / "run", seconds
 
 
@@ -58,34 +51,30 @@ def inputs(stage: str, run: Path, folder: Path) -> Path:
     return folder
 
 
-def made_by(stage: str) -> set[str]:
-    """All that a stage leaves behind."""
-    name = STAGES[stage][1]
-    meta = name.removesuffix(".jsonl") + ".meta.json"
-    more = {"sft": {"sft.log.jsonl", "expert.jsonl", "expert.meta.json"}, "train_qnet": {"qnet.log.jsonl"}}
-    return {name, meta, *more.get(stage, ())}
+MADE = {  # all that a stage leaves behind
+    "sft": {"sft", "sft.meta.json", "sft.log.jsonl", "expert.jsonl", "expert.meta.json"},
+    "build_trees": {"trees.jsonl", "trees.meta.json"},
+    "bellman": {"q_labels.jsonl", "q_labels.meta.json"},
+    "train_qnet": {"qnet", "qnet.meta.json", "qnet.log.jsonl"},
+    "q_search": {"results.jsonl", "results.meta.json"},
+}
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_killed_stage_completes_the_same_files(forks, stage, undisturbed, tmp_path):
+def test_a_killed_stage_completes_the_same_files(stage, undisturbed, tmp_path):
     """Killed three times at random moments, wherever they strike."""
     run, seconds = undisturbed
     argv, name = STAGES[stage]
     before = {path.name for path in (inputs(stage, run, tmp_path) / "run").iterdir()}
     rng = random.Random(stage)
     for _ in range(3):
-        process = forks.start(stage, tmp_path, argv)
-        process.process.join(rng.random() * seconds[stage])
-        process.send_signal(signal.SIGKILL)
-        code, _, error = process.wait()
-        assert code in (0, -signal.SIGKILL), error  # and not refused
-    code, _, error = forks.run(stage, tmp_path, argv)
-    assert code == 0, error
+        process = start(stage, tmp_path, argv)
+        process.join(rng.random() * seconds[stage])
+        process.kill()
+        finish(process, tmp_path, 0, -signal.SIGKILL)  # and not refused
+    finish(start(stage, tmp_path, argv), tmp_path, 0)
     assert content(tmp_path / "run" / name) == content(run / name)
-    assert {path.name for path in (tmp_path / "run").glob("[!.]*")} - {"env.json"} == before | made_by(stage)
-
-
-# ------------------------------------------------------------------------------------------------------ several at once
+    assert {path.name for path in (tmp_path / "run").glob("[!.]*")} - {"env.json"} == before | MADE[stage]
 
 
 def read(stage: str, path: Path) -> list:
@@ -97,15 +86,14 @@ def read(stage: str, path: Path) -> list:
 
 
 @pytest.mark.parametrize("stage", ["build_trees", "q_search"])
-def test_several_processes_of_any_width_make_the_same_file(forks, stage, undisturbed, tmp_path):
+def test_several_processes_of_any_width_make_the_same_file(stage, undisturbed, tmp_path):
     """At once, though one of them is killed: all that they did is kept, and a call by one process does the rest."""
     run, _ = undisturbed
     argv, name = STAGES[stage]
     inputs(stage, run, tmp_path)
-    shares = [{"RANK": str(rank), "WORLD_SIZE": "3"} for rank in range(3)]
-    started = [forks.start(stage, tmp_path, argv, env=share) for share in shares]
-    started[2].send_signal(signal.SIGKILL)
-    assert [process.wait()[0] for process in started] == [0, 0, -signal.SIGKILL]
-    code, _, error = forks.run(stage, tmp_path, argv)
-    assert code == 0, error
+    started = [start(stage, tmp_path, argv, RANK=str(rank), WORLD_SIZE="3") for rank in range(3)]
+    started[2].kill()
+    for process, code in zip(started, (0, 0, -signal.SIGKILL), strict=True):
+        finish(process, tmp_path, code)
+    finish(start(stage, tmp_path, argv), tmp_path, 0)
     assert read(stage, tmp_path / "run" / name) == read(stage, run / name)
