@@ -165,7 +165,7 @@ class QNet(nn.Module):
         settings = read_object(folder / "qnet.json")
         if settings["readout"] != "last":
             raise UserError(
-                f"{folder}: its Q is the mean of an action's values, which is not read any more"
+                f"{folder}: its Q is the mean of an action's values; here it is the last one"
             )
         backbone, chat = models.load_checkpoint(
             folder, transformers.AutoModel, device, plain=plain, **loading

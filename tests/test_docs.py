@@ -73,7 +73,15 @@ def test_every_line_of_the_algorithms_is_marked_in_the_code(stage, last):
     assert marked >= set(range(1, last + 1))
 
 
-# ------------------------------------------------------------------------------------------------------ docs/python.md
+# ------------------------------------------------------------------------------- docs/environment.md and docs/python.md
+
+
+def test_an_environment_has_what_the_page_names():
+    page = (build.ROOT / "docs/environment.md").read_text(encoding="utf-8")
+    calls = re.findall(r"`(\w+)\(", page)
+    items = re.findall(r"`(\w+)`", " ".join(re.findall(r"^- (.*?):", page, re.M)))
+    assert len(calls) > 8 < len(items)
+    assert not [name for name in calls + items if not hasattr(envs.TextEnv, name) and name != "info"]
 
 
 def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):
