@@ -143,7 +143,7 @@ class QNet(nn.Module):
         """options: device, load_in, rendering, precision of `load_checkpoint`; room as above."""
         settings = read_object(Path(folder) / "qnet.json")
         if settings["readout"] != "last":
-            raise UserError(f"{folder}: its Q is a mean over tokens, which is read no more")
+            raise UserError(f"{folder}: its Q is the mean of the action's values, not the last one")
         room = {name: options.pop(name) for name in ("budget", "cache_gb") if name in options}
         backbone, chat = models.load_checkpoint(folder, AutoModel, plain=plain, **options)
         qnet = cls(backbone, chat, settings["hidden"], plain, **room)

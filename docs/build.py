@@ -1,4 +1,4 @@
-"""Refreshes docs/walkthrough.md in place, from the code and from docs/walkthrough/*/*.jsonl: python -m docs.build
+"""Refreshes docs/walkthrough.md and README.md from the code and from docs/walkthrough/*/*.jsonl: python -m docs.build
 
 <!-- code: rollout -->         the next block is this function or class of the stages or of qlass/; where several
                                have the name, its file stands before it: q_search.py episode
@@ -20,7 +20,7 @@ import envs
 from docs.tree_svg import draw
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, LINES = ROOT / "docs/walkthrough.md", ROOT / "docs/walkthrough"
+PAGE, LINES, README = ROOT / "docs/walkthrough.md", ROOT / "docs/walkthrough", ROOT / "README.md"
 GAMMA, DEEPEST = 0.9, 7  # of the lake's labels; of the shop's picture
 
 
@@ -90,7 +90,27 @@ def shop_search() -> Iterator[tuple]:
         yield str(n), click(alone["action"]) if alone else "", scores(guided, click) if guided else ""
 
 
-ROWS = {function.__name__: function for function in (lake_backup, lake_search, shop_search)}
+READING = {
+    "docs/walkthrough.md": "all of it on one small lake, by hand",
+    "sft.py": "stage 1, cloning: Eq. 5",
+    "build_trees.py": "stage 2, exploration: Alg. 2",
+    "bellman.py": "stage 3, backup: Eq. 7, Alg. 3",
+    "train_qnet.py": "stage 4, QNet: Eq. 8 to 11",
+    "q_search.py": "stage 5, search: Alg. 4",
+    "envs.py": "the interface of environments",
+    "qlass/*.py": "what the stages share",
+    "qlass/fast/*.py": "the same answers faster; off with `--plain`",
+    "docs/differences.md": "paper, released code, here",
+}
+
+
+def reading_order() -> Iterator[tuple]:
+    for name, what in READING.items():
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob(name))
+        yield f"[{name.removesuffix('*.py')}]({name.removesuffix('/*.py')})", what, f"{lines:,}"
+
+
+ROWS = {function.__name__: function for function in (lake_backup, lake_search, shop_search, reading_order)}
 
 
 def pictures() -> dict[str, str]:
@@ -135,6 +155,7 @@ def refresh(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(refresh(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in (PAGE, README):
+        page.write_text(refresh(page.read_text(encoding="utf-8")), encoding="utf-8")
     for name, picture in pictures().items():
         (LINES / name).write_text(picture, encoding="utf-8")

@@ -21,9 +21,9 @@ export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}  # threads wait asleep, not spinn
 
 splits=(test) tasks=() sft=() trees=() labels=() qnet=()
 case $ENV in
-    webshop)  # the first 400 test tasks were played again and again while this was made, the others were not; gamma .98,
-              # since with the paper's .9 the ten steps of a careful purchase are worth less than buying the first product
-              # at once; many small trees teach QNet more than few large ones of as many trajectories
+    webshop)  # settings were chosen in view of the first 400 test tasks, so the others are played. Gamma .98, since with the
+              # paper's .9 the ten steps of a careful purchase are worth less than buying the first product at once. Many
+              # small trees teach QNet more than few large ones of as many trajectories
         tasks=(--skip 400 --limit 0) trees=(--limit 1000 --rollouts 6 --temperature 1.5) labels=(--gamma 0.98)
         qnet=(--epochs "${EPOCHS:=8}" --patience "$EPOCHS") ;;  # to the end, where the learning rate is 0
     alfworld)  # without the thoughts that repeat what earlier pages said, an aid (docs/differences.md)

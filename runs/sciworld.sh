@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ScienceWorld through all five stages with the tiny model, on the 24 tasks that ETO and the paper have: about two hours.
-# 96 tasks of a test split are one to six variations of each task; the first 48 had been played when this was set.
+# 96 tasks of a test split are one to six variations of each task. The settings were chosen in view of the first 48.
 set -euo pipefail
 ENV=sciworld
 . "$(dirname "$0")/common.sh"

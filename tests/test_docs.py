@@ -27,6 +27,14 @@ def test_the_page_and_its_pictures_are_what_the_code_and_the_lines_give():
     assert json.loads(block) == build.read("lake/q_labels.jsonl")[1]
 
 
+def test_the_reading_order_tells_about_how_long_each_file_is():
+    page, numbers = build.README.read_text(encoding="utf-8"), re.compile(r"(?<= )[\d,]+(?= \|$)", re.M)
+    fresh = build.refresh(page)
+    assert numbers.sub("", fresh) == numbers.sub("", page)
+    there, now = ([int(n.replace(",", "")) for n in numbers.findall(text)] for text in (page, fresh))
+    assert there == pytest.approx(now, rel=0.1), "python -m docs.build counts again"
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_the_lines_are_a_run_of_the_stages(part):
     name, options, gamma = PARTS[part]
@@ -49,6 +57,26 @@ def test_the_lines_are_a_run_of_the_stages(part):
             if episode["method"] == "qlass":
                 assert step["action"] == max(step["candidates"], key=lambda candidate: candidate["q"])["action"]
         assert reward == pytest.approx(episode["reward"])
+    assert len(episodes) >= 2
+
+
+@pytest.mark.parametrize(("stage", "last"), [("build_trees.py", 13), ("q_search.py", 11)])
+def test_every_line_of_the_algorithms_is_marked_in_the_code(stage, last):
+    marked = set()
+    for first, end in re.findall(r"\blines? (\d+)(?:-(\d+))?", (build.ROOT / stage).read_text(encoding="utf-8")):
+        marked |= set(range(int(first), int(end or first) + 1))
+    assert marked >= set(range(1, last + 1))
+
+
+# ------------------------------------------------------------------------------- docs/environment.md and docs/python.md
+
+
+def test_an_environment_has_what_the_page_names():
+    page = (build.ROOT / "docs/environment.md").read_text(encoding="utf-8")
+    calls = re.findall(r"`(\w+)\(", page)
+    items = re.findall(r"`(\w+)`", " ".join(re.findall(r"^- (.*?):", page, re.M)))
+    assert len(calls) > 8 < len(items)
+    assert not [name for name in calls + items if not hasattr(envs.TextEnv, name) and name != "info"]
 
 
 def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):

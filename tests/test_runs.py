@@ -5,10 +5,13 @@ The scripts run in a copy of their folder, with a `python` that only notes what 
 
 import functools
 import importlib
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from string import Template
 
 import pytest
 
@@ -113,3 +116,13 @@ def test_reproduce_runs_every_seed_in_its_folder_and_reports_on_all(stage):
     runs = [s for name, several in calls.items() for s in several if name != "report.py"]
     assert all(str(s.run).startswith(str(folders[s.seed])) for s in runs)
     assert [Path(run) for run in calls["report.py"][-1].results] == folders
+
+
+@pytest.mark.parametrize("page", ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))])
+def test_stages_know_the_flags_that_pages_name(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    variables = dict(re.findall(r'^    (\w+)="(.*)"$', text, re.M))
+    for line in re.findall(r"^ *(?:\w+=\S+ )*python ((?:-m experiments\.|\w+\.py).*)$", text, re.M):
+        command = shlex.split(Template(line).safe_substitute(variables), comments=True)
+        parsed(*command[command[0] == "-m" :])

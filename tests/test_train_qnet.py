@@ -135,7 +135,7 @@ def test_a_qnet_comes_back_from_its_folder(tmp_path):
     requests = [Score(p.state, (p.action,)) for p in TREE]
     assert again.score(requests) == net.score(requests)
     (tmp_path / "qnet.json").write_text('{"hidden": 16, "readout": "mean"}')  # of an older run
-    with pytest.raises(UserError, match="a mean over tokens"):
+    with pytest.raises(UserError, match="the mean of the action"):
         QNet.from_pretrained(tmp_path)
 
 

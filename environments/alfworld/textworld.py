@@ -1,4 +1,4 @@
-"""ALFWorld's original engine behind the interface of engine.Game, for `--engine textworld`.
+"""ALFWorld's original engine behind the interface of engine.Game, for `--env-option engine=textworld`.
 
 It needs the `alfworld` package (requirements-alfworld.txt; compiles C++). TextWorld can't copy its state, so a state
 here is the path to it, and a step from any other state than the last one plays that path again (about 50 ms a step).
@@ -25,7 +25,7 @@ def _package() -> tuple[Any, Any, Any]:
     except ImportError as error:
         message = f"the original engine of ALFWorld is not installed ({error})"
         raise UserError(
-            f"{message}: pip install -r requirements-alfworld.txt, or leave out --engine textworld"
+            f"{message}: pip install -r requirements-alfworld.txt, or leave out --env-option engine=textworld"
         ) from None
     if before is None:  # the package sets it to a cache folder of its own, which later would be taken for the user's
         os.environ.pop("ALFWORLD_DATA", None)

@@ -1,0 +1,58 @@
+"""What pages, docstrings, messages and shell scripts name is there: flags, files, modules and their functions."""
+
+import ast
+import contextlib
+import importlib
+import io
+import re
+import runpy
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = [path for place in ("*.py", "experiments/**/*.py", "data/*.py") for path in ROOT.glob(place)]
+OTHERS = "qlass/**/*.py environments/**/*.py reporting/*.py docs/*.py Makefile README.md docs/*.md data/*.md"
+OTHERS += " reporting/page.html runs/*.sh runs/paper/* runs/reference_output/*.md"
+# Of other programs and of runs/*.sh; files of ETO and of a run.
+FLAGS = "abbrev always check cov die-on-broken-pipe dirty dist exclude fix fsdp_auto_wrap_policy fsdp_version"
+FLAGS += " line-length maxprocesses no-deps nproc-per-node num_processes seeds use_fsdp"
+ELSEWHERE = r"llama_cpp\.server|venv|pytest|.*_inst\.txt|.*(report|downstream|gpu_check)\.md|.*\.meta"
+
+
+@cache
+def flags():
+    """All that `--help` of the programs prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for path, *words in [*((p,) for p in PROGRAMS if p.name != "envs.py"), (ROOT / "experiments/qval", "search")]:
+            with mock.patch("sys.argv", [path.name, *words, "--help"]), contextlib.suppress(SystemExit):
+                runpy.run_path(str(path), run_name="__main__")
+    return {*FLAGS.split(), *re.findall(r"--([a-z][\w-]*)", out.getvalue())}
+
+
+def words_of(path):
+    """A page; of code the strings, which are docstrings and messages."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        text = "\n".join(str(node.value) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+    return re.sub(r"<style>.*?</style>", "", text, flags=re.S)
+
+
+@pytest.mark.parametrize("path", [*PROGRAMS, *(path for place in OTHERS.split() for path in ROOT.glob(place))], ids=str)
+def test_what_is_named_is_there(path):
+    text = words_of(path)
+    unknown = [name for name in re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text) if name not in flags()]
+    for name in re.findall(r"(?<![\w/.*{}$\"-])\w[\w/.-]*\.(?:py|sh|md|txt|csv|png|svg)\b(?!\.)", text):
+        there = any((folder / name).exists() for folder in (ROOT, ROOT / "runs", path.parent))
+        if not (there or any(ROOT.glob(f"[a-z]*/**/{name}")) or re.fullmatch(ELSEWHERE, name)):
+            unknown.append(name)
+    modules = [name for name in re.findall(r"(?<=python -m )[a-z][\w.]*\w", text) if not re.fullmatch(ELSEWHERE, name)]
+    unknown += [name for name in modules if not find_spec(name)]
+    for module, name in re.findall(r"(?<=`)(?:qlass\.)?(\w+)\.([a-z]\w+)(?=[`(])", text):
+        place = module if (ROOT / f"{module}.py").exists() else f"qlass.{module}"
+        if not name.startswith(("py", "md", "json")) and find_spec(place):
+            unknown += [] if hasattr(importlib.import_module(place), name) else [f"{module}.{name}"]
+    assert not unknown
