@@ -217,12 +217,12 @@ def trees(n: int = 64, few: int = 4) -> Iterator[str]:
 
 def epoch(net: QNet, trees: list[list[Pair]]) -> int:
     """Leaves the gradient of all pairs in the net, one by one or packed. Returns the tokens that went through it."""
-    before = tokens = net.tokens_read
+    before = tokens = net.plain_tokens
     for pairs in trees:
         if net.plain:
             for pair in pairs:
                 pair_loss(net, pair).backward()
-            tokens = net.tokens_read
+            tokens = net.plain_tokens
             continue
         packs = list(pack_pairs(net.chat, pairs, loss_tokens, max_tokens=1024))
         tokens += sum(pack.tokens for pack in packs)

@@ -57,7 +57,6 @@ def test_the_lines_are_a_run_of_the_stages(part):
             if episode["method"] == "qlass":
                 assert step["action"] == max(step["candidates"], key=lambda candidate: candidate["q"])["action"]
         assert reward == pytest.approx(episode["reward"])
-    assert len(episodes) >= 2
 
 
 @pytest.mark.parametrize(("stage", "last"), [("build_trees.py", 13), ("q_search.py", 11)])

@@ -15,6 +15,8 @@ from string import Template
 
 import pytest
 
+import bellman
+
 ROOT = Path(__file__).parents[1]
 SOURCED = {"common.sh", "table5.sh"}  # by the others
 SCRIPTS = sorted(path for path in (ROOT / "runs").rglob("*.sh") if path.name not in SOURCED)
@@ -52,6 +54,12 @@ def stage(tmp_path_factory):
         return [command[command[0] == "-m" :] if command else command for command in commands]  # python -m NAME
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def targets(monkeypatch):
+    """Those of experiments/qval/targets.py stay in this test."""
+    monkeypatch.setattr("bellman.TARGETS", bellman.TARGETS.copy())
 
 
 @functools.cache

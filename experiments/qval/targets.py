@@ -8,8 +8,10 @@ td   r + gamma times the mean of the children: where TD(0) settles on the tree's
 mc   the discounted reward of the branch that made the node: the sample that a Monte-Carlo value net regresses on
 """
 
+import argparse
+
 import bellman
-from bellman import children_of, main
+from bellman import children_of
 from qlass.cli import run_stage
 
 
@@ -29,8 +31,16 @@ def mc(tree: list[dict], gamma: float) -> list[float]:
     return q
 
 
-bellman.TARGETS |= {"td": td, "mc": mc}
-bellman.NEEDS["mc"] = bellman.NEEDS["reward"]
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    bellman.TARGETS |= {"td": td, "mc": mc}
+    bellman.NEEDS["mc"] = bellman.NEEDS["reward"]
+    return bellman.arguments(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments(argv)  # before bellman.py reads them, it has two more targets
+    bellman.main(argv)
+
 
 if __name__ == "__main__":
     run_stage(main)
