@@ -102,8 +102,8 @@ def main(argv: list[str] | None = None) -> None:
     for name in PAPER:  # more trees only add labels; other settings would change those there
         now, there = getattr(args, name), old.get(name)
         if args.out.exists() and now != there and not args.overwrite:
-            found = f"{args.out} has --{name} {there}, not {now}"
-            raise UserError(f"{found}: --overwrite, or another --out")
+            conflict = f"{args.out} has --{name} {there}, not {now}"
+            raise UserError(f"{conflict}: --overwrite, or another --out")
     count = Counter(trees=0, nodes=0, flat_trees=0)
     tasks: list[str] = []
 

@@ -290,11 +290,11 @@ def main(argv: list[str] | None = None) -> None:
         groups = drive(map(grow, todo), {Sample: agent.sample}, in_flight)
         trees.grow(groups, "trees", len(share), len(share) - len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None
-    found = metrics(trees.records) | published.failures(trees.records, rewards)
-    trees.finish(tasks=tasks, **found, tokens=tokens)
-    mean = f"mean reward {found['mean_leaf_reward']:.3f} of {found['leaves']} leaves of the agent"
-    print(f"{trees.path}: {found['trees']} trees, {found['nodes']} nodes, {mean}")
-    if failed := found["failed_demonstrations"]:
+    counts = metrics(trees.records) | published.failures(trees.records, rewards)
+    trees.finish(tasks=tasks, **counts, tokens=tokens)
+    mean = f"mean reward {counts['mean_leaf_reward']:.3f} of {counts['leaves']} leaves of the agent"
+    print(f"{trees.path}: {counts['trees']} trees, {counts['nodes']} nodes, {mean}")
+    if failed := counts["failed_demonstrations"]:
         print(f"{failed} demonstrations earned nothing, or not what is recorded: of other tasks?")
 
 

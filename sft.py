@@ -252,7 +252,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args = cli.parse(parser, argv)
     if args.lora and args.model == "tiny":
         raise UserError("--lora: the tiny model is trained from scratch; name another --model")
-    cli.check_training(args)
     return args
 
 

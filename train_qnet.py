@@ -320,9 +320,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
     cli.add_prompt(parser)  # as the trees were grown
     add("--device")
-    args = cli.parse(parser, argv)
-    cli.check_training(args)
-    return args
+    return cli.parse(parser, argv)
 
 
 def load(args: argparse.Namespace, loading: dict[str, Any]) -> tuple[QNet, Any]:

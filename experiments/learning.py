@@ -102,7 +102,6 @@ class Learner:
 
 def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = True) -> Learner:
     """The agent, which is to play `env`. The reference is a copy, or itself. lr: the tiny model's, without --lr."""
-    cli.check_training(args)
     args.sft = cli.find_or_make(args.sft, args.run / "sft", "sft", args)
     cli.warn_of_another_world(args.sft, args)
     torch.manual_seed(args.seed)

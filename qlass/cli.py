@@ -47,7 +47,7 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
 
 
 def add_memory(parser: Any) -> None:
-    """How a large model is trained in little memory; for `check_training`, `models.save_memory`."""
+    """How a large model is trained in little memory; for `models.save_memory`."""
     add = parser.add_argument
     add("--load-in", choices=["4bit", "8bit"], help="bits per weight")
     add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank alone")
@@ -78,12 +78,6 @@ def add_precision(parser: Any) -> None:
     parser.add_argument("--precision", choices=["float32", "bf16"], help=text)
 
 
-def check_training(args: argparse.Namespace) -> None:
-    if (args.lora_alpha or args.load_in) and not args.lora:
-        reason = "a training has them beside --lora RANK alone; give that too"
-        raise UserError(f"--lora-alpha, --load-in: {reason}")
-
-
 def add_prompt(parser: Any) -> None:
     """What a prompt depends on, which agent and QNet must share."""
     add = parser.add_argument
@@ -112,10 +106,10 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add_precision(group)
 
 
-def at_least(low: float, kind: Callable[[str], T] = int, most: float = 1e30) -> Callable[[str], T]:  # type: ignore[assignment]
+def at_least(low: float, kind: Callable = int, most: float = 1e30) -> Callable[[str], Any]:
     """A flag's type: a number within [low, most]."""
 
-    def number(text: str) -> T:
+    def number(text: str) -> Any:
         value = kind(text)  # argparse names what is none
         if not low <= value <= most:  # also refuses nan
             raise argparse.ArgumentTypeError(f"{text}: {low:g} to {most:g} is expected")
@@ -152,6 +146,9 @@ def parse(
     """
     args = parser.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
+    if "lora" in args and not args.lora and (args.lora_alpha or args.load_in):
+        reason = "a training has them beside --lora RANK alone; give that too"
+        raise UserError(f"--lora-alpha, --load-in: {reason}")
     agent = getattr(args, "sft", None)
     if args.run is None:
         env = args.env or (agent and trained_with(agent).get("env")) or "webshop"

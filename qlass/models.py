@@ -121,7 +121,7 @@ def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
             unknown -= AutoModelForCausalLM.from_config(model.config).state_dict().keys()
     if unknown:
         problem = f"its config.json has no place for {min(unknown)}"
-        raise UserError(f"{path}: {problem}; merge LoRA's weights, or mend the config")
+        raise UserError(f"{path}: {problem}; merge LoRA's weights, or correct the config")
 
 
 def load_chat(path: str | Path, rendering: Rendering) -> Chat:

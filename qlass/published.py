@@ -175,11 +175,11 @@ def matching(
     if named or not actions.keys() & set(env.task_ids("train")):
         others = [task for task in tasks if task not in actions]
         begins = [env.reset(options={"task_id": task})[0].strip() for task in others]
-        found = len(tasks) - len([begin for begin in begins if begin not in actions])
-        if named and not found:
+        matches = len(tasks) - len([begin for begin in begins if begin not in actions])
+        if named and not matches:
             mistake = f"none of its {len(actions)} demonstrations is of a task here"
             raise UserError(f"{file}: {mistake}: --no-expert does without")
-        print(f"{file}: demonstrations of {found} of {len(tasks)} tasks; the expert plays others")
+        print(f"{file}: demonstrations of {matches} of {len(tasks)} tasks; the expert plays others")
     return actions, rewards
 
 
