@@ -36,8 +36,9 @@ import envs
 from qlass.batching import LogProb, Sample, Score, ask
 from qlass.chat import Chat, Rendering, State, parse_action, uniforms
 from qlass.cli import add_sampling, at_least, find_or_make, parse, parser, run_stage
-from qlass.policy import load_agent, load_qnet
+from qlass.policy import load_agent
 from qlass.results import Results, outcome_of
+from train_qnet import load_qnet
 
 PAPER = {"M": 2, "N": 1}  # App. A.2
 

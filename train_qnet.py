@@ -151,6 +151,12 @@ class QNet(nn.Module):
         return qnet.to(backbone.device).eval()
 
 
+def load_qnet(folder: Path, args: argparse.Namespace) -> QNet:
+    """The QNet in a folder, loaded as the flags of a stage say, with the agent's prompts."""
+    rendering = policy.rendering_of(folder, args, policy.PROMPTED)
+    return QNet.from_pretrained(folder, **policy.loading(args, rendering))
+
+
 # ------------------------------------------------------------------------------ what it learns from
 
 

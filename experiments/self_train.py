@@ -32,10 +32,10 @@ from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
 from qlass.cli import add_sampling, at_least, find_or_make, handed_on, parse, parser, run_stage
 from qlass.files import Output, read_trees
-from qlass.policy import load_agent, load_qnet
+from qlass.policy import load_agent
 from qlass.published import read_trajectories
 from qlass.results import costs_of
-from train_qnet import states_of
+from train_qnet import load_qnet, states_of
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
 FIELDS = ("depth", "done", "source", "messages")  # of a tree, that not every one has

@@ -236,13 +236,6 @@ def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
     return Policy.load(args.sft, seed=args.seed, **loading(args, rendering))
 
 
-def load_qnet(folder: Path, args: argparse.Namespace) -> Any:
-    """The QNet in a folder, with the agent's prompts."""
-    from train_qnet import QNet
-
-    return QNet.from_pretrained(folder, **loading(args, rendering_of(folder, args, PROMPTED)))
-
-
 def loading(args: argparse.Namespace, rendering: Rendering) -> dict[str, Any]:
     """What `Policy.load` and `QNet.from_pretrained` take of the flags."""
     names = ("device", "load_in", "plain", "precision", "cache_gb")

@@ -24,9 +24,9 @@ from qlass import UserError
 from qlass.batching import Score, ask
 from qlass.chat import State, parse_action, react, uniforms
 from qlass.files import read_trees
-from qlass.policy import Policy, load_agent, load_qnet
+from qlass.policy import Policy, load_agent
 from qlass.tiny import task_words
-from train_qnet import QNet, pairs_of
+from train_qnet import QNet, load_qnet, pairs_of
 
 Scores = Generator[Any, Any, list[float | None]]
 VOTES = 16
