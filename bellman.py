@@ -20,7 +20,7 @@ from pathlib import Path
 
 from qlass import UserError
 from qlass.cli import at_least, find_or_make, parse, parser, run_stage
-from qlass.files import locked, read_meta, read_trees, write_jsonl, write_meta
+from qlass.files import locked, read_jsonl, read_meta, read_trees, write_jsonl, write_meta
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 
@@ -86,7 +86,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/q_labels.jsonl")
     add("--gamma", type=at_least(0, float, most=1), default=PAPER["gamma"], help="of Eq. (7) (0.9)")
-    add("--target", choices=TARGETS, default=PAPER["target"], help="process reward (%(default)s)")
+    add("--target", choices=TARGETS, default="q", metavar="NAME", help="q, avg or reward (q)")
     add("--device", help=argparse.SUPPRESS)  # of the stage that makes missing trees
     add("--precision", help=argparse.SUPPRESS)
     return parse(flags, argv)
@@ -98,10 +98,14 @@ def main(argv: list[str] | None = None) -> None:
     args.trees = find_or_make(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
     del args.precision  # no label depends on it: it is not compared
+    first = next(read_jsonl(args.out), None) if args.out.exists() else None
+    if first and "q_raw" not in first:
+        raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
     old = read_meta(args.out)["arguments"]
     for name in PAPER:  # more trees only add labels; other settings would change those there
-        now, there = getattr(args, name), old.get(name)
-        if args.out.exists() and now != there and not args.overwrite:
+        now = getattr(args, name)
+        there = old.get(name, now)
+        if now != there and not args.overwrite:
             conflict = f"{args.out} has --{name} {there}, not {now}"
             raise UserError(f"{conflict}: --overwrite, or another --out")
     count = Counter(trees=0, nodes=0, flat_trees=0)

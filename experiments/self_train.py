@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
         args.qnet = find_or_make(args.qnet, args.run / "qnet", "train_qnet", args) if args.method == "qlass" else None
         tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
         path = args.run / f"self_train-{args.name}.rollouts.jsonl"
-        free = ["threshold", "no_train"]
+        free = ["threshold", "no_train", "plain"]
         settings = vars(args) | {"out": path}
         out = Output(path, settings, [args.sft, args.qnet], free)
         method = Method("qlass", by_q, args.M, args.N) if args.qnet else Method("sample", N=args.N)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qlass import UserError
-from qlass.files import changed_inputs, files_of, is_complete, read_meta, read_object, share
+from qlass.files import files_of, is_complete, outdated, read_meta, read_object, share
 
 T = TypeVar("T", int, float)
 LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
@@ -30,6 +30,7 @@ ENVIRONMENTS = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLA
 def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     """A stage's parser: its description is the first line of the stage's docstring."""
     stage = argparse.ArgumentParser(
+        allow_abbrev=False,  # an abbreviated flag of an experiment would be q_search.py's
         description=doc.split("\n")[0],
         epilog=epilog,
         usage="%(prog)s [flags]",
@@ -186,9 +187,9 @@ def in_flags(settings: dict[str, Any]) -> str:
 
 
 def save_settings(args: argparse.Namespace) -> None:
-    """Write RUN/env.json if it is not there."""
-    file = args.run / "env.json"
-    if not file.exists():
+    """Write RUN/env.json if it is not there, and no agent of another world is."""
+    file, trained = args.run / "env.json", trained_with(args.run / "sft")
+    if not file.exists() and (not trained or in_flags(trained) == in_flags(vars(args))):
         file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_name(f".env.{uuid.uuid4().hex}")  # several processes may begin at once
         settings = {"env": args.env, "env_option": args.env_option}
@@ -259,8 +260,8 @@ def find_or_make(named: Path | None, default: Path, stage: str, args: argparse.N
     if named is not None:
         return named
     if is_complete(default):
-        for source in changed_inputs(default):
-            warn(f"{default} was made from another {source} than there is now: make it again")
+        for output, source in dict.fromkeys(outdated(default)):
+            warn(f"{output} was made from another {source} than there is now: make it again")
         return default
     agent, own = getattr(args, "sft", None), args.run / "sft"
     if agent and stage != "sft" and agent.resolve() != own.resolve():

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -299,7 +300,7 @@ def checkpoint_folder(folder: Path, start: str | Path | None = None) -> Path:
 
 # Arguments that change no number, so that they may differ when a run resumes.
 FREE = ["run", "out", "device", "overwrite", "debug", "save_every", "micro_tokens"]
-FREE += ["gradient_checkpointing", "plain", "cache_gb", "decode_tokens", "in_flight", "server"]
+FREE += ["gradient_checkpointing", "cache_gb", "decode_tokens", "in_flight", "server"]
 # Options of environments that older metadata have as flags.
 OLD_FLAGS = {"webshop_data", "alfworld_data", "human_goals", "split_file", "instruction", "engine"}
 OLD_FLAGS |= {"tasks", "map"}
@@ -338,8 +339,8 @@ def recorded(arguments: dict[str, Any]) -> dict[str, Any]:
 def write_meta(
     output: Path, arguments: dict[str, Any], inputs: Iterable[Path | None] = (), **metrics: Any
 ) -> None:
-    """Record arguments, versions, commit, hashes of the inputs, and the metrics of the run."""
-    packages = [p for p in ("torch", "transformers", "numpy", "gymnasium") if p in sys.modules]
+    """Record arguments, versions, hashes of the inputs, and the metrics of the run."""
+    packages = [p for p in ("torch", "transformers", "numpy", "gymnasium") if find_spec(p)]
     record = {
         "arguments": recorded(arguments),
         "argv": arguments.get("argv", []),
@@ -359,7 +360,7 @@ def place_of(output: Path, source: str) -> Path:
     places = [Path(source), output.parent / Path(source).name]
     there = [place for place in places if files_of(place)]
     same = [place for place in there if content in (None, sha256(place))]
-    return (same or there[::-1] or places)[0]
+    return (same or there or places)[0]
 
 
 def input_of(output: Path, name: str) -> Path | None:
@@ -378,6 +379,16 @@ def changed_inputs(output: Path) -> list[Path]:
     return changed
 
 
+def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
+    """(what was made, what it was made from and has changed since), of all that an output is of."""
+    for source in changed_inputs(output):
+        yield output, source
+    for source in read_meta(output)["inputs"]:
+        place = place_of(output, source)
+        if place != output:
+            yield from outdated(place)
+
+
 def same_arguments(output: Path, arguments: dict[str, Any], free: Iterable[str] = ()) -> None:
     """Refuse to resume with other arguments, but for `free` ones, or other inputs than at first.
 
@@ -388,13 +399,20 @@ def same_arguments(output: Path, arguments: dict[str, Any], free: Iterable[str] 
     now = {"server_model": begun.get("server_model")} | recorded(arguments)
     differences = []
     for name, before in begun.items():
-        value = now.get(name, None if before else before)
-        if name in (*FREE, *free) or before == value:
+        unset = before is None or before is False or before == []
+        value = now.get(name, before if unset else None)
+        if name in (*FREE, *free):
             continue
         content = meta["inputs"].get(str(before))
-        if not (content and value and content == sha256(Path(value))):  # else it was moved
+        if content and value and files_of(Path(value)):  # an input, which may have been moved
+            if content != sha256(Path(value)):
+                change = "which has changed since" if value == before else f"not {value}"
+                differences.append(f"--{name.replace('_', '-')} {before}, {change}")
+        elif before != value:
             differences.append(f"--{name.replace('_', '-')} {before}, not {value}")
-    differences += [f"{source}, which has changed since" for source in changed_inputs(output)]
+    named = set(map(str, begun.values()))
+    others = [source for source in changed_inputs(output) if str(source) not in named]
+    differences += [f"{source}, which has changed since" for source in others]
     if differences:
         way_out = "--overwrite starts again, another --out or --run keeps both"
         raise UserError(f"{output} was begun with {', '.join(differences)}: {way_out}")

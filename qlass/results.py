@@ -106,7 +106,7 @@ class Results(Output):
         """inputs: what results are made from besides agent and QNet."""
         # A file is of one agent and one QNet, also where the methods of this call need none.
         args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
-        of_a_line = ("method", "M", "N", "select", "split", "skip")
+        of_a_line = ("method", "M", "N", "select", "split", "skip", "plain")
         super().__init__(args.out, vars(args), [args.sft, args.qnet, *inputs], of_a_line, identity)
         self.args, self.env = args, env
 

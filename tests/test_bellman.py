@@ -118,7 +118,7 @@ def label(tmp_path):
 
 
 def test_it_replaces_labels_and_nothing_else_and_leaves_nothing_half_done(label, tmp_path):
-    with pytest.raises(UserError, match="has --gamma None, not"):
+    with pytest.raises(UserError, match="not labels that bellman"):
         label(tree_by_hand(), out="trees.jsonl")
     assert (tmp_path / "trees.jsonl").read_text() == dump(tree_by_hand())
     with pytest.raises(UserError, match=r"trees\.jsonl.* has 4 of 5 nodes"):

@@ -406,3 +406,31 @@ def test_mistakes_end_in_one_line_and_code_2(capsys):
     for argv in (["--seed", "x"], ["--gamma", "2"], ["--env-option", "map="]):
         code, error = exits(lambda argv=argv: bellman.main(argv), capsys)
         assert code == 2 and argv[-1] in error
+
+
+def test_a_copy_of_the_old_input_beside_the_output_is_not_what_is_read(tmp_path):
+    """The command reads the path that it names."""
+    agent, out = tmp_path / "a" / "sft", tmp_path / "b" / "trees.jsonl"
+    for path in (agent, out):
+        path.parent.mkdir()
+    agent.write_text("old")
+    arguments = {"sft": agent, "paraphrase": 0}
+    files.write_meta(out, arguments, [agent])
+    (tmp_path / "b" / "sft").write_text("old")
+    files.same_arguments(out, arguments)
+    with pytest.raises(UserError, match="--paraphrase 0, not None"):  # a flag of another command, set to 0
+        files.same_arguments(out, {"sft": agent})
+    agent.write_text("new")
+    with pytest.raises(UserError, match="a/sft, which has changed since"):
+        files.same_arguments(out, arguments)
+
+
+def test_what_is_outdated_further_up_is_told(tmp_path):
+    agent, trees, labels = (tmp_path / name for name in ("sft", "trees.jsonl", "q_labels.jsonl"))
+    for source, output in ((agent, trees), (trees, labels)):
+        source.write_text("{}\n") if not source.exists() else None
+        output.write_text("{}\n")
+        files.write_meta(output, {}, [source])
+    assert not list(files.outdated(labels))
+    agent.write_text("new")
+    assert list(files.outdated(labels)) == [(trees, agent)]

@@ -23,7 +23,7 @@ from experiments.qval.points import exact, references
 from qlass import UserError
 from qlass.batching import Score, ask
 from qlass.chat import State, parse_action, react, uniforms
-from qlass.files import read_trees
+from qlass.files import files_of, read_trees
 from qlass.policy import Policy, load_agent
 from qlass.tiny import task_words
 from train_qnet import QNet, load_qnet, pairs_of
@@ -265,11 +265,11 @@ def available(context: Context) -> list[str]:
     others = {"judge": context.judge is not None, "truth": references(context.args.env) != ("policy",)}
 
     def is_there(part: str) -> bool:
-        return others.get(part, context.path(part).exists())
+        return others.get(part, bool(files_of(context.path(part))))
 
     return [name for name, entry in entries(context).items() if all(map(is_there, entry.needs))]
 
 
 def inputs(entry: Entry, context: Context) -> list[Path]:
     """The files and checkpoints that a score is made from."""
-    return [path for path in map(context.path, entry.needs) if path.exists()]
+    return [path for path in map(context.path, entry.needs) if files_of(path)]
