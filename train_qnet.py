@@ -141,6 +141,8 @@ class QNet(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: str | Path, plain: bool = False, **options: Any) -> QNet:
         """options: device, load_in, rendering, precision of `load_checkpoint`; room as above."""
+        if Path(folder, "config.json").exists() and not Path(folder, "qnet.json").exists():
+            raise UserError(f"{folder}: an agent, not a QNet; name the folder of train_qnet.py")
         settings = read_object(Path(folder) / "qnet.json")
         if settings["readout"] != "last":
             raise UserError(f"{folder}: its Q is the mean of the action's values, not the last one")

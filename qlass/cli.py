@@ -113,7 +113,8 @@ def at_least(low: float, kind: Callable = int, most: float = 1e30) -> Callable[[
     def number(text: str) -> Any:
         value = kind(text)  # argparse names what is none
         if not low <= value <= most:  # also refuses nan
-            raise argparse.ArgumentTypeError(f"{text}: {low:g} to {most:g} is expected")
+            bounds = f"{low:g} or more" if most == 1e30 else f"{low:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"{text}: {bounds} is expected")
         return value
 
     return number
@@ -155,14 +156,19 @@ def parse(
         env = args.env or (agent and trained_with(agent).get("env")) or "webshop"
         args.run = Path("runs") / env.rpartition(":")[2].lower()
     file = args.run / "env.json"
-    settings = read_object(file) if file.exists() else trained_with(agent or args.run / "sft")
+    begun = file.exists() and any(
+        path != file for path in args.run.glob("[!.]*")
+    )  # else a mistake's
+    named = args.env or args.env_option
+    own = begun or (file.exists() and not named)
+    settings = read_object(file) if own else trained_with(agent or args.run / "sft")
     before = in_flags(settings)
     options = args.env_option or []
     if args.env in (None, settings.get("env")):
         args.env = settings.get("env", "webshop")
         options = [*settings.get("env_option", []), *options]
     args.env_option = sorted({text.partition("=")[0]: text for text in options}.values())
-    if file.exists() and before != in_flags(vars(args)):
+    if begun and before != in_flags(vars(args)):
         reason = f"{args.run} was begun with {before}, not with {in_flags(vars(args))}"
         if not search:
             raise UserError(f"{reason}: leave the flags out, or name another --run")
@@ -189,7 +195,9 @@ def in_flags(settings: dict[str, Any]) -> str:
 def save_settings(args: argparse.Namespace) -> None:
     """Write RUN/env.json if it is not there, and no agent of another world is."""
     file, trained = args.run / "env.json", trained_with(args.run / "sft")
-    if not file.exists() and (not trained or in_flags(trained) == in_flags(vars(args))):
+    alone = not any(path != file for path in args.run.glob("[!.]*"))  # of a call that did nothing
+    same = not trained or in_flags(trained) == in_flags(vars(args))
+    if alone or (same and not file.exists()):
         file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_name(f".env.{uuid.uuid4().hex}")  # several processes may begin at once
         settings = {"env": args.env, "env_option": args.env_option}

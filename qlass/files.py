@@ -73,7 +73,13 @@ def parse_json(content: bytes, where: str) -> Any:
 
 def read_object(path: Path) -> dict:
     """The one JSON object that a file holds."""
-    return parse_json(path.read_bytes(), str(path))
+    return an_object(parse_json(path.read_bytes(), str(path)), str(path))
+
+
+def an_object(record: Any, where: str) -> dict:
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: not a JSON object")
+    return record
 
 
 def records_of(path: Path, cut: bool = False) -> Iterator[tuple[str, dict]]:
@@ -84,11 +90,12 @@ def records_of(path: Path, cut: bool = False) -> Iterator[tuple[str, dict]]:
     with open(path, "rb") as lines:
         if lines.peek(100).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             for number, record in enumerate(parse_json(lines.read(), str(path)), 1):
-                yield f"{path}: record {number}", record
+                where = f"{path}: record {number}"
+                yield where, an_object(record, where)
         for number, line in enumerate(lines, 1):
             if line.strip() and (line.endswith(b"\n") or not cut):
                 where = f"{path}:{number}"
-                yield where, parse_json(line, where)
+                yield where, an_object(parse_json(line, where), where)
 
 
 def read_jsonl(path: Path) -> Iterator[dict]:
@@ -183,7 +190,10 @@ def identity(record: dict) -> tuple:
 
 def share() -> tuple[int, int]:
     """RANK and WORLD_SIZE, as torchrun, Accelerate and job arrays set them; alone 0 and 1."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+    except ValueError:
+        raise UserError("RANK and WORLD_SIZE are whole numbers: set both, or neither") from None
 
 
 def part_of(output: Path, rank: int, world: int) -> Path:

@@ -38,7 +38,15 @@ def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[
     """device: None for this process's GPU or, without any, the CPU. precision: None for bf16 on a
     GPU and float32 on a CPU, of which few have bf16 arithmetic."""
     gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    place = torch.empty(1, device=device or (gpu if torch.cuda.is_available() else "cpu")).device
+    try:
+        place = torch.empty(
+            1, device=device or (gpu if torch.cuda.is_available() else "cpu")
+        ).device
+    except (AssertionError, RuntimeError) as error:  # no such device, or torch is without it
+        reason = str(error).split("\n")[0]
+        raise UserError(
+            f"--device {device}: {reason}: leave it out for the machine's own"
+        ) from None
     return place, PRECISIONS[precision or ("bf16" if place.type == "cuda" else "float32")]
 
 

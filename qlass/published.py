@@ -27,6 +27,7 @@ def read_trajectories(path: Path) -> Iterator[tuple[State, dict]]:
     """Yield each trajectory as a State, and its record. UserError names FILE:LINE of a bad one."""
     for where, record in records_of(path):
         turns = record.get("messages") or record.get("conversations") or []
+        turns = [turn for turn in turns if isinstance(turn, dict)]
         messages = [message(turn) for turn in turns]
         if record.get("system") and messages and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": record["system"]})

@@ -369,6 +369,7 @@ def test_a_run_keeps_its_environment(tmp_path, capsys):
         again = flags(*words)
         assert (again.env, again.env_option) == ("frozenlake", ["map=4x4"])
     assert cli.handed_on(again) == ["--run", str(tmp_path), "--seed", "0"]
+    (tmp_path / "expert.jsonl").write_text("{}")
     for words in (["--env-option", "stray=0"], ["--env-option", "map=8x8"], ["--env", "webshop"]):
         with pytest.raises(UserError, match=r"begun with --env frozenlake .*map=4x4, not with .*another --run"):
             flags("--run", str(tmp_path), *words)
@@ -423,6 +424,32 @@ def test_a_copy_of_the_old_input_beside_the_output_is_not_what_is_read(tmp_path)
     agent.write_text("new")
     with pytest.raises(UserError, match="a/sft, which has changed since"):
         files.same_arguments(out, arguments)
+
+
+def test_what_is_no_object_is_refused_where_it_stands(tmp_path):
+    path = tmp_path / "x.jsonl"
+    for text, where in (('{"a": 1}\n5\n', r"x\.jsonl:2"), ('[{"a": 1}, "b"]', "record 2")):
+        path.write_text(text)
+        with pytest.raises(UserError, match=f"{where}: not a JSON object"):
+            list(files.records_of(path))
+
+
+def test_processes_are_numbered(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "")  # of an unset variable
+    assert files.share() == (0, 1)
+    monkeypatch.setenv("RANK", "abc")
+    with pytest.raises(UserError, match="whole numbers"):
+        files.share()
+
+
+def test_the_environment_of_a_run_in_which_nothing_was_done_is_free(tmp_path):
+    run = ["--run", str(tmp_path), "--env", "frozenlake"]
+    for option in ("map=4x4", "map=8x8"):  # the first call stopped at a mistake
+        args = cli.parse(cli.parser("x"), [*run, "--env-option", option])
+        cli.save_settings(args)
+    (tmp_path / "expert.jsonl").write_text("{}")
+    with pytest.raises(UserError, match="map=8x8, not with"):
+        cli.parse(cli.parser("x"), [*run, "--env-option", "map=4x4"])
 
 
 def test_what_is_outdated_further_up_is_told(tmp_path):

@@ -147,7 +147,7 @@ def test_weights_that_a_config_asks_for_are_not_made_up(tmp_path, agent):
 
 
 def test_an_agent_is_no_qnet_and_a_qnet_no_agent(tmp_path, agent):
-    with pytest.raises(FileNotFoundError, match=r"qnet\.json"):
+    with pytest.raises(UserError, match="an agent, not a QNet"):
         QNet.from_pretrained(agent)
     qnet().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"sft"):
