@@ -258,8 +258,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
-    if args.model == "tiny":
-        args.n_expert = args.n_expert or env.demonstrations
+    if args.model == "tiny" and not args.n_expert:
+        args.n_expert = env.demonstrations
+        if args.expert:
+            print(f"{args.expert}: at most its first {args.n_expert} trajectories (--n-expert)")
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
     with training.processes(args.out, args.device) as process:
         named = args.expert is not None
