@@ -134,15 +134,15 @@ def trees_of(path: Path, required: Iterable[str]) -> Iterator[list[dict]]:
     kind = "q_labels.jsonl, which bellman.py writes" if "q" in of_root else "trees.jsonl"
     for group in groups_of(path, cut=not is_complete(path)):
         tree = [node for _, node in group]
-        known = {None}
+        parents = {None}
         for where, node in group:
             check(where, node, of_root if node is tree[0] else of_node, kind)
             task, name = node["task_id"], node["node_id"]
-            if node["parent_id"] not in known or name in known or task != tree[0]["task_id"]:
+            if node["parent_id"] not in parents or name in parents or task != tree[0]["task_id"]:
                 place = "stands before its parent, twice, or in another task's tree"
                 raise UserError(f"{where}: node {name} of task {task} {place}")
-            known.discard(None)  # the root's parent
-            known.add(name)
+            parents.discard(None)  # the root's parent
+            parents.add(name)
         yield tree
 
 
@@ -494,8 +494,8 @@ class Output:
         self.records = list(self.own)
         if self.identity:
             for file in files_of(self.output):
-                known = set(map(self.identity, self.records))
-                self.records += [r for r in whole_groups(file) if self.identity(r) not in known]
+                read = set(map(self.identity, self.records))
+                self.records += [r for r in whole_groups(file) if self.identity(r) not in read]
 
     def append(self, group: list[dict]) -> None:
         if self.file is None:
