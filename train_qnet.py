@@ -8,7 +8,7 @@
 QNet is the agent's own language model with a value head. It is regressed at *every* token of
 (s, a) onto that pair's Q-value (the tiny model's only at the last one: docs/differences.md).
 
-The readable form of the loss is `pair_loss`, and --plain trains with it, one pair at a time. But
+The readable form of the loss is `family_loss`; --plain trains with it, one pair at a time. But
 the pairs of a tree share their beginnings, and for a token with value v, which carries the loss of
 the pairs i with weights w_i = 1/n_i,
 
@@ -17,7 +17,14 @@ the pairs i with weights w_i = 1/n_i,
 So a whole tree goes through the backbone once (qlass/fast/packing.py), with W and sum_i w_i q_i for
 each token. Loss and gradients are those of its pairs one by one, at a fraction of the cost.
 
-Held-out trees (one in ten) show whether QNet can rank *siblings*: the search asks nothing else.
+Held-out trees (one in ten) show whether QNet can rank *siblings*: the search asks nothing else. But
+most of Eq. (8)'s error lies between states. With e(a) = V(s, a) - q(s, a) and n siblings,
+
+    sum_a e(a)^2 = n mean(e)^2 + sum_a (e(a) - mean(e))^2,
+
+and the second part alone can change their order. --rank-weight adds it so many times more, at the
+last tokens; the expert's actions count as any, and siblings are never split over packs. Early
+stopping then watches this part on the held-out trees.
 """
 
 from __future__ import annotations
@@ -195,6 +202,14 @@ def pairs_of(tree: list[dict]) -> Tree:
     return pairs
 
 
+def families(tree: Tree) -> list[Tree]:
+    """The pairs of a tree by state: siblings together, in the order of the first of them."""
+    of: dict[State, Tree] = {}
+    for pair in tree:
+        of.setdefault(pair.state, []).append(pair)
+    return list(of.values())
+
+
 def hold_out(trees: list[Tree]) -> tuple[list[Tree], list[Tree]]:
     """Trees to train on, and every tenth, from the first on, to validate; a tree alone is both."""
     learned = [tree for i, tree in enumerate(trees) if i % HELD_OUT]
@@ -209,20 +224,33 @@ def loss_tokens(n_prompt: int, n: int, loss_on: str = "all") -> slice:
     return slice({"all": 0, "action": n_prompt, "last": n - 1}[loss_on], n)
 
 
-def pair_loss(qnet: QNet, pair: Pair, loss_on: str = "all") -> torch.Tensor:
-    """Eq. (11) for one pair: 1/n sum_j (V_j - q)^2 over the n tokens that `loss_on` says, ()."""
-    values, n_prompt = qnet.values(pair.state, pair.action)
-    return (values[loss_tokens(n_prompt, len(values), loss_on)] - pair.q).square().mean()
+def family_loss(
+    qnet: QNet, family: Tree, loss_on: str = "all", rank_weight: float = 0.0
+) -> torch.Tensor:
+    """Eq. (11) of each pair: 1/n sum_j (V_j - q)^2 over the n tokens that `loss_on` says; and, if
+    they are siblings, rank_weight sum_a (e(a) - mean(e))^2 of their last tokens, ()."""
+    losses, last = [], []
+    for pair in family:
+        values, n_prompt = qnet.values(pair.state, pair.action)
+        errors = values - pair.q
+        losses.append(errors[loss_tokens(n_prompt, len(values), loss_on)].square().mean())
+        last.append(errors[-1])
+    e = torch.stack(last)
+    return torch.stack(losses).sum() + rank_weight * (e - e.mean()).square().sum()
 
 
 def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Namespace) -> dict:
     """Regress QNet onto the Q-values of (s, a). Returns figures for the metadata."""
     carriers = functools.partial(loss_tokens, loss_on=args.loss_on)
-    alone = 1  # token of room: each pair stands by itself
+    rank_weight = args.rank_weight
+    # What is not to be split over packs.
+    together = [families(tree) if rank_weight else [[pair] for pair in tree] for tree in trees]
+    alone = 1  # token of room: each family stands by itself
     max_tokens = alone if qnet.plain else args.max_tokens
     micro_tokens = alone if qnet.plain else args.micro_tokens
-    packs = [p for tree in trees for p in pack_pairs(qnet.chat, tree, carriers, max_tokens)]
-    progress = Progress(qnet, args, [len(pack.pairs) for pack in packs])
+    packs = [p for tree in together for p in pack_pairs(qnet.chat, tree, carriers, max_tokens)]
+    rates = {"head.": args.head_lr} if args.head_lr else {}
+    progress = Progress(qnet, args, [len(pack.pairs) for pack in packs], rates)
     accelerator, model, optimizer = progress.accelerator, progress.model, progress.optimizer
     while not progress.finished:
         model.train()
@@ -233,22 +261,24 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
             loss = 0.0
             for group, weight in progress.share(groups):  # gradient accumulation
                 if qnet.plain:
-                    (pair,) = group[0].pairs
-                    part = pair_loss(model, pair, args.loss_on) / n_pairs  # Eq. (11)
+                    (pack,) = group
+                    part = family_loss(model, list(pack.pairs), args.loss_on, rank_weight)
                 else:  # the same, at a fraction of the cost
-                    part = packed_loss(model, group) / n_pairs
+                    part = packed_loss(model, group, rank_weight)
+                part = part / n_pairs  # Eq. (11)
                 accelerator.backward(weight * part)
                 loss += part.item() if weight else 0.0
             progress.average_gradients()
             norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
             loss = progress.total(loss, norm)
-            for parameters in optimizer.param_groups:
-                parameters["lr"] = args.lr * cosine(progress.step, progress.steps)
+            for group, rate in zip(optimizer.param_groups, progress.rates, strict=True):
+                group["lr"] = rate * cosine(progress.step, progress.steps)
             optimizer.step()
             optimizer.zero_grad()
             progress.end_update(loss, tokens=sum(pack.tokens for pack in batch))
         figures = ranking(model, held_out)
-        validation = figures["mse"] if len(held_out) >= MIN_HELD_OUT else None
+        watched = figures["within_mse" if rank_weight else "mse"]
+        validation = watched if len(held_out) >= MIN_HELD_OUT else None
         progress.end_epoch(validation, **{f"held_out_{name}": v for name, v in figures.items()})
     return progress.end()
 
@@ -257,12 +287,18 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
 
 
 def ranking(qnet: QNet, trees: list[Tree]) -> dict[str, Any]:
-    """The mean square error of Q (Eq. 8) on these trees, and `sibling_accuracy`."""
+    """On these trees, of Q: the mean square error (Eq. 8), the part of it within states, and
+    `sibling_accuracy`."""
     pairs = list(itertools.chain(*trees))
     values = [q for (q,) in qnet.score([Score(p.state, (p.action,)) for p in pairs])]
     mse = sum((p.q - v) ** 2 for p, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
     scores = {(p.state, p.action): v for p, v in zip(pairs, values, strict=True)}
-    return {"mse": mse} | sibling_accuracy(trees, scores)
+    within = 0.0
+    for family in itertools.chain(*map(families, trees)):
+        errors = [scores[p.state, p.action] - p.q for p in family]
+        within += sum((e - sum(errors) / len(errors)) ** 2 for e in errors)
+    figures = {"mse": mse, "within_mse": within / max(1, len(pairs))}
+    return figures | sibling_accuracy(trees, scores)
 
 
 def policy_ranking(policy: Policy, trees: list[Tree]) -> dict[str, Any]:
@@ -292,10 +328,7 @@ def sibling_accuracy(
     figures: dict[str, Any] = {"spearman": float(spearmanr(*columns).statistic) if varied else None}
     right: dict[str, list[float]] = {"sibling": [], "own_sibling": []}
     for tree in trees:
-        families: dict[State, Tree] = {}
-        for pair in tree:
-            families.setdefault(pair.state, []).append(pair)
-        for family in families.values():
+        for family in families(tree):
             for a, b in itertools.combinations(family, 2):
                 if abs(a.q - b.q) <= gap:
                     continue
@@ -322,6 +355,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     cli.add_training(parser, PAPER, TINY, "(s, a) pairs")
     carry = "tokens that carry the loss: all (Eq. 11; tiny: last), action or last"
     add("--loss-on", choices=["all", "action", "last"], metavar="WHICH", help=carry)
+    text = "B times more loss on the differences of siblings (0: the paper)"
+    add("--rank-weight", type=at_least(0, float), default=0.0, metavar="B", help=text)
+    add("--head-lr", type=at_least(0, float), metavar="LR", help="of the value head (--lr)")
     add("--freeze", action="store_true", help="train the head alone")
     add("--plain", action="store_true", help="pair by pair: for models that read no token tree")
     add("--max-tokens", type=at_least(1), metavar="N", help="of a packed tree (4096; tiny: 1024)")

@@ -46,7 +46,7 @@ from qlass.models import load_checkpoint
 from qlass.policy import Policy
 from qlass.tiny import AIDS, tiny_model
 from sft import demonstrate
-from train_qnet import TINY, Pair, QNet, loss_tokens, pair_loss, pairs_of
+from train_qnet import TINY, Pair, QNet, family_loss, loss_tokens, pairs_of
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 TEXT = 17  # tokens of a demonstration's mean action
@@ -221,10 +221,10 @@ def epoch(net: QNet, trees: list[list[Pair]]) -> int:
     for pairs in trees:
         if net.plain:
             for pair in pairs:
-                pair_loss(net, pair).backward()
+                family_loss(net, [pair]).backward()
             tokens = net.plain_tokens
             continue
-        packs = list(pack_pairs(net.chat, pairs, loss_tokens, max_tokens=1024))
+        packs = list(pack_pairs(net.chat, [[pair] for pair in pairs], loss_tokens, max_tokens=1024))
         tokens += sum(pack.tokens for pack in packs)
         for group in batches(packs, lambda pack: pack.tokens, TINY["micro_tokens"]):
             packed_loss(net, [packs[i] for i in group]).backward()

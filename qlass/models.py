@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -238,17 +238,24 @@ def refuse_qnet(path: str | Path) -> None:
         raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
 
 
-def adamw(parameters: Iterable[nn.Parameter], lr: float, name: str = "adamw") -> Any:
-    """AdamW of what is trained, without weight decay (Table 5); "adamw8bit": moments in 8 bits."""
-    parameters = [p for p in parameters if p.requires_grad]
-    if not parameters:
+def adamw(model: nn.Module, rates: Mapping[str, float], name: str = "adamw") -> Any:
+    """AdamW of what is trained, without weight decay (Table 5); "adamw8bit": moments in 8 bits.
+
+    rates: a parameter group for each beginning of names, of which the last that fits counts.
+    """
+    groups: dict[str, list[nn.Parameter]] = {start: [] for start in rates}
+    for name_of, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[[start for start in rates if name_of.startswith(start)][-1]].append(parameter)
+    trained = [{"params": group, "lr": rates[start]} for start, group in groups.items() if group]
+    if not trained:
         raise UserError("nothing to train: all weights are frozen")
     optimizer: Any = torch.optim.AdamW
     if name == "adamw8bit":
         import bitsandbytes
 
         optimizer = bitsandbytes.optim.AdamW8bit
-    return optimizer(parameters, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
+    return optimizer(trained, weight_decay=0.0, betas=(0.9, 0.95))
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ import shutil
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import accelerate
@@ -145,8 +146,15 @@ class Progress:
     weights and their moments, and a stopped training resumes from the last state.
     """
 
-    def __init__(self, model: nn.Module, args: Namespace, sizes: Sequence[int]) -> None:
-        """sizes[i]: what example i counts in a batch."""
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Namespace,
+        sizes: Sequence[int],
+        rates: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """sizes[i]: what example i counts in a batch. rates: instead of args.lr, of the parameters
+        whose names begin so."""
         if divided() and args.optim == "adamw8bit":
             raise UserError("--optim adamw8bit: FSDP can't divide its moments; leave it out")
         self.args, self.original = args, model
@@ -159,7 +167,8 @@ class Progress:
         )
         first = self.accelerator.is_main_process
         self.model: Any = copy.deepcopy(model) if divided() and first else model
-        self.optimizer: Any = models.adamw(self.model.parameters(), args.lr, args.optim)
+        self.optimizer: Any = models.adamw(self.model, {"": args.lr, **rates}, args.optim)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]  # at their highest
         if divided():
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
         else:

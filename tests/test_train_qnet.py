@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from fakes import FakeEnv, dump, explore, run, say, tiny_backbone, training_settings, word_chat
+from hypothesis import given
+from hypothesis import strategies as st
 
 import bellman
 import build_trees
@@ -20,7 +22,7 @@ from qlass.fast.cache import PromptCache
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.policy import Policy
 from qlass.training import Progress
-from train_qnet import Pair, QNet, loss_tokens, pair_loss, pairs_of, sibling_accuracy
+from train_qnet import Pair, QNet, families, family_loss, loss_tokens, pairs_of, sibling_accuracy
 
 LOSSES = ["all", "action", "last"]
 
@@ -68,24 +70,57 @@ def test_the_loss_of_a_pair_by_hand():
     ids = net.chat.tokenizer.convert_tokens_to_ids(["<user>", "walk", "<agent>", "Action:", "left", "<end>"])
     v = net(input_ids=torch.tensor([ids]))[0].detach().numpy()
     for loss_on, tokens in (("all", v), ("action", v[3:]), ("last", v[5:])):
-        assert pair_loss(net, pair, loss_on).item() == pytest.approx(np.mean((tokens - 0.25) ** 2), rel=1e-5)
+        assert family_loss(net, [pair], loss_on).item() == pytest.approx(np.mean((tokens - 0.25) ** 2), rel=1e-5)
 
 
-@pytest.mark.parametrize("max_tokens", [10_000, 45, 1])  # one tree, several, a pair each
+def test_the_within_state_loss_of_two_siblings_by_hand():
+    net = qnet()
+    state = State((("user", "walk"),))
+    left, right = Pair(state, "Action: left", 0.25), Pair(state, "Action: right", 1.0)
+    a, b = (net.q(p.state, p.action) - p.q for p in (left, right))
+    # e - mean(e) is half the difference of two errors, once up and once down
+    for beta in (0, 4):
+        loss = family_loss(net, [left, right], "last", beta).item()
+        assert loss == pytest.approx(a**2 + b**2 + beta * (a - b) ** 2 / 2, rel=1e-4)
+    assert family_loss(net, [left], "last", 4).item() == pytest.approx(a**2, rel=1e-4)  # an only child has no rank
+
+
+@pytest.mark.parametrize("rank_weight", [0, 4])
+@pytest.mark.parametrize("max_tokens", [10_000, 45, 1])  # one tree, several, a pair or family each
 @pytest.mark.parametrize("loss_on", LOSSES)
-def test_packed_loss_and_gradients_are_those_of_the_pairs_one_by_one(loss_on, max_tokens):
+def test_packed_loss_and_gradients_are_those_of_the_pairs_one_by_one(loss_on, max_tokens, rank_weight):
     net = qnet().double()
-    plain = sum(pair_loss(net, p, loss_on).double() for p in TREE)
-    packs = list(pack_pairs(net.chat, TREE, carriers(loss_on), max_tokens))
+    together = families(TREE) if rank_weight else [[pair] for pair in TREE]
+    plain = sum(family_loss(net, family, loss_on, rank_weight).double() for family in together)
+    packs = list(pack_pairs(net.chat, together, carriers(loss_on), max_tokens))
     assert len(packs) == 1 if max_tokens == 10_000 else len(packs) > 1
-    assert [pair for pack in packs for pair in pack.pairs] == TREE
-    one = packed_loss(net, packs)
+    assert [pair for pack in packs for pair in pack.pairs] == [pair for family in together for pair in family]
+    one = packed_loss(net, packs, rank_weight)
     assert one.item() == pytest.approx(plain.item(), rel=1e-5)
     expected = gradients(net, plain)
-    for name, g in gradients(net, packed_loss(net, packs)).items():
+    for name, g in gradients(net, packed_loss(net, packs, rank_weight)).items():
         torch.testing.assert_close(g, expected[name], rtol=1e-4, atol=1e-6)
-    in_turn = sum(packed_loss(net, [p]) for p in packs)  # padding changes nothing
+    in_turn = sum(packed_loss(net, [p], rank_weight) for p in packs)  # padding changes nothing
     assert in_turn.item() == pytest.approx(one.item(), rel=1e-5)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 60))
+def test_siblings_are_never_split_over_packs(sizes, max_tokens):
+    actions = [f"Action: {word}" for word in ("left", "right", "walk", "find")]
+    tree = [
+        Pair(State((("user", "walk " * n),)), action, 0.5)
+        for n, size in enumerate(sizes, 1)
+        for action in actions[:size]
+    ]
+    mixed = sorted(tree, key=lambda pair: pair.action)
+    chat = word_chat()
+    packs = list(pack_pairs(chat, families(mixed), loss_tokens, max_tokens))
+    for pack in packs:
+        assert pack.tokens <= max_tokens or len({pair.state for pair in pack.pairs}) == 1
+        assert all(len({p.state for p, f in zip(pack.pairs, pack.family, strict=True) if f == of}) == 1
+                   for of in pack.family)  # fmt: skip
+    homes = [{id(pack) for pack in packs for p in pack.pairs if p.state == state} for state in {p.state for p in tree}]
+    assert all(len(home) == 1 for home in homes) and sum(len(pack.pairs) for pack in packs) == len(tree)
 
 
 def values_plainly(net: QNet, state: State, action: str) -> np.ndarray:
@@ -164,7 +199,8 @@ def trained(
 ):
     """Train a QNet on trees: the figures."""
     net.plain = plain
-    args = training_settings(**{"epochs": 100, "loss_on": loss_on, "max_tokens": max_tokens, **more})
+    loss = {"loss_on": loss_on, "rank_weight": 0.0, "head_lr": None}
+    args = training_settings(**{"epochs": 100, "max_tokens": max_tokens, **loss, **more})
     return train_qnet.train(net, trees, held_out, args)
 
 
@@ -188,6 +224,8 @@ def test_four_samples_are_learned_by_heart(loss_on):
     [
         ({"batch": len(TREE) + 1}, {"micro_tokens": 1}, 2 * 3),  # packs of an update at once, or one at a time
         ({"max_tokens": 1}, {"plain": True}, 2 * -(-5 * len(TREE) // 4)),  # pairs packed one by one, or plainly
+        ({"rank_weight": 4.0, "batch": len(TREE) + 1}, {"micro_tokens": 1}, 2 * 3),
+        ({"rank_weight": 4.0, "batch": 1, "max_tokens": 1}, {"plain": True}, 2 * 5 * len(families(TREE))),
     ],
 )
 def test_two_ways_that_train_alike(settings, other, updates):

@@ -17,13 +17,15 @@ from qlass.fast.token_tree import TokenTree, tree_inputs
 class PackedPairs:
     """Pairs as one token tree with, for each token, sum_i w_i and sum_i w_i q_i over the pairs through it.
 
-    20 bytes a token, beside the pairs themselves.
+    20 bytes a token, beside the pairs themselves. last, family: of each pair its last token and the number of its state.
     """
 
     pairs: tuple[Any, ...]  # train_qnet.Pair
     tree: TokenTree
     weight: np.ndarray
     weighted_q: np.ndarray
+    last: np.ndarray
+    family: np.ndarray
 
     @property
     def tokens(self) -> int:
@@ -31,35 +33,43 @@ class PackedPairs:
 
 
 def pack_pairs(
-    chat: Chat, pairs: Sequence[Any], loss_tokens: Callable[[int, int], slice], max_tokens: int
+    chat: Chat, families: Sequence[Sequence[Any]], loss_tokens: Callable[[int, int], slice], max_tokens: int
 ) -> Iterator[PackedPairs]:
-    """A tree's pairs, depth first, in token trees of at most `max_tokens` each (or of one pair that is longer).
+    """A tree's pairs, in token trees of at most `max_tokens` each (or of one family that is longer).
 
-    loss_tokens(n_prompt, n): which of the n tokens of (s, a) carry the loss.
+    families: pairs that stay together. loss_tokens(n_prompt, n): which of the n tokens of (s, a) carry the loss.
     """
-    tree, members, weights = TokenTree(), [], []
+    tree, packed, weights, last = TokenTree(), [], [], []
 
     def pack() -> PackedPairs:
+        members = [pair for family in packed for pair in family]
         weight, weighted_q = np.zeros((2, len(tree)))
         for pair, trained in zip(members, weights, strict=True):
             weight[trained] += 1 / len(trained)  # w_i = 1 / n_i
             weighted_q[trained] += pair.q / len(trained)
-        return PackedPairs(tuple(members), tree.frozen(), weight.astype(np.float32), weighted_q.astype(np.float32))
+        arrays = weight.astype(np.float32), weighted_q.astype(np.float32), np.array(last)
+        return PackedPairs(tuple(members), tree.frozen(), *arrays, np.repeat(range(len(packed)), [*map(len, packed)]))
 
-    for pair in pairs:
-        prompt = chat.prompt(pair.state)
-        ids = [*prompt, *chat.action(pair.action, pair.state.task, len(prompt))]
-        if members and len(tree) + tree.growth(ids) > max_tokens:
+    for family in families:
+        prompts = [chat.prompt(pair.state) for pair in family]
+        rows = [
+            [*prompt, *chat.action(pair.action, pair.state.task, len(prompt))]
+            for pair, prompt in zip(family, prompts, strict=True)
+        ]
+        if packed and len(tree) + tree.growth(*rows) > max_tokens:
             yield pack()
-            tree, members, weights = TokenTree(), [], []
-        members.append(pair)
-        weights.append(tree.add(ids)[loss_tokens(len(prompt), len(ids))])
-    if members:
+            tree, packed, weights, last = TokenTree(), [], [], []
+        packed.append(family)
+        for prompt, ids in zip(prompts, rows, strict=True):
+            path = tree.add(ids)
+            weights.append(path[loss_tokens(len(prompt), len(ids))])
+            last.append(path[-1])
+    if packed:
         yield pack()
 
 
-def packed_loss(qnet: Any, packs: Sequence[PackedPairs]) -> torch.Tensor:
-    """The sum of `pair_loss` over all pairs of the packs, each unique token computed once."""
+def packed_loss(qnet: Any, packs: Sequence[PackedPairs], rank_weight: float = 0.0) -> torch.Tensor:
+    """The sum of `family_loss` over all families of the packs, each unique token computed once."""
     inputs = tree_inputs(qnet.backbone, [p.tree for p in packs])
     weight, weighted_q = torch.zeros(2, *inputs["input_ids"].shape)
     for row, p in enumerate(packs):  # padded on the left, as the ids are
@@ -69,4 +79,17 @@ def packed_loss(qnet: Any, packs: Sequence[PackedPairs]) -> torch.Tensor:
     v = qnet(at=at.to(qnet.backbone.device), **inputs, use_cache=False).float()
     w, wq = weight[at].to(v.device), weighted_q[at].to(v.device)
     # sum_i w_i (v - q_i)^2 = W v^2 - 2 v sum_i w_i q_i + sum_i w_i q_i^2, the last of which sums to sum_i q_i^2
-    return (w * v.square() - 2 * wq * v).sum() + sum(sum(pair.q * pair.q for pair in p.pairs) for p in packs)
+    loss = (w * v.square() - 2 * wq * v).sum() + sum(sum(pair.q * pair.q for pair in p.pairs) for p in packs)
+    return loss + rank_weight * within_states(v, at, packs) if rank_weight else loss
+
+
+def within_states(v: torch.Tensor, at: torch.Tensor, packs: Sequence[PackedPairs]) -> torch.Tensor:
+    """sum_a (e(a) - mean(e))^2 over each family, e(a) the error at an action's last token, (). v: the values `at`."""
+    place = at.flatten().cumsum(0).view_as(at) - 1  # of a token in v; the last one of an action always has a loss
+    last = torch.cat([place[row, -len(p.tree) :][torch.from_numpy(p.last)] for row, p in enumerate(packs)])
+    q = torch.tensor([pair.q for p in packs for pair in p.pairs], device=v.device)
+    sizes = torch.from_numpy(np.concatenate([np.bincount(p.family) for p in packs])).to(v.device)
+    family = torch.repeat_interleave(sizes)  # siblings stand side by side
+    e = v[last.to(v.device)] - q
+    mean = torch.zeros_like(sizes, dtype=e.dtype).index_add(0, family, e) / sizes
+    return (e - mean[family]).square().sum()

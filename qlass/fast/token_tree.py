@@ -42,14 +42,15 @@ class TokenTree:
             path.append(after := at)
         return path
 
-    def growth(self, ids: Sequence[int]) -> int:
-        """How many tokens `add` would have to store for this sequence."""
-        after = -1
-        for i, token in enumerate(ids):
-            after = self._child.get((after, token), -2)
-            if after == -2:
-                return len(ids) - i
-        return 0
+    def growth(self, *rows: Sequence[int]) -> int:
+        """How many tokens `add` would have to store for these sequences."""
+        fresh = TokenTree()
+        for ids in rows:
+            after, i = -1, 0
+            while i < len(ids) and (child := self._child.get((after, ids[i]))) is not None:
+                after, i = child, i + 1
+            fresh.add([-2 - after, *ids[i:]])  # below the token where it leaves this tree
+        return sum(token >= 0 for token in fresh.ids)
 
     def frozen(self) -> TokenTree:
         """A copy that can be read and no longer added to, at 12 bytes a token."""
