@@ -225,3 +225,14 @@ def room_for(model: Any, gigabytes: float | None = None) -> int:
     if gigabytes is not None:
         return int(gigabytes * (1 << 30))
     return torch.cuda.mem_get_info(model.device)[0] // 4 if model.device.type == "cuda" else 2 << 30
+
+
+def batch_for(model: Any) -> int:
+    """Padded tokens of a batch: 16,384 or, on a GPU, what has its keys and values in an eighth of the free memory."""
+    config, least, most = model.config.get_text_config(), 1 << 14, 1 << 18
+    if model.device.type != "cuda" or not getattr(config, "num_attention_heads", None):
+        return least
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
+    return min(max(least, torch.cuda.mem_get_info(model.device)[0] // 8 // token), most)

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from qlass.batching import Candidate, Sample
 from qlass.chat import State, uniforms
-from qlass.fast.cache import Lists, Prompt, PromptCache, Reading, Row, room_for, tokens_of
+from qlass.fast.cache import Lists, Prompt, PromptCache, Reading, Row, batch_for, room_for, tokens_of
 from qlass.fast.token_tree import additive_masks, batches, tree_inputs, windows_of
 from qlass.fast.tries import Trie
 
@@ -50,9 +50,10 @@ class RoomyLayer(DynamicLayer):
 class FastPolicy:
     """The same candidates as `Policy.write` and `Policy.choose`, and the same log-probabilities."""
 
-    def __init__(self, policy: Any, budget: int = 16_384, cache_gb: float | None = None) -> None:
-        """budget: padded tokens of a batch. cache_gb: room for read prompts (`room_for`)."""
-        self.policy, self.model, self.chat, self.budget = policy, policy.model, policy.chat, budget
+    def __init__(self, policy: Any, budget: int | None = None, cache_gb: float | None = None) -> None:
+        """budget: padded tokens of a batch (`batch_for`). cache_gb: room for read prompts (`room_for`)."""
+        self.policy, self.model, self.chat = policy, policy.model, policy.chat
+        self.budget = budget or batch_for(self.model)
         self.cache = PromptCache(room_for(self.model, cache_gb))
         self.memory: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
 
@@ -62,7 +63,8 @@ class FastPolicy:
         def logits(inputs: dict, columns: torch.Tensor) -> torch.Tensor:  # (B, len(columns), V)
             return self.model(**inputs, logits_to_keep=columns).logits.float()
 
-        return self.cache.read(logits, self.model, self.budget, states, tails)
+        most = min(self.budget, 16_384)  # each with a number for every token of the vocabulary
+        return self.cache.read(logits, self.model, most, states, tails)
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
