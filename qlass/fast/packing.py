@@ -17,7 +17,7 @@ from qlass.fast.token_tree import TokenTree, tree_inputs
 class PackedPairs:
     """Pairs as one token tree with, for each token, sum_i w_i and sum_i w_i q_i over the pairs through it.
 
-    20 bytes a token, beside the pairs themselves. last, family: of each pair its last token and the number of its state.
+    20 bytes a token, beside the pairs themselves. last, family: of each pair the last token, and which state it is of.
     """
 
     pairs: tuple[Any, ...]  # train_qnet.Pair
