@@ -145,7 +145,7 @@ def figures(run: Path) -> Iterator[str]:
         try:
             cells = training(run, **option)
         except (UserError, torch.cuda.OutOfMemoryError) as error:
-            cells = f"{str(error).splitlines()[0]} | | "
+            cells = f"{str(error).split('. ')[0]} | | "
         yield f"| {name} | {cells} |"
 
 

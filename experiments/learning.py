@@ -136,7 +136,6 @@ def batch_of(tasks: Sequence[Any], seed: int, number: int, size: int) -> list[An
     return [tasks[i] for i in itertools.islice(order, number * size, (number + 1) * size)]
 
 
-@models.within_memory()
 def learn(
     learner: Learner, env: envs.TextEnv, iterate: Callable[[dict], dict], args: argparse.Namespace,
     inputs: Sequence[Path | None], passes: float, learned: Iterable[str | None],

@@ -312,6 +312,15 @@ def run_stage(main: Callable[[], Any]) -> None:
         hint = ": pip install it" if isinstance(error, ModuleNotFoundError) else ""
         print(f"error: {text}{hint}", file=sys.stderr)
         sys.exit(2)
+    except RuntimeError as error:
+        full = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+        full = full or "can't allocate memory" in str(error)
+        if not full or "--debug" in sys.argv:
+            raise
+        less = "--gradient-checkpointing, --lora 16 or fewer --micro-tokens where it trains"
+        less += ", fewer --in-flight or --cache-gb where it samples"
+        print(f"error: out of memory: give {less}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         text = "stopped; the same command, without --overwrite, resumes from what is written"
         print(f"\n{text}", file=sys.stderr)

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -256,16 +256,6 @@ def adamw(model: nn.Module, rates: Mapping[str, float], name: str = "adamw") -> 
 
         optimizer = bitsandbytes.optim.AdamW8bit
     return optimizer(trained, weight_decay=0.0, betas=(0.9, 0.95))
-
-
-@contextlib.contextmanager
-def within_memory() -> Iterator[None]:
-    """Name the flags that need less where a GPU lacks memory; also a decorator."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        flags = "--gradient-checkpointing, --lora 16, or fewer --micro-tokens"
-        raise UserError(f"{str(error).split('. ')[0]}: give {flags}") from None
 
 
 def ordinary(model: Any, folder: Path, adapter: Any = None, dtype: Any = None) -> Any:

@@ -94,7 +94,7 @@ def processes(out: Path, device: str | None) -> Iterator[accelerate.PartialState
     if divided() and os.environ.get("FSDP_VERSION") != "2":  # 1 can't call QNet's parts
         raise UserError("--use_fsdp: give --fsdp_version 2 beside it")
     first = process.is_main_process
-    with files.locked(out) if first else contextlib.nullcontext(), models.within_memory():
+    with files.locked(out) if first else contextlib.nullcontext():
         yield process
         if first:
             shutil.rmtree(resume_folder(out), ignore_errors=True)

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 from fakes import dump
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -402,6 +403,12 @@ def test_mistakes_end_in_one_line_and_code_2(capsys):
     assert exits(lambda: raises(UserError("x.jsonl:3: bad")), capsys) == (2, "error: x.jsonl:3: bad\n")
     assert exits(lambda: raises(PermissionError(13, "no", "x")), capsys) == (2, "error: x: no\n")
     assert exits(lambda: raises(KeyboardInterrupt()), capsys)[0] == 130
+    code, error = exits(lambda: raises(torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB. See")), capsys)
+    assert code == 2 and error.startswith("error: out of memory: give ") and "--in-flight" in error
+    code, error = exits(lambda: torch.empty(1 << 55), capsys)
+    assert code == 2 and "out of memory" in error
+    with pytest.raises(RuntimeError, match="else"):
+        cli.run_stage(lambda: raises(RuntimeError("something else")))
     with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
         cli.run_stage(lambda: 1 / 0)
     for argv in (["--seed", "x"], ["--gamma", "2"], ["--env-option", "map="]):
