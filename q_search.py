@@ -80,6 +80,7 @@ class Method:
     N: int = 1
     select: str | None = None  # "q", "oracle"; None: the first episode
     temperature: float | None = None  # None: the checkpoint's own
+    distinct: bool = False  # draw until M actions differ, 3M times at most
 
     def settings(self) -> dict[str, Any]:
         """The fields of a result line that tell methods apart."""
@@ -123,7 +124,12 @@ def episode(
     while not done:  # line 4
         key = (task_id, trial, len(steps))  # the same for all methods: paired differences
         drawn = yield ask(env, state, method.M, key, rendering, method.temperature)  # lines 5-6
-        candidates = distinct(candidate.text for candidate in drawn)
+        candidates = distinct(c.text for c in drawn)
+        while method.distinct and len(candidates) < method.M and len(drawn) < 3 * method.M:
+            again = (*key, len(drawn))
+            more = yield ask(env, state, method.M, again, rendering, method.temperature)
+            drawn = [*drawn, *more]
+            candidates = distinct(c.text for c in drawn)[: method.M]
         scores = yield from method.score(state, candidates, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
         observation, reward, terminated, truncated, _ = env.step(parse_action(action))  # line 9
@@ -190,7 +196,8 @@ def methods(args: argparse.Namespace) -> dict[str, list[Method]]:
     for name, score in scorers.items():
         plans[name] = []
         for m, n in product(args.M, args.N or [PAPER["N"]]):
-            plans[name].append(Method(name, score, m, n, args.select if n > 1 else None))
+            select = args.select if n > 1 else None
+            plans[name].append(Method(name, score, m, n, select, distinct=args.distinct))
     return plans
 
 
@@ -206,6 +213,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("-M", nargs="+", type=at_least(1), default=[PAPER["M"]], help="candidates per step (2)")
     add("-N", nargs="+", type=at_least(1), help="episodes per task (default: 1; best_of_n: 4)")
     add("--select", choices=["q", "oracle"], default="q", help="which of N counts (default: q)")
+    add("--distinct", action="store_true", help="draw until M actions differ, 3M times at most")
     add("--split", default="test", help="tasks to play (default: %(default)s)")
     add("--limit", type=at_least(0), default=400, metavar="N", help="tasks (400; 0: all)")
     add("--skip", type=at_least(0), default=0, metavar="N", help="leave out the first N tasks")

@@ -124,7 +124,9 @@ def plan_of(env: envs.TextEnv, args: argparse.Namespace) -> list[Method]:
     plans = q_search.methods(args)
     for name, score in ORACLES.items():
         sizes = product(args.M, args.N or [1])
-        plans[name] = [InEnv(name, score, m, n, args.select if n > 1 else None) for m, n in sizes]
+        plans[name] = [
+            InEnv(name, score, m, n, args.select if n > 1 else None, distinct=args.distinct) for m, n in sizes
+        ]
     plans |= {
         "oracle": [Variant("oracle")],
         "expert": [Variant("oracle" if env.omniscient else "expert")],  # who knows more than the pages is an oracle
