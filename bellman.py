@@ -108,7 +108,8 @@ def main(argv: list[str] | None = None) -> None:
         if now != there and not args.overwrite:
             conflict = f"{args.out} has --{name} {there}, not {now}"
             raise UserError(f"{conflict}: --overwrite, or another --out")
-    count = Counter(trees=0, nodes=0, flat_trees=0)
+    # siblings: states with several actions; of these those whose q differ teach QNet to rank
+    count = Counter(trees=0, nodes=0, flat_trees=0, siblings=0, unequal_siblings=0)
     tasks: list[str] = []
 
     def labels() -> Iterator[dict]:
@@ -118,6 +119,11 @@ def main(argv: list[str] | None = None) -> None:
             count.update(trees=1, nodes=len(nodes))
             if all(node["q"] == 0 for node in nodes):
                 count["flat_trees"] += 1
+            for children in children_of(nodes):
+                if len(children) > 1:
+                    count["siblings"] += 1
+                if len({nodes[i]["q"] for i in children}) > 1:
+                    count["unequal_siblings"] += 1
             yield from nodes
         if not count["trees"]:
             raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -217,13 +217,18 @@ def count_cut_prompts(root: Node, chat: Chat) -> int:
 
 
 def metrics(records: list[dict]) -> dict[str, Any]:
-    """For the metadata: counts, and the mean reward of the agent's leaves."""
+    """For the metadata: counts, and the mean reward of the agent's leaves.
+
+    contrasts: of the states that have actions in the tree, the share with more than one.
+    """
     rewards = [node["reward"] for node in records if node["done"] and node["source"] == "policy"]
+    actions = Counter((node["task_id"], node["parent_id"]) for node in records if node["depth"])
     return {
         "trees": len({node["task_id"] for node in records}),
         "nodes": len(records),
         "leaves": len(rewards),
         "mean_leaf_reward": sum(rewards) / max(1, len(rewards)),
+        "contrasts": len([n for n in actions.values() if n > 1]) / max(1, len(actions)),
     }
 
 

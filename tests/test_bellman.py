@@ -134,6 +134,7 @@ def test_the_command_keeps_every_line_and_adds_q(label, tmp_path, capsys):
     assert [n["q_raw"] for n in written] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2, 0.0, 0.0])
     meta = json.loads((tmp_path / "labels.meta.json").read_text())
     assert (meta["trees"], meta["nodes"], meta["flat_trees"]) == (2, 7, 1)
+    assert (meta["siblings"], meta["unequal_siblings"]) == (2, 2)
     assert "1 of them with all values equal" in capsys.readouterr().out
     more = [n | {"task_id": "v"} for n in flat]
     assert len(label([*tree_by_hand(), *flat, *more], "--gamma", "0.5")) == 9

@@ -273,7 +273,11 @@ def test_the_file_is_the_same_wherever_a_run_was_stopped(build, tmp_path, monkey
     for cut in (0, 1, ends[0], ends[0] + 1, first - 1, first, first + 1, len(whole) // 2, len(whole) - 1, len(whole)):
         (tmp_path / "trees.jsonl").write_bytes(whole[:cut])
         assert build() == whole
-    assert json.loads((tmp_path / "trees.meta.json").read_text())["nodes"] == sum(trees)  # of all in the file
+    meta = json.loads((tmp_path / "trees.meta.json").read_text())
+    assert meta["nodes"] == sum(trees)  # of all in the file
+    parents = [(node["task_id"], node["parent_id"]) for node in map(json.loads, whole.splitlines()) if node["depth"]]
+    several = {parent for parent in parents if parents.count(parent) > 1}
+    assert meta["contrasts"] == pytest.approx(len(several) / len(set(parents))) and 0 < meta["contrasts"] < 1
     monkeypatch.setattr(FakeEnv, "side_by_side", 1)
     assert build(out="one.jsonl") == whole  # whatever the batch size
     assert build("--seed", "1", out="other.jsonl") != whole
