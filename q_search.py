@@ -38,6 +38,7 @@ from qlass.chat import Chat, Rendering, State, parse_action, uniforms
 from qlass.cli import add_sampling, at_least, find_or_make, must_exist, parse, parser, run_stage
 from qlass.policy import load_agent
 from qlass.results import Results, outcome_of
+from qlass.show import show
 from train_qnet import load_qnet
 
 PAPER = {"M": 2, "N": 1}  # App. A.2
@@ -81,6 +82,7 @@ class Method:
     select: str | None = None  # "q", "oracle"; None: the first episode
     temperature: float | None = None  # None: the checkpoint's own
     distinct: bool = False  # draw until M actions differ, 3M times at most
+    show: bool = False  # print each step
 
     def settings(self) -> dict[str, Any]:
         """The fields of a result line that tell methods apart."""
@@ -136,6 +138,8 @@ def episode(
         done = terminated or truncated
         observation, reward = env.message(observation), env.outcome(reward, done)
         steps.append(Step(state, drawn, candidates, scores, action, observation, reward))
+        if method.show:
+            show(steps[-1], len(steps), done)
         state = state.then(action, observation)  # line 10
     return steps
 
@@ -214,6 +218,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("-N", nargs="+", type=at_least(1), help="episodes per task (default: 1; best_of_n: 4)")
     add("--select", choices=["q", "oracle"], default="q", help="which of N counts (default: q)")
     add("--distinct", action="store_true", help="draw until M actions differ, 3M times at most")
+    add("--show", action="store_true", help="print episodes as they are played, one at a time")
     add("--split", default="test", help="tasks to play (default: %(default)s)")
     add("--limit", type=at_least(0), default=400, metavar="N", help="tasks (400; 0: all)")
     add("--skip", type=at_least(0), default=0, metavar="N", help="leave out the first N tasks")
@@ -226,7 +231,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--device")
     add_sampling(flags)
     args = parse(flags, argv, search=True)
-    args.out = args.out or args.run / "results.jsonl"
+    args.out = args.out or args.run / ("shown.jsonl" if args.show else "results.jsonl")
+    if args.show:
+        args.overwrite, args.in_flight = True, 1
     return args
 
 
@@ -252,7 +259,10 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env, tasks = environment(args)
     by_name = methods(args)
-    plan = dict.fromkeys(chain.from_iterable(by_name[name] for name in args.method))  # each once
+    named = chain.from_iterable(by_name[name] for name in args.method)
+    plan = dict.fromkeys(
+        dataclasses.replace(method, show=args.show) for method in named
+    )  # each once
     with_q = any(method.score is by_q or method.select == "q" for method in plan)
     chat, models = load(args, env, with_q)
     Results(args, env).play(tasks, plan, partial(play, chat=chat, sampled={}), models)

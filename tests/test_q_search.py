@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import shutil
 from functools import partial
 
@@ -14,6 +15,7 @@ from qlass import UserError
 from qlass.batching import Sample, Score
 from qlass.chat import parse_action
 from qlass.files import read_jsonl
+from qlass.show import bar
 
 CHAT = word_chat()
 GREEDY = Method("greedy", temperature=0.0)
@@ -222,6 +224,26 @@ def search(tmp_path, agent, value_net, fake_world):
 
 
 ALL = ("--method", "greedy", "sample", "best_of_n", "random", "likeliest", "qlass", "-M", "2", "3", "-N", "1", "2")
+
+
+def test_an_episode_is_shown_as_it_is_played(search, capsys):
+    (record,) = search("--method", "qlass", "-M", "3", "--limit", "1", "--show")
+    shown = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    steps = record["n_steps"]
+    assert shown[0] == record["task"] and shown[-1] == f"reward {record['reward']:.3g} after {steps} steps"
+    assert [line for line in shown if line.startswith("step ")] == [f"step {n}" for n in range(1, steps + 1)]
+    taken = [line.split()[1] for line in shown if line.startswith("  > ")]
+    assert taken == [parse_action(step["action"]) for step in record["steps"]]
+    numbers = [float(line.split()[-1]) for line in shown[shown.index("step 1") + 2 : shown.index("step 2")]]
+    assert numbers == pytest.approx([c["q"] for c in record["steps"][0]["candidates"]], abs=1e-3)
+    assert not any("\033" in line for line in shown)  # plain in a pipe
+
+
+@pytest.mark.parametrize(
+    ("score", "drawn"), [(0.5, "█" * 12 + " " * 12 + " 0.500"), (-3.0, " " * 24 + " -3.000"), (math.nan, "")]
+)
+def test_a_bar_is_as_long_as_its_q(score, drawn):
+    assert bar(score) == drawn
 
 
 def test_tasks_played_before_are_skipped_and_one_file_can_hold_both(search):

@@ -1,0 +1,54 @@
+"""An episode on the terminal, step by step, for `q_search.py --show`."""
+
+from __future__ import annotations
+
+import math
+import sys
+import textwrap
+from typing import TYPE_CHECKING
+
+from qlass.chat import parse_action
+
+if TYPE_CHECKING:
+    from q_search import Step
+
+WIDTH = 100  # columns
+BAR = 24  # columns of a bar from Q = 0 to 1
+WORD = 48  # columns of an action
+
+
+def paint(text: str, code: str) -> str:
+    """In colour on a terminal, plain in a pipe."""
+    return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() else text
+
+
+def bar(score: float) -> str:
+    """A score as a bar and a number; a log-probability, below 0, has no bar."""
+    if not math.isfinite(score):
+        return ""
+    return f"{'█' * round(BAR * min(max(score, 0.0), 1.0)):{BAR}} {score:.3f}"
+
+
+def lines_of(step: Step, number: int) -> list[str]:
+    """What the agent read, its candidates with their scores, the one taken."""
+    page = step.state.messages[-1][1].replace(step.state.task or "\n", "...")  # it stands above
+    page = textwrap.shorten(page, 2 * WIDTH, placeholder=" ...")
+    lines = [
+        paint(f"step {number}", "1"),
+        *textwrap.wrap(page, WIDTH, initial_indent="  ", subsequent_indent="  "),
+    ]
+    for action, score in zip(step.candidates, step.scores, strict=True):
+        taken = action == step.action
+        word = textwrap.shorten(parse_action(action), WORD, placeholder=" ...")
+        line = f"{'>' if taken else ' '} {word:{WORD}} {bar(score)}".rstrip()
+        lines.append(f"  {paint(line, '32') if taken else line}")
+    return lines
+
+
+def show(step: Step, number: int, done: bool) -> None:
+    """Print step `number` of an episode, from 1; at its end the reward too."""
+    if number == 1:
+        print(paint(step.state.task or "a new episode", "1;36"))
+    print("\n".join(lines_of(step, number)), flush=True)
+    if done:
+        print(f"{paint(f'reward {step.reward:.3g}', '1;36')} after {number} steps\n", flush=True)
