@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import envs
+from docs import episode_svg
 from docs.tree_svg import draw
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,7 +129,16 @@ def pictures() -> dict[str, str]:
         return draw(tree, words, ["", *(f"{node['q']:.2f}" for node in tree[1:])], fills)
 
     grown = draw(lake, moves, branches, ends)
-    return {"lake_tree.svg": grown, "lake_q.svg": by_q(lake, moves), "shop_q.svg": by_q(shop, clicks)}
+    played = steps("lake", "qlass")
+    cells = ["03", *(cell(step["observation"]) for step in played[:-1])]
+    titles = [f"step {n}, cell {here}" for n, here in enumerate(cells, 1)]
+    episode = episode_svg.draw(played, titles, move, "The goal: reward 1 after 8 steps.")
+    return {
+        "episode.svg": episode,
+        "lake_tree.svg": grown,
+        "lake_q.svg": by_q(lake, moves),
+        "shop_q.svg": by_q(shop, clicks),
+    }
 
 
 def find(name: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 WIDTH = 100  # columns
 BAR = 24  # columns of a bar from Q = 0 to 1
-WORD = 48  # columns of an action
+WORD = 48  # columns of an action, at most
 
 
 def paint(text: str, code: str) -> str:
@@ -37,10 +37,11 @@ def lines_of(step: Step, number: int) -> list[str]:
         paint(f"step {number}", "1"),
         *textwrap.wrap(page, WIDTH, initial_indent="  ", subsequent_indent="  "),
     ]
-    for action, score in zip(step.candidates, step.scores, strict=True):
+    words = [textwrap.shorten(parse_action(a), WORD, placeholder=" ...") for a in step.candidates]
+    column = max(map(len, words))
+    for action, word, score in zip(step.candidates, words, step.scores, strict=True):
         taken = action == step.action
-        word = textwrap.shorten(parse_action(action), WORD, placeholder=" ...")
-        line = f"{'>' if taken else ' '} {word:{WORD}} {bar(score)}".rstrip()
+        line = f"{'>' if taken else ' '} {word:{column}}  {bar(score)}".rstrip()
         lines.append(f"  {paint(line, '32') if taken else line}")
     return lines
 
