@@ -20,7 +20,7 @@ from pathlib import Path
 
 from qlass import UserError
 from qlass.cli import at_least, find_or_make, parse, parser, run_stage
-from qlass.files import locked, read_jsonl, read_meta, read_trees, write_jsonl, write_meta
+from qlass.files import locked, read_jsonl, read_trees, same_arguments, write_jsonl, write_meta
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 
@@ -80,6 +80,17 @@ def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
     return [node | {"q_raw": value, "q": scaled} for node, value, scaled in values]
 
 
+def counts_of(nodes: list[dict]) -> dict[str, int]:
+    """Of a labelled tree. Siblings with unequal q are what teaches QNet to rank."""
+    families = [
+        {nodes[i]["q"] for i in children} for children in children_of(nodes) if children[1:]
+    ]
+    unequal = [values for values in families if len(values) > 1]
+    flat = all(node["q"] == 0 for node in nodes)
+    counts = {"trees": 1, "nodes": len(nodes), "flat_trees": int(flat)}
+    return counts | {"siblings": len(families), "unequal_siblings": len(unequal)}
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = parser(__doc__)
     add = flags.add_argument
@@ -97,33 +108,18 @@ def main(argv: list[str] | None = None) -> None:
     started = time.time()
     args.trees = find_or_make(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
-    del args.precision  # no label depends on it: it is not compared
-    first = next(read_jsonl(args.out), None) if args.out.exists() else None
-    if first and "q_raw" not in first:
+    if args.out.exists() and "q_raw" not in next(read_jsonl(args.out), {"q_raw": 0}):
         raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
-    old = read_meta(args.out)["arguments"]
-    for name in PAPER:  # more trees only add labels; other settings would change those there
-        now = getattr(args, name)
-        there = old.get(name, now)
-        if now != there and not args.overwrite:
-            conflict = f"{args.out} has --{name} {there}, not {now}"
-            raise UserError(f"{conflict}: --overwrite, or another --out")
-    # siblings: states with several actions; of these those whose q differ teach QNet to rank
-    count = Counter(trees=0, nodes=0, flat_trees=0, siblings=0, unequal_siblings=0)
+    if not args.overwrite:  # more trees only add labels; other settings would change those there
+        same_arguments(args.out, vars(args), free=["trees", "precision"])
+    count: Counter[str] = Counter()
     tasks: list[str] = []
 
     def labels() -> Iterator[dict]:
         for tree in read_trees(args.trees, NEEDS.get(args.target, [])):  # one in memory at a time
             nodes = label(tree, args.target, args.gamma)
             tasks.append(tree[0]["task_id"])
-            count.update(trees=1, nodes=len(nodes))
-            if all(node["q"] == 0 for node in nodes):
-                count["flat_trees"] += 1
-            for children in children_of(nodes):
-                if len(children) > 1:
-                    count["siblings"] += 1
-                if len({nodes[i]["q"] for i in children}) > 1:
-                    count["unequal_siblings"] += 1
+            count.update(counts_of(nodes))
             yield from nodes
         if not count["trees"]:
             raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")

@@ -138,7 +138,7 @@ def test_the_command_keeps_every_line_and_adds_q(label, tmp_path, capsys):
     assert "1 of them with all values equal" in capsys.readouterr().out
     more = [n | {"task_id": "v"} for n in flat]
     assert len(label([*tree_by_hand(), *flat, *more], "--gamma", "0.5")) == 9
-    with pytest.raises(UserError, match=r"has --gamma 0\.5, not 0\.9"):
+    with pytest.raises(UserError, match=r"begun with --gamma 0\.5, not 0\.9"):
         label(flat)
 
 
