@@ -273,6 +273,7 @@ def main(argv: list[str] | None = None) -> None:
                 collect(env, args.expert, args.n_expert, world)
             process.wait_for_everyone()
         states = published.demonstrations(env, args.expert, args.n_expert)
+        cli.tell_fewer(args, "n_expert", len(states), "demonstrations")
         model, chat, adapter = load(args, env, states)
         if named:  # else they begin with the environment's own messages
             first = published.first_messages(env, states)

@@ -406,6 +406,7 @@ def main(argv: list[str] | None = None) -> None:
         for tree in labelled:
             tasks.append(tree[0]["task_id"])
             trees.append(pairs_of(tree))
+        cli.tell_fewer(args, "limit", len(trees), "trees")
         qnet, adapter = load(args, loading)
         if not training.begin(args, [args.labels, args.sft]):
             return

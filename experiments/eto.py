@@ -36,7 +36,7 @@ from qlass.chat import Chat, Rendering, State, parse_action
 from qlass.cli import at_least, find_or_make, parse, run_stage
 from qlass.files import cloned_from, read_trees
 from qlass.policy import Policy
-from qlass.published import actions_by_task, agreed, tasks_of
+from qlass.published import actions_by_task, tasks_of, written
 from train_qnet import Pair, pairs_of
 
 LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY
@@ -49,11 +49,6 @@ class Preference(NamedTuple):
 
     win: list[Decision]
     lose: list[Decision]
-
-
-def written(messages: Sequence[tuple[str, str]]) -> list[str]:
-    """What the agent wrote, after the layout's "OK"."""
-    return [content for role, content in messages if role == "assistant"][agreed(messages) :]
 
 
 def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, actions: Sequence[str]) -> list[Decision]:

@@ -29,11 +29,11 @@ import sft
 from q_search import Method, by_q, episode
 from qlass import UserError, files
 from qlass.batching import Sample, Score, drive
-from qlass.chat import Chat
-from qlass.cli import add_sampling, at_least, find_or_make, handed_on, parse, parser, run_stage
+from qlass.chat import Chat, State, without_thinking
+from qlass.cli import add_sampling, at_least, find_or_make, handed_on, parse, parser, run_stage, tell_fewer
 from qlass.files import Output, read_trees
 from qlass.policy import load_agent
-from qlass.published import read_trajectories
+from qlass.published import read_trajectories, written
 from qlass.results import costs_of
 from train_qnet import load_qnet, states_of
 
@@ -91,12 +91,20 @@ def best_branch(tree: list[dict]) -> dict | None:
 
 
 def kept(lines: Iterable[dict], threshold: float, expert: Iterable[dict]) -> list[dict]:
-    """The distinct trajectories that earned enough and are not the expert's; "source" tells them from those."""
+    """The distinct trajectories that earned enough and are not the expert's; "source" tells them from those.
+
+    None holds an empty reply, or one whose thought was cut: sft.py takes no such demonstrations.
+    """
     shown = {json.dumps(line["messages"]) for line in expert}
     good = {json.dumps(line["messages"]): line for line in lines if line["reward"] >= threshold - 1e-9}
     new = [line for text, line in good.items() if text not in shown]
+    new = [line for line in new if all(without_thinking(text).strip() for text in replies(line))]
     fields = ("task_id", "env", "task", "messages", "reward")
     return [{key: line[key] for key in fields} | {"source": "policy"} for line in new]
+
+
+def replies(line: dict) -> list[str]:
+    return written(State.load(line["messages"], "").messages)
 
 
 def demonstrations(checkpoint: Path, env: str) -> list[dict]:
@@ -165,6 +173,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         args.qnet = find_or_make(args.qnet, args.run / "qnet", "train_qnet", args) if args.method == "qlass" else None
         tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
+        tell_fewer(args, "limit", len(tasks), "tasks")
         path = args.run / f"self_train-{args.name}.rollouts.jsonl"
         free = ["threshold", "no_train", "plain"]
         settings = vars(args) | {"out": path}

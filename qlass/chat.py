@@ -59,13 +59,23 @@ def react(thought: str, action: str) -> str:
     return f"Thought: {thought}\nAction: {action}" if thought else f"Action: {action}"
 
 
-def parse_action(text: str) -> str:
-    """The executable part: what follows the first "Action:" or, without one, the whole text.
+def without_thinking(text: str) -> str:
+    """What a model says, after its <think>; nothing if that has no end."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
 
-    Actions with equal executable parts are one child of a node ("child nodes that differ", Alg. 2).
-    Capitals and spaces count, as in the engines. The environment answers to what it cannot do.
+
+def parse_action(text: str) -> str:
+    """The executable part, for every stage: what follows "Action:" or, without one, the whole text.
+
+    A thought may hold "Action:", in <think> or not, and so may an action. The last one that begins
+    a line counts or, if none does, the last. Actions with equal executable parts are one child of a
+    node ("child nodes that differ", Alg. 2). Capitals and spaces count, as in the engines. The
+    environment answers to what it cannot do.
     """
-    return text.split("Action:", 1)[-1].strip()
+    said = without_thinking(text)
+    at_line_starts = re.split(r"(?m)^\s*Action:", said)
+    parts = at_line_starts if len(at_line_starts) > 1 else said.split("Action:")
+    return parts[-1].strip()
 
 
 def uniforms(n: int, *key: Hashable) -> np.ndarray:
@@ -276,9 +286,7 @@ class Chat:
         A thought that was cut before its end is no action, whatever it holds.
         """
         if self.rendering.think:
-            if "<think>" in text and "</think>" not in text:
-                return ""
-            text = self.controls.sub("", text.rpartition("</think>")[2])
+            text = self.controls.sub("", without_thinking(text))
         return self.aids.unmark(any_of(self.rendering.stop).split(text)[0]).strip()
 
     def prompt_tokens(self, state: State) -> list[list[int]]:

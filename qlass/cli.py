@@ -286,11 +286,20 @@ def find_or_make(named: Path | None, default: Path, stage: str, args: argparse.N
     return default
 
 
-def my_share(tasks: list[str]) -> list[str]:
+def tell_fewer(args: argparse.Namespace, name: str, found: int, what: str) -> None:
+    """A line if a flag that was given asks for more than there are."""
+    flag, asked = f"--{name.replace('_', '-')}", getattr(args, name, None) or 0
+    given = any(word.partition("=")[0] == flag for word in args.argv)
+    if given and asked > found and share()[0] == 0:
+        print(f"{flag} {asked}: there are {found} {what}")
+
+
+def my_share(tasks: list[str], args: argparse.Namespace) -> list[str]:
     """The tasks of this process: from the RANK-th on, every WORLD_SIZE-th."""
     rank, world = share()
     if not tasks:
         raise UserError("no tasks are left: mind --split, --skip and --limit")
+    tell_fewer(args, "limit", len(tasks), "tasks")
     if not 0 <= rank < world <= max(1, len(tasks)):
         raise UserError(f"RANK {rank}, WORLD_SIZE {world}: no share of {len(tasks)} tasks")
     return tasks[rank::world]

@@ -34,14 +34,24 @@ NUMBERS = ("reward", "q", "q_raw")
 CONDITION = ("split", "M", "N", "select", "player")  # of a result, besides task and method
 
 
-def is_chat(messages: list[dict]) -> bool:
-    """Whether user and assistant take turns, the user first, after at most one system message."""
-    roles = [message["role"] for message in messages]
-    if roles[:1] == ["system"]:
-        roles = roles[1:]
-    turns = ["user", "assistant"] * len(roles)
-    texts = all(isinstance(message["content"], str) for message in messages)
-    return texts and bool(roles) and roles == turns[: len(roles)]
+def chat_fault(messages: Any) -> str:
+    """Why this is no list of turns of user and assistant; empty if it is.
+
+    The user is first, after at most one system message.
+    """
+    if not isinstance(messages, list):
+        return "no list of turns (json.loads reads JSON text)"
+    turns = ["user", "assistant"] * len(messages)
+    if messages and isinstance(messages[0], dict) and messages[0].get("role") == "system":
+        turns.insert(0, "system")
+    for number, (turn, role) in enumerate(zip(messages, turns, strict=False), 1):
+        if not isinstance(turn, dict):
+            return f"turn {number} is no object with role and content"
+        if turn.get("role") != role:
+            return f"turn {number} is of {turn.get('role')!r:.20}, not of {role}"
+        if not isinstance(turn.get("content"), str):
+            return f"the content of turn {number} is {turn.get('content')!r:.40}, which is no text"
+    return "" if "user" in turns[: len(messages)] else "no turns"
 
 
 def check(where: str, record: dict, required: Iterable[str], kind: str) -> None:
@@ -50,8 +60,8 @@ def check(where: str, record: dict, required: Iterable[str], kind: str) -> None:
     for name in NUMBERS:
         if not isinstance(record.get(name, 0), int | float):
             mistakes.append(f"{name} can't be {record[name]!r:.40}")
-    if "messages" in record and not is_chat(record["messages"]):
-        mistakes.append("messages are no chat of user and assistant in turns")
+    if fault := "messages" in record and chat_fault(record["messages"]):
+        mistakes.append(f"messages are no chat of user and assistant in turns ({fault})")
     if mistakes:
         raise UserError(f"{where}: {mistakes[0]}; is this a {kind}?")
 
@@ -63,11 +73,25 @@ def finite(text: str) -> float:
     return float(text)
 
 
+def unique(fields: list[tuple[str, Any]]) -> dict:
+    """A JSON object. Python would keep the last of several fields of one name."""
+    record = dict(fields)
+    if len(record) < len(fields):
+        names = [name for name, _ in fields]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice} stands twice in an object")
+    return record
+
+
 def parse_json(content: bytes, where: str) -> Any:
+    numbers: Any = {"parse_float": finite, "parse_constant": finite}
     try:
         text = content.decode("utf-8-sig")
-        return json.loads(text, parse_float=finite, parse_constant=finite)
-    except ValueError as error:
+        value = json.loads(text, object_pairs_hook=unique, **numbers)
+        if "\\ud" in text.lower():  # half a character, which no tokenizer and no file takes
+            dumps(value).encode()
+        return value
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({error})") from None
 
 
@@ -78,7 +102,8 @@ def read_object(path: Path) -> dict:
 
 def an_object(record: Any, where: str) -> dict:
     if not isinstance(record, dict):
-        raise UserError(f"{where}: not a JSON object")
+        kind = type(record).__name__
+        raise UserError(f"{where}: not a JSON object, but a {kind}")
     return record
 
 

@@ -6,42 +6,95 @@ Theirs has `conversations` of {"from", "value"}, as a JSON list or as JSON Lines
 
 from __future__ import annotations
 
+import codecs
 import functools
 import itertools
+import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from qlass import UserError
-from qlass.chat import State
-from qlass.files import is_chat, read_meta, records_of
+from qlass.chat import State, without_thinking
+from qlass.files import chat_fault, read_meta, records_of
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
 TURN = {"role", "content", "from", "value"}  # fields of a turn
+CALLS = ("tool_calls", "function_call")  # fields of a turn that acts, but not by its text
 RECORD = {"messages", "conversations", "system", "task_id", "id", "game_file", "task"}
 RECORD |= {"reward", "env", "source"}  # fields of a trajectory that are read
+LAYOUT = "(data/README.md shows the layout)"
+AGREEMENT = re.compile(r"\s*(ok|okay|sure|understood)\b", re.IGNORECASE)
+
+
+def records(path: Path) -> Iterator[tuple[str, dict]]:
+    """`records_of` a file of demonstrations. UserError for a table and for an empty file."""
+    with open(path, "rb") as file:
+        begin = file.read(1000).removeprefix(codecs.BOM_UTF8).lstrip()
+    if begin[:1] not in (b"[", b"{", b""):
+        way_out = "of a table, pandas' to_json(orient='records', lines=True) writes it"
+        raise UserError(f"{path}: neither JSON nor JSON Lines in UTF-8: {way_out}")
+    empty = True
+    try:
+        for line in records_of(path):
+            yield line
+            empty = False
+    except UserError as error:
+        raise UserError(f"{error} {LAYOUT}") from None
+    if empty:
+        raise UserError(f"{path}: holds no demonstration {LAYOUT}")
 
 
 def read_trajectories(path: Path) -> Iterator[tuple[State, dict]]:
     """Yield each trajectory as a State, and its record. UserError names FILE:LINE of a bad one."""
-    for where, record in records_of(path):
+    for where, record in records(path):
         turns = record.get("messages") or record.get("conversations") or []
-        turns = [turn for turn in turns if isinstance(turn, dict)]
-        messages = [message(turn) for turn in turns]
-        if record.get("system") and messages and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": record["system"]})
-        if not is_chat(messages) or len(messages) < 2:
-            layout = "data/README.md shows the layout"
-            raise UserError(f"{where}: no chat of user and assistant in turns ({layout})")
+        messages = list(map(message, turns)) if isinstance(turns, list) else turns
+        fault = tool_call(turns) or chat_fault(messages) or demonstration_fault(record, messages)
+        if fault:
+            raise UserError(f"{where}: no chat of user and assistant in turns: {fault} {LAYOUT}")
         for name in sorted(set(record).union(*turns) - RECORD - TURN):
             note(f"{path}: not used: {name}")
+        if record.get("system") and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": record["system"]})
         yield State.load(messages, record.get("task") or ""), record
 
 
-def message(turn: dict) -> dict:
-    role = turn.get("role") or turn.get("from") or ""
-    return {"role": ROLES.get(role, role), "content": turn.get("content", turn.get("value"))}
+def tool_call(turns: Any) -> str:
+    """That a turn acts, but not by its text; empty if none does."""
+    for number, turn in enumerate(turns if isinstance(turns, list) else [], 1):
+        if isinstance(turn, dict) and any(map(turn.get, CALLS)):
+            return f"turn {number} acts by a tool call: write the action into its content, as text"
+    return ""
+
+
+def message(turn: Any) -> Any:
+    """A turn as {"role", "content"}; what is no turn, as it is."""
+    if not isinstance(turn, dict):
+        return turn
+    role = turn.get("role") or turn.get("from")
+    return {"role": ROLES.get(str(role), role), "content": turn.get("content", turn.get("value"))}
+
+
+def demonstration_fault(record: dict, messages: list[dict]) -> str:
+    """Why a chat is no demonstration that can be cloned and replayed; empty if it is."""
+    if record.get("messages") and record.get("conversations"):
+        return "it has messages and conversations: leave one"
+    for name in ("system", "task"):
+        if not isinstance(record.get(name) or "", str):
+            return f"{name} is no text"
+    first = messages[0]
+    if first["role"] == "system" and (record.get("system") or first["content"]) != first["content"]:
+        return "its system text and its first turn are two system messages: leave one"
+    if not isinstance(record.get("reward"), int | float | None):
+        return f"reward can't be {record['reward']!r:.40}"
+    actions = written([(turn["role"], turn["content"]) for turn in messages])
+    if not actions:
+        return "the assistant does nothing"
+    if silent := [text for text in actions if not without_thinking(text).strip()]:
+        return f"the assistant writes {silent[0]!r:.40}, which is no action"
+    return ""
 
 
 @functools.cache
@@ -56,11 +109,16 @@ def agreed(messages: Iterable[tuple[str, str]]) -> int:
     ETO has "OK" there, AgentGym a longer sentence, and the first observation follows. Otherwise
     they are an action.
     """
-    users = sum(role == "user" for role, _ in messages)
-    first, *later = [text for role, text in messages if role == "assistant"]
-    if users < 2 or "Action:" in first:
+    users = [text for role, text in messages if role == "user"]
+    first, *later = [text for role, text in messages if role == "assistant"] or [""]
+    if len(users) < 2 or "Action:" in first:
         return 0
-    return int(len(first) < 10 or any("Action:" in text for text in later))
+    return int(bool(AGREEMENT.match(first)) or any("Action:" in text for text in later))
+
+
+def written(messages: Sequence[tuple[str, str]]) -> list[str]:
+    """What the agent wrote after it agreed: its actions."""
+    return [text for role, text in messages if role == "assistant"][agreed(messages) :]
 
 
 def demonstrations(env: Any, path: Path, most: int | None = None) -> list[State]:
@@ -117,32 +175,39 @@ def actions_by_task(
     """Actions, worded as the environment does, and rewards of the first `most` demonstrations.
 
     Both are by the task's id or, if a file does not tell it, by the first observation; no actions
-    for an observation that several tasks begin with.
+    for an observation that several tasks begin with. Of several demonstrations of a task that of
+    the highest reward counts, of equals the first; a line tells how many others there are.
     """
     demonstrations: dict[str, list[str]] = {}
     rewards: dict[str, float] = {}
+    others = 0
     for state, record in itertools.islice(read_trajectories(path), most):
         if record.get("source") == "policy":  # self-training keeps the agent's own in one file
             continue
-        first = agreed(state.messages)
         users = [content for role, content in state.messages if role == "user"]
-        observation = users[first].strip()
-        texts = [content for role, content in state.messages if role == "assistant"]
-        actions = [env.in_own_words(text) for text in texts[first:]]
-        task = task_id_of(record, env)
-        if task is None:
-            task = observation
-            if task in demonstrations and not env.unique_tasks:
-                actions = []
-        demonstrations[task] = actions
-        if actions and record.get("reward") is not None:
-            rewards[task] = float(record["reward"])
+        observation = users[agreed(state.messages)].strip()
+        task, reward = task_id_of(record, env), record.get("reward")
+        if task is None and observation in demonstrations and not env.unique_tasks:
+            demonstrations[observation] = []
+            rewards.pop(observation, None)
+            continue
+        task = observation if task is None else task
+        if task in demonstrations:
+            others += 1
+            if (reward or 0.0) <= rewards.get(task, 0.0):
+                continue
+        demonstrations[task] = [env.in_own_words(text) for text in written(state.messages)]
+        if reward is not None:
+            rewards[task] = float(reward)
+    if others:
+        kept = "of several of a task the best is kept, of equals the first"
+        print(f"{path}: {others} demonstrations are set aside: {kept}")
     return demonstrations, rewards
 
 
 def tasks_of(path: Path, env: Any, most: int | None = None) -> set[str | None]:
     """Ids of the tasks of the first `most` demonstrations; None stands for those not told."""
-    return {task_id_of(record, env) for _, record in itertools.islice(records_of(path), most)}
+    return {task_id_of(record, env) for _, record in itertools.islice(records(path), most)}
 
 
 def learned_tasks(

@@ -122,7 +122,7 @@ class Results(Output):
 
         play: a generator of requests that returns the outcome.
         """
-        mine, width = set(my_share(tasks)), self.args.in_flight or self.env.side_by_side
+        mine, width = set(my_share(tasks, self.args)), self.args.in_flight or self.env.side_by_side
         lines = {method: [self.line(task, method) for task in tasks] for method in plan}
         self.plan = list(map(identity, chain.from_iterable(lines.values())))
 

@@ -97,8 +97,9 @@ def viewer_tree(tree: list[dict]) -> dict:
     nodes = []
     for node in tree:
         text = node["action"] or ""
-        thought, mark, _ = text.partition("Action:")
-        shown = {"thought": thought.removeprefix("Thought:").strip() if mark else "", "action": parse_action(text)}
+        action = parse_action(text)
+        thought = text.strip().removesuffix(action).rstrip().removesuffix("Action:")
+        shown = {"thought": thought.removeprefix("Thought:").strip(), "action": action}
         shown["parent"] = places.get(node["parent_id"], -1)
         nodes.append(shown | {name: node.get(name) for name in FIELDS})
     root = tree[0]

@@ -33,6 +33,16 @@ def tree(*nodes: dict) -> str:
 CHAT = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Action: left"}]
 
 
+def chat(*turns: dict | list | str, **more) -> str:
+    """A demonstration of CHAT's user and these turns."""
+    return dump([{"messages": [CHAT[0], *turns], **more}])
+
+
+def turn(content, role: str = "assistant", **more) -> dict:
+    return {"role": role, "content": content, **more}
+
+
+CALL = [{"type": "function", "function": {"name": "go", "arguments": "left"}}]
 THEIRS = [{"conversations": [{"from": "human", "value": "go"}, {"from": "gpt", "value": "Action: left"}]}] * 2
 READERS = {
     "expert.jsonl": lambda path: list(read_trajectories(path)),
@@ -59,12 +69,53 @@ BAD = {
             ":1: no q; is this a q_labels.jsonl, which bellman.py writes?",
         ),
         (tree(ROOT | {"messages": CHAT[::-1]}, LEAF), ":1: messages are no chat"),
+        (tree(ROOT | {"messages": "go"}, LEAF), ":1: messages are no chat"),
     ],
     "expert.jsonl": [
         ('[{"conversations": ', "not valid JSON"),
         ('[{"conversations": [{"from": "human", "value": null}]}]', "record 1: no chat"),
         (dump([{"messages": CHAT}, {"messages": CHAT[::-1]}]), ":2: no chat of user and assistant"),
         (dump([ROOT]), ":1: no chat of user and assistant"),  # a tree
+        (" \n", "holds no demonstration"),
+        ("[]", "holds no demonstration"),
+        ("messages,reward\ngo,1\n", "neither JSON nor JSON Lines in UTF-8: of a table, pandas'"),
+        ("PAR1\x15\x04", "neither JSON nor JSON Lines"),
+        (json.dumps([CHAT, CHAT]), "record 1: not a JSON object, but a list"),
+        (dump([{"data": CHAT}]), ":1: no chat of user and assistant in turns: no turns"),
+        (dump([{"messages": []}]), "no turns"),
+        (dump([{"messages": json.dumps(CHAT)}]), "no list of turns (json.loads reads JSON text)"),
+        (dump([{"messages": {"role": ["user"], "content": ["go"]}}]), "no list of turns"),
+        (dump([{"messages": [CHAT, CHAT]}]), "turn 1 is no object with role and content"),
+        (chat(json.dumps(CHAT[1])), "turn 2 is no object with role and content"),
+        (chat(CHAT[1], CHAT[1]), "turn 3 is of 'assistant', not of user"),
+        (chat(CHAT[0], CHAT[1]), "turn 2 is of 'user', not of assistant"),
+        (chat(CHAT[1], turn("here", "tool")), "turn 3 is of 'tool', not of user"),
+        (chat(CHAT[1], turn("here", "function")), "turn 3 is of 'function', not of user"),
+        (chat(CHAT[1], turn("be brief", "system")), "turn 3 is of 'system', not of user"),
+        (chat({"content": "Action: left"}), "turn 2 is of None, not of assistant"),
+        (chat(turn("Action: left", ["assistant"])), "turn 2 is of ['assistant'], not of assistant"),
+        (chat(turn("", tool_calls=CALL)), "turn 2 acts by a tool call: write the action into its content"),
+        (chat(turn(None, tool_calls=CALL)), "turn 2 acts by a tool call"),
+        (chat(turn("I go left.", function_call={"name": "go"})), "turn 2 acts by a tool call"),
+        (chat(turn([{"type": "text", "text": "Action: left"}])), "the content of turn 2 is [{'type': 'text',"),
+        (chat(turn(None)), "the content of turn 2 is None, which is no text"),
+        (chat(turn("")), "the assistant writes '', which is no action"),
+        (chat(turn(" \n")), "which is no action"),
+        (chat(turn("<think>\nAction: left, but")), "which is no action"),
+        (chat(turn("</think>\n\n")), "which is no action"),
+        (chat(), "the assistant does nothing"),
+        (chat(turn("OK"), turn("you stand", "user")), "the assistant does nothing"),
+        (dump([{"messages": [turn("be brief", "system"), CHAT[0]]}]), "the assistant does nothing"),
+        (dump([{"messages": [turn("be brief", "system")]}]), "no turns"),
+        (dump([{"messages": [turn("be brief", "system"), *CHAT], "system": "Be long."}]), "two system messages"),
+        (dump([{"messages": CHAT, "system": ["be brief"]}]), "system is no text"),
+        (dump([{"messages": CHAT, "conversations": CHAT}]), "it has messages and conversations: leave one"),
+        (chat(CHAT[1], task=3), "task is no text"),
+        (chat(CHAT[1], reward="1"), "reward can't be '1'"),
+        (chat(CHAT[1]) + chat(turn("\ud83d left")), ":2: not valid JSON ('utf-8' codec can't encode"),
+        ("[" * 200_000, "not valid JSON"),
+        ('{"messages": [], "messages": []}', ":1: not valid JSON (messages stands twice in an object)"),
+        ('[{"messages": [{"role": "user", "content": "a", "content": "b"}]}]', "content stands twice in an object"),
     ],
     "results.jsonl": [
         (dump([RESULT, RESULT | {"reward": float("nan")}]), ":2: not valid JSON (NaN is not a number)"),
@@ -89,6 +140,27 @@ def test_a_system_message_may_come_first(tmp_path):
     path.write_text(json.dumps([{"conversations": theirs}]))
     ((again, _),) = read_trajectories(path)
     assert again.messages == state.messages and actions_by_task(path, FakeEnv())[0] == {"go": ["Action: left"]}
+
+
+def test_what_is_well_defined_is_read(tmp_path):
+    path = tmp_path / "expert.jsonl"
+    whole = "\ud83d\ude00 left"
+    turns = [turn("be brief", "system"), turn("", "user"), turn("<think>Action: up</think>left"), turn("here", "user")]
+    path.write_bytes(b"\xef\xbb\xbf" + dump([{"messages": turns, "system": "be brief"}]).encode())
+    ((state, _),) = read_trajectories(path)
+    assert state.dump() == turns  # it ends with the user; an observation may be empty
+    path.write_text(dump([{"messages": [CHAT[0], turn(whole, tool_calls=[])], "reward": None, "task": None}]))
+    ((state, _),) = read_trajectories(path)
+    assert state.messages[1] == ("assistant", "\U0001f600 left") and state.task == ""
+
+
+def test_short_actions_are_no_agreement(tmp_path):
+    """A world whose actions are bare words."""
+    path = tmp_path / "expert.jsonl"
+    for first, acts in (("left", ["left", "right"]), ("OK", ["right"]), ("okay.", ["right"])):
+        turns = [CHAT[0], turn(first), turn("here", "user"), turn("right"), turn("there", "user")]
+        path.write_text(dump([{"messages": turns, "task_id": "a"}]))
+        assert actions_by_task(path, FakeEnv())[0] == {"a": acts}
 
 
 def test_an_output_of_another_stage_is_not_written_to(tmp_path, agent):

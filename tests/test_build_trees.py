@@ -87,10 +87,10 @@ def test_under_a_bound_the_experts_nodes_come_before_what_the_first_pass_left():
 
 @pytest.mark.parametrize("key", ["train0", "you stand at start"])
 def test_the_expert_branch_is_the_demonstration_where_there_is_one(key):
-    known = {key: ["Thought: mine\nAction: left", "Action: right", "Action: left"], "other": ["Action: right"]}
-    _, _, root, _ = grow({(): "right", R: "left"}, 0, 1, 0, expert=known)
+    mine = ["Thought: mine, not Action: right\nAction: left", "<think>Action: left</think>\nright", "Action: left"]
+    _, _, root, _ = grow({(): "right", R: "left"}, 0, 1, 0, expert={key: mine, "other": ["Action: right"]})
     assert [path_of(n.state) for n in root.subtree() if n.expert] == [L, LR, (*LR, "left")]
-    assert root.children["left"].action == "Thought: mine\nAction: left"
+    assert root.children["left"].action == mine[0]
 
 
 @pytest.mark.parametrize(("steps", "source"), [(2, "expert"), (3, "policy")])
@@ -212,7 +212,7 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
         assert len({parse_action(child.action) for child in node.children.values()}) == len(node.children)
 
 
-def test_which_demonstrations_make_the_experts_branch(tmp_path, monkeypatch):
+def test_which_demonstrations_make_the_experts_branch(tmp_path, monkeypatch, capsys):
     def line(action, told="start", **more):
         turns = [("user", "walk"), ("assistant", "OK"), ("user", told), ("assistant", f"Action: {action}")]
         return {"messages": [{"role": r, "content": c} for r, c in turns], **more}
@@ -228,7 +228,13 @@ def test_which_demonstrations_make_the_experts_branch(tmp_path, monkeypatch):
     assert actions_by_task(path, env)[0] == {"a": left, "hall": left, "attic": [], "7": left, "b": right}
     assert actions_by_task(path, env, 2)[0] == {"a": left}  # the agent was given so many
     env.unique_tasks = True
-    assert actions_by_task(path, env)[0]["attic"] == right
+    assert actions_by_task(path, env)[0]["attic"] == left  # the first of equals
+    capsys.readouterr()
+    better = [line("left", reward=0.0), line("right", reward=0.5), line("up", reward=0.5), line("down")]
+    for by in ({"task_id": "a"}, {}):  # by id, by observation
+        path.write_text(dump([demonstration | by for demonstration in better]))
+        assert actions_by_task(path, env) == ({by.get("task_id", "start"): right}, {by.get("task_id", "start"): 0.5})
+        assert f"{path}: 3 demonstrations are set aside: of several" in capsys.readouterr().out
     path.write_text(dump([line("left", task_id="a", reward=0.5), line("left", "hall", reward=0), line("left", id="7")]))
     assert actions_by_task(path, env)[1] == {"a": 0.5, "hall": 0}
 
@@ -291,8 +297,10 @@ def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_tree_step_
     assert {r["depth"] for r in records if r["done"] and r["source"] == "policy"} == {2}
     ends = [(r["depth"], r["reward"]) for r in records if r["done"] and r["expert"]]
     assert ends == [(3, 1.0)] * 4  # a demonstration goes on where the agent was stopped
-    build("--steps", "9", out="long.jsonl")
-    assert "--steps 9: episodes end after 5 here" in capsys.readouterr().out
+    assert "--limit" not in capsys.readouterr().out
+    build("--steps", "9", "--limit", "8", out="long.jsonl")
+    told = capsys.readouterr().out
+    assert "--steps 9: episodes end after 5 here" in told and "--limit 8: there are 6 tasks" in told
     records = [json.loads(line) for line in build("--steps", "1", "--no-expert", out="b.jsonl").splitlines()]
     assert max(r["depth"] for r in records) == 1 and {r["source"] for r in records} == {"root", "policy"}
     monkeypatch.setattr(FakeEnv, "max_steps", 1)  # the environment's own limit is the lower one

@@ -40,6 +40,17 @@ def test_a_state_grows_by_an_action_and_its_observation():
         ("Thought: no action here", "Thought: no action here"),  # goes to the environment as it is
         ("Action:", ""),
         ("Thought: x\nAction: search[Action: movies]", "search[Action: movies]"),
+        ("Thought: hm Action: left", "left"),
+        ("Action: left\nbut look", "left\nbut look"),  # as in the released code
+        # A thought may hold "Action:", wherever it thinks.
+        ("Thought: Action: left is a hole.\nAction: right", "right"),
+        ("Thought: one of\nAction: left\nAction: right\nI go right.\n  Action: right", "right"),
+        ("Thought: no Action: left, but Action: right", "right"),
+        ("<think>\nAction: left?\n</think>\n\nThought: no\nAction: right", "right"),
+        ("<think>Action: left?</think>right", "right"),
+        ("so Action: left?\n</think>\nAction: right", "right"),  # the prompt began it
+        ("<think>Action: left, but", ""),
+        ("<think>no</think>Action: right<think>Action: left", "right"),
     ],
 )
 def test_the_executable_part_of_an_action(text, action):
@@ -282,6 +293,7 @@ def test_thinking_models_with_and_without_their_thoughts():
     wrote = tokenizer("<think>\na <b>?\n</think>\n\nAction: left<|im_end|>", add_special_tokens=False).input_ids
     assert thinks.text(wrote) == "Action: left"
     assert thinks.text(tokenizer("Action: left", add_special_tokens=False).input_ids) == "Action: left"
+    assert thinks.action_in("<think>no</think>Action: right<think>Action: left") == "Action: right"
     assert thinks.action_in("<think>\nI could write Action: left, but") == ""  # cut by the limit of new tokens
     later = STATE.then("Action: left", "Observation: hm")
     for chat in (mute, thinks):  # a state's tokens begin a later one's

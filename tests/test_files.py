@@ -158,7 +158,7 @@ def grow(
     arguments, of = vars(flags(*words)), lambda record: record["task_id"]
     out = Output(tmp_path / "trees.jsonl", arguments, identity=of, plan=tasks)
     finished = {record["task_id"] for record in out.records}
-    todo = [task for task in cli.my_share(tasks) if task not in finished][::-1]
+    todo = [task for task in cli.my_share(tasks, flags()) if task not in finished][::-1]
     out.grow((one_tree(task, f"{rank}/{world}") for task in todo[:stop]), "trees", len(tasks))
     if stop is None:
         out.finish(tasks=tasks)
@@ -232,7 +232,7 @@ def test_processes_that_can_not_share_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"trees\.jsonl: missing .* make it first.* python build_trees\.py --env web"):
         cli.find_or_make(None, tmp_path / "trees.jsonl", "build_trees", flags())
     with pytest.raises(UserError, match="no share of 3 tasks"):
-        cli.my_share(["a", "b", "c"])
+        cli.my_share(["a", "b", "c"], flags())
 
 
 # ------------------------------------------------------------------------------------------------------------ metadata

@@ -269,6 +269,9 @@ def test_the_page_holds_everything_and_stays_by_itself(tmp_path):
     for name in ("q", "expert", "reward", "observation"):
         assert [node[name] for node in first] == [line.get(name) for line in nodes[:6]]
     assert (first[4]["action"], first[4]["thought"]) == ("click[b02]", "It is redder.")
+    texts = {"Thought: not Action: a\nAction: b": ("not Action: a", "b"), "look": ("", "look"), "Action:": ("", "")}
+    tree = [{"node_id": i, "parent_id": None, "task_id": "t", "task": "t", "action": a} for i, a in enumerate(texts)]
+    assert [(n["thought"], n["action"]) for n in page.viewer_tree(tree)["nodes"]] == list(texts.values())
 
 
 def test_text_of_a_model_or_an_environment_runs_nothing(tmp_path):

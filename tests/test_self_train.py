@@ -43,6 +43,7 @@ def line(text, reward):
 
 def test_kept_are_new_distinct_and_good():
     lines = [line("a", 1.0), line("a", 1.0), line("b", 0.8), line("c", 0.79), line("known", 1.0)]
+    lines += [line("", 1.0), line("<think>Action: a, but", 1.0)]  # which no agent is cloned from
     chosen = kept(lines, 0.8, [line("known", 1.0)])
     assert [c["messages"][1]["content"] for c in chosen] == ["a", "b"]
     assert set(chosen[0]) == {"task_id", "env", "task", "messages", "reward", "source"}
