@@ -205,9 +205,12 @@ class Endpoint:
 
 
 def json_of(raw: Any) -> Any:
-    """The JSON of an answer, None if it is none."""
-    with contextlib.suppress(ValueError):
-        return json.loads(raw.http_response.text)
+    """The body of an answer; text, such as a page of a proxy's, if it is no JSON."""
+    text = raw.http_response.text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def at(reply: Any, *path: str | int) -> Any:

@@ -4,6 +4,7 @@ import email.utils
 import importlib.util
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -191,7 +192,7 @@ def test_a_reply_that_is_none_stops_the_run(fakes, message):
     fake.script += [STAY[message]]
     with pytest.raises(UserError, match=rf"--server {fake.url}: .*{message}") as error:
         policy.sample([request()])
-    assert len(fake.sampled()) == 1 and not {"\n", "there?"} & {*str(error.value)}
+    assert len(fake.sampled()) == 1 and not re.search(r"\n|there\?", str(error.value))
 
 
 @pytest.mark.parametrize("kind", PASS)
@@ -289,9 +290,10 @@ def test_a_server_says_when_to_come_again(fakes, pauses):
     date = email.utils.formatdate(time.time() + 100, usegmt=True)
     fake.script += [(429, {}, {"Retry-After": after}) for after in ("120", date, "soon", "0")]
     assert len(texts(policy, request())) == 1
-    assert all(low <= wait <= 1.25 * high for (low, high), wait in zip([(120, 120), (97, 100), (2, 2), (4, 4)], pauses))
+    for wait, (low, high) in zip(pauses, [(120, 120), (90, 100), (2, 2), (4, 4)], strict=True):
+        assert low <= wait <= 1.25 * high
     fake.script += [(429, {}, {"Retry-After": 86400})]
-    with pytest.raises(UserError, match="429.*it asks to wait 86400 s"):
+    with pytest.raises(UserError, match=r"429.*it asks to wait 86400 s"):
         policy.sample([request()])
     assert len(pauses) == 4
 
@@ -373,9 +375,10 @@ def test_a_chats_reply_is_checked_too(fakes, capsys):
     assert capsys.readouterr().err.count("writes one text whatever") == 1
 
 
-def test_nobody_there_and_what_is_asked_of_no_server():
+def test_nobody_there_and_what_is_asked_of_no_server(pauses):
     with pytest.raises(UserError, match=r"--server http://127.0.0.1:9/v1: .*is an OpenAI-compatible server there"):
         Endpoint("http://127.0.0.1:9/v1")
+    assert sum(pauses) < 10  # not waited for, as it never answered
     with pytest.raises(UserError, match="--candidates free"):
         ServerPolicy("http://a/v1", word_chat(candidates="valid"))
 
