@@ -16,8 +16,8 @@ from typing import Any
 from q_search import Step
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat, State
+from qlass.endpoint import Endpoint
 from qlass.results import environment_tokens
-from qlass.server import Endpoint
 
 Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording
 

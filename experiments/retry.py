@@ -19,8 +19,8 @@ from q_search import Method, episode
 from qlass.batching import Score
 from qlass.chat import Chat, State
 from qlass.cli import run_stage
+from qlass.endpoint import Endpoint
 from qlass.results import Results, outcome_of
-from qlass.server import Endpoint
 
 ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."
 PLANS = "\nYour plans after attempts at this task that failed:\n"

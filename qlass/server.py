@@ -5,55 +5,17 @@ Each text has a seed of (run seed, task, node, candidate): a server that honours
 answers again.
 """
 
-import contextlib
 import itertools
 import json
-import os
 import sys
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Iterator
 
 from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat, State, any_of, uniforms
+from qlass.endpoint import Endpoint, side_by_side
 
 ALL = 1 << 30  # top-k of all tokens: 0 for some servers, -1 for others, a large number for each
-
-
-class Endpoint:
-    """A server's URL, http://HOST:PORT/v1, with #MODEL if it serves several; $OPENAI_API_KEY."""
-
-    def __init__(self, url: str, flag: str = "--server") -> None:
-        import openai
-
-        address, _, self.model = url.partition("#")
-        self.name, self.fault = f"{flag} {address}", openai.APIError
-        local = urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")  # without a proxy
-        http = openai.DefaultHttpxClient(trust_env=not local)
-        key = os.environ.get("OPENAI_API_KEY") or "none"
-        self.client = openai.OpenAI(base_url=address, api_key=key, http_client=http)
-        if not self.model:
-            with self.one_line():
-                self.model = self.client.models.list().data[0].id
-
-    @contextlib.contextmanager
-    def one_line(self) -> Iterator[None]:
-        """UserError for what the client raises after its retries."""
-        try:
-            yield
-        except self.fault as error:
-            reason = " ".join(str(error).split())[:300]
-            reason += "; is an OpenAI-compatible server there?"
-            raise UserError(f"{self.name}: {reason}") from error
-
-    def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> str:
-        """The text of a chat completion; messages are (role, content)."""
-        turns = State(tuple(messages)).dump()
-        with self.one_line():
-            reply = self.client.chat.completions.create(model=self.model, messages=turns, **options)
-            return reply.choices[0].message.content or ""
 
 
 class ServerPolicy:
@@ -72,7 +34,7 @@ class ServerPolicy:
         for dialect in self._dialects():
             self.by_ids, self.extra = dialect
             try:
-                _, usage = self._complete(self._prompt(ids), 0.0, (), 1)
+                _, usage = self._complete(*self._prompt(ids), 0.0, (), 1)
                 break
             except UserError as error:
                 if getattr(error.__cause__, "status_code", 0) not in (400, 422, 500):
@@ -98,9 +60,8 @@ class ServerPolicy:
         jobs = []
         for r in requests:
             prompt = self._prompt(self.chat.prompt(r.state))  # here: a tokenizer is not for threads
-            jobs += [(prompt, r.temperature, (*r.key, k)) for k in range(r.n)]
-        with ThreadPoolExecutor(self.parallel) as pool:
-            replies = list(pool.map(lambda job: self._complete(*job), jobs))
+            jobs += [(*prompt, r.temperature, (*r.key, k)) for k in range(r.n)]
+        replies = side_by_side(lambda job: self._complete(*job), jobs, self.parallel)
         drawn = iter([self._candidate(*reply) for reply in replies])
         return [[next(drawn) for _ in range(r.n)] for r in requests]
 
@@ -109,13 +70,12 @@ class ServerPolicy:
         raise UserError(f"--server: {problem}: leave --method likeliest out")
 
     def _complete(
-        self, prompt: list[int] | str, temperature: float, key: tuple, room: int = 0
+        self, prompt: list[int] | str, least: int, temperature: float, key: tuple, room: int = 0
     ) -> tuple[str, dict]:
         """The text up to the end of the turn, of `room` tokens at most (0: an action's), and the
         counts of tokens."""
         r = self.chat.rendering
         options = {
-            "model": self.server.model,
             "temperature": temperature,
             "top_p": r.top_p,
             "max_tokens": room or r.max_new_tokens,
@@ -123,18 +83,20 @@ class ServerPolicy:
             "stop": [*self.ends, *r.stop][:4],  # a server takes no more; `action_in` has the others
             "extra_body": self.extra,
         }
-        with self.server.one_line():
-            reply = self.server.client.completions.create(prompt=prompt, **options)
-        text = any_of(self.ends).split(reply.choices[0].text)[0]
-        return text, reply.usage.model_dump() if reply.usage else {}
+        text, usage = self.server.complete(prompt, least, **options)
+        return any_of(self.ends).split(text)[0], usage
 
-    def _prompt(self, ids: list[int]) -> list[int] | str:
-        """Text has no BOS where a server, as the tokenizer does, begins it with one."""
+    def _prompt(self, ids: list[int]) -> tuple[list[int] | str, int]:
+        """The prompt, and how many tokens of it the server reads at least.
+
+        Text has no BOS where a server, as the tokenizer does, begins it with one.
+        """
         if self.by_ids:
-            return ids
+            return ids, len(ids)
         text, bos = self.chat.tokenizer.decode(ids), self.chat.tokenizer.bos_token or ""
         bare = text.removeprefix(bos).removeprefix(" " if bos else "")
-        return bare if self.chat.tokenizer(bare).input_ids == ids else text
+        text = bare if self.chat.tokenizer(bare).input_ids == ids else text
+        return text, min(len(ids), len(self.chat.tokenizer(text).input_ids)) - 1  # without BOS
 
     def _candidate(self, text: str, usage: dict) -> Candidate:
         tokens = usage.get("completion_tokens") or len(self.chat.action(text, ""))
