@@ -62,8 +62,8 @@ def react(thought: str, action: str) -> str:
 def parse_action(text: str) -> str:
     """The executable part: what follows the first "Action:" or, without one, the whole text.
 
-    Actions with equal executable parts are one child of a node ("child nodes that differ", Alg. 2).
-    Capitals and spaces count, as in the engines. The environment answers to what it cannot do.
+    Actions whose parts are equal to the engine (`TextEnv.canonical`) are one child of a node ("child
+    nodes that differ", Alg. 2). The environment answers to what it cannot do.
     """
     return text.split("Action:", 1)[-1].strip()
 
