@@ -63,7 +63,7 @@ class Node:
     branch: int = 0  # number of the trajectory that created the node
     expert: bool = False  # the demonstration passes here
     rollouts: int = 0  # trajectories of the agent that started here
-    children: dict[str, Node] = field(default_factory=dict)  # by executable action
+    children: dict[str, Node] = field(default_factory=dict)  # by Explorer.key
 
     def subtree(self) -> Iterator[Node]:
         """This node and all below it, parents first."""
@@ -144,7 +144,7 @@ class Explorer:
             noise = (self.task_id, self.branches, node.depth)
             candidates = yield ask(self.env, node.state, draws, noise, self.rendering)
             actions = [candidate.text for candidate in candidates]
-            new = [action for action in actions if parse_action(action) not in node.children]
+            new = [action for action in actions if self.key(action) not in node.children]
             node = self.step(node, new[0] if new else actions[0], "policy")
             branch.append(node)
             draws = 1
@@ -174,10 +174,10 @@ class Explorer:
 
     def step(self, node: Node, action: str, source: str) -> Node:
         """The child that an action leads to. The environment must stand at the node."""
-        command = parse_action(action)
-        if command in node.children:
-            return node.children[command]
-        observation, reward, terminated, truncated, _ = self.env.step(command)
+        key = self.key(action)
+        if key in node.children:
+            return node.children[key]
+        observation, reward, terminated, truncated, _ = self.env.step(parse_action(action))
         observation = self.env.message(observation)
         state = node.state.then(action, observation)
         child = Node(state, observation, self.env.snapshot(), node.depth + 1, node, action)
@@ -187,8 +187,12 @@ class Explorer:
         if source == "policy" and child.depth == self.max_steps and not child.done:
             child.done, child.cut = True, True
             child.reward = self.env.outcome(self.env.reward_if_cut(), done=True)
-        node.children[command] = child
+        node.children[key] = child
         return child
+
+    def key(self, action: str) -> str:
+        """What tells siblings apart."""
+        return self.env.canonical(parse_action(action))
 
 
 # ----------------------------------------------------------------------------------------- the file

@@ -31,19 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
-from gymnasium import spaces
 
+from environments.spaces import AnyText
 from qlass import UserError
 from qlass.cli import save_settings
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
-
-
-class AnyText(spaces.Text):
-    """A space of all strings: pages of a shop hold any character."""
-
-    def contains(self, x: Any) -> bool:
-        return isinstance(x, str)
 
 
 def fair_order(task_ids: Iterable[str], task_type: Callable[[str], str]) -> list[str]:
@@ -142,6 +135,13 @@ class TextEnv(gymnasium.Env):
     def in_own_words(self, text: str) -> str:
         """A message of a published demonstration in the words of this environment."""
         return text
+
+    def canonical(self, action: str) -> str:
+        """One form for all texts that the engine takes for the same action, in whatever state.
+
+        They are one child of a node, and one candidate of a search.
+        """
+        return action
 
     def subject(self, task_id: str) -> str:
         """What a task is about: an agent that learned one task of a subject knows the others."""

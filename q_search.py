@@ -126,12 +126,12 @@ def episode(
     while not done:  # line 4
         key = (task_id, trial, len(steps))  # the same for all methods: paired differences
         drawn = yield ask(env, state, method.M, key, rendering, method.temperature)  # lines 5-6
-        candidates = distinct(c.text for c in drawn)
+        candidates = distinct(env, [c.text for c in drawn])
         while method.distinct and len(candidates) < method.M and len(drawn) < 3 * method.M:
             again = (*key, len(drawn))
             more = yield ask(env, state, method.M, again, rendering, method.temperature)
             drawn = [*drawn, *more]
-            candidates = distinct(c.text for c in drawn)[: method.M]
+            candidates = distinct(env, [c.text for c in drawn])[: method.M]
         scores = yield from method.score(state, candidates, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
         observation, reward, terminated, truncated, _ = env.step(parse_action(action))  # line 9
@@ -144,11 +144,11 @@ def episode(
     return steps
 
 
-def distinct(actions: Iterable[str]) -> list[str]:
+def distinct(env: envs.TextEnv, actions: Iterable[str]) -> list[str]:
     """The first of each group of actions that are the same to the environment."""
     first: dict[str, str] = {}
     for action in actions:
-        first.setdefault(parse_action(action), action)
+        first.setdefault(env.canonical(parse_action(action)), action)
     return list(first.values())
 
 

@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Generator, Sequence
 from functools import partialmethod
 from itertools import product
@@ -80,11 +81,11 @@ class Search:
         nodes = [node for node in nodes if not (node.done or node.children)]
         if nodes:
             draws = yield [node.request for node in nodes]
-            candidates = [distinct(candidate.text for candidate in drawn) for drawn in draws]
+            candidates = [distinct(self.env, [candidate.text for candidate in drawn]) for drawn in draws]
             values = yield [Score(node.state, tuple(c)) for node, c in zip(nodes, candidates, strict=True)]
             for node, drawn, actions, scores in zip(nodes, draws, candidates, values, strict=True):
                 node.drawn = drawn
-                node.children = list(map(Node, actions, priors(drawn, actions), scores, scores))
+                node.children = list(map(Node, actions, priors(self.env, drawn, actions), scores, scores))
                 self.expanded.append(Step(node.state, drawn, actions, scores, "", "", 0.0))
 
     def step(self, node: Node, child: Node) -> Node:
@@ -207,11 +208,14 @@ class Search:
         return self.arrive(dataclasses.replace(node), trial)
 
 
-def priors(drawn: Sequence[Candidate], actions: Sequence[str]) -> list[float]:
+def priors(env: envs.TextEnv, drawn: Sequence[Candidate], actions: Sequence[str]) -> list[float]:
     """pi(a | s) of each action, all its texts together, as shares; equal ones where a server tells no probability."""
     likely = {candidate.text: math.exp(candidate.logprob) for candidate in drawn}
-    mass = [sum(p for text, p in likely.items() if parse_action(text) == parse_action(a)) for a in actions]
-    return [m / sum(mass) if sum(mass) > 0 else 1 / len(mass) for m in mass]
+    mass: dict[str, float] = defaultdict(float)
+    for text, p in likely.items():
+        mass[env.canonical(parse_action(text))] += p
+    shares = [mass[env.canonical(parse_action(action))] for action in actions]
+    return [share / sum(shares) if sum(shares) > 0 else 1 / len(shares) for share in shares]
 
 
 NAMES = ("lookahead", "beam", "mcts", "oracle_mcts", "particles")

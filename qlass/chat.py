@@ -68,8 +68,8 @@ def parse_action(text: str) -> str:
     """The executable part, for every stage: what follows "Action:" or, without one, the whole text.
 
     A thought may hold "Action:", in <think> or not, and so may an action. The last one that begins
-    a line counts or, if none does, the last. Actions with equal executable parts are one child of a
-    node ("child nodes that differ", Alg. 2). Capitals and spaces count, as in the engines. The
+    a line counts or, if none does, the last. Actions whose parts are equal to the engine
+    (`TextEnv.canonical`) are one child of a node ("child nodes that differ", Alg. 2). The
     environment answers to what it cannot do.
     """
     said = without_thinking(text)

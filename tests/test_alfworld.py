@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 import envs
 from data import make_alfworld
-from environments.alfworld import engine as alfworld_engine
 from environments.alfworld import games as alfworld_data
 from environments.alfworld.env import ALFWorldEnv
-from environments.alfworld.expert import Wish, plan
+from environments.alfworld.expert import plan, told
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "alfworld"
 
@@ -177,9 +176,7 @@ def test_generated_games(made):
         problems[json.loads(games.path(task_id).read_text())["pddl_problem"]].append(task_id)
         game = games.load(task_id)
         assert wins(game, game.walkthrough), task_id
-        wish = Wish.read(game.task)  # the sentence says the goal
-        kind = "look" if wish.lamp else "two" if wish.two else wish.treatment or "place"
-        assert alfworld_engine.Goal(kind, wish.object, wish.target) == game.goal
+        assert told(game.goal, game.task)
     assert {split: len(some) for split, some in kinds.items()} == {"train": 150, "valid_seen": 140, "valid_unseen": 134}
     assert all(set(some) == {task.folder for task in make_alfworld.TASKS} for some in kinds.values())
     known = set(layouts["train"])
@@ -312,6 +309,47 @@ def test_the_expert_acts_on_what_it_was_shown(env, data):
         again.append(((thought, action), replay.step(action)[0], replay.candidates()))
     assert again == shown
     assert replay.memory.decide() == then
+
+
+# As annotators of ALFRED write: of a treatment in other words, of none, and with another one; in the types' own names.
+PEOPLE = ["Put the washed fruit away", "put a apple on the countertop.", "put a hot apple in countertop."]
+
+
+@pytest.mark.parametrize("sentence", [*PEOPLE, "Place a clean apple on the countertop."])
+def test_a_task_in_an_annotators_words_is_played_for_the_goal_and_without_thoughts(made, tmp_path, sentence):
+    """No thought tells how the goal reads a sentence that does not say it."""
+    game = kitchen(APPLE, task=2)
+    assert told(game.goal, game.task) and game.goal.kind == "clean"
+    path = tmp_path / "json_2.1.1/train/pick_clean_then_place_in_recep/trial/game.tw-pddl"
+    path.parent.mkdir(parents=True)
+    ours = next(p for p in made.rglob("game.tw-pddl") if "pick_clean" in str(p)).read_text()
+    path.write_text(re.sub(r"(?<=Your task is to: )[^\"\\]+", sentence, ours))
+    env = envs.make("alfworld", data=tmp_path)
+    observation, info = env.reset(options={"task_id": env.task_ids("all")[0]})
+    assert info["task"] == sentence and observation.endswith(f"Your task is to: {sentence}")
+    assert {thought for thought, _ in env.candidates()} == {""}
+    steps = [(thought, env.step(action)[1]) for thought, action in env.expert(env.task_id)]
+    assert steps[-1] == ("", 1.0) and not any(thought for thought, _ in steps)
+    assert told(game.goal, sentence) == (sentence not in PEOPLE)
+
+
+@pytest.mark.parametrize(("verdict", "words"), [
+    ("", "does not say whether it is solvable"),  # as in files from before alfworld's planner has seen them
+    ('"solvable": null', "does not say whether it is solvable"),
+    ('"solvable": false', "is marked as unsolvable"),
+])  # fmt: skip
+def test_a_game_without_a_verdict_is_skipped_as_by_the_original_and_not_called_unsolvable(
+    made, tmp_path, caplog, verdict, words
+):
+    good = next(made.rglob("game.tw-pddl")).read_text()
+    for trial, text in {"good": good, "bad": good.replace('"solvable": true', verdict or '"other": true')}.items():
+        path = tmp_path / "json_2.1.1/train/a" / trial / "game.tw-pddl"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    env = envs.make("alfworld", data=tmp_path)
+    assert env.task_ids("all") == ["train/a/good"] and words in caplog.messages[0]
+    with pytest.raises(envs.UserError, match=words):
+        env.reset(options={"task_id": "train/a/bad"})
 
 
 def test_broken_games_are_reported_and_skipped(made, tmp_path, caplog):

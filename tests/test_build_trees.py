@@ -146,6 +146,17 @@ def test_an_action_that_means_nothing_is_a_node_like_any_other():
     assert nodes[(*RR, "right")] == (1.0, "expert", 2)
 
 
+def test_texts_that_the_environment_takes_for_the_same_are_one_child(monkeypatch):
+    """The first branch begins with LEFT, the second with the right of left, LEFT, right; tau_0 with the first child."""
+    step = FakeEnv.step
+    monkeypatch.setattr(FakeEnv, "canonical", lambda self, action: action.lower())
+    monkeypatch.setattr(FakeEnv, "step", lambda self, action: step(self, action.lower()))
+    script = {(): "LEFT left right left LEFT right"}
+    *_, root, env = grow(script, depth=0, expert={"train0": ["Action: left", "Action: left"]})
+    assert [parse_action(child.action) for child in root.children.values()] == ["LEFT", "right"]
+    assert root.children["left"].expert and env.played.count(("train0", "left")) == 1
+
+
 def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_are_counted(monkeypatch, tmp_path):
     monkeypatch.setattr(FakeEnv, "in_own_words", lambda self, text: text.replace("east", "right"))
 

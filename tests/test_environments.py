@@ -1,8 +1,10 @@
 """What every environment keeps to, the order of tasks, and the example of docs/environment.md through all stages."""
 
 import copy
+import itertools
 from collections import Counter
 
+import gymnasium
 import pytest
 from fakes import FakeEnv
 from gymnasium.utils.env_checker import check_env
@@ -71,6 +73,52 @@ def test_every_environment_keeps_what_envs_promises(name, monkeypatch):
     drawn = {env.reset(seed=seed)[1]["task_id"] for seed in range(5)}
     assert drawn <= set(env.task_ids("train"))  # without a task: one to train on
     env.close()
+
+
+@pytest.mark.parametrize("name", ["webshop", "alfworld", "frozenlake", FLAG])  # sciworld: its own test, of few steps
+def test_actions_of_one_canonical_form_are_the_same_to_the_engine(name, monkeypatch):
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    env, merged = envs.make(name, max_steps=None), 0
+    task = env.task_ids("train")[0]
+    env.reset(options={"task_id": task})
+    for _, played in [("", ""), *itertools.islice(env.expert(task), 2)]:
+        env.step(played)
+        here, offered = env.snapshot(), env.valid_actions()
+        assert len({env.canonical(action) for action in offered}) == len(offered)
+        for action in offered[:2]:
+            spaced = action.replace(" ", "  "), f" {action} ", f"{action} x"
+            for other in (action.upper(), action.title(), *spaced):
+                if env.canonical(other) == env.canonical(action):
+                    merged += 1
+                    env.restore(here)
+                    answer = env.step(action)[:4]
+                    env.restore(here)
+                    assert env.step(other)[:4] == answer, (action, other)
+        env.restore(here)
+    assert (merged > 0) == (name not in ("alfworld", FLAG))  # those read what stands there
+    env.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("name", ["WebShop", "ALFWorld", "SciWorld", "FrozenLake"])
+def test_gymnasiums_vector_environments_show_what_each_alone_shows(name, mode, monkeypatch):
+    if name == "SciWorld":
+        pytest.importorskip("scienceworld")
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    alone = [gymnasium.make(f"envs:qlass/{name}-v0") for _ in range(2)]
+    both = gymnasium.make_vec(f"envs:qlass/{name}-v0", num_envs=2, vectorization_mode=mode)
+    expected = [env.reset(seed=seed) for seed, env in enumerate(alone)]
+    texts, info = both.reset(seed=0)
+    shown = []
+    for _ in range(3):
+        shown.append((texts, tuple(text for text, *_ in expected)))
+        for key in ("task", "valid_actions"):
+            assert [*info[key]] == [single[-1][key] for single in expected]
+        actions = tuple(single[-1]["valid_actions"][-1] for single in expected)
+        expected = [env.step(action) for env, action in zip(alone, actions, strict=True)]
+        texts, *_, info = both.step(actions)
+    assert all(theirs == ours for theirs, ours in shown) and len({texts for texts, _ in shown}) > 1  # none has changed
+    both.close()
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.data())

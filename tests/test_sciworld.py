@@ -1,4 +1,6 @@
+import copy
 import json
+import pickle
 import random
 
 import pytest
@@ -170,6 +172,65 @@ def test_candidates_are_few_valid_and_begin_with_what_the_task_names(env):
     assert named <= set(actions)
     assert not any("sewer" in action or "focus on air" in action for action in actions)
     assert dict(map(reversed, candidates))["pick up thermometer"] == "I can use the thermometer."
+
+
+@pytest.mark.parametrize("simplifications", ["", "openDoors"])
+def test_without_teleporting_instruction_candidates_and_expert_walk(env, simplifications):
+    walker = envs.make("sciworld", simplifications=simplifications, simulators=1)
+    task = "train/lifespan-longest-lived/0"
+    assert "teleport to LOC" in env.instruction and "go to LOC" not in env.instruction
+    assert "teleport" not in walker.instruction and "go to LOC" in walker.instruction
+    first = play(walker, task, [])
+    offered = dict(map(reversed, walker.candidates()))
+    doors = {action for action in offered if action.startswith("open")}
+    rooms = {action for action in offered if action.startswith("go to")}
+    assert first == [] and len(rooms) + len(doors) == 6 and len({*map(len, (rooms, doors))} - {0, 6}) == 0
+    assert {thought for thought in offered.values()} >= {"The greenhouse may have what I need."}
+    turns = []
+    for thought, action in walker.expert(task):
+        assert (thought, action) in walker.candidates()  # what it does can be drawn, doors in the simulator's words
+        turns.append(walker.step(action))
+    assert turns[-1][1:3] == (1.0, True) and len(turns) <= 5 + 2 * (simplifications == "")
+    assert not any(a.startswith("teleport") for a in walker.valid_actions())
+
+
+def test_with_teleporting_no_candidate_walks(env):
+    play(env, "train/lifespan-longest-lived/0", [])
+    verbs = {action.split()[0] for _, action in env.candidates()}
+    assert "teleport" in verbs and "go" not in verbs and "open" not in verbs
+
+
+def test_capitals_and_blanks_are_nothing_to_the_simulator(env):
+    for action in ("look around", "teleport to art studio", "go to kitchen"):
+        same = [action, action.title(), f" {action.replace(' ', '  ')}"]
+        assert {env.canonical(text) for text in same} == {action}
+        assert len({play(env, "train/boil/0", [text])[0] for text in same}) == 1
+
+
+COPIES = {
+    "dict()": dict,
+    "|": lambda info: info | {"more": 1},
+    "reversed |": lambda info: {"more": 1} | info,
+    "**": lambda info: {**info},
+    "copy()": lambda info: info.copy(),
+    "copy.copy": copy.copy,
+    "update": lambda info: (copied := {}).update(info) or copied,
+    "items": lambda info: dict(info.items()),
+    "pickle": lambda info: pickle.loads(pickle.dumps(info)),
+    "json": lambda info: json.loads(json.dumps(info)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_the_lazy_info_is_complete(how):
+    asked = []
+    info = sciworld.Lazy({"score": 0.5}, valid_actions=lambda: asked.append(1) or ["wait"])
+    assert info["score"] == 0.5 and not asked  # they cost: only when they are wanted
+    copied = COPIES[how](info)
+    assert copied["valid_actions"] == ["wait"] == info["valid_actions"] and copied["score"] == 0.5 and len(asked) == 1
+    assert "valid_actions" in info and len(info) == 2 and info.get("none") is None and "none" not in info
+    with pytest.raises(KeyError):
+        info["none"]
 
 
 def test_candidates_know_of_what_is_held_by_what_was_read_alone():

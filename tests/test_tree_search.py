@@ -78,6 +78,12 @@ def test_enough_simulations_find_the_best_leaf(name, q):
     assert path == ("right", "right", "right") and record["reward"] == 1.0
 
 
+def test_the_texts_of_an_action_share_its_prior(monkeypatch):
+    monkeypatch.setattr(FakeEnv, "canonical", lambda self, action: action.lower())
+    drawn = [Candidate(text, 1, math.log(p)) for text, p in (("left", 0.2), ("LEFT", 0.1), ("right", 0.1))]
+    assert tree_search.priors(FakeEnv(), drawn, ["left", "right"]) == pytest.approx([0.75, 0.25])
+
+
 @pytest.mark.parametrize(("gamma", "first"), [(0.9, "left"), (1.0, "right")])
 def test_a_leaf_counts_less_the_deeper_it_is(gamma, first):
     """Left pays .5 at once, right .52 a step later."""

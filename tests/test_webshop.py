@@ -23,9 +23,12 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import envs
+from build_trees import Explorer, Node
 from environments.webshop import catalogue as webshop_data
 from environments.webshop import engine as webshop
 from environments.webshop import search as webshop_search
+from q_search import distinct
+from qlass.chat import Rendering, State
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 RECORDING = Path(__file__).parent / "recordings" / "webshop_bundled.json"
@@ -179,6 +182,25 @@ def test_what_is_not_valid_changes_nothing_but_counts_a_step(shop, action):
     env = shop()
     page = play(env, "search[shirt]")
     assert env.step(action)[:4] == page[:4] and env.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("actions", "same"),
+    [
+        (["click[buy now]", "click[Buy Now]", "click[BUY NOW] at last"], True),
+        (["search[red shirt]", "search[Red  Shirt]", "search[ red shirt ]"], True),
+        (["click[buy now]", "click[buy  now]"], False),  # a click is on the words as they stand
+        (["click[buy now]", "Click[buy now]", "buy now"], False),
+        (["search[red shirt]", "search[red shirts, red]"], False),
+    ],
+)
+def test_what_the_engine_takes_for_the_same_action_is_one_child_and_one_candidate(shop, actions, same):
+    env = shop()
+    play(env, *CHOSEN[:2])
+    node, texts = Node(State((), ""), "", env.snapshot()), [f"Thought: mine.\nAction: {action}" for action in actions]
+    first = [Explorer(env, "0", Rendering(), 3).step(node, text, "policy").action for text in texts]
+    assert first == (texts[:1] * len(texts) if same else texts)  # the child keeps the text that made it
+    assert distinct(env, texts) == list(dict.fromkeys(first)) == [child.action for child in node.children.values()]
 
 
 CHOSEN = ["search[cotton]", "click[b000000001]", "click[x-large]", "click[wine]"]

@@ -51,6 +51,10 @@ class Goal(NamedTuple):
     object: str  # type of the object, e.g. "apple"
     target: str  # type of the receptacle, or of the lamp
 
+    @property
+    def treatment(self) -> str:
+        return self.kind if self.kind in TREATMENTS else ""
+
 
 class World(NamedTuple):
     """All that changes in a game. Its parts are never modified, so states share them."""

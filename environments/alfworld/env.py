@@ -25,7 +25,8 @@ class ALFWorldEnv(TextEnv):
     data: folder with json_2.1.1/ as ALFWorld ships it; None: $ALFWORLD_DATA, else the bundled generator's games.
     engine: "python", or "textworld" for the original (requirements-alfworld.txt).
     instruction: a file with the first user message; PUT in it stands for the wording of a game's own grammar.
-    thoughts: whether candidates and the expert have them; they restate the task and all texts so far.
+    thoughts: whether candidates and the expert have them; they restate the task and all texts so far. Where the task
+    is an annotator's sentence there are none, and the expert knows the game's goal.
     """
 
     name, side_by_side = "alfworld", 64
@@ -110,7 +111,7 @@ class ALFWorldEnv(TextEnv):
         self._load(self.task_of(options, self.games.default))
         self.state, self.steps, self.feedback = self.player.start, 0, self.player.first
         observation = self.feedback.removeprefix(engine.BANNER)
-        self.memory = expert.Memory.first(observation, self.games.rates, self.game.old)
+        self.memory = expert.Memory.first(observation, self.game.goal, self.games.rates, self.game.old)
         return observation, self._info()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:

@@ -14,37 +14,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
 
-from .engine import NOTHING_HAPPENS, TREATMENTS, Game, World
+from .engine import NOTHING_HAPPENS, TREATMENTS, Game, Goal, World
 
 HAS_DOOR = ("cabinet", "drawer", "fridge", "microwave", "safe")  # a player expects to have to open these
 STATES = {"clean": "clean", "hot": "heat", "cool": "cool"}
 DONE = {verb: word for word, verb in STATES.items()}
-PUT = re.compile(
-    r"(put|find|clean|heat|cool) (?:a|an|some|two) (?:(clean|hot|cool) )?(\w+) "
-    r"(?:and put (?:it|them) )?(?:in/on|in|on) (?:a |the )?(\w+)"
-)
-LOOK = re.compile(r"(?:look at|examine) (?:the |a )?(\w+) (?:under|with) the (\w+)")
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What the task sentence asks for."""
-
-    object: str  # type, e.g. "apple"
-    target: str  # type of the receptacle or the lamp
-    treatment: str = ""  # "clean", "heat" or "cool"
-    two: bool = False
-    lamp: bool = False
-
-    @classmethod
-    def read(cls, sentence: str) -> Wish:
-        if match := LOOK.search(sentence):
-            return cls(match[1], match[2], lamp=True)
-        match = PUT.search(sentence)
-        if not match:
-            return cls("", "")
-        verb = STATES.get(match[2], "") or (match[1] if match[1] in TREATMENTS else "")
-        return cls(match[3], match[4], verb, two=" two " in f" {sentence}")
+def told(goal: Goal, sentence: str) -> bool:
+    """Whether a sentence says the goal and no more by the names of types, as ALFWorld's own sentences do."""
+    words = set(re.findall(r"\w+", sentence))
+    treatments = {STATES.get(word, word) for word in words & {*STATES, *TREATMENTS}}
+    same = treatments == {goal.treatment} - {""} and ("two" in words) == (goal.kind == "two")
+    return same and words >= {goal.object, goal.target}
 
 
 def kind(name: str) -> str:
@@ -57,9 +39,12 @@ def a(word: str) -> str:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a player knows; names as in the texts ("cabinet 2"). A value: `after` returns the next one."""
+    """What a player knows; names as in the texts ("cabinet 2"). A value: `after` returns the next one.
 
-    wish: Wish
+    The wish is the game's goal, which ALFWorld's own sentences say, and which a reader of the annotators' would guess.
+    """
+
+    wish: Goal
     rates: Mapping[tuple[str, str], float]  # what to expect before looking (games.Games.rates)
     receptacles: tuple[str, ...]
     seen: Mapping[str, tuple[str, ...]]  # receptacle -> what lies there as far as known
@@ -68,15 +53,16 @@ class Memory:
     near: frozenset[str] = frozenset()  # those within reach: several may stand side by side
     hand: str = ""
     put: str = "move {} to {}"  # how this game words it
+    told: bool = True  # the task's sentence says the wish
     treated: frozenset[tuple[str, str]] = frozenset()  # (verb, object)
     lit: frozenset[str] = frozenset()
 
     @classmethod
-    def first(cls, text: str, rates: Mapping[tuple[str, str], float], old: bool) -> Memory:
+    def first(cls, text: str, goal: Goal, rates: Mapping[tuple[str, str], float], old: bool) -> Memory:
         room, _, sentence = text.partition("Your task is to: ")
         put = "put {} in/on {}" if old else "move {} to {}"
         receptacles = tuple(reversed(_things(room)))  # the texts count down: "cabinet 2, a cabinet 1"
-        return cls(Wish.read(sentence), rates, receptacles, {}, put=put)
+        return cls(goal, rates, receptacles, {}, put=put, told=told(goal, sentence))
 
     def after(self, command: str, text: str, commands: Container[str]) -> Memory:
         """The memory after a command, the text that answered it, and the commands that are offered next."""
@@ -112,7 +98,7 @@ class Memory:
     @cached_property
     def in_place(self) -> dict[str, str]:
         """object -> receptacle of those that are where the task wants them; two must lie in the same."""
-        if self.wish.lamp:
+        if self.wish.kind == "look":
             return {}
         ready = {r: [o for o in self.seen[r] if self.ready(o)] for r in self.seen if kind(r) == self.wish.target}
         best = max(ready, key=lambda r: len(ready[r]), default="")
@@ -146,7 +132,7 @@ class Memory:
         if kind(hand) != wish.object:
             fits = [r for r in self.receptacles if self.rate(kind(hand), r)]
             return self._place(min(fits or self.receptacles, key=self.cost))
-        if wish.lamp:
+        if wish.kind == "look":
             lamps = self.whereabouts[wish.target]
             if not lamps:
                 return self._search(wish.target)
@@ -157,7 +143,7 @@ class Memory:
             tool = min(tools, key=lambda r: r not in self.near, default=None)
             return tool and (f"{wish.treatment} {hand} with {tool}" if tool in self.near else f"go to {tool}")
         targets = [r for r in self.receptacles if kind(r) == wish.target]
-        if wish.two and self.in_place:
+        if wish.kind == "two" and self.in_place:
             targets = list(self.in_place.values())
         return self._place(min(targets, key=self.cost)) if targets else None
 
@@ -177,7 +163,11 @@ class Memory:
 
     # -------------------------------------------------------------------------------------------------------- thoughts
     def thought(self, command: str) -> str:
-        """What is known about a command's object: from the texts so far, and in view of what the task asks."""
+        """What is known about a command's object: from the texts so far, and in view of what the task asks.
+
+        None where an annotator wrote the task: a thought would give away how the goal reads the sentence."""
+        if not self.told:
+            return ""
         verb, one, two = _parse(command)
         wish, hand, object = self.wish, self.hand, self.wish.object
         match verb:
@@ -207,7 +197,7 @@ class Memory:
                 return f"The task asks for no {DONE[verb]} {object}."
             case "clean" | "heat" | "cool":
                 return f"The {one} {'is' if self.ready(one) else 'has to be'} {DONE[verb]}."
-        if wish.lamp:
+        if wish.kind == "look":
             return f"The task asks to look at the {one}."
         return f"The {one} is not {DONE[wish.treatment]} yet." if not self.ready(one) else self._about(two)
 
@@ -216,12 +206,12 @@ class Memory:
         wish, hand, door = self.wish, self.hand, " and is closed" if receptacle in self.closed else ""
         if hand and kind(hand) != wish.object:
             return f"The {hand} in my hands is not {a(wish.object)}."
-        if hand and not wish.lamp and not self.ready(hand):
+        if hand and wish.kind != "look" and not self.ready(hand):
             return f"The {hand} has to be {DONE[wish.treatment]}."
-        if hand and not wish.lamp:
+        if hand and wish.kind != "look":
             if kind(receptacle) != wish.target:
                 return f"The {receptacle} is no {wish.target}."
-            other = next(iter(self.in_place.items()), None) if wish.two else None
+            other = next(iter(self.in_place.items()), None) if wish.kind == "two" else None
             if other:
                 return f"The {other[0]} is in the {other[1]}, {'here' if other[1] == receptacle else 'not here'}."
             return f"The {hand} belongs in the {receptacle}{door.replace('and is', 'which is')}."

@@ -29,7 +29,8 @@ class BadGame(ValueError):
 
 
 def load(path: str | Path) -> Game:
-    """Read a `game.tw-pddl`. Raises BadGame for a file that is truncated, unsolvable, or of another kind of task."""
+    """Read a `game.tw-pddl`. Raises BadGame for a file that is truncated, not known to be solvable, or of another kind
+    of task."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         problem, grammar, plan = data["pddl_problem"], data["grammar"], data.get("walkthrough") or []
@@ -41,7 +42,9 @@ def load(path: str | Path) -> Game:
         raise BadGame(f"line {error.lineno} is not JSON, the file may be truncated ({error.msg})") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadGame(f"is not a game file of ALFWorld ({type(error).__name__}: {error})") from None
-    if not data.get("solvable"):
+    if (solvable := data.get("solvable")) is None:  # the original skips those too
+        raise BadGame("does not say whether it is solvable (alfworld-generate finds out)")
+    if not solvable:
         raise BadGame("is marked as unsolvable")
     return parse(problem, grammar, plan)
 

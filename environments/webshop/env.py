@@ -96,6 +96,12 @@ class WebShopEnv(TextEnv):
         name = str(record.get("id"))
         return name if self.published and name.isdecimal() else None
 
+    def canonical(self, action: str) -> str:
+        name, value = engine.parse(action) or ("", "")
+        if name == "search":  # which splits words at blanks
+            value = " ".join(value.split())
+        return f"{name}[{value}]" if name in ("search", "click") else action
+
     def subject(self, task_id: str) -> str:
         """The product that is right."""
         is_goal = task_id.isdecimal() and int(task_id) < len(self.shop.goals)

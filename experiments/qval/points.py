@@ -92,7 +92,7 @@ def trajectory(
         if not drawn:  # an expert that is done, or nothing listed to draw from
             break
         taken = uniform[0] if uniform and stray < epsilon else drawn[0]
-        candidates = distinct_actions([taken, *drawn, *uniform])[:width]  # the first of equals: the one taken stays
+        candidates = distinct_actions(env, [taken, *drawn, *uniform])[:width]  # of equals the first: it is taken
         shuffled = tuple(action for _, action in sorted(zip(order, candidates, strict=False)))
         seen, block = state.messages[-1][1], env.block(task_id)
         points.append(Point(task_id, prefix, shuffled, shuffled.index(taken), seen, digest(seen), block))

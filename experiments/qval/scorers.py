@@ -210,8 +210,9 @@ def vote_share(context: Context, decision: Decision) -> Scores:
     """How many of VOTES draws of the agent are this action (self-consistency)."""
     rendering = context.agent().chat.rendering
     request = ask(decision.env, decision.state, VOTES, (*decision.key, "vote"), rendering)
-    drawn = [parse_action(c.text) for c in (yield Call(context.agent().sample, request))]
-    return [drawn.count(parse_action(action)) / VOTES for action in decision.candidates]
+    canonical = decision.env.canonical
+    drawn = [canonical(parse_action(c.text)) for c in (yield Call(context.agent().sample, request))]
+    return [drawn.count(canonical(parse_action(action))) / VOTES for action in decision.candidates]
 
 
 # ----------------------------------------------------------------------------------------------------------- the table
