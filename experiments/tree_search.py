@@ -91,11 +91,11 @@ class Search:
         """Step a child of the node that the environment is in. Returns it, arrived."""
         observation, reward, terminated, truncated, _ = self.env.step(parse_action(child.action))
         self.env_steps += 1
-        observation = self.env.message(observation)
+        child.done = terminated or truncated
+        observation, reward = self.env.message(observation), self.env.outcome(reward, child.done)
         candidates, values = [c.action for c in node.children], [c.value for c in node.children]
         step = Step(node.state, node.drawn, candidates, values, child.action, observation, reward)
         child.state, child.path = node.state.then(child.action, observation), (*node.path, step)
-        child.done = terminated or truncated
         return self.arrive(child, node.request.key[1])
 
     def come_to(self, node: Node, copy: bool = True) -> None:
