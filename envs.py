@@ -22,9 +22,8 @@ import argparse
 import copy
 import hashlib
 import importlib
-import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ import gymnasium
 from gymnasium import spaces
 
 from environments.check import check
-from environments.guard import build, guard_reset, guard_step, value_of
+from environments.guard import build, guard_reset, guard_step, options_of
 from qlass import UserError
 from qlass.cli import save_settings
 
@@ -258,32 +257,13 @@ def make(name: str, **options: Any) -> TextEnv:
     return env
 
 
-def options_of(args: argparse.Namespace, others: Collection[str] = ()) -> dict[str, Any]:
-    """The options of --env-option, and those that the surroundings set: they join the arguments.
-
-    others: options that flags of the stage set.
-    """
-    kind = environment_class(args.env)
-    parameters = inspect.signature(kind).parameters
-    given = {text.partition("=")[0] for text in args.env_option}
-    more = [f"{name}={v}" for name, v in kind.default_options().items() if name not in given]
-    args.env_option = sorted(args.env_option + more)
-    options: dict[str, Any] = {}
-    for text in args.env_option:
-        name = text.partition("=")[0]
-        if name not in parameters or name in others:
-            reason = f"NAME=VALUE is expected, of {', '.join(parameters)}"
-            raise UserError(f"--env-option {text}: {reason}")
-        options[name] = value_of(text, parameters[name].default)
-    return options
-
-
 def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     """The environment of --env and --env-option; `options` are the stage's own (`max_steps`).
 
-    RUN/env.json keeps the arguments.
+    Options that the surroundings set are added to the arguments; RUN/env.json keeps them.
     """
-    env = make(args.env, **options_of(args, options), **options)
+    args.env_option, named = options_of(environment_class(args.env), args.env_option, options)
+    env = make(args.env, **named, **options)
     in_flight = getattr(args, "in_flight", None) or 1
     if args.env not in ENVIRONMENTS and in_flight > env.side_by_side:
         reason = f"{env.name} may have {env.side_by_side} open at once, its side_by_side"

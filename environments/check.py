@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import envs
-from environments.guard import Fault, named
+from environments.guard import Fault, named, options_of
 from qlass import cli
 
 STEPS = 3  # of the path that is played over and over
@@ -38,8 +38,7 @@ class Player:
         return page | {"reward": self.env.outcome(reward, done), "done": done}
 
     def look(self, call: str, text: Any, info: dict) -> dict[str, Any]:
-        own_message = type(self.env).message is not envs.TextEnv.message
-        if call != "reset" and (own_message or isinstance(text, str)):
+        if call != "reset" and (isinstance(text, str) or type(self.env).message is not envs.TextEnv.message):
             text = self.env.message(text)
         if not isinstance(text, str):
             raise Fault(f"the observation of {call} is of type {type(text).__name__}, not str")
@@ -177,7 +176,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--env-option", type=cli.option, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = parser.parse_args(argv)
-    env = envs.make(args.env, **envs.options_of(args))
+    env = envs.make(args.env, **options_of(envs.environment_class(args.env), args.env_option)[1])
     for text in check(env):
         print(f"{env.name}: {text}")
 

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from qlass import UserError
@@ -47,30 +47,45 @@ def guard_reset(reset: Callable) -> Callable:
 
 
 def guard_step(step: Callable) -> Callable:
-    """numpy's booleans and floats become Python's, which can be written as JSON."""
+    """numpy's booleans become Python's, which JSON knows; the reward's type is the business of `TextEnv.outcome`."""
 
     @functools.wraps(step)
     def guarded(env: Any, action: str) -> tuple:
         with named(f"{env.name}: task {env.playing}: step({action!r})"):
             observation, reward, terminated, truncated, info = step(env, action)
-            return observation, float(reward), bool(terminated), bool(truncated), info
+            return observation, reward, bool(terminated), bool(truncated), info
 
     return guarded
 
 
 def build(name: str, kind: type, options: dict[str, Any]) -> Any:
     """kind(**options), for --env NAME."""
-    parameters = inspect.signature(kind).parameters
+    parameters = inspect.signature(kind)
     try:
-        inspect.signature(kind).bind(**options)
+        parameters.bind(**options)
     except TypeError as error:
-        known = ", ".join(parameters) or "none"
+        known = ", ".join(parameters.parameters) or "none"
         raise UserError(f"--env {name}: {error} (--env-option NAME=VALUE; its options: {known})") from None
     with named(f"--env {name}"):
         env = kind(**options)
     if "max_steps" in options:  # a class may take it and not pass it on
         env.max_steps = options["max_steps"]
     return env
+
+
+def options_of(kind: Any, texts: list[str], others: Collection[str] = ()) -> tuple[list[str], dict[str, Any]]:
+    """NAME=VALUE of a class, with those that the surroundings set, as texts and by name. others: set by other flags."""
+    parameters = inspect.signature(kind).parameters
+    given = {text.partition("=")[0] for text in texts}
+    more = [f"{name}={value}" for name, value in kind.default_options().items() if name not in given]
+    texts = sorted([*texts, *more])
+    options = {}
+    for text in texts:
+        name = text.partition("=")[0]
+        if name not in parameters or name in others:
+            raise UserError(f"--env-option {text}: NAME=VALUE is expected, of {', '.join(parameters) or 'none'}")
+        options[name] = value_of(text, parameters[name].default)
+    return texts, options
 
 
 def value_of(option: str, default: Any) -> Any:

@@ -91,11 +91,11 @@ class Search:
         """Step a child of the node that the environment is in. Returns it, arrived."""
         observation, reward, terminated, truncated, _ = self.env.step(parse_action(child.action))
         self.env_steps += 1
-        child.done = terminated or truncated
-        observation, reward = self.env.message(observation), self.env.outcome(reward, child.done)
+        observation = self.env.message(observation)
         candidates, values = [c.action for c in node.children], [c.value for c in node.children]
         step = Step(node.state, node.drawn, candidates, values, child.action, observation, reward)
         child.state, child.path = node.state.then(child.action, observation), (*node.path, step)
+        child.done = terminated or truncated
         return self.arrive(child, node.request.key[1])
 
     def come_to(self, node: Node, copy: bool = True) -> None:
@@ -221,7 +221,9 @@ def play(settings: dict, env: envs.TextEnv, task_id: str, method: Variant, chat:
     """As `q_search.play`. Every draw costs its tokens once, whether it was played or not."""
     search = Search(env, task_id, method, chat.rendering)
     end = yield from getattr(search, method.name)(**settings)
-    outcome = outcome_of(chat, end.path, [search.expanded], lambda step: step.candidates)
+    *path, last = end.path
+    path.append(dataclasses.replace(last, reward=env.outcome(last.reward, done=True)))
+    outcome = outcome_of(chat, path, [search.expanded], lambda step: step.candidates)
     steps = {"env_steps": search.env_steps, "env_steps_replayed": search.env_steps + search.replayed}
     return outcome | steps | {"restores": search.restores, "resets": method.N}
 
