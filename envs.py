@@ -19,12 +19,9 @@ and what the engine itself reports (`clickables`, `admissible_commands`, `won`, 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import hashlib
 import importlib
-import inspect
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -32,6 +29,8 @@ from typing import Any
 
 import gymnasium
 
+from environments.check import check
+from environments.guard import build, guard_reset, guard_step, options_of
 from environments.spaces import AnyText
 from qlass import UserError
 from qlass.cli import save_settings
@@ -71,16 +70,23 @@ class TextEnv(gymnasium.Env):
     omniscient = False  # the expert knows what no page has shown: tables call it an oracle
     unique_tasks = False  # the instruction alone says which task it is
     markov = False  # instruction and last observation say all that there is to know
+    playing = ""  # the task of the last reset, which a crash names
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.name = cls.name or cls.__name__.lower()
+        for name, guard in (("reset", guard_reset), ("step", guard_step)):
+            if name in vars(cls):
+                setattr(cls, name, guard(vars(cls)[name]))
 
     def __init__(
         self, max_steps: int | None = UNSET, instruction: str | Path | None = None
     ) -> None:
         """max_steps: None for no limit. instruction: a file with another first user message."""
         if max_steps is not UNSET:
+            if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
+                reason = "a number of steps is expected, or null for no limit"
+                raise UserError(f"{self.name}: max_steps={max_steps}: {reason}")
             self.max_steps = max_steps
         if instruction:
             self.instruction = Path(instruction).read_text(encoding="utf-8-sig")
@@ -239,9 +245,16 @@ def environment_class(name: str) -> type[TextEnv]:
     return environment
 
 
+CHECKED = set(ENVIRONMENTS)  # by tests; others are checked at their first use
+
+
 def make(name: str, **options: Any) -> TextEnv:
     """Build an environment by name; options are those of its class (`data`, `max_steps`, ...)."""
-    return environment_class(name)(**options)
+    env = build(name, environment_class(name), options)
+    if name not in CHECKED:
+        check(env)
+        CHECKED.add(name)
+    return env
 
 
 def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
@@ -249,22 +262,11 @@ def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
 
     Options that the surroundings set are added to the arguments; RUN/env.json keeps them.
     """
-    kind = environment_class(args.env)
-    parameters = inspect.signature(kind).parameters
-    named = {text.partition("=")[0] for text in args.env_option}
-    more = [f"{name}={v}" for name, v in kind.default_options().items() if name not in named]
-    args.env_option = sorted(args.env_option + more)
-    for text in args.env_option:
-        name, _, value = text.partition("=")
-        if name not in parameters or name in options:
-            reason = f"NAME=VALUE is expected, of {', '.join(parameters)}"
-            raise UserError(f"--env-option {text}: {reason}")
-        with contextlib.suppress(json.JSONDecodeError):
-            value = json.loads(value)  # numbers, true, false, null
-        boolean = isinstance(parameters[name].default, bool)
-        if boolean and not isinstance(value, bool):  # "False" would count as true
-            raise UserError(f"--env-option {text}: {name} must be true or false")
-        options[name] = value
-    env = kind(**options)
+    args.env_option, named = options_of(environment_class(args.env), args.env_option, options)
+    env = make(args.env, **named, **options)
+    in_flight = getattr(args, "in_flight", None) or 1
+    if args.env not in ENVIRONMENTS and in_flight > env.side_by_side:
+        reason = f"{env.name} may have {env.side_by_side} open at once, its side_by_side"
+        raise UserError(f"--in-flight {in_flight}: {reason}")
     save_settings(args)
     return env

@@ -65,7 +65,7 @@ def look_ahead(env: envs.TextEnv, candidates: list[str], otherwise: Sequence[flo
     for action, score in zip(candidates, otherwise, strict=True):
         _, reward, terminated, truncated, _ = env.step(parse_action(action))
         if terminated or truncated:
-            score = reward
+            score = env.outcome(reward, done=True)
         scores.append(env.optimal_value() if score is None else score)
         env.restore(here)
     return scores
@@ -93,11 +93,14 @@ def follow(env: envs.TextEnv, task_id: str, method: Variant) -> list[Step]:
     for thought, move in moves:
         action = react(thought, move)
         observation, reward, terminated, truncated, _ = env.step(move)
-        observation = env.message(observation)
-        steps.append(Step(state, [], [], [], action, observation, float(reward)))
+        done = terminated or truncated
+        observation, reward = env.message(observation), env.outcome(reward, done)
+        steps.append(Step(state, [], [], [], action, observation, reward))
         state = state.then(action, observation)
-        if terminated or truncated:
+        if done:
             break
+    if not steps:
+        raise UserError(f"{env.name}: {method} does nothing in task {task_id}")
     return steps
 
 

@@ -82,7 +82,7 @@ def forest(
             state = state.then(candidate.text, env.message(observation))
             if not done:
                 nodes[tree].append((state, env.snapshot(), decisions))
-        leaves.append(Trajectory(decisions, float(reward), tree))
+        leaves.append(Trajectory(decisions, env.outcome(reward, done), tree))
 
     for tree in range(M):
         yield from chain(tree, root)

@@ -225,7 +225,9 @@ def play(settings: dict, env: envs.TextEnv, task_id: str, method: Variant, chat:
     """As `q_search.play`. Every draw costs its tokens once, whether it was played or not."""
     search = Search(env, task_id, method, chat.rendering)
     end = yield from getattr(search, method.name)(**settings)
-    outcome = outcome_of(chat, end.path, [search.expanded], lambda step: step.candidates)
+    *path, last = end.path
+    path.append(dataclasses.replace(last, reward=env.outcome(last.reward, done=True)))
+    outcome = outcome_of(chat, path, [search.expanded], lambda step: step.candidates)
     steps = {"env_steps": search.env_steps, "env_steps_replayed": search.env_steps + search.replayed}
     return outcome | steps | {"restores": search.restores, "resets": method.N}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -79,9 +80,11 @@ def drive(
 
     A generator yields a request, or a list of requests of one type, whose answers it gets as a
     list. Requests of one type from all generators are answered in one call of `models[type]`.
+    An error of a generator is raised when what has finished by then is yielded: it is not lost.
     """
     waiting: list[tuple[int, Generator[Any, Any, T], Any]] = []  # number, and its requests
     finished: list[tuple[int, Any]] = []
+    errors: list[Exception] = []
     source = enumerate(generators)
 
     def advance(number: int, generator: Generator[Any, Any, T], answer: Any) -> None:
@@ -89,13 +92,18 @@ def drive(
             waiting.append((number, generator, generator.send(answer)))
         except StopIteration as stop:
             heapq.heappush(finished, (number, stop.value))
+        except Exception as error:
+            errors.append(error)
 
     while True:
-        while len(waiting) + len(finished) < width and (item := next(source, None)) is not None:
-            advance(*item, None)
+        room = 0 if errors else width - len(waiting) - len(finished)
+        for number, generator in itertools.islice(source, room):
+            advance(number, generator, None)
         if finished:
             yield heapq.heappop(finished)[1]
             continue
+        if errors:
+            raise errors[0]
         if not waiting:
             return
         # The most frequent type of request goes first: the others share larger batches later.

@@ -1,10 +1,14 @@
 """What every environment keeps to, the order of tasks, and the example of docs/environment.md through all stages."""
 
+import argparse
 import copy
 import itertools
+import json
+import random
 from collections import Counter
 
 import gymnasium
+import numpy as np
 import pytest
 from fakes import FakeEnv
 from gymnasium.utils.env_checker import check_env
@@ -17,10 +21,12 @@ import sft
 import train_qnet
 from build_trees import Explorer
 from docs.switches import Switches
+from environments import check
 from experiments import compare, drive_in_order
 from qlass import UserError
-from qlass.batching import Candidate, Sample
+from qlass.batching import Candidate, Sample, drive
 from qlass.chat import Rendering, uniforms
+from qlass.cli import run_stage
 from qlass.files import read_jsonl
 
 FLAG = "docs.switches:Switches"
@@ -183,3 +189,307 @@ def test_one_command_takes_it_through_all_stages(tmp_path, monkeypatch, capsys):
     assert all(r["reward"] == 1 for r in records if r["method"] in ("expert", "oracle"))
     assert {"greedy", "qlass", "best_of_n"} <= {r["method"] for r in records}
     assert isinstance(envs.make(FLAG), Switches)
+
+
+# --------------------------------------------------------------------------------------------- one's own: envs.check
+
+
+def step_as(change):
+    """A step whose answer is changed: change(env, action, observation, reward, terminated, truncated, info)."""
+    return {"step": lambda self, action: change(self, action, *Switches.step(self, action))}
+
+
+def reset_as(change):
+    return {"reset": lambda self, **more: change(self, *Switches.reset(self, **more))}
+
+
+def info_as(**values):
+    """The info that holds these values; without those that are None."""
+
+    def change(self):
+        info = Switches.info(self) | values
+        return {name: value for name, value in info.items() if value is not None}
+
+    return {"info": change}
+
+
+class Board(Switches):
+    """Whose state is a set that it changes, as most programs have it; it is copied where that is needed."""
+
+    side_by_side = 1
+
+    def reset(self, **more):
+        observation, info = super().reset(**more)
+        self.on = set()
+        return observation, info
+
+    def step(self, action):
+        board = self.on
+        answer = super().step(action)
+        board.symmetric_difference_update(self.on ^ board)
+        self.on = board
+        return answer
+
+    def snapshot(self):
+        return self.task_id, self.wanted, set(self.on), self.steps
+
+    def restore(self, snapshot):
+        self.task_id, self.wanted, on, self.steps = snapshot
+        self.on = set(on)
+
+
+class OneSimulator(Wrapped):
+    """Which ends by the close() of any fork."""
+
+    def reset(self, **more):
+        if self.simulator.get("closed"):
+            raise RuntimeError("the simulator was closed")
+        return super().reset(**more)
+
+    def close(self):
+        self.simulator["closed"] = True
+
+
+def shared_board(self, snapshot):
+    self.task_id, self.wanted, self.on, self.steps = snapshot
+
+
+def without_count(self, snapshot):
+    steps = self.steps
+    Board.restore(self, snapshot)
+    self.steps = steps
+
+
+BROKEN = {  # a class's change of a class that keeps the rules: what is said of it
+    "integers as ids": (Switches, {"split_ids": lambda self, split: [3, 1, 2]}, "has the task id 3, which is no str"),
+    "an id twice": (Switches, {"split_ids": lambda self, split: ["red", "blue", "red"]}, "has a task id twice"),
+    "an own order of ids": (
+        Switches,
+        {"task_ids": lambda self, split: random.sample(self.split_ids(split), 20)},
+        "or other ones at the next call",
+    ),
+    "no tasks": (Switches, {"split_ids": lambda self, split: []}, "train has no tasks"),
+    "no reset": (Switches, {"reset": lambda self, **more: "All off."}, "reset returns str, not (observation, info)"),
+    "an array at first": (Switches, reset_as(lambda self, o, i: (np.zeros(6), i)), "reset is of type ndarray, not str"),
+    "an array": (Switches, step_as(lambda self, a, o, *rest: (np.zeros(6), *rest)), "is of type ndarray, not str"),
+    "old gym": (Switches, step_as(lambda self, a, o, r, d, t, i: (o, r, d, i)), "ValueError: not enough values"),
+    "no action list": (Switches, info_as(valid_actions=None), "info of reset has no valid_actions"),
+    "a tuple": (Switches, info_as(valid_actions=("done",)), "info of reset has no valid_actions, or one that is no l"),
+    "numbers as actions": (Switches, {"valid_actions": lambda self: [0, 1]}, "are no str"),
+    "other actions": (Switches, info_as(valid_actions=["done"]), "or not those of valid_actions()"),
+    "an integer id": (Switches, info_as(task_id=4), "info of reset has no task_id, or one that is no str"),
+    "another id": (Switches, info_as(task_id="4"), "the task_id '4', in task"),
+    "no task": (Switches, info_as(task=None), "info of reset has no task"),
+    "rewards on the way": (Switches, step_as(lambda self, a, o, r, *rest: (o, 0.5, *rest)), "a step earned 0.5"),
+    "not a number": (Switches, step_as(lambda self, a, o, r, *rest: (o, np.float32("nan"), *rest)), "earned nan"),
+    "no reward": (Switches, step_as(lambda self, a, o, r, *rest: (o, None, *rest)), "TypeError: float() argument"),
+    "an idle expert": (Switches, {"expert": lambda self, task_id: iter(())}, "yields no step"),
+    "an expert of actions": (Switches, {"expert": lambda self, task_id: iter(["done"])}, "expert yields 'done', not ("),
+    "a crash of the expert": (Switches, {"expert": lambda self, task_id: iter([None])}, "play: TypeError: "),
+    "a snapshot by reference": (Board, {"snapshot": lambda self: (self.task_id, self.wanted, self.on, self.steps)}, ""),
+    "a restored reference": (Board, {"restore": shared_board}, "and before"),
+    "a hidden reference": (
+        Board,
+        {"log": [], "snapshot": lambda self: (*Board.snapshot(self), self.log.append(0), self.log),
+         "restore": lambda self, snapshot: Board.restore(self, snapshot[:4])},
+        "a snapshot changes while the episode goes on",
+    ),
+    "a count that goes on": (Board, {"restore": without_count}, "gives, as done, ... True, and before ... False"),
+    "nothing restored": (Board, {"restore": lambda self, snapshot: None}, "and before"),
+    "luck": (Switches, reset_as(lambda self, o, i: (f"{o} {random.random()}", i)), "reset gives, as observation, ... "),
+    "an end by close()": (OneSimulator, {}, "reset: RuntimeError: the simulator was closed"),
+    "no end": (
+        Switches,
+        step_as(lambda self, a, o, r, d, t, i: (o, r, d, False, i)),
+        "the episode goes on after step('sing a song') with max_steps = 1",
+    ),
+    "an end of valid actions alone": (
+        Switches,
+        step_as(lambda self, a, o, r, d, t, i: (o, r, d, t and a in i["valid_actions"], i)),
+        "goes on after step('sing a song')",
+    ),
+    "no word for nonsense": (
+        Switches,
+        step_as(lambda self, a, *rest: ({name: rest[0] for name in self.valid_actions()}[a], *rest[1:])),
+        "step('sing a song'): KeyError: 'sing a song' (--debug shows where)",
+    ),
+    "more than one at once": (Wrapped, {"side_by_side": 2}, "with side_by_side above 1, forks share nothing"),
+    "no fork": (Switches, {"fork": lambda self: self}, "with side_by_side above 1, forks share nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_class_that_breaks_a_rule_is_refused_in_one_line(case):
+    base, change, says = BROKEN[case]
+    env = type("Broken", (base,), {"name": "broken", **change})()
+    with pytest.raises(UserError) as refused:
+        envs.check(env)
+    text = str(refused.value)
+    assert text.startswith("broken: ") and says in text and "\n" not in text
+    assert env.max_steps == base.max_steps
+
+
+@pytest.mark.parametrize("name", [*envs.ENVIRONMENTS, FLAG])
+def test_what_comes_along_keeps_the_rules(name, monkeypatch, capsys):
+    if name == "sciworld":
+        pytest.importorskip("scienceworld")
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    check.main([name])
+    assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+@pytest.mark.parametrize("kind", [Board, Wrapped, FakeEnv])
+def test_a_class_with_changing_parts_may_keep_the_rules(kind):
+    env = kind()
+    before = copy.copy(vars(env))
+    assert len(envs.check(env)) == 6 and len(getattr(env, "played", [])) < 30
+    assert {name: value for name, value in vars(env).items() if name not in ("played", "simulator")} == {
+        name: value for name, value in before.items() if name not in ("played", "simulator")
+    }
+
+
+# ---------------------------------------------------------------------------------------------- one's own: in a run
+
+
+class Maze(Switches):
+    """Whose constructor takes options, and swallows one."""
+
+    name, side_by_side = "maze", 2
+
+    def __init__(self, size: int, rate: float = 0.5, level: str = "1", max_steps: int | None = 5, deep: bool = False):
+        super().__init__()
+        self.size, self.rate, self.level, self.deep = size, rate, level, deep
+        self.door = 1 / size
+
+
+class Fragile(Switches):
+    """Which fails in one task, at one action."""
+
+    name = "fragile"
+
+    def step(self, action):
+        if (self.task_id, action) == ("red", "switch red"):
+            raise KeyError("lamp\nof glass")
+        return super().step(action)
+
+    def split_ids(self, split):
+        return ["red", "white", "blue"]
+
+
+def asked(*options, kind="Maze", **more):
+    settings = {"run": None, "env": f"test_environments:{kind}", "env_option": list(options)}
+    return argparse.Namespace(**settings | more)
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    monkeypatch.setattr(envs, "CHECKED", set(envs.CHECKED))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "missing a required argument: 'size' (--env-option NAME=VALUE; its options: size, rate, level, max_steps"),
+        (["stray=7"], "--env-option stray=7: NAME=VALUE is expected, of size, rate"),
+        (["size=big"], "--env test_environments:Maze: TypeError: unsupported operand"),
+        (["size=0"], "ZeroDivisionError: division by zero (--debug shows where)"),
+        (["size=2", "rate=fast"], "rate must be a number"),
+        (["size=2", "max_steps=abc"], "max_steps must be a whole number"),
+        (["size=2", "deep=1"], "deep must be true or false"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_one_line(options, says, tmp_path):
+    with pytest.raises(UserError) as refused:
+        envs.from_arguments(asked(*options, run=tmp_path))
+    assert says in str(refused.value) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("steps", ["abc", "0", "2.5", "true"])
+@pytest.mark.parametrize("name", ["frozenlake", FLAG])
+def test_a_step_limit_is_a_number_of_steps(name, steps, tmp_path):
+    with pytest.raises(UserError, match=r"max_steps=.*: a number of steps is expected, or null for no limit"):
+        envs.from_arguments(asked(f"max_steps={steps}", env=name, run=tmp_path))
+
+
+def test_options_arrive_as_their_defaults_are(tmp_path):
+    env = envs.from_arguments(asked("size=2", "level=7", "rate=1", run=tmp_path), max_steps=8)
+    assert (env.size, env.level, env.rate, env.max_steps) == (2, "7", 1, 8)  # which its constructor does not pass on
+
+
+def test_no_more_episodes_are_open_than_a_class_allows(tmp_path):
+    assert envs.from_arguments(asked("size=2", run=tmp_path, in_flight=2)).side_by_side == 2
+    with pytest.raises(UserError, match="--in-flight 3: maze may have 2 open at once, its side_by_side"):
+        envs.from_arguments(asked("size=2", run=tmp_path, in_flight=3))
+    envs.from_arguments(asked(env="sciworld", run=tmp_path / "other", in_flight=99))
+
+
+def test_a_class_of_ones_own_is_checked_once_and_what_comes_along_is_not(monkeypatch):
+    checked = []
+    monkeypatch.setattr(envs, "check", lambda env: checked.append(env.name))
+    for name in (FLAG, "frozenlake", FLAG):
+        envs.make(name)
+    assert checked == ["switches"]
+
+
+def test_a_crash_names_the_task_and_the_action_and_ends_no_other_task(tmp_path, capsys, monkeypatch):
+    argv = ["--env", "test_environments:Fragile", "--run", str(tmp_path), "--method", "expert", "--limit", "0"]
+    with pytest.raises(SystemExit):
+        run_stage(lambda: compare.main(argv))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    says = "error: fragile: task red: step('switch red'): KeyError: 'lamp\\nof glass' (--debug shows where)"
+    assert line == says
+    assert {r["task_id"] for r in read_jsonl(tmp_path / "results.jsonl")} == {"white", "blue"}
+    monkeypatch.setattr("sys.argv", ["compare.py", "--debug"])
+    with pytest.raises(UserError) as shown:
+        run_stage(lambda: compare.main(argv))
+    assert isinstance(shown.value.__cause__, KeyError)
+    monkeypatch.setattr(Fragile, "split_ids", lambda self, split: ["white", "blue"])
+    compare.main(argv)  # without that task
+    assert "2 test tasks" in capsys.readouterr().out
+
+
+def test_what_has_finished_before_a_crash_is_not_lost():
+    def one(number):
+        for _ in range(number):
+            yield Sample(None, 1, (), 1.0)
+        if number == 3:
+            raise KeyError(number)
+        return number
+
+    begun, ended = [], []
+    with pytest.raises(KeyError, match="3"):
+        ended += iter(drive((begun.append(n) or one(n) for n in (4, 3, 0, 2, 1, 3, 3, 0)), {Sample: list}, 4))
+    assert ended == [0, 1, 2] and len(begun) < 8
+
+
+def test_numbers_of_numpy_become_pythons():
+    class Numeric(Switches):
+        def step(self, action):
+            observation, reward, terminated, truncated, info = super().step(action)
+            return observation, np.float32(reward), np.bool_(terminated), np.bool_(truncated), info
+
+    env = Numeric()
+    envs.check(env)
+    root = next(iter(drive_in_order([Explorer(env, "red", Rendering(), 2, max_rollouts=0).explore({})], {}, 1)))
+    json.dumps(build_trees.tree_records(env, "red", root))
+
+
+def test_an_expert_without_a_step_in_some_task_is_named():
+    class Idle(Switches):
+        def expert(self, task_id):
+            return iter(())
+
+    with pytest.raises(UserError, match="switches: expert does nothing in task red"):
+        compare.follow(Idle(), "red", compare.Variant("expert"))
+    with pytest.raises(UserError, match="switches: its expert does nothing in task red"):
+        sft.demonstrate(Idle(), "red")
+
+
+def test_a_players_reward_is_an_outcome_too():
+    class Points(Switches):
+        def step(self, action):
+            observation, reward, *rest = super().step(action)
+            return observation, 100 * reward, *rest
+
+    with pytest.raises(UserError, match="switches: a step earned 100"):
+        compare.follow(Points(), "red", compare.Variant("expert"))
