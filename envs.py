@@ -25,6 +25,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ from gymnasium import spaces
 
 from qlass import UserError
 from qlass.cli import save_settings
+from qlass.files import fingerprint, warn
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 
@@ -81,7 +83,7 @@ class TextEnv(gymnasium.Env):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.name = cls.name or cls.__name__.lower()
+        cls.name = vars(cls).get("name") or cls.__name__.lower()  # not another class's
 
     def __init__(
         self, max_steps: int | None = UNSET, instruction: str | Path | None = None
@@ -235,6 +237,8 @@ def environment_class(name: str) -> type[TextEnv]:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         names = ", ".join(ENVIRONMENTS)
         choice = f"there are {names}, and MODULE:CLASS for your own"
+        if name in ENVIRONMENTS:
+            choice = "does a folder of yours hide one of ours? rename it, or start elsewhere"
         raise UserError(f"--env {name}: {error}; {choice}") from None
     return environment
 
@@ -247,15 +251,19 @@ def make(name: str, **options: Any) -> TextEnv:
 def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     """The environment of --env and --env-option; `options` are the stage's own (`max_steps`).
 
-    Options that the surroundings set are added to the arguments; RUN/env.json keeps them.
+    Options that the surroundings set are added to the arguments, and what files named by options
+    hold; RUN/env.json keeps them.
     """
     kind = environment_class(args.env)
     parameters = inspect.signature(kind).parameters
     named = {text.partition("=")[0] for text in args.env_option}
     more = [f"{name}={v}" for name, v in kind.default_options().items() if name not in named]
     args.env_option = sorted(args.env_option + more)
+    begun, args.env_files = vars(args).get("env_files"), {}
     for text in args.env_option:
         name, _, value = text.partition("=")
+        if os.path.exists(value):
+            args.env_files[name] = fingerprint(value)
         if name not in parameters or name in options:
             reason = f"NAME=VALUE is expected, of {', '.join(parameters)}"
             raise UserError(f"--env-option {text}: {reason}")
@@ -265,6 +273,8 @@ def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
         if boolean and not isinstance(value, bool):  # "False" would count as true
             raise UserError(f"--env-option {text}: {name} must be true or false")
         options[name] = value
+    if begun not in (None, args.env_files):
+        warn(f"{args.run} was begun with other files than --env-option names now: put them back")
     env = kind(**options)
     save_settings(args)
     return env
