@@ -36,6 +36,7 @@ from qlass.batching import Candidate, Sample, ask, drive
 from qlass.chat import Chat, Rendering, State, parse_action, react
 from qlass.cli import add_sampling, at_least, find_or_make, my_share, parse, parser, run_stage
 from qlass.files import Output, cloned_from
+from qlass.models import settle_precision
 from qlass.policy import load_agent
 
 # D is each environment's `tree_depth` (Appendix A.2). The paper does not say W and the bound.
@@ -278,6 +279,7 @@ def main(argv: list[str] | None = None) -> None:
         demonstrations, rewards = published.matching(env, tasks, file, most, bool(args.expert))
     args.expert = file
 
+    settle_precision(args)
     task_of, inputs = itemgetter("task_id"), [args.sft, args.expert]
     trees = Output(args.out, vars(args), inputs, ["plain"], task_of, tasks)
     share, finished = my_share(tasks, args), set(map(task_of, trees.records))

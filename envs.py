@@ -22,6 +22,7 @@ import argparse
 import copy
 import hashlib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ from environments.guard import build, guard_reset, guard_step, options_of
 from environments.spaces import AnyText
 from qlass import UserError
 from qlass.cli import save_settings
+from qlass.files import fingerprint, warn
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 
@@ -74,7 +76,7 @@ class TextEnv(gymnasium.Env):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.name = cls.name or cls.__name__.lower()
+        cls.name = vars(cls).get("name") or cls.__name__.lower()  # not another class's
         for name, guard in (("reset", guard_reset), ("step", guard_step)):
             if name in vars(cls):
                 setattr(cls, name, guard(vars(cls)[name]))
@@ -241,6 +243,8 @@ def environment_class(name: str) -> type[TextEnv]:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         names = ", ".join(ENVIRONMENTS)
         choice = f"there are {names}, and MODULE:CLASS for your own"
+        if name in ENVIRONMENTS:
+            choice = "does a folder of yours hide one of ours? rename it, or start elsewhere"
         raise UserError(f"--env {name}: {error}; {choice}") from None
     return environment
 
@@ -260,9 +264,15 @@ def make(name: str, **options: Any) -> TextEnv:
 def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     """The environment of --env and --env-option; `options` are the stage's own (`max_steps`).
 
-    Options that the surroundings set are added to the arguments; RUN/env.json keeps them.
+    Options that the surroundings set are added to the arguments, and what files named by options
+    hold; RUN/env.json keeps them.
     """
     args.env_option, named = options_of(environment_class(args.env), args.env_option, options)
+    begun = vars(args).get("env_files")
+    paths = {name: value for name, value in named.items() if isinstance(value, str)}
+    args.env_files = {n: fingerprint(path) for n, path in paths.items() if os.path.exists(path)}
+    if begun not in (None, args.env_files):
+        warn(f"{args.run} was begun with other files than --env-option names now: put them back")
     env = make(args.env, **named, **options)
     in_flight = getattr(args, "in_flight", None) or 1
     if args.env not in ENVIRONMENTS and in_flight > env.side_by_side:

@@ -14,15 +14,11 @@ looks at the environment's true reward before it answers is an "oracle": no agen
 from __future__ import annotations
 
 import argparse
-import csv
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qlass import UserError, cli
-from qlass.files import is_complete, replacing
-
-if TYPE_CHECKING:
-    from reporting.results import Group
+from qlass.files import files_of, is_complete, replacing
 
 DEFAULT_RUN = Path("runs/webshop")
 
@@ -40,7 +36,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    from reporting import figures, page, tables
+    from reporting import expected, figures, page, tables
     from reporting.results import read_results, result_files
 
     sources = list(result_files(args.results or [str(args.run or DEFAULT_RUN)]))
@@ -48,37 +44,23 @@ def main(argv: list[str] | None = None) -> None:
     out = args.out or run / "report.html"
     if out.suffix != ".html":
         raise UserError(f"{out}: the page is HTML: name it .html")
-    groups = read_results(sources)
+    ranges = expected.read_ranges(args.expected) if args.expected else None
+    warnings: list[str] = []
+    groups = read_results(sources, warnings)
 
-    text = tables.text(groups)
+    text = tables.text(groups, warnings)
     with replacing(out.with_suffix(".md")) as file:
         file.write(text)
     print(text)
     trees = [path for path in (run / "q_labels.jsonl", run / "trees.jsonl") if is_complete(path)]
     viewer = page.tree_data(args.trees or next(iter(trees), None))
-    sections = page.sections(groups, figures.draw(groups, out))
+    sections = page.sections(groups, figures.draw(groups, out), warnings)
+    inputs = chain.from_iterable(files_of(path) for _, path in sources)
     with replacing(out) as file:
-        file.write(page.render(sections, viewer, [path for _, path in sources]))
+        file.write(page.render(sections, viewer, inputs))
     print(f"{out}, {out.with_suffix('.md')} and the figures beside them")
-    if args.expected:
-        print("\n".join(expected(groups, args.expected)))
-
-
-def expected(groups: list[Group], ranges: Path) -> list[str]:
-    """One line per reward and range: "agent .720, expected .70 to .73: ok"."""
-    lines = []
-    for row in csv.DictReader(ranges.read_text(encoding="utf-8").splitlines()):
-        key = row["method"], int(row["M"]), int(row["N"]), row["select"], ""
-        for group in groups:
-            c = group.condition
-            if (c.method, c.M or 1, c.N or 1, c.select or "", c.label) == key:
-                name = "agent" if c.method == "greedy" else str(c)
-                low, mean, high = row["low"], f"{group.reward.mean:.3f}", row["high"]
-                inside = float(low) <= round(group.reward.mean, 2) <= float(high)
-                verdict = "ok" if inside else "not as expected"
-                low, mean, high = (number.lstrip("0") for number in (low, mean, high))
-                lines.append(f"{name} {mean}, expected {low} to {high}: {verdict}")
-    return lines
+    if ranges is not None:
+        print("\n".join(expected.verdicts(groups, ranges)))
 
 
 if __name__ == "__main__":

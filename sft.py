@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
         if not named:
             args.expert = args.run / "expert.jsonl"
             if process.is_main_process:
-                names = ("env", "env_option", "run", "overwrite")
+                names = ("env", "env_option", "env_files", "run", "overwrite")
                 world = {name: getattr(args, name) for name in names}
                 collect(env, args.expert, args.n_expert, world)
             process.wait_for_everyone()

@@ -31,6 +31,7 @@ from experiments.decisions import Decision, PackedDecisions
 from experiments.learning import Learner, batch_of, learn, learner_parser, load
 from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
+from qlass import UserError
 from qlass.batching import Sample, ask
 from qlass.chat import Chat, Rendering, State, parse_action
 from qlass.cli import at_least, find_or_make, parse, run_stage
@@ -186,6 +187,9 @@ def main(argv: list[str] | None = None) -> None:
         expert, rewards = actions_by_task(source, env, most)
         training_tasks = set(env.task_ids("train"))
         pool = [task for task in rewards if task in training_tasks]
+        if not pool:
+            lack = "none of its demonstrations has the id and the reward of a training task, which are compared"
+            raise UserError(f"{source}: {lack}: --pairs siblings, or another --sft")
         learned = tasks_of(source, env, most)
     else:
         source = args.labels = find_or_make(args.labels, args.run / "q_labels.jsonl", "bellman", args)

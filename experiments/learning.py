@@ -24,7 +24,7 @@ from qlass import UserError, cli, models
 from qlass.batching import Sample
 from qlass.chat import Chat, uniforms
 from qlass.cli import at_least
-from qlass.files import checkpoint_folder, draft_of, locked, same_arguments, write_jsonl, write_meta
+from qlass.files import checkpoint_folder, draft_of, locked, meta_path, same_arguments, write_jsonl, write_meta
 from qlass.policy import PROMPTED, Policy, begin_as_cloned, rendering_of
 from qlass.published import learned_tasks
 from train_qnet import SMALL
@@ -104,6 +104,8 @@ def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = 
     """The agent, which is to play `env`. The reference is a copy, or itself. lr: the tiny model's, without --lr."""
     args.sft = cli.find_or_make(args.sft, args.run / "sft", "sft", args)
     cli.warn_of_another_world(args.sft, args)
+    args.precision = None
+    models.settle_precision(args)
     torch.manual_seed(args.seed)
     model, chat, adapter = trainable(args, AutoModelForCausalLM)
     begin_as_cloned(env, chat.rendering, args)
@@ -163,7 +165,7 @@ def learn(
 
     with locked(folder):
         for old in (
-            (state, log) if args.overwrite else ()
+            (state, log, meta_path(folder)) if args.overwrite else ()
         ):  # else a stop before the first validation would go on with it
             old.unlink(missing_ok=True)
         if state.exists():

@@ -32,6 +32,7 @@ from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat, State, without_thinking
 from qlass.cli import add_sampling, at_least, find_or_make, handed_on, parse, parser, run_stage, tell_fewer
 from qlass.files import Output, read_trees
+from qlass.models import settle_precision
 from qlass.policy import load_agent
 from qlass.published import read_trajectories, written
 from qlass.results import costs_of
@@ -176,6 +177,7 @@ def main(argv: list[str] | None = None) -> None:
         tell_fewer(args, "limit", len(tasks), "tasks")
         path = args.run / f"self_train-{args.name}.rollouts.jsonl"
         free = ["threshold", "no_train", "plain"]
+        settle_precision(args)
         settings = vars(args) | {"out": path}
         out = Output(path, settings, [args.sft, args.qnet], free)
         method = Method("qlass", by_q, args.M, args.N) if args.qnet else Method("sample", N=args.N)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qlass import UserError
-from qlass.files import files_of, is_complete, outdated, read_meta, read_object, share
+from qlass.files import files_of, is_complete, outdated, read_meta, read_object, share, warn
 
 T = TypeVar("T", int, float)
 LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
@@ -168,16 +168,13 @@ def parse(
         args.env = settings.get("env", "webshop")
         options = [*settings.get("env_option", []), *options]
     args.env_option = sorted({text.partition("=")[0]: text for text in options}.values())
+    args.env_files = settings.get("env_files") if before == in_flags(vars(args)) else None
     if begun and before != in_flags(vars(args)):
         reason = f"{args.run} was begun with {before}, not with {in_flags(vars(args))}"
         if not search:
             raise UserError(f"{reason}: leave the flags out, or name another --run")
         warn(reason)
     return args
-
-
-def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
 
 
 def trained_with(checkpoint: Path) -> dict[str, Any]:
@@ -192,6 +189,12 @@ def in_flags(settings: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
+def same_world(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether arguments tell of one environment, with one set of options and files."""
+    files = [arguments.get("env_files") for arguments in (a, b)]
+    return in_flags(a) == in_flags(b) and (None in files or files[0] == files[1])
+
+
 def save_settings(args: argparse.Namespace) -> None:
     """Write RUN/env.json if it is not there, and no agent of another world is."""
     file, trained = args.run / "env.json", trained_with(args.run / "sft")
@@ -200,7 +203,7 @@ def save_settings(args: argparse.Namespace) -> None:
     if alone or (same and not file.exists()):
         file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_name(f".env.{uuid.uuid4().hex}")  # several processes may begin at once
-        settings = {"env": args.env, "env_option": args.env_option}
+        settings = {name: vars(args)[name] for name in ("env", "env_option", "env_files")}
         draft.write_text(json.dumps(settings) + "\n", encoding="utf-8")
         draft.replace(file)
 
@@ -208,8 +211,9 @@ def save_settings(args: argparse.Namespace) -> None:
 def warn_of_another_world(folder: Path, args: argparse.Namespace) -> None:
     """A line if a checkpoint was trained with another environment or other options of it."""
     trained, now = trained_with(folder), in_flags(vars(args))
-    if trained and in_flags(trained) != now:
-        warn(f"{folder} was trained with {in_flags(trained)}, not with {now}")
+    if trained and not same_world(trained, vars(args)):
+        before = in_flags(trained) if in_flags(trained) != now else "other files"
+        warn(f"{folder} was trained with {before}, not with {now}")
 
 
 def leaks(env: Any, results: list[dict], args: argparse.Namespace) -> dict[str, int | None]:
@@ -225,7 +229,7 @@ def leaks(env: Any, results: list[dict], args: argparse.Namespace) -> dict[str, 
         played = {record["task_id"] for record in results if record["tokens"].get(cost)}
         meta = read_meta(checkpoint.absolute())
         learned = meta.get("tasks")
-        if in_flags(meta["arguments"]) != in_flags(vars(args)):
+        if not same_world(meta["arguments"], vars(args)):
             learned = None  # its ids mean other tasks
         subjects = set(map(env.subject, learned or []))
         counts[source] = len([task for task in played if env.subject(task) in subjects])
@@ -311,6 +315,9 @@ def my_share(tasks: list[str], args: argparse.Namespace) -> list[str]:
 def run_stage(main: Callable[[], Any]) -> None:
     """A script's last line: mistakes in one line with exit code 2, Ctrl-C without a traceback."""
     try:
+        module = getattr(sys.modules.get("envs"), "__file__", None)
+        if module and Path(module).parent != Path(__file__).parents[1]:
+            raise UserError(f"{module} hides our module envs: rename it, or start elsewhere")
         main()
     except (UserError, OSError, ModuleNotFoundError) as error:
         if "--debug" in sys.argv:

@@ -26,6 +26,11 @@ from filelock import FileLock, Timeout
 
 from qlass import UserError
 
+
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
+
+
 # ---------------------------------------------------------------------------------------- records
 
 NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")  # required fields
@@ -195,14 +200,14 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
     yield from trees.values()
 
 
-def read_results(path: Path) -> Iterator[dict]:
-    """The lines of results.jsonl and its parts; what stands in several files is read once."""
+def read_results(path: Path) -> Iterator[tuple[str, dict]]:
+    """("FILE:LINE", result) of a file and its parts; what stands in several is read once."""
     first: dict[tuple, Path] = {}
     for file in files_of(path) or [path]:
         for where, record in records_of(file, cut=not is_complete(file)):
             check(where, record, RESULT, "results.jsonl")
             if first.setdefault(identity(record), file) == file:
-                yield record
+                yield where, record
 
 
 def identity(record: dict) -> tuple:
@@ -265,6 +270,21 @@ def sha256(path: Path) -> str:
 
 HASHES: dict[tuple, str] = {}  # so that a large model is read once
 
+
+def fingerprint(path: str) -> str:
+    """Of a data set of any size, the same for a copy: names, sizes, and up to 256 MB of content."""
+    found = glob.glob(f"{glob.escape(path)}/**", recursive=True)  # through links; not hidden files
+    paths = sorted(filter(os.path.isfile, found)) or [path]
+    every = len(paths) // 500 + 1
+    total = hashlib.sha256()
+    for i, file in enumerate(paths):
+        total.update(f"{os.path.relpath(file, path)} {os.path.getsize(file)}\n".encode())
+        if i % every == 0:
+            with open(file, "rb") as content:
+                total.update(content.read(2**28 * every // len(paths)))
+    return total.hexdigest()[:16]
+
+
 # --------------------------------------------------------------- one writer, complete or not at all
 
 
@@ -273,17 +293,24 @@ def locked(output: Path) -> Iterator[None]:
     """Hold the lock of an output until the block or this process ends; its holder may nest it."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"), timeout=0, is_singleton=True)
-    try:
-        with lock:
-            yield
-    except Timeout:
-        reason = "another process is writing it; wait for it, or name another --out"
-        raise UserError(f"{output}: {reason}") from None
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except Timeout:
+            reason = "another process is writing it; wait for it, or name another --out"
+            stale = f"if none does, on any machine, delete {lock.lock_file}"
+            raise UserError(f"{output}: {reason}; {stale}") from None
+        except (OSError, NotImplementedError) as error:  # a file system without locks
+            if not os.access(output.parent, os.W_OK):
+                raise
+            warn(f"{output} can't be locked ({error}): start no second process that writes it")
+        yield
 
 
 @contextlib.contextmanager
 def draft_of(output: Path) -> Iterator[Path]:
     """Where to write what takes the place of `output` when the block ends without an error."""
+    output = output.resolve()  # a link stays, and may lead to a larger disk
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = output.with_name(f".{output.name}.draft")
     discard(draft)  # of a call that was stopped
@@ -294,7 +321,8 @@ def draft_of(output: Path) -> Iterator[Path]:
 
 
 def discard(path: Path) -> None:
-    """Delete a file or a folder, if it is there."""
+    """Delete a file or a folder, or what a link leads to, if it is there."""
+    path = path.resolve()
     if path.is_dir():  # under another name, since half a checkpoint passes for one
         path = path.rename(path.with_name(f".{path.name}.{os.getpid()}"))
         shutil.rmtree(path)
@@ -336,6 +364,7 @@ def checkpoint_folder(folder: Path, start: str | Path | None = None) -> Path:
 # Arguments that change no number, so that they may differ when a run resumes.
 FREE = ["run", "out", "device", "overwrite", "debug", "save_every", "micro_tokens"]
 FREE += ["gradient_checkpointing", "cache_gb", "decode_tokens", "in_flight", "server"]
+FOUND = ("precision", "env_files")  # arguments that stages find out; None: not known
 # Options of environments that older metadata have as flags.
 OLD_FLAGS = {"webshop_data", "alfworld_data", "human_goals", "split_file", "instruction", "engine"}
 OLD_FLAGS |= {"tasks", "map"}
@@ -371,17 +400,25 @@ def recorded(arguments: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
+def versions() -> dict[str, str]:
+    packages = ("torch", "transformers", "numpy", "gymnasium", "scienceworld", "textworld")
+    return {name: metadata.version(name) for name in packages if find_spec(name)}
+
+
 def write_meta(
     output: Path, arguments: dict[str, Any], inputs: Iterable[Path | None] = (), **metrics: Any
 ) -> None:
-    """Record arguments, versions, hashes of the inputs, and the metrics of the run."""
-    packages = [p for p in ("torch", "transformers", "numpy", "gymnasium") if find_spec(p)]
+    """Record arguments, versions (the earlier ones of a resumed run too), hashes, and metrics."""
+    before, now = read_object(meta_path(output)) if meta_path(output).exists() else {}, versions()
+    earlier = [*before.get("earlier_versions", []), before.get("versions", now)]
+    if earlier := [others for others in earlier if others != now]:
+        metrics["earlier_versions"] = earlier
     record = {
         "arguments": recorded(arguments),
         "argv": arguments.get("argv", []),
         "inputs": {str(path): sha256(path) for path in inputs if path and files_of(path)},
         "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": now,
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **metrics,
     }
@@ -436,13 +473,15 @@ def same_arguments(output: Path, arguments: dict[str, Any], free: Iterable[str] 
     for name, before in begun.items():
         unset = before is None or before is False or before == []
         value = now.get(name, before if unset else None)
-        if name in (*FREE, *free):
+        if name in (*FREE, *free) or (name in FOUND and before is None):
             continue
         content = meta["inputs"].get(str(before))
         if content and value and files_of(Path(value)):  # an input, which may have been moved
             if content != sha256(Path(value)):
                 change = "which has changed since" if value == before else f"not {value}"
                 differences.append(f"--{name.replace('_', '-')} {before}, {change}")
+        elif before != value and name == "env_files":
+            differences.append("other files than --env-option names now")
         elif before != value:
             differences.append(f"--{name.replace('_', '-')} {before}, not {value}")
     named = set(map(str, begun.values()))
@@ -451,6 +490,10 @@ def same_arguments(output: Path, arguments: dict[str, Any], free: Iterable[str] 
     if differences:
         way_out = "--overwrite starts again, another --out or --run keeps both"
         raise UserError(f"{output} was begun with {', '.join(differences)}: {way_out}")
+    here = versions()
+    older = [f"{n} {v}" for n, v in meta.get("versions", {}).items() if here.get(n, v) != v]
+    if older:
+        warn(f"{output} was begun with {', '.join(older)}, which here is another: numbers differ")
 
 
 def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
@@ -496,6 +539,8 @@ class Output:
         self.file: TextIO | None = None  # open from the first `append` on
         rank, world = share() if identity else (0, 1)
         self.path = part_of(output, rank, world)
+        if output.is_dir() or (world > 1 and output.suffix != ".jsonl"):  # parts end with it
+            raise UserError(f"{output}: a file is written here: give it a name with .jsonl")
         self.lock = contextlib.ExitStack()
         self.lock.enter_context(locked(self.path))
         if arguments.get("overwrite") and world > 1:

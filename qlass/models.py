@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, utils
 
@@ -50,6 +51,13 @@ def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[
     return place, PRECISIONS[precision or ("bf16" if place.type == "cuda" else "float32")]
 
 
+def settle_precision(args: Any) -> None:
+    """Set what --precision stands for here: a resumed run must not mix a GPU's and a CPU's."""
+    if not getattr(args, "server", None):
+        dtype = device_and_dtype(args.device, args.precision)[1]
+        args.precision = next(name for name, value in PRECISIONS.items() if value == dtype)
+
+
 # --------------------------------------------------------------------------------------- loading
 
 
@@ -73,8 +81,12 @@ def load_checkpoint(
         refuse_qnet(path)
     place, dtype = device_and_dtype(device, precision)
     options = {"dtype": torch.float32 if train else dtype, **quantization(load_in, place)}
-    chat = load_chat(path, rendering or Rendering.load(path))
-    model = load_weights(path, kind, options)
+    try:
+        chat = load_chat(path, rendering or Rendering.load(path))
+        model = load_weights(path, kind, options)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise UserError(f"{path}: no complete checkpoint? It can't be loaded: {reason}") from error
     model = model if load_in else model.to(place)
     if not plain:
         from qlass.fast import parity
@@ -178,7 +190,13 @@ def base_of(path: str | Path) -> str | Path:
         return path
     import peft
 
-    return peft.PeftConfig.from_pretrained(path).base_model_name_or_path
+    config = peft.PeftConfig.from_pretrained(path)
+    base = config.base_model_name_or_path
+    if config.is_prompt_learning:
+        raise UserError(f"{path}: a trained prompt can't become weights: name a LoRA adapter")
+    if not base or (os.path.isabs(base) and not os.path.exists(base)):
+        raise UserError(f"{path}: its base model {base} is not there (adapter_config.json)")
+    return base
 
 
 def with_adapter(model: Any, adapter: str | Path) -> Any:

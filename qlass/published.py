@@ -17,6 +17,7 @@ from typing import Any
 
 from qlass import UserError
 from qlass.chat import State, without_thinking
+from qlass.cli import same_world
 from qlass.files import chat_fault, read_meta, records_of
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
@@ -222,7 +223,7 @@ def learned_tasks(
     meta = read_meta(Path(base).absolute())
     trained = meta["arguments"]
     if trained.get("env") == arguments["env"]:  # else its ids mean other tasks
-        same = trained.get("env_option") == arguments["env_option"]
+        same = same_world(trained, arguments)
         ids.update((same and meta.get("tasks")) or [None])
     return None if None in ids else sorted(map(str, ids))
 

@@ -14,6 +14,7 @@ from qlass.batching import Models, drive
 from qlass.chat import Chat, State
 from qlass.cli import leaks, my_share
 from qlass.files import Output, identity
+from qlass.models import settle_precision
 
 if TYPE_CHECKING:
     from envs import TextEnv
@@ -106,6 +107,7 @@ class Results(Output):
         """inputs: what results are made from besides agent and QNet."""
         # A file is of one agent and one QNet, also where the methods of this call need none.
         args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
+        settle_precision(args)
         of_a_line = ("method", "M", "N", "select", "split", "skip", "plain")
         super().__init__(args.out, vars(args), [args.sft, args.qnet, *inputs], of_a_line, identity)
         self.args, self.env = args, env

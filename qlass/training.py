@@ -120,6 +120,7 @@ def begin(args: Namespace, inputs: Iterable[Path]) -> bool:
     it was begun with; others are a UserError. --overwrite deletes what is there.
     """
     process, out, states = accelerate.PartialState(), args.out, resume_folder(args.out)
+    models.settle_precision(args)
     there = (out / "config.json").exists() or any(states.glob("state-*"))
     if there and not args.overwrite:
         files.same_arguments(out, vars(args))
@@ -131,6 +132,7 @@ def begin(args: Namespace, inputs: Iterable[Path]) -> bool:
         if args.overwrite:
             shutil.rmtree(states, ignore_errors=True)
             files.discard(out)
+            files.discard(files.meta_path(out))
         states.mkdir(parents=True, exist_ok=True)
         files.write_meta(out, vars(args), inputs)
     process.wait_for_everyone()

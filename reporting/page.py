@@ -36,8 +36,8 @@ def render(sections: Iterable[str], trees: str, inputs: Iterable[Path]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def sections(groups: Sequence[Group], pictures: dict[str, dict[str, str]]) -> list[str]:
-    """The first figure, the tables, the other figures; pictures: {figure: {environment: SVG}}."""
+def sections(groups: Sequence[Group], pictures: dict[str, dict[str, str]], warnings: Iterable[str] = ()) -> list[str]:
+    """Warnings, the first figure, the tables, the other figures; pictures: {figure: {environment: SVG}}."""
     rows = tables.headline(groups)
     everything = fold("All results", table(tables.results_table(groups)))
     results = [table(tables.results_table(rows)[tables.SHORT]), note(tables.ROWS_NOTE), everything]
@@ -48,7 +48,7 @@ def sections(groups: Sequence[Group], pictures: dict[str, dict[str, str]]) -> li
     for name, title in TITLES.items():
         drawings = [figure(title, env, svg) for env, svg in pictures[name].items()]
         parts.insert(0 if name == "tokens" else len(parts), section(name, title, *drawings))
-    return parts
+    return [section("warnings", "Warnings", *map(note, warnings)), *parts]
 
 
 def section(name: str, title: str, *parts: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -119,26 +120,31 @@ def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
         yield from ((label, file) for file in paths)
 
 
-def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
+def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None = None) -> list[Group]:
     """Read (label, file) pairs into one group per condition, in the order of the table.
 
     UserError names malformed lines, two results of one method, task and seed that differ, and files not to be pooled.
+    warnings: a list that gets what is printed as well.
     """
-    rows = []
+    sources, rows = list(sources), []
+    warnings = [] if warnings is None else warnings
+    data = {path: data_of(path) for _, path in sources}
     for label, path in sources:
         if not files.is_complete(path):
-            reason = "incomplete; short episodes end first, so its means are biased to them"
-            print(f"warning: {path}: {reason}", file=sys.stderr)
-        rows += [episode(record, label, path, line) for line, record in enumerate(files.read_results(path), 1)]
+            warnings.append(f"{path}: incomplete; short episodes end first, so its means are biased to them")
+        for where, record in files.read_results(path):
+            rows.append(episode(record, label, path, where))
+            rows[-1]["data"] = data[path]
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")
+    warnings += tell_data_apart(rows)
     table = pd.DataFrame.from_records(rows).astype({"M": "Int64", "N": "Int64"})
     table = table.sort_values(["task", "seed"], kind="stable")  # the same report, whatever the order of the lines
     same = [*CONDITION, "task", "seed"]
     table = table.drop_duplicates([*same, "reward", "total"])
     twins = table[table.duplicated(same, keep=False)].sort_values(same, kind="stable")
     for first, second in zip(twins[:1].itertuples(), twins[1:2].itertuples(), strict=True):
-        places = f"{first.file}:{first.line} and {second.file}:{second.line}"
+        places = f"{first.where} and {second.where}"
         subject = f"{first.method} for task {first.task}, seed {first.seed}"
         raise UserError(f"{places}: two different results of {subject}: {APART}")
     groups = []
@@ -146,11 +152,14 @@ def read_results(sources: Iterable[tuple[str, Path]]) -> list[Group]:
         conditions = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}
         groups.append(Group(Condition(**conditions), episodes))
     groups.sort(key=lambda group: group.condition.order())
-    check_pools(groups)
+    warnings += check_pools(groups)
+    check_worlds(groups)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     return groups
 
 
-def episode(record: dict, label: str, path: Path, line: int) -> dict[str, Any]:
+def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
     """The numbers of a result, and where it stands, so that its texts need not stay in memory."""
     steps, tokens, success = record.get("steps") or [], record["tokens"], record.get("success")
     split = record.get("split") or "test"
@@ -168,7 +177,7 @@ def episode(record: dict, label: str, path: Path, line: int) -> dict[str, Any]:
         "total": math.nan if record["method"] == "scorer" else sum(tokens.get(part, 0) for part in COSTS),
         "env_steps": record.get("env_steps", record.get("n_steps", len(steps))),
         "file": path,
-        "line": line,
+        "where": where,
     }
 
 
@@ -180,9 +189,49 @@ ANY = {*files.FREE, *INPUTS, "seed"}
 OF_A_LINE = {"method", "M", "N", "select", "split", "limit", "label", "scorer"}
 
 
-def check_pools(groups: Iterable[Group]) -> None:
+WORLD = ("env", "env_option", "max_steps")  # arguments that all rows under one label share
+
+
+def data_of(output: Path) -> str:
+    """What results were played on, by content: the files that options name, but for the instruction; "": not known."""
+    held = files.read_meta(output)["arguments"].get("env_files")
+    data = {name: content for name, content in (held or {}).items() if name != "instruction"}
+    return "" if held is None else json.dumps(data, sort_keys=True)
+
+
+def tell_data_apart(rows: list[dict]) -> Iterator[str]:
+    """Give results on different data environments of their own, as a task of one is not that of the other; say so."""
+    known: dict[str, list[str]] = {}
+    for row in rows:
+        several = known.setdefault(row["env"], [])
+        if row["data"] not in ("", *several):
+            several.append(row["data"])
+    for row in rows:
+        several = known[row["env"]]
+        if len(several) > 1 and row["data"]:
+            row["env"] += f", data {several.index(row['data']) + 1}"
+    for env, several in known.items():
+        if len(several) > 1:
+            yield f"{env}: results on {len(several)} sets of data, which are not compared"
+
+
+def check_worlds(groups: Sequence[Group]) -> None:
+    """UserError names two files under one label whose environments differ, so that no two rows can be compared."""
+    first: dict[tuple, tuple[Path, dict]] = {}
+    for group in groups:
+        for path in dict.fromkeys(group.episodes["file"]):
+            arguments = files.read_meta(path)["arguments"]
+            key = group.condition.env, group.condition.label
+            other, theirs = first.setdefault(key, (path, arguments)) if arguments else (path, {})
+            for name in WORLD:
+                if name in theirs and arguments.get(name) != theirs[name]:
+                    values = f"{name.replace('_', '-')} ({theirs[name]}, {arguments.get(name)})"
+                    raise UserError(f"{other} and {path}: {key[0]} with different --{values}: {APART}")
+
+
+def check_pools(groups: Iterable[Group]) -> list[str]:
     """UserError names two files in one row whose metadata tell of agents, QNets or environments that differ in more
-    than their seed. What cannot be told is a warning."""
+    than their seed. Returns warnings of what cannot be told."""
     warnings: list[str] = []
     for group in groups:
         name, used = group.condition.name, inputs_of(group.condition)
@@ -201,8 +250,7 @@ def check_pools(groups: Iterable[Group]) -> None:
                 if flag in theirs and ours[flag] != theirs[flag]:
                     mistake = f"{name} with different {flag} ({ours[flag]}, {theirs[flag]}), which is not one row"
                     raise UserError(f"{a} and {b}: {mistake}: {APART}")
-    for warning in dict.fromkeys(warnings):
-        print(f"warning: {warning}", file=sys.stderr)
+    return list(dict.fromkeys(warnings))
 
 
 def inputs_of(condition: Condition) -> tuple[str, ...]:
@@ -238,6 +286,7 @@ def recipe(output: Path, used: Iterable[str]) -> dict[str, Any]:
         meta = files.read_meta(path)
         skipped = ANY if of else ANY | OF_A_LINE
         arguments = {name: value for name, value in meta["arguments"].items() if name not in skipped}
+        arguments = {n: value for n, value in arguments.items() if value is not None or n not in files.FOUND}
         flags |= {f"--{name.replace('_', '-')}{of}": value for name, value in arguments.items()}
         if "kept" in meta:  # an agent's own trajectories: their number is a result
             flags.pop("--n-expert" + of.removeprefix(" of expert"), None)

@@ -86,10 +86,11 @@ def differences_table(groups: Sequence[Group]) -> pd.DataFrame:
     return pd.DataFrame(rows).drop_duplicates()
 
 
-def text(groups: Sequence[Group]) -> str:
-    """All tables as Markdown, those of the headline first."""
+def text(groups: Sequence[Group], warnings: Sequence[str] = ()) -> str:
+    """All tables as Markdown, those of the headline first, below what is to be minded."""
     rows = headline(groups)
-    parts = [markdown(results_table(rows)[SHORT]), ROWS_NOTE, DIFFERENCES_NOTE]
+    parts = [f"**Warning:** {warning}" for warning in warnings]
+    parts += [markdown(results_table(rows)[SHORT]), ROWS_NOTE, DIFFERENCES_NOTE]
     parts += ["All results", markdown(results_table(groups))]
     differences = differences_table(groups)
     if len(differences):

@@ -479,7 +479,7 @@ def test_an_expert_without_a_step_in_some_task_is_named():
         def expert(self, task_id):
             return iter(())
 
-    with pytest.raises(UserError, match="switches: expert does nothing in task red"):
+    with pytest.raises(UserError, match="idle: expert does nothing in task red"):
         compare.follow(Idle(), "red", compare.Variant("expert"))
     with pytest.raises(UserError, match="switches: its expert does nothing in task red"):
         sft.demonstrate(Idle(), "red")
@@ -491,5 +491,5 @@ def test_a_players_reward_is_an_outcome_too():
             observation, reward, *rest = super().step(action)
             return observation, 100 * reward, *rest
 
-    with pytest.raises(UserError, match="switches: a step earned 100"):
+    with pytest.raises(UserError, match="points: a step earned 100"):
         compare.follow(Points(), "red", compare.Variant("expert"))

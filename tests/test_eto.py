@@ -148,5 +148,5 @@ def test_siblings_of_equal_q_end_the_training(start):
 
 @pytest.mark.parametrize("record", [trajectory("left") | {"reward": None}, trajectory("left", task="test0")])
 def test_demonstrations_of_no_reward_or_of_test_tasks_teach_nothing(start, record):
-    with pytest.raises(UserError, match="no tasks to learn from"):
+    with pytest.raises(UserError, match=r"expert.jsonl: none of its demonstrations has the id and the reward"):
         start("expert.jsonl", [record])

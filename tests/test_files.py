@@ -221,7 +221,8 @@ def test_what_stands_in_two_parts_is_read_once(tmp_path, monkeypatch):
     result = {"task_id": "t0", "env": "fake", "method": "greedy", "reward": 1.0, "tokens": {}}
     for part in ("results.0-of-2.jsonl", "results.1-of-2.jsonl"):
         (tmp_path / part).write_text(dump([result]))
-    assert list(files.read_results(tmp_path / "results.jsonl")) == [result]
+    where = f"{tmp_path}/results.0-of-2.jsonl:1"  # a path that is there
+    assert list(files.read_results(tmp_path / "results.jsonl")) == [(where, result)]
 
 
 def test_processes_that_can_not_share_are_refused(tmp_path, monkeypatch):
@@ -365,7 +366,8 @@ def test_a_run_keeps_its_environment(tmp_path, capsys):
     lake = ["--run", str(tmp_path), "--env", "frozenlake", "--env-option", "map=4x4"]
     args = flags(*lake)
     envs.from_arguments(args)
-    assert json.loads((tmp_path / "env.json").read_text()) == {"env": "frozenlake", "env_option": ["map=4x4"]}
+    settings = {"env": "frozenlake", "env_option": ["map=4x4"], "env_files": {}}
+    assert json.loads((tmp_path / "env.json").read_text()) == settings
     for words in (lake, ["--run", str(tmp_path)]):
         again = flags(*words)
         assert (again.env, again.env_option) == ("frozenlake", ["map=4x4"])

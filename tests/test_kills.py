@@ -81,7 +81,7 @@ def read(stage: str, path: Path) -> list:
     """What a reader gets: trees in their order, results in any."""
     if stage == "build_trees":
         return list(read_trees(path))
-    lines = [{k: v for k, v in line.items() if k != "seconds"} for line in read_results(path)]
+    lines = [{k: v for k, v in line.items() if k != "seconds"} for _, line in read_results(path)]
     return sorted(lines, key=lambda line: (line["method"], line["task_id"]))
 
 

@@ -14,7 +14,7 @@ import pytest
 import report
 from experiments.frontier import frontier, training_tokens
 from qlass import UserError
-from reporting import figures, page, results, tables
+from reporting import expected, figures, page, results, tables
 
 HERE = Path(__file__).parent
 RESULTS, TREES = HERE / "recordings/report_results.jsonl", HERE / "recordings/report_trees.jsonl"
@@ -123,14 +123,78 @@ def test_what_looks_at_the_true_reward_is_called_oracle():
 
 
 def test_expected_ranges_are_checked(tmp_path):
-    rows = ["method,M,N,select,low,high", "greedy,1,1,,0.70,0.73", "qlass,4,1,,0.76,0.80", "qlass,6,1,,0.78,0.81"]
+    rows = ["environment,method,M,N,select,low,high", "lake,greedy,1,1,,0.70,0.73", "lake,qlass,4,1,,0.76,0.80"]
+    rows += ["lake,qlass,6,1,,0.78,0.81", "webshop,greedy,1,1,,0.1,0.2"]
     (tmp_path / "expected.csv").write_text("\n".join(rows))
     played = [("greedy", 1, 0.71, ""), ("qlass", 4, 0.7, ""), ("qlass", 6, 0.79, "half")]
     records = [RESULT | {"method": name, "M": m, "reward": r, "label": label} for name, m, r, label in played]
     write(tmp_path / "results.jsonl", records)
-    assert report.expected(list(groups_of(tmp_path).values()), tmp_path / "expected.csv") == [
+    groups, ranges = list(groups_of(tmp_path).values()), expected.read_ranges(tmp_path / "expected.csv")
+    assert expected.verdicts(groups, ranges) == [
         "agent .710, expected .70 to .73: ok", "QLASS M=4 .700, expected .76 to .80: not as expected",
     ]  # fmt: skip
+    assert expected.verdicts(groups, ranges[-1:]) == ["no range is expected for any of these results"]
+
+
+@pytest.mark.parametrize(
+    "text", ["method,M\ngreedy,1", "environment,method,M,N,select,low,high\nlake,greedy,1,1,,a,b", "a\0b", "{}"]
+)
+def test_a_file_of_ranges_that_is_none_is_refused_before_the_report_is_made(text, tmp_path):
+    write(tmp_path / "results.jsonl", [RESULT])
+    (tmp_path / "ranges.csv").write_text(text)
+    with pytest.raises(UserError, match=r"ranges.csv: no table of environment,method,M,N,select,low,high"):
+        report.main(["--run", str(tmp_path), "--expected", str(tmp_path / "ranges.csv")])
+    assert not (tmp_path / "report.md").exists()
+
+
+def test_what_is_to_be_minded_stands_on_the_page_and_parts_by_their_names(tmp_path, capsys):
+    for part in ("results.0-of-2", "results.1-of-2"):
+        write(tmp_path / f"{part}.jsonl", [RESULT | {"task_id": part}])
+        (tmp_path / f"{part}.meta.json").write_text('{"arguments": {}, "planned": 3}')  # not finished
+    with open(tmp_path / "results.1-of-2.jsonl", "a") as file:
+        file.write('{"task_id": "half')  # a run that goes on
+    report.main(["--run", str(tmp_path)])
+    warning = f"{tmp_path}/results.jsonl: incomplete; short episodes end first"
+    assert warning in capsys.readouterr().err
+    html = Page(tmp_path / "report.html")
+    assert warning in html.words and warning in (tmp_path / "report.md").read_text()
+    assert all(f"{tmp_path}/results.{i}-of-2.jsonl" in html.words for i in range(2))
+    write(tmp_path / "results.1-of-2.jsonl", [RESULT | {"task_id": "b"}, RESULT | {"seed": 0, "reward": 0}])
+    write(tmp_path / "results_b.jsonl", [RESULT])
+    with pytest.raises(UserError, match=r"results.1-of-2.jsonl:2 and .*results_b.jsonl:1"):
+        groups_of(tmp_path)
+
+
+def played_on(folder: Path, **arguments) -> str:
+    """A run folder of results with what the environment was."""
+    folder.mkdir()
+    method = arguments.pop("method", "greedy")
+    write(folder / "results.jsonl", [RESULT | {"task_id": t, "method": method, "env": "shop"} for t in "abc"])
+    defaults = {"env": "webshop", "env_option": ["data=d"], "env_files": {"data": "1"}, "max_steps": None, "seed": 0}
+    (folder / "results.meta.json").write_text(json.dumps({"arguments": defaults | arguments, "seconds": 1}))
+    return str(folder)
+
+
+def test_other_step_limits_options_and_classes_do_not_stand_in_one_table(tmp_path):
+    ours = played_on(tmp_path / "ours")
+    for i, change in enumerate(({"max_steps": 8}, {"env_option": ["data=d", "page_size=3"]}, {"env": "mine:Shop"})):
+        theirs = played_on(tmp_path / f"{i}", method="qlass", **change)
+        flag = next(iter(change)).replace("_", "-")
+        with pytest.raises(UserError, match=f"shop with different --{flag} .*name the runs apart"):
+            groups_of(ours, theirs)
+        assert len(groups_of(ours, f"other={theirs}")) == 2  # of which the reader was told
+    assert len(groups_of(ours, played_on(tmp_path / "same", method="qlass"))) == 2
+
+
+def test_results_on_other_data_are_not_compared(tmp_path, capsys):
+    paths = [played_on(tmp_path / "one"), f"new={played_on(tmp_path / 'two', env_files={'data': '2'})}"]
+    groups = groups_of(*paths)
+    assert "shop: results on 2 sets of data, which are not compared" in capsys.readouterr().err
+    assert [group.condition.env for group in groups.values()] == ["shop, data 1", "shop, data 2"]
+    assert differences(groups.values()) == {}
+    old = f"old={played_on(tmp_path / 'old', env_files=None)}"  # of before it was recorded
+    told = f"told={played_on(tmp_path / 'told', env_files={'data': '1', 'instruction': '9'})}"
+    assert {group.condition.env for group in groups_of(paths[0], old, told).values()} == {"shop"}
 
 
 def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tasks: str = "xy", **flags) -> str:

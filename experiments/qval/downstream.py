@@ -40,7 +40,7 @@ def rewards(path: Path, env: str) -> dict[str, dict[str, float]]:
     """{scorer: {task: reward}} of the lines of `experiments.qval search` in a results file of this environment."""
     for source in changed_inputs(path):
         print(f"warning: {path} was made from another {source} than there is now", file=sys.stderr)
-    lines = pd.DataFrame.from_records([record for record in read_results(path) if record["method"] == "scorer"])
+    lines = pd.DataFrame.from_records([record for _, record in read_results(path) if record["method"] == "scorer"])
     if lines.empty:
         raise UserError(f"{path}: nothing of experiments.qval search")
     if others := {*lines.env} - {env}:

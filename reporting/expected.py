@@ -1,0 +1,41 @@
+"""Whether rewards lie within expected ranges: `report.py --expected FILE`."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qlass import UserError
+from reporting.results import Group
+
+COLUMNS = {"environment": str, "method": str, "M": int, "N": int, "select": str, "low": float, "high": float}
+
+
+def read_ranges(path: Path) -> list[dict[str, Any]]:
+    """The lines of a CSV with these columns, each about a method in an environment."""
+    try:
+        rows = list(csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines()))
+        if not rows:
+            raise ValueError("no lines")
+        return [{name: kind(row[name]) for name, kind in COLUMNS.items()} for row in rows]
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        reason = f"no table of {','.join(COLUMNS)} ({error!r}); runs/reference_output/expected.csv is one"
+        raise UserError(f"{path}: {reason}") from None
+
+
+def verdicts(groups: Sequence[Group], ranges: Sequence[dict[str, Any]]) -> list[str]:
+    """One line per reward and range: "agent .720, expected .70 to .73: ok"; or one that there is none."""
+    lines = []
+    for row in ranges:
+        *key, low, high = row.values()
+        for group in groups:
+            c = group.condition
+            if not c.label and [c.env, c.method, c.M or 1, c.N or 1, c.select or ""] == key:
+                name = "agent" if c.method == "greedy" else str(c)
+                verdict = "ok" if low <= round(group.reward.mean, 2) <= high else "not as expected"
+                mean, low_text, high_text = (
+                    f"{number:.{digits}f}".lstrip("0")
+                    for number, digits in ((group.reward.mean, 3), (low, 2), (high, 2))
+                )
+                lines.append(f"{name} {mean}, expected {low_text} to {high_text}: {verdict}")
+    return lines or ["no range is expected for any of these results"]
