@@ -481,7 +481,7 @@ def test_an_expert_without_a_step_in_some_task_is_named():
 
     with pytest.raises(UserError, match="idle: expert does nothing in task red"):
         compare.follow(Idle(), "red", compare.Variant("expert"))
-    with pytest.raises(UserError, match="switches: its expert does nothing in task red"):
+    with pytest.raises(UserError, match="idle: its expert does nothing in task red"):
         sft.demonstrate(Idle(), "red")
 
 
