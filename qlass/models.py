@@ -34,6 +34,10 @@ utils.logging.set_verbosity_error()  # `check_weights` reads the load report
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns in every layer
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # a name that PEFT reads
 
+# torch asks cuDNN first where a mask is given. It plans anew for each length, at each token of a
+# text, and on Blackwell it writes wrong texts without a word (pytorch/pytorch#193893).
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 
 def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[Any, torch.dtype]:
     """device: None for this process's GPU or, without any, the CPU. precision: None for bf16 on a

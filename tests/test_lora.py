@@ -41,6 +41,11 @@ def close(x: torch.Tensor, y: torch.Tensor) -> None:
     torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
 
 
+def test_attention_is_not_left_to_cudnn():
+    """It plans anew for each length, and on Blackwell writes wrong texts."""
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_an_update_by_hand(tmp_path):
     model, plain = tiny_lm(CHAT), tiny_lm(CHAT)
     adapter = adapted(model, rank=3)
