@@ -421,8 +421,10 @@ def main(argv: list[str] | None = None) -> None:
         figures = train(qnet, learned, held_out, args)
         if process.is_main_process:
             save(qnet, args, adapter)
+            ranks = ranking(qnet.eval(), held_out)
+            qnet.cpu()  # a GPU that trained one of them may not hold both
             agent = policy.Policy.load(args.sft, args.seed, plain=args.plain, **loading)
-            ranks = ranking(qnet.eval(), held_out) | policy_ranking(agent, held_out)
+            ranks |= policy_ranking(agent, held_out)
             figures |= {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
             inputs = [args.labels, args.sft]
             files.write_meta(args.out, vars(args), inputs, **figures, held_out=ranks)
