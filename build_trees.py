@@ -7,8 +7,8 @@
 
 For each training task the agent plays trajectories from the root, then from the nodes of branches
 that scored. A node is expanded while it has fewer than W children and its depth is at most D. A
-branch without reward queues nothing, and the node that it began at is not expanded again. The same
-command resumes a stopped run.
+branch without reward queues nothing, not even the node that it began at. The same command resumes
+a stopped run.
 
 Where the paper leaves a choice:
 - The expanded node joins its new branch in the queue. Otherwise no node would get W children.
