@@ -69,6 +69,13 @@ def is_solvable(path: str) -> bool:
     return solvable[1] == b"true"
 
 
+def load(path: str) -> games.Game:
+    try:
+        return games.load(path)
+    except games.BadGame as error:
+        raise UserError(f"alfworld: {path} {error}") from None
+
+
 def shuffled(game_files: Sequence[str], seed: int) -> Iterator[str]:
     """All games in one order, then in another, without end."""
     rng, order = np.random.RandomState(seed), list(game_files)
@@ -90,7 +97,7 @@ class BatchEnv:
 
     def reset(self) -> tuple[tuple[str, ...], dict[str, list]]:
         paths = [next(self.order) for _ in range(self.batch_size)]
-        self.games, self.steps = [games.load(path) for path in paths], 0
+        self.games, self.steps = [load(path) for path in paths], 0
         self.states = [game.start for game in self.games]
         self.last = [(game.first, 0, False) for game in self.games]
         return tuple(game.first for game in self.games), self.infos(paths)

@@ -95,6 +95,7 @@ def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):
     assert names["action"] == names["actions"][max(range(len(names["q"])), key=names["q"].__getitem__)]
     [values] = names["q_values"]
     assert len(values) == 2 and all(map(math.isfinite, values))
+    assert names["value"].item() == pytest.approx(values[0], abs=1e-5)  # without any of our code
 
 
 def rows_of(name):

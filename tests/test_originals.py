@@ -154,6 +154,10 @@ def test_what_alfworlds_class_leaves_out_or_refuses(few):
         AlfredTWEnv(config(few))
     with pytest.raises(UserError, match="domain_randomization"):
         AlfredTWEnv(config(few, randomization=True))
+    missing = AlfredTWEnv(config(few, task_types=[1, 2, 4, 5, 6]))
+    missing.game_files = [f"{few}/game.tw-pddl"]
+    with pytest.raises(UserError, match=r"game.tw-pddl can't be read"):
+        missing.init_env(1).reset()
     with pytest.raises(UserError, match="no games of the types"):
         AlfredTWEnv(config(few), "eval_in_distribution")
 
