@@ -26,7 +26,7 @@ TASK_TYPES += ("pick_heat_then_place_in_recep", "pick_cool_then_place_in_recep",
 
 
 class AlfredTWEnv:
-    """The games of a split, whose list `game_files` may be replaced before `init_env`.
+    """A split's solvable games of the config's task types, as the folder lists them: `game_files`, before `init_env`.
 
     config: alfworld's base_config.yaml as a dictionary. Without the variable ALFWORLD_DATA, a path that names it leads
     to the bundled generator's games.
@@ -35,13 +35,9 @@ class AlfredTWEnv:
     def __init__(self, config: dict[str, Any], train_eval: str = "train") -> None:
         if train_eval == "train" and config["env"].get("domain_randomization"):
             raise UserError("alfworld: domain_randomization is not supported")
-        self.config, self.train_eval = config, train_eval
-        self.collect_game_files()
-
-    def collect_game_files(self) -> None:
-        """The paths of the split's solvable games of the config's task types, as the folder lists them."""
-        settings, wanted = self.config["dataset"], [TASK_TYPES[i] for i in self.config["env"]["task_types"]]
-        root, self.game_files = settings[f"{PATHS[self.train_eval]}_path"], []
+        self.config, settings = config, config["dataset"]
+        wanted = [TASK_TYPES[number] for number in config["env"]["task_types"]]
+        root, self.game_files = settings[f"{PATHS[train_eval]}_path"], []
         if "ALFWORLD_DATA" not in os.environ and "$ALFWORLD_DATA" in root:
             root = root.replace("$ALFWORLD_DATA", str(make_alfworld.ensure(0, writable(make_alfworld.GENERATED))))
         for folder, _, files in os.walk(os.path.expandvars(root), topdown=False):  # the original's order
@@ -50,7 +46,7 @@ class AlfredTWEnv:
                 self.game_files += [path] if task.split("-")[0] in wanted and is_solvable(path) else []
         if not self.game_files:
             raise UserError(f"alfworld: {os.path.expandvars(root)}: no games of the types {', '.join(wanted)}")
-        limit = settings["num_train_games" if self.train_eval == "train" else "num_eval_games"]
+        limit = settings["num_train_games" if train_eval == "train" else "num_eval_games"]
         self.game_files = self.game_files[:limit] if limit > 0 else self.game_files
         self.num_games = len(self.game_files)
 
@@ -67,13 +63,6 @@ def is_solvable(path: str) -> bool:
     if solvable is None:
         raise UserError(f"{path}: does not say whether it is solvable; the file may be truncated")
     return solvable[1] == b"true"
-
-
-def load(path: str) -> games.Game:
-    try:
-        return games.load(path)
-    except games.BadGame as error:
-        raise UserError(f"alfworld: {path} {error}") from None
 
 
 def shuffled(game_files: Sequence[str], seed: int) -> Iterator[str]:
@@ -97,7 +86,10 @@ class BatchEnv:
 
     def reset(self) -> tuple[tuple[str, ...], dict[str, list]]:
         paths = [next(self.order) for _ in range(self.batch_size)]
-        self.games, self.steps = [load(path) for path in paths], 0
+        try:
+            self.games, self.steps = [games.load(path) for path in paths], 0
+        except games.BadGame as error:
+            raise UserError(f"alfworld: one of {', '.join(paths)} {error}") from None
         self.states = [game.start for game in self.games]
         self.last = [(game.first, 0, False) for game in self.games]
         return tuple(game.first for game in self.games), self.infos(paths)
