@@ -391,21 +391,19 @@ def save(qnet: QNet, args: argparse.Namespace, adapter: Any) -> None:
         qnet.save_pretrained(folder)
 
 
-def describe(args: argparse.Namespace, figures: dict[str, Any], ranks: dict[str, Any]) -> None:
-    """Write the model card, without paths of this machine: what a stranger needs to know."""
+def describe(args: argparse.Namespace, figures: dict[str, Any], ranks: dict[str, Any]) -> dict:
+    """The model card's facts, without paths of this machine."""
     base = Path(files.read_meta(args.sft)["arguments"].get("model", args.sft))  # before its cloning
     world = [args.env, *(option for option in args.env_option if "/" not in option)]
     chosen = [f"{n}={getattr(args, n)}" for n in ("lr", "batch", "loss_on", "rank_weight", "seed")]
-    pairs, accuracy = ranks["sibling_pairs"], ranks["sibling_accuracy"] or math.nan
-    facts = {
-        "Answers": "Q(s, a), the value at the last token of (s, a); docs/python.md shows how",
+    accuracy = "none" if ranks["sibling_pairs"] == 0 else f"{ranks['sibling_accuracy']:.3f}"
+    return {
         "Base": base.name if base.is_absolute() else str(base),
         "Data": f"{figures['trees']} exploration trees in {' '.join(world)}",
         "Settings": f"{', '.join(chosen)}, epoch {figures['best_epoch']} of {args.epochs}",
-        "Held-out siblings ranked right": f"{accuracy:.3f} of {pairs} pairs (chance .5)",
-        "Licence": "those of the base model and of the data, which data/README.md tells",
+        "Held-out siblings ranked right": f"{accuracy} of {ranks['sibling_pairs']} (chance .5)",
+        "Licence": "those of the base and of the data, which data/README.md tells",
     }
-    files.write_card(args.out, "QNet of QLASS (arXiv 2502.02584)", facts)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -441,7 +439,8 @@ def main(argv: list[str] | None = None) -> None:
             ranks = ranking(qnet.eval(), held_out) | policy_ranking(agent, held_out)
             figures |= {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
             inputs = [args.labels, args.sft]
-            describe(args, figures, ranks)
+            title = "QNet of QLASS (arXiv 2502.02584): Q(s, a) is the value at the last token"
+            files.write_card(args.out, title, describe(args, figures, ranks))
             files.write_meta(args.out, vars(args), inputs, **figures, held_out=ranks)
             errors = f"training loss {figures['loss']:.4f}, held-out mse {ranks['mse']:.4f}"
             print(f"{args.out}: {errors} after epoch {figures['best_epoch']}")
