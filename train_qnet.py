@@ -391,6 +391,21 @@ def save(qnet: QNet, args: argparse.Namespace, adapter: Any) -> None:
         qnet.save_pretrained(folder)
 
 
+def describe(args: argparse.Namespace, figures: dict[str, Any], ranks: dict[str, Any]) -> dict:
+    """The model card's facts, without paths of this machine."""
+    base = Path(files.read_meta(args.sft)["arguments"].get("model", args.sft))  # before its cloning
+    world = [args.env, *(option for option in args.env_option if "/" not in option)]
+    chosen = [f"{n}={getattr(args, n)}" for n in ("lr", "batch", "loss_on", "rank_weight", "seed")]
+    accuracy = "none" if ranks["sibling_pairs"] == 0 else f"{ranks['sibling_accuracy']:.3f}"
+    return {
+        "Base": base.name if base.is_absolute() else str(base),
+        "Data": f"{figures['trees']} exploration trees in {' '.join(world)}",
+        "Settings": f"{', '.join(chosen)}, epoch {figures['best_epoch']} of {args.epochs}",
+        "Held-out siblings ranked right": f"{accuracy} of {ranks['sibling_pairs']} (chance .5)",
+        "Licence": "those of the base and of the data, which data/README.md tells",
+    }
+
+
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     cli.must_exist(args.sft, args.labels)
@@ -427,6 +442,8 @@ def main(argv: list[str] | None = None) -> None:
             ranks |= policy_ranking(agent, held_out)
             figures |= {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
             inputs = [args.labels, args.sft]
+            title = "QNet of QLASS (arXiv 2502.02584): Q(s, a) is the value at the last token"
+            files.write_card(args.out, title, describe(args, figures, ranks))
             files.write_meta(args.out, vars(args), inputs, **figures, held_out=ranks)
             errors = f"training loss {figures['loss']:.4f}, held-out mse {ranks['mse']:.4f}"
             print(f"{args.out}: {errors} after epoch {figures['best_epoch']}")

@@ -254,10 +254,13 @@ def is_complete(output: Path) -> bool:
 
 
 def sha256(path: Path) -> str:
-    """Of a file and its parts, or of a folder's files in order of their names; not hidden ones."""
+    """Of a file and its parts, or of a folder's files in order of their names.
+
+    Hidden ones and the model card do not count: they change no number.
+    """
     paths = files_of(path)
     if path.is_dir():
-        paths = sorted(p for p in path.rglob("[!.]*") if p.is_file())
+        paths = sorted(p for p in path.rglob("[!.]*") if p.is_file() and p.name != CARD)
     key = tuple((p, p.stat().st_size, p.stat().st_mtime_ns) for p in paths)
     if key not in HASHES:
         total = hashlib.sha256()
@@ -269,6 +272,7 @@ def sha256(path: Path) -> str:
 
 
 HASHES: dict[tuple, str] = {}  # so that a large model is read once
+CARD = "README.md"
 
 
 def fingerprint(path: str) -> str:
@@ -424,6 +428,13 @@ def write_meta(
     }
     with replacing(meta_path(output)) as out:
         json.dump(record, out, indent=1, ensure_ascii=False)
+
+
+def write_card(folder: Path, title: str, facts: dict[str, str]) -> None:
+    """Write a HuggingFace model card with a line per fact into a checkpoint's folder."""
+    head = f"---\nlibrary_name: transformers\ntags: [qlass]\n---\n# {title}\n\n"
+    lines = [f"- {name}: {text}\n" for name, text in facts.items()]
+    (folder / CARD).write_text(head + "".join(lines), encoding="utf-8")
 
 
 def place_of(output: Path, source: str) -> Path:

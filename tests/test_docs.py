@@ -5,6 +5,7 @@ import json
 import math
 import re
 
+import gymnasium
 import pytest
 from fakes import FakeEnv
 
@@ -95,6 +96,23 @@ def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):
     assert names["action"] == names["actions"][max(range(len(names["q"])), key=names["q"].__getitem__)]
     [values] = names["q_values"]
     assert len(values) == 2 and all(map(math.isfinite, values))
+    assert names["value"].item() == pytest.approx(values[0], abs=1e-5)  # without any of our code
+
+
+def test_the_doors_open_as_the_page_says(monkeypatch):
+    page = (build.ROOT / "docs/engines.md").read_text(encoding="utf-8")
+    limits = {"training": {"max_nb_steps_per_episode": 50}}
+    config = {"env": {"task_types": [1, 2, 3, 4, 5, 6]}, "general": {"training_method": "dqn"}, "rl": limits}
+    config["dataset"] = {"eval_ood_data_path": "$ALFWORLD_DATA/json_2.1.1/valid_unseen", "num_eval_games": -1}
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    names = {"config": config}
+    alfworld, webshop = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(alfworld, names)
+    assert len(names["observations"]) == 8 and names["dones"] == (False,) * 8
+    exec(webshop, names)
+    assert names["clickables"][0] == "back to search" and (names["reward"], names["done"]) == (0, False)
+    for name in re.findall(r"\b(\w+-v0)", page):
+        assert gymnasium.spec(f"qlass/{name}")
 
 
 def rows_of(name):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import bellman
 import build_trees
 import train_qnet
-from qlass import UserError
+from qlass import UserError, files
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering, State
 from qlass.fast.cache import PromptCache
@@ -288,8 +288,14 @@ def test_the_command_trains_backbone_and_head(train, tmp_path, agent, capsys):
     figures = {name: value for name, value in figures.items() if value is not None}
     assert {name: held_out[name] for name in figures} == pytest.approx(figures, rel=1e-4)  # the one in batches
     assert figures["sibling_pairs"] and 0 <= held_out["policy_sibling_accuracy"] <= 1
-    assert f"ranked right {figures['sibling_accuracy']:.3f} of" in capsys.readouterr().out
-    again = train(out="again")
+    right = f"ranked right {figures['sibling_accuracy']:.3f} of"
+    assert right in capsys.readouterr().out
+    card = (tmp_path / "qnet" / "README.md").read_text()
+    assert right.replace("right", "right:") in card and "3 exploration trees in frozenlake" in card
+    assert "Base: sft\n" in card and "loss_on=last" in card and str(tmp_path) not in card
+    again, content = train(out="again"), files.sha256(tmp_path / "qnet")
+    (tmp_path / "qnet" / "README.md").write_text("my card")
+    assert files.sha256(tmp_path / "qnet") == content == files.sha256(tmp_path / "again")
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
 

@@ -33,7 +33,8 @@ HELP = """Available commands:
   heat (object) with (receptacle):  heat an object using a receptacle
   clean (object) with (receptacle): clean an object using a receptacle
   cool (object) with (receptacle):  cool an object using a receptacle
-  slice (object) with (object):     slice an object using a sharp object"""
+  slice (object) with (object):     slice an object using a sharp object
+"""
 
 # verb -> (mark it leaves on the object, mark it removes, what the object must be, types of receptacle that do it)
 TREATMENTS = {

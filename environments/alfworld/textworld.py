@@ -63,7 +63,7 @@ class TextWorldGame:
     def _begin(self) -> tuple[TextWorldState, str]:
         answer = self.env.reset()
         self.now = TextWorldState((), tuple(answer["admissible_commands"]), bool(answer["won"]))
-        return self.now, answer["feedback"].strip()
+        return self.now, answer["feedback"]
 
     def step(self, state: TextWorldState, command: str) -> tuple[TextWorldState, str]:
         if self.now.actions != state.actions:
@@ -73,4 +73,4 @@ class TextWorldGame:
         answer, _, _ = self.env.step(command.strip())
         commands = tuple(answer["admissible_commands"])
         self.now = TextWorldState((*state.actions, command), commands, bool(answer["won"]))
-        return self.now, answer["feedback"].strip()
+        return self.now, answer["feedback"]

@@ -68,10 +68,13 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: can't be read ({error})") from None
 
 
-def load_products(folder: Path) -> tuple[list[Product], dict[str, dict], dict[str, list[dict]]]:
+def load_products(
+    folder: Path, num_products: int | None = None
+) -> tuple[list[Product], dict[str, dict], dict[str, list[dict]]]:
     """Products in file order, and by asin the synthetic and the human instructions; cleaned as the original does.
 
-    A folder that holds both the 1,000 products and the full catalogue gives the former.
+    A folder that holds both the 1,000 products and the full catalogue gives the former. num_products: the first of the
+    file, as the original counts them: before cleaning.
     """
     path = find(folder, "items_shuffle_1000", "items_shuffle")
     few = ["items_ins_v2_1000"] if "_1000" in path.name else []  # which lack most products of the full catalogue
@@ -83,7 +86,7 @@ def load_products(folder: Path) -> tuple[list[Product], dict[str, dict], dict[st
     if not (isinstance(records, list) and isinstance(synthetic, dict) and isinstance(human, dict)):
         raise UserError(f"{folder}: a list of products and two objects of instructions by asin are expected")
     products: dict[str, Product] = {}
-    for number, record in enumerate(records):
+    for number, record in enumerate(records[:num_products]):
         try:
             asin = record["asin"]
             if asin != "nan" and len(asin) <= 10 and asin not in products:

@@ -106,19 +106,20 @@ class Shop:
     def __init__(
         self,
         folder: Path,
-        goals: Path | None = None,
+        goals: str | Path | None = None,
         title_nouns: str | Path | None = None,  # of words.noun_finder
         use_human_goals: bool = False,
         seed: int = 0,
         page_size: int = PAGE_SIZE,
+        num_products: int | None = None,
     ) -> None:
-        self.products, synthetic, human = load_products(folder)
+        self.products, synthetic, human = load_products(folder, num_products)
         self.position = {product.asin: i for i, product in enumerate(self.products)}
         self.page_size = page_size
         rng = random.Random(seed)
         self.prices = draw_prices(self.products, rng)
         if goals is not None:
-            self.goals, recorded = read_goals(goals, self.position)
+            self.goals, recorded = read_goals(Path(goals), self.position)
             self.prices |= recorded
         else:
             build, instructions = (human_goals, human) if use_human_goals else (synthetic_goals, synthetic)
@@ -319,6 +320,6 @@ class Shop:
 
 
 @lru_cache(maxsize=8)
-def load(folder: Path, *args: Any) -> Shop:
+def load(folder: Path, *args: Any, **options: Any) -> Shop:
     """A Shop, built once for the same arguments (those of Shop)."""
-    return Shop(folder, *args)
+    return Shop(folder, *args, **options)

@@ -1,0 +1,264 @@
+"""The originals' own classes on our engines: against their recordings, against alfworld itself, and on bundled data."""
+
+import bisect
+import gzip
+import itertools
+import json
+import os
+import random
+import string
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import make_alfworld
+from environments.webshop import catalogue
+from integrations.alfworld import AlfredTWEnv, get_environment
+from integrations.webshop import WebAgentTextEnv
+from qlass import UserError
+
+SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared"))
+recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engines are not here")
+
+
+def lines(name):
+    with gzip.open(SHARED / name, "rt", encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+# --------------------------------------------------------------------------------------------------------- ALFWorld
+
+
+def config(folder, max_steps=50, task_types=(1, 2, 3, 4, 5, 6), games=-1, randomization=False):
+    """What alfworld's base_config.yaml says of the text engine."""
+    limits = {"training": {"max_nb_steps_per_episode": max_steps}}
+    splits = {"data_path": "train", "eval_id_data_path": "valid_seen", "eval_ood_data_path": "valid_unseen"}
+    paths = {key: f"{folder}/json_2.1.1/{split}" for key, split in splits.items()}
+    env = {"goal_desc_human_anns_prob": 0, "task_types": list(task_types), "domain_randomization": randomization}
+    return {
+        "dataset": paths | {"num_train_games": games, "num_eval_games": games},
+        "env": env | {"type": "AlfredTWEnv", "expert_type": "handcoded"},
+        "general": {"training_method": "dqn"},
+        "rl": limits,
+    }
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory) -> Path:
+    return make_alfworld.write(tmp_path_factory.mktemp("made") / "games", seed=4, train=12)
+
+
+@pytest.fixture
+def few(made, tmp_path) -> Path:
+    """A folder of our own with some of the games."""
+    for path in sorted(made.glob("json_2.1.1/train/*/*/game.tw-pddl")):
+        copy = tmp_path / path.relative_to(made)
+        copy.parent.mkdir(parents=True)
+        copy.write_bytes(path.read_bytes())
+    return tmp_path
+
+
+@recorded
+@pytest.mark.parametrize("grammar", ["new", "old"])
+def test_recorded_walks_through_alfworlds_class(grammar, tmp_path):
+    walks = [walk for walk in lines("alfworld/golden.jsonl.gz") if walk["grammar"] == grammar]
+    with tarfile.open(SHARED / f"alfworld/games_{grammar}_grammar.tar.xz") as archive:
+        wanted = {f"json_2.1.1/{walk['game']}" for walk in walks}
+        archive.extractall(tmp_path, (member for member in archive if member.name in wanted), filter="data")
+    steps = 0
+    for walk in walks:
+        settings = config(tmp_path)
+        settings["dataset"]["data_path"] = f"{tmp_path}/json_2.1.1/{Path(walk['game']).parent}"
+        games = AlfredTWEnv(settings)
+        env = games.init_env(batch_size=1)
+        (observation,), infos = env.reset()
+        assert (observation, infos["admissible_commands"]) == (walk["first"], [walk["admissible"]])
+        assert (infos["won"], infos["extra.gamefile"]) == ([False], [f"{tmp_path}/json_2.1.1/{walk['game']}"])
+        for step in walk["steps"]:
+            (observation,), scores, dones, infos = env.step([step["action"]])
+            assert observation.strip() == step["observation"]
+            assert (scores, dones, infos["won"]) == ((step["reward"],), (step["done"],), [step["won"]])
+            assert infos["admissible_commands"] == [step["admissible"]]
+            steps += 1
+    assert steps == {"new": 1022, "old": 572}[grammar]
+
+
+def test_side_by_side_with_alfworlds_class(tmp_path):
+    """The order of games and each return, to the character and the type."""
+    pytest.importorskip("alfworld", reason="pip install -r requirements-alfworld.txt")
+    from alfworld.agents.environment.alfred_tw_env import AlfredTWEnv as Original
+
+    folder = make_alfworld.write(tmp_path / "games", seed=5, train=2, full=True)
+    settings, rng = config(folder, max_steps=3), random.Random(0)
+    ours, theirs = (kind(settings, "train").init_env(batch_size=1) for kind in (AlfredTWEnv, Original))
+    for number in range(4):  # more than there are games: the second round has another order
+        if number == 3:
+            assert ours.seed(7) == theirs.seed(7)
+        first = ours.reset()
+        assert first == theirs.reset()
+        commands = first[1]["admissible_commands"]
+        for other in ("help", "dance", "look", "look"):  # beyond the limit, which repeats the last answer
+            action = [rng.choice([*commands[0], other, other])]
+            answer = ours.step(action)
+            assert answer == theirs.step(action)
+            commands = answer[3]["admissible_commands"]
+        assert answer[2] == (True,)
+
+
+def test_games_of_a_split_in_the_order_of_the_seed(made):
+    for split, count in {"train": 12, "eval_in_distribution": 140, "eval_out_of_distribution": 134}.items():
+        assert AlfredTWEnv(config(made), split).num_games == count
+    games = get_environment("AlfredTWEnv")(config(made, games=9))
+    order, rng = list(games.game_files), np.random.RandomState(1234)
+    env, played = games.init_env(batch_size=2), []
+    for _ in range(9):
+        played += env.reset()[1]["extra.gamefile"]
+    for start in (0, 9):
+        rng.shuffle(order)
+        assert played[start : start + 9] == order
+    np.random.RandomState(1).shuffle(list_of := list(games.game_files))
+    assert env.seed(1) == [1] and env.reset()[1]["extra.gamefile"] == list_of[:2]
+    clean = AlfredTWEnv(config(made, task_types=[3])).game_files
+    assert clean == [path for path in AlfredTWEnv(config(made)).game_files if "pick_clean" in path] != []
+
+
+def test_a_batch_steps_side_by_side_and_a_done_game_stands_still(made):
+    env = AlfredTWEnv(config(made, max_steps=0)).init_env(batch_size=2)
+    env.reset()
+    way = env.games[0].walkthrough
+    for command in way:
+        _, scores, dones, infos = env.step([command, "look"])
+    assert (scores, dones, infos["won"]) == ((1, 0), (True, False), [True, False])
+    again = env.step(("look", "inventory"))
+    assert again[0][1] == "You are not carrying anything." and "look" in infos["admissible_commands"][1]
+    assert [again[0][0], again[1][0], again[2][0]] == [env.last[0][0], 1, True] and "nothing" not in again[0][0]
+    assert again[3]["extra.gamefile"] == [None, None]
+    short = AlfredTWEnv(config(made, max_steps=2)).init_env(batch_size=1)
+    short.reset()
+    assert [short.step(["look"])[2] for _ in range(2)] == [(False,), (True,)]
+    with pytest.raises(ValueError, match="zip"):
+        env.step(["look"])
+    with pytest.raises(AssertionError, match="list of commands"):
+        short.step("l")
+
+
+def test_what_alfworlds_class_leaves_out_or_refuses(few):
+    games = AlfredTWEnv(config(few)).game_files
+    file = Path(games[0])
+    file.write_text(file.read_text().replace('"solvable": true', '"solvable": false'))
+    assert games[0] not in AlfredTWEnv(config(few)).game_files
+    file.write_text(file.read_text()[:2000])
+    with pytest.raises(UserError, match="may be truncated"):
+        AlfredTWEnv(config(few))
+    with pytest.raises(UserError, match="domain_randomization"):
+        AlfredTWEnv(config(few, randomization=True))
+    missing = AlfredTWEnv(config(few, task_types=[1, 2, 4, 5, 6]))
+    missing.game_files = [f"{few}/game.tw-pddl"]
+    with pytest.raises(UserError, match=r"game.tw-pddl can't be read"):
+        missing.init_env(1).reset()
+    with pytest.raises(UserError, match="no games of the types"):
+        AlfredTWEnv(config(few), "eval_in_distribution")
+
+
+def test_games_without_the_variable_are_the_bundled_ones(made, monkeypatch):
+    monkeypatch.setattr("data.make_alfworld.ensure", lambda seed, where: made)
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    assert AlfredTWEnv(config("$ALFWORLD_DATA")).num_games == 12
+    monkeypatch.setenv("ALFWORLD_DATA", str(made.parent))
+    with pytest.raises(UserError, match=f"{made.parent}/json_2.1.1/train: no games"):
+        AlfredTWEnv(config("$ALFWORLD_DATA"))
+
+
+# ---------------------------------------------------------------------------------------------------------- WebShop
+
+
+def original_shop(human=False, **options):
+    kind, folder = "human" if human else "synthetic", SHARED / "webshop"
+    goals, nouns = folder / f"goals_{kind}_1k_seed0.json.gz", folder / "title_nouns_standin.json.gz"
+    files = {"file_path": folder, "goals": goals, "title_nouns": nouns}
+    return WebAgentTextEnv("text", num_products=1000, human_goals=human, **files, **options)
+
+
+@recorded
+def test_recorded_pages_through_webshops_class():
+    shops, pages = {human: original_shop(human) for human in (False, True)}, 0
+    for number, episode in enumerate(lines("webshop/golden.jsonl.gz")):
+        env, goal = shops[episode["human"]], episode["goal"]
+        env.session_prefix = f"{number}-"
+        observation, info = env.reset(session=episode["goal_idx"])
+        steps = [episode["reset"] | {"action": None}, *episode["steps"]]
+        for step in steps:
+            reward, done = 0, False
+            if step["action"] is not None:
+                observation, reward, done, info = env.step(step["action"])
+                assert (reward, done) == (step["reward"], step["done"])
+            assert (observation, info, env.observation) == (step["obs"], None, step["obs"])
+            available = {"has_search_bar": step["has_search_bar"], "clickables": step["clickables"]}
+            assert env.get_available_actions() == available
+            if not step["obs"].startswith("Thank you"):
+                heading = env.get_instruction_text().replace(
+                    goal["instruction_text"], f"\n{goal['instruction_text']}\n"
+                )
+                assert heading in step["obs_rich"]
+            pages += 1
+        weights = np.diff(env.server.cum_weights)
+        assert weights[episode["goal_idx"]] == pytest.approx(goal["weight"], rel=1e-9)
+    assert pages == 359 + 3097
+    for human, env in shops.items():
+        drawn = catalogue.read_json(SHARED / f"webshop/goals_{'human' if human else 'synthetic'}_1k_seed0.json.gz")
+        assert env.server.cum_weights[-1] == drawn["cum_weights_last"]
+
+
+@recorded
+def test_fewer_products_are_a_shop_of_their_own(tmp_path):
+    products = catalogue.read_json(SHARED / "webshop/items_shuffle_1000.json.gz")
+    (tmp_path / "items_shuffle_1000.json").write_text(json.dumps(products[:100]))
+    for name in ("items_ins_v2_1000.json.gz", "items_human_ins.json.gz"):
+        (tmp_path / name).symlink_to(SHARED / "webshop" / name)
+    few = WebAgentTextEnv("text", SHARED / "webshop" / "items_shuffle_1000.json.gz", num_products=100)
+    alone = WebAgentTextEnv("text", tmp_path)
+    assert few.server.goals == alone.server.goals and len(few.server.shop.products) == 100
+    for env in (few, alone):
+        env.reset(session=3)
+    assert few.step("search[shirt for men]") == alone.step("search[shirt for men]")
+
+
+def test_a_session_keeps_its_goal():
+    env = WebAgentTextEnv("text")
+    goals = [goal["instruction_text"] for goal in env.server.goals]
+    texts = [env.reset(session=name)[0] for name in (5, np.int64(6), 5, "5")]
+    assert [goals[i] in text for i, text in zip((5, 6, 5, 5), texts, strict=True)] == [True] * 4
+    named = env.reset(session="someone")
+    assert [env.reset(session="someone") for _ in range(3)] == [named] * 3
+    other = WebAgentTextEnv("text", server=env.server, session_prefix="x")
+    assert env.reset(session=7) == other.reset(session=7) and other.session == "x7"
+    assert other.reset(session="5")[0] != texts[0]  # x5 is a new name
+    with pytest.raises(IndexError):
+        env.reset(session=len(goals))
+
+
+def test_goals_by_their_weight_as_the_original_draws_them():
+    state = random.getstate()
+    env = WebAgentTextEnv("text")
+    drawn = [env.goal] + [env.reset() and env.goal for _ in range(20)]
+    assert random.getstate() == state
+    rng, weights = random.Random(233), env.server.cum_weights
+    rng.shuffle(list(range(len(env.server.goals))))
+    for goal in drawn:
+        rng.choices(string.ascii_lowercase, k=10)
+        assert goal == min(bisect.bisect(weights, rng.uniform(0, weights[-1])), len(weights) - 2)
+    assert len(set(drawn)) > 10
+    assert all(a < b for a, b in itertools.pairwise(weights))
+
+
+def test_what_webshops_class_refuses():
+    for mode in ("html", "text_rich", "url"):
+        with pytest.raises(UserError, match=f"observation_mode='{mode}' is not supported"):
+            WebAgentTextEnv(observation_mode=mode)
+    with pytest.raises(UserError, match="observation_mode"):
+        WebAgentTextEnv()  # the original's default is html
+    for option in ("show_attrs", "get_image", "num_prev_obs", "limit_goals"):
+        with pytest.raises(TypeError, match=option):
+            WebAgentTextEnv("text", **{option: 1})
