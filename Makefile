@@ -5,7 +5,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-ROOMS := data environments experiments qlass/fast reporting tests $(wildcard docs/*.py)
+ROOMS := data environments experiments integrations qlass/fast reporting tests $(wildcard docs/*.py)
 NARROW := --line-length 100 $(wildcard *.py qlass/*.py)  # what a reader reads
 .PHONY: demo smollm2 test test-slow lint clean
 

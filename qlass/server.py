@@ -50,10 +50,15 @@ class Endpoint:
 
     def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> str:
         """The text of a chat completion; messages are (role, content)."""
+        return self.reply(messages, **options)[0]
+
+    def reply(self, messages: Iterable[tuple[str, str]], **options: Any) -> tuple[str, dict]:
+        """The text of a chat completion, and the counts of tokens."""
         turns = State(tuple(messages)).dump()
         with self.one_line():
             reply = self.client.chat.completions.create(model=self.model, messages=turns, **options)
-            return reply.choices[0].message.content or ""
+        usage = reply.usage.model_dump() if reply.usage else {}
+        return reply.choices[0].message.content or "", usage
 
 
 class ServerPolicy:

@@ -14,7 +14,9 @@ from unittest import mock
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = [path for place in ("*.py", "experiments/**/*.py", "data/*.py") for path in ROOT.glob(place)]
+PROGRAMS = [
+    path for place in ("*.py", "experiments/**/*.py", "integrations/*.py", "data/*.py") for path in ROOT.glob(place)
+]
 OTHERS = "qlass/**/*.py environments/**/*.py reporting/*.py docs/*.py Makefile README.md docs/*.md data/*.md"
 OTHERS += " reporting/page.html runs/*.sh runs/paper/* runs/reference_output/*.md"
 # Of other programs and of runs/*.sh; files of ETO and of a run.
