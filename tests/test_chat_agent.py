@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from fakes import FakeEnv, chat_tokenizer, json_server, started, stopped, tiny_lm
@@ -24,8 +25,9 @@ class World(FakeEnv):
 class Fake:
     """A chat model that goes right, in words and counts of tokens of the test's; `script`: statuses first."""
 
-    def __init__(self, text: str = "Thought: hm\nAction: right\nObservation: you win", details=None) -> None:
-        self.text, self.details, self.seen, self.script = text, details, [], []
+    def __init__(self) -> None:
+        self.text, self.details = "Thought: {seed}\nAction: right\nObservation: you win", None
+        self.seen, self.script = [], []
         self.prompt = lambda words: words
         self.http = started(json_server(self.answer))
         self.url = self.http.url
@@ -37,7 +39,7 @@ class Fake:
         words = sum(len(message["content"].split()) for message in body["messages"])
         usage = {"prompt_tokens": self.prompt(words), "completion_tokens": 4, "total_tokens": words + 4}
         usage |= {"completion_tokens_details": self.details} if self.details else {}
-        message = {"role": "assistant", "content": self.text}
+        message = {"role": "assistant", "content": self.text.format(**body)}
         return 200, {"choices": [{"message": message, "finish_reason": "stop"}], "model": "first", "usage": usage}
 
 
@@ -58,7 +60,7 @@ def played(fake, run, *flags):
 def test_it_plays_and_the_report_has_its_row(fake, tmp_path, capsys):
     first, _ = played(fake, tmp_path)
     assert (first["method"], first["player"], first["N"], first["success"]) == ("chat", "first", 1, True)
-    assert [step["action"] for step in first["steps"]] == ["Thought: hm\nAction: right"] * 3  # up to the stop text
+    assert [step["action"].split("\n")[1:] for step in first["steps"]] == [["Action: right"]] * 3  # up to the stop text
     # walk OK you stand at start | 4 written | Observation: you stand at start right | 4 written | ...
     assert first["tokens"] == {"prompt": 6 + 6 + 7, "generated": 12, "scored": 0}
     body = fake.seen[0]
@@ -92,7 +94,7 @@ def test_no_answer_is_asked_for_twice(fake, tmp_path):
     lines = played(fake, tmp_path, *flags)
     assert len(fake.seen) == 12  # two tasks, two episodes, three steps: best-of-2 shares the first episode
     assert [(line["N"], line["select"]) for line in lines] == [(1, None)] * 2 + [(2, "oracle")] * 2
-    assert lines[2]["tokens"] == {"prompt": 19, "generated": 24, "scored": 0}  # alike: read once
+    assert lines[2]["tokens"] == {"prompt": 6 + 2 * 13, "generated": 24, "scored": 0}  # the first page is read once
     assert played(fake, tmp_path, *flags) == lines and len(fake.seen) == 12
     assert len({b["seed"] for b in fake.seen}) == 12
     with pytest.raises(UserError, match=r"begun with --temperature 0\.7, not 0"):
@@ -102,19 +104,26 @@ def test_no_answer_is_asked_for_twice(fake, tmp_path):
 
 
 def test_faults_that_pass_and_that_stay(fake, tmp_path):
-    fake.script = [429, 503, 503, 429]
+    fake.script = [429, 503]
     assert len(played(fake, tmp_path, "--body", '{"stop": null, "max_tokens": null, "max_completion_tokens": 9}')) == 2
     assert "stop" not in fake.seen[0] and "max_tokens" not in fake.seen[0]
     assert fake.seen[0]["max_completion_tokens"] == 9
-    fake.script = [503, 503]
-    with pytest.raises(UserError, match="503"):
-        played(fake, tmp_path / "2", "--retries", "1", "--in-flight", "1")
-    fake.prompt = lambda words: min(words, 10)
-    with pytest.raises(UserError, match="counts a prompt of 10 tokens after one of 10, so it cuts them"):
-        played(fake, tmp_path / "3")
+    fake.script = [404]
+    with pytest.raises(UserError, match="404"):
+        played(fake, tmp_path / "2", "--in-flight", "1")
     fake.prompt = lambda words: None
     with pytest.raises(UserError, match="do not tell their usage of tokens"):
-        played(fake, tmp_path / "4")
+        played(fake, tmp_path / "3")
+
+
+def test_prompts_that_do_not_grow_are_cut():
+    steps = [
+        SimpleNamespace(state=n, drawn=[chat_agent.Answer("", 4, 0.0, (), length)])
+        for n, length in enumerate((6, 16, 16))
+    ]
+    assert chat_agent.tokens_of([steps[:2]]) == {"prompt": 12, "generated": 8, "scored": 0}
+    with pytest.raises(UserError, match="reads 16 tokens of a prompt, and 16 of the shorter one before"):
+        chat_agent.tokens_of([steps])
 
 
 def test_a_thought_is_no_action_and_costs_what_it_costs(fake, tmp_path):
