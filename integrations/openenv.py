@@ -1,15 +1,12 @@
-"""An environment behind OpenEnv's server, for many clients at once.
+"""An environment behind OpenEnv's server, for many clients at once; for verifiers see docs/verifiers.toml.
 
-    python -m integrations.openenv --env alfworld --port 8000
+python -m integrations.openenv --env alfworld --port 8000
 
-    with GenericEnvClient(base_url="http://localhost:8000").sync() as client:
-        client.reset(split="train", index=0)  # or task_id=...; without either any task of the split
-        client.step({"action": "look"})  # observation["text"], reward, done
-
-verifiers play it by their OpenEnv task set: docs/engines.md.
+with GenericEnvClient(base_url="http://localhost:8000").sync() as client:
+    client.reset(split="train", index=0)  # or task_id=...; without either any task of the split
+    client.step({"action": "look"})  # observation["text"], reward, done
 """
 
-import argparse
 import threading
 from typing import Any
 
@@ -19,8 +16,8 @@ from openenv.core.env_server import Action, Environment, Observation, State, cre
 from pydantic import Field
 
 import envs
+from integrations.trl import TextGame
 from qlass import UserError
-from qlass.chat import parse_action
 from qlass.cli import at_least, parse, parser, run_stage
 
 ONE_AT_A_TIME = threading.Lock()  # sessions are threads, and players share what an engine keeps
@@ -42,37 +39,32 @@ class Session(Environment):
 
     def __init__(self, world: envs.TextEnv) -> None:
         super().__init__()
-        self.world, self.info, self.over, self.steps = world.fork(), {}, True, 0
+        self.env = world.fork()
+        self.game, self.steps = TextGame(self.env), 0
 
     def reset(self, seed=None, episode_id=None, task_id=None, split="test", index=None, **unknown) -> TextObservation:
         if unknown:
             raise UserError(f"reset takes seed, task_id, split and index, not {', '.join(unknown)}")
         with ONE_AT_A_TIME:
             if task_id is None:
-                tasks = self.world.task_ids(split)
+                tasks = self.env.task_ids(split)
                 task_id = tasks[np.random.default_rng(seed).integers(len(tasks)) if index is None else index]
-            text, self.info = self.world.reset(seed=seed, options={"task_id": task_id})
-        self.over, self.steps = False, 0
-        return TextObservation(text=text, instruction=self.world.instruction)
+            text, self.steps = self.game.reset(task_id, seed), 0
+        return TextObservation(text=text, instruction=self.env.instruction)
 
     def step(self, action: TextAction, timeout_s: float | None = None) -> TextObservation:
-        if self.over:
-            raise UserError("the episode is over: reset begins another")
         with ONE_AT_A_TIME:
-            text, reward, terminated, truncated, self.info = self.world.step(parse_action(action.action))
-        self.over, self.steps = terminated or truncated, self.steps + 1
-        return TextObservation(text=text, reward=self.world.outcome(reward, self.over), done=self.over)
+            text = self.game.act(action.action)
+        self.steps += 1
+        return TextObservation(text=text, reward=self.game.reward, done=self.game.over)
 
     @property
     def state(self) -> State:
-        told = {name: self.info.get(name) for name in ("task_id", "task", "valid_actions")}
+        told = {name: self.game.info.get(name) for name in ("task_id", "task", "valid_actions")}
         return State(step_count=self.steps, **told)
 
-    def num_tasks(self, split: str) -> int:
-        return len(self.world.task_ids(split))
-
     def close(self) -> None:
-        self.world.close()
+        self.env.close()
 
 
 def application(world: envs.TextEnv) -> Any:
@@ -84,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     flags = parser(__doc__)
     flags.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     flags.add_argument("--port", type=at_least(1), default=8000, metavar="N", help="default: %(default)s")
-    args: argparse.Namespace = parse(flags, argv, search=True)
+    args = parse(flags, argv, search=True)
     uvicorn.run(application(envs.from_arguments(args)), host=args.host, port=args.port)
 
 

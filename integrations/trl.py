@@ -16,15 +16,16 @@ HINT = "\n\nTake an action by calling the function act with it, one at a time.\n
 
 
 class TextGame:
-    """A player, of one episode after another. TRL offers the model all of its public methods but two."""
+    """A player, of one episode after another. TRL offers the model each public method but reset and get_reward."""
 
     def __init__(self, env: envs.TextEnv) -> None:
-        self._env, self._over, self._reward = env, True, 0.0
+        self.env, self.info, self.over, self.reward = env, {}, True, 0.0
 
-    def reset(self, task_id: str, **row: Any) -> str:
+    def reset(self, task_id: str, seed: int | None = None, **row: Any) -> str:
         """The first observation of a row's task, which TRL adds to the prompt."""
-        self._over, self._reward = False, 0.0
-        return self._env.reset(options={"task_id": task_id})[0]
+        observation, self.info = self.env.reset(seed=seed, options={"task_id": task_id})
+        self.over, self.reward = False, 0.0
+        return observation
 
     def act(self, action: str) -> str:
         """
@@ -36,16 +37,16 @@ class TextGame:
         Returns:
             The observation that follows.
         """
-        if self._over:
+        if self.over:
             raise ValueError("the episode is over")
-        observation, reward, terminated, truncated, _ = self._env.step(parse_action(action))
-        self._over = terminated or truncated
-        self._reward = self._env.outcome(reward, self._over)
+        observation, reward, terminated, truncated, self.info = self.env.step(parse_action(action))
+        self.over = terminated or truncated
+        self.reward = self.env.outcome(reward, self.over)
         return observation
 
     def get_reward(self) -> float:
         """The outcome in [0, 1]; of an episode that the trainer cut, what the environment pays there."""
-        return self._reward if self._over else self._env.reward_if_cut()
+        return self.reward if self.over else self.env.reward_if_cut()
 
 
 def games(name: str, **options: Any) -> Callable[[], TextGame]:

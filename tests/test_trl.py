@@ -24,7 +24,7 @@ def test_an_episode_through_the_class(monkeypatch):
     with pytest.raises(ValueError, match="the episode is over"):
         one.act("left")
     one.reset(task_id="train1")
-    assert one.get_reward() == 0 and not one._over
+    assert one.get_reward() == 0 and not one.over
     rows = prompts("fake", limit=2)
     assert [row["task_id"] for row in rows] == ["train0", "train1"] and rows[0]["prompt"][0]["content"].startswith(
         "walk"
