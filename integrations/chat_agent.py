@@ -41,7 +41,7 @@ from sft import demonstrate
 @dataclasses.dataclass(frozen=True)
 class Answer(Candidate):
     prompt: int = 0  # tokens read
-    hidden: int = 0  # tokens of a thought that no later prompt has
+    kept: int = 0  # tokens written that later prompts have, by their part of the letters
 
 
 class ChatAgent:
@@ -101,7 +101,9 @@ class ChatAgent:
         cut = "<think>" in text and "</think>" not in text
         action = "" if cut else any_of(self.rendering.stop).split(text.rpartition("</think>")[2])[0].strip()
         hidden = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
-        return Answer(action, usage["completion_tokens"], float("nan"), (), usage["prompt_tokens"], hidden)
+        tokens, part = usage["completion_tokens"], len(action) / max(len(text), 1)
+        kept = round((tokens - hidden) * part)
+        return Answer(action, tokens, float("nan"), (), usage["prompt_tokens"], kept)
 
 
 def tokens_of(episodes: Sequence[Sequence[q_search.Step]]) -> dict[str, int]:
@@ -120,7 +122,7 @@ def tokens_of(episodes: Sequence[Sequence[q_search.Step]]) -> dict[str, int]:
                 raise UserError(f"--server: it {problem}: it needs a longer context")
             read[step.state] = max(answer.prompt - cached, 0)
             generated += answer.tokens
-            prompt, cached = answer.prompt, answer.prompt + answer.tokens - answer.hidden
+            prompt, cached = answer.prompt, answer.prompt + answer.kept
     return {"prompt": sum(read.values()), "generated": generated, "scored": 0}
 
 

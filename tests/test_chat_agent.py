@@ -37,9 +37,10 @@ class Fake:
             return self.script.pop(0), {"error": {"message": "wait"}}
         self.seen.append(body)
         words = sum(len(message["content"].split()) for message in body["messages"])
-        usage = {"prompt_tokens": self.prompt(words), "completion_tokens": 4, "total_tokens": words + 4}
+        text = self.text.format(**body)
+        usage = {"prompt_tokens": self.prompt(words), "completion_tokens": len(text.split()), "total_tokens": 1}
         usage |= {"completion_tokens_details": self.details} if self.details else {}
-        message = {"role": "assistant", "content": self.text.format(**body)}
+        message = {"role": "assistant", "content": text}
         return 200, {"choices": [{"message": message, "finish_reason": "stop"}], "model": "first", "usage": usage}
 
 
@@ -61,8 +62,8 @@ def test_it_plays_and_the_report_has_its_row(fake, tmp_path, capsys):
     first, _ = played(fake, tmp_path)
     assert (first["method"], first["player"], first["N"], first["success"]) == ("chat", "first", 1, True)
     assert [step["action"].split("\n")[1:] for step in first["steps"]] == [["Action: right"]] * 3  # up to the stop text
-    # walk OK you stand at start | 4 written | Observation: you stand at start right | 4 written | ...
-    assert first["tokens"] == {"prompt": 6 + 6 + 7, "generated": 12, "scored": 0}
+    # walk OK you stand at start | 7 written, 4 kept | Observation: you stand at start right | 7 written ...
+    assert first["tokens"] == {"prompt": 6 + 6 + 7, "generated": 21, "scored": 0}
     body = fake.seen[0]
     assert [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("first", 0.7, 256)
@@ -94,7 +95,7 @@ def test_no_answer_is_asked_for_twice(fake, tmp_path):
     lines = played(fake, tmp_path, *flags)
     assert len(fake.seen) == 12  # two tasks, two episodes, three steps: best-of-2 shares the first episode
     assert [(line["N"], line["select"]) for line in lines] == [(1, None)] * 2 + [(2, "oracle")] * 2
-    assert lines[2]["tokens"] == {"prompt": 6 + 2 * 13, "generated": 24, "scored": 0}  # the first page is read once
+    assert lines[2]["tokens"] == {"prompt": 6 + 2 * 13, "generated": 42, "scored": 0}  # the first page is read once
     assert played(fake, tmp_path, *flags) == lines and len(fake.seen) == 12
     assert len({b["seed"] for b in fake.seen}) == 12
     with pytest.raises(UserError, match=r"begun with --temperature 0\.7, not 0"):
@@ -121,17 +122,17 @@ def test_prompts_that_do_not_grow_are_cut():
         SimpleNamespace(state=n, drawn=[chat_agent.Answer("", 4, 0.0, (), length)])
         for n, length in enumerate((6, 16, 16))
     ]
-    assert chat_agent.tokens_of([steps[:2]]) == {"prompt": 12, "generated": 8, "scored": 0}
+    assert chat_agent.tokens_of([steps[:2]]) == {"prompt": 16, "generated": 8, "scored": 0}
     with pytest.raises(UserError, match="reads 16 tokens of a prompt, and 16 of the shorter one before"):
         chat_agent.tokens_of([steps])
 
 
 def test_a_thought_is_no_action_and_costs_what_it_costs(fake, tmp_path):
     fake.text = "<think>Action: left</think>Action: right"
-    fake.details = {"reasoning_tokens": 3}
+    fake.details = {"reasoning_tokens": 1}
     first, _ = played(fake, tmp_path)
     assert first["success"] and {step["action"] for step in first["steps"]} == {"Action: right"}
-    assert first["tokens"]["generated"] == 12
+    assert first["tokens"]["generated"] == 9
     fake.text = "<think>Action: right"
     assert {step["action"] for step in played(fake, tmp_path / "2")[0]["steps"]} == {""}
 
