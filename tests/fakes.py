@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import operator
+import socket
 import threading
 from collections.abc import Callable, Generator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -278,28 +279,34 @@ def training_settings(**more: Any) -> argparse.Namespace:
     return argparse.Namespace(**settings | more)
 
 
-def json_server(answer: Callable[[dict], tuple[int, dict | list]]):
-    """A server, not started yet: `answer` gives status and body for each body posted; a GET lists a model."""
+def json_server(answer: Callable[[dict], tuple], models: Any = ({"id": "first"},)):
+    """A server, not started yet: `answer` gives status, body and perhaps headers for each body posted; a GET lists
+    the models. Status 0 resets the connection; a body of bytes is sent as it is."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.reply(200, {"data": [{"id": "first"}]})
+            self.reply(200, {"data": models})
 
         def do_POST(self):
             self.reply(*answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
 
-        def reply(self, status, body):
-            data = json.dumps(body).encode()
+        def reply(self, status, body, headers=()):
+            if not status:
+                self.connection.shutdown(socket.SHUT_RDWR)
+                self.close_connection = True
+                return
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
-            self.send_header("Retry-After-Ms", "1")
-            self.send_header("Content-Length", str(len(data)))
+            for name, value in dict(headers, **{"Content-Length": len(data)}).items():
+                self.send_header(name, str(value))
             self.end_headers()
             self.wfile.write(data)
 
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    kind = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 128})  # of 5 it resets others
+    server = kind(("127.0.0.1", 0), Handler)
     server.url = f"http://127.0.0.1:{server.server_port}/v1"
     return server
 

@@ -129,10 +129,10 @@ def test_prompts_that_do_not_grow_are_cut():
 
 def test_a_thought_is_no_action_and_costs_what_it_costs(fake, tmp_path):
     fake.text = "<think>Action: left</think>Action: right"
-    fake.details = {"reasoning_tokens": 1}
+    fake.details = {"reasoning_tokens": 3}
     first, _ = played(fake, tmp_path)
     assert first["success"] and {step["action"] for step in first["steps"]} == {"Action: right"}
-    assert first["tokens"]["generated"] == 9
+    assert first["tokens"] == {"prompt": 6 + 8 + 9, "generated": 9, "scored": 0}  # nothing of it counts as cached
     fake.text = "<think>Action: right"
     assert {step["action"] for step in played(fake, tmp_path / "2")[0]["steps"]} == {""}
 

@@ -14,6 +14,7 @@ from qlass import UserError
 from qlass.batching import Candidate, Score
 from qlass.chat import State
 from qlass.results import costs_of
+from qlass.server import Endpoint
 
 TASK = "i need a red cotton shirt with color: navy, and size: x-large, and price lower than 60.00 dollars"
 
@@ -132,7 +133,8 @@ def test_reword_leaves_the_agents_own_words():
     assert reword(State(messages, TASK), TASK) == State(messages, TASK)
 
 
-def test_server_that_fails_for_a_moment_or_for_good():
+def test_server_that_fails_for_a_moment_or_for_good(monkeypatch):
+    monkeypatch.setattr(Endpoint, "pause", [].append)
     replies, seen = iter([(503, ""), (200, ' "one\n line" '), (200, ""), (404, "")]), []
 
     def answer(body):

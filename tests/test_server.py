@@ -1,11 +1,15 @@
 """Sampling on a server: against a fake one that fails, stalls and lies, and real ones where they are installed."""
 
+import email.utils
 import importlib.util
 import math
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +24,7 @@ from qlass.batching import Sample
 from qlass.chat import Chat, Rendering, State
 from qlass.models import load_checkpoint, save_checkpoint
 from qlass.policy import Policy, load_agent
-from qlass.server import ALL, Endpoint, ServerPolicy
+from qlass.server import ALL, FEW, Endpoint, ServerPolicy, same_model
 
 CHAT = word_chat(temperature=0.8)
 STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find the purse")
@@ -31,30 +35,42 @@ def request(n: int = 1, key: tuple = ("t", 0), temperature: float = 0.8) -> Samp
     return Sample(STATE, n, key, temperature)
 
 
-def choice(text: str) -> dict:
-    return {"choices": [{"text": text}]}
+def choice(text: str | None, **options) -> dict:
+    return {"choices": [{"text": text, **options}]}
 
 
 class Fake:
-    """Answers 400 to what it `refuses`, then the statuses or replies of its `script`, then completions."""
+    """Answers 400 to what it `refuses`, then by its `script`, then completions. A script holds functions of a body,
+    statuses, (status, reply, headers) and replies."""
 
-    def __init__(self, refuses=lambda body: False) -> None:
+    def __init__(self, refuses=lambda body: False, models=({"id": "first"},)) -> None:
         self.refuses, self.script, self.seen = refuses, [], []
-        self.http = started(json_server(self.answer))
+        self.http = started(json_server(self.answer, models))
         self.url = self.http.url
 
-    def answer(self, body: dict) -> tuple[int, dict]:
+    def answer(self, body: dict) -> tuple:
         self.seen.append(body)
-        turn = self.script.pop(0) if self.script and body["max_tokens"] > 1 else None
         if self.refuses(body):
             return 400, {"error": {"message": "I do not know this"}}
+        if not self.script or body["max_tokens"] == 1:
+            usage = {"completion_tokens": 3, "total_tokens": 7}
+            return 200, choice(f"Action: left {body['seed']}") | {"usage": usage}
+        turn = self.script.pop(0)
+        turn = turn(body) if callable(turn) else turn
         if isinstance(turn, int):
             return turn, {"error": {"message": "no"}}
-        usage = {"completion_tokens": 3, "total_tokens": 7}
-        return 200, turn or choice(f"Action: left {body['seed']}") | {"usage": usage}
+        return turn if isinstance(turn, tuple) else (200, turn)
 
     def sampled(self) -> list[dict]:
         return [body for body in self.seen if body["max_tokens"] > 1]
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch):
+    """No test sleeps: the seconds between tries."""
+    seconds = []
+    monkeypatch.setattr(Endpoint, "pause", seconds.append)
+    return seconds
 
 
 @pytest.fixture
@@ -139,14 +155,230 @@ def test_faults_that_pass_and_that_stay(fakes):
     fake.script += [503, 429]  # overloaded, too often
     assert len(texts(policy, request())) == 1 and len(fake.sampled()) == 3
     fake.script += [404]
-    with pytest.raises(UserError, match=rf"--server {fake.url}: .*404.*is an OpenAI-compatible server there") as error:
+    with pytest.raises(UserError, match=rf"--server {fake.url}: .*404.*does the URL end in /v1") as error:
         policy.sample([request()])
     assert len(fake.sampled()) == 4 and "\n" not in str(error.value)
 
 
-def test_nobody_there_and_what_is_asked_of_no_server():
+STAY = {  # no reply to trust, and another try would bring the same
+    "3 tokens of a prompt": choice("Action: left") | {"usage": {"prompt_tokens": 3, "completion_tokens": 3}},
+    "content_filter": choice("Action: le", finish_reason="content_filter"),
+    "no room": choice("", finish_reason="length"),
+    "no room for a text": choice(None, finish_reason="length"),
+    "by base, not by first": choice("Action: left") | {"model": "base"},
+    "#MODEL": choice("Action: left") | {"model": "first-2"},
+}
+PASS = {  # another try may bring a good one
+    "aborted": choice("Action: le", finish_reason="abort"),
+    "engine error": choice("", finish_reason="error"),
+    "no choices": {"choices": []},
+    "null choices": {"choices": None},
+    "a null choice": {"choices": [None]},
+    "null text": choice(None),
+    "no text": {"choices": [{"message": {"content": "Action: left"}}]},
+    "null": None,
+    "a list": [],
+    "an error in a reply of status 200": {"error": {"message": "overloaded"}},
+    "a page": b"<html>sign in</html>",
+    "half a reply": b'{"choices": [{"text": "Act',
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("message", STAY)
+def test_a_reply_that_is_none_stops_the_run(fakes, message):
+    fake = fakes()
+    policy = ServerPolicy(fake.url, CHAT)
+    fake.script += [STAY[message]]
+    with pytest.raises(UserError, match=rf"--server {fake.url}: .*{message}") as error:
+        policy.sample([request()])
+    assert len(fake.sampled()) == 1 and not re.search(r"\n|there\?", str(error.value))
+
+
+@pytest.mark.parametrize("kind", PASS)
+def test_a_reply_that_is_none_is_asked_for_again(fakes, kind, pauses, capsys):
+    fake = fakes()
+    policy = ServerPolicy(fake.url, CHAT)
+    first = texts(policy, request())
+    fake.script += [PASS[kind]] * FEW
+    assert texts(policy, request()) == first and len(pauses) == FEW and sum(pauses) < 10
+    assert capsys.readouterr().err.count("is asked again") == 1
+    fake.script += [PASS[kind]] * (FEW + 1)
+    with pytest.raises(UserError, match=rf"answers with|gives up.*; {FEW + 1} tries in") as error:
+        policy.sample([request()])
+    assert not fake.script and "\n" not in str(error.value) and "there?" not in str(error.value)
+
+
+def test_replies_that_are_good(fakes):
+    """The end of the action's tokens, the end of a turn at once, a model named otherwise, counts that are missing."""
+    fake, prompt = fakes(), len(CHAT.prompt(STATE))
+    policy = ServerPolicy(fake.url, CHAT)
+    fake.script += [
+        choice("Action: le", finish_reason="length"),
+        choice("", finish_reason="stop") | {"usage": None},
+        choice("Action: a") | {"model": "first@main", "usage": {"prompt_tokens": prompt, "total_tokens": "?"}},
+        choice("Action: b") | {"model": None, "usage": {"prompt_tokens": None}},
+        choice("Action: c") | {"usage": {"prompt_tokens": 0}},
+    ]
+    assert [texts(policy, request())[0] for _ in range(5)] == ["Action: le", "", "Action: a", "Action: b", "Action: c"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "same"),
+    [
+        ("gpt-4o", "gpt-4o-2024-08-06", True),
+        ("claude", "claude-20250514", True),
+        ("runs/a/sft", "/home/me/runs/a/sft@main", True),
+        ("/home/me/sft.gguf", "sft.gguf", True),
+        ("sft", "sft:latest", True),
+        ("runs/a/sft", "runs/b/sft", False),
+        ("sft", "base-sft", False),
+        ("sft", "sft-2", False),
+        ("qwen", "qwen-lora", False),
+    ],
+)
+def test_names_of_one_model(asked, answer, same):
+    assert same_model(asked, answer) == same
+
+
+def test_a_prompt_as_text_may_lack_its_bos_alone(fakes):
+    fake, chat = fakes(lambda body: isinstance(body["prompt"], list)), Chat(chat_tokenizer("chatml"), Rendering())
+    policy = ServerPolicy(fake.url, chat)
+    length = len(chat.prompt(STATE))
+    counts = [choice("Action: left") | {"usage": {"prompt_tokens": length - less}} for less in (0, 1, 2)]
+    fake.script += counts
+    assert texts(policy, request(2)) == ["Action: left"] * 2
+    with pytest.raises(UserError, match=f"reads {length - 2} tokens of a prompt of {length - 1} or more"):
+        policy.sample([request()])
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ([{"id": "base"}, {"id": "adapter"}], "serves base, adapter: name one, URL#MODEL"),
+        ([], "lists no model"),
+        (None, "lists no model"),
+    ],
+)
+def test_which_model_is_meant(fakes, models, message):
+    fake = fakes(lambda body: False, models)
+    with pytest.raises(UserError, match=message):
+        ServerPolicy(fake.url, CHAT)
+    ServerPolicy(f"{fake.url}#adapter", CHAT).sample([request()])
+    assert fake.sampled()[0]["model"] == "adapter"
+
+
+@pytest.mark.parametrize("failure", [429, 503, 502, 0])
+def test_a_server_that_is_busy_or_away_is_waited_for(fakes, failure, pauses, capsys):
+    fake = fakes()
+    policy = ServerPolicy(fake.url, CHAT)
+    first = texts(policy, request())
+    fake.script += [failure] * 8
+    assert texts(policy, request()) == first and len(pauses) == 8
+    assert all(low <= wait <= 1.25 * low for low, wait in zip([0.5, 1, 2, 4, 8, 16, 32, 60], pauses, strict=True))
+    fake.script += [failure] * 99
+    with pytest.raises(UserError, match=r"tries in \d+ s") as error:
+        policy.sample([request()])
+    assert 500 < sum(pauses[8:]) < 600 and "\n" not in str(error.value)
+    assert ("server there" in str(error.value)) == (failure == 0)  # it answered
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_server_says_when_to_come_again(fakes, pauses):
+    fake = fakes()
+    policy = ServerPolicy(fake.url, CHAT)
+    date = email.utils.formatdate(time.time() + 100, usegmt=True)
+    fake.script += [(429, {}, {"Retry-After": after}) for after in ("120", date, "soon", "0")]
+    assert len(texts(policy, request())) == 1
+    for wait, (low, high) in zip(pauses, [(120, 120), (90, 100), (2, 2), (4, 4)], strict=True):
+        assert low <= wait <= 1.25 * high
+    fake.script += [(429, {}, {"Retry-After": 86400})]
+    with pytest.raises(UserError, match=r"429.*it asks to wait 86400 s"):
+        policy.sample([request()])
+    assert len(pauses) == 4
+
+
+@pytest.mark.parametrize("failure", [404, 401, (429, {"error": {"message": "pay", "code": "insufficient_quota"}})])
+def test_a_failure_that_no_wait_cures(fakes, pauses, failure):
+    fake = fakes()
+    policy = ServerPolicy(fake.url, CHAT)
+    fake.script += [failure]
+    with pytest.raises(UserError, match="Error code: 4"):
+        policy.sample([request()])
+    assert not pauses
+
+
+def repeats(policy: ServerPolicy, capsys) -> int:
+    policy.sample([request(4, ("t", step)) for step in range(8)])
+    return capsys.readouterr().err.count("writes one text whatever the seed")
+
+
+def test_draws_that_never_differ_are_told_once(fakes, capsys):
+    fake = fakes()
+    fake.script += [choice("Action: left")] * 99
+    policy = ServerPolicy(fake.url, CHAT)
+    assert repeats(policy, capsys) == 1 and len(fake.sampled()) == 32 + 4
+    assert repeats(policy, capsys) == 0 and len(fake.sampled()) == 32 + 4 + 32
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_agent_that_is_sure_of_itself_is_not_told_of(fakes, capsys, temperature):
+    fake = fakes()
+    fake.script += [lambda body: choice(f"Action: {body['seed'] if body['temperature'] > 1 else 'left'}")] * 99
+    policy = ServerPolicy(fake.url, CHAT)
+    for _ in range(2):
+        policy.sample([request(4, ("t", step), temperature) for step in range(8)])
+    assert not capsys.readouterr().err and len(fake.sampled()) == 64 + (4 if temperature else 0)
+
+
+def test_ctrl_c_stops_at_once(fakes):
+    """Also where a reply never comes and others wait for a server that is busy."""
+    fake, end = fakes(), threading.Event()
+
+    def stall(body):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        end.wait(20)
+        return 503
+
+    policy = ServerPolicy(fake.url, CHAT)
+    fake.script += [503, 503, stall]
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        policy.sample([request(4)])
+    assert time.monotonic() - start < 5
+    end.set()
+
+
+def message(content: object, **options) -> dict:
+    return {"choices": [{"message": {"content": content}, **options}]}
+
+
+def test_a_chats_reply_is_checked_too(fakes, capsys):
+    fake = fakes()
+    server, settings = Endpoint(fake.url, "--judge"), {"temperature": 0.7, "max_tokens": 9}
+    question = [("user", "How good is it to walk to the left here? " * 40)]  # some 400 tokens
+    fake.script += [message(None), message("", finish_reason="abort"), 429, message("Score: 3") | {"model": "first"}]
+    assert server.chat(question, **settings, seed=1) == "Score: 3"
+    for problem, reply in {
+        "reads 100 tokens of a prompt": message("Score: 9") | {"usage": {"prompt_tokens": 100}},
+        "by base, not by first": message("Score: 9") | {"model": "base"},
+        "no room for a text": message("", finish_reason="length"),
+        "content_filter": message(None, finish_reason="content_filter"),
+    }.items():
+        fake.script += [reply]
+        with pytest.raises(UserError, match=rf"--judge {fake.url}: .*{problem}"):
+            server.chat(question, **settings, seed=2)
+    fake.script += [message("Score: 4") | {"usage": {"prompt_tokens": 400}}] * 99
+    capsys.readouterr()
+    other = [("user", "Walk?")]
+    assert {server.chat(other, **settings, seed=seed) for seed in range(9)} == {"Score: 4"}
+    assert capsys.readouterr().err.count("writes one text whatever") == 1
+
+
+def test_nobody_there_and_what_is_asked_of_no_server(pauses):
     with pytest.raises(UserError, match=r"--server http://127.0.0.1:9/v1: .*is an OpenAI-compatible server there"):
         Endpoint("http://127.0.0.1:9/v1")
+    assert sum(pauses) < 10  # not waited for, as it never answered
     with pytest.raises(UserError, match="--candidates free"):
         ServerPolicy("http://a/v1", word_chat(candidates="valid"))
 

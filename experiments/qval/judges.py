@@ -7,7 +7,6 @@ An answer that can't be read gives None.
 """
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from experiments.qval.scorers import SCORERS, Call, Context, Decision, Entry, Scores
 from qlass.chat import State, uniforms
-from qlass.server import Endpoint
+from qlass.server import Endpoint, side_by_side
 
 ROOM = 2048  # tokens of an answer
 
@@ -29,8 +28,8 @@ class Question(NamedTuple):
 class Judge:
     """The model behind http://HOST:PORT/v1#MODEL; `name` is its name as a part of a file's."""
 
-    def __init__(self, url: str, side_by_side: int = 16) -> None:
-        self.server, self.side_by_side = Endpoint(url, "--judge"), side_by_side
+    def __init__(self, url: str, width: int = 16) -> None:
+        self.server, self.width = Endpoint(url, "--judge"), width
         self.name = re.sub(r"[^\w.-]+", "-", self.server.model).strip("-")
 
     def write(self, questions: list[Question]) -> list[str]:
@@ -39,8 +38,7 @@ class Judge:
             settings = {"temperature": question.temperature, "seed": seed, "max_tokens": ROOM}
             return self.server.chat([("user", question.text)], **settings)
 
-        with ThreadPoolExecutor(self.side_by_side) as pool:
-            return list(pool.map(one, questions))
+        return side_by_side(one, questions, self.width)
 
 
 def full_name(name: str, judge: Judge | None) -> str:
