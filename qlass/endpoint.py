@@ -78,11 +78,15 @@ class Endpoint:
 
     def chat(self, messages: Iterable[tuple[str, str]], **options: Any) -> str:
         """The text of a chat completion; messages are (role, content)."""
+        return self.reply(messages, **options)[0]
+
+    def reply(self, messages: Iterable[tuple[str, str]], **options: Any) -> tuple[str, dict]:
+        """The text of a chat completion, and the counts of tokens."""
         turns = State(tuple(messages)).dump()
         words = " ".join(turn["content"] for turn in turns).split()
         least = len(" ".join(words)) // 8  # tokens: text has 3 to 6 characters per token
         create = self.client.chat.completions.with_raw_response.create
-        return self._ask(create, {"messages": turns} | options, least)[0]
+        return self._ask(create, {"messages": turns} | options, least)
 
     def complete(self, prompt: list[int] | str, least: int, **options: Any) -> tuple[str, dict]:
         """The text and the token counts of a completion; `least`: tokens of the prompt."""
@@ -133,7 +137,7 @@ class Endpoint:
         end, model = at(choice, "finish_reason"), at(reply, "model")
         counts = at(reply, "usage")
         counts = counts.items() if isinstance(counts, dict) else ()
-        usage = {name: count for name, count in counts if isinstance(count, int)}
+        usage: dict[str, Any] = {n: c for n, c in counts if isinstance(c, int | dict)}
         length = usage.get("prompt_tokens") or least
         if error := at(reply, "error") or at(choice, "error"):
             raise Fault(f"answers with an error: {error}", FEW)

@@ -22,6 +22,7 @@ METHODS = {  # in the order of the table
     "oracle": "best player, who may know the goal (oracle)",
     "expert": "expert",
     "rule": "rule",
+    "chat": "chat agent",
     "random": "random candidate",
     "greedy": "SFT greedy",
     "sample": "SFT sampled",
@@ -168,6 +169,7 @@ def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
         **{name: record.get(name) for name in ("method", "M", "N", "select", "player")},
         "label": ", ".join(filter(None, (label, record.get("label")))) or None,
         "task": str(record["task_id"]),
+        "type": record.get("type") or "",
         "block": record.get("block") or str(record["task_id"]),  # tasks that vary together (TextEnv.block)
         "seed": record.get("seed") or 0,
         "reward": float(record["reward"]),
@@ -254,8 +256,8 @@ def check_pools(groups: Iterable[Group]) -> list[str]:
 
 
 def inputs_of(condition: Condition) -> tuple[str, ...]:
-    """Whose results they are: of nobody's training (the environment's own players), of the agent, of QNet too."""
-    if condition.method in ("rule", "expert", "oracle"):
+    """Whose results they are: of nobody's training (environment's players, chat model), of the agent, of QNet too."""
+    if condition.method in ("rule", "expert", "oracle", "chat"):
         return ()
     scored = condition.method in ("qlass", "oracle_lookahead") or condition.select == "q"
     return ("sft", "qnet") if scored else ("sft",)

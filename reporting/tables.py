@@ -12,7 +12,7 @@ from reporting.results import Group
 from reporting.stats import paired, paired_difference
 
 SHORT = ["environment", "method", "reward [95 %]", "tasks", "seeds", "success", "tokens", "env steps"]
-HEADLINE = ("greedy", "sample", "best_of_n", "qlass")
+HEADLINE = ("chat", "greedy", "sample", "best_of_n", "qlass")
 ROWS_NOTE = (
     "Mean over tasks with its 95 % interval, of several seeds over seeds and tasks. “Oracle” marks a method that looks "
     "at the true reward before it answers. Tokens a task are all: prompt computed, generated, scored by QNet."
@@ -71,6 +71,18 @@ def comparisons(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
         yield from ((a, b) for b in peers if ours.label and b.condition == replace(ours, label=""))
 
 
+def types_table(groups: Sequence[Group]) -> pd.DataFrame:
+    """A row for each type of task, of methods that have played several."""
+    rows = []
+    for group in groups:
+        types = group.row.groupby("type") if group.row["type"].nunique() > 1 else ()
+        for kind, episodes in types:
+            tasks = episodes.groupby("task")[["reward", "success"]].mean()
+            numbers = {name: number(tasks[name].mean(), 3) for name in ("reward", "success")}
+            rows.append(names(group) | {"type": kind} | numbers | {"tasks": str(len(tasks))})
+    return pd.DataFrame(rows)
+
+
 def differences_table(groups: Sequence[Group]) -> pd.DataFrame:
     rows = []
     for a, b in comparisons(groups):
@@ -92,6 +104,8 @@ def text(groups: Sequence[Group], warnings: Sequence[str] = ()) -> str:
     parts = [f"**Warning:** {warning}" for warning in warnings]
     parts += [markdown(results_table(rows)[SHORT]), ROWS_NOTE, DIFFERENCES_NOTE]
     parts += ["All results", markdown(results_table(groups))]
+    if len(types := types_table(groups)):
+        parts += ["Results by type of task", markdown(types)]
     differences = differences_table(groups)
     if len(differences):
         parts += ["All paired differences in reward", markdown(differences)]

@@ -14,12 +14,14 @@ from unittest import mock
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = [path for place in ("*.py", "experiments/**/*.py", "data/*.py") for path in ROOT.glob(place)]
+PROGRAMS = [
+    path for place in ("*.py", "experiments/**/*.py", "integrations/*.py", "data/*.py") for path in ROOT.glob(place)
+]
 OTHERS = "qlass/**/*.py environments/**/*.py reporting/*.py docs/*.py Makefile README.md docs/*.md data/*.md"
 OTHERS += " reporting/page.html runs/*.sh runs/paper/* runs/reference_output/*.md"
 # Of other programs and of runs/*.sh; files of ETO and of a run.
 FLAGS = "abbrev always check cov die-on-broken-pipe dirty dist exclude fix fsdp_auto_wrap_policy fsdp_version"
-FLAGS += " line-length maxprocesses no-deps nproc-per-node num_processes seeds use_fsdp"
+FLAGS += " host port line-length maxprocesses no-deps nproc-per-node num_processes seeds use_fsdp"
 ELSEWHERE = r"llama_cpp\.server|venv|pytest|.*_inst\.txt|.*(report|downstream|gpu_check)\.md|.*\.meta"
 
 
@@ -28,7 +30,10 @@ def flags():
     """All that `--help` of the programs prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for path, *words in [*((p,) for p in PROGRAMS if p.name != "envs.py"), (ROOT / "experiments/qval", "search")]:
-            with mock.patch("sys.argv", [path.name, *words, "--help"]), contextlib.suppress(SystemExit):
+            with (
+                mock.patch("sys.argv", [path.name, *words, "--help"]),
+                contextlib.suppress(SystemExit, ModuleNotFoundError),
+            ):
                 runpy.run_path(str(path), run_name="__main__")
     return {*FLAGS.split(), *re.findall(r"--([a-z][\w-]*)", out.getvalue())}
 

@@ -1,0 +1,174 @@
+"""Any chat model as an agent: it answers /chat/completions, and needs no checkpoint and no tokenizer here.
+
+    python -m integrations.chat_agent --env webshop --server https://HOST/v1#MODEL --examples 2 -N 1 4
+
+    reads   $OPENAI_API_KEY
+    writes  RUN/results_MODEL.jsonl: lines as q_search.py's, which the report calls "chat agent"
+            RUN/answers_MODEL.jsonl: each answer as it comes, so that none is asked for twice
+
+The model reads the state's messages and, with --examples, demonstrations in front of the task as in ReAct (arXiv
+2210.03629): training tasks of the task's type, played by the environment's expert. Of N episodes the one with the
+highest true reward counts, an oracle. Tokens are as the server counts them.
+"""
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import re
+import threading
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import envs
+import q_search
+from experiments.compare import Variant
+from qlass import UserError
+from qlass.batching import Candidate, Sample
+from qlass.chat import Rendering, State, any_of, uniforms
+from qlass.cli import at_least, parse, parser, run_stage
+from qlass.endpoint import Endpoint
+from qlass.files import Output
+from qlass.results import Results, describe
+from sft import demonstrate
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer(Candidate):
+    prompt: int = 0  # tokens read
+    kept: int = 0  # tokens written that later prompts have, by their part of the letters
+
+
+class ChatAgent:
+    """pi(a | s) of a chat model. It asks each question once, whatever stops it in between."""
+
+    def __init__(self, server: Endpoint, env: envs.TextEnv, answers: Path, args: argparse.Namespace) -> None:
+        self.server, self.env, self.args = server, env.fork(), args
+        self.rendering = Rendering(temperature=args.temperature, max_new_tokens=args.max_new_tokens)
+        self.front = 3 if env.system else 2  # messages before the first observation
+        self.train = env.task_ids("train") if args.examples else []
+        self.examples = functools.cache(self._examples)
+        self.file = Output(answers, {"overwrite": args.overwrite}, identity=itemgetter("request"))
+        self.known = {record["request"]: record for record in self.file.records}
+        self.lock, self.asked = threading.Lock(), 0
+
+    def sample(self, requests: list[Sample]) -> list[list[Answer]]:
+        prompts = []
+        for r in requests:  # here: an environment is not for threads
+            messages = list(r.state.messages)
+            prompts.append(messages[: self.front] + self.examples(r.key[0]) + messages[self.front :])
+        with ThreadPoolExecutor(self.args.in_flight) as pool:
+            return [[answer] for answer in pool.map(self.answer, requests, prompts)]
+
+    def _examples(self, task_id: str) -> list[tuple[str, str]]:
+        """The turns of demonstrations for a task, of others than its subject."""
+        kind, subject, number = self.env.task_type(task_id), self.env.subject(task_id), self.args.examples
+        alike = (t for t in self.train if self.env.task_type(t) == kind and self.env.subject(t) != subject)
+        lines = [demonstrate(self.env, task)["messages"] for task in itertools.islice(alike, number)]
+        if len(lines) < number:
+            raise UserError(f"--examples {number}: there are {len(lines)} for a task such as {task_id}")
+        return [(m["role"], m["content"]) for messages in lines for m in messages[self.front :]]
+
+    def answer(self, request: Sample, messages: list[tuple[str, str]]) -> Answer:
+        """From the file or by the server; then it is in the file before anything can fail."""
+        body, key = self.args.body, (self.args.seed, *request.key)
+        settings = {"temperature": request.temperature, "max_tokens": self.rendering.max_new_tokens}
+        settings |= {"seed": int(uniforms(1, *key)[0] * 2**31), "stop": list(self.rendering.stop)}
+        settings = {name: value for name, value in settings.items() if name not in body}
+        settings["extra_body"] = {name: value for name, value in body.items() if value is not None}
+        question = repr((self.server.model, messages, settings, key))
+        name = hashlib.blake2b(question.encode(), digest_size=16).hexdigest()
+        if name not in self.known:
+            with self.lock:
+                if self.asked == self.args.max_requests:
+                    raise UserError(f"--max-requests {self.asked} are spent: the same command goes on from here")
+                self.asked += 1
+            text, usage = self.server.reply(messages, timeout=self.args.timeout, **settings)
+            if not usage.get("prompt_tokens"):
+                raise UserError(f"{self.server.name}: its answers do not tell their usage of tokens")
+            with self.lock:
+                self.known[name] = {"request": name, "text": text, "usage": usage}
+                self.file.append([self.known[name]])
+        return self.read(**self.known[name])
+
+    def read(self, request: str, text: str, usage: dict) -> Answer:
+        """As `Chat.action_in`: what follows a thought, which may have been cut, up to the first stop text."""
+        cut = "<think>" in text and "</think>" not in text
+        action = "" if cut else any_of(self.rendering.stop).split(text.rpartition("</think>")[2])[0].strip()
+        hidden = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+        tokens, part = usage["completion_tokens"], len(action) / max(len(text), 1)
+        kept = round((tokens - hidden) * part)
+        return Answer(action, tokens, float("nan"), (), usage["prompt_tokens"], kept)
+
+
+def tokens_of(episodes: Sequence[Sequence[q_search.Step]]) -> dict[str, int]:
+    """As `results.costs_of`: a prompt cache holds what was read or written before.
+
+    UserError if a prompt is no longer than the one that it goes on from: the server cuts them.
+    """
+    read: dict[State, int] = {}
+    generated = 0
+    for steps in episodes:
+        prompt = cached = 0
+        for step in steps:
+            (answer,) = step.drawn
+            if answer.prompt <= prompt:
+                problem = f"reads {answer.prompt} tokens of a prompt, and {prompt} of the shorter one before"
+                raise UserError(f"--server: it {problem}: it needs a longer context")
+            read[step.state] = max(answer.prompt - cached, 0)
+            generated += answer.tokens
+            prompt, cached = answer.prompt, answer.prompt + answer.kept
+    return {"prompt": sum(read.values()), "generated": generated, "scored": 0}
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    flags = parser(__doc__)
+    add = flags.add_argument
+    add("--server", required=True, metavar="URL[#MODEL]", help="of an OpenAI-compatible API")
+    add("--examples", type=at_least(0), default=0, metavar="N", help="demonstrations in front (0)")
+    add("-N", nargs="+", type=at_least(1), default=[1], help="episodes per task, of which the best counts (1)")
+    add("--split", default="test", help="tasks to play (default: %(default)s)")
+    add("--limit", type=at_least(0), default=100, metavar="N", help="tasks (100; 0: all)")
+    add("--skip", type=at_least(0), default=0, metavar="N", help="leave out the first N tasks")
+    add("--temperature", type=at_least(0, float), default=0.7, metavar="T", help="default: %(default)s")
+    add("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="of an answer (256)")
+    add("--max-steps", type=at_least(1), metavar="N", help="default: the environment's")
+    text = "more fields of a request; null leaves one out, such as temperature, max_tokens, seed, stop"
+    add("--body", type=json.loads, default={}, metavar="JSON", help=text)
+    add("--max-requests", type=at_least(1), metavar="N", help="end after so many; resume to go on (no limit)")
+    add("--timeout", type=at_least(1, float), default=120, metavar="S", help="seconds for an answer (120)")
+    add("--in-flight", type=at_least(1), metavar="N", help="episodes side by side (8; sciworld: 4; own: 1)")
+    add("--out", type=Path, help="default: RUN/results_MODEL.jsonl; its lines are not played again")
+    add("--label", help="a variant's name, kept in each line")
+    flags.set_defaults(sft=None, qnet=None)
+    return parse(flags, argv, search=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    env, tasks = q_search.environment(args)
+    server = Endpoint(args.server)
+    model = re.sub(r"[^\w.-]+", "-", server.model.rpartition("/")[2])
+    args.sft = args.qnet = Path(server.model)  # the agent is that model, whatever the run folder has
+    args.in_flight = args.in_flight or min(8, env.side_by_side)
+    args.out = args.out or args.run / f"results_{model}.jsonl"
+    answers = args.out.with_name(f"answers_{model}.jsonl")
+    agent = ChatAgent(server, env, answers, argparse.Namespace(**vars(args)))
+    del args.timeout, args.max_requests  # which may be others when it goes on
+
+    def play(env: envs.TextEnv, task_id: str, method: Variant) -> Generator[Any, Any, dict]:
+        best, episodes = yield from q_search.best_of(env, task_id, method, agent.rendering, {})
+        return describe(best, episodes, {"tokens": tokens_of(episodes)})
+
+    plan = [Variant("chat", N=n, select="oracle" if n > 1 else None, player=model) for n in args.N]
+    Results(args, env).play(tasks, plan, play, {Sample: agent.sample})
+    agent.file.finish()
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -1,0 +1,84 @@
+"""An environment behind OpenEnv's server, for many clients at once; for verifiers see docs/verifiers.toml.
+
+python -m integrations.openenv --env alfworld --port 8000
+
+with GenericEnvClient(base_url="http://localhost:8000").sync() as client:
+    client.reset(split="train", index=0)  # or task_id=...; without either any task of the split
+    client.step({"action": "look"})  # observation["text"], reward, done
+"""
+
+import threading
+from typing import Any
+
+import numpy as np
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
+from pydantic import Field
+
+import envs
+from integrations.trl import TextGame
+from qlass import UserError
+from qlass.cli import at_least, parse, parser, run_stage
+
+ONE_AT_A_TIME = threading.Lock()  # sessions are threads, and players share what an engine keeps
+
+
+class TextAction(Action):
+    action: str = Field(description="The action alone, or behind the word Action: in a text.")
+
+
+class TextObservation(Observation):
+    text: str
+    instruction: str = Field(default="", description="How to act; with an episode's first text.")
+
+
+class Session(Environment):
+    """A client's own player."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self, world: envs.TextEnv) -> None:
+        super().__init__()
+        self.env = world.fork()
+        self.game, self.steps = TextGame(self.env), 0
+
+    def reset(self, seed=None, episode_id=None, task_id=None, split="test", index=None, **unknown) -> TextObservation:
+        if unknown:
+            raise UserError(f"reset takes seed, task_id, split and index, not {', '.join(unknown)}")
+        with ONE_AT_A_TIME:
+            if task_id is None:
+                tasks = self.env.task_ids(split)
+                task_id = tasks[np.random.default_rng(seed).integers(len(tasks)) if index is None else index]
+            text, self.steps = self.game.reset(task_id, seed), 0
+        return TextObservation(text=text, instruction=self.env.instruction)
+
+    def step(self, action: TextAction, timeout_s: float | None = None) -> TextObservation:
+        with ONE_AT_A_TIME:
+            text = self.game.act(action.action)
+        self.steps += 1
+        return TextObservation(text=text, reward=self.game.reward, done=self.game.over)
+
+    @property
+    def state(self) -> State:
+        told = {name: self.game.info.get(name) for name in ("task_id", "task", "valid_actions")}
+        return State(step_count=self.steps, **told)
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def application(world: envs.TextEnv) -> Any:
+    options = {"env_name": world.name, "max_concurrent_envs": world.side_by_side}
+    return create_app(lambda: Session(world), TextAction, TextObservation, **options)
+
+
+def main(argv: list[str] | None = None) -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    flags.add_argument("--port", type=at_least(1), default=8000, metavar="N", help="default: %(default)s")
+    args = parse(flags, argv, search=True)
+    uvicorn.run(application(envs.from_arguments(args)), host=args.host, port=args.port)
+
+
+if __name__ == "__main__":
+    run_stage(main)

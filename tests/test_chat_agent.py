@@ -1,0 +1,149 @@
+"""Any chat model as an agent: on a fake server that fails and lies, and on `transformers serve`."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from fakes import FakeEnv, chat_tokenizer, json_server, started, stopped, tiny_lm
+from test_server import engine, installed, saved
+
+import report
+from integrations import chat_agent
+from qlass import UserError
+from qlass.chat import Chat, Rendering
+from qlass.files import read_jsonl, read_meta
+
+
+class World(FakeEnv):
+    """Two types of task, by turns."""
+
+    def task_type(self, task_id: str) -> str:
+        return f"type {int(task_id[-1]) % 2}"
+
+
+class Fake:
+    """A chat model that goes right, in words and counts of tokens of the test's; `script`: statuses first."""
+
+    def __init__(self) -> None:
+        self.text, self.details = "Thought: {seed}\nAction: right\nObservation: you win", None
+        self.seen, self.script = [], []
+        self.prompt = lambda words: words
+        self.http = started(json_server(self.answer))
+        self.url = self.http.url
+
+    def answer(self, body):
+        if self.script:
+            return self.script.pop(0), {"error": {"message": "wait"}}
+        self.seen.append(body)
+        words = sum(len(message["content"].split()) for message in body["messages"])
+        text = self.text.format(**body)
+        usage = {"prompt_tokens": self.prompt(words), "completion_tokens": len(text.split()), "total_tokens": 1}
+        usage |= {"completion_tokens_details": self.details} if self.details else {}
+        message = {"role": "assistant", "content": text}
+        return 200, {"choices": [{"message": message, "finish_reason": "stop"}], "model": "first", "usage": usage}
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr("envs.from_arguments", lambda args, **options: World(**options))
+    server = Fake()
+    yield server
+    stopped(server.http)
+
+
+def played(fake, run, *flags):
+    argv = ["--run", str(run), "--server", fake.url, "--limit", "2", *flags]
+    chat_agent.main(argv)
+    return list(read_jsonl(run / "results_first.jsonl"))
+
+
+def test_it_plays_and_the_report_has_its_row(fake, tmp_path, capsys):
+    first, _ = played(fake, tmp_path)
+    assert (first["method"], first["player"], first["N"], first["success"]) == ("chat", "first", 1, True)
+    assert [step["action"].split("\n")[1:] for step in first["steps"]] == [["Action: right"]] * 3  # up to the stop text
+    # walk OK you stand at start | 7 written, 4 kept | Observation: you stand at start right | 7 written ...
+    assert first["tokens"] == {"prompt": 6 + 6 + 7, "generated": 21, "scored": 0}
+    body = fake.seen[0]
+    assert [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("first", 0.7, 256)
+    assert len({b["seed"] for b in fake.seen}) == len(fake.seen) == 6
+    assert read_meta(tmp_path / "results_first.jsonl")["arguments"]["sft"] == "first"
+    report.main(["--run", str(tmp_path)])
+    text = (tmp_path / "report.md").read_text()
+    assert "| chat agent: first | 1.000" in text and "| chat agent: first | type 1 | 1.000" in text
+    assert "first does not tell which tasks of this environment it learned" in capsys.readouterr().err
+
+
+def test_demonstrations_of_the_type_come_first(fake, tmp_path):
+    played(fake, tmp_path, "--examples", "2", "--split", "train")
+    of_type = {b["messages"][-1]["content"]: b["messages"] for b in fake.seen}
+    (messages,) = {json.dumps(m) for m in of_type.values() if len(m) == 15}
+    roles = [m["role"] for m in json.loads(messages)]
+    assert roles == [*["user", "assistant"] * 7, "user"]  # instruction, OK, twice three steps, the task
+    contents = [m["content"] for m in json.loads(messages)]
+    assert contents[2:8] == contents[8:14] and contents[3] == "Thought: this way\nAction: right"
+    with pytest.raises(UserError, match="--examples 3: there are 2 for a task such as train"):
+        played(fake, tmp_path / "more", "--examples", "3", "--split", "train")
+
+
+def test_no_answer_is_asked_for_twice(fake, tmp_path):
+    flags = ["-N", "1", "2"]
+    with pytest.raises(UserError, match="--max-requests 4 are spent"):
+        played(fake, tmp_path, *flags, "--max-requests", "4", "--in-flight", "1")
+    assert len(fake.seen) == 4 and len(list(read_jsonl(tmp_path / "results_first.jsonl"))) == 1
+    lines = played(fake, tmp_path, *flags)
+    assert len(fake.seen) == 12  # two tasks, two episodes, three steps: best-of-2 shares the first episode
+    assert [(line["N"], line["select"]) for line in lines] == [(1, None)] * 2 + [(2, "oracle")] * 2
+    assert lines[2]["tokens"] == {"prompt": 6 + 2 * 13, "generated": 42, "scored": 0}  # the first page is read once
+    assert played(fake, tmp_path, *flags) == lines and len(fake.seen) == 12
+    assert len({b["seed"] for b in fake.seen}) == 12
+    with pytest.raises(UserError, match=r"begun with --temperature 0\.7, not 0"):
+        played(fake, tmp_path, "--temperature", "0")
+    played(fake, tmp_path, "--overwrite", "--temperature", "0")
+    assert len(fake.seen) == 18
+
+
+def test_faults_that_pass_and_that_stay(fake, tmp_path):
+    fake.script = [429, 503]
+    assert len(played(fake, tmp_path, "--body", '{"stop": null, "max_tokens": null, "max_completion_tokens": 9}')) == 2
+    assert "stop" not in fake.seen[0] and "max_tokens" not in fake.seen[0]
+    assert fake.seen[0]["max_completion_tokens"] == 9
+    fake.script = [404]
+    with pytest.raises(UserError, match="404"):
+        played(fake, tmp_path / "2", "--in-flight", "1")
+    fake.prompt = lambda words: None
+    with pytest.raises(UserError, match="do not tell their usage of tokens"):
+        played(fake, tmp_path / "3")
+
+
+def test_prompts_that_do_not_grow_are_cut():
+    steps = [
+        SimpleNamespace(state=n, drawn=[chat_agent.Answer("", 4, 0.0, (), length)])
+        for n, length in enumerate((6, 16, 16))
+    ]
+    assert chat_agent.tokens_of([steps[:2]]) == {"prompt": 16, "generated": 8, "scored": 0}
+    with pytest.raises(UserError, match="reads 16 tokens of a prompt, and 16 of the shorter one before"):
+        chat_agent.tokens_of([steps])
+
+
+def test_a_thought_is_no_action_and_costs_what_it_costs(fake, tmp_path):
+    fake.text = "<think>Action: left</think>Action: right"
+    fake.details = {"reasoning_tokens": 3}
+    first, _ = played(fake, tmp_path)
+    assert first["success"] and {step["action"] for step in first["steps"]} == {"Action: right"}
+    assert first["tokens"] == {"prompt": 6 + 8 + 9, "generated": 9, "scored": 0}  # nothing of it counts as cached
+    fake.text = "<think>Action: right"
+    assert {step["action"] for step in played(fake, tmp_path / "2")[0]["steps"]} == {""}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not installed("fastapi", "uvicorn", "openai"), reason="needs requirements-serve.txt")
+def test_transformers_serve_plays(tmp_path):
+    chat = Chat(chat_tokenizer("chatml"), Rendering())
+    folder = saved(tmp_path / "sft", tiny_lm(chat), chat)
+    with engine([sys.executable, "-m", "transformers.cli.transformers", "serve"], tmp_path / "log") as url:
+        flags = ["--env", "frozenlake", "--run", str(tmp_path), "--server", f"{url}#{folder}", "--limit", "2"]
+        chat_agent.main([*flags, "--max-new-tokens", "8", "--max-steps", "2", "--examples", "1", "--in-flight", "1"])
+    for line in read_jsonl(tmp_path / "results_sft.jsonl"):
+        assert line["method"] == "chat" and 0 < line["tokens"]["generated"] <= 16 < line["tokens"]["prompt"]
