@@ -93,6 +93,24 @@ class Endpoint:
         create = self.client.completions.with_raw_response.create
         return self._ask(create, {"prompt": prompt} | options, least)
 
+    def prompt_logprobs(self, ids: list[int]) -> list[float]:
+        """log p of each token but the first, given those before it, where the server tells."""
+        create = self.client.completions.with_raw_response.create
+        body = {"model": self.model, "prompt": ids, "max_tokens": 1}
+
+        def ask() -> list[float]:
+            reply = json_of(create(**body, extra_body={"prompt_logprobs": 0}))
+            self.read(reply, body, len(ids))
+            told = at(reply, "choices", 0, "prompt_logprobs") or []
+            values = [
+                at(entry, str(token), "logprob") for entry, token in zip(told, ids, strict=False)
+            ]
+            if len(told) != len(ids) or not all(isinstance(v, float) for v in values[1:]):
+                raise Fault("tells no log-probabilities of a prompt: leave --method likeliest out")
+            return values[1:]
+
+        return self.patiently(ask)
+
     def _ask(self, create: Callable, options: dict, least: int) -> tuple[str, dict]:
         """What `read` returns; a warning, once, if the server draws one text for ever.
 

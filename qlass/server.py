@@ -19,7 +19,7 @@ ALL = 1 << 30  # top-k of all tokens: 0 for some servers, -1 for others, a large
 
 
 class ServerPolicy:
-    """pi(a | s) by a server that holds the checkpoint's weights; free text, no probabilities."""
+    """pi(a | s) by a server that holds the checkpoint's weights; free text."""
 
     def __init__(self, url: str, chat: Chat, seed: int = 0, parallel: int = 64) -> None:
         if chat.rendering.candidates == "valid":
@@ -66,8 +66,18 @@ class ServerPolicy:
         return [[next(drawn) for _ in range(r.n)] for r in requests]
 
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
-        problem = "a server does not tell the log-probability of a text"
-        raise UserError(f"--server: {problem}: leave --method likeliest out")
+        """log pi(a | s) of texts, where the server tells the log-probabilities of a prompt (vLLM)."""
+        jobs = []
+        for r in requests:
+            prompt = self.chat.prompt(r.state)
+            ends = [self.chat.action(a, r.state.task, len(prompt)) for a in r.actions]
+            jobs += [(prompt, ids) for ids in ends]
+        self.computed += sum(len(prompt) + len(ids) for prompt, ids in jobs)
+        told = side_by_side(
+            lambda job: self.server.prompt_logprobs([*job[0], *job[1]]), jobs, self.parallel
+        )
+        sums = iter([sum(t[-len(ids) :]) for t, (_, ids) in zip(told, jobs, strict=True)])
+        return [[next(sums) for _ in r.actions] for r in requests]
 
     def _complete(
         self, prompt: list[int] | str, least: int, temperature: float, key: tuple, room: int = 0

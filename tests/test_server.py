@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import q_search
 from qlass import UserError
-from qlass.batching import Sample
+from qlass.batching import LogProb, Sample
 from qlass.chat import Chat, Rendering, State
 from qlass.endpoint import FEW, Endpoint, same_model
 from qlass.models import load_checkpoint, save_checkpoint
@@ -46,6 +46,7 @@ class Fake:
 
     def __init__(self, refuses=lambda body: False, models=({"id": "first"},)) -> None:
         self.refuses, self.script, self.seen = refuses, [], []
+        self.tells = None  # the reply to a body that asks for the log-probabilities of its prompt
         self.http = started(json_server(self.answer, models))
         self.url = self.http.url
 
@@ -53,9 +54,11 @@ class Fake:
         self.seen.append(body)
         if self.refuses(body):
             return 400, {"error": {"message": "I do not know this"}}
+        if self.tells and "prompt_logprobs" in body:
+            return 200, self.tells(body)
         if not self.script or body["max_tokens"] == 1:
             usage = {"completion_tokens": 3, "total_tokens": 7}
-            return 200, choice(f"Action: left {body['seed']}") | {"usage": usage}
+            return 200, choice(f"Action: left {body.get('seed')}") | {"usage": usage}
         turn = self.script.pop(0)
         turn = turn(body) if callable(turn) else turn
         if isinstance(turn, int):
@@ -109,6 +112,24 @@ def test_a_candidate_is_one_completion_of_token_ids(fakes):
     assert not {*texts(ServerPolicy(fake.url, CHAT, 1), request(3)), *texts(policy, request(3, ("t", 1)))} & set(first)
     several = [request(1, ("t", i)) for i in range(24)]  # under way at once, and answered in order
     assert texts(policy, *several) == [texts(policy, r)[0] for r in several]
+
+
+def test_the_log_probability_of_a_text_is_the_local_agents(fakes):
+    fake, local = fakes(), Policy(tiny_lm(CHAT), CHAT, plain=True)
+
+    def told(body: dict) -> dict:
+        ids = body["prompt"]
+        logp = local.logits(ids[:1], ids[1:]).log_softmax(-1)
+        rows = [{str(token): {"logprob": float(row[token])}} for row, token in zip(logp, ids[1:], strict=True)]
+        return choice("x", prompt_logprobs=[None, *rows])
+
+    fake.tells = told
+    policy = ServerPolicy(fake.url, CHAT)
+    asked = [LogProb(STATE, ("Action: left", "Action: right")), LogProb(STATE, ("Action: walk",))]
+    mine, theirs = policy.likelihoods(asked), local.likelihoods(asked)
+    assert [len(row) for row in mine] == [2, 1] and policy.computed > 0
+    for a, b in zip(mine, theirs, strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +423,7 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fakes):
     assert there.server.model == "second" and there.chat.rendering.top_k == 3
     assert there.chat.context == 4096 and len(there.sample([request()])[0]) == 1
     common = ["--env", "frozenlake", "--run", str(tmp_path / "run"), "--sft", str(folder), "--limit", "1", *flags]
-    with pytest.raises(UserError, match=r"--server: a server does not tell .*: leave --method likeliest out"):
+    with pytest.raises(UserError, match=r"tells no log-probabilities .*: leave --method likeliest out"):
         q_search.main([*common, "--method", "likeliest"])
 
 
