@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from qlass import UserError
 from qlass.models import load_chat
 from qlass.policy import Policy
 
@@ -28,7 +29,7 @@ def test_a_pickled_checkpoint_is_refused_and_not_run(copy):
     folder, struck = copy
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.embed_tokens.weight": Bomb(struck)}))
-    with pytest.raises(OSError, match="safetensors"):
+    with pytest.raises(UserError, match="safetensors"):
         Policy.load(folder)
     assert not struck.exists()
 
@@ -40,6 +41,6 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(copy, load):
     config = json.loads((folder / "config.json").read_text())
     maps = {name: "evil.A" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")}
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "evil", "auto_map": maps}))
-    with pytest.raises(ValueError, match="custom code"):
+    with pytest.raises(UserError, match="custom code"):
         load(folder)
     assert not struck.exists()
