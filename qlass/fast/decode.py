@@ -56,6 +56,7 @@ class FastPolicy:
         self.budget = budget or batch_for(self.model)
         self.cache = PromptCache(room_for(self.model, cache_gb))
         self.memory: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
+        self.written: dict[tuple[State, str], float] = {}  # log-probabilities of texts
 
     def read(self, states: Lists, tails: Lists) -> Iterator[Reading]:
         """`PromptCache.read` of the model's logits."""
@@ -101,17 +102,20 @@ class FastPolicy:
     @torch.inference_mode()
     def logprobs(self, pairs: list[tuple[State, str]]) -> list[float]:
         """log pi(a | s) of actions as free text, each token of what they share computed once."""
-        members: dict[State, list[int]] = {}
-        for i, (state, _) in enumerate(pairs):
-            members.setdefault(state, []).append(i)
-        texts = {state: [pairs[i][1] for i in some] for state, some in members.items()}
-        prompts, tails = tokens_of(self.chat, texts)
-        answers, places = [0.0] * len(pairs), list(members.values())
+        if len(self.written) > 200_000:
+            self.written.clear()
+        fresh: dict[State, dict[str, None]] = {}
+        for state, action in pairs:
+            if (state, action) not in self.written:
+                fresh.setdefault(state, {})[action] = None
+        states = list(fresh)
+        prompts, tails = tokens_of(self.chat, fresh)
         for n, out, last, paths in self.read(prompts, tails):
-            for i, ids, path in zip(places[n], tails[n], paths, strict=True):
+            for action, ids, path in zip(fresh[states[n]], tails[n], paths, strict=True):
                 logp = out[[last, *path[:-1]]].log_softmax(-1)
-                answers[i] = float(logp.gather(-1, torch.tensor(ids, device=out.device)[:, None]).double().sum())
-        return answers
+                value = logp.gather(-1, torch.tensor(ids, device=out.device)[:, None]).double().sum()
+                self.written[states[n], action] = float(value)
+        return [self.written[pair] for pair in pairs]
 
     def write(self, requests: list[Sample]) -> list[list[Candidate]]:
         answers: dict[int, list[Candidate]] = {}
