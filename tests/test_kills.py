@@ -45,6 +45,8 @@ def undisturbed(tmp_path_factory) -> tuple[Path, dict[str, float]]:
 def inputs(stage: str, run: Path, folder: Path) -> Path:
     """A folder with what the stages before this one wrote."""
     (folder / "run").mkdir(parents=True)
+    if stage == "train_qnet":  # its model card names what the agent was cloned from
+        shutil.copy(run / "sft.meta.json", folder / "run")
     for earlier in list(STAGES)[: list(STAGES).index(stage)]:
         name = STAGES[earlier][1]
         (shutil.copytree if (run / name).is_dir() else shutil.copy)(run / name, folder / "run" / name)
