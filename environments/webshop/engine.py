@@ -21,10 +21,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from qlass import UserError
 
-from .catalogue import draw_prices, human_goals, load_products, queries, read_goals, synthetic_goals
-from .search import SearchIndex
+from .catalogue import queries, read_goals
+from .store import open_store
 from .words import noun_finder, plain_color, similar
 
 PAGE_SIZE, MAX_STEPS = 10, 5  # products on a results page; the paper's step limit
@@ -111,26 +113,24 @@ class Shop:
         use_human_goals: bool = False,
         seed: int = 0,
         page_size: int = PAGE_SIZE,
+        cache: Path | None = None,
     ) -> None:
-        self.products, synthetic, human = load_products(folder)
-        self.position = {product.asin: i for i, product in enumerate(self.products)}
+        store = open_store(folder, cache)
+        self.products, self.position, self.index = store.products, store.position, store.index
+        self.by_asin, self.shares = store.by_asin, store.shares
         self.page_size = page_size
         rng = random.Random(seed)
-        self.prices = draw_prices(self.products, rng)
+        self.prices = store.draw_prices(rng)
         if goals is not None:
             self.goals, recorded = read_goals(goals, self.position)
-            self.prices |= recorded
+            for asin in filter(self.position.__contains__, recorded):
+                self.prices[self.position[asin]] = recorded[asin]
+            self.owners = np.array([self.position[goal["asin"]] for goal in self.goals], np.int32)
         else:
-            build, instructions = (human_goals, human) if use_human_goals else (synthetic_goals, synthetic)
-            try:
-                self.goals = build(self.products, instructions, self.prices, rng)
-            except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-                raise UserError(f"{folder}: an instruction is not in WebShop's schema ({error!r})") from None
-            random.Random(233).shuffle(self.goals)  # the original's order: fixed whatever the prices
+            self.goals = store.goals["human" if use_human_goals else "synthetic"].draw(self.prices, rng)
+            self.owners = self.goals.owners()
         if not self.goals:
             raise UserError(f"{goals or folder}: no goals; the catalogue has no instructions of the kind asked for")
-        self.by_asin = sorted(range(len(self.products)), key=lambda i: self.products[i].asin)  # equal scores: by asin
-        self.index = SearchIndex(self.products[i].document for i in self.by_asin)
         own = folder / "title_nouns.json"  # the bundled catalogue has one
         self.find_nouns = noun_finder(title_nouns or (own if own.exists() else None))
         for name, size in MEMOISED.items():
@@ -138,7 +138,7 @@ class Shop:
 
     def search(self, query: str) -> tuple[int, ...]:
         """The positions of at most 50 products, best first."""
-        return tuple(self.by_asin[document] for document in self.index.top(query)[0])
+        return tuple(self.by_asin[self.index.top(query)[0]].tolist())
 
     def queries(self, goal: int) -> list[str]:
         return queries(self.goals[goal]["instruction_text"])
@@ -240,7 +240,7 @@ class Shop:
             "query_match": query_match,
             "category_match": category_match,
             "n_att": matches,
-            "r_price": self.prices[product.asin] <= wanted["price_upper"],
+            "r_price": self.prices[i] <= wanted["price_upper"],
         }
 
     def wanted_options(self, goal: int) -> list[Any]:

@@ -2,7 +2,7 @@
 
 Equal to the original's top 50 on every recorded query, which takes all of: the tokenizer's word breaks, Porter's
 stemmer with its author's two later rules, document lengths stored with four significant bits, and 32-bit scores.
-The index is three flat arrays in compressed-row layout, so that its size is that of the postings.
+The index is flat arrays in compressed-row layout, so that its size is that of the postings; they may be mapped files.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import re
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import snowballstemmer
@@ -118,43 +119,134 @@ def stored_length(n: np.ndarray) -> np.ndarray:
     return np.where(n < 40, n, 24 + rest // step * step)
 
 
-class SearchIndex:
-    """BM25 over documents in the order in which ties are to be broken.
+class Indexer:
+    """Counts the terms of documents, one document after the other, and makes the index of them all."""
 
-    offsets (V + 1,): the postings of term v are [offsets[v], offsets[v + 1]); docs (P,): their documents;
-    damping (P,): 1 + tf / (k1 (1 - b + b dl / avgdl)), so that a posting's score is w - w / damping, w = qtf * idf.
+    def __init__(self) -> None:
+        self.vocabulary: dict[str, int] = {}
+        self.term, self.tf, self.distinct, self.length = array("i"), array("i"), array("i"), array("q")
+
+    def add(self, text: str) -> None:
+        counts, vocabulary = Counter(terms(text)), self.vocabulary
+        self.term.extend([vocabulary.setdefault(t, len(vocabulary)) for t in counts])
+        self.tf.extend(counts.values())
+        self.distinct.append(len(counts))
+        self.length.append(sum(counts.values()))
+
+    def finish(self, rank: np.ndarray) -> tuple[list[str], dict[str, np.ndarray]]:
+        """The terms, sorted, and the arrays of SearchIndex; rank (n,): of each document, for ties."""
+        words, n = sorted(self.vocabulary), len(self.length)
+        place = np.empty(len(words), np.int64)
+        place[[self.vocabulary[word] for word in words]] = np.arange(len(words))
+        term = place[np.array(self.term)]
+        df = np.bincount(term, minlength=len(words))
+        term = term * n + np.repeat(rank, np.array(self.distinct))
+        order = np.argsort(term)
+        docs = (term[order] % max(n, 1)).astype(np.int32)
+        length = np.empty(n, np.int64)
+        length[rank] = np.array(self.length)
+        average = np.float32(length.mean() if len(docs) else 1.0)
+        norm = 1 / (K1 * ((1 - B) + B * stored_length(length).astype(np.float32) / average))
+        damping = 1 + np.array(self.tf)[order].astype(np.float32) * norm[docs]
+        offsets = np.concatenate([[0], np.cumsum(df)])
+        highest = np.maximum.reduceat(damping, offsets[:-1]) if words else damping
+        idf = np.log(1 + (n - df + 0.5) / (df + 0.5)).astype(np.float32)
+        arrays = (offsets, docs, damping, idf, highest)
+        return words, dict(zip(ARRAYS, arrays, strict=True))
+
+
+ARRAYS = ("offsets", "docs", "damping", "idf", "highest")
+FEW = 1 << 16  # postings of a query: so many are simply added up
+SLACK = 1 - 1e-5  # sums of 32-bit numbers are less exact than this
+
+
+class Posting(NamedTuple):
+    """A term of a query: the documents that have it, in order, and what it adds to their scores (at most `most`)."""
+
+    docs: np.ndarray
+    damping: np.ndarray
+    weight: np.float32
+    most: np.float32
+
+    def scores(self) -> np.ndarray:
+        return self.weight - self.weight / self.damping
+
+    def scores_of(self, documents: np.ndarray) -> np.ndarray:
+        places = np.minimum(np.searchsorted(self.docs, documents), len(self.docs) - 1)
+        scores = self.weight - self.weight / self.damping[places]
+        return np.where(self.docs[places] == documents, scores, 0)
+
+
+class SearchIndex:
+    """BM25 over `size` documents in the order in which ties are to be broken.
+
+    vocabulary: term -> v. offsets (V + 1,): the postings of term v are [offsets[v], offsets[v + 1]); docs (P,): their
+    documents; damping (P,): 1 + tf / (k1 (1 - b + b dl / avgdl)), so that a posting's score is w - w / damping,
+    w = qtf * idf; highest (V,): a term's largest damping.
     """
 
-    def __init__(self, texts: Iterable[str]) -> None:
-        self.vocabulary: dict[str, int] = {}
-        stream, lengths = array("q"), array("q")
+    def __init__(self, size: int, vocabulary: Mapping[str, int], **arrays: np.ndarray) -> None:
+        self.size, self.vocabulary = size, vocabulary
+        self.offsets, self.docs, self.damping, self.idf, self.highest = (arrays[name] for name in ARRAYS)
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> SearchIndex:
+        indexer = Indexer()
         for text in texts:
-            tokens = terms(text)
-            stream.extend(self.vocabulary.setdefault(t, len(self.vocabulary)) for t in tokens)
-            lengths.append(len(tokens))
-        length = np.frombuffer(lengths, np.int64) if lengths else np.zeros(0, np.int64)
-        self.size = n = len(length)
-        token = np.frombuffer(stream, np.int64) if stream else np.zeros(0, np.int64)
-        postings, tf = np.unique(token * n + np.repeat(np.arange(n), length), return_counts=True)
-        df = np.bincount(postings // max(n, 1), minlength=len(self.vocabulary))
-        self.offsets = np.concatenate([[0], np.cumsum(df)])
-        self.docs = (postings % max(n, 1)).astype(np.int32)
-        average = np.float32(length.mean() if len(token) else 1.0)
-        norm = 1 / (K1 * ((1 - B) + B * stored_length(length).astype(np.float32) / average))
-        self.damping = 1 + tf.astype(np.float32) * norm[self.docs]
-        self.idf = np.log(1 + (n - df + 0.5) / (df + 0.5)).astype(np.float32)
+            indexer.add(text)
+        words, arrays = indexer.finish(np.arange(len(indexer.length)))
+        return cls(len(indexer.length), {word: v for v, word in enumerate(words)}, **arrays)
+
+    def postings(self, query: str) -> Iterator[Posting]:
+        for t, count in Counter(terms(query)).items():
+            if (v := self.vocabulary.get(t)) is not None:
+                where, weight = slice(self.offsets[v], self.offsets[v + 1]), np.float32(count) * self.idf[v]
+                yield Posting(self.docs[where], self.damping[where], weight, weight - weight / self.highest[v])
 
     def top(self, query: str, k: int = TOP) -> tuple[np.ndarray, np.ndarray]:
         """The k best documents and their scores (float32), best first."""
-        scores = np.zeros(self.size)
-        for t, count in Counter(terms(query)).items():
-            if (v := self.vocabulary.get(t)) is not None:
-                postings = slice(self.offsets[v], self.offsets[v + 1])
-                weight = np.float32(count) * self.idf[v]
-                scores[self.docs[postings]] += weight - weight / self.damping[postings]
-        scores = scores.astype(np.float32)
-        hits = np.flatnonzero(scores)
+        postings = [*self.postings(query)]
+        if sum(len(posting.docs) for posting in postings) > FEW:
+            hits = self.contenders(postings, k)
+            total = np.zeros(len(hits))
+            for posting in postings:  # in the same order as below, for the same last bit
+                total += posting.scores_of(hits)
+            scores = total.astype(np.float32)
+        else:
+            total = np.zeros(self.size)
+            for posting in postings:
+                total[posting.docs] += posting.scores()
+            scores = total.astype(np.float32)
+            hits = np.flatnonzero(scores)
+            scores = scores[hits]
         if len(hits) > k:
-            hits = hits[scores[hits] >= np.partition(scores[hits], -k)[-k]]
-        best = hits[np.argsort(-scores[hits], kind="stable")[:k]]
-        return best, scores[best]
+            enough = scores >= np.partition(scores, -k)[-k]
+            hits, scores = hits[enough], scores[enough]
+        best = np.argsort(-scores, kind="stable")[:k]
+        return hits[best], scores[best]
+
+    def contenders(self, postings: list[Posting], k: int) -> np.ndarray:
+        """Documents, in order, that hold the k best: terms are added up from the weightiest on (Turtle and Flood's
+        MaxScore), until the rest can lift no other document to the k-th best score so far."""
+        postings = sorted(postings, key=lambda posting: -posting.most)
+        rest = np.cumsum([posting.most for posting in postings[::-1]])[::-1]  # what this term and later ones add
+        scores, least = np.zeros(self.size, np.float32), np.float32(0)
+        hits = None
+        for posting, more in zip(postings, rest, strict=True):
+            if hits is None and more < least * SLACK:
+                hits = np.flatnonzero(scores >= least * SLACK - more)
+                totals = scores[hits]
+            if hits is None:
+                part = scores[posting.docs] + posting.scores()
+                scores[posting.docs] = part
+            else:
+                near = totals >= least * SLACK - more
+                hits, totals = hits[near], totals[near]
+                totals += posting.scores_of(hits)
+                part = totals
+            better = part[part > least]
+            if len(better) >= k:
+                least = np.partition(better, -k)[-k]
+        if hits is None:
+            hits, totals = np.flatnonzero(scores), scores[scores > 0]
+        return hits[totals >= least * SLACK]
