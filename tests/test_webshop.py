@@ -77,7 +77,9 @@ def test_prices_and_goals_are_drawn_as_in_the_original(kind, seed):
     shop = webshop.load(SHARED, None, None, kind == "human", seed)
     drawn = webshop_data.read_json(SHARED / f"goals_{kind}_1k_seed{seed}.json.gz")
     goals = [{field: value for field, value in goal.items() if field != "weight"} for goal in drawn["goals"]]
-    assert [*shop.goals] == goals and dict(zip((p.asin for p in shop.products), shop.prices, strict=True)) == drawn["prices"]  # a weight is for the original's own sampling
+    assert [*shop.goals] == goals and dict(zip((p.asin for p in shop.products), shop.prices, strict=True)) == drawn[
+        "prices"
+    ]  # a weight is for the original's own sampling
 
 
 @recorded

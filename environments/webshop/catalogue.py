@@ -90,7 +90,7 @@ def sources(folder: Path) -> tuple[Path, Path, Path]:
     return path, find(folder, *few, "items_ins_v2"), find(folder, "items_human_ins")
 
 
-BEGIN, NEXT = re.compile(r"\s*\[\s*(\]?)"), re.compile(r"\s*([,\]])\s*")
+SPACE, NEXT = re.compile(r"\s*"), re.compile(r"\s*([,\]])")
 CHUNK, LONGEST = 1 << 22, 1 << 26  # characters: read at once; a record's, at most
 
 
@@ -102,23 +102,26 @@ def stream(path: Path, quiet: bool = False) -> Iterator[Any]:
         unzipped: Any = gzip.open(raw) if path.suffix == ".gz" else raw
         file = io.TextIOWrapper(unzipped, encoding="utf-8")
         try:
-            text, line = file.read(CHUNK), 1
-            mark = BEGIN.match(text)
-            if mark is None:
+            text, line, last = file.read(CHUNK).lstrip(), 1, "["
+            if not text.startswith("["):
                 raise UserError(f"{path}: a list of products is expected")
-            at, last = mark.end(), mark[1]
+            at = 1
             while last != "]":
+                at = SPACE.match(text, at).end()
                 reason = "',' or ']' is expected"
                 try:
                     value, end = decode(text, at)
                     mark = NEXT.match(text, end)
                 except json.JSONDecodeError as error:
                     mark, reason, end = None, error.msg, error.pos
-                if mark and (mark.end() < len(text) or mark[1] == "]"):
+                if last == "[" and text.startswith("]", at):
+                    at += 1
+                    break
+                if mark:
                     yield value
                     at, last = mark.end(), mark[1]
                     continue
-                bar.update(raw.tell() - bar.n)
+                bar.update(raw.tell() - bar.n)  # what is not valid may be cut: read on
                 more = file.read(CHUNK)
                 if not more or len(text) - at > LONGEST:
                     raise UserError(f"{path}:{line + text.count(chr(10), 0, end)}: not valid JSON ({reason})")

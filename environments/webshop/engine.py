@@ -87,6 +87,7 @@ def visible(nodes: list[str]) -> list[str]:
     return [node.strip() for node in nodes if node and (node.strip() or "\n" not in node)]
 
 
+@lru_cache(1 << 14)
 def short(title: str) -> str:
     return textwrap.shorten(title, 60, placeholder=" ...")
 

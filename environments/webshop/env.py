@@ -66,7 +66,9 @@ class WebShopEnv(TextEnv):
         if page_size < 0:
             raise UserError(f"webshop: page_size={page_size}: results on a page, or 0 for the shop's own")
         page_size = page_size or engine.PAGE_SIZE
-        self.shop = engine.load(Path(data), goals, title_nouns, human_goals, seed, page_size, cache and Path(str(cache)))
+        self.shop = engine.load(
+            Path(data), goals, title_nouns, human_goals, seed, page_size, cache and Path(str(cache))
+        )
         self.splits = catalogue.splits(self.shop.owners, self.shop.shares, split_file, per_product)
         self.published = human_goals and split_file is not None
         self.index, self.session = 0, engine.Session()

@@ -79,11 +79,14 @@ class WordClasses(dict):
 CLASSES = WordClasses()
 
 
-def words(text: str) -> Iterator[str]:
-    for match in WORD.finditer(text.translate(CLASSES)):
-        word = text[match.start() : match.end()]
-        if word.strip("_"):
-            yield word
+# The same rules for ASCII text, where a character says its class: most text, and four times as fast.
+ASCII_WORD = re.compile(r"(?:[A-Za-z]+(?:[:.'](?=[A-Za-z]))?|[0-9]+(?:[,;.'](?=[0-9]))?|_+)+")
+
+
+def words(text: str) -> list[str]:
+    if text.isascii():
+        return ASCII_WORD.findall(text)
+    return [text[match.start() : match.end()] for match in WORD.finditer(text.translate(CLASSES))]
 
 
 _porter = snowballstemmer.stemmer("porter").stemWord
@@ -92,9 +95,9 @@ MEASURED = re.compile(r"[aeiouy][^aeiou]")  # Porter's m > 0, near enough in fro
 
 @lru_cache(maxsize=1 << 20)
 def term(word: str) -> str | None:
-    """The index term of a word; None for a stop word."""
+    """The index term of a word; None for a stop word and for underscores alone."""
     word = word[:-2] if word[-2:] in ("'s", "’s", "＇s") else word
-    if word in STOP_WORDS or not word:
+    if word in STOP_WORDS or not word.strip("_"):
         return None
     if len(word) <= 2:
         return word

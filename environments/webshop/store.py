@@ -73,13 +73,16 @@ class Places(Mapping[str, int]):
     """Where strings stand that are sorted by code point; `places`: what stands for them, if not their rank."""
 
     def __init__(self, texts: Texts, places: np.ndarray | range) -> None:
-        self.texts, self.places = texts, places
+        self.texts, self.places, self.find = texts, places, lru_cache(1 << 16)(self._find)
+
+    def _find(self, text: str) -> int | None:
+        rank = bisect_left(self.texts, text)
+        return int(self.places[rank]) if rank < len(self.texts) and self.texts[rank] == text else None
 
     def __getitem__(self, text: str) -> int:
-        rank = bisect_left(self.texts, text)
-        if rank == len(self.texts) or self.texts[rank] != text:
+        if (place := self.find(text)) is None:
             raise KeyError(text)
-        return int(self.places[rank])
+        return place
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.texts)
@@ -187,7 +190,7 @@ def open_store(folder: Path, cache: Path | None = None) -> Store:
                 for draft in parent.glob(f".{name}-*"):  # of a process that was killed
                     shutil.rmtree(draft)
                 place(parent / name, note, lambda draft: build(sources, draft))
-    except PermissionError as error:
+    except OSError as error:  # not allowed, or no space
         raise UserError(f"{error}: name a folder for the shop's index with --env-option cache=DIR") from None
     return Store(parent / name)
 
