@@ -164,8 +164,8 @@ def catalogue(seed: int = 0, products: int = PRODUCTS) -> dict[str, object]:
     }
 
 
-# A crowd: as many products as the full catalogue has, for measurements of size and speed. Their texts are made-up words,
-# as frequent as those of WebShop's 1,000 products (r-th word: 1 / (r + 40)), and as long.
+# A crowd: as many products as the full catalogue has, to measure size and speed. Their texts are of made-up words, as
+# frequent as those of WebShop's 1,000 products (the r-th: 1 / (r + 40)), and as long.
 CROWD = 1_180_000
 WORDS, FLATTER = 1_000_000, 40
 SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou"]

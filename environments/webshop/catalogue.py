@@ -6,6 +6,7 @@ people wrote; each as .json or .json.gz. What is sampled (prices, price limits) 
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -97,9 +98,12 @@ CHUNK, LONGEST = 1 << 22, 1 << 26  # characters: read at once; a record's, at mo
 def stream(path: Path, quiet: bool = False) -> Iterator[Any]:
     """The values of a JSON list, one at a time, under a progress bar; of malformed JSON UserError tells the line."""
     decode, every = json.JSONDecoder().raw_decode, 0.1 if sys.stderr.isatty() else 30
-    with open(path, "rb") as raw, tqdm(None, f"reading {path.name}", path.stat().st_size, unit="B", unit_scale=True,
-                                       mininterval=every, disable=quiet) as bar:  # fmt: skip
-        unzipped: Any = gzip.open(raw) if path.suffix == ".gz" else raw
+    title, size = f"reading {path.name}", path.stat().st_size
+    with (
+        open(path, "rb") as raw,
+        gzip.open(raw) if path.suffix == ".gz" else contextlib.nullcontext(raw) as unzipped,
+        tqdm(None, title, size, unit="B", unit_scale=True, mininterval=every, disable=quiet) as bar,
+    ):
         file = io.TextIOWrapper(unzipped, encoding="utf-8")
         try:
             text, line, last = file.read(CHUNK).lstrip(), 1, "["

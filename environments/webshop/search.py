@@ -7,10 +7,11 @@ The index is flat arrays in compressed-row layout, so that its size is that of t
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
@@ -111,7 +112,7 @@ def term(word: str) -> str | None:
 
 def terms(text: str) -> list[str]:
     """Lucene's StandardTokenizer, possessive, lower-case, stop-word and Porter filters."""
-    return [t for t in map(term, words(text.lower())) if t]
+    return [*filter(None, map(term, words(text.lower())))]
 
 
 # ------------------------------------------------------------------------------------------------------------- BM25
@@ -126,12 +127,12 @@ class Indexer:
     """Counts the terms of documents, one document after the other, and makes the index of them all."""
 
     def __init__(self) -> None:
-        self.vocabulary: dict[str, int] = {}
+        self.vocabulary: dict[str, int] = defaultdict(itertools.count().__next__)  # in order of appearance
         self.term, self.tf, self.distinct, self.length = array("i"), array("i"), array("i"), array("q")
 
     def add(self, text: str) -> None:
-        counts, vocabulary = Counter(terms(text)), self.vocabulary
-        self.term.extend([vocabulary.setdefault(t, len(vocabulary)) for t in counts])
+        counts = Counter(terms(text))
+        self.term.extend(map(self.vocabulary.__getitem__, counts))
         self.tf.extend(counts.values())
         self.distinct.append(len(counts))
         self.length.append(sum(counts.values()))

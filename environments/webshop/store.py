@@ -58,7 +58,7 @@ class Texts(Sequence[str]):
 
 class TextWriter(contextlib.AbstractContextManager):
     def __init__(self, path: Path) -> None:
-        self.path, self.file, self.ends = path, open(path, "wb"), array("q", [1])
+        self.path, self.file, self.ends = path, open(path, "wb"), array("q", [1])  # noqa: SIM115
         self.file.write(b"\n")  # an empty file can't be mapped
 
     def append(self, text: str) -> None:
