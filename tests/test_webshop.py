@@ -65,7 +65,7 @@ def test_pages_and_rewards_of_the_original():
 def test_lucenes_words_and_top_50():
     shop = real_shop().shop
     for document in lines("lucene_doc_tokens.jsonl.gz"):
-        assert webshop_search.terms(shop.products[shop.position[document["id"]]].document) == document["tokens"]
+        assert webshop_search.terms(shop.products[shop.position(document["id"])].document) == document["tokens"]
     for query in lines("lucene_top50.jsonl.gz"):
         assert webshop_search.terms(query["query"]) == query["tokens"]
         assert [shop.products[i].asin for i in shop.search(query["query"])] == [asin for asin, _ in query["hits"]]

@@ -65,13 +65,6 @@ def test_a_stream_that_is_no_json_list(tmp_path, monkeypatch, text, reason, size
         [*catalogue.stream(path, True)]
 
 
-def test_choices_come_in_the_order_of_their_product():
-    options = {"size": ("s", "m", "l"), "color": ("red", "blue"), "fit": ("a",)}
-    chosen = [tuple(catalogue.choice(options, n).items()) for n in range(6)]
-    assert [tuple(dict(pairs).values()) for pairs in chosen[:2]] == [("red", "a", "s"), ("red", "a", "m")]
-    assert chosen[5] == (("color", "blue"), ("fit", "a"), ("size", "l")) and len({*chosen}) == 6
-
-
 def test_a_store_is_made_once_for_its_sources(crowd, tmp_path, monkeypatch):
     folder = shutil.copytree(crowd, tmp_path / "data")
     monkeypatch.setattr(store, "SMALL", 0)
@@ -86,7 +79,7 @@ def test_a_store_is_made_once_for_its_sources(crowd, tmp_path, monkeypatch):
     changed = store.open_store(folder)
     assert len(built) == 2 and changed.products[0] != first.products[0] and changed.products[1] == first.products[1]
     assert len([*folder.glob("webshop-*")]) == 1
-    elsewhere = store.open_store(folder, tmp_path / "cache")
+    elsewhere = store.open_store(folder, cache=tmp_path / "cache")
     assert len(built) == 3 and [*elsewhere.products] == [*changed.products]
 
 
@@ -95,13 +88,13 @@ def test_a_build_that_was_killed_is_done_anew(crowd, tmp_path, monkeypatch):
 
     def killed():
         search.Indexer.finish = lambda self, rank: os._exit(9)
-        store.open_store(folder, folder)
+        store.open_store(folder, cache=folder)
 
     process = multiprocessing.get_context("fork").Process(target=killed)
     process.start()
     process.join()
     assert process.exitcode == 9 and len([*folder.glob(".webshop-*/products")]) == 1
-    assert len(store.open_store(folder, folder).products) == 300
+    assert len(store.open_store(folder, cache=folder).products) == 300
     assert not [*folder.glob(".webshop-*/products")] and len([*folder.glob("webshop-*")]) == 1
 
 
@@ -118,7 +111,7 @@ def test_two_processes_build_one_store(crowd, tmp_path):
             build(*args)
 
         store.build = told
-        os._exit(len(store.open_store(crowd, tmp_path).products) % 256)
+        os._exit(len(store.open_store(crowd, cache=tmp_path).products) % 256)
 
     processes = [multiprocessing.get_context("fork").Process(target=start) for _ in range(3)]
     for process in processes:
@@ -131,7 +124,7 @@ def test_two_processes_build_one_store(crowd, tmp_path):
 def test_where_no_store_can_be_written(crowd, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cache=DIR"):
-        store.open_store(crowd, tmp_path / "file" / "cache")
+        store.open_store(crowd, cache=tmp_path / "file" / "cache")
 
 
 def test_instructions_off_the_schema_harm_those_who_ask_for_them(crowd, tmp_path):
@@ -152,7 +145,9 @@ def test_a_kept_store_is_the_shop(tmp_path):
             [*shops[0].goals],
             shops[0].prices,
         )
-        assert shop.position == shops[0].position and (shop.owners == shops[0].owners).all()
+        assert (shop.owners == shops[0].owners).all() and (shop.shares == shops[0].shares).all()
+        assert [shop.position(product.asin) for product in shop.products] == [*range(1000)]
+        assert shop.position("B") is shop.position("") is shop.position("Z") is None
 
 
 @recorded

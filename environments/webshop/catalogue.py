@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import itertools
 import json
 import math
 import random
 import re
 import sys
 import zlib
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,22 +200,16 @@ def human_rows(product: Product, instructions: dict) -> Iterator[Row]:
             yield checked((record["instruction"].strip("."), attributes, [*record["instruction_options"]], 1))
 
 
-def choice(options: dict[str, tuple[str, ...]], number: int) -> dict[str, str]:
-    """The choice of that number among the products of all options, their names sorted: the last one varies first."""
-    chosen = {}
-    for name in sorted(options, reverse=True):
-        number, place = divmod(number, len(options[name]))
-        chosen[name] = options[name][place]
-    return dict(reversed(chosen.items()))
-
-
 def make_goal(
     product: Product, text: str, attributes: list[str], options: list[str] | None, limit: float, number: int
 ) -> dict:
     """The goal of that number among those of an instruction."""
-    wanted: dict | list = choice(product.options, number) if options is None else options
-    if isinstance(wanted, dict) and wanted:
-        text += " with " + ", and ".join(f"{k}: {v}" for k, v in wanted.items())
+    wanted: dict | list | None = options
+    if wanted is None:
+        names = sorted(product.options)
+        choices = itertools.product(*(product.options[name] for name in names))
+        wanted = dict(zip(names, next(itertools.islice(choices, number, None)), strict=True))
+        text += " with " * bool(wanted) + ", and ".join(f"{k}: {v}" for k, v in wanted.items())
     if limit != NO_LIMIT:
         text += f", and price lower than {limit:.2f} dollars"
     return {
@@ -234,7 +229,7 @@ GOAL_FIELDS: dict[str, Any] = {"asin": str, "name": str, "query": str, "product_
 GOAL_FIELDS |= {"attributes": list, "goal_options": (list, dict), "price_upper": (int, float)}
 
 
-def read_goals(path: Path, asins: Container[str]) -> tuple[list[dict], dict[str, float]]:
+def read_goals(path: Path, position: Callable[[str], int | None]) -> tuple[list[dict], dict[str, float]]:
     """Recorded goals in their order, and the prices sampled with them: {"goals": [...], "prices": {asin: dollars}}."""
     content = read_json(path)
     goals, prices = (content.get("goals"), content.get("prices", {})) if isinstance(content, dict) else (content, {})
@@ -251,7 +246,7 @@ def read_goals(path: Path, asins: Container[str]) -> tuple[list[dict], dict[str,
         wrong += [field for field in words if not all(isinstance(word, str) for word in goal[field])]
         if wrong or not goal["attributes"]:
             raise UserError(f"{path}: goal {number}: {', '.join(wrong) or 'attributes'} not in WebShop's schema")
-        if goal["asin"] not in asins:
+        if position(goal["asin"]) is None:
             raise UserError(f"{path}: product {goal['asin']} of goal {number} is not in this catalogue")
     return goals, prices
 

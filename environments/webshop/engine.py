@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import re
 import textwrap
 from functools import lru_cache
@@ -116,20 +115,24 @@ class Shop:
         page_size: int = PAGE_SIZE,
         cache: Path | None = None,
     ) -> None:
-        store = open_store(folder, cache)
-        self.products, self.position, self.index = store.products, store.position, store.index
-        self.by_asin, self.shares = store.by_asin, store.shares
-        self.page_size = page_size
-        rng = random.Random(seed)
-        self.prices = store.draw_prices(rng)
+        store = open_store(folder, "human" if use_human_goals else "synthetic", seed, cache)
+        self.products, self.prices, self.goals, self.position = (
+            store.products,
+            store.prices,
+            store.goals,
+            store.position,
+        )
+        self.by_asin, self.shares, self.index, self.page_size = store.by_asin, store.shares, store.index, page_size
         if goals is not None:
             self.goals, recorded = read_goals(goals, self.position)
-            for asin in filter(self.position.__contains__, recorded):
-                self.prices[self.position[asin]] = recorded[asin]
-            self.owners = np.array([self.position[goal["asin"]] for goal in self.goals], np.int32)
+            for asin, price in recorded.items():
+                if (i := self.position(asin)) is not None:
+                    self.prices[i] = price
+            self.owners = np.array([self.position(goal["asin"]) for goal in self.goals], np.int32)
+        elif store.error:
+            raise UserError(f"{folder}: {store.error}")
         else:
-            self.goals = store.goals["human" if use_human_goals else "synthetic"].draw(self.prices, rng)
-            self.owners = self.goals.owners()
+            self.owners = store.owners
         if not self.goals:
             raise UserError(f"{goals or folder}: no goals; the catalogue has no instructions of the kind asked for")
         own = folder / "title_nouns.json"  # the bundled catalogue has one
@@ -166,11 +169,12 @@ class Shop:
 
     def results(self, query: str, number: int) -> Page:
         hits = self.search(query)
-        shown = [self.products[i] for i in hits[(number - 1) * self.page_size : number * self.page_size]]
+        hits_shown = hits[(number - 1) * self.page_size : number * self.page_size]
+        shown = [self.products[i] for i in hits_shown]
         turn = {"< prev": {"number": number - 1}} if number > 1 else {}
         nodes = ["Back to Search", f"Page {number} (Total results: {len(hits)})", "< Prev" if turn else "", "Next >"]
         nodes += [node for product in shown for node in (product.asin, product.title, product.price_tag)]
-        links = {p.asin.lower(): {"page": "item", "product": self.position[p.asin]} for p in shown}
+        links = {p.asin.lower(): {"page": "item", "product": i} for i, p in zip(hits_shown, shown, strict=True)}
         says = {p.asin.lower(): f"{place} {p.price_tag} {short(p.title)}" for place, p in enumerate(shown, 1)}
         return make_page(nodes, BACK | turn | {"next >": {"number": number + 1}} | links, says)
 
@@ -223,7 +227,7 @@ class Shop:
     def match(self, goal: int, i: int) -> dict[str, Any]:
         """The parts of the reward that do not depend on the options: type, attributes, price."""
         wanted, product = self.goals[goal], self.products[i]
-        titles = self.nouns(self.position[wanted["asin"]]), self.nouns(i)
+        titles = self.nouns(self.position(wanted["asin"])), self.nouns(i)
         title_score = len(set(titles[0]) & set(titles[1])) / len(titles[0]) if titles[0] else 0.2
         query_match = product.query == wanted["query"]
         crumbs = ({c.strip() for c in text.split("›")} for text in (product.breadcrumb, wanted["product_category"]))

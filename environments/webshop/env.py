@@ -154,7 +154,7 @@ class WebShopEnv(TextEnv):
 
     def score(self, asin: str, options: dict[str, str]) -> tuple[float, dict[str, Any]]:
         """The reward that buying this product with these options would give, and its parts."""
-        return self.shop.score(self.index, self.shop.position[asin], tuple(options.values()))
+        return self.shop.score(self.index, self.shop.position(asin), tuple(options.values()))
 
     def optimal_value(self, gamma: float = 0.99) -> float:
         """The best discounted final reward within the steps that are left (engine.Shop.value); for oracles only."""

@@ -12,7 +12,7 @@ import re
 import unicodedata
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -184,13 +184,13 @@ class Posting(NamedTuple):
 class SearchIndex:
     """BM25 over `size` documents in the order in which ties are to be broken.
 
-    vocabulary: term -> v. offsets (V + 1,): the postings of term v are [offsets[v], offsets[v + 1]); docs (P,): their
+    find: term -> v or None. offsets (V + 1,): the postings of term v are [offsets[v], offsets[v + 1]); docs (P,): their
     documents; damping (P,): 1 + tf / (k1 (1 - b + b dl / avgdl)), so that a posting's score is w - w / damping,
     w = qtf * idf; highest (V,): a term's largest damping.
     """
 
-    def __init__(self, size: int, vocabulary: Mapping[str, int], **arrays: np.ndarray) -> None:
-        self.size, self.vocabulary = size, vocabulary
+    def __init__(self, size: int, find: Callable[[str], int | None], **arrays: np.ndarray) -> None:
+        self.size, self.find = size, find
         self.offsets, self.docs, self.damping, self.idf, self.highest = (arrays[name] for name in ARRAYS)
 
     @classmethod
@@ -199,11 +199,11 @@ class SearchIndex:
         for text in texts:
             indexer.add(text)
         words, arrays = indexer.finish(np.arange(len(indexer.length)))
-        return cls(len(indexer.length), {word: v for v, word in enumerate(words)}, **arrays)
+        return cls(len(indexer.length), {word: v for v, word in enumerate(words)}.get, **arrays)
 
     def postings(self, query: str) -> Iterator[Posting]:
         for t, count in Counter(terms(query)).items():
-            if (v := self.vocabulary.get(t)) is not None:
+            if (v := self.find(t)) is not None:
                 where, weight = slice(self.offsets[v], self.offsets[v + 1]), np.float32(count) * self.idf[v]
                 yield Posting(self.docs[where], self.damping[where], weight, weight - weight / self.highest[v])
 
