@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_webshop import SHARED, lines, recorded
+from test_webshop import SHARED, index_of, lines, recorded
 
 from data import make_webshop
 from environments.webshop import catalogue, engine, search, store
@@ -166,7 +166,7 @@ def test_contenders_of_a_crowd_and_of_equal_documents(crowd, monkeypatch):
     texts = [product.document for product in store.open_store(crowd).products]
     rng = np.random.default_rng(0)
     for documents in (texts, texts[:40] * 5, ["", *texts[:5], "bace"] * 40):
-        index = search.SearchIndex.of(documents)
+        index = index_of(documents)
         for _ in range(100):
             query = " ".join(rng.choice(documents[int(rng.integers(len(documents)))].split() or ["bace"], 12))
             results, k = [], int(rng.integers(1, 60))

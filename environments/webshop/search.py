@@ -12,7 +12,7 @@ import re
 import unicodedata
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -139,14 +139,15 @@ class Indexer:
 
     def finish(self, rank: np.ndarray) -> tuple[list[str], dict[str, np.ndarray]]:
         """The terms, sorted, and the arrays of SearchIndex; rank (n,): of each document, for ties."""
+        term.cache_clear()  # queries have few words, catalogues a million
         words, n = sorted(self.vocabulary), len(self.length)
         place = np.empty(len(words), np.int64)
         place[[self.vocabulary[word] for word in words]] = np.arange(len(words))
-        term = place[np.array(self.term)]
-        df = np.bincount(term, minlength=len(words))
-        term = term * n + np.repeat(rank, np.array(self.distinct))
-        order = np.argsort(term)
-        docs = (term[order] % max(n, 1)).astype(np.int32)
+        posting = place[np.array(self.term)]
+        df = np.bincount(posting, minlength=len(words))
+        posting = posting * n + np.repeat(rank, np.array(self.distinct))
+        order = np.argsort(posting)
+        docs = (posting[order] % max(n, 1)).astype(np.int32)
         length = np.empty(n, np.int64)
         length[rank] = np.array(self.length)
         average = np.float32(length.mean() if len(docs) else 1.0)
@@ -192,14 +193,6 @@ class SearchIndex:
     def __init__(self, size: int, find: Callable[[str], int | None], **arrays: np.ndarray) -> None:
         self.size, self.find = size, find
         self.offsets, self.docs, self.damping, self.idf, self.highest = (arrays[name] for name in ARRAYS)
-
-    @classmethod
-    def of(cls, texts: Iterable[str]) -> SearchIndex:
-        indexer = Indexer()
-        for text in texts:
-            indexer.add(text)
-        words, arrays = indexer.finish(np.arange(len(indexer.length)))
-        return cls(len(indexer.length), {word: v for v, word in enumerate(words)}.get, **arrays)
 
     def postings(self, query: str) -> Iterator[Posting]:
         for t, count in Counter(terms(query)).items():
