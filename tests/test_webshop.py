@@ -286,8 +286,9 @@ WORDS = st.lists(st.sampled_from(["red", "green", "shirts", "shirt", "the", "lam
 
 def index_of(texts):
     indexer = webshop_search.Indexer()
-    for n, text in enumerate(texts, 1):
+    for text in texts:
         indexer.add(text)
+    n = len(indexer.length)
     words, arrays = indexer.finish(np.arange(n))
     return webshop_search.SearchIndex(n, {word: v for v, word in enumerate(words)}.get, **arrays)
 
