@@ -4,7 +4,7 @@
 
 Writes `items_shuffle.json`, `items_ins_v2.json`, `items_human_ins.json` (WebShop's schema, data/README.md) and
 `title_nouns.json` (asin -> what the title names, for the type part of the reward). The same seed gives the same bytes.
-Above 2,000 products (up to 1,180,000, WebShop's own number) it writes a crowd of made-up words: to measure, not to learn.
+Above 2,000 products (WebShop has 1,180,000) it writes a crowd of made-up words, to measure and not to learn.
 
 Here reading pays. Products come in families of four of one kind ("jacket") that share an attribute ("padded") and their
 options. What else a product has is on its features page alone, which no search reads. Tasks ask for two members; the
@@ -297,7 +297,7 @@ def ensure(seed: int = 0, where: Path | None = None) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--products", type=int, default=PRODUCTS, help="in fours up to 2000, then a crowd (default: %(default)s)")
+    parser.add_argument("--products", type=int, default=PRODUCTS, help="above 2000 a crowd (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: data/generated/webshop-SEED, with --products -SEED-PRODUCTS")
     args = parser.parse_args()
     if not 1 <= args.products <= CROWD:
