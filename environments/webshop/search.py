@@ -162,7 +162,8 @@ class Indexer:
 
 ARRAYS = ("offsets", "docs", "damping", "idf", "highest")
 FEW = 1 << 16  # postings of a query: so many are simply added up
-SLACK = 1 - 1e-5  # sums of 32-bit numbers are less exact than this
+LOOKUP = 4  # to look a document up among a term's takes as long as to add up so many
+SLACK = 1 - 1e-4  # sums of 32-bit numbers are more exact than this
 
 
 class Posting(NamedTuple):
@@ -227,23 +228,17 @@ class SearchIndex:
         MaxScore), until the rest can lift no other document to the k-th best score so far."""
         postings = sorted(postings, key=lambda posting: -posting.most)
         rest = np.cumsum([posting.most for posting in postings[::-1]])[::-1]  # what this term and later ones add
-        scores, least = np.zeros(self.size, np.float32), np.float32(0)
-        hits = None
+        scores, least, hits = np.zeros(self.size, np.float32), np.float32(0), None
         for posting, more in zip(postings, rest, strict=True):
-            if hits is None and more < least * SLACK:
-                hits = np.flatnonzero(scores >= least * SLACK - more)
-                totals = scores[hits]
-            if hits is None:
-                part = scores[posting.docs] + posting.scores()
-                scores[posting.docs] = part
-            else:
-                near = totals >= least * SLACK - more
-                hits, totals = hits[near], totals[near]
-                totals += posting.scores_of(hits)
-                part = totals
+            if hits is not None:
+                hits = hits[scores[hits] >= least * SLACK - more]
+            elif more < least * SLACK:
+                near = np.flatnonzero(scores >= least * SLACK - more)
+                hits = near if LOOKUP * len(near) < len(posting.docs) else None
+            some, gain = (posting.docs, posting.scores()) if hits is None else (hits, posting.scores_of(hits))
+            scores[some] = part = scores[some] + gain
             better = part[part > least]
             if len(better) >= k:
                 least = np.partition(better, -k)[-k]
-        if hits is None:
-            hits, totals = np.flatnonzero(scores), scores[scores > 0]
-        return hits[totals >= least * SLACK]
+        hits = np.flatnonzero(scores) if hits is None else hits
+        return hits[scores[hits] >= least * SLACK]
