@@ -139,7 +139,6 @@ class Indexer:
 
     def finish(self, rank: np.ndarray) -> tuple[list[str], dict[str, np.ndarray]]:
         """The terms, sorted, and the arrays of SearchIndex; rank (n,): of each document, for ties."""
-        term.cache_clear()  # queries have few words, catalogues a million
         words, n = sorted(self.vocabulary), len(self.length)
         place = np.empty(len(words), np.int64)
         place[[self.vocabulary[word] for word in words]] = np.arange(len(words))
@@ -161,7 +160,7 @@ class Indexer:
 
 
 ARRAYS = ("offsets", "docs", "damping", "idf", "highest")
-FEW = 1 << 16  # postings of a query: so many are simply added up
+FEW = 1 << 17  # postings of a query: so many are simply added up
 LOOKUP = 4  # to look a document up among a term's takes as long as to add up so many
 SLACK = 1 - 1e-4  # sums of 32-bit numbers are more exact than this
 

@@ -137,6 +137,7 @@ def open_store(folder: Path, kind: str = "synthetic", seed: int = 0, cache: Path
                     shutil.rmtree(draft)
                 if not is_made(kept, note):
                     place(kept, note, lambda draft: build(sources, draft))
+                    search.term.cache_clear()  # queries have few words, catalogues a million
     except OSError as error:  # not allowed, or no space
         raise UserError(f"{error}: name a folder for the shop's index with --env-option cache=DIR") from None
     return Store(kept, kind, seed)
