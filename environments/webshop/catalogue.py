@@ -204,12 +204,13 @@ def make_goal(
     product: Product, text: str, attributes: list[str], options: list[str] | None, limit: float, number: int
 ) -> dict:
     """The goal of that number among those of an instruction."""
-    wanted: dict | list | None = options
-    if wanted is None:
+    wanted: dict | list = options or []
+    if options is None:
         names = sorted(product.options)
         choices = itertools.product(*(product.options[name] for name in names))
         wanted = dict(zip(names, next(itertools.islice(choices, number, None)), strict=True))
-        text += " with " * bool(wanted) + ", and ".join(f"{k}: {v}" for k, v in wanted.items())
+        if wanted:
+            text += " with " + ", and ".join(f"{k}: {v}" for k, v in wanted.items())
     if limit != NO_LIMIT:
         text += f", and price lower than {limit:.2f} dollars"
     return {

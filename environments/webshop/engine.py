@@ -116,23 +116,17 @@ class Shop:
         cache: Path | None = None,
     ) -> None:
         store = open_store(folder, "human" if use_human_goals else "synthetic", seed, cache)
-        self.products, self.prices, self.goals, self.position = (
-            store.products,
-            store.prices,
-            store.goals,
-            store.position,
-        )
-        self.by_asin, self.shares, self.index, self.page_size = store.by_asin, store.shares, store.index, page_size
+        self.products, self.position, self.prices = store.products, store.position, store.prices
+        self.goals, self.owners, self.shares = store.goals, store.owners, store.shares
+        self.by_asin, self.index, self.page_size = store.by_asin, store.index, page_size
         if goals is not None:
             self.goals, recorded = read_goals(goals, self.position)
+            self.owners = np.array([self.position(goal["asin"]) for goal in self.goals], np.int32)
             for asin, price in recorded.items():
                 if (i := self.position(asin)) is not None:
                     self.prices[i] = price
-            self.owners = np.array([self.position(goal["asin"]) for goal in self.goals], np.int32)
         elif store.error:
             raise UserError(f"{folder}: {store.error}")
-        else:
-            self.owners = store.owners
         if not self.goals:
             raise UserError(f"{goals or folder}: no goals; the catalogue has no instructions of the kind asked for")
         own = folder / "title_nouns.json"  # the bundled catalogue has one
@@ -169,12 +163,12 @@ class Shop:
 
     def results(self, query: str, number: int) -> Page:
         hits = self.search(query)
-        hits_shown = hits[(number - 1) * self.page_size : number * self.page_size]
-        shown = [self.products[i] for i in hits_shown]
+        places = hits[(number - 1) * self.page_size : number * self.page_size]
+        shown = [self.products[i] for i in places]
         turn = {"< prev": {"number": number - 1}} if number > 1 else {}
         nodes = ["Back to Search", f"Page {number} (Total results: {len(hits)})", "< Prev" if turn else "", "Next >"]
         nodes += [node for product in shown for node in (product.asin, product.title, product.price_tag)]
-        links = {p.asin.lower(): {"page": "item", "product": i} for i, p in zip(hits_shown, shown, strict=True)}
+        links = {p.asin.lower(): {"page": "item", "product": i} for i, p in zip(places, shown, strict=True)}
         says = {p.asin.lower(): f"{place} {p.price_tag} {short(p.title)}" for place, p in enumerate(shown, 1)}
         return make_page(nodes, BACK | turn | {"next >": {"number": number + 1}} | links, says)
 

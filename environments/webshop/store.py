@@ -133,9 +133,9 @@ def open_store(folder: Path, kind: str = "synthetic", seed: int = 0, cache: Path
         if not is_made(kept, note):
             print(f"{folder}: {kept} is made once, for this process and others; they wait for it", flush=True)
             with FileLock(parent / f".{kept.name}.lock"):
-                for draft in [] if is_made(kept, note) else parent.glob(f".{kept.name}-*"):  # of one that was killed
-                    shutil.rmtree(draft)
                 if not is_made(kept, note):
+                    for draft in parent.glob(f".{kept.name}-*"):  # of a process that was killed
+                        shutil.rmtree(draft)
                     place(kept, note, lambda draft: build(sources, draft))
                     search.term.cache_clear()  # queries have few words, catalogues a million
     except OSError as error:  # not allowed, or no space
