@@ -4,6 +4,7 @@
 
 Writes `items_shuffle.json`, `items_ins_v2.json`, `items_human_ins.json` (WebShop's schema, data/README.md) and
 `title_nouns.json` (asin -> what the title names, for the type part of the reward). The same seed gives the same bytes.
+Above 2,000 products (WebShop has 1,180,000) it writes a crowd of made-up words, to measure and not to learn.
 
 Here reading pays. Products come in families of four of one kind ("jacket") that share an attribute ("padded") and their
 options. What else a product has is on its features page alone, which no search reads. Tasks ask for two members; the
@@ -25,12 +26,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 GENERATED = Path(__file__).parent / "generated"
@@ -162,8 +165,82 @@ def catalogue(seed: int = 0, products: int = PRODUCTS) -> dict[str, object]:
     }
 
 
+# A crowd: as many products as the full catalogue has, to measure size and speed. Their texts are of made-up words, as
+# frequent as those of WebShop's 1,000 products (the r-th: 1 / (r + 40)), and as long.
+CROWD = 1_180_000
+WORDS, FLATTER = 1_000_000, 40
+SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou"]
+
+
+def crowd(seed: int, products: int) -> Iterator[tuple[dict, dict, list[dict]]]:
+    """Of one product after the other its record in items_shuffle, in items_ins_v2, and its human instructions."""
+    rng = random.Random(f"webshop crowd {seed}")
+    uniform, ratio = rng.random, (WORDS + FLATTER) / FLATTER
+    vocabulary = ["".join(pair) for pair in itertools.product(SYLLABLES, repeat=2)]
+    vocabulary += ["".join(triple) for triple in itertools.product(SYLLABLES, repeat=3)][: WORDS - len(vocabulary)]
+
+    def words(n: int) -> str:
+        return " ".join([vocabulary[int(FLATTER * ratio ** uniform()) - FLATTER] for _ in range(n)])
+
+    for number in range(products):
+        code, asin = number * 1_000_003 % 36**6, ""
+        while len(asin) < 6:
+            code, digit = divmod(code, 36)
+            asin = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"[digit] + asin
+        asin, category, kind = f"B0QL{asin}", rng.choice([*SHELVES]), words(2)
+        attributes, options = [words(2) for _ in range(5)], {}
+        for name, values in (("color", COLORS.split()), ("size", SIZES.split())):
+            if uniform() < 0.4:
+                options[name] = [f"{rng.choice(values)} {words(1)}" for _ in range(rng.randint(2, 9))]
+        low = rng.randint(500, 20_000) / 100
+        bullets = [f"{attribute} {words(rng.randint(5, 25))}" for attribute in attributes]
+        item = {
+            "asin": asin,
+            "name": f"{words(1)} {' '.join(attributes[:2])} {kind} {words(rng.randint(2, 12))}",
+            "full_description": f"{' '.join(attributes)} {kind} {words(rng.randint(0, 110))}",
+            "small_description": bullets,
+            "pricing": f"${low:.2f}" if uniform() < 0.9 else f"${low:.2f} - ${low * 2:.2f}",
+            "customization_options": {
+                name: [{"value": value, "image": None} for value in values] for name, values in options.items()
+            },
+            "category": category,
+            "query": kind,
+            "product_category": f"{category} › {kind.split()[0]} › {kind}",
+            "images": [f"https://example.com/{asin}.jpg"],
+        }
+        wishes, human = rng.sample(attributes, 3), []
+        record: dict = {"attributes": attributes}
+        if uniform() < 0.4:
+            record |= {"instruction": f"Find me {', '.join(wishes)} {kind}", "instruction_attributes": wishes}
+        if uniform() < 0.01:
+            wanted = [rng.choice(values) for values in options.values()]
+            text = " ".join(["i am looking for", *wishes, kind, *wanted])
+            human = [{"asin": asin, "instruction": f"{text}.", "instruction_attributes": wishes}]
+            human[0]["instruction_options"] = wanted
+        yield item, record, human
+
+
+def write_crowd(folder: Path, seed: int, products: int) -> None:
+    from tqdm import tqdm
+
+    names, every = ("shuffle", "ins_v2", "human_ins"), 0.1 if sys.stderr.isatty() else 30
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(folder / f"items_{name}.json", "w", encoding="utf-8")) for name in names]
+        begin = ["[", "{", "{"]
+        for item, record, human in tqdm(crowd(seed, products), "products", products, mininterval=every):
+            key = json.dumps(item["asin"])
+            texts = [json.dumps(item, ensure_ascii=False), f"{key}: {json.dumps(record)}"]
+            for number, text in enumerate([*texts, f"{key}: {json.dumps(human)}"] if human else texts):
+                files[number].write(f"{begin[number]}\n{text}")
+                begin[number] = ","
+        for file, mark, ends in zip(files, begin, ("[]", "{}", "{}"), strict=True):
+            file.write(f"{ends}\n" if mark in ends else f"\n{ends[1]}\n")
+
+
 def write(folder: Path, seed: int, products: int) -> Path:
     def fill(fresh: Path) -> None:
+        if products > LARGEST:
+            return write_crowd(fresh, seed, products)
         for name, content in catalogue(seed, products).items():
             (fresh / name).write_text(json.dumps(content, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
 
@@ -220,11 +297,11 @@ def ensure(seed: int = 0, where: Path | None = None) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--products", type=int, default=PRODUCTS, help="at least, in fours (default: %(default)s)")
+    parser.add_argument("--products", type=int, default=PRODUCTS, help="above 2000 a crowd (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="default: data/generated/webshop-SEED, with --products -SEED-PRODUCTS")
     args = parser.parse_args()
-    if not 1 <= args.products <= LARGEST:
-        parser.error(f"--products {args.products}: choose 1 to {LARGEST} (a family for each kind and attribute)")
+    if not 1 <= args.products <= CROWD:
+        parser.error(f"--products {args.products}: choose 1 to {CROWD}; up to {LARGEST} are such that reading pays")
     out = args.out or GENERATED / f"webshop-{args.seed}{f'-{args.products}' * (args.products != PRODUCTS)}"
     if not is_ours(out):
         parser.error(f"--out {out}: holds something else; name a new or empty folder")

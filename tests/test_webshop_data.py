@@ -72,10 +72,12 @@ def test_only_the_oracle_acts_on_the_hidden_goal(options):
     other.shop = webshop.Shop(folder, title_nouns=options.get("title_nouns"), page_size=env.shop.page_size)
     players = ["oracle", "expert", *env.rules()]
     tasks, same = random.Random(0).sample(env.task_ids("all"), 30), dict.fromkeys(players, 0)
-    hidden = [dict(goal) for goal in other.shop.goals]
+    hidden = [*other.shop.goals]
+    mixed = [*hidden]
     for task, stranger in zip(tasks, reversed(tasks), strict=True):
         sentence = {"instruction_text": env.shop.goals[int(task)]["instruction_text"]}
-        other.shop.goals[int(task)] = hidden[int(stranger)] | sentence
+        mixed[int(task)] = hidden[int(stranger)] | sentence
+    other.shop.goals = mixed
     for task in tasks:
         for player in players:
             actions, others = ([action for action, _ in play(e, task, player)] for e in (env, other))

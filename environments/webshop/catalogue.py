@@ -1,4 +1,4 @@
-"""WebShop's data: products, prices, goals and splits, from the original's own files.
+"""WebShop's data: products, goals and splits, from the original's own files.
 
 items_shuffle*.json products, items_ins_v2*.json attributes and generated instructions, items_human_ins.json those that
 people wrote; each as .json or .json.gz. What is sampled (prices, price limits) comes from the seed as in the original.
@@ -6,18 +6,23 @@ people wrote; each as .json or .json.gz. What is sampled (prices, price limits) 
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
 import itertools
 import json
 import math
 import random
 import re
+import sys
 import zlib
-from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from tqdm import tqdm
 
 from environments import split_files
 from qlass import UserError
@@ -68,33 +73,69 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: can't be read ({error})") from None
 
 
-def load_products(
-    folder: Path, num_products: int | None = None
-) -> tuple[list[Product], dict[str, dict], dict[str, list[dict]]]:
-    """Products in file order, and by asin the synthetic and the human instructions; cleaned as the original does.
+def read_object(path: Path) -> dict[str, Any]:
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: an object of instructions by asin is expected")
+    return content
 
-    A folder that holds both the 1,000 products and the full catalogue gives the former. num_products: the first of the
-    file, as the original counts them: before cleaning.
+
+def sources(folder: Path) -> tuple[Path, Path, Path]:
+    """The files of products, of synthetic and of human instructions.
+
+    A folder that holds both the 1,000 products and the full catalogue gives the former.
     """
     path = find(folder, "items_shuffle_1000", "items_shuffle")
     few = ["items_ins_v2_1000"] if "_1000" in path.name else []  # which lack most products of the full catalogue
     if few and any(folder.glob("items_shuffle.json*")):
         print(f"note: {folder}: of its two catalogues that of 1,000 products: move its files away for the other")
-    synthetic = read_json(find(folder, *few, "items_ins_v2"))
-    human = read_json(find(folder, "items_human_ins"))
-    records = read_json(path)
-    if not (isinstance(records, list) and isinstance(synthetic, dict) and isinstance(human, dict)):
-        raise UserError(f"{folder}: a list of products and two objects of instructions by asin are expected")
-    products: dict[str, Product] = {}
-    for number, record in enumerate(records[:num_products]):
+    return path, find(folder, *few, "items_ins_v2"), find(folder, "items_human_ins")
+
+
+SPACE, NEXT = re.compile(r"\s*"), re.compile(r"\s*([,\]])")
+CHUNK, LONGEST = 1 << 22, 1 << 26  # characters: read at once; a record's, at most
+
+
+def stream(path: Path, quiet: bool = False) -> Iterator[Any]:
+    """The values of a JSON list, one at a time, under a progress bar; of malformed JSON UserError tells the line."""
+    decode, every = json.JSONDecoder().raw_decode, 0.1 if sys.stderr.isatty() else 30
+    title, size = f"reading {path.name}", path.stat().st_size
+    with (
+        open(path, "rb") as raw,
+        gzip.open(raw) if path.suffix == ".gz" else contextlib.nullcontext(raw) as unzipped,
+        tqdm(None, title, size, unit="B", unit_scale=True, mininterval=every, disable=quiet) as bar,
+    ):
+        file = io.TextIOWrapper(unzipped, encoding="utf-8")
         try:
-            asin = record["asin"]
-            if asin != "nan" and len(asin) <= 10 and asin not in products:
-                products[asin] = clean(record, synthetic.get(asin, {}).get("attributes", ["DUMMY_ATTR"]))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            message = f"{path}: product number {number} is not in WebShop's schema ({error!r})"
-            raise UserError(message) from None
-    return list(products.values()), synthetic, human
+            text, line, last = file.read(CHUNK).lstrip(), 1, "["
+            if not text.startswith("["):
+                raise UserError(f"{path}: a list of products is expected")
+            at = 1
+            while last != "]":
+                at = SPACE.match(text, at).end()
+                reason = "',' or ']' is expected"
+                try:
+                    value, end = decode(text, at)
+                    mark = NEXT.match(text, end)
+                except json.JSONDecodeError as error:
+                    mark, reason, end = None, error.msg, error.pos
+                if last == "[" and text.startswith("]", at):
+                    at += 1
+                    break
+                if mark:
+                    yield value
+                    at, last = mark.end(), mark[1]
+                    continue
+                bar.update(raw.tell() - bar.n)  # what is not valid may be cut: read on
+                more = file.read(CHUNK)
+                if not more or len(text) - at > LONGEST:
+                    raise UserError(f"{path}:{line + text.count(chr(10), 0, end)}: not valid JSON ({reason})")
+                line += text.count("\n", 0, at)
+                text, at = text[at:] + more, 0
+            if text[at:].strip() or file.read().strip():
+                raise UserError(f"{path}: not valid JSON (something stands behind the list)")
+        except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+            raise UserError(f"{path}: can't be read ({error})") from None
 
 
 def clean(record: dict, attributes: list[str]) -> Product:
@@ -125,23 +166,53 @@ def clean(record: dict, attributes: list[str]) -> Product:
 
 
 # ------------------------------------------------------------------------------------------------------------ goals
-def draw_prices(products: list[Product], rng: random.Random) -> dict[str, float]:
-    """One price per product, in catalogue order; it decides `r_price` and is never shown."""
-    return {p.asin: p.prices[0] if len(p.prices) == 1 else rng.uniform(*p.prices) for p in products}
+NO_LIMIT = 1_000_000.0
 
 
-def draw_limit(price: float, rng: random.Random) -> tuple[float, str]:
-    """A price limit above the price, and the words that tell it."""
-    above = [10.0 * i for i in range(1, 100) if 10.0 * i > price][:4]
-    if len(above) < 2:
-        return 1_000_000, ""
-    limit = max(rng.sample(above, 2))
-    return limit, f", and price lower than {limit:.2f} dollars"
+def draw_limit(price: float, rng: random.Random) -> float:
+    """A price limit above the price, in dollars."""
+    first = max(1, int(min(price, 990) // 10))
+    above = [10.0 * i for i in range(first, min(first + 6, 100)) if 10.0 * i > price][:4]
+    return max(rng.sample(above, 2)) if len(above) > 1 else NO_LIMIT
 
 
-def make_goal(product: Product, text: str, attributes: list[str], options: dict | list, limit: float) -> dict:
-    if wrong := [word for word in (text, *attributes, *options) if not isinstance(word, str)]:
+Row = tuple[str, list[str], list[str] | None, int]  # instruction, attributes, options (None: any), number of goals
+
+
+def checked(row: Row) -> Row:
+    text, attributes, options, _ = row
+    if wrong := [word for word in (text, *attributes, *(options or ())) if not isinstance(word, str)]:
         raise TypeError(f"{wrong[0]!r} where text is expected")
+    return row
+
+
+def synthetic_rows(product: Product, instructions: dict) -> Iterator[Row]:
+    """The generated instruction of a product, if it has one: a goal for every choice of options."""
+    record = instructions.get(product.asin, {})
+    if record.get("instruction") and (attributes := record.get("instruction_attributes")):
+        yield checked((record["instruction"], attributes, None, math.prod(map(len, product.options.values()))))
+
+
+def human_rows(product: Product, instructions: dict) -> Iterator[Row]:
+    """The instructions that people wrote, a goal each; their options are values without names."""
+    for record in instructions.get(product.asin, []):
+        if attributes := record["instruction_attributes"]:
+            yield checked((record["instruction"].strip("."), attributes, [*record["instruction_options"]], 1))
+
+
+def make_goal(
+    product: Product, text: str, attributes: list[str], options: list[str] | None, limit: float, number: int
+) -> dict:
+    """The goal of that number among those of an instruction."""
+    wanted: dict | list = options or []
+    if options is None:
+        names = sorted(product.options)
+        choices = itertools.product(*(product.options[name] for name in names))
+        wanted = dict(zip(names, next(itertools.islice(choices, number, None)), strict=True))
+        if wanted:
+            text += " with " + ", and ".join(f"{k}: {v}" for k, v in wanted.items())
+    if limit != NO_LIMIT:
+        text += f", and price lower than {limit:.2f} dollars"
     return {
         "asin": product.asin,
         "category": product.category,
@@ -151,46 +222,15 @@ def make_goal(product: Product, text: str, attributes: list[str], options: dict 
         "instruction_text": text,
         "attributes": attributes,
         "price_upper": limit,
-        "goal_options": options,
+        "goal_options": wanted,
     }
-
-
-def synthetic_goals(products: list[Product], instructions: dict, prices: dict, rng: random.Random) -> list[dict]:
-    """One goal for every choice of options of every product that has a generated instruction."""
-    goals = []
-    for product in products:
-        record = instructions.get(product.asin, {})
-        if not record.get("instruction") or not record.get("instruction_attributes"):
-            continue
-        limit, price_text = draw_limit(prices[product.asin], rng)
-        names = sorted(product.options)
-        for values in itertools.product(*(product.options[name] for name in names)):
-            options = dict(zip(names, values, strict=True))
-            with_options = " with " + ", and ".join(f"{k}: {v}" for k, v in options.items()) if options else ""
-            text = record["instruction"] + with_options + price_text
-            goals.append(make_goal(product, text, record["instruction_attributes"], options, limit))
-    return goals
-
-
-def human_goals(products: list[Product], instructions: dict, prices: dict, rng: random.Random) -> list[dict]:
-    """One goal for every instruction that a person wrote; its options are values without names."""
-    goals = []
-    for product in products:
-        for record in instructions.get(product.asin, []):
-            if record["instruction_attributes"]:
-                limit, price_text = draw_limit(prices[product.asin], rng)
-                text = record["instruction"].strip(".") + price_text
-                goals.append(
-                    make_goal(product, text, record["instruction_attributes"], record["instruction_options"], limit)
-                )
-    return goals
 
 
 GOAL_FIELDS: dict[str, Any] = {"asin": str, "name": str, "query": str, "product_category": str, "instruction_text": str}
 GOAL_FIELDS |= {"attributes": list, "goal_options": (list, dict), "price_upper": (int, float)}
 
 
-def read_goals(path: Path, asins: Container[str]) -> tuple[list[dict], dict[str, float]]:
+def read_goals(path: Path, position: Callable[[str], int | None]) -> tuple[list[dict], dict[str, float]]:
     """Recorded goals in their order, and the prices sampled with them: {"goals": [...], "prices": {asin: dollars}}."""
     content = read_json(path)
     goals, prices = (content.get("goals"), content.get("prices", {})) if isinstance(content, dict) else (content, {})
@@ -207,7 +247,7 @@ def read_goals(path: Path, asins: Container[str]) -> tuple[list[dict], dict[str,
         wrong += [field for field in words if not all(isinstance(word, str) for word in goal[field])]
         if wrong or not goal["attributes"]:
             raise UserError(f"{path}: goal {number}: {', '.join(wrong) or 'attributes'} not in WebShop's schema")
-        if goal["asin"] not in asins:
+        if position(goal["asin"]) is None:
             raise UserError(f"{path}: product {goal['asin']} of goal {number} is not in this catalogue")
     return goals, prices
 
@@ -244,13 +284,17 @@ def queries(instruction: str) -> list[str]:
 
 # ----------------------------------------------------------------------------------------------------------- splits
 def splits(
-    goals: list[dict], published: str | Path | dict[str, str] | None = None, per_product: float = math.inf
-) -> dict[str, list[int]]:
+    owners: np.ndarray,
+    shares: np.ndarray,
+    published: str | Path | dict[str, str] | None = None,
+    per_product: float = math.inf,
+) -> dict[str, np.ndarray]:
     """Split name -> indices of goals; "all" is always there.
 
-    By default train, val and test: 70, 10 and 20 % of the *products*, by a hash of the asin, so that a product stays in
-    its split whatever the seed. Published ones: {name: file}, a file, or a folder with NAME_indices*.json (as ETO's);
-    a file is a JSON list of goal indices, and one that comes twice counts once.
+    owners (goals,): the product of each goal. shares (products,): places in 0 to 99, by a hash of the asin.
+    By default train, val and test: 70, 10 and 20 % of the *products*, so that a product stays in its split whatever
+    the seed. Published ones: {name: file}, a file, or a folder with NAME_indices*.json (as ETO's); a file is a JSON
+    list of goal indices, and one that comes twice counts once.
 
     per_product: of each product a split keeps so many goals, the first ones. A product has a synthetic goal for each of
     its combinations of options, so that without a limit a few products are most of the tasks.
@@ -259,24 +303,28 @@ def splits(
     if per_product < 1:
         raise UserError(f"webshop: per_product={per_product}: at least one goal of a product is needed")
 
-    def few(indices: Iterable[int]) -> list[int]:
-        nth = defaultdict(itertools.count)
-        return [i for i in indices if next(nth[goals[i]["asin"]]) < per_product]
+    def few(indices: np.ndarray) -> np.ndarray:
+        if per_product == math.inf:
+            return indices
+        order = np.argsort(owners[indices], kind="stable")  # the goals of a product together
+        sizes = np.unique(owners[indices], return_counts=True)[1]
+        nth = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        return indices[np.sort(order[nth < per_product])]
 
-    everything = range(len(goals))
+    everything = np.arange(len(owners), dtype=np.int32)
     if published is None:
-        share = [zlib.crc32(goal["asin"].encode()) % 100 for goal in goals]
-        bounds = {"train": range(70), "val": range(70, 80), "test": range(80, 100), "all": range(100)}
-        return {name: few(i for i in everything if share[i] in bound) for name, bound in bounds.items()}
+        share = shares[owners]
+        bounds = {"train": (0, 70), "val": (70, 80), "test": (80, 100), "all": (0, 100)}
+        return {name: few(everything[(share >= low) & (share < high)]) for name, (low, high) in bounds.items()}
     published = published if isinstance(published, dict) else split_files(published)
     splits_by_name = {}
     for name, file in published.items():
         indices = read_json(Path(file))
         if not isinstance(indices, list) or not all(type(i) is int for i in indices):
             raise UserError(f"{file}: a JSON list of integers is expected")
-        if beyond := [i for i in indices if i not in everything]:
+        if beyond := [i for i in indices if not 0 <= i < len(owners)]:
             raise UserError(
-                f"{file}: index {beyond[0]}, but there are only {len(goals)} goals; take the catalogue it is for"
+                f"{file}: index {beyond[0]}, but there are only {len(owners)} goals; take the catalogue it is for"
             )
-        splits_by_name[name] = few(dict.fromkeys(indices))
+        splits_by_name[name] = few(np.array([*dict.fromkeys(indices)], np.int32))
     return splits_by_name | {"all": few(everything)}

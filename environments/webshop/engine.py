@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import re
 import textwrap
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from qlass import UserError
 
-from .catalogue import draw_prices, human_goals, load_products, queries, read_goals, synthetic_goals
-from .search import SearchIndex
+from .catalogue import queries, read_goals
+from .store import open_store
 from .words import noun_finder, plain_color, similar
 
 PAGE_SIZE, MAX_STEPS = 10, 5  # products on a results page; the paper's step limit
@@ -85,6 +86,7 @@ def visible(nodes: list[str]) -> list[str]:
     return [node.strip() for node in nodes if node and (node.strip() or "\n" not in node)]
 
 
+@lru_cache(1 << 14)
 def short(title: str) -> str:
     return textwrap.shorten(title, 60, placeholder=" ...")
 
@@ -111,27 +113,24 @@ class Shop:
         use_human_goals: bool = False,
         seed: int = 0,
         page_size: int = PAGE_SIZE,
+        cache: Path | None = None,
         num_products: int | None = None,
     ) -> None:
-        self.products, synthetic, human = load_products(folder, num_products)
-        self.position = {product.asin: i for i, product in enumerate(self.products)}
-        self.page_size = page_size
-        rng = random.Random(seed)
-        self.prices = draw_prices(self.products, rng)
+        """num_products: the first of the file, as the original counts them: before cleaning."""
+        store = open_store(folder, "human" if use_human_goals else "synthetic", seed, cache, num_products)
+        self.products, self.position, self.prices = store.products, store.position, store.prices
+        self.goals, self.owners, self.shares = store.goals, store.owners, store.shares
+        self.by_asin, self.index, self.page_size = store.by_asin, store.index, page_size
         if goals is not None:
             self.goals, recorded = read_goals(Path(goals), self.position)
-            self.prices |= recorded
-        else:
-            build, instructions = (human_goals, human) if use_human_goals else (synthetic_goals, synthetic)
-            try:
-                self.goals = build(self.products, instructions, self.prices, rng)
-            except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-                raise UserError(f"{folder}: an instruction is not in WebShop's schema ({error!r})") from None
-            random.Random(233).shuffle(self.goals)  # the original's order: fixed whatever the prices
+            self.owners = np.array([self.position(goal["asin"]) for goal in self.goals], np.int32)
+            for asin, price in recorded.items():
+                if (i := self.position(asin)) is not None:
+                    self.prices[i] = price
+        elif store.error:
+            raise UserError(f"{folder}: {store.error}")
         if not self.goals:
             raise UserError(f"{goals or folder}: no goals; the catalogue has no instructions of the kind asked for")
-        self.by_asin = sorted(range(len(self.products)), key=lambda i: self.products[i].asin)  # equal scores: by asin
-        self.index = SearchIndex(self.products[i].document for i in self.by_asin)
         own = folder / "title_nouns.json"  # the bundled catalogue has one
         self.find_nouns = noun_finder(title_nouns or (own if own.exists() else None))
         for name, size in MEMOISED.items():
@@ -139,7 +138,7 @@ class Shop:
 
     def search(self, query: str) -> tuple[int, ...]:
         """The positions of at most 50 products, best first."""
-        return tuple(self.by_asin[document] for document in self.index.top(query)[0])
+        return tuple(self.by_asin[self.index.top(query)[0]].tolist())
 
     def queries(self, goal: int) -> list[str]:
         return queries(self.goals[goal]["instruction_text"])
@@ -166,11 +165,12 @@ class Shop:
 
     def results(self, query: str, number: int) -> Page:
         hits = self.search(query)
-        shown = [self.products[i] for i in hits[(number - 1) * self.page_size : number * self.page_size]]
+        places = hits[(number - 1) * self.page_size : number * self.page_size]
+        shown = [self.products[i] for i in places]
         turn = {"< prev": {"number": number - 1}} if number > 1 else {}
         nodes = ["Back to Search", f"Page {number} (Total results: {len(hits)})", "< Prev" if turn else "", "Next >"]
         nodes += [node for product in shown for node in (product.asin, product.title, product.price_tag)]
-        links = {p.asin.lower(): {"page": "item", "product": self.position[p.asin]} for p in shown}
+        links = {p.asin.lower(): {"page": "item", "product": i} for i, p in zip(places, shown, strict=True)}
         says = {p.asin.lower(): f"{place} {p.price_tag} {short(p.title)}" for place, p in enumerate(shown, 1)}
         return make_page(nodes, BACK | turn | {"next >": {"number": number + 1}} | links, says)
 
@@ -223,7 +223,7 @@ class Shop:
     def match(self, goal: int, i: int) -> dict[str, Any]:
         """The parts of the reward that do not depend on the options: type, attributes, price."""
         wanted, product = self.goals[goal], self.products[i]
-        titles = self.nouns(self.position[wanted["asin"]]), self.nouns(i)
+        titles = self.nouns(self.position(wanted["asin"])), self.nouns(i)
         title_score = len(set(titles[0]) & set(titles[1])) / len(titles[0]) if titles[0] else 0.2
         query_match = product.query == wanted["query"]
         crumbs = ({c.strip() for c in text.split("›")} for text in (product.breadcrumb, wanted["product_category"]))
@@ -241,7 +241,7 @@ class Shop:
             "query_match": query_match,
             "category_match": category_match,
             "n_att": matches,
-            "r_price": self.prices[product.asin] <= wanted["price_upper"],
+            "r_price": self.prices[i] <= wanted["price_upper"],
         }
 
     def wanted_options(self, goal: int) -> list[Any]:

@@ -21,7 +21,8 @@ class WebShopEnv(TextEnv):
 
     data: folder with items_shuffle*, items_ins_v2*, items_human_ins (.json or .json.gz); None: the bundled catalogue,
     with its own page length and step limit. goals: a recorded file instead of sampled ones. title_nouns: a recorded
-    file, or spacy:MODEL, instead of a rule (words.noun_finder).
+    file, or spacy:MODEL, instead of a rule (words.noun_finder). cache: a folder for what is made of a large catalogue
+    at its first start, where the one of its files can't be written (see store.py).
     human_goals: the instructions that people wrote. split_file: published splits by goal index; per_product: at most so
     many tasks of a product (both: catalogue.splits).
     Task i is goal i. Other splits are by product, so that none is in two of them.
@@ -51,6 +52,7 @@ class WebShopEnv(TextEnv):
         instruction: str | Path | None = None,
         per_product: float = math.inf,
         page_size: int = 0,
+        cache: str | Path | None = None,
         seed: int = 0,
         max_steps: int | None = UNSET,
     ) -> None:
@@ -64,8 +66,10 @@ class WebShopEnv(TextEnv):
         if page_size < 0:
             raise UserError(f"webshop: page_size={page_size}: results on a page, or 0 for the shop's own")
         page_size = page_size or engine.PAGE_SIZE
-        self.shop = engine.load(Path(data), goals, title_nouns, human_goals, seed, page_size)
-        self.splits = catalogue.splits(self.shop.goals, split_file, per_product)
+        self.shop = engine.load(
+            Path(data), goals, title_nouns, human_goals, seed, page_size, cache and Path(str(cache))
+        )
+        self.splits = catalogue.splits(self.shop.owners, self.shop.shares, split_file, per_product)
         self.published = human_goals and split_file is not None
         self.index, self.session = 0, engine.Session()
 
@@ -89,7 +93,7 @@ class WebShopEnv(TextEnv):
     def split_ids(self, split: str) -> list[str]:
         if split not in self.splits:
             raise UserError(f"webshop: unknown split {split!r}: choose one of {', '.join(self.splits)}")
-        return [str(i) for i in self.splits[split]]
+        return [*map(str, self.splits[split].tolist())]
 
     def published_id(self, record: dict) -> str | None:
         """ETO's ids are the numbers of people's goals, which are ours where its splits are given."""
@@ -109,7 +113,7 @@ class WebShopEnv(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
-        self.index = self._index(self.task_of(options, "train" if self.splits.get("train") else "all"))
+        self.index = self._index(self.task_of(options, "train" if len(self.splits.get("train", ())) else "all"))
         self.session, self.steps = engine.Session(), 0
         return self.shop.text(self.session, self.index), self._info()
 
@@ -156,7 +160,7 @@ class WebShopEnv(TextEnv):
 
     def score(self, asin: str, options: dict[str, str]) -> tuple[float, dict[str, Any]]:
         """The reward that buying this product with these options would give, and its parts."""
-        return self.shop.score(self.index, self.shop.position[asin], tuple(options.values()))
+        return self.shop.score(self.index, self.shop.position(asin), tuple(options.values()))
 
     def optimal_value(self, gamma: float = 0.99) -> float:
         """The best discounted final reward within the steps that are left (engine.Shop.value); for oracles only."""

@@ -1,0 +1,176 @@
+"""WebShop's files as a stream, and the store that is made of them once."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_webshop import SHARED, index_of, lines, recorded
+
+from data import make_webshop
+from environments.webshop import catalogue, engine, search, store
+from qlass import UserError
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "crowd"
+    folder.mkdir()
+    make_webshop.write_crowd(folder, 0, 300)
+    return folder
+
+
+JSON = st.recursive(
+    st.none() | st.text(max_size=5) | st.floats(allow_nan=False) | st.integers(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(JSON, max_size=5), st.sampled_from([None, 0, 2]), st.integers(1, 9))
+def test_a_stream_reads_what_json_reads(tmp_path_factory, values, indent, size):
+    path = tmp_path_factory.getbasetemp() / "list.json.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        json.dump(values, file, indent=indent, ensure_ascii=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalogue, "CHUNK", size)
+        assert [*catalogue.stream(path, True)] == values
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"asin": 1}', "a list of products is expected"),
+        ("", "a list of products is expected"),
+        ('[{"a": 1},\n\n{"a": 2,}]', ":3: not valid JSON"),
+        ('[{"a": 1}\n{"a": 2}]', ":1: not valid JSON"),
+        ('[{"a": 1},\n{"a"', ":2: not valid JSON"),
+        ("[1, 2", ":1: not valid JSON"),
+        ("[1]\n[2]", "something stands behind the list"),
+        ('["\udcff"]', "can't be read"),
+    ],
+)
+@pytest.mark.parametrize("size", [3, 1 << 20])
+def test_a_stream_that_is_no_json_list(tmp_path, monkeypatch, text, reason, size):
+    path = tmp_path / "items.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    monkeypatch.setattr(catalogue, "CHUNK", size)
+    with pytest.raises(UserError, match=reason):
+        [*catalogue.stream(path, True)]
+
+
+def test_a_store_is_made_once_for_its_sources(crowd, tmp_path, monkeypatch):
+    folder = shutil.copytree(crowd, tmp_path / "data")
+    monkeypatch.setattr(store, "SMALL", 0)
+    build, built = store.build, []
+    monkeypatch.setattr(store, "build", lambda *args: built.append(1) or build(*args))
+    first, again = store.open_store(folder), store.open_store(folder)
+    assert [*first.products] == [*again.products] and len(first.products) == 300 and len(built) == 1
+    items = folder / "items_shuffle.json"
+    times, text = items.stat(), items.read_text()
+    items.write_text(text.replace('"name": "s', '"name": "S', 1))
+    os.utime(items, ns=(times.st_atime_ns, times.st_mtime_ns))  # neither its size nor its time has changed
+    changed = store.open_store(folder)
+    assert len(built) == 2 and changed.products[0] != first.products[0] and changed.products[1] == first.products[1]
+    assert len([*folder.glob("webshop-*")]) == 1
+    elsewhere = store.open_store(folder, cache=tmp_path / "cache")
+    assert len(built) == 3 and [*elsewhere.products] == [*changed.products]
+
+
+def test_a_build_that_was_killed_is_done_anew(crowd, tmp_path, monkeypatch):
+    folder = shutil.copytree(crowd, tmp_path / "data")
+
+    def killed():
+        search.Indexer.finish = lambda self, rank: os._exit(9)
+        store.open_store(folder, cache=folder)
+
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    process.start()
+    process.join()
+    assert process.exitcode == 9 and len([*folder.glob(".webshop-*/products")]) == 1
+    assert len(store.open_store(folder, cache=folder).products) == 300
+    assert not [*folder.glob(".webshop-*/products")] and len([*folder.glob("webshop-*")]) == 1
+
+
+def test_two_processes_build_one_store(crowd, tmp_path):
+    """Each appends to a file when it builds."""
+    log = tmp_path / "log"
+
+    def start():
+        build = store.build
+
+        def told(*args):
+            with open(log, "a") as file:
+                file.write("built\n")
+            build(*args)
+
+        store.build = told
+        os._exit(len(store.open_store(crowd, cache=tmp_path).products) % 256)
+
+    processes = [multiprocessing.get_context("fork").Process(target=start) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [300 % 256] * 3 and log.read_text() == "built\n"
+
+
+def test_where_no_store_can_be_written(crowd, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cache=DIR"):
+        store.open_store(crowd, cache=tmp_path / "file" / "cache")
+
+
+def test_instructions_off_the_schema_harm_those_who_ask_for_them(crowd, tmp_path):
+    folder = shutil.copytree(crowd, tmp_path / "data")
+    asin = store.open_store(folder).products[0].asin
+    (folder / "items_human_ins.json").write_text(json.dumps({asin: [{"instruction": 3}]}))
+    assert len(engine.Shop(folder).goals) > 100
+    with pytest.raises(UserError, match="an instruction is not in WebShop's schema"):
+        engine.Shop(folder, use_human_goals=True)
+
+
+@recorded
+def test_a_kept_store_is_the_shop(tmp_path):
+    shops = engine.Shop(SHARED), engine.Shop(SHARED, cache=tmp_path), engine.Shop(SHARED, cache=tmp_path)
+    for shop in shops[1:]:
+        assert ([*shop.products], [*shop.goals], shop.prices) == (
+            [*shops[0].products],
+            [*shops[0].goals],
+            shops[0].prices,
+        )
+        assert (shop.owners == shops[0].owners).all() and (shop.shares == shops[0].shares).all()
+        assert [shop.position(product.asin) for product in shop.products] == [*range(1000)]
+        assert shop.position("B") is shop.position("") is shop.position("Z") is None
+
+
+@recorded
+def test_contenders_hold_lucenes_top_50_to_the_last_bit(monkeypatch):
+    shop = engine.Shop(SHARED)
+    queries = [*lines("lucene_top50.jsonl.gz")]
+    plain = [shop.index.top(query["query"]) for query in queries]
+    monkeypatch.setattr(search, "FEW", -1)
+    for query, (documents, scores) in zip(queries, plain, strict=True):
+        found = shop.index.top(query["query"])
+        assert found[0].tolist() == documents.tolist() and found[1].tobytes() == scores.tobytes()
+        assert [shop.products[i].asin for i in shop.search(query["query"])] == [asin for asin, _ in query["hits"]]
+
+
+def test_contenders_of_a_crowd_and_of_equal_documents(crowd, monkeypatch):
+    texts = [product.document for product in store.open_store(crowd).products]
+    rng = np.random.default_rng(0)
+    for documents in (texts, texts[:40] * 5, ["", *texts[:5], "bace"] * 40):
+        index = index_of(documents)
+        for _ in range(100):
+            query = " ".join(rng.choice(documents[int(rng.integers(len(documents)))].split() or ["bace"], 12))
+            results, k = [], int(rng.integers(1, 60))
+            for few in (1 << 30, -1):
+                monkeypatch.setattr(search, "FEW", few)
+                results.append([part.tobytes() for part in index.top(query, k)])
+            assert results[0] == results[1]
