@@ -119,7 +119,7 @@ def pictures() -> dict[str, str]:
     lake = read("lake/q_labels.jsonl")
     shop = [node for node in read("shop/q_labels.jsonl") if node["depth"] <= DEEPEST]
     moves = ["", *(f"{move(node['action'])} to {cell(node['observation'])}" for node in lake[1:])]
-    clicks = ["", *(click(node["action"]) for node in shop[1:])]
+    clicks = ["", *(click(node["action"]).removeprefix("read the ") for node in shop[1:])]
     ends = [("#aceebb" if node["reward"] else "#ffcecb") if node["done"] else "#ffffff" for node in lake]
     branches = ["", *(f"branch {node['branch']}" for node in lake[1:])]
 

@@ -35,5 +35,5 @@ def draw(steps: list[dict], titles: list[str], word: Callable[[str], str], end: 
     width, height = 16 + WIDTH * CARDS, 36 + tall * -(-len(steps) // CARDS)
     parts.append(text(16, height - 14, end, weight="bold"))
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Helvetica, Arial, sans-serif" font-size="13">'
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Helvetica, Arial, sans-serif" font-size="14">'
     return "\n".join([start, '<rect width="100%" height="100%" rx="8" fill="#ffffff"/>', *parts, "</svg>\n"])

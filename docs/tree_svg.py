@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-INK, RADIUS, COLUMN, ROW = "#1f2328", 11, 126, 40
+INK, RADIUS, COLUMN, ROW = "#1f2328", 13, 126, 48
 
 
 def layout(tree: list[dict]) -> dict[int, tuple[float, float]]:
@@ -34,11 +34,11 @@ def draw(tree: list[dict], above: list[str], below: list[str], fills: list[str])
             curve = f"M{left:g} {top:g} C{bend:g} {top:g} {bend:g} {y:g} {turn:g} {y:g} L{x:g} {y:g}"
             edges.append(f'<path d="{curve}" fill="none" stroke="{INK}" stroke-width="1.5"/>')
         nodes.append(f'<circle cx="{x:g}" cy="{y:g}" r="{RADIUS}" fill="{fill}" stroke="{INK}"/>')
-        nodes.append(text(x, y + 4, str(node["node_id"]), "bold"))
-        nodes += [text(x - 0.48 * COLUMN, y - 5, over), text(x - 0.48 * COLUMN, y + 15, under, "bold")]
+        nodes.append(text(x, y + 6, str(node["node_id"]), "bold"))
+        nodes += [text(x - 0.48 * COLUMN, y - 5, over), text(x - 0.48 * COLUMN, y + 19, under, "bold")]
         if node["done"]:
-            nodes.append(text(x + 38, y + 4, f"r = {node['reward']:.2g}", "bold"))
-    width, height = (max(place[i] for place in places.values()) + margin for i, margin in ((0, 74), (1, 28)))
+            nodes.append(text(x + 54, y + 6, f"r = {node['reward']:.2g}", "bold"))
+    width, height = (max(place[i] for place in places.values()) + margin for i, margin in ((0, 100), (1, 32)))
     size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Helvetica, Arial, sans-serif" font-size="12">'
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Helvetica, Arial, sans-serif" font-size="16">'
     return "\n".join([start, '<rect width="100%" height="100%" rx="8" fill="#ffffff"/>', *edges, *nodes, "</svg>\n"])
