@@ -260,25 +260,32 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parse(flags, argv)
 
 
+def steps_of(args: argparse.Namespace, env: envs.TextEnv) -> float:
+    """The limit of the agent's steps in a tree."""
+    longest = env.max_steps if isinstance(env.max_steps, int) else math.inf  # of the episodes
+    steps = min(args.steps or env.tree_steps, longest)
+    if args.steps and steps < args.steps:
+        print(f"--steps {args.steps}: episodes end after {steps} here (--env-option max_steps=N)")
+    return steps
+
+
+def demonstrations_of(args: argparse.Namespace, env: envs.TextEnv, tasks: list[str]) -> tuple:
+    """Of tasks the demonstrated actions (None: no expert branch) and their recorded rewards."""
+    file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
+    named, args.expert = bool(args.expert), file
+    return (None, {}) if args.no_expert else published.matching(env, tasks, file, most, named)
+
+
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     args.sft = find_or_make(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
     args.depth = env.tree_depth if args.depth is None else args.depth
-    longest = env.max_steps if isinstance(env.max_steps, int) else math.inf  # of the episodes
-    steps = min(args.steps or env.tree_steps, longest)
-    if args.steps and steps < args.steps:
-        print(f"--steps {args.steps}: episodes end after {steps} here (--env-option max_steps=N)")
     # From the far end of the list, where the agent has seen the fewest demonstrations.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
-    file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
-    demonstrations: dict[str, list[str]] | None = None
-    rewards: dict[str, float] = {}
-    if not args.no_expert:
-        demonstrations, rewards = published.matching(env, tasks, file, most, bool(args.expert))
-    args.expert = file
-
+    settings = args.depth, args.width, args.rollouts or math.inf, steps_of(args, env), args.prune
+    demonstrations, rewards = demonstrations_of(args, env, tasks)
     settle_precision(args)
     task_of, inputs = itemgetter("task_id"), [args.sft, args.expert]
     trees = Output(args.out, vars(args), inputs, ["plain"], task_of, tasks)
@@ -287,7 +294,6 @@ def main(argv: list[str] | None = None) -> None:
     tokens = None  # unknown if an earlier call or another process made some of the trees
     if todo:
         agent = load_agent(args, env)
-        settings = args.depth, args.width, args.rollouts or math.inf, steps, args.prune
 
         def grow(task_id: str) -> Generator[Sample, list[Candidate], list[dict]]:
             explorer = Explorer(env.fork(), task_id, agent.chat.rendering, *settings)

@@ -201,7 +201,27 @@ def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | 
 # --------------------------------------------------------------------------------------------- main
 
 
-def load(args: argparse.Namespace, env: envs.TextEnv, states: list[State]) -> tuple:
+def read(env: envs.TextEnv, args: argparse.Namespace, process: Any) -> tuple[list[State], dict]:
+    """The demonstrations to clone, and the first messages that they share: {} for the environment's
+    own expert, who plays what is missing of RUN/expert.jsonl."""
+    if args.model == "tiny" and not args.n_expert:
+        args.n_expert = env.demonstrations
+        if args.expert:
+            print(f"{args.expert}: at most its first {args.n_expert} trajectories (--n-expert)")
+    named = args.expert is not None
+    if not named:
+        args.expert = args.run / "expert.jsonl"
+        if process.is_main_process:
+            names = ("env", "env_option", "env_files", "run", "overwrite")
+            world = {name: getattr(args, name) for name in names}
+            collect(env, args.expert, args.n_expert, world)
+        process.wait_for_everyone()
+    states = published.demonstrations(env, args.expert, args.n_expert)
+    cli.tell_fewer(args, "n_expert", len(states), "demonstrations")
+    return states, published.first_messages(env, states) if named else {}
+
+
+def load(args: argparse.Namespace, env: envs.TextEnv, states: list[State], first: dict) -> tuple:
     """The model that is to be cloned, its chat, and PEFT's view of LoRA's updates (None: none)."""
     torch.manual_seed(args.seed)
     if args.model == "tiny":
@@ -214,7 +234,23 @@ def load(args: argparse.Namespace, env: envs.TextEnv, states: list[State]) -> tu
         loading = args.model, kind, args.device, args.load_in
         model, chat = models.load_checkpoint(*loading, **options)
     adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
+    chat.rendering = dataclasses.replace(chat.rendering, **first)
     return model, chat, adapter
+
+
+def tokenize(
+    chat: Chat, states: list[State], args: argparse.Namespace, process: Any
+) -> tuple[list[Example], list[Example]]:
+    """The examples to train on and to validate."""
+    limit = min(args.max_tokens, chat.context or args.max_tokens)
+    examples, validation = (
+        list(examples_of(chat, part, limit, args.observation_loss > 0)) for part in hold_out(states)
+    )
+    if not examples:
+        raise UserError(f"{args.expert}: no action within {limit} tokens (--max-tokens)")
+    if not chat.rendering.markov:
+        tell_cut(process, len(states), examples, validation, limit)
+    return examples, validation
 
 
 def settings_of(args: argparse.Namespace, examples: int) -> dict[str, Any]:
@@ -258,35 +294,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
-    if args.model == "tiny" and not args.n_expert:
-        args.n_expert = env.demonstrations
-        if args.expert:
-            print(f"{args.expert}: at most its first {args.n_expert} trajectories (--n-expert)")
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
     with training.processes(args.out, args.device) as process:
-        named = args.expert is not None
-        if not named:
-            args.expert = args.run / "expert.jsonl"
-            if process.is_main_process:
-                names = ("env", "env_option", "env_files", "run", "overwrite")
-                world = {name: getattr(args, name) for name in names}
-                collect(env, args.expert, args.n_expert, world)
-            process.wait_for_everyone()
-        states = published.demonstrations(env, args.expert, args.n_expert)
-        cli.tell_fewer(args, "n_expert", len(states), "demonstrations")
-        model, chat, adapter = load(args, env, states)
-        if named:  # else they begin with the environment's own messages
-            first = published.first_messages(env, states)
-            chat.rendering = dataclasses.replace(chat.rendering, **first)
-        limit = min(args.max_tokens, chat.context or args.max_tokens)
-        examples, validation = (
-            list(examples_of(chat, part, limit, args.observation_loss > 0))
-            for part in hold_out(states)
-        )
-        if not examples:
-            raise UserError(f"{args.expert}: no action within {limit} tokens (--max-tokens)")
-        if not chat.rendering.markov:
-            tell_cut(process, len(states), examples, validation, limit)
+        states, first = read(env, args, process)
+        model, chat, adapter = load(args, env, states, first)
+        examples, validation = tokenize(chat, states, args, process)
         cli.settle(args, settings_of(args, len(examples)))
         chat.rendering.candidates = args.candidates
         if not training.begin(args, [args.expert]):

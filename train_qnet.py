@@ -391,6 +391,50 @@ def save(qnet: QNet, args: argparse.Namespace, adapter: Any) -> None:
         qnet.save_pretrained(folder)
 
 
+def read(args: argparse.Namespace) -> tuple[list[str], list[Tree]]:
+    """The labelled trees, and the tasks that they are of."""
+    tasks, trees = [], []
+    labelled = files.read_trees(args.labels, ["q", "messages"])
+    for tree in itertools.islice(labelled, args.limit):
+        tasks.append(tree[0]["task_id"])
+        trees.append(pairs_of(tree))
+    cli.tell_fewer(args, "limit", len(trees), "trees")
+    return tasks, trees
+
+
+def within_context(chat: Chat, trees: list[Tree], process: Any) -> tuple[list[Tree], int]:
+    """The pairs that the model can read, and how many are left out."""
+    readable = [[p for p in tree if chat.fits(p.state, p.action)] for tree in trees]
+    left_out = sum(map(len, trees)) - sum(map(len, readable))
+    if left_out:
+        why = "beyond the model's context (--truncate oldest cuts them)"
+        process.print(f"{left_out} pairs are left out: {why}")
+    return readable, left_out
+
+
+def ranking_of_saved(
+    qnet: QNet, held_out: list[Tree], figures: dict[str, Any], adapter: Any
+) -> dict[str, Any]:
+    """`ranking`; that of the last epoch, if its weights were saved as they were."""
+    curve, full = figures["curve"], next(qnet.backbone.parameters()).dtype == torch.float32
+    if adapter or not full or figures["best_epoch"] < len(curve):
+        return ranking(qnet.eval(), held_out)
+    start = "held_out_"
+    return {name[len(start) :]: v for name, v in curve[-1].items() if name.startswith(start)}
+
+
+def tell(out: Path, figures: dict[str, Any], ranks: dict[str, Any]) -> None:
+    errors = f"training loss {figures['loss']:.4f}, held-out mse {ranks['mse']:.4f}"
+    print(f"{out}: {errors} after epoch {figures['best_epoch']}")
+    if ranks["sibling_pairs"]:
+        right = f"{ranks['sibling_accuracy']:.3f} of {ranks['sibling_pairs']}"
+        own = f"the agent's log-probability {ranks['policy_sibling_accuracy']:.3f}"
+        print(f"  held-out sibling pairs ranked right {right} (chance .5, {own})")
+
+
+TITLE = "QNet of QLASS (arXiv 2502.02584): Q(s, a) is the value at the last token"
+
+
 def describe(args: argparse.Namespace, figures: dict[str, Any], ranks: dict[str, Any]) -> dict:
     """The model card's facts, without paths of this machine."""
     base = Path(files.read_meta(args.sft)["arguments"].get("model", args.sft))  # before its cloning
@@ -416,41 +460,26 @@ def main(argv: list[str] | None = None) -> None:
     loading = {name: getattr(args, name) for name in ("device", "load_in", "precision")}
     loading["rendering"] = policy.rendering_of(args.sft, args, policy.PROMPTED)
     with training.processes(args.out, args.device) as process:
-        labelled = itertools.islice(files.read_trees(args.labels, ["q", "messages"]), args.limit)
-        tasks, trees = [], []
-        for tree in labelled:
-            tasks.append(tree[0]["task_id"])
-            trees.append(pairs_of(tree))
-        cli.tell_fewer(args, "limit", len(trees), "trees")
+        tasks, trees = read(args)
         qnet, adapter = load(args, loading)
         if not training.begin(args, [args.labels, args.sft]):
             return
-        readable = [[p for p in tree if qnet.chat.fits(p.state, p.action)] for tree in trees]
-        left_out = sum(map(len, trees)) - sum(map(len, readable))
-        if left_out:
-            why = "beyond the model's context (--truncate oldest cuts them)"
-            process.print(f"{left_out} pairs are left out: {why}")
+        readable, left_out = within_context(qnet.chat, trees, process)
         learned, held_out = hold_out(readable)
         if not any(learned):
             raise UserError(f"{args.labels}: no pair of (s, a) to train on")
         figures = train(qnet, learned, held_out, args)
         if process.is_main_process:
             save(qnet, args, adapter)
-            ranks = ranking(qnet.eval(), held_out)
+            ranks = ranking_of_saved(qnet, held_out, figures, adapter)
             qnet.cpu()  # a GPU that trained one of them may not hold both
             agent = policy.Policy.load(args.sft, args.seed, plain=args.plain, **loading)
             ranks |= policy_ranking(agent, held_out)
             figures |= {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
+            files.write_card(args.out, TITLE, describe(args, figures, ranks))
             inputs = [args.labels, args.sft]
-            title = "QNet of QLASS (arXiv 2502.02584): Q(s, a) is the value at the last token"
-            files.write_card(args.out, title, describe(args, figures, ranks))
             files.write_meta(args.out, vars(args), inputs, **figures, held_out=ranks)
-            errors = f"training loss {figures['loss']:.4f}, held-out mse {ranks['mse']:.4f}"
-            print(f"{args.out}: {errors} after epoch {figures['best_epoch']}")
-            if ranks["sibling_pairs"]:
-                right = f"{ranks['sibling_accuracy']:.3f} of {ranks['sibling_pairs']}"
-                own = f"the agent's log-probability {ranks['policy_sibling_accuracy']:.3f}"
-                print(f"  held-out sibling pairs ranked right {right} (chance .5, {own})")
+            tell(args.out, figures, ranks)
 
 
 if __name__ == "__main__":

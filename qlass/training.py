@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import accelerate
 import torch
-import torch.distributed.checkpoint.state_dict as divided_state
 from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, gather_object
 from torch import nn
 from tqdm import tqdm
@@ -298,8 +297,9 @@ class Progress:
     def _save(self) -> None:
         """Write a state; of the older ones the best epoch's stays."""
         if divided():
-            model, optimizer = self.model, self.optimizer
-            weights, moments = divided_state.get_state_dict(model, optimizer, options=whole())
+            from torch.distributed.checkpoint.state_dict import get_state_dict
+
+            weights, moments = get_state_dict(self.model, self.optimizer, options=whole())
         else:
             parameters = self.model.named_parameters()
             weights = {name: p.detach() for name, p in parameters if p.requires_grad}
@@ -315,8 +315,10 @@ class Progress:
     def _load(self, path: Path) -> None:
         state = read_state(path)
         if divided():
+            from torch.distributed.checkpoint.state_dict import set_state_dict
+
             parts = {"model_state_dict": state["weights"], "optim_state_dict": state["moments"]}
-            divided_state.set_state_dict(self.model, self.optimizer, **parts, options=whole())
+            set_state_dict(self.model, self.optimizer, **parts, options=whole())
         else:
             self.model.load_state_dict(state["weights"], strict=False)
             self.optimizer.load_state_dict(state["moments"])
@@ -328,8 +330,10 @@ def read_state(path: Path) -> dict:
     return torch.load(path, map_location="cpu", weights_only=True)  # runs no code
 
 
-def whole() -> divided_state.StateDictOptions:
+def whole() -> Any:
     """Of divided weights all parts together, without the frozen ones."""
-    return divided_state.StateDictOptions(
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
     )
