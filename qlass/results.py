@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from qlass.batching import Models, drive
 from qlass.chat import Chat, State
 from qlass.cli import leaks, my_share
-from qlass.files import Output, identity
+from qlass.files import Output, identity, read_meta
 from qlass.models import settle_precision
 
 if TYPE_CHECKING:
@@ -143,4 +143,5 @@ class Results(Output):
             rewards = {identity(record): record["reward"] for record in self.records}
             mean = sum(rewards[identity(line)] for line in share) / len(share)
             print(f"{method}: mean reward {mean:.3f} over {len(share)} {self.args.split} tasks")
-        self.finish(leaks=leaks(self.env, self.records, self.args))
+        cloned = bool(read_meta(self.args.sft)["arguments"])  # else it is a model as it came
+        self.finish(leaks=leaks(self.env, self.records, self.args), cloned=cloned)

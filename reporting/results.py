@@ -133,8 +133,11 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     for label, path in sources:
         if not files.is_complete(path):
             warnings.append(f"{path}: incomplete; short episodes end first, so its means are biased to them")
+        base = files.read_meta(path).get("cloned") is False
         for where, record in files.read_results(path):
-            rows.append(episode(record, label, path, where))
+            own = base and record["method"] not in ("oracle", "expert", "rule", "chat")
+            name = ", ".join(filter(None, (label, "base agent" if own else "")))
+            rows.append(episode(record, name, path, where))
             rows[-1]["data"] = data[path]
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")

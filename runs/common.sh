@@ -41,7 +41,17 @@ case $ENV in
 esac
 
 folder_of() { [ "$2" = 0 ] && echo "runs/$1" || echo "runs/$1-seed$2"; }  # NAME SEED
-stage() { echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $([ "$1" = -m ] && echo "$2" || echo "$1")"; "$PYTHON" "$@"; }
+threads() {  # as many as cores are idle now: one that waits for a core keeps all the others waiting
+    local a b i all=0
+    { read -ra a && sleep 0.3 && read -ra b < /proc/stat; } < /proc/stat 2> /dev/null || { getconf _NPROCESSORS_ONLN; return; }
+    for i in 1 2 3 4 5 6 7 8; do all=$((all + b[i] - a[i])); done
+    i=$((all > 0 ? ((b[4] - a[4]) * $(nproc) + all / 2) / all : 1))
+    echo $((i > 0 ? i : 1))
+}
+stage() {
+    echo "[$((SECONDS / 60)) min $((SECONDS % 60)) s] $([ "$1" = -m ] && echo "$2" || echo "$1")"
+    OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(threads)} "$PYTHON" "$@"
+}
 clone() { stage sft.py "${common[@]}" --run "$RUN" "${sft[@]}"; }  # stage 1, behaviour cloning
 learn_q() {  # FOLDER SFT FLAG...: stages 2 to 4, exploration trees of an agent, their Bellman backup and a QNet, in FOLDER
     local here=("${common[@]}" --run "$1") agent=(--sft "$2")

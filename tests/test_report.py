@@ -175,6 +175,13 @@ def played_on(folder: Path, **arguments) -> str:
     return str(folder)
 
 
+def test_a_model_that_was_never_cloned_is_the_base_agent(tmp_path):
+    ours, theirs = played_on(tmp_path / "ours"), played_on(tmp_path / "theirs")
+    meta = tmp_path / "theirs" / "results.meta.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"cloned": False}))
+    assert sorted(group.condition.label for group in groups_of(ours, theirs).values()) == ["", "base agent"]
+
+
 def test_other_step_limits_options_and_classes_do_not_stand_in_one_table(tmp_path):
     ours = played_on(tmp_path / "ours")
     for i, change in enumerate(({"max_steps": 8}, {"env_option": ["data=d", "page_size=3"]}, {"env": "mine:Shop"})):
