@@ -24,6 +24,7 @@ test-slow: $(VENV)/.installed $(VENV)/.textworld $(VENV)/.serve $(VENV)/.integra
 	$(BIN)/python -m pytest -q -m slow
 lint: $(VENV)/.installed
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format $(ROOMS) && $(BIN)/ruff format $(NARROW)
+	$(BIN)/ruff check $(NARROW)
 clean:
 	rm -rf $(VENV) data/generated
 

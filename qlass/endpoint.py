@@ -1,5 +1,5 @@
-"""An OpenAI-compatible server, none of whose replies is believed: each is checked and, where another
-try may help, asked for again."""
+"""An OpenAI-compatible server, none of whose replies is believed: each is checked and, where
+another try may help, asked for again."""
 
 import contextlib
 import email.utils

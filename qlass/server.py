@@ -66,7 +66,7 @@ class ServerPolicy:
         return [[next(drawn) for _ in range(r.n)] for r in requests]
 
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
-        """log pi(a | s) of texts, where the server tells the log-probabilities of a prompt (vLLM)."""
+        """log pi(a | s) of texts, where the server tells log-probabilities of a prompt (vLLM)."""
         jobs = []
         for r in requests:
             prompt = self.chat.prompt(r.state)
