@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
@@ -156,7 +157,11 @@ class QNet(nn.Module):
         room = {name: options.pop(name) for name in ("budget", "cache_gb") if name in options}
         backbone, chat = models.load_checkpoint(folder, AutoModel, plain=plain, **options)
         qnet = cls(backbone, chat, settings["hidden"], plain, **room)
-        qnet.head.load_state_dict(load_file(Path(folder) / "head.safetensors"))
+        head = Path(folder) / "head.safetensors"
+        try:
+            qnet.head.load_state_dict(load_file(head))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise UserError(f"{head}: can't be read ({str(error).splitlines()[0]})") from None
         return qnet.to(backbone.device).eval()
 
 

@@ -169,6 +169,10 @@ def test_a_qnet_comes_back_from_its_folder(tmp_path):
     assert not again.training and again.chat.rendering == net.chat.rendering
     requests = [Score(p.state, (p.action,)) for p in TREE]
     assert again.score(requests) == net.score(requests)
+    head = (tmp_path / "head.safetensors").read_bytes()
+    (tmp_path / "head.safetensors").write_bytes(head[:-8])
+    with pytest.raises(UserError, match=r"head\.safetensors: can't be read"):
+        QNet.from_pretrained(tmp_path)
     (tmp_path / "qnet.json").write_text('{"hidden": 16, "readout": "mean"}')  # of an older run
     with pytest.raises(UserError, match="the mean of the action"):
         QNet.from_pretrained(tmp_path)
