@@ -35,8 +35,9 @@ from qlass import published
 from qlass.batching import Candidate, Sample, ask, drive
 from qlass.chat import Chat, Rendering, State, parse_action, react
 from qlass.cli import add_sampling, at_least, find_or_make, my_share, parse, parser, run_stage
-from qlass.files import Output, cloned_from
+from qlass.files import cloned_from
 from qlass.models import settle_precision
+from qlass.output import Output
 from qlass.policy import load_agent
 
 # D is each environment's `tree_depth` (Appendix A.2). The paper does not say W and the bound.

@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 import envs
 from qlass import UserError, cli, files, models, published, training
 from qlass.chat import Chat, Rendering, State, react
+from qlass.output import Output
 from qlass.tiny import AIDS, answers, observation_loss, tiny_model
 from qlass.training import Progress, cosine, micro_batches
 
@@ -63,7 +64,7 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
 def collect(env: envs.TextEnv, path: Path, limit: int | None, world: dict[str, Any]) -> None:
     """Write expert.jsonl: the first `limit` training tasks. world: what else they depend on."""
     tasks = env.task_ids("train")
-    out = files.Output(path, world)
+    out = Output(path, world)
     todo = tasks[len(out.records) : limit]
     lines = ([demonstrate(env, task_id)] for task_id in todo)
     out.grow(lines, "expert", len(tasks[:limit]), len(out.records))

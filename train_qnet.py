@@ -46,6 +46,7 @@ from transformers import AutoModel
 
 from qlass import UserError, cli, files, models, policy, training
 from qlass.batching import Score
+from qlass.card import write_card
 from qlass.chat import Chat, State
 from qlass.cli import at_least
 from qlass.fast.packing import pack_pairs, packed_loss
@@ -276,8 +277,8 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
             progress.average_gradients()
             norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
             loss = progress.total(loss, norm)
-            for group, rate in zip(optimizer.param_groups, progress.rates, strict=True):
-                group["lr"] = rate * cosine(progress.step, progress.steps)
+            for parameters, rate in zip(optimizer.param_groups, progress.rates, strict=True):
+                parameters["lr"] = rate * cosine(progress.step, progress.steps)
             optimizer.step()
             optimizer.zero_grad()
             progress.end_update(loss, tokens=sum(pack.tokens for pack in batch))
@@ -437,24 +438,6 @@ def tell(out: Path, figures: dict[str, Any], ranks: dict[str, Any]) -> None:
         print(f"  held-out sibling pairs ranked right {right} (chance .5, {own})")
 
 
-TITLE = "QNet of QLASS (arXiv 2502.02584): Q(s, a) is the value at the last token"
-
-
-def describe(args: argparse.Namespace, figures: dict[str, Any], ranks: dict[str, Any]) -> dict:
-    """The model card's facts, without paths of this machine."""
-    base = Path(files.read_meta(args.sft)["arguments"].get("model", args.sft))  # before its cloning
-    world = [args.env, *(option for option in args.env_option if "/" not in option)]
-    chosen = [f"{n}={getattr(args, n)}" for n in ("lr", "batch", "loss_on", "rank_weight", "seed")]
-    accuracy = "none" if ranks["sibling_pairs"] == 0 else f"{ranks['sibling_accuracy']:.3f}"
-    return {
-        "Base": base.name if base.is_absolute() else str(base),
-        "Data": f"{figures['trees']} exploration trees in {' '.join(world)}",
-        "Settings": f"{', '.join(chosen)}, epoch {figures['best_epoch']} of {args.epochs}",
-        "Held-out siblings ranked right": f"{accuracy} of {ranks['sibling_pairs']} (chance .5)",
-        "Licence": "those of the base and of the data, which data/README.md tells",
-    }
-
-
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     cli.must_exist(args.sft, args.labels)
@@ -481,7 +464,7 @@ def main(argv: list[str] | None = None) -> None:
             agent = policy.Policy.load(args.sft, args.seed, plain=args.plain, **loading)
             ranks |= policy_ranking(agent, held_out)
             figures |= {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
-            files.write_card(args.out, TITLE, describe(args, figures, ranks))
+            write_card(args, figures, ranks)
             inputs = [args.labels, args.sft]
             files.write_meta(args.out, vars(args), inputs, **figures, held_out=ranks)
             tell(args.out, figures, ranks)

@@ -31,8 +31,9 @@ from qlass import UserError, files
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat, State, without_thinking
 from qlass.cli import add_sampling, at_least, find_or_make, handed_on, parse, parser, run_stage, tell_fewer
-from qlass.files import Output, read_trees
+from qlass.files import read_trees
 from qlass.models import settle_precision
+from qlass.output import Output
 from qlass.policy import load_agent
 from qlass.published import read_trajectories, written
 from qlass.results import costs_of

@@ -33,7 +33,7 @@ from qlass.batching import Candidate, Sample
 from qlass.chat import Rendering, State, any_of, uniforms
 from qlass.cli import at_least, parse, parser, run_stage
 from qlass.endpoint import Endpoint
-from qlass.files import Output
+from qlass.output import Output
 from qlass.results import Results, describe
 from sft import demonstrate
 
@@ -86,7 +86,7 @@ class ChatAgent:
         if name not in self.known:
             with self.lock:
                 if self.asked == self.args.max_requests:
-                    raise UserError(f"--max-requests {self.asked} are spent: the same command goes on from here")
+                    raise UserError(f"--max-requests {self.asked} are spent: the same command continues")
                 self.asked += 1
             text, usage = self.server.reply(messages, timeout=self.args.timeout, **settings)
             if not usage.get("prompt_tokens"):
@@ -109,7 +109,7 @@ class ChatAgent:
 def tokens_of(episodes: Sequence[Sequence[q_search.Step]]) -> dict[str, int]:
     """As `results.costs_of`: a prompt cache holds what was read or written before.
 
-    UserError if a prompt is no longer than the one that it goes on from: the server cuts them.
+    UserError if a prompt is no longer than the one before it: the server cuts them.
     """
     read: dict[State, int] = {}
     generated = 0

@@ -72,9 +72,9 @@ def parse_action(text: str) -> str:
     (`TextEnv.canonical`) are one child of a node ("child nodes that differ", Alg. 2). The
     environment answers to what it cannot do.
     """
-    said = without_thinking(text)
-    at_line_starts = re.split(r"(?m)^\s*Action:", said)
-    parts = at_line_starts if len(at_line_starts) > 1 else said.split("Action:")
+    text = without_thinking(text)
+    at_line_starts = re.split(r"(?m)^\s*Action:", text)
+    parts = at_line_starts if len(at_line_starts) > 1 else text.split("Action:")
     return parts[-1].strip()
 
 

@@ -292,10 +292,10 @@ def find_or_make(named: Path | None, default: Path, stage: str, args: argparse.N
 
 def tell_fewer(args: argparse.Namespace, name: str, found: int, what: str) -> None:
     """A line if a flag that was given asks for more than there are."""
-    flag, asked = f"--{name.replace('_', '-')}", getattr(args, name, None) or 0
+    flag, number = f"--{name.replace('_', '-')}", getattr(args, name, None) or 0
     given = any(word.partition("=")[0] == flag for word in args.argv)
-    if given and asked > found and share()[0] == 0:
-        print(f"{flag} {asked}: there are {found} {what}")
+    if given and number > found and share()[0] == 0:
+        print(f"{flag} {number}: there are {found} {what}")
 
 
 def my_share(tasks: list[str], args: argparse.Namespace) -> list[str]:

@@ -101,11 +101,11 @@ class Endpoint:
         def ask() -> list[float]:
             reply = json_of(create(**body, extra_body={"prompt_logprobs": 0}))
             self.read(reply, body, len(ids))
-            told = at(reply, "choices", 0, "prompt_logprobs") or []
+            entries = at(reply, "choices", 0, "prompt_logprobs") or []
             values = [
-                at(entry, str(token), "logprob") for entry, token in zip(told, ids, strict=False)
+                at(entry, str(token), "logprob") for entry, token in zip(entries, ids, strict=False)
             ]
-            if len(told) != len(ids) or not all(isinstance(v, float) for v in values[1:]):
+            if len(entries) != len(ids) or not all(isinstance(v, float) for v in values[1:]):
                 raise Fault("tells no log-probabilities of a prompt: leave --method likeliest out")
             return values[1:]
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from qlass.batching import Models, drive
 from qlass.chat import Chat, State
 from qlass.cli import leaks, my_share
-from qlass.files import Output, identity, read_meta
+from qlass.files import identity, read_meta
 from qlass.models import settle_precision
+from qlass.output import Output
 
 if TYPE_CHECKING:
     from envs import TextEnv

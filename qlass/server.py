@@ -73,10 +73,10 @@ class ServerPolicy:
             ends = [self.chat.action(a, r.state.task, len(prompt)) for a in r.actions]
             jobs += [(prompt, ids) for ids in ends]
         self.computed += sum(len(prompt) + len(ids) for prompt, ids in jobs)
-        told = side_by_side(
+        values = side_by_side(
             lambda job: self.server.prompt_logprobs([*job[0], *job[1]]), jobs, self.parallel
         )
-        sums = iter([sum(t[-len(ids) :]) for t, (_, ids) in zip(told, jobs, strict=True)])
+        sums = iter([sum(t[-len(ids) :]) for t, (_, ids) in zip(values, jobs, strict=True)])
         return [[next(sums) for _ in r.actions] for r in requests]
 
     def _complete(

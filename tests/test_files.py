@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import bellman
 import envs
 from qlass import UserError, cli, files
-from qlass.files import Output, read_jsonl
+from qlass.files import read_jsonl
+from qlass.output import Output
 
 GROUPS = [[{"task_id": f"t{g}", "n": n, "text": "tree" * n} for n in range(g + 1)] for g in range(3)]
 for _group in GROUPS[1:]:  # the first is a line of no tree

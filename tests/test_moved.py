@@ -18,7 +18,8 @@ import build_trees
 import envs
 import q_search
 from qlass import UserError, cli, files, models
-from qlass.files import Output, fingerprint
+from qlass.files import fingerprint
+from qlass.output import Output
 from qlass.published import learned_tasks
 
 

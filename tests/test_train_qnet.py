@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import shutil
 
@@ -117,8 +118,8 @@ def test_siblings_are_never_split_over_packs(sizes, max_tokens):
     packs = list(pack_pairs(chat, families(mixed), loss_tokens, max_tokens))
     for pack in packs:
         assert pack.tokens <= max_tokens or len({pair.state for pair in pack.pairs}) == 1
-        assert all(len({p.state for p, f in zip(pack.pairs, pack.family, strict=True) if f == of}) == 1
-                   for of in pack.family)  # fmt: skip
+        states = [state for state, _ in itertools.groupby(pack.pairs, key=lambda pair: pair.state)]
+        assert [sum(p.state == state for p in pack.pairs) for state in states] == pack.sizes.tolist()
     homes = [{id(pack) for pack in packs for p in pack.pairs if p.state == state} for state in {p.state for p in tree}]
     assert all(len(home) == 1 for home in homes) and sum(len(pack.pairs) for pack in packs) == len(tree)
 

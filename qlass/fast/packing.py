@@ -17,7 +17,7 @@ from qlass.fast.token_tree import TokenTree, tree_inputs
 class PackedPairs:
     """Pairs as one token tree with, for each token, sum_i w_i and sum_i w_i q_i over the pairs through it.
 
-    20 bytes a token, beside the pairs themselves. last, family: of each pair the last token, and which state it is of.
+    20 bytes a token, beside the pairs themselves. last: each pair's last token. sizes: of the families, side by side.
     """
 
     pairs: tuple[Any, ...]  # train_qnet.Pair
@@ -25,7 +25,7 @@ class PackedPairs:
     weight: np.ndarray
     weighted_q: np.ndarray
     last: np.ndarray
-    family: np.ndarray
+    sizes: np.ndarray
 
     @property
     def tokens(self) -> int:
@@ -48,7 +48,7 @@ def pack_pairs(
             weight[trained] += 1 / len(trained)  # w_i = 1 / n_i
             weighted_q[trained] += pair.q / len(trained)
         arrays = weight.astype(np.float32), weighted_q.astype(np.float32), np.array(last)
-        return PackedPairs(tuple(members), tree.frozen(), *arrays, np.repeat(range(len(packed)), [*map(len, packed)]))
+        return PackedPairs(tuple(members), tree.frozen(), *arrays, np.array([*map(len, packed)]))
 
     for family in families:
         prompts = [chat.prompt(pair.state) for pair in family]
@@ -88,7 +88,7 @@ def within_states(v: torch.Tensor, at: torch.Tensor, packs: Sequence[PackedPairs
     place = at.flatten().cumsum(0).view_as(at) - 1  # of a token in v; the last one of an action always has a loss
     last = torch.cat([place[row, -len(p.tree) :][torch.from_numpy(p.last)] for row, p in enumerate(packs)])
     q = torch.tensor([pair.q for p in packs for pair in p.pairs], device=v.device)
-    sizes = torch.from_numpy(np.concatenate([np.bincount(p.family) for p in packs])).to(v.device)
+    sizes = torch.from_numpy(np.concatenate([p.sizes for p in packs])).to(v.device)
     family = torch.repeat_interleave(sizes)  # siblings stand side by side
     e = v[last.to(v.device)] - q
     mean = torch.zeros_like(sizes, dtype=e.dtype).index_add(0, family, e) / sizes
