@@ -233,10 +233,13 @@ def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
     if args.server:
         chat = load_chat(args.sft, rendering)
         return ServerPolicy(args.server, chat, args.seed, args.in_flight or 64)
-    return Policy.load(args.sft, seed=args.seed, **loading(args, rendering))
+    options = loading(args.sft, args)
+    return Policy.load(args.sft, args.seed, cache_gb=args.cache_gb, **options)
 
 
-def loading(args: argparse.Namespace, rendering: Rendering) -> dict[str, Any]:
-    """What `Policy.load` and `QNet.from_pretrained` take of the flags."""
-    names = ("device", "load_in", "plain", "precision", "cache_gb")
-    return {name: getattr(args, name) for name in names} | {"rendering": rendering}
+def loading(
+    folder: Path, args: argparse.Namespace, names: Sequence[str] = RENDERED
+) -> dict[str, Any]:
+    """What `Policy.load` and `QNet.from_pretrained` take of the flags; names: `rendering_of`."""
+    options = {name: getattr(args, name) for name in ("device", "load_in", "plain", "precision")}
+    return options | {"rendering": rendering_of(folder, args, names)}
