@@ -33,8 +33,9 @@ from typing import Any
 import envs
 from qlass import published
 from qlass.batching import Candidate, Sample, ask, drive
-from qlass.chat import Chat, Rendering, State, parse_action, react
+from qlass.chat import Chat, Rendering
 from qlass.cli import add_sampling, at_least, find_or_make, my_share, parse, parser, run_stage
+from qlass.messages import State, parse_action, react
 from qlass.models import settle_precision
 from qlass.output import Output
 from qlass.policy import load_agent

@@ -34,8 +34,9 @@ from typing import Any
 
 import envs
 from qlass.batching import LogProb, Sample, Score, ask
-from qlass.chat import Chat, Rendering, State, parse_action, uniforms
+from qlass.chat import Chat, Rendering
 from qlass.cli import add_sampling, at_least, find_or_make, parse, parser, run_stage
+from qlass.messages import State, parse_action, uniforms
 from qlass.policy import load_agent
 from qlass.results import Results, outcome_of
 from qlass.show import show

@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM
 
 import envs
 from qlass import UserError, cli, files, models, published, training
-from qlass.chat import Chat, Rendering, State, react
+from qlass.chat import Chat, Rendering
+from qlass.messages import State, react
 from qlass.output import Output
 from qlass.tiny import AIDS, answers, observation_loss, tiny_model
 from qlass.training import Progress, cosine, micro_batches

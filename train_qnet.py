@@ -46,10 +46,11 @@ from transformers import AutoModel
 from qlass import UserError, cli, files, models, policy, training
 from qlass.batching import Score
 from qlass.card import write_card
-from qlass.chat import Chat, State
+from qlass.chat import Chat
 from qlass.cli import at_least
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.score import FastQNet
+from qlass.messages import State
 from qlass.policy import Policy
 from qlass.training import Progress, cosine, micro_batches
 

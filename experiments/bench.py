@@ -38,10 +38,11 @@ from environments.alfworld.textworld import TextWorldGame
 from experiments import drive_in_order
 from qlass import UserError
 from qlass.batching import Sample, Score, ask
-from qlass.chat import Chat, Rendering, State, react, uniforms
+from qlass.chat import Chat, Rendering
 from qlass.cli import run_stage
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import batches
+from qlass.messages import State, react, uniforms
 from qlass.models import load_checkpoint
 from qlass.policy import Policy
 from qlass.tiny import AIDS, tiny_model

@@ -26,9 +26,10 @@ from experiments.paraphrase import paraphrased, prompt_tokens
 from q_search import Method, Step, best_of, by_q
 from qlass import UserError
 from qlass.batching import Sample, Score
-from qlass.chat import Chat, State, parse_action, react
+from qlass.chat import Chat
 from qlass.cli import at_least, run_stage
 from qlass.files import read_meta
+from qlass.messages import State, parse_action, react
 from qlass.results import Results, describe, outcome_of
 
 PLAYERS = ("rule", "expert", "oracle")

@@ -21,10 +21,11 @@ from experiments.bench import random_agent
 from experiments.decisions import mixed_precision
 from qlass import UserError, models
 from qlass.batching import Sample
-from qlass.chat import Chat, Rendering, State
+from qlass.chat import Chat, Rendering
 from qlass.cli import run_stage
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.files import read_trees
+from qlass.messages import State
 from qlass.policy import Policy
 from train_qnet import QNet, loss_tokens, pairs_of
 

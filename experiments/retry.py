@@ -17,9 +17,10 @@ import q_search
 from experiments.compare import Variant, both, parser
 from q_search import Method, episode
 from qlass.batching import Score
-from qlass.chat import Chat, State
+from qlass.chat import Chat
 from qlass.cli import run_stage
 from qlass.endpoint import Endpoint
+from qlass.messages import State
 from qlass.results import Results, outcome_of
 
 ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."

@@ -29,9 +29,10 @@ import sft
 from q_search import Method, by_q, episode
 from qlass import UserError, files
 from qlass.batching import Sample, Score, drive
-from qlass.chat import Chat, State, without_thinking
+from qlass.chat import Chat
 from qlass.cli import add_sampling, at_least, find_or_make, handed_on, parse, parser, run_stage, tell_fewer
 from qlass.files import read_trees
+from qlass.messages import State, without_thinking
 from qlass.models import settle_precision
 from qlass.output import Output
 from qlass.policy import load_agent

@@ -30,9 +30,10 @@ import q_search
 from experiments.compare import Variant, both, parser
 from q_search import Method, Step, distinct
 from qlass.batching import Candidate, Sample, Score, ask
-from qlass.chat import Chat, Rendering, State, parse_action, uniforms
+from qlass.chat import Chat, Rendering
 from qlass.cli import at_least, run_stage
 from qlass.files import input_of, read_meta
+from qlass.messages import State, parse_action, uniforms
 from qlass.results import Results, outcome_of
 
 

@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM
 
 from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample
-from qlass.chat import Chat, Rendering, State, uniforms
+from qlass.chat import Chat, Rendering
 from qlass.cli import warn_of_another_world
+from qlass.messages import State, uniforms
 from qlass.models import load_chat, load_checkpoint
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from qlass import UserError
-from qlass.chat import State, without_thinking
 from qlass.cli import same_world
 from qlass.files import chat_fault, cloned_from, read_meta, records_of
+from qlass.messages import State, without_thinking
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
 TURN = {"role", "content", "from", "value"}  # fields of a turn
@@ -228,7 +228,9 @@ def learned_tasks(
     return None if None in ids else sorted(map(str, ids))
 
 
-def expert_actions(env: Any, tasks: list[str], args: Any) -> tuple[dict[str, list[str]] | None, dict]:
+def expert_actions(
+    env: Any, tasks: list[str], args: Any
+) -> tuple[dict[str, list[str]] | None, dict]:
     """`actions_by_task` of --expert, else of what the agent was cloned from: then `args` name it.
 
     A line tells how many of the tasks it is about; UserError if it is about none and was named. An

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qlass.batching import Models, drive
-from qlass.chat import Chat, State
+from qlass.chat import Chat
 from qlass.cli import leaks, my_share
 from qlass.files import identity, read_meta
+from qlass.messages import State
 from qlass.models import settle_precision
 from qlass.output import Output
 

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING
 
-from qlass.chat import parse_action
+from qlass.messages import parse_action
 
 if TYPE_CHECKING:
     from q_search import Step

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import build_trees
 from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS
 from qlass import UserError, published
-from qlass.chat import Rendering, State, parse_action
+from qlass.chat import Rendering
+from qlass.messages import State, parse_action
 from qlass.published import actions_by_task
 
 FREE = Rendering(temperature=0.9)

@@ -10,8 +10,9 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
 from qlass import UserError
 from qlass.batching import LogProb, Sample, Score
-from qlass.chat import Chat, Rendering, State, parse_action, react, uniforms
+from qlass.chat import Chat, Rendering
 from qlass.fast.packing import pack_pairs
+from qlass.messages import State, parse_action, react, uniforms
 from qlass.policy import Policy
 from qlass.tiny import MARK, mark
 from train_qnet import Pair, QNet, loss_tokens

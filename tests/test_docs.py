@@ -12,7 +12,7 @@ from fakes import FakeEnv
 import bellman
 import envs
 from docs import build
-from qlass.chat import parse_action
+from qlass.messages import parse_action
 from reporting import reference
 
 PARTS = {"lake": ("frozenlake", {"map": "4x4"}, 0.9), "shop": ("webshop", {}, 0.98)}  # environment, its options, gamma

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import q_search
-from qlass.chat import State
 from qlass.cli import run_stage
 from qlass.files import meta_path, read_jsonl, read_trees
+from qlass.messages import State
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("sft", "build_trees", "bellman", "train_qnet", "q_search")

@@ -6,10 +6,10 @@ import torch
 from fakes import ACTIONS, tiny_lm, word_chat
 
 from qlass.batching import Sample, Score
-from qlass.chat import State
 from qlass.fast.cache import PromptCache
 from qlass.fast.token_tree import TokenTree
 from qlass.fast.tries import Trie
+from qlass.messages import State
 from qlass.policy import Policy
 from train_qnet import QNet
 

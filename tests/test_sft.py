@@ -14,8 +14,9 @@ from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, training_settings, wor
 import q_search
 import sft
 from qlass import UserError
-from qlass.chat import Chat, Rendering, State
+from qlass.chat import Chat, Rendering
 from qlass.files import read_jsonl
+from qlass.messages import State
 from qlass.policy import Policy, begin_as_cloned
 from qlass.published import demonstrations, first_messages, read_trajectories
 from qlass.tiny import AIDS, MARK, observation_loss

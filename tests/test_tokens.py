@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from experiments import drive_in_order
 from qlass import UserError
 from qlass.batching import Sample, Score, ask, drive
-from qlass.chat import Chat, State, react, uniforms
+from qlass.chat import Chat
 from qlass.fast.cache import PromptCache
 from qlass.fast.token_tree import TokenTree, batches
+from qlass.messages import State, react, uniforms
 from qlass.policy import Policy, truncated
 
 CHAT = word_chat(temperature=0.8)

@@ -18,9 +18,10 @@ import build_trees
 import train_qnet
 from qlass import UserError, files
 from qlass.batching import Score
-from qlass.chat import Chat, Rendering, State
+from qlass.chat import Chat, Rendering
 from qlass.fast.cache import PromptCache
 from qlass.fast.packing import pack_pairs, packed_loss
+from qlass.messages import State
 from qlass.policy import Policy
 from qlass.training import Progress
 from train_qnet import Pair, QNet, families, family_loss, loss_tokens, pairs_of, sibling_accuracy

@@ -15,10 +15,10 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from qlass.batching import Candidate, Sample
-from qlass.chat import State, uniforms
 from qlass.fast.cache import Lists, Prompt, PromptCache, Reading, Row, batch_for, room_for, tokens_of
 from qlass.fast.token_tree import additive_masks, batches, tree_inputs, windows_of
 from qlass.fast.tries import Trie
+from qlass.messages import State, uniforms
 
 
 class RoomyLayer(DynamicLayer):

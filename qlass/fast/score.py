@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from qlass.batching import Score
-from qlass.chat import State
 from qlass.fast.cache import PromptCache, batch_for, room_for, tokens_of
+from qlass.messages import State
 
 
 class FastQNet:
