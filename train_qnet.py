@@ -29,7 +29,6 @@ last tokens, and early stopping then watches this part on the held-out trees.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import math
@@ -99,18 +98,17 @@ class QNet(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):  # in bf16 siblings would tie
             return self.head(hidden.to(self.head[0].weight.dtype)).squeeze(-1)  # Eq. (10)
 
-    def values(self, state: State, action: str) -> tuple[torch.Tensor, int]:
-        """V of each token of (s, a), (T,), and how many of them are the prompt's."""
+    def values(self, state: State, action: str) -> torch.Tensor:
+        """V of each token of (s, a), (T,)."""
         prompt = self.chat.prompt(state)
         ids = prompt + self.chat.action(action, state.task, len(prompt))
         tokens = torch.tensor([ids], device=self.backbone.device)
-        return self(input_ids=tokens, use_cache=False)[0].float(), len(prompt)
+        return self(input_ids=tokens, use_cache=False)[0].float()
 
     @torch.inference_mode()
     def q(self, state: State, action: str) -> float:
         """Q(s, a): the value at the action's last token."""
-        values, _ = self.values(state, action)
-        return float(values[-1])
+        return float(self.values(state, action)[-1])
 
     def score(self, requests: list[Score]) -> list[list[float]]:
         """Q(s, a) of each request's actions."""
@@ -221,9 +219,7 @@ def hold_out(trees: list[Tree]) -> tuple[list[Tree], list[Tree]]:
 # ----------------------------------------------------------------------------------------- training
 
 
-def loss_tokens(n_prompt: int, n: int, loss_on: str = "all") -> slice:
-    """Which of the n tokens of (s, a) carry the loss: all (Eq. 11), the action's, or its last."""
-    return slice({"all": 0, "action": n_prompt, "last": n - 1}[loss_on], n)
+LOSS_FROM = {"all": 0, "last": -1}  # which tokens of (s, a) carry the loss: all (Eq. 11), the last
 
 
 def family_loss(
@@ -233,9 +229,8 @@ def family_loss(
     they are siblings, rank_weight sum_a (e(a) - mean(e))^2 of their last tokens, ()."""
     losses, last = [], []
     for pair in family:
-        values, n_prompt = qnet.values(pair.state, pair.action)
-        errors = values - pair.q
-        losses.append(errors[loss_tokens(n_prompt, len(values), loss_on)].square().mean())
+        errors = qnet.values(pair.state, pair.action) - pair.q
+        losses.append(errors[LOSS_FROM[loss_on] :].square().mean())
         last.append(errors[-1])
     e = torch.stack(last)
     return torch.stack(losses).sum() + rank_weight * (e - e.mean()).square().sum()
@@ -243,13 +238,12 @@ def family_loss(
 
 def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Namespace) -> dict:
     """Regress QNet onto the Q-values of (s, a). Returns figures for the metadata."""
-    carriers = functools.partial(loss_tokens, loss_on=args.loss_on)
-    rank_weight = args.rank_weight
+    first, rank_weight = LOSS_FROM[args.loss_on], args.rank_weight
     packs: list[Any] = []
     for tree in trees:
         together = families(tree) if rank_weight else [[pair] for pair in tree]  # not to be split
         room = 1 if qnet.plain else args.max_tokens  # 1: each family is a pack of its own
-        packs += pack_pairs(qnet.chat, together, carriers, room)
+        packs += pack_pairs(qnet.chat, together, first, room)
     rates = {"head.": args.head_lr} if args.head_lr else {}
     progress = Progress(qnet, args, [len(pack.pairs) for pack in packs], rates)
     accelerator, model, optimizer = progress.accelerator, progress.model, progress.optimizer
@@ -348,8 +342,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
     cli.add_training(parser, PAPER, TINY, "(s, a) pairs")
-    carry = "tokens that carry the loss: all (Eq. 11; tiny: last), action or last"
-    add("--loss-on", choices=["all", "action", "last"], metavar="WHICH", help=carry)
+    carry = "tokens that carry the loss: all (Eq. 11) or last (tiny)"
+    add("--loss-on", choices=LOSS_FROM, metavar="WHICH", help=carry)
     text = "B times more loss on the differences of siblings (0: the paper)"
     add("--rank-weight", type=at_least(0, float), default=0.0, metavar="B", help=text)
     add("--head-lr", type=at_least(0, float), metavar="LR", help="of the value head (--lr)")

@@ -47,7 +47,7 @@ from qlass.models import load_checkpoint
 from qlass.policy import Policy
 from qlass.tiny import AIDS, tiny_model
 from sft import demonstrate
-from train_qnet import TINY, Pair, QNet, family_loss, loss_tokens, pairs_of
+from train_qnet import LOSS_FROM, TINY, Pair, QNet, family_loss, pairs_of
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 TEXT = 17  # tokens of a demonstration's mean action
@@ -225,7 +225,7 @@ def epoch(net: QNet, trees: list[list[Pair]]) -> int:
                 family_loss(net, [pair]).backward()
             tokens += one_by_one(net.chat, [(pair.state, pair.action) for pair in pairs])
             continue
-        packs = list(pack_pairs(net.chat, [[pair] for pair in pairs], loss_tokens, max_tokens=1024))
+        packs = list(pack_pairs(net.chat, [[pair] for pair in pairs], LOSS_FROM["all"], max_tokens=1024))
         tokens += sum(pack.tokens for pack in packs)
         for group in batches(packs, lambda pack: pack.tokens, TINY["micro_tokens"]):
             packed_loss(net, [packs[i] for i in group]).backward()
