@@ -126,7 +126,7 @@ class QNet(nn.Module):
         """Switch modes. Training changes the weights, so evaluation begins with an empty cache."""
         self.fast = None
         if not (mode or self.plain):
-            self.fast = FastQNet(self, cache_gb=self.cache_gb)
+            self.fast = FastQNet(self, self.cache_gb)
         return super().train(mode)
 
     @property

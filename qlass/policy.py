@@ -31,28 +31,29 @@ from qlass.models import load_chat, load_checkpoint
 class Policy:
     """pi(a | s): free text, token by token, or a choice among the valid actions of a request."""
 
-    def __init__(self, model: Any, chat: Chat, seed: int = 0, plain: bool = False, **room: Any):
-        """room: `budget` (tokens of a batch) and `cache_gb` of qlass/fast/."""
+    def __init__(
+        self,
+        model: Any,
+        chat: Chat,
+        seed: int = 0,
+        plain: bool = False,
+        cache_gb: float | None = None,
+    ) -> None:
+        """cache_gb: room of qlass/fast/ for what it has read."""
         self.model, self.chat, self.seed = model.eval(), chat, seed
         self.plain_tokens = 0
         self.fast = None
         if not plain:
             from qlass.fast.decode import FastPolicy
 
-            self.fast = FastPolicy(self, **room)
+            self.fast = FastPolicy(self, cache_gb)
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        seed: int = 0,
-        plain: bool = False,
-        cache_gb: float | None = None,
-        **options: Any,
-    ) -> Policy:
-        """The agent in a checkpoint; options: of `load_checkpoint`."""
-        model, chat = load_checkpoint(path, AutoModelForCausalLM, plain=plain, **options)
-        return cls(model, chat, seed, plain, cache_gb=cache_gb)
+    def load(cls, path: str | Path, seed: int = 0, **options: Any) -> Policy:
+        """The agent in a checkpoint; options: of `load_checkpoint`, and cache_gb."""
+        cache_gb = options.pop("cache_gb", None)
+        model, chat = load_checkpoint(path, AutoModelForCausalLM, **options)
+        return cls(model, chat, seed, options.get("plain", False), cache_gb)
 
     @property
     def computed(self) -> int:

@@ -14,9 +14,9 @@ from qlass.messages import State
 class FastQNet:
     """The same values as `QNet.q`. It remembers what it has read, so a QNet makes a new one when its weights change."""
 
-    def __init__(self, qnet: Any, budget: int | None = None, cache_gb: float | None = None) -> None:
-        """budget: padded tokens of a batch (`batch_for`). cache_gb: room for read prompts (`room_for`)."""
-        self.qnet, self.budget = qnet, budget or batch_for(qnet.backbone)
+    def __init__(self, qnet: Any, cache_gb: float | None = None) -> None:
+        """cache_gb: room for read prompts (`room_for`)."""
+        self.qnet, self.budget = qnet, batch_for(qnet.backbone)
         self.cache = PromptCache(room_for(qnet.backbone, cache_gb))
         self.memory: dict[tuple[State, str], float] = {}
 
