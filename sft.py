@@ -158,10 +158,8 @@ def train(agent: Any, examples: list[Example], validation: list[Example], args: 
         model.train()
         for update in progress.updates():
             batch = [examples[i] for i in update]
-            groups = [
-                collate(group, model.device)
-                for group in micro_batches(batch, len, args.micro_tokens)
-            ]
+            micro = micro_batches(batch, len, args.micro_tokens)
+            groups = [collate(group, model.device) for group in micro]
             n_wrote = sum(int(wrote[:, 1:].sum()) for _, wrote, _ in groups)
             n_answers = sum(int(answers(wrote, real).sum()) for _, wrote, real in groups)
             loss = 0.0
@@ -212,7 +210,6 @@ def read(env: envs.TextEnv, args: argparse.Namespace, process: Any) -> tuple[lis
         collect(env, args)
     process.wait_for_everyone()
     states = published.demonstrations(env, args.expert, args.n_expert)
-    cli.tell_fewer(args, "n_expert", len(states), "demonstrations")
     return states, published.first_messages(env, states) if named else {}
 
 
