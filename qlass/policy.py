@@ -228,14 +228,13 @@ def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
     is here."""
     from qlass.server import ServerPolicy
 
-    rendering = rendering_of(args.sft, args)
+    options = loading(args.sft, args)
     warn_of_another_world(args.sft, args)
     if env:
-        begin_as_cloned(env, rendering, args)
+        begin_as_cloned(env, options["rendering"], args)
     if args.server:
-        chat = load_chat(args.sft, rendering)
+        chat = load_chat(args.sft, options["rendering"])
         return ServerPolicy(args.server, chat, args.seed, args.in_flight or 64)
-    options = loading(args.sft, args)
     return Policy.load(args.sft, args.seed, cache_gb=args.cache_gb, **options)
 
 
