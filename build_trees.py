@@ -179,12 +179,9 @@ class Explorer:
         key = self.key(action)
         if key in node.children:
             return node.children[key]
-        observation, reward, terminated, truncated, _ = self.env.step(parse_action(action))
-        observation = self.env.message(observation)
-        state = node.state.then(action, observation)
-        child = Node(state, observation, self.env.snapshot(), node.depth + 1, node, action)
-        child.done = terminated or truncated
-        child.reward = self.env.outcome(reward, child.done)
+        state, reward, done = node.state.act(self.env, action)
+        snapshot, depth = self.env.snapshot(), node.depth + 1
+        child = Node(state, state.observation, snapshot, depth, node, action, reward, done)
         child.source, child.branch = source, self.branches
         if source == "policy" and child.depth == self.max_steps and not child.done:
             child.done, child.cut = True, True

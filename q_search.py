@@ -135,13 +135,11 @@ def episode(
             candidates = distinct(env, [c.text for c in drawn])[: method.M]
         scores = yield from method.score(state, candidates, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
-        observation, reward, terminated, truncated, _ = env.step(parse_action(action))  # line 9
-        done = terminated or truncated
-        observation, reward = env.message(observation), env.outcome(reward, done)
-        steps.append(Step(state, drawn, candidates, scores, action, observation, reward))
+        after, reward, done = state.act(env, action)  # line 9
+        steps.append(Step(state, drawn, candidates, scores, action, after.observation, reward))
         if method.show:
             show(steps[-1], len(steps), done)
-        state = state.then(action, observation)  # line 10
+        state = after  # line 10
     return steps
 
 

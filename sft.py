@@ -48,10 +48,8 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     observation, info = env.reset(options={"task_id": task_id})
     state = first = State.first(env, observation, info)
     for thought, move in env.expert(task_id):
-        observation, reward, terminated, truncated, _ = env.step(move)
-        state = state.then(react(thought, move), env.message(observation))
-        reward = env.outcome(reward, terminated or truncated)
-        if terminated or truncated:
+        state, reward, done = state.act(env, react(thought, move))
+        if done:
             break
     if state is first:
         raise UserError(f"{env.name}: its expert does nothing in task {task_id}")

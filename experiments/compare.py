@@ -93,11 +93,9 @@ def follow(env: envs.TextEnv, task_id: str, method: Variant) -> list[Step]:
     moves = env.rules()[method.player]() if method.player else getattr(env, method.name)(task_id)
     for thought, move in moves:
         action = react(thought, move)
-        observation, reward, terminated, truncated, _ = env.step(move)
-        done = terminated or truncated
-        observation, reward = env.message(observation), env.outcome(reward, done)
-        steps.append(Step(state, [], [], [], action, observation, reward))
-        state = state.then(action, observation)
+        after, reward, done = state.act(env, action)
+        steps.append(Step(state, [], [], [], action, after.observation, reward))
+        state = after
         if done:
             break
     if not steps:

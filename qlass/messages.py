@@ -25,6 +25,16 @@ class State:
         turn = ("assistant", action), ("user", observation)
         return State(self.messages + turn, self.task)
 
+    def act(self, env: Any, action: str) -> tuple[State, float, bool]:
+        """The state that an action leads to, the outcome, and whether the episode is over."""
+        observation, reward, terminated, truncated, _ = env.step(parse_action(action))
+        done = terminated or truncated
+        return self.then(action, env.message(observation)), env.outcome(reward, done), done
+
+    @property
+    def observation(self) -> str:
+        return self.messages[-1][1]
+
     @staticmethod
     def first(env: Any, observation: str, info: dict) -> State:
         """ETO's layout: instruction, "OK", and the first observation without its prefix."""
