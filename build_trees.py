@@ -35,7 +35,7 @@ from qlass import published
 from qlass.batching import Candidate, Sample, ask, drive
 from qlass.chat import Chat, Rendering, State, parse_action, react
 from qlass.cli import add_sampling, at_least, find_or_make, my_share, parse, parser, run_stage
-from qlass.files import cloned_from
+from qlass.metadata import cloned_from
 from qlass.models import settle_precision
 from qlass.output import Output
 from qlass.policy import load_agent
@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None) -> None:
     settle_precision(args)
     task_of, inputs = itemgetter("task_id"), [args.sft, args.expert]
     trees = Output(args.out, vars(args), inputs, ["plain"], task_of, tasks)
-    share, finished = my_share(tasks, args), set(map(task_of, trees.records))
+    share, finished = my_share(tasks), set(map(task_of, trees.records))
     todo = [task_id for task_id in share if task_id not in finished]
     tokens = None  # unknown if an earlier call or another process made some of the trees
     if todo:

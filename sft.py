@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 import envs
-from qlass import UserError, cli, files, models, published, training
+from qlass import UserError, cli, files, metadata, models, published, training
 from qlass.chat import Chat, Rendering, State, react
 from qlass.output import Output
 from qlass.tiny import AIDS, answers, observation_loss, tiny_model
@@ -218,7 +218,6 @@ def read(env: envs.TextEnv, args: argparse.Namespace, process: Any) -> tuple[lis
             collect(env, args.expert, args.n_expert, world)
         process.wait_for_everyone()
     states = published.demonstrations(env, args.expert, args.n_expert)
-    cli.tell_fewer(args, "n_expert", len(states), "demonstrations")
     return states, published.first_messages(env, states) if named else {}
 
 
@@ -311,7 +310,7 @@ def main(argv: list[str] | None = None) -> None:
             tasks = published.tasks_of(args.expert, env, args.n_expert)
             figures["tasks"] = published.learned_tasks(tasks, args.model, vars(args))
             figures["trajectories"] = len(states)
-            files.write_meta(args.out, vars(args), [args.expert], **figures)
+            metadata.write_meta(args.out, vars(args), [args.expert], **figures)
             print(f"{args.out}: {len(states)} trajectories, loss {figures['loss']:.3f}")
 
 

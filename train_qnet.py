@@ -44,7 +44,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
 
-from qlass import UserError, cli, files, models, policy, training
+from qlass import UserError, cli, files, metadata, models, policy, training
 from qlass.batching import Score
 from qlass.card import write_card
 from qlass.chat import Chat, State
@@ -52,6 +52,7 @@ from qlass.cli import at_least
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.score import FastQNet
 from qlass.files import read_object
+from qlass.output import read_trees
 from qlass.policy import Policy
 from qlass.training import Progress, cosine, micro_batches
 
@@ -400,11 +401,10 @@ def save(qnet: QNet, args: argparse.Namespace, adapter: Any) -> None:
 def read(args: argparse.Namespace) -> tuple[list[str], list[Tree]]:
     """The labelled trees, and the tasks that they are of."""
     tasks, trees = [], []
-    labelled = files.read_trees(args.labels, ["q", "messages"])
+    labelled = read_trees(args.labels, ["q", "messages"])
     for tree in itertools.islice(labelled, args.limit):
         tasks.append(tree[0]["task_id"])
         trees.append(pairs_of(tree))
-    cli.tell_fewer(args, "limit", len(trees), "trees")
     return tasks, trees
 
 
@@ -466,7 +466,7 @@ def main(argv: list[str] | None = None) -> None:
             figures |= {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
             write_card(args, figures, ranks)
             inputs = [args.labels, args.sft]
-            files.write_meta(args.out, vars(args), inputs, **figures, held_out=ranks)
+            metadata.write_meta(args.out, vars(args), inputs, **figures, held_out=ranks)
             tell(args.out, figures, ranks)
 
 

@@ -28,7 +28,7 @@ from qlass import UserError
 from qlass.batching import Sample, Score
 from qlass.chat import Chat, State, parse_action, react
 from qlass.cli import at_least, run_stage
-from qlass.files import read_meta
+from qlass.metadata import read_meta
 from qlass.results import Results, describe, outcome_of
 
 PLAYERS = ("rule", "expert", "oracle")

@@ -24,7 +24,7 @@ from qlass.batching import Sample
 from qlass.chat import Chat, Rendering, State
 from qlass.cli import run_stage
 from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.files import read_trees
+from qlass.output import read_trees
 from qlass.policy import Policy
 from train_qnet import QNet, loss_tokens, pairs_of
 

@@ -32,7 +32,7 @@ from q_search import Method, Step, distinct
 from qlass.batching import Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering, State, parse_action, uniforms
 from qlass.cli import at_least, run_stage
-from qlass.files import input_of, read_meta
+from qlass.metadata import input_of, read_meta
 from qlass.results import Results, outcome_of
 
 

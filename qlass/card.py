@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from qlass.files import CARD, read_meta
+from qlass.files import CARD
+from qlass.metadata import read_meta
 
 HEAD = """---
 library_name: transformers

@@ -18,7 +18,9 @@ from typing import Any
 from qlass import UserError
 from qlass.chat import State, without_thinking
 from qlass.cli import same_world
-from qlass.files import chat_fault, read_meta, records_of
+from qlass.files import records_of
+from qlass.metadata import read_meta
+from qlass.output import chat_fault
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
 TURN = {"role", "content", "from", "value"}  # fields of a turn

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from qlass.batching import Models, drive
 from qlass.chat import Chat, State
 from qlass.cli import leaks, my_share
-from qlass.files import identity, read_meta
+from qlass.metadata import read_meta
 from qlass.models import settle_precision
-from qlass.output import Output
+from qlass.output import Output, identity
 
 if TYPE_CHECKING:
     from envs import TextEnv
@@ -125,7 +125,7 @@ class Results(Output):
 
         play: a generator of requests that returns the outcome.
         """
-        mine, width = set(my_share(tasks, self.args)), self.args.in_flight or self.env.side_by_side
+        mine, width = set(my_share(tasks)), self.args.in_flight or self.env.side_by_side
         lines = {method: [self.line(task, method) for task in tasks] for method in plan}
         self.plan = list(map(identity, chain.from_iterable(lines.values())))
 

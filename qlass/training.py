@@ -27,7 +27,7 @@ from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, 
 from torch import nn
 from tqdm import tqdm
 
-from qlass import UserError, files, models
+from qlass import UserError, files, metadata, models
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ def begin(args: Namespace, inputs: Iterable[Path]) -> bool:
     models.settle_precision(args)
     there = (out / "config.json").exists() or any(states.glob("state-*"))
     if there and not args.overwrite:
-        files.same_arguments(out, vars(args))
+        metadata.same_arguments(out, vars(args))
         if not states.exists():
             process.print(f"{out}: is complete; --overwrite trains it again", flush=True)
             return False
@@ -131,9 +131,9 @@ def begin(args: Namespace, inputs: Iterable[Path]) -> bool:
         if args.overwrite:
             shutil.rmtree(states, ignore_errors=True)
             files.discard(out)
-            files.discard(files.meta_path(out))
+            files.discard(metadata.meta_path(out))
         states.mkdir(parents=True, exist_ok=True)
-        files.write_meta(out, vars(args), inputs)
+        metadata.write_meta(out, vars(args), inputs)
     process.wait_for_everyone()
     return True
 
