@@ -35,9 +35,9 @@ from typing import Any
 import envs
 from qlass.batching import LogProb, Sample, Score, ask
 from qlass.chat import Chat, Rendering, State, parse_action, uniforms
-from qlass.cli import add_sampling, at_least, find_or_make, must_exist, parse, parser, run_stage
+from qlass.cli import add_sampling, at_least, find_or_make, parse, parser, run_stage
 from qlass.policy import load_agent
-from qlass.results import Results, outcome_of
+from qlass.results import Results, costs_of, describe
 from qlass.show import show
 from train_qnet import load_qnet
 
@@ -177,7 +177,7 @@ def play(
 ) -> Generator[Any, Any, dict]:
     """A task by a method: the outcome, as a result line tells it."""
     best, episodes = yield from best_of(env, task_id, method, chat.rendering, sampled)
-    return outcome_of(chat, best, episodes, method.read_by_qnet)
+    return describe(best, episodes, costs_of(chat, episodes, method.read_by_qnet))
 
 
 # -------------------------------------------------------------------------------------- the methods
@@ -239,7 +239,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def environment(args: argparse.Namespace) -> tuple[envs.TextEnv, list[str]]:
     """The environment that the flags name, and the tasks to play in it."""
-    must_exist(args.sft, args.qnet)
     env = envs.from_arguments(args, **({"max_steps": args.max_steps} if args.max_steps else {}))
     return env, env.task_ids(args.split)[args.skip :][: args.limit or None]
 

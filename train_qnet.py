@@ -440,9 +440,8 @@ def tell(out: Path, figures: dict[str, Any], ranks: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    cli.must_exist(args.sft, args.labels)
-    args.sft = cli.find_or_make(args.sft, args.run / "sft", "sft", args)
     args.labels = cli.find_or_make(args.labels, args.run / "q_labels.jsonl", "bellman", args)
+    args.sft = cli.find_or_make(args.sft, args.run / "sft", "sft", args)
     args.out = files.checkpoint_folder(args.out or args.run / "qnet", args.sft)
     cli.warn_of_another_world(args.sft, args)
     loading = {name: getattr(args, name) for name in ("device", "load_in", "precision")}

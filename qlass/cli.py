@@ -13,18 +13,15 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from qlass import UserError
 from qlass.files import files_of, share, warn
 from qlass.metadata import is_complete, outdated, read_meta
 
-T = TypeVar("T", int, float)
 LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
 
 # ------------------------------------------------------------------------------------------ flags
-
-ENVIRONMENTS = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
 
 
 def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -37,7 +34,8 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30, width=100),
     )
     add = stage.add_argument
-    add("--env", metavar="NAME", help=ENVIRONMENTS)
+    names = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
+    add("--env", metavar="NAME", help=names)
     add("--env-option", type=option, action="append", metavar="NAME=VALUE", help="may be repeated")
     add("--run", type=Path, metavar="DIR", help="folder of this run's files (runs/ENV)")
     add("--seed", type=at_least(0, most=2**32 - 1), default=0, metavar="N", help="default: 0")
@@ -172,8 +170,10 @@ def parse(
 
 def begun_with(run: Path) -> dict[str, Any]:
     """The arguments of the earliest stage that has written into a run's folder."""
-    outputs = ("sft", "expert.jsonl", "trees.jsonl", "q_labels.jsonl", "qnet", "results.jsonl")
-    return next(filter(None, (trained_with(run / name) for name in outputs)), {})
+    names = ["sft", "expert", "trees", "q_labels", "qnet"]
+    names += [path.name.removesuffix(".meta.json") for path in sorted(run.glob("*.meta.json"))]
+    told = (trained_with(run / name) for name in names)
+    return next((arguments for arguments in told if "env" in arguments), {})
 
 
 def trained_with(checkpoint: Path) -> dict[str, Any]:
@@ -241,20 +241,14 @@ def handed_on(args: argparse.Namespace) -> list[str]:
     return argv
 
 
-def must_exist(*named: Path | None) -> None:
-    """What was named must be there; checked before what was not named is made."""
-    for path in named:
-        if path is not None and not files_of(path):
-            raise UserError(f"{path}: no such file or folder")
-
-
 def find_or_make(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
     """A stage's input: what was named, else the earlier stage's output, made or resumed first.
 
     Several processes would all make it, so they are refused with the command that does.
     """
-    must_exist(named)
     if named is not None:
+        if not files_of(named):
+            raise UserError(f"{named}: no such file or folder")
         return named
     if is_complete(default):
         for output, source in dict.fromkeys(outdated(default)):
@@ -278,10 +272,9 @@ def find_or_make(named: Path | None, default: Path, stage: str, args: argparse.N
 def my_share(tasks: list[str]) -> list[str]:
     """The tasks of this process: from the RANK-th on, every WORLD_SIZE-th."""
     rank, world = share()
-    if not tasks:
-        raise UserError("no tasks are left: mind --split, --skip and --limit")
-    if not 0 <= rank < world <= max(1, len(tasks)):
-        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: no share of {len(tasks)} tasks")
+    if not 0 <= rank < world <= len(tasks):
+        share_of = f"no share of {len(tasks)} tasks (--split, --skip, --limit)"
+        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: {share_of}")
     return tasks[rank::world]
 
 

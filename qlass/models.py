@@ -35,10 +35,7 @@ def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[
     """device: None for this process's GPU or, without any, the CPU. precision: None for bf16 on a
     GPU and float32 on a CPU, of which few have bf16 arithmetic."""
     gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.empty(1, device=device or gpu).device
-    except (AssertionError, RuntimeError) as error:  # no such device, or torch is without it
-        raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    place = torch.empty(1, device=device or gpu).device
     return place, PRECISIONS[precision or ("bf16" if place.type == "cuda" else "float32")]
 
 
@@ -144,15 +141,13 @@ def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     name, options = source(base)
     options["trust_remote_code"] = False
     config = hf.AutoConfig.from_pretrained(name, **options)
-    own = name if home == base else str(home)
-    tokenizer = hf.AutoTokenizer.from_pretrained(own, config=config, **options)
+    tokenizer = hf.AutoTokenizer.from_pretrained(source(home)[0], config=config, **options)
     generation = hf.GenerationConfig.from_model_config(config)
     with contextlib.suppress(OSError):  # not every checkpoint has one
         generation = hf.GenerationConfig.from_pretrained(name)
-    ends = generation.eos_token_id  # of a turn: Llama 3 lists two
-    return Chat(
-        tokenizer, rendering, context_of(config), ends if isinstance(ends, list) else [ends]
-    )
+    ends = generation.eos_token_id  # of a turn
+    ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
+    return Chat(tokenizer, rendering, context_of(config), ends)
 
 
 def context_of(config: Any) -> int | None:
@@ -213,8 +208,6 @@ def adamw(model: nn.Module, rates: Mapping[str, float], name: str = "adamw") -> 
         if parameter.requires_grad:
             groups[[start for start in rates if name_of.startswith(start)][-1]].append(parameter)
     trained = [{"params": group, "lr": rates[start]} for start, group in groups.items() if group]
-    if not trained:
-        raise UserError("nothing to train: all weights are frozen")
     optimizer: Any = torch.optim.AdamW
     if name == "adamw8bit":
         import bitsandbytes

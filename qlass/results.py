@@ -28,13 +28,8 @@ Play = Callable[["TextEnv", str, "Method"], Generator[Any, Any, dict]]
 # --------------------------------------------------------------------------- the outcome of a task
 
 
-def outcome_of(chat: Chat, best: Sequence[Step], episodes: Episodes, scored: Scored) -> dict:
-    """The episode of a task that counts, and what all of its episodes cost."""
-    return describe(best, episodes, costs_of(chat, episodes, scored))
-
-
 def describe(best: Sequence[Step], episodes: Episodes, costs: dict) -> dict:
-    """The fields of a line that tell how a task was played; costs: as of `costs_of`."""
+    """The fields of a line: the episode that counts, and what all cost, as of `costs_of`."""
     steps = []
     for step in best:
         candidates = []

@@ -62,9 +62,9 @@ def micro_batches(examples: Sequence[T], length: Callable[[T], int], budget: int
     return groups
 
 
-def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
+def cosine(step: int, steps: int) -> float:
     """The rate's factor: linear warm-up over 3 % of the steps, half a cosine to 0 (Table 5)."""
-    rise = max(1, round(warmup * steps))
+    rise = max(1, round(0.03 * steps))
     if step < rise:
         return (step + 1) / rise
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
@@ -80,12 +80,11 @@ def processes(out: Path, device: str | None) -> Iterator[accelerate.PartialState
     When the block ends, the checkpoint is complete, and its states go.
     """
     rank, world = files.share()
-    address = os.environ.get("MASTER_ADDR")  # the processes of a job array have none
-    if world > 1 and rank == 0 and address:
-        print(f"{address}: waiting for {world} processes (WORLD_SIZE)", file=sys.stderr)
+    linked = world == 1 or "MASTER_ADDR" in os.environ  # the processes of a job array are not
+    if linked and world > 1 and rank == 0:
+        print(f"waiting for {world} processes (WORLD_SIZE)", file=sys.stderr)
     cpu = not torch.cuda.is_available() or (device or "").startswith("cpu")
     patience = datetime.timedelta(days=2)  # for as long as the first plays demonstrations
-    linked = world == 1 or address
     process = accelerate.PartialState(cpu=cpu, timeout=patience) if linked else None
     if not process or process.num_processes != world:
         reason = "WORLD_SIZE is set, but the processes see no others"
@@ -195,11 +194,6 @@ class Progress:
         )
 
     @property
-    def losses(self) -> list[float]:
-        """One per update."""
-        return [line["loss"] for line in self.lines if "lr" in line]
-
-    @property
     def curve(self) -> list[dict]:
         """One entry per epoch."""
         lines = [line for line in self.lines if "epoch" in line]
@@ -266,7 +260,8 @@ class Progress:
         epoch = len(self.curve) + 1
         if not math.isfinite(validation or 0.0):
             raise UserError(f"epoch {epoch}: validation loss {validation}, so it has diverged")
-        losses = self.losses[self.starts[epoch - 1] :]
+        updates = [line for line in self.lines if "lr" in line]
+        losses = [line["loss"] for line in updates[self.starts[epoch - 1] :]]
         line = {"epoch": epoch, "loss": sum(losses) / len(losses), **figures}
         (line,) = broadcast_object_list([line | {"validation": validation}])
         self._add({"step": self.step}, line)
