@@ -30,11 +30,12 @@ from typing import Any
 
 import gymnasium
 
+from environments import fingerprint
 from environments.check import check
 from environments.guard import build, guard_reset, guard_step, options_of
 from environments.spaces import AnyText
 from qlass import UserError
-from qlass.files import fingerprint, warn
+from qlass.files import warn
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 

@@ -109,8 +109,7 @@ def at_least(low: float, kind: Callable = int, most: float = 1e30) -> Callable[[
     def number(text: str) -> Any:
         value = kind(text)  # argparse names what is none
         if not low <= value <= most:  # also refuses nan
-            bounds = f"{low:g} or more" if most == 1e30 else f"{low:g} to {most:g}"
-            raise argparse.ArgumentTypeError(f"{text}: {bounds} is expected")
+            raise argparse.ArgumentTypeError(f"{text} is not within {low:g} and {most:g}")
         return value
 
     return number

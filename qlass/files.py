@@ -154,20 +154,6 @@ def digest(*files: tuple[Path, int, int]) -> str:
     return total.hexdigest()
 
 
-def fingerprint(path: str) -> str:
-    """Of a data set of any size, the same for a copy: names, sizes, and up to 256 MB of content."""
-    found = glob.glob(f"{glob.escape(path)}/**", recursive=True)  # through links; not hidden files
-    paths = sorted(filter(os.path.isfile, found)) or [path]
-    every = len(paths) // 500 + 1
-    total = hashlib.sha256()
-    for i, file in enumerate(paths):
-        total.update(f"{os.path.relpath(file, path)} {os.path.getsize(file)}\n".encode())
-        if i % every == 0:
-            with open(file, "rb") as content:
-                total.update(content.read(2**28 * every // len(paths)))
-    return total.hexdigest()[:16]
-
-
 # --------------------------------------------------------------- one writer, complete or not at all
 
 

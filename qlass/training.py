@@ -27,7 +27,8 @@ from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, 
 from torch import nn
 from tqdm import tqdm
 
-from qlass import UserError, files, metadata, models
+from qlass import UserError, files, fsdp, metadata, models
+from qlass.fsdp import divided
 
 T = TypeVar("T")
 
@@ -89,18 +90,12 @@ def processes(out: Path, device: str | None) -> Iterator[accelerate.PartialState
     if not process or process.num_processes != world:
         reason = "WORLD_SIZE is set, but the processes see no others"
         raise UserError(f"{reason}: start them by torchrun, or unset it")
-    if divided() and os.environ.get("FSDP_VERSION") != "2":  # 1 can't call QNet's parts
-        raise UserError("--use_fsdp: give --fsdp_version 2 beside it")
+    fsdp.check()
     first = process.is_main_process
     with files.locked(out) if first else contextlib.nullcontext():
         yield process
         if first:
             shutil.rmtree(resume_folder(out), ignore_errors=True)
-
-
-def divided() -> bool:
-    """Does FSDP divide the weights among the processes? Else each has a copy of the model."""
-    return os.environ.get("ACCELERATE_USE_FSDP") == "true"
 
 
 # ----------------------------------------------------------------------------------- log and states
@@ -292,9 +287,7 @@ class Progress:
     def _save(self) -> None:
         """Write a state; of the older ones the best epoch's stays."""
         if divided():
-            from torch.distributed.checkpoint.state_dict import get_state_dict
-
-            weights, moments = get_state_dict(self.model, self.optimizer, options=whole())
+            weights, moments = fsdp.state_of(self.model, self.optimizer)
         else:
             parameters = self.model.named_parameters()
             weights = {name: p.detach() for name, p in parameters if p.requires_grad}
@@ -310,10 +303,7 @@ class Progress:
     def _load(self, path: Path) -> None:
         state = read_state(path)
         if divided():
-            from torch.distributed.checkpoint.state_dict import set_state_dict
-
-            parts = {"model_state_dict": state["weights"], "optim_state_dict": state["moments"]}
-            set_state_dict(self.model, self.optimizer, **parts, options=whole())
+            fsdp.load_state(self.model, self.optimizer, state["weights"], state["moments"])
         else:
             self.model.load_state_dict(state["weights"], strict=False)
             self.optimizer.load_state_dict(state["moments"])
@@ -323,12 +313,3 @@ class Progress:
 
 def read_state(path: Path) -> dict:
     return torch.load(path, map_location="cpu", weights_only=True)  # runs no code
-
-
-def whole() -> Any:
-    """Of divided weights all parts together, without the frozen ones."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    return StateDictOptions(
-        full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
-    )

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 import build_trees
 import envs
 import q_search
+from environments import fingerprint
 from qlass import UserError, cli, files, metadata, models
-from qlass.files import fingerprint
 from qlass.output import Output
 from qlass.published import learned_tasks
 
