@@ -19,7 +19,9 @@ from pathlib import Path
 
 from qlass import UserError
 from qlass.cli import at_least, find_or_make, parse, parser, run_stage
-from qlass.files import locked, read_jsonl, read_trees, same_arguments, write_jsonl, write_meta
+from qlass.files import locked, read_jsonl, write_jsonl
+from qlass.metadata import same_arguments, write_meta
+from qlass.output import read_trees
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 

@@ -291,7 +291,7 @@ def main(argv: list[str] | None = None) -> None:
     settle_precision(args)
     task_of, inputs = itemgetter("task_id"), [args.sft, args.expert]
     trees = Output(args.out, vars(args), inputs, ["plain"], task_of, tasks)
-    share, finished = my_share(tasks, args), set(map(task_of, trees.records))
+    share, finished = my_share(tasks), set(map(task_of, trees.records))
     todo = [task_id for task_id in share if task_id not in finished]
     tokens = None  # unknown if an earlier call or another process made some of the trees
     if todo:

@@ -38,7 +38,7 @@ from qlass.chat import Chat, Rendering
 from qlass.cli import add_sampling, at_least, find_or_make, parse, parser, run_stage
 from qlass.messages import State, parse_action, uniforms
 from qlass.policy import load_agent
-from qlass.results import Results, outcome_of
+from qlass.results import Results, costs_of, describe
 from qlass.show import show
 from train_qnet import load_qnet
 
@@ -176,7 +176,7 @@ def play(
 ) -> Generator[Any, Any, dict]:
     """A task by a method: the outcome, as a result line tells it."""
     best, episodes = yield from best_of(env, task_id, method, chat.rendering, sampled)
-    return outcome_of(chat, best, episodes, method.read_by_qnet)
+    return describe(best, episodes, costs_of(chat, episodes, method.read_by_qnet))
 
 
 # -------------------------------------------------------------------------------------- the methods

@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 import envs
-from qlass import UserError, cli, files, models, published, training
+from qlass import UserError, cli, files, metadata, models, published, training
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, react
 from qlass.output import Output
@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> None:
             tasks = published.tasks_of(args.expert, env, args.n_expert)
             figures["tasks"] = published.learned_tasks(tasks, args.model, vars(args))
             figures["trajectories"] = len(states)
-            files.write_meta(args.out, vars(args), [args.expert], **figures)
+            metadata.write_meta(args.out, vars(args), [args.expert], **figures)
             print(f"{args.out}: {len(states)} trajectories, loss {figures['loss']:.3f}")
 
 

@@ -42,7 +42,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
 
-from qlass import UserError, cli, files, models, policy, training
+from qlass import UserError, cli, files, metadata, models, policy, training
 from qlass.batching import Score
 from qlass.card import write_card
 from qlass.chat import Chat
@@ -50,6 +50,7 @@ from qlass.cli import at_least
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.score import FastQNet
 from qlass.messages import State
+from qlass.output import read_trees
 from qlass.policy import Policy
 from qlass.training import Progress, cosine, micro_batches
 
@@ -382,7 +383,7 @@ def save(qnet: QNet, args: argparse.Namespace, adapter: Any) -> None:
 def read(args: argparse.Namespace, chat: Chat, process: Any) -> tuple[list[Tree], dict[str, Any]]:
     """Of each labelled tree the pairs that the model can read; figures for the metadata."""
     tasks, trees, left_out = [], [], 0
-    labelled = files.read_trees(args.labels, ["q", "messages"])
+    labelled = read_trees(args.labels, ["q", "messages"])
     for tree in itertools.islice(labelled, args.limit):
         pairs = pairs_of(tree)
         tasks.append(tree[0]["task_id"])
@@ -432,7 +433,7 @@ def main(argv: list[str] | None = None) -> None:
             save(qnet, args, adapter)
             ranks = measure(qnet, held_out, figures, args)
             write_card(args, figures, ranks)
-            files.write_meta(args.out, vars(args), inputs, **figures, held_out=ranks)
+            metadata.write_meta(args.out, vars(args), inputs, **figures, held_out=ranks)
             tell(args.out, figures, ranks)
 
 

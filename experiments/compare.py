@@ -28,9 +28,9 @@ from qlass import UserError
 from qlass.batching import Sample, Score
 from qlass.chat import Chat
 from qlass.cli import at_least, run_stage
-from qlass.files import read_meta
 from qlass.messages import State, parse_action, react
-from qlass.results import Results, describe, outcome_of
+from qlass.metadata import read_meta
+from qlass.results import Results, costs_of, describe
 
 PLAYERS = ("rule", "expert", "oracle")
 COMPARED = [2, 4, 6]  # M and N of `all`
@@ -113,7 +113,7 @@ def play(
     bound = isinstance(method, InEnv)
     acting = dataclasses.replace(method, score=partial(method.score, env)) if bound else method
     best, episodes = yield from best_of(env, task_id, acting, chat.rendering, sampled)
-    outcome = outcome_of(chat, best, episodes, method.read_by_qnet)
+    outcome = describe(best, episodes, costs_of(chat, episodes, method.read_by_qnet))
     if bound and method.looks:
         outcome["env_steps"] += sum(len(step.candidates) for steps in episodes for step in steps)
     if reworded:

@@ -24,8 +24,8 @@ from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
 from qlass.cli import run_stage
 from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.files import read_trees
 from qlass.messages import State
+from qlass.output import read_trees
 from qlass.policy import Policy
 from train_qnet import LOSS_FROM, QNet, pairs_of
 

@@ -32,8 +32,9 @@ from qlass import UserError
 from qlass.chat import Chat
 from qlass.cli import at_least, handed_on, parse, run_stage, settle
 from qlass.fast.token_tree import TokenTree, tree_inputs
-from qlass.files import is_complete, read_meta, read_trees
 from qlass.messages import State
+from qlass.metadata import is_complete, read_meta
+from qlass.output import read_trees
 from train_qnet import SMALL, QNet, states_of
 
 CRITIC_LR, CRITIC_LR_TINY = 1e-5, 1e-3  # faster than the agent
