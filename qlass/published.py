@@ -17,9 +17,9 @@ from typing import Any
 
 from qlass import UserError
 from qlass.cli import same_world
-from qlass.files import cloned_from, records_of
+from qlass.files import records_of
 from qlass.messages import State, without_thinking
-from qlass.metadata import read_meta
+from qlass.metadata import cloned_from, read_meta
 from qlass.output import chat_fault
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
