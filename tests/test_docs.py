@@ -1,7 +1,6 @@
 """Pages agree with the code and with the files beside them: the walkthrough, the Python page, the reference results."""
 
 import csv
-import json
 import math
 import re
 
@@ -24,8 +23,6 @@ def test_the_page_and_its_pictures_are_what_the_code_and_the_lines_give():
     pictures = {path.name: path.read_text(encoding="utf-8") for path in build.LINES.glob("*.svg")}
     assert pictures == build.pictures(), again
     assert all(f"(walkthrough/{name})" in page for name in pictures)
-    block = re.search(r"```json\n(.*?)```", page, re.S)[1]
-    assert json.loads(block) == build.read("lake/q_labels.jsonl")[1]
 
 
 def test_the_reading_order_tells_about_how_long_each_file_is():
