@@ -20,7 +20,6 @@ The shop's are of `make demo`, a search on the last 420 training tasks, and the 
 from __future__ import annotations
 
 import ast
-import itertools
 import json
 import re
 import textwrap
@@ -103,12 +102,6 @@ def lake_search() -> Iterator[tuple]:
         here = cell(step["observation"])
 
 
-def shop_search() -> Iterator[tuple]:
-    played = itertools.zip_longest(steps("shop", "greedy"), steps("shop", "qlass"))
-    for n, (alone, guided) in enumerate(played, 1):
-        yield str(n), click(alone["action"]) if alone else "", scores(guided, click) if guided else ""
-
-
 READING = {
     "docs/walkthrough.md": "all of it on one small lake, by hand",
     "sft.py": "stage 1, cloning: Eq. 5",
@@ -129,7 +122,7 @@ def reading_order() -> Iterator[tuple]:
         yield f"[{name.removesuffix('*.py')}]({name.removesuffix('/*.py')})", what, f"{lines:,}"
 
 
-ROWS = {function.__name__: function for function in (lake_backup, lake_search, shop_search, reading_order)}
+ROWS = {function.__name__: function for function in (lake_backup, lake_search, reading_order)}
 
 
 def pictures() -> dict[str, str]:
