@@ -24,7 +24,7 @@ import json
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import envs
@@ -71,8 +71,7 @@ def click(action: str) -> str:
 
 
 def lake_backup() -> Iterator[tuple]:
-    """Eq. (7) by hand, from the leaves to the root, beside bellman.py's value and the exact one. Of the nodes where ways
-    part, and of their children."""
+    """Eq. (7) by hand, of nodes where ways part and of their children, beside bellman.py's value and the exact one."""
     tree = read("lake/q_labels.jsonl")
     families = Counter(node["parent_id"] for node in tree)
     for node in reversed(tree):
@@ -86,20 +85,6 @@ def lake_backup() -> Iterator[tuple]:
             where = f"{move(node['action'])} to {cell(node['observation'])}"
             truth = number(exact(cell(tree[node["parent_id"]]["observation"]), move(node["action"])))
         yield str(node["node_id"]), where, hand, number(node["q_raw"]), truth
-
-
-def scores(step: dict, words: Callable[[str], str]) -> str:
-    pairs = [(c["action"], f"{words(c['action'])} {c['q']:.3f}") for c in step["candidates"]]
-    return ", ".join(f"**{pair}**" if action == step["action"] else pair for action, pair in pairs)
-
-
-def lake_search() -> Iterator[tuple]:
-    here = "03"
-    for n, step in enumerate(steps("lake", "qlass")):
-        truth = (f"{move(c['action'])} {exact(here, move(c['action'])):.3f}" for c in step["candidates"])
-        if n not in (0, 2):  # at the same cell, with the candidates of step 2
-            yield str(n + 1), here, scores(step, move), ", ".join(truth)
-        here = cell(step["observation"])
 
 
 READING = {
@@ -122,7 +107,7 @@ def reading_order() -> Iterator[tuple]:
         yield f"[{name.removesuffix('*.py')}]({name.removesuffix('/*.py')})", what, f"{lines:,}"
 
 
-ROWS = {function.__name__: function for function in (lake_backup, lake_search, reading_order)}
+ROWS = {function.__name__: function for function in (lake_backup, reading_order)}
 
 
 def pictures() -> dict[str, str]:

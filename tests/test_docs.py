@@ -134,8 +134,8 @@ def test_the_doors_open_as_the_page_says(monkeypatch):
 
 
 def test_the_memory_of_search_is_that_of_the_shapes(monkeypatch):
-    """docs/scale.md, in GB. A quantised linear layer, but for the output layer, has float32 scales: in 8 bits one a row,
-    in 4 bits one for 64 weights. Keys and values stay in bf16."""
+    """docs/scale.md, in GB. Quantised linear layers (not the output layer) have float32 scales: one per row in 8 bits,
+    one per 64 weights in 4. Keys and values stay in bf16."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA_2_7B), dtype=torch.bfloat16)
     output = model.lm_head.weight.numel()
@@ -145,7 +145,9 @@ def test_the_memory_of_search_is_that_of_the_shapes(monkeypatch):
     head = sum(n * 1024 + 1024 for n in (4096, 1024)) + 1024 + 1
     token = 2 * 2 * 32 * 4096  # bytes of keys and values
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (16_384 * token * 8, 0))
-    assert cache.batch_for(SimpleNamespace(config=model.config, dtype=model.dtype, device=torch.device("cuda"))) == 16_384
+    assert (
+        cache.batch_for(SimpleNamespace(config=model.config, dtype=model.dtype, device=torch.device("cuda"))) == 16_384
+    )
     batch, room = 16_384 * token, cache.room_for(model, 2)
     page = (build.ROOT / "docs/scale.md").read_text(encoding="utf-8")
     assert f"{token / 1e6:.2f} MB per token" in page
@@ -155,7 +157,8 @@ def test_the_memory_of_search_is_that_of_the_shapes(monkeypatch):
         totals = agent + batch + room, agent + qnet + batch + 2 * room
         columns.append([f"{n / 1e9:.1f}" for n in (agent, qnet, batch, *totals)])
     table = re.search(r"\| \| bf16 .*\n.*\n((?:\|.*\n)+)", page)[1]
-    assert [re.findall(r"(?<=\| )[\d.]+(?= \|)", row) for row in table.splitlines()] == [list(row) for row in zip(*columns)]
+    shown = [re.findall(r"(?<=\| )[\d.]+(?= \|)", row) for row in table.splitlines()]
+    assert shown == [list(row) for row in zip(*columns, strict=True)]
 
 
 def rows_of(name):
