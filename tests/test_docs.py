@@ -148,14 +148,13 @@ def test_the_memory_of_search_is_that_of_the_shapes(monkeypatch):
     assert (
         cache.batch_for(SimpleNamespace(config=model.config, dtype=model.dtype, device=torch.device("cuda"))) == 16_384
     )
-    batch, room = 16_384 * token, cache.room_for(model, 2)
+    batch = 16_384 * token
     page = (build.ROOT / "docs/scale.md").read_text(encoding="utf-8")
-    assert f"{token / 1e6:.2f} MB per token" in page
+    assert f"16,384 tokens of {token / 1e6:.2f} MB" in page
     columns = []
     for size in (2 * packed, packed + 4 * rows, packed / 2 + packed / 16):
         agent, qnet = size + 2 * rest, size + 2 * (rest - output) + 4 * head
-        totals = agent + batch + room, agent + qnet + batch + 2 * room
-        columns.append([f"{n / 1e9:.1f}" for n in (agent, qnet, batch, *totals)])
+        columns.append([f"{n / 1e9:.1f}" for n in (agent, qnet, batch, agent + batch, agent + qnet + batch)])
     table = re.search(r"\| \| bf16 .*\n.*\n((?:\|.*\n)+)", page)[1]
     shown = [re.findall(r"(?<=\| )[\d.]+(?= \|)", row) for row in table.splitlines()]
     assert shown == [list(row) for row in zip(*columns, strict=True)]
