@@ -219,8 +219,7 @@ def hold_out(trees: list[Tree]) -> tuple[list[Tree], list[Tree]]:
 
 # ----------------------------------------------------------------------------------------- training
 
-
-LOSS_FROM = {"all": 0, "last": -1}  # which tokens of (s, a) carry the loss: all (Eq. 11), the last
+LOSS_FROM = {"all": 0, "last": -1}  # the first token of (s, a) that carries the loss (Eq. 11: all)
 
 
 def family_loss(
@@ -239,12 +238,12 @@ def family_loss(
 
 def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Namespace) -> dict:
     """Regress QNet onto the Q-values of (s, a). Returns figures for the metadata."""
-    first, rank_weight = LOSS_FROM[args.loss_on], args.rank_weight
+    rank_weight = args.rank_weight
     packs: list[Any] = []
     for tree in trees:
         together = families(tree) if rank_weight else [[pair] for pair in tree]  # not to be split
         room = 1 if qnet.plain else args.max_tokens  # 1: each family is a pack of its own
-        packs += pack_pairs(qnet.chat, together, first, room)
+        packs += pack_pairs(qnet.chat, together, LOSS_FROM[args.loss_on], room)
     rates = {"head.": args.head_lr} if args.head_lr else {}
     progress = Progress(qnet, args, [len(pack.pairs) for pack in packs], rates)
     accelerator, model, optimizer = progress.accelerator, progress.model, progress.optimizer
