@@ -254,13 +254,13 @@ def settings_of(args: argparse.Namespace, examples: int) -> dict[str, Any]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 3 epochs.")
+    parser = cli.parser(__doc__, epilog=f"Defaults: {PAPER}; of the tiny model {TINY}.")
     add = parser.add_argument
     add("--model", default="tiny", help="tiny, a HuggingFace name or path, or a GGUF file (tiny)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
     add("--n-expert", type=cli.at_least(1), metavar="N", help="trajectories (all; tiny: fewer)")
-    cli.add_training(parser, PAPER, TINY | {"epochs": "12 or more"}, "trajectories")
+    cli.add_training(parser, "trajectories")
     add("--max-tokens", type=cli.at_least(2), default=4096, metavar="N", help="cut there (4096)")
     add("--candidates", choices=["free", "valid"], help="what the agent may write (tiny: valid)")
     weight = "weight of predicting what follows an action (0)"

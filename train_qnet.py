@@ -336,20 +336,20 @@ def sibling_accuracy(
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
+    parser = cli.parser(__doc__, epilog=f"Defaults: {PAPER}; of the tiny model {TINY}.")
     add = parser.add_argument
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
-    cli.add_training(parser, PAPER, TINY, "(s, a) pairs")
-    carry = "tokens that carry the loss: all (Eq. 11) or last (tiny)"
+    cli.add_training(parser, "(s, a) pairs")
+    carry = "tokens that carry the loss: all (Eq. 11) or last"
     add("--loss-on", choices=LOSS_FROM, metavar="WHICH", help=carry)
     text = "B times more loss on the differences of siblings (0: the paper)"
     add("--rank-weight", type=at_least(0, float), default=0.0, metavar="B", help=text)
     add("--head-lr", type=at_least(0, float), metavar="LR", help="of the value head (--lr)")
     add("--freeze", action="store_true", help="train the head alone")
     add("--plain", action="store_true", help="pair by pair: for models that read no token tree")
-    add("--max-tokens", type=at_least(1), metavar="N", help="of a packed tree (4096; tiny: 1024)")
+    add("--max-tokens", type=at_least(1), metavar="N", help="of a packed tree")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
     cli.add_prompt(parser)  # as the trees were grown
     add("--device")

@@ -54,17 +54,14 @@ def add_memory(parser: Any) -> None:
     add("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
 
 
-def add_training(parser: Any, paper: dict, tiny: dict, batch: str) -> None:
+def add_training(parser: Any, batch: str) -> None:
     """The flags of a stage that trains; `batch`: what an update holds."""
     add = parser.add_argument
-    default = {name: f"{value}; tiny: {tiny[name]}" for name, value in paper.items()}
-    add("--epochs", type=at_least(1), metavar="N", help=f"at most ({default['epochs']})")
-    add("--lr", type=at_least(0, float), help=f"{default['lr']}; with --lora {LORA_LR}")
-    add("--batch", type=at_least(1), metavar="N", help=f"{batch} per update ({default['batch']})")
-    text = f"padded tokens in memory at once ({default['micro_tokens']})"
-    add("--micro-tokens", type=at_least(1), metavar="N", help=text)
-    text = "epochs without a better validation until it stops (2)"
-    add("--patience", type=at_least(1), default=2, metavar="N", help=text)
+    add("--epochs", type=at_least(1), metavar="N", help="at most")
+    add("--lr", type=at_least(0, float), help=f"its highest value; with --lora {LORA_LR}")
+    add("--batch", type=at_least(1), metavar="N", help=f"{batch} per update")
+    add("--micro-tokens", type=at_least(1), metavar="N", help="padded tokens in memory at once")
+    add("--patience", type=at_least(1), default=2, metavar="N", help="epochs without a gain (2)")
     add("--save-every", type=at_least(1), default=50, metavar="N", help="updates (50)")
     add_precision(parser)
     add_memory(parser)
@@ -79,8 +76,7 @@ def add_prompt(parser: Any) -> None:
     """What a prompt depends on, which agent and QNet must share."""
     add = parser.add_argument
     add("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
-    text = "leave out the oldest turns beyond the model's context"
-    add("--truncate", choices=["oldest"], help=text)
+    add("--truncate", choices=["oldest"], help="leave out turns beyond the model's context")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -88,8 +84,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)")
     add_prompt(group)
     add = group.add_argument
-    text = "of free text: the likeliest tokens that hold P together"
-    add("--top-p", type=at_least(0.01, float, 1), metavar="P", help=text)
+    add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text: what holds P")
     add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
     add("--stop", nargs="+", metavar="TEXT", help="texts that end an action")
     add("--think", action="store_true", default=None, help="let a reasoning model think first")
@@ -97,8 +92,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--cache-gb", type=at_least(0, float), metavar="G", help="for prompts (2; GPU: 1/4 of it)")
     text = "trees or episodes side by side (64; sciworld: 4; own: 1)"
     add("--in-flight", type=at_least(1), metavar="N", help=text)
-    text = "sample on an OpenAI-compatible server of this checkpoint"
-    add("--server", metavar="URL[#MODEL]", help=text)
+    add("--server", metavar="URL[#MODEL]", help="OpenAI-compatible, of this checkpoint")
     add("--load-in", choices=["4bit", "8bit"], help="bits per weight")
     add_precision(group)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers as hf
 
-from qlass import UserError, models
+from qlass import UserError
 
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # a name that PEFT reads
 
@@ -33,19 +33,6 @@ def with_updates(model: Any, rank: int, alpha: int | None) -> Any:
     return peft.get_peft_model(model, config)
 
 
-def merged(model: Any, adapter: Any, folder: Path) -> Any:
-    """The model with its updates added to the weights; `folder` keeps them as PEFT loads them.
-
-    adapter: PEFT's view of the model. A merge would round weights of 4 or 8 bits anew, so all their
-    bits are loaded.
-    """
-    adapter.save_pretrained(folder, save_embedding_layers=False)
-    if not getattr(model, "is_quantized", False):
-        return adapter.merge_and_unload()
-    base = models.load_weights(model.name_or_path, type(model), {"dtype": model.dtype})
-    return with_adapter(base.to(model.device), folder)
-
-
 # --------------------------------------------------------------------------------------- adapters
 
 
@@ -60,16 +47,6 @@ def base_of(adapter: str | Path) -> str:
     if not base or (os.path.isabs(base) and not os.path.exists(base)):
         raise UserError(f"{adapter}: its base model {base} is not there (adapter_config.json)")
     return base
-
-
-def load_merged(adapter: str | Path, kind: Any, options: dict[str, Any]) -> Any:
-    """An adapter's base with its updates, of class `kind`; options: of from_pretrained."""
-    if "quantization_config" in options:
-        raise UserError(f"{adapter}: an adapter needs its base in full: leave --load-in out")
-    # The adapter names the layers of an agent.
-    agent = models.load_weights(base_of(adapter), hf.AutoModelForCausalLM, options)
-    agent = with_adapter(agent, adapter)
-    return agent if kind is hf.AutoModelForCausalLM else agent.base_model
 
 
 def with_adapter(model: Any, adapter: str | Path) -> Any:

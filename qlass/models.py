@@ -88,7 +88,11 @@ def load_checkpoint(
 def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
     """A model with the weights in `path`, all of them and no others; options of from_pretrained."""
     if is_adapter(path):
-        return lora.load_merged(path, kind, options)
+        if "quantization_config" in options:
+            raise UserError(f"{path}: an adapter needs its base in full: leave --load-in out")
+        agent = load_weights(lora.base_of(path), AutoModelForCausalLM, options)
+        agent = lora.with_adapter(agent, path)  # which names the layers of an agent
+        return agent if kind is AutoModelForCausalLM else agent.base_model
     check_files(Path(path))
     name, gguf = source(path)
     if gguf:  # in full width, else it can't be saved, nor get a value head or LoRA
@@ -220,10 +224,16 @@ def ordinary(model: Any, folder: Path, adapter: Any = None, dtype: Any = None) -
     """A model as it is saved: LoRA's updates are kept in folder/adapter as PEFT loads them, and
     added to the weights, which become `dtype`.
 
-    adapter: PEFT's view of the model, None without updates.
+    adapter: PEFT's view of the model, None without updates. A merge would round weights of 4 or 8
+    bits anew, so all their bits are loaded.
     """
     if adapter:
-        model = lora.merged(model, adapter, folder / "adapter")
+        adapter.save_pretrained(folder / "adapter", save_embedding_layers=False)
+        if getattr(model, "is_quantized", False):
+            base = load_weights(model.name_or_path, type(model), {"dtype": model.dtype})
+            model = lora.with_adapter(base.to(model.device), folder / "adapter")
+        else:
+            model = adapter.merge_and_unload()
     for p in model.parameters():  # not buffers: rounded rotary frequencies turn late positions
         if dtype and p.is_floating_point():
             p.data = p.data.to(dtype)
