@@ -74,8 +74,9 @@ def requests(valid: bool) -> list[Sample]:
     ]
 
 
-def in_chunks(asked: list[Sample], size: int, **options) -> list:
+def in_chunks(asked: list[Sample], size: int, budget: int | None = None, **options) -> list:
     agent = policy(**options)
+    agent.fast.budget = budget or agent.fast.budget
     return [a for start in range(0, len(asked), size) for a in agent.sample(asked[start : start + size])]
 
 
