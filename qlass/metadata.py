@@ -111,19 +111,22 @@ def input_of(output: Path, name: str) -> Path | None:
     return place_of(output, source) if isinstance(source, str) else None
 
 
-def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
-    """(what was made, what it was made from and has changed since), of all that an output is of."""
-    for source, content in read_meta(output)["inputs"].items():
-        place = place_of(output, source)
-        if files_of(place) and sha256(place) != content:
-            yield output, place
-        if place != output:
-            yield from outdated(place)
-
-
 def changed_inputs(output: Path) -> list[Path]:
-    """What an output itself was made from and has changed since, where it is now."""
-    return [source for made, source in outdated(output) if made == output]
+    """What an output was made from and has changed since, where it is now."""
+    inputs = read_meta(output)["inputs"]
+    places = {place_of(output, source): content for source, content in inputs.items()}
+    return [p for p, content in places.items() if files_of(p) and sha256(p) != content]
+
+
+def outdated(output: Path, above: frozenset[Path] = frozenset()) -> Iterator[tuple[Path, Path]]:
+    """(what was made, what it was made from and has changed since), of all that an output is of."""
+    for source in changed_inputs(output):
+        yield output, source
+    above |= {output}
+    for source in read_meta(output)["inputs"]:
+        place = place_of(output, source)
+        if place not in above:  # metadata may lead in a circle
+            yield from outdated(place, above)
 
 
 def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:

@@ -467,3 +467,5 @@ def test_what_is_outdated_further_up_is_told(tmp_path):
     assert not list(metadata.outdated(labels))
     agent.write_text("new")
     assert list(metadata.outdated(labels)) == [(trees, agent)]
+    metadata.write_meta(agent, {}, [labels])  # an agent that was trained again on what it had made
+    assert list(metadata.outdated(labels)) == [(trees, agent)]
