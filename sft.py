@@ -254,7 +254,9 @@ def settings_of(args: argparse.Namespace, examples: int) -> dict[str, Any]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = cli.parser(__doc__, epilog=f"Defaults: {PAPER}; of the tiny model {TINY}.")
+    tiny = cli.as_flags(TINY)
+    epilog = f"Defaults: {cli.as_flags(PAPER)}; of the tiny model {tiny}."
+    parser = cli.parser(__doc__, epilog=epilog)
     add = parser.add_argument
     add("--model", default="tiny", help="tiny, a HuggingFace name or path, or a GGUF file (tiny)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")

@@ -336,7 +336,9 @@ def sibling_accuracy(
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = cli.parser(__doc__, epilog=f"Defaults: {PAPER}; of the tiny model {TINY}.")
+    tiny = cli.as_flags(TINY)
+    epilog = f"Defaults: {cli.as_flags(PAPER)}; of the tiny model {tiny}."
+    parser = cli.parser(__doc__, epilog=epilog)
     add = parser.add_argument
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")

@@ -44,6 +44,10 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
     return stage
 
 
+def as_flags(settings: dict[str, Any]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+
+
 def add_memory(parser: Any) -> None:
     """How a large model is trained in little memory; for `models.save_memory`."""
     add = parser.add_argument
@@ -76,7 +80,7 @@ def add_prompt(parser: Any) -> None:
     """What a prompt depends on, which agent and QNet must share."""
     add = parser.add_argument
     add("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
-    add("--truncate", choices=["oldest"], help="leave out turns beyond the model's context")
+    add("--truncate", choices=["oldest"], help="leave out old turns beyond the context")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +88,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)")
     add_prompt(group)
     add = group.add_argument
-    add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text: what holds P")
+    text = "of free text: the likeliest tokens that hold P"
+    add("--top-p", type=at_least(0.01, float, 1), metavar="P", help=text)
     add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
     add("--stop", nargs="+", metavar="TEXT", help="texts that end an action")
     add("--think", action="store_true", default=None, help="let a reasoning model think first")
@@ -103,7 +108,8 @@ def at_least(low: float, kind: Callable = int, most: float = 1e30) -> Callable[[
     def number(text: str) -> Any:
         value = kind(text)  # argparse names what is none
         if not low <= value <= most:  # also refuses nan
-            raise argparse.ArgumentTypeError(f"{text} is not within {low:g} and {most:g}")
+            bounds = f"{low:g} or more" if most == 1e30 else f"{low:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"{text}: {bounds} is expected")
         return value
 
     return number
@@ -265,9 +271,10 @@ def find_or_make(named: Path | None, default: Path, stage: str, args: argparse.N
 def my_share(tasks: list[str]) -> list[str]:
     """The tasks of this process: from the RANK-th on, every WORLD_SIZE-th."""
     rank, world = share()
+    if not tasks:
+        raise UserError("no tasks are left: mind --split, --skip and --limit")
     if not 0 <= rank < world <= len(tasks):
-        share_of = f"no share of {len(tasks)} tasks (--split, --skip, --limit)"
-        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: {share_of}")
+        raise UserError(f"RANK {rank}, WORLD_SIZE {world}: no share of {len(tasks)} tasks")
     return tasks[rank::world]
 
 
@@ -284,7 +291,11 @@ def run_stage(main: Callable[[], Any]) -> None:
     except (UserError, OSError, ModuleNotFoundError) as error:
         if "--debug" in sys.argv:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:
+            text = f"{error.filename}: {error.strerror}"
+        hint = ": pip install it" if isinstance(error, ModuleNotFoundError) else ""
+        print(f"error: {text}{hint}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:  # torch's, of a GPU or a CPU
         if "--debug" in sys.argv or not re.search("out of memory|allocate memory", str(error)):

@@ -35,7 +35,11 @@ def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[
     """device: None for this process's GPU or, without any, the CPU. precision: None for bf16 on a
     GPU and float32 on a CPU, of which few have bf16 arithmetic."""
     gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    place = torch.empty(1, device=device or gpu).device
+    try:
+        place = torch.empty(1, device=device or gpu).device
+    except (AssertionError, RuntimeError) as error:  # no such device, or torch is without it
+        reason = str(error).split("\n")[0]
+        raise UserError(f"--device {device}: {reason}: leave it out for your own") from None
     return place, PRECISIONS[precision or ("bf16" if place.type == "cuda" else "float32")]
 
 
