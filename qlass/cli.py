@@ -168,11 +168,16 @@ def parse(
 
 
 def begun_with(run: Path) -> dict[str, Any]:
-    """The arguments of the earliest stage that has written into a run's folder."""
-    names = ["sft", "expert", "trees", "q_labels", "qnet"]
+    """The arguments of the earliest stage that has written into a run's folder.
+
+    A stage without `env_files` has opened no environment, and its --env may be just the default.
+    """
+    names = ["sft", "expert", "trees", "q_labels", "qnet", "results"]
     names += [path.name.removesuffix(".meta.json") for path in sorted(run.glob("*.meta.json"))]
-    told = (trained_with(run / name) for name in names)
-    return next((arguments for arguments in told if "env" in arguments), {})
+    for arguments in (trained_with(run / name) for name in names):
+        if "env" in arguments and arguments.get("env_files", {}) is not None:
+            return arguments
+    return {}
 
 
 def trained_with(checkpoint: Path) -> dict[str, Any]:
@@ -265,6 +270,9 @@ def find_or_make(named: Path | None, default: Path, stage: str, args: argparse.N
         raise UserError(f"{default}: {reason}: {command}")
     print(f"{default} is missing or not complete: making it with {command}", flush=True)
     importlib.import_module(stage).main(argv)
+    made = begun_with(args.run)
+    if args.env_files is None and same_world(made, vars(args)):  # a new run's are known now
+        args.env_files = made.get("env_files")
     return default
 
 

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import bellman
+import build_trees
 import envs
 from qlass import UserError, cli, files, metadata
 from qlass.files import read_jsonl
@@ -387,6 +388,42 @@ def test_a_run_keeps_its_environment(tmp_path, capsys):
     assert (other.env, other.env_option, other.run) == ("frozenlake", ["map=4x4"], Path("runs/frozenlake"))
 
 
+def test_a_stage_that_opened_no_environment_begins_no_run(tmp_path):
+    """bellman.py on trees of elsewhere knows of no environment: its default is not the run's."""
+    lake = flags("--run", str(tmp_path / "lake"), "--env", "frozenlake", "--env-option", "map=4x4")
+    envs.from_arguments(lake)
+    metadata.write_meta(tmp_path / "lake" / "sft", vars(lake))
+    own = ["--run", str(tmp_path / "own")]
+    metadata.write_meta(tmp_path / "own" / "q_labels.jsonl", vars(flags(*own)))
+    for words in ([], ["--env", "frozenlake", "--env-option", "map=4x4"]):
+        args = flags(*own, "--sft", str(tmp_path / "lake" / "sft"), *words)
+        assert (args.env, args.env_option, args.env_files) == ("frozenlake", ["map=4x4"], {})
+
+
+def test_the_first_results_of_a_run_begin_it(tmp_path):
+    """Also if others, with other options, have a name before theirs."""
+    for name, world in {"results": "4x4", "a": "8x8"}.items():
+        args = flags("--run", str(tmp_path / name), "--env", "frozenlake", "--env-option", f"map={world}")
+        envs.from_arguments(args)
+        metadata.write_meta(tmp_path / "run" / f"{name}.jsonl", vars(args))
+    assert flags("--run", str(tmp_path / "run")).env_option == ["map=4x4"]
+
+
+def test_what_a_new_runs_environment_reads_is_known_after_its_first_stage(tmp_path, monkeypatch):
+    """Labels and QNet open no environment, but the check for leaks compares their files."""
+    args = flags("--run", str(tmp_path), "--env", "frozenlake")
+    assert args.env_files is None
+
+    def make(argv: list[str]) -> None:
+        begun = flags(*argv)
+        envs.from_arguments(begun)
+        metadata.write_meta(tmp_path / "trees.jsonl", vars(begun))
+
+    monkeypatch.setattr(build_trees, "main", make)
+    cli.find_or_make(None, tmp_path / "trees.jsonl", "build_trees", args)
+    assert args.env_files == {}
+
+
 def test_the_data_of_the_shell_variable_are_the_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "games"))
     assert envs.environment_class("alfworld").default_options() == {"data": str(tmp_path / "games")}
@@ -403,7 +440,7 @@ def test_mistakes_end_in_one_line_and_code_2(capsys):
         raise error
 
     assert exits(lambda: raises(UserError("x.jsonl:3: bad")), capsys) == (2, "error: x.jsonl:3: bad\n")
-    assert exits(lambda: raises(PermissionError(13, "no", "x")), capsys) == (2, "error: [Errno 13] no: 'x'\n")
+    assert exits(lambda: raises(PermissionError(13, "no", "x")), capsys) == (2, "error: x: no\n")
     assert exits(lambda: raises(KeyboardInterrupt()), capsys)[0] == 130
     code, error = exits(lambda: raises(torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB. See")), capsys)
     assert code == 2 and error.startswith("error: out of memory: give ") and "--in-flight" in error
