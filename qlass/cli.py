@@ -138,7 +138,7 @@ def parse(
 ) -> argparse.Namespace:
     """The flags, with the environment and its options as the run has them if none are named.
 
-    They are those of the first stage that wrote into the run, else of the agent's metadata. Other
+    They are those of the first stage that wrote into the run, else of --sft's or --trees'. Other
     ones than the run's are refused, but for a `search`, which records and warns of them.
     """
     args = parser.parse_args(argv)
@@ -146,7 +146,8 @@ def parse(
     if "lora" in args and not args.lora and (args.lora_alpha or args.load_in):
         reason = "a training has them beside --lora RANK alone; give that too"
         raise UserError(f"--lora-alpha, --load-in: {reason}")
-    agent = trained_with(args.sft) if vars(args).get("sft") else {}
+    source = vars(args).get("sft") or vars(args).get("trees")
+    agent = trained_with(source) if source else {}
     if args.run is None:
         env = args.env or agent.get("env", "webshop")
         args.run = Path("runs") / env.rpartition(":")[2].lower()

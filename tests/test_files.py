@@ -389,7 +389,7 @@ def test_a_run_keeps_its_environment(tmp_path, capsys):
 
 
 def test_a_stage_that_opened_no_environment_begins_no_run(tmp_path):
-    """bellman.py on trees of elsewhere knows of no environment: its default is not the run's."""
+    """bellman.py on trees without metadata knows of no environment: its default is not the run's."""
     lake = flags("--run", str(tmp_path / "lake"), "--env", "frozenlake", "--env-option", "map=4x4")
     envs.from_arguments(lake)
     metadata.write_meta(tmp_path / "lake" / "sft", vars(lake))
@@ -398,6 +398,15 @@ def test_a_stage_that_opened_no_environment_begins_no_run(tmp_path):
     for words in ([], ["--env", "frozenlake", "--env-option", "map=4x4"]):
         args = flags(*own, "--sft", str(tmp_path / "lake" / "sft"), *words)
         assert (args.env, args.env_option, args.env_files) == ("frozenlake", ["map=4x4"], {})
+
+
+def test_labels_are_of_the_environment_of_their_trees(tmp_path):
+    lake = flags("--run", str(tmp_path / "lake"), "--env", "frozenlake", "--env-option", "map=4x4")
+    envs.from_arguments(lake)
+    metadata.write_meta(tmp_path / "lake" / "trees.0-of-2.jsonl", vars(lake))
+    (tmp_path / "lake" / "trees.0-of-2.jsonl").touch()
+    args = bellman.arguments(["--run", str(tmp_path / "own"), "--trees", str(tmp_path / "lake" / "trees.jsonl")])
+    assert (args.env, args.env_option, args.env_files) == ("frozenlake", ["map=4x4"], {})
 
 
 def test_the_first_results_of_a_run_begin_it(tmp_path):
