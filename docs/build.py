@@ -4,16 +4,27 @@
                                have the name, its file stands before it: q_search.py episode
 <!-- rows: lake_backup -->     the rows of the next table, below its head, by the function of that name here
 [`rollout`](../any/file.py)    the link leads to the file where the function is
+
+The lake's lines are of the five commands that the page shows, and of
+
+    for file in expert trees q_labels results; do
+        grep -E '"task_id": "4x4/(12|03)"' runs/lake/$file.jsonl > docs/walkthrough/lake/$file.jsonl
+    done
+
+The shop's are of `make demo`, a search on the last 420 training tasks, and the same loop for "2033", without `expert`:
+
+    python q_search.py --env webshop --run runs/demo --split train --skip 2670 --limit 0 --method greedy qlass -M 4 \
+        --out runs/demo/results-train.jsonl
 """
 
 from __future__ import annotations
 
 import ast
-import itertools
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import envs
@@ -60,9 +71,12 @@ def click(action: str) -> str:
 
 
 def lake_backup() -> Iterator[tuple]:
-    """Eq. (7) by hand, from the leaves to the root, beside bellman.py's value and the exact one."""
+    """Eq. (7) by hand, of nodes where ways part and of their children, beside bellman.py's value and the exact one."""
     tree = read("lake/q_labels.jsonl")
+    families = Counter(node["parent_id"] for node in tree)
     for node in reversed(tree):
+        if max(families[node["parent_id"]], families[node["node_id"]]) < 2:
+            continue
         below = [number(child["q_raw"]) for child in tree if child["parent_id"] == node["node_id"]]
         best = f"max({', '.join(below)})" if len(below) > 1 else "".join(below)
         hand = f"{node['reward']:g} + {GAMMA} × {best}" if below else f"{node['reward']:g}, a leaf"
@@ -71,24 +85,6 @@ def lake_backup() -> Iterator[tuple]:
             where = f"{move(node['action'])} to {cell(node['observation'])}"
             truth = number(exact(cell(tree[node["parent_id"]]["observation"]), move(node["action"])))
         yield str(node["node_id"]), where, hand, number(node["q_raw"]), truth
-
-
-def scores(step: dict, words: Callable[[str], str]) -> str:
-    pairs = [(c["action"], f"{words(c['action'])} {c['q']:.3f}") for c in step["candidates"]]
-    return ", ".join(f"**{pair}**" if action == step["action"] else pair for action, pair in pairs)
-
-
-def lake_search() -> Iterator[tuple]:
-    here = "03"
-    for n, step in enumerate(steps("lake", "qlass")):
-        truth = (f"{move(c['action'])} {exact(here, move(c['action'])):.3f}" for c in step["candidates"])
-        yield str(n), here, scores(step, move), ", ".join(truth)
-        here = cell(step["observation"])
-
-
-def shop_search() -> Iterator[tuple]:
-    for n, (alone, guided) in enumerate(itertools.zip_longest(steps("shop", "greedy"), steps("shop", "qlass"))):
-        yield str(n), click(alone["action"]) if alone else "", scores(guided, click) if guided else ""
 
 
 READING = {
@@ -111,7 +107,7 @@ def reading_order() -> Iterator[tuple]:
         yield f"[{name.removesuffix('*.py')}]({name.removesuffix('/*.py')})", what, f"{lines:,}"
 
 
-ROWS = {function.__name__: function for function in (lake_backup, lake_search, shop_search, reading_order)}
+ROWS = {function.__name__: function for function in (lake_backup, reading_order)}
 
 
 def pictures() -> dict[str, str]:

@@ -1,18 +1,23 @@
 """Pages agree with the code and with the files beside them: the walkthrough, the Python page, the reference results."""
 
 import csv
-import json
 import math
 import re
+from types import SimpleNamespace
 
 import gymnasium
 import pytest
+import torch
 from fakes import FakeEnv
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import bellman
 import envs
 from docs import build
+from experiments.gpu_check import LLAMA_2_7B
 from qlass.chat import parse_action
+from qlass.fast import cache
 from reporting import reference
 
 PARTS = {"lake": ("frozenlake", {"map": "4x4"}, 0.9), "shop": ("webshop", {}, 0.98)}  # environment, its options, gamma
@@ -24,8 +29,6 @@ def test_the_page_and_its_pictures_are_what_the_code_and_the_lines_give():
     pictures = {path.name: path.read_text(encoding="utf-8") for path in build.LINES.glob("*.svg")}
     assert pictures == build.pictures(), again
     assert all(f"(walkthrough/{name})" in page for name in pictures)
-    block = re.search(r"```json\n(.*?)```", page, re.S)[1]
-    assert json.loads(block) == build.read("lake/q_labels.jsonl")[1]
 
 
 def test_the_reading_order_tells_about_how_long_each_file_is():
@@ -74,7 +77,7 @@ def test_every_line_of_the_algorithms_is_marked_in_the_code(stage, last):
 def test_an_environment_has_what_the_page_names():
     page = (build.ROOT / "docs/environment.md").read_text(encoding="utf-8")
     calls = re.findall(r"`(\w+)\(", page)
-    items = re.findall(r"`(\w+)`", " ".join(re.findall(r"^- (.*?):", page, re.M)))
+    items = re.findall(r"`(\w+)`", " ".join(re.findall(r"^- (`\w+`(?:(?:, | and )`\w+`)*)", page, re.M)))
     assert len(calls) > 8 < len(items)
     assert not [name for name in calls + items if not hasattr(envs.TextEnv, name) and name != "info"]
 
@@ -96,7 +99,22 @@ def test_the_examples_run(agent, value_net, tmp_path, monkeypatch, capsys):
     assert names["action"] == names["actions"][max(range(len(names["q"])), key=names["q"].__getitem__)]
     [values] = names["q_values"]
     assert len(values) == 2 and all(map(math.isfinite, values))
-    assert names["value"].item() == pytest.approx(values[0], abs=1e-5)  # without any of our code
+    assert value_of(value_net, names["messages"], "Action: search[red shirt]") == pytest.approx(values[0], abs=1e-5)
+
+
+def value_of(folder, messages, action):
+    """Q(s, a) by a QNet's folder, without any of our code."""
+    tokenizer, backbone = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
+    head = load_file(folder / "head.safetensors")
+    dialogue = [*messages, {"role": "assistant", "content": action}]
+    text = tokenizer.apply_chat_template(dialogue, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    end = (ids[0] == tokenizer.eos_token_id).nonzero()[-1]  # the action's last token
+    value = backbone(ids).last_hidden_state[0, end].float()
+    for layer in "024":
+        value = value if layer == "0" else value.relu()
+        value = torch.nn.functional.linear(value, head[f"{layer}.weight"], head[f"{layer}.bias"])
+    return value.item()
 
 
 def test_the_doors_open_as_the_page_says(monkeypatch):
@@ -113,6 +131,33 @@ def test_the_doors_open_as_the_page_says(monkeypatch):
     assert names["clickables"][0] == "back to search" and (names["reward"], names["done"]) == (0, False)
     for name in re.findall(r"\b(\w+-v0)", page):
         assert gymnasium.spec(f"qlass/{name}")
+
+
+def test_the_memory_of_search_is_that_of_the_shapes(monkeypatch):
+    """docs/scale.md, in GB. Quantised linear layers (not the output layer) have float32 scales: one per row in 8 bits,
+    one per 64 weights in 4. Keys and values stay in bf16."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA_2_7B), dtype=torch.bfloat16)
+    output = model.lm_head.weight.numel()
+    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.lm_head]
+    packed, rows = sum(w.numel() for w in linear), sum(len(w) for w in linear)
+    rest = sum(w.numel() for w in model.parameters()) - packed
+    head = sum(n * 1024 + 1024 for n in (4096, 1024)) + 1024 + 1
+    token = 2 * 2 * 32 * 4096  # bytes of keys and values
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (16_384 * token * 8, 0))
+    assert (
+        cache.batch_for(SimpleNamespace(config=model.config, dtype=model.dtype, device=torch.device("cuda"))) == 16_384
+    )
+    batch = 16_384 * token
+    page = (build.ROOT / "docs/scale.md").read_text(encoding="utf-8")
+    assert f"16,384 tokens of {token / 1e6:.2f} MB" in page
+    columns = []
+    for size in (2 * packed, packed + 4 * rows, packed / 2 + packed / 16):
+        agent, qnet = size + 2 * rest, size + 2 * (rest - output) + 4 * head
+        columns.append([f"{n / 1e9:.1f}" for n in (agent, qnet, batch, agent + batch, agent + qnet + batch)])
+    table = re.search(r"\| \| bf16 .*\n.*\n((?:\|.*\n)+)", page)[1]
+    shown = [re.findall(r"(?<=\| )[\d.]+(?= \|)", row) for row in table.splitlines()]
+    assert shown == [list(row) for row in zip(*columns, strict=True)]
 
 
 def rows_of(name):
