@@ -10,9 +10,10 @@ ENV=webshop SEEDS=10 ENVS="webshop alfworld frozenlake"
 MAP=${MAP:-lakes2}
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
-splits=(test) tasks=(--limit 0) sizes=(4) episodes=(2 4 6 8) world=(seed) half=()
+splits=(test) tasks=(--limit 400) sizes=(4) episodes=(4 8) world=(seed)
+rank=(--rank-weight 4)  # chosen, with --distinct and M = 4, on validation tasks of WebShop's worlds 11 and 12
 case $ENV in
-    webshop) sizes=(4 6) ;;
+    webshop) sizes=(4 6) episodes=(4 10) ;;
     alfworld) splits=(valid_unseen) ;;
     frozenlake) world=() ;;
 esac
@@ -22,15 +23,15 @@ for ((seed = 21; seed < 21 + SEEDS; seed++)); do
     common=(--env "$ENV" --seed "$seed" "${same[@]}" ${world:+--env-option "seed=$seed"})
     [ -z "${HALF:-}" ] || { sft=(--n-expert 50 --epochs 25) && trees+=(--no-expert); }
     clone
-    learn_q "$RUN" "$RUN/sft"                                  # the QNet with the rank weight
-    stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" --rank-weight 0 --out "$RUN/qnet-paper"
-    compare --method greedy sample random likeliest oracle_step -M "${sizes[@]}" --out "$RUN/results-agent.jsonl"
-    for name in rank paper; do
-        label=() && [ $name = paper ] || label=(--label rank)
-        net=(--qnet "$RUN/qnet$([ $name = rank ] || echo -paper)" "${label[@]}")
-        search --out "$RUN/results-$name.jsonl" "${net[@]}" --method qlass -M "${sizes[@]}"
-        search --out "$RUN/results-$name-best.jsonl" "${net[@]}" --method best_of_n -N "${episodes[@]}"
-    done
+    learn_q "$RUN" "$RUN/sft"
+    stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" "${rank[@]}" --out "$RUN/qnet-rank"
+    compare --method greedy sample likeliest oracle_step -M "${sizes[@]}" --out "$RUN/results-agent.jsonl"
+    paper=(--qnet "$RUN/qnet") new=(--qnet "$RUN/qnet-rank" --label rank)
+    search "${paper[@]}" --method qlass -M "${sizes[@]}" --out "$RUN/results-paper.jsonl"
+    search "${new[@]}" --method qlass -M 4 --distinct --out "$RUN/results-rank.jsonl"
+    search "${new[@]}, draws as they are" --method qlass -M "${sizes[@]}" --out "$RUN/results-rank-plain.jsonl"
+    search "${paper[@]}" --method best_of_n -N "${episodes[@]}" --out "$RUN/results-paper-best.jsonl"
+    search "${new[@]}" --method best_of_n -N "${episodes[@]}" --out "$RUN/results-rank-best.jsonl"
     runs+=("$RUN")
 done
 stage -m experiments.worlds "${runs[@]}"
