@@ -82,7 +82,11 @@ def results_table(worlds: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for condition, of in worlds.groupby("condition", sort=False):
         costs = {name: f"{of[name].mean():,.{digits}f}" for name, digits in zip(COSTS, (0, 1), strict=True)}
-        names = {"environment": condition.env, "method": str(condition), "reward [95 %]": f"{over_worlds(of['reward'])}"}
+        names = {
+            "environment": condition.env,
+            "method": str(condition),
+            "reward [95 %]": f"{over_worlds(of['reward'])}",
+        }
         rows.append(names | costs | {"worlds": str(len(of)), "tasks": str(of["tasks"].sum())})
     return pd.DataFrame(rows)
 
