@@ -8,10 +8,7 @@ import envs
 from qlass.batching import Models, drive
 
 if not hasattr(envs, "TextEnv"):  # `python -m` looks for modules where it is started first
-    print(
-        f"error: {envs.__spec__.origin or list(envs.__path__)[0]} hides our module envs: start elsewhere",
-        file=sys.stderr,
-    )
+    print(f"error: {envs.__file__} hides our module envs: rename it, or start elsewhere", file=sys.stderr)
     sys.exit(2)
 
 
