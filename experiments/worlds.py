@@ -5,9 +5,9 @@
 A folder is a world: its agent, trees, two QNets and test tasks (runs/ranking.sh). Results of the QNet with the rank
 weight have the label "rank", those of the paper's loss none. The mean over a world's tasks is one number, so that an
 interval is over trainings and tasks at once: a t interval over worlds. Three contrasts in each environment, fixed
-before they were measured, are one family of Holm's. They are QLASS by the new QNet minus QLASS by the paper's, minus the
-search by log-probability (each with the most candidates that were played), and minus the better best-of-N, by either
-QNet, of those that cost at least as many tokens.
+before they were measured, are one family of Holm's. They are QLASS by the new QNet minus QLASS by the paper's, minus
+the search by log-probability (each with the most candidates that were played), and minus the better best-of-N, by
+either QNet, of those that cost at least as many tokens.
 """
 
 import argparse
