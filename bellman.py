@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from qlass import UserError
 from qlass.cli import at_least, find_or_make, parse, parser, run_stage
-from qlass.files import locked, read_jsonl, read_trees, same_arguments, write_jsonl, write_meta
+from qlass.files import locked, read_jsonl, write_jsonl
+from qlass.metadata import same_arguments, write_meta
+from qlass.output import read_trees
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 
@@ -80,15 +81,19 @@ def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
     return [node | {"q_raw": value, "q": scaled} for node, value, scaled in values]
 
 
-def counts_of(nodes: list[dict]) -> dict[str, int]:
-    """Of a labelled tree. Siblings with unequal q are what teaches QNet to rank."""
-    families = [
-        {nodes[i]["q"] for i in children} for children in children_of(nodes) if children[1:]
-    ]
-    unequal = [values for values in families if len(values) > 1]
-    flat = all(node["q"] == 0 for node in nodes)
-    counts = {"trees": 1, "nodes": len(nodes), "flat_trees": int(flat)}
-    return counts | {"siblings": len(families), "unequal_siblings": len(unequal)}
+def counts_of(trees: list[list[dict]]) -> dict[str, int]:
+    """Of labelled trees. Siblings with unequal q are what teaches QNet to rank."""
+    families: list[set[float]] = []
+    for tree in trees:
+        siblings = [children for children in children_of(tree) if len(children) > 1]
+        families += [{tree[i]["q"] for i in children} for children in siblings]
+    return {
+        "trees": len(trees),
+        "nodes": sum(map(len, trees)),
+        "flat_trees": len([tree for tree in trees if not any(node["q"] for node in tree)]),
+        "siblings": len(families),
+        "unequal_siblings": len([values for values in families if len(values) > 1]),
+    }
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -112,24 +117,17 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
     if not args.overwrite:  # more trees only add labels; other settings would change those there
         same_arguments(args.out, vars(args), free=["trees", "precision"])
-    count: Counter[str] = Counter()
-    tasks: list[str] = []
-
-    def labels() -> Iterator[dict]:
-        for tree in read_trees(args.trees, NEEDS.get(args.target, [])):  # one in memory at a time
-            nodes = label(tree, args.target, args.gamma)
-            tasks.append(tree[0]["task_id"])
-            count.update(counts_of(nodes))
-            yield from nodes
-        if not count["trees"]:
-            raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
-
     with locked(args.out):
-        write_jsonl(args.out, labels())
+        trees = read_trees(args.trees, NEEDS.get(args.target, []))
+        labelled = [label(tree, args.target, args.gamma) for tree in trees]
+        if not labelled:
+            raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
+        write_jsonl(args.out, chain.from_iterable(labelled))
+        counts, tasks = counts_of(labelled), [tree[0]["task_id"] for tree in labelled]
         seconds = time.time() - started
-        write_meta(args.out, vars(args), [args.trees], tasks=tasks, **count, seconds=seconds)
-    flat = f"{count['flat_trees']} of them with all values equal (q = 0)"
-    print(f"{args.out}: {count['nodes']} nodes of {count['trees']} trees, {flat}")
+        write_meta(args.out, vars(args), [args.trees], tasks=tasks, **counts, seconds=seconds)
+    flat = f"{counts['flat_trees']} of them with all values equal (q = 0)"
+    print(f"{args.out}: {counts['nodes']} nodes of {counts['trees']} trees, {flat}")
 
 
 if __name__ == "__main__":

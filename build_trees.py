@@ -7,8 +7,7 @@
 
 For each training task the agent plays trajectories from the root, then from the nodes of branches
 that scored. A node is expanded while it has fewer than W children and its depth is at most D. A
-branch without reward queues nothing, not even the node that it began at. The same command resumes
-a stopped run.
+branch without reward queues nothing, not even the node that it began at.
 
 Where the paper leaves a choice:
 - The expanded node joins its new branch in the queue. Otherwise no node would get W children.
@@ -26,6 +25,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ from typing import Any
 import envs
 from qlass import published
 from qlass.batching import Candidate, Sample, ask, drive
-from qlass.chat import Chat, Rendering, State, parse_action, react
+from qlass.chat import Chat, Rendering
 from qlass.cli import add_sampling, at_least, find_or_make, my_share, parse, parser, run_stage
-from qlass.files import cloned_from
+from qlass.messages import State, parse_action, react
 from qlass.models import settle_precision
 from qlass.output import Output
 from qlass.policy import load_agent
@@ -179,12 +179,9 @@ class Explorer:
         key = self.key(action)
         if key in node.children:
             return node.children[key]
-        observation, reward, terminated, truncated, _ = self.env.step(parse_action(action))
-        observation = self.env.message(observation)
-        state = node.state.then(action, observation)
-        child = Node(state, observation, self.env.snapshot(), node.depth + 1, node, action)
-        child.done = terminated or truncated
-        child.reward = self.env.outcome(reward, child.done)
+        state, reward, done = node.state.act(self.env, action)
+        snapshot, depth = self.env.snapshot(), node.depth + 1
+        child = Node(state, state.observation, snapshot, depth, node, action, reward, done)
         child.source, child.branch = source, self.branches
         if source == "policy" and child.depth == self.max_steps and not child.done:
             child.done, child.cut = True, True
@@ -205,11 +202,10 @@ SAVED = ("depth", "action", "observation", "reward", "done", "source", "branch",
 def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
     """A tree as lines of trees.jsonl. The root has the prompt and the number of nodes."""
     nodes = list(root.subtree())
-    number = {id(node): i for i, node in enumerate(nodes)}
+    number: dict[Node | None, int] = {node: i for i, node in enumerate(nodes)}
     records = []
-    for node in nodes:
-        parent_id = number[id(node.parent)] if node.parent else None
-        record = {"task_id": task_id, "node_id": number[id(node)], "parent_id": parent_id}
+    for i, node in enumerate(nodes):
+        record = {"task_id": task_id, "node_id": i, "parent_id": number.get(node.parent)}
         records.append(record | {name: getattr(node, name) for name in SAVED})
     records[0] |= {"env": env.name, "task": root.state.task}
     records[0] |= {"messages": root.state.dump(), "nodes": len(nodes)}
@@ -218,8 +214,8 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
 
 def count_cut_prompts(root: Node, chat: Chat) -> int:
     """The prompts that lost their oldest turns to --truncate."""
-    read = {id(node.parent) for node in root.subtree() if node.source == "policy"}
-    return len([n for n in root.subtree() if id(n) in read and chat.is_cut(n.state)])
+    read = {node.parent for node in root.subtree() if node.source == "policy"}
+    return len([node for node in read if node and chat.is_cut(node.state)])
 
 
 def metrics(records: list[dict]) -> dict[str, Any]:
@@ -261,20 +257,26 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parse(flags, argv)
 
 
-def steps_of(args: argparse.Namespace, env: envs.TextEnv) -> float:
-    """The limit of the agent's steps in a tree."""
-    longest = env.max_steps if isinstance(env.max_steps, int) else math.inf  # of the episodes
-    steps = min(args.steps or env.tree_steps, longest)
-    if args.steps and steps < args.steps:
-        print(f"--steps {args.steps}: episodes end after {steps} here (--env-option max_steps=N)")
-    return steps
+def grow(
+    env: envs.TextEnv, agent: Any, demonstrations: dict | None, args: Any, task_id: str
+) -> Generator[Sample, list[Candidate], list[dict]]:
+    """The lines of a task's tree."""
+    longest = env.max_steps if isinstance(env.max_steps, int) else math.inf  # of an episode
+    limits = args.rollouts or math.inf, min(args.steps or env.tree_steps, longest)
+    rendering = agent.chat.rendering
+    explorer = Explorer(env.fork(), task_id, rendering, args.depth, args.width, *limits, args.prune)
+    root = yield from explorer.explore(demonstrations)
+    records = tree_records(env, task_id, root)
+    if rendering.truncate:
+        records[0]["cut_prompts"] = count_cut_prompts(root, agent.chat)
+    return records
 
 
-def demonstrations_of(args: argparse.Namespace, env: envs.TextEnv, tasks: list[str]) -> tuple:
-    """Of tasks the demonstrated actions (None: no expert branch) and their recorded rewards."""
-    file, most = (args.expert, None) if args.expert else cloned_from(args.sft)
-    named, args.expert = bool(args.expert), file
-    return (None, {}) if args.no_expert else published.matching(env, tasks, file, most, named)
+def tell(path: Path, counts: dict[str, Any]) -> None:
+    mean = f"mean reward {counts['mean_leaf_reward']:.3f} of {counts['leaves']} leaves of the agent"
+    print(f"{path}: {counts['trees']} trees, {counts['nodes']} nodes, {mean}")
+    if failed := counts["failed_demonstrations"]:
+        print(f"{failed} demonstrations earned nothing, or not what is recorded: of other tasks?")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -285,35 +287,22 @@ def main(argv: list[str] | None = None) -> None:
     args.depth = env.tree_depth if args.depth is None else args.depth
     # From the far end of the list, where the agent has seen the fewest demonstrations.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
-    settings = args.depth, args.width, args.rollouts or math.inf, steps_of(args, env), args.prune
-    demonstrations, rewards = demonstrations_of(args, env, tasks)
+    demonstrations, rewards = published.expert_actions(env, tasks, args)
     settle_precision(args)
     task_of, inputs = itemgetter("task_id"), [args.sft, args.expert]
     trees = Output(args.out, vars(args), inputs, ["plain"], task_of, tasks)
-    share, finished = my_share(tasks, args), set(map(task_of, trees.records))
+    share, finished = my_share(tasks), set(map(task_of, trees.records))
     todo = [task_id for task_id in share if task_id not in finished]
     tokens = None  # unknown if an earlier call or another process made some of the trees
     if todo:
         agent = load_agent(args, env)
-
-        def grow(task_id: str) -> Generator[Sample, list[Candidate], list[dict]]:
-            explorer = Explorer(env.fork(), task_id, agent.chat.rendering, *settings)
-            root = yield from explorer.explore(demonstrations)
-            records = tree_records(env, task_id, root)
-            if agent.chat.rendering.truncate:
-                records[0]["cut_prompts"] = count_cut_prompts(root, agent.chat)
-            return records
-
-        in_flight = args.in_flight or env.side_by_side
-        groups = drive(map(grow, todo), {Sample: agent.sample}, in_flight)
+        growing = map(partial(grow, env, agent, demonstrations, args), todo)
+        groups = drive(growing, {Sample: agent.sample}, args.in_flight or env.side_by_side)
         trees.grow(groups, "trees", len(share), len(share) - len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None
     counts = metrics(trees.records) | published.failures(trees.records, rewards)
     trees.finish(tasks=tasks, **counts, tokens=tokens)
-    mean = f"mean reward {counts['mean_leaf_reward']:.3f} of {counts['leaves']} leaves of the agent"
-    print(f"{trees.path}: {counts['trees']} trees, {counts['nodes']} nodes, {mean}")
-    if failed := counts["failed_demonstrations"]:
-        print(f"{failed} demonstrations earned nothing, or not what is recorded: of other tasks?")
+    tell(trees.path, counts)
 
 
 if __name__ == "__main__":

@@ -30,12 +30,12 @@ from typing import Any
 
 import gymnasium
 
+from environments import fingerprint
 from environments.check import check
 from environments.guard import build, guard_reset, guard_step, options_of
 from environments.spaces import AnyText
 from qlass import UserError
-from qlass.cli import save_settings
-from qlass.files import fingerprint, warn
+from qlass.files import warn
 
 UNSET: Any = object()  # "the environment's own limit", where None means no limit at all
 
@@ -265,7 +265,7 @@ def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     """The environment of --env and --env-option; `options` are the stage's own (`max_steps`).
 
     Options that the surroundings set are added to the arguments, and what files named by options
-    hold; RUN/env.json keeps them.
+    hold; the metadata of what a stage writes keep them.
     """
     args.env_option, named = options_of(environment_class(args.env), args.env_option, options)
     begun = vars(args).get("env_files")
@@ -278,5 +278,4 @@ def from_arguments(args: argparse.Namespace, **options: Any) -> TextEnv:
     if args.env not in ENVIRONMENTS and in_flight > env.side_by_side:
         reason = f"{env.name} may have {env.side_by_side} open at once, its side_by_side"
         raise UserError(f"--in-flight {in_flight}: {reason}")
-    save_settings(args)
     return env

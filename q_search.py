@@ -34,10 +34,11 @@ from typing import Any
 
 import envs
 from qlass.batching import LogProb, Sample, Score, ask
-from qlass.chat import Chat, Rendering, State, parse_action, uniforms
-from qlass.cli import add_sampling, at_least, find_or_make, must_exist, parse, parser, run_stage
+from qlass.chat import Chat, Rendering
+from qlass.cli import add_sampling, at_least, find_or_make, parse, parser, run_stage
+from qlass.messages import State, parse_action, uniforms
 from qlass.policy import load_agent
-from qlass.results import Results, outcome_of
+from qlass.results import Results, costs_of, describe
 from qlass.show import show
 from train_qnet import load_qnet
 
@@ -134,13 +135,11 @@ def episode(
             candidates = distinct(env, [c.text for c in drawn])[: method.M]
         scores = yield from method.score(state, candidates, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
-        observation, reward, terminated, truncated, _ = env.step(parse_action(action))  # line 9
-        done = terminated or truncated
-        observation, reward = env.message(observation), env.outcome(reward, done)
-        steps.append(Step(state, drawn, candidates, scores, action, observation, reward))
+        after, reward, done = state.act(env, action)  # line 9
+        steps.append(Step(state, drawn, candidates, scores, action, after.observation, reward))
         if method.show:
             show(steps[-1], len(steps), done)
-        state = state.then(action, observation)  # line 10
+        state = after  # line 10
     return steps
 
 
@@ -177,7 +176,7 @@ def play(
 ) -> Generator[Any, Any, dict]:
     """A task by a method: the outcome, as a result line tells it."""
     best, episodes = yield from best_of(env, task_id, method, chat.rendering, sampled)
-    return outcome_of(chat, best, episodes, method.read_by_qnet)
+    return describe(best, episodes, costs_of(chat, episodes, method.read_by_qnet))
 
 
 # -------------------------------------------------------------------------------------- the methods
@@ -185,24 +184,23 @@ def play(
 
 def methods(args: argparse.Namespace) -> dict[str, list[Method]]:
     """The methods that --method can name, each with every -M and -N that it has."""
-    scorers: dict[str, Scorer] = {
-        "random": partial(by_chance, args.seed),
-        "likeliest": by_likelihood,
-        "qlass": by_q,
-    }
-    plans = {
-        "greedy": [Method("greedy", temperature=0.0)],
-        "sample": [Method("sample")],
-        "best_of_n": [],
-    }
-    for n in args.N or [4]:
-        plans["best_of_n"].append(Method("best_of_n", N=n, select=args.select if n > 1 else None))
-    for name, score in scorers.items():
-        plans[name] = []
-        for m, n in product(args.M, args.N or [PAPER["N"]]):
+
+    def each(name: str, score: Scorer, Ms: list[int], Ns: list[int]) -> list[Method]:
+        plan = []
+        for m, n in product(Ms, Ns):
             select = args.select if n > 1 else None
-            plans[name].append(Method(name, score, m, n, select, distinct=args.distinct))
-    return plans
+            plan.append(Method(name, score, m, n, select, distinct=args.distinct, show=args.show))
+        return plan
+
+    one = args.N or [PAPER["N"]]
+    return {
+        "greedy": [Method("greedy", temperature=0.0, show=args.show)],
+        "sample": [Method("sample", show=args.show)],
+        "best_of_n": each("best_of_n", unscored, [1], args.N or [4]),
+        "random": each("random", partial(by_chance, args.seed), args.M, one),
+        "likeliest": each("likeliest", by_likelihood, args.M, one),
+        "qlass": each("qlass", by_q, args.M, one),
+    }
 
 
 # ----------------------------------------------------------------------------------------- the file
@@ -239,7 +237,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def environment(args: argparse.Namespace) -> tuple[envs.TextEnv, list[str]]:
     """The environment that the flags name, and the tasks to play in it."""
-    must_exist(args.sft, args.qnet)
     env = envs.from_arguments(args, **({"max_steps": args.max_steps} if args.max_steps else {}))
     return env, env.task_ids(args.split)[args.skip :][: args.limit or None]
 
@@ -259,10 +256,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env, tasks = environment(args)
     by_name = methods(args)
-    named = chain.from_iterable(by_name[name] for name in args.method)
-    plan = dict.fromkeys(
-        dataclasses.replace(method, show=args.show) for method in named
-    )  # each once
+    plan = dict.fromkeys(chain.from_iterable(by_name[name] for name in args.method))  # each once
     with_q = any(method.score is by_q or method.select == "q" for method in plan)
     chat, models = load(args, env, with_q)
     Results(args, env).play(tasks, plan, partial(play, chat=chat, sampled={}), models)

@@ -18,7 +18,8 @@ from itertools import chain
 from pathlib import Path
 
 from qlass import UserError, cli
-from qlass.files import files_of, is_complete, replacing
+from qlass.files import files_of, replacing
+from qlass.metadata import is_complete
 
 DEFAULT_RUN = Path("runs/webshop")
 

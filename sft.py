@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
 
 import envs
-from qlass import UserError, cli, files, models, published, training
-from qlass.chat import Chat, Rendering, State, react
+from qlass import UserError, cli, files, metadata, models, published, training
+from qlass.chat import Chat, Rendering
+from qlass.messages import State, react
 from qlass.output import Output
 from qlass.tiny import AIDS, answers, observation_loss, tiny_model
 from qlass.training import Progress, cosine, micro_batches
@@ -45,29 +46,25 @@ UPDATES = 200  # at least, of the tiny model: few demonstrations get more epochs
 def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
     """Play the environment's expert through one task: a line of expert.jsonl."""
     observation, info = env.reset(options={"task_id": task_id})
-    state = State.first(env, observation, info)
-    messages: list[dict] = []
+    state = first = State.first(env, observation, info)
     for thought, move in env.expert(task_id):
-        action = react(thought, move)
-        messages = [*state.dump(), {"role": "assistant", "content": action}]
-        observation, reward, terminated, truncated, _ = env.step(move)
-        reward = env.outcome(reward, terminated or truncated)
-        if terminated or truncated:
+        state, reward, done = state.act(env, react(thought, move))
+        if done:
             break
-        state = state.then(action, env.message(observation))
-    if not messages:
+    if state is first:
         raise UserError(f"{env.name}: its expert does nothing in task {task_id}")
+    messages = state.dump()[:-1]  # up to the last action
     line = {"task_id": task_id, "env": env.name, "task": state.task, "messages": messages}
     return line | {"reward": reward}
 
 
-def collect(env: envs.TextEnv, path: Path, limit: int | None, world: dict[str, Any]) -> None:
-    """Write expert.jsonl: the first `limit` training tasks. world: what else they depend on."""
-    tasks = env.task_ids("train")
-    out = Output(path, world)
-    todo = tasks[len(out.records) : limit]
-    lines = ([demonstrate(env, task_id)] for task_id in todo)
-    out.grow(lines, "expert", len(tasks[:limit]), len(out.records))
+def collect(env: envs.TextEnv, args: argparse.Namespace) -> None:
+    """Write what is missing of expert.jsonl: the first --n-expert training tasks."""
+    settings = ("env", "env_option", "env_files", "run", "overwrite")  # that it depends on
+    out = Output(args.expert, {name: getattr(args, name) for name in settings})
+    tasks, done = env.task_ids("train")[: args.n_expert], len(out.records)
+    lines = ([demonstrate(env, task_id)] for task_id in tasks[done:])
+    out.grow(lines, "expert", len(tasks), done)
     out.finish()
 
 
@@ -159,10 +156,8 @@ def train(agent: Any, examples: list[Example], validation: list[Example], args: 
         model.train()
         for update in progress.updates():
             batch = [examples[i] for i in update]
-            groups = [
-                collate(group, model.device)
-                for group in micro_batches(batch, len, args.micro_tokens)
-            ]
+            micro = micro_batches(batch, len, args.micro_tokens)
+            groups = [collate(group, model.device) for group in micro]
             n_wrote = sum(int(wrote[:, 1:].sum()) for _, wrote, _ in groups)
             n_answers = sum(int(answers(wrote, real).sum()) for _, wrote, real in groups)
             loss = 0.0
@@ -205,24 +200,18 @@ def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | 
 def read(env: envs.TextEnv, args: argparse.Namespace, process: Any) -> tuple[list[State], dict]:
     """The demonstrations to clone, and the first messages that they share: {} for the environment's
     own expert, who plays what is missing of RUN/expert.jsonl."""
-    if args.model == "tiny" and not args.n_expert:
-        args.n_expert = env.demonstrations
-        if args.expert:
-            print(f"{args.expert}: at most its first {args.n_expert} trajectories (--n-expert)")
+    if args.model == "tiny":
+        args.n_expert = args.n_expert or env.demonstrations
     named = args.expert is not None
-    if not named:
-        args.expert = args.run / "expert.jsonl"
-        if process.is_main_process:
-            names = ("env", "env_option", "env_files", "run", "overwrite")
-            world = {name: getattr(args, name) for name in names}
-            collect(env, args.expert, args.n_expert, world)
-        process.wait_for_everyone()
+    args.expert = args.expert or args.run / "expert.jsonl"
+    if process.is_main_process and not named:
+        collect(env, args)
+    process.wait_for_everyone()
     states = published.demonstrations(env, args.expert, args.n_expert)
-    cli.tell_fewer(args, "n_expert", len(states), "demonstrations")
     return states, published.first_messages(env, states) if named else {}
 
 
-def load(args: argparse.Namespace, env: envs.TextEnv, states: list[State], first: dict) -> tuple:
+def load(args: argparse.Namespace, env: envs.TextEnv, states: list[State]) -> tuple:
     """The model that is to be cloned, its chat, and PEFT's view of LoRA's updates (None: none)."""
     torch.manual_seed(args.seed)
     if args.model == "tiny":
@@ -230,27 +219,28 @@ def load(args: argparse.Namespace, env: envs.TextEnv, states: list[State], first
         model.to(models.device_and_dtype(args.device)[0])
         chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
     else:
-        kind = transformers.AutoModelForCausalLM
+        loading = args.model, AutoModelForCausalLM, args.device, args.load_in
         options = {"train": not args.lora, "plain": True, "precision": args.precision}
-        loading = args.model, kind, args.device, args.load_in
         model, chat = models.load_checkpoint(*loading, **options)
-    adapter = models.save_memory(model, args.lora, args.lora_alpha, args.gradient_checkpointing)
-    chat.rendering = dataclasses.replace(chat.rendering, **first)
-    return model, chat, adapter
+    memory = args.lora, args.lora_alpha, args.gradient_checkpointing
+    return model, chat, models.save_memory(model, *memory)
 
 
 def tokenize(
     chat: Chat, states: list[State], args: argparse.Namespace, process: Any
 ) -> tuple[list[Example], list[Example]]:
-    """The examples to train on and to validate."""
-    limit = min(args.max_tokens, chat.context or args.max_tokens)
+    """The examples to train on and to validate. Says how many --max-tokens leaves out or cuts."""
+    limit = min(args.max_tokens, chat.context)
     examples, validation = (
         list(examples_of(chat, part, limit, args.observation_loss > 0)) for part in hold_out(states)
     )
     if not examples:
         raise UserError(f"{args.expert}: no action within {limit} tokens (--max-tokens)")
-    if not chat.rendering.markov:
-        tell_cut(process, len(states), examples, validation, limit)
+    lost = len(states) - len(examples) - len(validation)
+    cut = len([example for example in examples if len(example) == limit])
+    if (lost or cut) and not chat.rendering.markov:
+        facts = f"{lost} have no action within {limit} tokens, {cut} are cut there"
+        process.print(f"of {len(states)} demonstrations {facts} (--max-tokens)")
     return examples, validation
 
 
@@ -263,24 +253,16 @@ def settings_of(args: argparse.Namespace, examples: int) -> dict[str, Any]:
     return TINY | {"batch": batch, "epochs": epochs}
 
 
-def tell_cut(process: Any, total: int, examples: list, validation: list, limit: int) -> None:
-    """Say how many demonstrations `limit` tokens cut, and how many have no action left."""
-    if lost := total - len(examples) - len(validation):
-        text = f"have no action within {limit} tokens (--max-tokens)"
-        process.print(f"{lost} of {total} demonstrations {text}")
-    if cut := [example for example in examples if len(example) == limit]:
-        text = f"demonstrations are cut after {limit} tokens (--max-tokens)"
-        process.print(f"{len(cut)} of {len(examples)} {text}")
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 3 epochs.")
+    tiny = cli.as_flags(TINY)
+    epilog = f"Defaults: {cli.as_flags(PAPER)}; of the tiny model {tiny}."
+    parser = cli.parser(__doc__, epilog=epilog)
     add = parser.add_argument
     add("--model", default="tiny", help="tiny, a HuggingFace name or path, or a GGUF file (tiny)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
     add("--n-expert", type=cli.at_least(1), metavar="N", help="trajectories (all; tiny: fewer)")
-    cli.add_training(parser, PAPER, TINY | {"epochs": "12 or more"}, "trajectories")
+    cli.add_training(parser, "trajectories")
     add("--max-tokens", type=cli.at_least(2), default=4096, metavar="N", help="cut there (4096)")
     add("--candidates", choices=["free", "valid"], help="what the agent may write (tiny: valid)")
     weight = "weight of predicting what follows an action (0)"
@@ -298,7 +280,8 @@ def main(argv: list[str] | None = None) -> None:
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
     with training.processes(args.out, args.device) as process:
         states, first = read(env, args, process)
-        model, chat, adapter = load(args, env, states, first)
+        model, chat, adapter = load(args, env, states)
+        chat.rendering = dataclasses.replace(chat.rendering, **first)
         examples, validation = tokenize(chat, states, args, process)
         cli.settle(args, settings_of(args, len(examples)))
         chat.rendering.candidates = args.candidates
@@ -306,12 +289,12 @@ def main(argv: list[str] | None = None) -> None:
             return
         figures = train(model, examples, validation, args)
         if process.is_main_process:
-            dtype = models.device_and_dtype(args.device, args.precision)[1]
+            dtype = models.PRECISIONS[args.precision]
             models.save_checkpoint(model, chat, args.out, adapter, dtype)
             tasks = published.tasks_of(args.expert, env, args.n_expert)
             figures["tasks"] = published.learned_tasks(tasks, args.model, vars(args))
             figures["trajectories"] = len(states)
-            files.write_meta(args.out, vars(args), [args.expert], **figures)
+            metadata.write_meta(args.out, vars(args), [args.expert], **figures)
             print(f"{args.out}: {len(states)} trajectories, loss {figures['loss']:.3f}")
 
 

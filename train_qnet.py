@@ -8,29 +8,27 @@
 QNet is the agent's own language model with a value head. It is regressed at *every* token of
 (s, a) onto that pair's Q-value (the tiny model's only at the last one: docs/differences.md).
 
-The readable form of the loss is `family_loss`; --plain trains with it, one pair at a time. But
-the pairs of a tree share their beginnings, and for a token with value v, which carries the loss of
-the pairs i with weights w_i = 1/n_i,
+The readable form of the loss is `family_loss`; --plain trains with it, one pair at a time. But the
+pairs of a tree share their beginnings. A token of value v that carries the loss of the pairs i,
+with weights w_i = 1/n_i, adds
 
     sum_i w_i (v - q_i)^2 = W v^2 - 2 v sum_i w_i q_i + constant,    W = sum_i w_i.
 
-So a whole tree goes through the backbone once (qlass/fast/packing.py), with W and sum_i w_i q_i for
-each token. Loss and gradients are those of its pairs one by one, at a fraction of the cost.
+So a whole tree goes through the backbone once (qlass/fast/packing.py): the same loss and gradients
+at a fraction of the cost.
 
-Held-out trees (one in ten) show whether QNet can rank *siblings*: the search asks nothing else. But
-most of Eq. (8)'s error lies between states. With e(a) = V(s, a) - q(s, a) and n siblings,
+Held-out trees show whether QNet can rank *siblings*: the search asks nothing else. But most of
+Eq. (8)'s error lies between states. With e(a) = V(s, a) - q(s, a) and n siblings,
 
     sum_a e(a)^2 = n mean(e)^2 + sum_a (e(a) - mean(e))^2,
 
 and the second part alone can change their order. --rank-weight adds it so many times more, at the
-last tokens; the expert's actions count as any, and siblings are never split over packs. Early
-stopping then watches this part on the held-out trees.
+last tokens, and early stopping then watches this part on the held-out trees.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import math
@@ -44,14 +42,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel
 
-from qlass import UserError, cli, files, models, policy, training
+from qlass import UserError, cli, files, metadata, models, policy, training
 from qlass.batching import Score
 from qlass.card import write_card
-from qlass.chat import Chat, State
+from qlass.chat import Chat
 from qlass.cli import at_least
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.score import FastQNet
-from qlass.files import read_object
+from qlass.messages import State
+from qlass.output import read_trees
 from qlass.policy import Policy
 from qlass.training import Progress, cosine, micro_batches
 
@@ -71,9 +70,14 @@ class QNet(nn.Module):
     """Q(s, a): a HuggingFace causal LM without its output layer, and a value head on each token."""
 
     def __init__(
-        self, backbone: Any, chat: Chat, hidden: int = 1024, plain: bool = False, **room: Any
+        self,
+        backbone: Any,
+        chat: Chat,
+        hidden: int = 1024,
+        plain: bool = False,
+        cache_gb: float | None = None,
     ) -> None:
-        """plain: score one (s, a) at a time. room: `budget` and `cache_gb` of qlass/fast/."""
+        """plain: score one (s, a) at a time. cache_gb: room of qlass/fast/ for what it has read."""
         super().__init__()
         self.backbone, self.chat = backbone, chat
         size = backbone.config.get_text_config().hidden_size
@@ -84,9 +88,8 @@ class QNet(nn.Module):
             nn.ReLU(),
             nn.Linear(hidden, 1),
         ).to(backbone.device)
-        self.plain, self.room = plain, room
+        self.plain, self.cache_gb = plain, cache_gb
         self.fast: Any = None
-        self.plain_tokens = 0
 
     def forward(self, at: Any = None, **inputs: Any) -> torch.Tensor:
         """Values V of tokens, (B, T), or of those that `at` selects; inputs: the backbone's."""
@@ -96,19 +99,17 @@ class QNet(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):  # in bf16 siblings would tie
             return self.head(hidden.to(self.head[0].weight.dtype)).squeeze(-1)  # Eq. (10)
 
-    def values(self, state: State, action: str) -> tuple[torch.Tensor, int]:
-        """V of each token of (s, a), (T,), and how many of them are the prompt's."""
+    def values(self, state: State, action: str) -> torch.Tensor:
+        """V of each token of (s, a), (T,)."""
         prompt = self.chat.prompt(state)
         ids = prompt + self.chat.action(action, state.task, len(prompt))
         tokens = torch.tensor([ids], device=self.backbone.device)
-        self.plain_tokens += len(ids)
-        return self(input_ids=tokens, use_cache=False)[0].float(), len(prompt)
+        return self(input_ids=tokens, use_cache=False)[0].float()
 
     @torch.inference_mode()
     def q(self, state: State, action: str) -> float:
         """Q(s, a): the value at the action's last token."""
-        values, _ = self.values(state, action)
-        return float(values[-1])
+        return float(self.values(state, action)[-1])
 
     def score(self, requests: list[Score]) -> list[list[float]]:
         """Q(s, a) of each request's actions."""
@@ -122,16 +123,11 @@ class QNet(nn.Module):
             raise UserError("QNet's values are not finite, so its training has diverged")
         return scores
 
-    @property
-    def computed(self) -> int:
-        """Tokens put through the model to score, padding aside."""
-        return self.fast.cache.computed if self.fast else self.plain_tokens
-
     def train(self, mode: bool = True) -> QNet:
         """Switch modes. Training changes the weights, so evaluation begins with an empty cache."""
         self.fast = None
         if not (mode or self.plain):
-            self.fast = FastQNet(self, **self.room)
+            self.fast = FastQNet(self, self.cache_gb)
         return super().train(mode)
 
     @property
@@ -148,28 +144,27 @@ class QNet(nn.Module):
         (folder / "qnet.json").write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, plain: bool = False, **options: Any) -> QNet:
-        """options: device, load_in, rendering, precision of `load_checkpoint`; room as above."""
-        if Path(folder, "config.json").exists() and not Path(folder, "qnet.json").exists():
-            raise UserError(f"{folder}: an agent, not a QNet; name the folder of train_qnet.py")
-        settings = read_object(Path(folder) / "qnet.json")
+    def from_pretrained(
+        cls, folder: str | Path, plain: bool = False, cache_gb: float | None = None, **options: Any
+    ) -> QNet:
+        """options: device, load_in, rendering, precision of `load_checkpoint`."""
+        settings = files.read_object(Path(folder) / "qnet.json")  # which an agent's folder lacks
         if settings["readout"] != "last":
             raise UserError(f"{folder}: its Q is the mean of the action's values, not the last one")
-        room = {name: options.pop(name) for name in ("budget", "cache_gb") if name in options}
         backbone, chat = models.load_checkpoint(folder, AutoModel, plain=plain, **options)
-        qnet = cls(backbone, chat, settings["hidden"], plain, **room)
+        qnet = cls(backbone, chat, settings["hidden"], plain, cache_gb)
         head = Path(folder) / "head.safetensors"
         try:
             qnet.head.load_state_dict(load_file(head))
         except (OSError, RuntimeError, SafetensorError) as error:
             raise UserError(f"{head}: can't be read ({str(error).splitlines()[0]})") from None
-        return qnet.to(backbone.device).eval()
+        return qnet.eval()
 
 
 def load_qnet(folder: Path, args: argparse.Namespace) -> QNet:
     """The QNet in a folder, loaded as the flags of a stage say, with the agent's prompts."""
-    rendering = policy.rendering_of(folder, args, policy.PROMPTED)
-    return QNet.from_pretrained(folder, **policy.loading(args, rendering))
+    options = policy.loading(folder, args, policy.PROMPTED)
+    return QNet.from_pretrained(folder, cache_gb=args.cache_gb, **options)
 
 
 # ------------------------------------------------------------------------------ what it learns from
@@ -224,10 +219,7 @@ def hold_out(trees: list[Tree]) -> tuple[list[Tree], list[Tree]]:
 
 # ----------------------------------------------------------------------------------------- training
 
-
-def loss_tokens(n_prompt: int, n: int, loss_on: str = "all") -> slice:
-    """Which of the n tokens of (s, a) carry the loss: all (Eq. 11), the action's, or its last."""
-    return slice({"all": 0, "action": n_prompt, "last": n - 1}[loss_on], n)
+LOSS_FROM = {"all": 0, "last": -1}  # the first token of (s, a) that carries the loss (Eq. 11: all)
 
 
 def family_loss(
@@ -237,9 +229,8 @@ def family_loss(
     they are siblings, rank_weight sum_a (e(a) - mean(e))^2 of their last tokens, ()."""
     losses, last = [], []
     for pair in family:
-        values, n_prompt = qnet.values(pair.state, pair.action)
-        errors = values - pair.q
-        losses.append(errors[loss_tokens(n_prompt, len(values), loss_on)].square().mean())
+        errors = qnet.values(pair.state, pair.action) - pair.q
+        losses.append(errors[LOSS_FROM[loss_on] :].square().mean())
         last.append(errors[-1])
     e = torch.stack(last)
     return torch.stack(losses).sum() + rank_weight * (e - e.mean()).square().sum()
@@ -247,14 +238,12 @@ def family_loss(
 
 def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Namespace) -> dict:
     """Regress QNet onto the Q-values of (s, a). Returns figures for the metadata."""
-    carriers = functools.partial(loss_tokens, loss_on=args.loss_on)
     rank_weight = args.rank_weight
-    # What is not to be split over packs.
-    together = [families(tree) if rank_weight else [[pair] for pair in tree] for tree in trees]
-    alone = 1  # token of room: each family stands by itself
-    max_tokens = alone if qnet.plain else args.max_tokens
-    micro_tokens = alone if qnet.plain else args.micro_tokens
-    packs = [p for tree in together for p in pack_pairs(qnet.chat, tree, carriers, max_tokens)]
+    packs: list[Any] = []
+    for tree in trees:
+        together = families(tree) if rank_weight else [[pair] for pair in tree]  # not to be split
+        room = 1 if qnet.plain else args.max_tokens  # 1: each family is a pack of its own
+        packs += pack_pairs(qnet.chat, together, LOSS_FROM[args.loss_on], room)
     rates = {"head.": args.head_lr} if args.head_lr else {}
     progress = Progress(qnet, args, [len(pack.pairs) for pack in packs], rates)
     accelerator, model, optimizer = progress.accelerator, progress.model, progress.optimizer
@@ -263,7 +252,8 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
         for update in progress.updates():
             batch = [packs[i] for i in update]
             n_pairs = sum(len(pack.pairs) for pack in batch)
-            groups = micro_batches(batch, lambda pack: pack.tokens, micro_tokens)
+            room = 1 if qnet.plain else args.micro_tokens
+            groups = micro_batches(batch, lambda pack: pack.tokens, room)
             loss = 0.0
             for group, weight in progress.share(groups):  # gradient accumulation
                 if qnet.plain:
@@ -296,15 +286,15 @@ def ranking(qnet: QNet, trees: list[Tree]) -> dict[str, Any]:
     """On these trees, of Q: the mean square error (Eq. 8), the part of it within states, and
     `sibling_accuracy`."""
     pairs = list(itertools.chain(*trees))
-    values = [q for (q,) in qnet.score([Score(p.state, (p.action,)) for p in pairs])]
-    mse = sum((p.q - v) ** 2 for p, v in zip(pairs, values, strict=True)) / max(1, len(pairs))
-    scores = {(p.state, p.action): v for p, v in zip(pairs, values, strict=True)}
+    values = qnet.score([Score(p.state, (p.action,)) for p in pairs])
+    scores = {(p.state, p.action): q for p, (q,) in zip(pairs, values, strict=True)}
     within = 0.0
     for family in itertools.chain(*map(families, trees)):
         errors = [scores[p.state, p.action] - p.q for p in family]
-        within += sum((e - sum(errors) / len(errors)) ** 2 for e in errors)
-    figures = {"mse": mse, "within_mse": within / max(1, len(pairs))}
-    return figures | sibling_accuracy(trees, scores)
+        mean = sum(errors) / len(errors)
+        within += sum((e - mean) ** 2 for e in errors)
+    square, n = sum((p.q - scores[p.state, p.action]) ** 2 for p in pairs), max(1, len(pairs))
+    return {"mse": square / n, "within_mse": within / n} | sibling_accuracy(trees, scores)
 
 
 def policy_ranking(policy: Policy, trees: list[Tree]) -> dict[str, Any]:
@@ -323,26 +313,19 @@ def sibling_accuracy(
     """Of the sibling pairs whose q differ by more than `gap`, the share whose scores agree.
 
     Chance is .5. `own_...`: of pairs without a node of the expert's, since the search compares
-    draws of the agent. `spearman` is the rank correlation of all pairs, which a net that only knows
-    V(s) can reach too.
+    draws of the agent.
     """
-    from scipy.stats import spearmanr
-
-    pairs = list(itertools.chain(*trees))
-    columns = [p.q for p in pairs], [scores[p.state, p.action] for p in pairs]
-    varied = all(len(set(column)) > 1 for column in columns)  # a constant has no ranks
-    figures: dict[str, Any] = {"spearman": float(spearmanr(*columns).statistic) if varied else None}
     right: dict[str, list[float]] = {"sibling": [], "own_sibling": []}
-    for tree in trees:
-        for family in families(tree):
-            for a, b in itertools.combinations(family, 2):
-                if abs(a.q - b.q) <= gap:
-                    continue
-                difference = scores[a.state, a.action] - scores[b.state, b.action]
-                agrees = 0.5 if difference == 0 else float((difference > 0) == (a.q > b.q))
-                right["sibling"].append(agrees)
-                if a.own and b.own:
-                    right["own_sibling"].append(agrees)
+    for family in itertools.chain(*map(families, trees)):
+        for a, b in itertools.combinations(family, 2):
+            if abs(a.q - b.q) <= gap:
+                continue
+            difference = scores[a.state, a.action] - scores[b.state, b.action]
+            agrees = 0.5 if difference == 0 else float((difference > 0) == (a.q > b.q))
+            right["sibling"].append(agrees)
+            if a.own and b.own:
+                right["own_sibling"].append(agrees)
+    figures: dict[str, Any] = {}
     for name, counts in right.items():
         figures[f"{name}_accuracy"] = sum(counts) / len(counts) if counts else None
         figures[f"{name}_pairs"] = len(counts)
@@ -353,33 +336,34 @@ def sibling_accuracy(
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = cli.parser(__doc__, epilog="Table 5: lr 1e-5, batch 64, 2 epochs.")
+    tiny = cli.as_flags(TINY)
+    epilog = f"Defaults: {cli.as_flags(PAPER)}; of the tiny model {tiny}."
+    parser = cli.parser(__doc__, epilog=epilog)
     add = parser.add_argument
     add("--sft", type=Path, help="checkpoint that the backbone starts from (default: RUN/sft)")
     add("--labels", type=Path, help="default: RUN/q_labels.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/qnet")
-    cli.add_training(parser, PAPER, TINY, "(s, a) pairs")
-    carry = "tokens that carry the loss: all (Eq. 11; tiny: last), action or last"
-    add("--loss-on", choices=["all", "action", "last"], metavar="WHICH", help=carry)
+    cli.add_training(parser, "(s, a) pairs")
+    carry = "tokens that carry the loss: all (Eq. 11) or last"
+    add("--loss-on", choices=LOSS_FROM, metavar="WHICH", help=carry)
     text = "B times more loss on the differences of siblings (0: the paper)"
     add("--rank-weight", type=at_least(0, float), default=0.0, metavar="B", help=text)
     add("--head-lr", type=at_least(0, float), metavar="LR", help="of the value head (--lr)")
     add("--freeze", action="store_true", help="train the head alone")
     add("--plain", action="store_true", help="pair by pair: for models that read no token tree")
-    add("--max-tokens", type=at_least(1), metavar="N", help="of a packed tree (4096; tiny: 1024)")
+    add("--max-tokens", type=at_least(1), metavar="N", help="of a packed tree")
     add("--limit", type=at_least(1), metavar="N", help="number of trees (default: all)")
     cli.add_prompt(parser)  # as the trees were grown
     add("--device")
     return cli.parse(parser, argv)
 
 
-def load(args: argparse.Namespace, loading: dict[str, Any]) -> tuple[QNet, Any]:
+def load(args: argparse.Namespace) -> tuple[QNet, Any]:
     """A QNet of the agent's weights and a new head, and PEFT's view of LoRA's updates (or None)."""
     torch.manual_seed(args.seed)  # here: the agent may have been trained in this process just now
     all_weights = not (args.lora or args.freeze)
-    backbone, chat = models.load_checkpoint(
-        args.sft, AutoModel, train=all_weights, plain=args.plain, **loading
-    )
+    options = policy.loading(args.sft, args)
+    backbone, chat = models.load_checkpoint(args.sft, AutoModel, train=all_weights, **options)
     qnet = QNet(backbone, chat, plain=args.plain)
     memory = args.lora, args.lora_alpha, args.gradient_checkpointing
     adapter = models.save_memory(backbone, *memory)
@@ -391,47 +375,39 @@ def load(args: argparse.Namespace, loading: dict[str, Any]) -> tuple[QNet, Any]:
 
 
 def save(qnet: QNet, args: argparse.Namespace, adapter: Any) -> None:
+    dtype = models.PRECISIONS[args.precision]
     with files.draft_of(args.out) as folder:
-        dtype = models.device_and_dtype(args.device, args.precision)[1]
         qnet.backbone = models.ordinary(qnet.backbone, folder, adapter, dtype)
         qnet.save_pretrained(folder)
 
 
-def read(args: argparse.Namespace) -> tuple[list[str], list[Tree]]:
-    """The labelled trees, and the tasks that they are of."""
-    tasks, trees = [], []
-    labelled = files.read_trees(args.labels, ["q", "messages"])
+def read(args: argparse.Namespace, chat: Chat, process: Any) -> tuple[list[Tree], dict[str, Any]]:
+    """Of each labelled tree the pairs that the model can read; figures for the metadata."""
+    tasks, trees, left_out = [], [], 0
+    labelled = read_trees(args.labels, ["q", "messages"])
     for tree in itertools.islice(labelled, args.limit):
+        pairs = pairs_of(tree)
         tasks.append(tree[0]["task_id"])
-        trees.append(pairs_of(tree))
-    cli.tell_fewer(args, "limit", len(trees), "trees")
-    return tasks, trees
-
-
-def within_context(chat: Chat, trees: list[Tree], process: Any) -> tuple[list[Tree], int]:
-    """The pairs that the model can read, and how many are left out."""
-    readable = [[p for p in tree if chat.fits(p.state, p.action)] for tree in trees]
-    left_out = sum(map(len, trees)) - sum(map(len, readable))
+        trees.append([pair for pair in pairs if chat.fits(pair.state, pair.action)])
+        left_out += len(pairs) - len(trees[-1])
     if left_out:
         why = "beyond the model's context (--truncate oldest cuts them)"
         process.print(f"{left_out} pairs are left out: {why}")
-    return readable, left_out
+    return trees, {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
 
 
-def ranking_of_saved(
-    qnet: QNet, held_out: list[Tree], figures: dict[str, Any], adapter: Any
-) -> dict[str, Any]:
-    """`ranking`; that of the last epoch, if its weights were saved as they were."""
-    curve, full = figures["curve"], next(qnet.backbone.parameters()).dtype == torch.float32
-    if adapter or not full or figures["best_epoch"] < len(curve):
-        return ranking(qnet.eval(), held_out)
-    start = "held_out_"
-    return {name[len(start) :]: v for name, v in curve[-1].items() if name.startswith(start)}
+def measure(qnet: QNet, held_out: list[Tree], figures: dict, args: argparse.Namespace) -> dict:
+    """How well the best epoch's QNet ranked held-out siblings, and how well the agent does."""
+    best, start = figures["curve"][figures["best_epoch"] - 1], "held_out_"
+    ranks = {name.removeprefix(start): v for name, v in best.items() if name.startswith(start)}
+    qnet.cpu()  # a GPU that trained one of them may not hold both
+    agent = Policy.load(args.sft, args.seed, **policy.loading(args.sft, args))
+    return ranks | policy_ranking(agent, held_out)
 
 
 def tell(out: Path, figures: dict[str, Any], ranks: dict[str, Any]) -> None:
     errors = f"training loss {figures['loss']:.4f}, held-out mse {ranks['mse']:.4f}"
-    print(f"{out}: {errors} after epoch {figures['best_epoch']}")
+    print(f"{out}: {figures['trees']} trees, {errors} after epoch {figures['best_epoch']}")
     if ranks["sibling_pairs"]:
         right = f"{ranks['sibling_accuracy']:.3f} of {ranks['sibling_pairs']}"
         own = f"the agent's log-probability {ranks['policy_sibling_accuracy']:.3f}"
@@ -440,33 +416,25 @@ def tell(out: Path, figures: dict[str, Any], ranks: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    cli.must_exist(args.sft, args.labels)
-    args.sft = cli.find_or_make(args.sft, args.run / "sft", "sft", args)
     args.labels = cli.find_or_make(args.labels, args.run / "q_labels.jsonl", "bellman", args)
+    args.sft = cli.find_or_make(args.sft, args.run / "sft", "sft", args)
     args.out = files.checkpoint_folder(args.out or args.run / "qnet", args.sft)
     cli.warn_of_another_world(args.sft, args)
-    loading = {name: getattr(args, name) for name in ("device", "load_in", "precision")}
-    loading["rendering"] = policy.rendering_of(args.sft, args, policy.PROMPTED)
+    inputs = [args.labels, args.sft]
     with training.processes(args.out, args.device) as process:
-        tasks, trees = read(args)
-        qnet, adapter = load(args, loading)
-        if not training.begin(args, [args.labels, args.sft]):
-            return
-        readable, left_out = within_context(qnet.chat, trees, process)
-        learned, held_out = hold_out(readable)
+        qnet, adapter = load(args)
+        trees, counts = read(args, qnet.chat, process)
+        learned, held_out = hold_out(trees)
         if not any(learned):
             raise UserError(f"{args.labels}: no pair of (s, a) to train on")
-        figures = train(qnet, learned, held_out, args)
+        if not training.begin(args, inputs):
+            return
+        figures = train(qnet, learned, held_out, args) | counts
         if process.is_main_process:
             save(qnet, args, adapter)
-            ranks = ranking_of_saved(qnet, held_out, figures, adapter)
-            qnet.cpu()  # a GPU that trained one of them may not hold both
-            agent = policy.Policy.load(args.sft, args.seed, plain=args.plain, **loading)
-            ranks |= policy_ranking(agent, held_out)
-            figures |= {"trees": len(trees), "pairs_left_out": left_out, "tasks": tasks}
+            ranks = measure(qnet, held_out, figures, args)
             write_card(args, figures, ranks)
-            inputs = [args.labels, args.sft]
-            files.write_meta(args.out, vars(args), inputs, **figures, held_out=ranks)
+            metadata.write_meta(args.out, vars(args), inputs, **figures, held_out=ranks)
             tell(args.out, figures, ranks)
 
 

@@ -22,7 +22,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,15 +38,16 @@ from environments.alfworld.textworld import TextWorldGame
 from experiments import drive_in_order
 from qlass import UserError
 from qlass.batching import Sample, Score, ask
-from qlass.chat import Chat, Rendering, State, react, uniforms
+from qlass.chat import Chat, Rendering
 from qlass.cli import run_stage
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import batches
+from qlass.messages import State, react, uniforms
 from qlass.models import load_checkpoint
 from qlass.policy import Policy
 from qlass.tiny import AIDS, tiny_model
 from sft import demonstrate
-from train_qnet import TINY, Pair, QNet, family_loss, loss_tokens, pairs_of
+from train_qnet import LOSS_FROM, TINY, Pair, QNet, family_loss, pairs_of
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 TEXT = 17  # tokens of a demonstration's mean action
@@ -217,18 +218,23 @@ def trees(n: int = 64, few: int = 4) -> Iterator[str]:
 
 def epoch(net: QNet, trees: list[list[Pair]]) -> int:
     """Leaves the gradient of all pairs in the net, one by one or packed. Returns the tokens that went through it."""
-    before = tokens = net.plain_tokens
+    tokens = 0
     for pairs in trees:
         if net.plain:
             for pair in pairs:
                 family_loss(net, [pair]).backward()
-            tokens = net.plain_tokens
+            tokens += one_by_one(net.chat, [(pair.state, pair.action) for pair in pairs])
             continue
-        packs = list(pack_pairs(net.chat, [[pair] for pair in pairs], loss_tokens, max_tokens=1024))
+        packs = list(pack_pairs(net.chat, [[pair] for pair in pairs], LOSS_FROM["all"], max_tokens=1024))
         tokens += sum(pack.tokens for pack in packs)
         for group in batches(packs, lambda pack: pack.tokens, TINY["micro_tokens"]):
             packed_loss(net, [packs[i] for i in group]).backward()
-    return tokens - before
+    return tokens
+
+
+def one_by_one(chat: Chat, pairs: Sequence[tuple[State, str]]) -> int:
+    """Tokens of pairs (s, a) that share nothing."""
+    return sum(len(chat.prompt(state)) + len(chat.action(action, state.task)) for state, action in pairs)
 
 
 def qnet(n: int = 2) -> Iterator[str]:
@@ -243,7 +249,7 @@ def qnet(n: int = 2) -> Iterator[str]:
     nodes = list(dict.fromkeys((p.state, p.action) for tree in pairs for p in tree))
     for net in (plain, ours):
         net.score([Score(state, (action,)) for state, action in nodes])
-    yield line("values of these trees' nodes", plain.computed - read, ours.computed, "tokens")
+    yield line("values of these trees' nodes", one_by_one(chat, nodes), ours.fast.cache.computed, "tokens")
 
 
 # ------------------------------------------------------------------------------------------------------- environments

@@ -26,10 +26,11 @@ from experiments.paraphrase import paraphrased, prompt_tokens
 from q_search import Method, Step, best_of, by_q
 from qlass import UserError
 from qlass.batching import Sample, Score
-from qlass.chat import Chat, State, parse_action, react
+from qlass.chat import Chat
 from qlass.cli import at_least, run_stage
-from qlass.files import read_meta
-from qlass.results import Results, describe, outcome_of
+from qlass.messages import State, parse_action, react
+from qlass.metadata import read_meta
+from qlass.results import Results, costs_of, describe
 
 PLAYERS = ("rule", "expert", "oracle")
 COMPARED = [2, 4, 6]  # M and N of `all`
@@ -92,11 +93,9 @@ def follow(env: envs.TextEnv, task_id: str, method: Variant) -> list[Step]:
     moves = env.rules()[method.player]() if method.player else getattr(env, method.name)(task_id)
     for thought, move in moves:
         action = react(thought, move)
-        observation, reward, terminated, truncated, _ = env.step(move)
-        done = terminated or truncated
-        observation, reward = env.message(observation), env.outcome(reward, done)
-        steps.append(Step(state, [], [], [], action, observation, reward))
-        state = state.then(action, observation)
+        after, reward, done = state.act(env, action)
+        steps.append(Step(state, [], [], [], action, after.observation, reward))
+        state = after
         if done:
             break
     if not steps:
@@ -114,7 +113,7 @@ def play(
     bound = isinstance(method, InEnv)
     acting = dataclasses.replace(method, score=partial(method.score, env)) if bound else method
     best, episodes = yield from best_of(env, task_id, acting, chat.rendering, sampled)
-    outcome = outcome_of(chat, best, episodes, method.read_by_qnet)
+    outcome = describe(best, episodes, costs_of(chat, episodes, method.read_by_qnet))
     if bound and method.looks:
         outcome["env_steps"] += sum(len(step.candidates) for steps in episodes for step in steps)
     if reworded:

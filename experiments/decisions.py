@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from qlass.chat import Chat, State
+from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, tree_inputs
 from qlass.fast.tries import Trie
+from qlass.messages import State
 
 
 def mixed_precision(model: Any) -> torch.autocast:

@@ -33,9 +33,11 @@ from experiments.self_train import OTHER_LUCK, trajectories
 from q_search import Method
 from qlass import UserError
 from qlass.batching import Sample, ask
-from qlass.chat import Chat, Rendering, State, parse_action
+from qlass.chat import Chat, Rendering
 from qlass.cli import at_least, find_or_make, parse, run_stage
-from qlass.files import cloned_from, read_trees
+from qlass.messages import State, parse_action
+from qlass.metadata import cloned_from
+from qlass.output import read_trees
 from qlass.policy import Policy
 from qlass.published import actions_by_task, tasks_of, written
 from train_qnet import Pair, pairs_of

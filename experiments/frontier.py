@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from qlass.files import read_meta
+from qlass.metadata import read_meta
 from reporting.figures import MARKERS, STYLE, curve, log_axis
 from reporting.results import Group, ancestors, inputs_of
 

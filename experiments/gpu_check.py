@@ -21,12 +21,13 @@ from experiments.bench import random_agent
 from experiments.decisions import mixed_precision
 from qlass import UserError, models
 from qlass.batching import Sample
-from qlass.chat import Chat, Rendering, State
+from qlass.chat import Chat, Rendering
 from qlass.cli import run_stage
 from qlass.fast.packing import pack_pairs, packed_loss
-from qlass.files import read_trees
+from qlass.messages import State
+from qlass.output import read_trees
 from qlass.policy import Policy
-from train_qnet import QNet, loss_tokens, pairs_of
+from train_qnet import LOSS_FROM, QNet, pairs_of
 
 GPU = torch.cuda.is_available()
 LLAMA_2_7B = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
@@ -108,7 +109,7 @@ def training(
     qnet = QNet(backbone, chat).train()
     optimizer = models.adamw(qnet, {"": 1e-5}, optim)
     pairs = [[pair] for tree in read_trees(run / "q_labels.jsonl", ["q", "messages"]) for pair in pairs_of(tree)]
-    largest = max(pack_pairs(chat, pairs, loss_tokens, MICRO // 2), key=lambda pack: len(pack.tree))
+    largest = max(pack_pairs(chat, pairs, LOSS_FROM["all"], MICRO // 2), key=lambda pack: len(pack.tree))
     packs = [largest] * max(1, MICRO // len(largest.tree))
 
     def update() -> None:

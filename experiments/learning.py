@@ -22,9 +22,11 @@ from experiments.self_train import trajectories
 from q_search import Method
 from qlass import UserError, cli, models
 from qlass.batching import Sample
-from qlass.chat import Chat, uniforms
+from qlass.chat import Chat
 from qlass.cli import at_least
-from qlass.files import checkpoint_folder, draft_of, locked, meta_path, same_arguments, write_jsonl, write_meta
+from qlass.files import checkpoint_folder, draft_of, locked, write_jsonl
+from qlass.messages import uniforms
+from qlass.metadata import meta_path, same_arguments, write_meta
 from qlass.policy import PROMPTED, Policy, begin_as_cloned, rendering_of
 from qlass.published import learned_tasks
 from train_qnet import SMALL

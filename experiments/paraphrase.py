@@ -15,8 +15,9 @@ from typing import Any
 
 from q_search import Step
 from qlass.batching import Candidate, Sample
-from qlass.chat import Chat, State
+from qlass.chat import Chat
 from qlass.endpoint import Endpoint
+from qlass.messages import State
 from qlass.results import environment_tokens
 
 Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording

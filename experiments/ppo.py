@@ -29,10 +29,12 @@ from experiments.decisions import mixed_precision, pack_decisions
 from experiments.learning import Learner, learn, learner_parser, load, trainable
 from experiments.tree_grpo import LR, LR_TINY, Batch, Group, add_update, batches, line_of, play, update
 from qlass import UserError
-from qlass.chat import Chat, State
+from qlass.chat import Chat
 from qlass.cli import at_least, handed_on, parse, run_stage, settle
 from qlass.fast.token_tree import TokenTree, tree_inputs
-from qlass.files import is_complete, read_meta, read_trees
+from qlass.messages import State
+from qlass.metadata import is_complete, read_meta
+from qlass.output import read_trees
 from train_qnet import SMALL, QNet, states_of
 
 CRITIC_LR, CRITIC_LR_TINY = 1e-5, 1e-3  # faster than the agent

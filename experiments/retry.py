@@ -17,10 +17,11 @@ import q_search
 from experiments.compare import Variant, both, parser
 from q_search import Method, episode
 from qlass.batching import Score
-from qlass.chat import Chat, State
+from qlass.chat import Chat
 from qlass.cli import run_stage
 from qlass.endpoint import Endpoint
-from qlass.results import Results, outcome_of
+from qlass.messages import State
+from qlass.results import Results, costs_of, describe
 
 ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."
 PLANS = "\nYour plans after attempts at this task that failed:\n"
@@ -49,7 +50,8 @@ def retry(
             questions.append(end.state.then(end.action, end.observation + ASK))
             plans.append((yield Reflect(questions[-1])))
             env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
-    outcome = outcome_of(chat, trials[values.index(max(values))], trials, method.read_by_qnet)
+    costs = costs_of(chat, trials, method.read_by_qnet)
+    outcome = describe(trials[values.index(max(values))], trials, costs)
     outcome["tokens"]["prompt"] += sum(len(chat.message_tokens(question)[-1]) for question in questions)
     outcome["tokens"]["generated"] += sum(len(chat.action(plan, "")) for plan in plans)
     return outcome

@@ -27,13 +27,13 @@ from typing import Any
 import envs
 import sft
 from q_search import Method, by_q, episode
-from qlass import UserError, files
+from qlass import UserError, files, metadata
 from qlass.batching import Sample, Score, drive
-from qlass.chat import Chat, State, without_thinking
-from qlass.cli import add_sampling, at_least, find_or_make, handed_on, parse, parser, run_stage, tell_fewer
-from qlass.files import read_trees
+from qlass.chat import Chat
+from qlass.cli import add_sampling, at_least, find_or_make, handed_on, parse, parser, run_stage
+from qlass.messages import State, without_thinking
 from qlass.models import settle_precision
-from qlass.output import Output
+from qlass.output import Output, read_trees
 from qlass.policy import load_agent
 from qlass.published import read_trajectories, written
 from qlass.results import costs_of
@@ -111,7 +111,7 @@ def replies(line: dict) -> list[str]:
 
 def demonstrations(checkpoint: Path, env: str) -> list[dict]:
     """What a checkpoint was cloned from, as lines of expert.jsonl, each with what tells its task."""
-    path, most = files.cloned_from(checkpoint)
+    path, most = metadata.cloned_from(checkpoint)
     if path is None:
         raise UserError(f"{checkpoint}: the demonstrations that it was cloned from are gone")
     lines = []
@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     started = time.time()
     env = envs.from_arguments(args)
     args.sft = find_or_make(args.sft, args.run / "sft", "sft", args)
-    record = files.read_meta(args.sft)["arguments"]
+    record = metadata.read_meta(args.sft)["arguments"]
     if "model" not in record:
         raise UserError(f"{args.sft}: its metadata do not say how sft.py made it; name an --sft that sft.py made")
     expert = demonstrations(args.sft, env.name)
@@ -175,7 +175,6 @@ def main(argv: list[str] | None = None) -> None:
     else:
         args.qnet = find_or_make(args.qnet, args.run / "qnet", "train_qnet", args) if args.method == "qlass" else None
         tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
-        tell_fewer(args, "limit", len(tasks), "tasks")
         path = args.run / f"self_train-{args.name}.rollouts.jsonl"
         free = ["threshold", "no_train", "plain"]
         settle_precision(args)
@@ -193,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     mean = sum(line["reward"] for line in lines) / max(1, len(lines))
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new), "mean_reward": mean}
     figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
-    files.write_meta(merged, vars(args), [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
+    metadata.write_meta(merged, vars(args), [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
     kept_of = f"{len(new)} of {len(lines)} trajectories kept (mean reward {mean:.3f})"
     print(f"{merged}: {kept_of} beside {len(expert)} demonstrations")
     if args.no_train:

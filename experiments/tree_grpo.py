@@ -32,8 +32,9 @@ from experiments.decisions import Decision, PackedDecisions, pack_decisions
 from experiments.learning import Learner, batch_of, learn, learner_parser, load
 from qlass import UserError
 from qlass.batching import Sample, ask
-from qlass.chat import Rendering, State, parse_action, uniforms
+from qlass.chat import Rendering
 from qlass.cli import at_least, parse, run_stage
+from qlass.messages import State, parse_action, uniforms
 from qlass.policy import Policy
 
 LR = {"alfworld": 1e-4}  # of the tiny model, others LR_TINY; the learning rate decides everything

@@ -30,10 +30,11 @@ import q_search
 from experiments.compare import Variant, both, parser
 from q_search import Method, Step, distinct
 from qlass.batching import Candidate, Sample, Score, ask
-from qlass.chat import Chat, Rendering, State, parse_action, uniforms
+from qlass.chat import Chat, Rendering
 from qlass.cli import at_least, run_stage
-from qlass.files import input_of, read_meta
-from qlass.results import Results, outcome_of
+from qlass.messages import State, parse_action, uniforms
+from qlass.metadata import input_of, read_meta
+from qlass.results import Results, costs_of, describe
 
 
 @dataclasses.dataclass(eq=False)
@@ -227,7 +228,8 @@ def play(settings: dict, env: envs.TextEnv, task_id: str, method: Variant, chat:
     end = yield from getattr(search, method.name)(**settings)
     *path, last = end.path
     path.append(dataclasses.replace(last, reward=env.outcome(last.reward, done=True)))
-    outcome = outcome_of(chat, path, [search.expanded], lambda step: step.candidates)
+    costs = costs_of(chat, [search.expanded], lambda step: step.candidates)
+    outcome = describe(path, [search.expanded], costs)
     steps = {"env_steps": search.env_steps, "env_steps_replayed": search.env_steps + search.replayed}
     return outcome | steps | {"restores": search.restores, "resets": method.N}
 

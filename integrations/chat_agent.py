@@ -30,9 +30,10 @@ import q_search
 from experiments.compare import Variant
 from qlass import UserError
 from qlass.batching import Candidate, Sample
-from qlass.chat import Rendering, State, any_of, uniforms
+from qlass.chat import Rendering, any_of
 from qlass.cli import at_least, parse, parser, run_stage
 from qlass.endpoint import Endpoint
+from qlass.messages import State, uniforms
 from qlass.output import Output
 from qlass.results import Results, describe
 from sft import demonstrate

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import envs
-from qlass.chat import parse_action
+from qlass.messages import parse_action
 
 HINT = "\n\nTake an action by calling the function act with it, one at a time.\n\n"
 

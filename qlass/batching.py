@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from qlass.chat import Rendering, State, react
+from qlass.chat import Rendering
+from qlass.messages import State, react
 
 if TYPE_CHECKING:
     from envs import TextEnv

@@ -8,23 +8,20 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
+import re
 import shlex
 import sys
-import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from qlass import UserError
-from qlass.files import files_of, is_complete, outdated, read_meta, read_object, share, warn
+from qlass.files import files_of, share, warn
+from qlass.metadata import is_complete, outdated, read_meta
 
-T = TypeVar("T", int, float)
 LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
 
 # ------------------------------------------------------------------------------------------ flags
-
-ENVIRONMENTS = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
 
 
 def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -37,14 +34,18 @@ def parser(doc: str, epilog: str = "") -> argparse.ArgumentParser:
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30, width=100),
     )
     add = stage.add_argument
-    add("--env", metavar="NAME", help=ENVIRONMENTS)
-    text = "option of the environment's class; may be repeated"
-    add("--env-option", type=option, action="append", metavar="NAME=VALUE", help=text)
+    names = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
+    add("--env", metavar="NAME", help=names)
+    add("--env-option", type=option, action="append", metavar="NAME=VALUE", help="may be repeated")
     add("--run", type=Path, metavar="DIR", help="folder of this run's files (runs/ENV)")
     add("--seed", type=at_least(0, most=2**32 - 1), default=0, metavar="N", help="default: 0")
     add("--overwrite", action="store_true", help="make the output again from scratch")
     add("--debug", action="store_true", help="show the traceback of an error")
     return stage
+
+
+def as_flags(settings: dict[str, Any]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
 
 
 def add_memory(parser: Any) -> None:
@@ -54,21 +55,17 @@ def add_memory(parser: Any) -> None:
     add("--lora", type=at_least(1), metavar="RANK", help="train updates of this rank alone")
     add("--lora-alpha", type=at_least(1), metavar="A", help="their factor is A/RANK (2 RANK)")
     add("--optim", choices=["adamw", "adamw8bit"], default="adamw", help="default: adamw")
-    text = "less memory for a third more time"
-    add("--gradient-checkpointing", action="store_true", help=text)
+    add("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
 
 
-def add_training(parser: Any, paper: dict, tiny: dict, batch: str) -> None:
+def add_training(parser: Any, batch: str) -> None:
     """The flags of a stage that trains; `batch`: what an update holds."""
     add = parser.add_argument
-    default = {name: f"{value}; tiny: {tiny[name]}" for name, value in paper.items()}
-    add("--epochs", type=at_least(1), metavar="N", help=f"at most ({default['epochs']})")
-    add("--lr", type=at_least(0, float), help=f"{default['lr']}; with --lora {LORA_LR}")
-    add("--batch", type=at_least(1), metavar="N", help=f"{batch} per update ({default['batch']})")
-    text = f"padded tokens in memory at once ({default['micro_tokens']})"
-    add("--micro-tokens", type=at_least(1), metavar="N", help=text)
-    text = "epochs without a better validation until it stops (2)"
-    add("--patience", type=at_least(1), default=2, metavar="N", help=text)
+    add("--epochs", type=at_least(1), metavar="N", help="at most")
+    add("--lr", type=at_least(0, float), help=f"its highest value; with --lora {LORA_LR}")
+    add("--batch", type=at_least(1), metavar="N", help=f"{batch} per update")
+    add("--micro-tokens", type=at_least(1), metavar="N", help="padded tokens in memory at once")
+    add("--patience", type=at_least(1), default=2, metavar="N", help="epochs without a gain (2)")
     add("--save-every", type=at_least(1), default=50, metavar="N", help="updates (50)")
     add_precision(parser)
     add_memory(parser)
@@ -83,8 +80,7 @@ def add_prompt(parser: Any) -> None:
     """What a prompt depends on, which agent and QNet must share."""
     add = parser.add_argument
     add("--max-new-tokens", type=at_least(1), metavar="N", help="of an action (256; tiny: 48)")
-    text = "leave out the oldest turns beyond the model's context"
-    add("--truncate", choices=["oldest"], help=text)
+    add("--truncate", choices=["oldest"], help="leave out old turns beyond the context")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +88,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (defaults: the checkpoint's policy.json)")
     add_prompt(group)
     add = group.add_argument
-    text = "of free text: the likeliest tokens that hold P together"
+    text = "of free text: the likeliest tokens that hold P"
     add("--top-p", type=at_least(0.01, float, 1), metavar="P", help=text)
     add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
     add("--stop", nargs="+", metavar="TEXT", help="texts that end an action")
@@ -101,8 +97,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--cache-gb", type=at_least(0, float), metavar="G", help="for prompts (2; GPU: 1/4 of it)")
     text = "trees or episodes side by side (64; sciworld: 4; own: 1)"
     add("--in-flight", type=at_least(1), metavar="N", help=text)
-    text = "sample on an OpenAI-compatible server of this checkpoint"
-    add("--server", metavar="URL[#MODEL]", help=text)
+    add("--server", metavar="URL[#MODEL]", help="OpenAI-compatible, of this checkpoint")
     add("--load-in", choices=["4bit", "8bit"], help="bits per weight")
     add_precision(group)
 
@@ -143,7 +138,7 @@ def parse(
 ) -> argparse.Namespace:
     """The flags, with the environment and its options as the run has them if none are named.
 
-    They are RUN/env.json's, which the first stage writes, else those of the agent's metadata. Other
+    They are those of the first stage that wrote into the run, else of the agent's metadata. Other
     ones than the run's are refused, but for a `search`, which records and warns of them.
     """
     args = parser.parse_args(argv)
@@ -151,30 +146,33 @@ def parse(
     if "lora" in args and not args.lora and (args.lora_alpha or args.load_in):
         reason = "a training has them beside --lora RANK alone; give that too"
         raise UserError(f"--lora-alpha, --load-in: {reason}")
-    agent = getattr(args, "sft", None)
+    agent = trained_with(args.sft) if vars(args).get("sft") else {}
     if args.run is None:
-        env = args.env or (agent and trained_with(agent).get("env")) or "webshop"
+        env = args.env or agent.get("env", "webshop")
         args.run = Path("runs") / env.rpartition(":")[2].lower()
-    file = args.run / "env.json"
-    begun = file.exists() and any(
-        path != file for path in args.run.glob("[!.]*")
-    )  # else a mistake's
-    named = args.env or args.env_option
-    own = begun or (file.exists() and not named)
-    settings = read_object(file) if own else trained_with(agent or args.run / "sft")
-    before = in_flags(settings)
+    begun = begun_with(args.run)
+    settings = begun or agent
     options = args.env_option or []
     if args.env in (None, settings.get("env")):
         args.env = settings.get("env", "webshop")
         options = [*settings.get("env_option", []), *options]
     args.env_option = sorted({text.partition("=")[0]: text for text in options}.values())
-    args.env_files = settings.get("env_files") if before == in_flags(vars(args)) else None
-    if begun and before != in_flags(vars(args)):
-        reason = f"{args.run} was begun with {before}, not with {in_flags(vars(args))}"
+    before, now = in_flags(settings), in_flags(vars(args))
+    args.env_files = settings.get("env_files") if before == now else None
+    if begun and before != now:
+        reason = f"{args.run} was begun with {before}, not with {now}"
         if not search:
             raise UserError(f"{reason}: leave the flags out, or name another --run")
         warn(reason)
     return args
+
+
+def begun_with(run: Path) -> dict[str, Any]:
+    """The arguments of the earliest stage that has written into a run's folder."""
+    names = ["sft", "expert", "trees", "q_labels", "qnet"]
+    names += [path.name.removesuffix(".meta.json") for path in sorted(run.glob("*.meta.json"))]
+    told = (trained_with(run / name) for name in names)
+    return next((arguments for arguments in told if "env" in arguments), {})
 
 
 def trained_with(checkpoint: Path) -> dict[str, Any]:
@@ -193,19 +191,6 @@ def same_world(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Whether arguments tell of one environment, with one set of options and files."""
     files = [arguments.get("env_files") for arguments in (a, b)]
     return in_flags(a) == in_flags(b) and (None in files or files[0] == files[1])
-
-
-def save_settings(args: argparse.Namespace) -> None:
-    """Write RUN/env.json if it is not there, and no agent of another world is."""
-    file, trained = args.run / "env.json", trained_with(args.run / "sft")
-    alone = not any(path != file for path in args.run.glob("[!.]*"))  # of a call that did nothing
-    same = not trained or in_flags(trained) == in_flags(vars(args))
-    if alone or (same and not file.exists()):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_name(f".env.{uuid.uuid4().hex}")  # several processes may begin at once
-        settings = {name: vars(args)[name] for name in ("env", "env_option", "env_files")}
-        draft.write_text(json.dumps(settings) + "\n", encoding="utf-8")
-        draft.replace(file)
 
 
 def warn_of_another_world(folder: Path, args: argparse.Namespace) -> None:
@@ -228,9 +213,8 @@ def leaks(env: Any, results: list[dict], args: argparse.Namespace) -> dict[str, 
     for source, checkpoint, cost in sources:
         played = {record["task_id"] for record in results if record["tokens"].get(cost)}
         meta = read_meta(checkpoint.absolute())
-        learned = meta.get("tasks")
-        if not same_world(meta["arguments"], vars(args)):
-            learned = None  # its ids mean other tasks
+        known = same_world(meta["arguments"], vars(args))  # else its ids mean other tasks
+        learned = meta.get("tasks") if known else None
         subjects = set(map(env.subject, learned or []))
         counts[source] = len([task for task in played if env.subject(task) in subjects])
         if played and learned is None:
@@ -248,7 +232,7 @@ def leaks(env: Any, results: list[dict], args: argparse.Namespace) -> dict[str, 
 def handed_on(args: argparse.Namespace) -> list[str]:
     """The flags that all stages of a run share."""
     argv = ["--run", str(args.run), "--seed", str(args.seed)]
-    if not (args.run / "env.json").exists():
+    if not begun_with(args.run):
         argv = [*shlex.split(in_flags(vars(args))), *argv]
     for name in ("device", "precision"):
         if value := getattr(args, name, None):
@@ -256,20 +240,14 @@ def handed_on(args: argparse.Namespace) -> list[str]:
     return argv
 
 
-def must_exist(*named: Path | None) -> None:
-    """What was named must be there; checked before what was not named is made."""
-    for path in named:
-        if path is not None and not files_of(path):
-            raise UserError(f"{path}: no such file or folder")
-
-
 def find_or_make(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
     """A stage's input: what was named, else the earlier stage's output, made or resumed first.
 
     Several processes would all make it, so they are refused with the command that does.
     """
-    must_exist(named)
     if named is not None:
+        if not files_of(named):
+            raise UserError(f"{named}: no such file or folder")
         return named
     if is_complete(default):
         for output, source in dict.fromkeys(outdated(default)):
@@ -290,21 +268,12 @@ def find_or_make(named: Path | None, default: Path, stage: str, args: argparse.N
     return default
 
 
-def tell_fewer(args: argparse.Namespace, name: str, found: int, what: str) -> None:
-    """A line if a flag that was given asks for more than there are."""
-    flag, number = f"--{name.replace('_', '-')}", getattr(args, name, None) or 0
-    given = any(word.partition("=")[0] == flag for word in args.argv)
-    if given and number > found and share()[0] == 0:
-        print(f"{flag} {number}: there are {found} {what}")
-
-
-def my_share(tasks: list[str], args: argparse.Namespace) -> list[str]:
+def my_share(tasks: list[str]) -> list[str]:
     """The tasks of this process: from the RANK-th on, every WORLD_SIZE-th."""
     rank, world = share()
     if not tasks:
         raise UserError("no tasks are left: mind --split, --skip and --limit")
-    tell_fewer(args, "limit", len(tasks), "tasks")
-    if not 0 <= rank < world <= max(1, len(tasks)):
+    if not 0 <= rank < world <= len(tasks):
         raise UserError(f"RANK {rank}, WORLD_SIZE {world}: no share of {len(tasks)} tasks")
     return tasks[rank::world]
 
@@ -328,13 +297,12 @@ def run_stage(main: Callable[[], Any]) -> None:
         hint = ": pip install it" if isinstance(error, ModuleNotFoundError) else ""
         print(f"error: {text}{hint}", file=sys.stderr)
         sys.exit(2)
-    except RuntimeError as error:
-        full = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
-        full = full or "can't allocate memory" in str(error)
-        if not full or "--debug" in sys.argv:
+    except RuntimeError as error:  # torch's, of a GPU or a CPU
+        if "--debug" in sys.argv or not re.search("out of memory|allocate memory", str(error)):
             raise
-        less = "--gradient-checkpointing, --lora 16 or fewer --micro-tokens where it trains"
-        less += ", fewer --in-flight or --cache-gb where it samples"
+        less = (
+            "--gradient-checkpointing, --lora 16, fewer --micro-tokens, --in-flight or --cache-gb"
+        )
         print(f"error: out of memory: give {less}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from qlass import UserError
-from qlass.chat import State
+from qlass.messages import State
 
 T = TypeVar("T")
 PATIENCE = 600.0  # seconds that a request waits in all for a server that is busy or away

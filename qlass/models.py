@@ -1,10 +1,4 @@
-"""Models and their optimisers: loading, precision, and what makes large ones fit in little memory.
-
-LoRA (Hu et al. 2022) leaves a weight W as it is and learns a low-rank update: Wx + alpha/rank BAx,
-with B = 0 at first; the layers are PEFT's. It is merged into W before a checkpoint is saved, so
-later stages see an ordinary one, and kept in its folder adapter/ in PEFT's format. With W in 4 bits
-this is QLoRA (Dettmers et al. 2023).
-"""
+"""Models and their optimisers: loading, precision, saving. LoRA and few bits are in lora.py."""
 
 from __future__ import annotations
 
@@ -12,7 +6,6 @@ import contextlib
 import logging
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, utils
 
-from qlass import UserError
+from qlass import UserError, lora
 from qlass.chat import Chat, Rendering
 from qlass.files import draft_of
 
@@ -32,7 +25,6 @@ PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 utils.logging.disable_progress_bar()
 utils.logging.set_verbosity_error()  # `check_weights` reads the load report
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns in every layer
-warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # a name that PEFT reads
 
 # torch asks cuDNN first where a mask is given. It plans anew for each length, at each token of a
 # text, and on Blackwell it writes wrong texts without a word (pytorch/pytorch#193893).
@@ -42,16 +34,12 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[Any, torch.dtype]:
     """device: None for this process's GPU or, without any, the CPU. precision: None for bf16 on a
     GPU and float32 on a CPU, of which few have bf16 arithmetic."""
-    gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     try:
-        place = torch.empty(
-            1, device=device or (gpu if torch.cuda.is_available() else "cpu")
-        ).device
+        place = torch.empty(1, device=device or gpu).device
     except (AssertionError, RuntimeError) as error:  # no such device, or torch is without it
         reason = str(error).split("\n")[0]
-        raise UserError(
-            f"--device {device}: {reason}: leave it out for the machine's own"
-        ) from None
+        raise UserError(f"--device {device}: {reason}: leave it out for your own") from None
     return place, PRECISIONS[precision or ("bf16" if place.type == "cuda" else "float32")]
 
 
@@ -84,7 +72,9 @@ def load_checkpoint(
     if kind is AutoModelForCausalLM:
         refuse_qnet(path)
     place, dtype = device_and_dtype(device, precision)
-    options = {"dtype": torch.float32 if train else dtype, **quantization(load_in, place)}
+    options: dict[str, Any] = {"dtype": torch.float32 if train else dtype}
+    if load_in:
+        options |= lora.few_bits(load_in, place)
     try:
         chat = load_chat(path, rendering or Rendering.load(path))
         model = load_weights(path, kind, options)
@@ -101,12 +91,11 @@ def load_checkpoint(
 
 def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
     """A model with the weights in `path`, all of them and no others; options of from_pretrained."""
-    base = base_of(path)
-    if base != path:
+    if is_adapter(path):
         if "quantization_config" in options:
             raise UserError(f"{path}: an adapter needs its base in full: leave --load-in out")
-        agent = load_weights(base, AutoModelForCausalLM, options)  # whose layers the adapter names
-        agent = with_adapter(agent, path)
+        agent = load_weights(lora.base_of(path), AutoModelForCausalLM, options)
+        agent = lora.with_adapter(agent, path)  # which names the layers of an agent
         return agent if kind is AutoModelForCausalLM else agent.base_model
     check_files(Path(path))
     name, gguf = source(path)
@@ -116,9 +105,8 @@ def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
     options = {**options, **gguf, **safe, "output_loading_info": True}
     model, report = kind.from_pretrained(name, **options)
     check_weights(path, model, report)
-    for layer in model.modules():  # of 4 bits: packed for a CPU's inference, no gradient flows
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.support_avx512bf16_for_cpu = False
+    if getattr(model, "is_quantized", False):
+        lora.unpack(model)
     return model
 
 
@@ -150,9 +138,10 @@ def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
 
 def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold."""
-    base = home = base_of(path)
-    if base != path and utils.hub.has_file(str(path), "tokenizer_config.json"):
-        home = path  # an adapter may have a tokenizer of its own
+    base = home = path
+    if is_adapter(path):  # which may have a tokenizer of its own
+        base = lora.base_of(path)
+        home = path if utils.hub.has_file(str(path), "tokenizer_config.json") else base
     files = " ".join(file.name for file in Path(home).glob("*"))  # of a hub name: none
     if files and not re.search(r"\b(tokenizer|vocab)|\.model\b", files):
         problem = "no tokenizer: name a checkpoint, or copy its base model's tokenizer there"
@@ -160,15 +149,13 @@ def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     name, options = source(base)
     options["trust_remote_code"] = False
     config = hf.AutoConfig.from_pretrained(name, **options)
-    own = name if home == base else str(home)
-    tokenizer = hf.AutoTokenizer.from_pretrained(own, config=config, **options)
+    tokenizer = hf.AutoTokenizer.from_pretrained(source(home)[0], config=config, **options)
     generation = hf.GenerationConfig.from_model_config(config)
     with contextlib.suppress(OSError):  # not every checkpoint has one
         generation = hf.GenerationConfig.from_pretrained(name)
-    ends = generation.eos_token_id  # of a turn: Llama 3 lists two
-    return Chat(
-        tokenizer, rendering, context_of(config), ends if isinstance(ends, list) else [ends]
-    )
+    ends = generation.eos_token_id  # of a turn
+    ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
+    return Chat(tokenizer, rendering, context_of(config), ends)
 
 
 def context_of(config: Any) -> int | None:
@@ -188,68 +175,27 @@ def source(path: str | Path) -> tuple[str, dict[str, Any]]:
     return str(path), {}
 
 
-def base_of(path: str | Path) -> str | Path:
-    """The model that a PEFT adapter was trained on; of any other checkpoint itself."""
-    if Path(path).suffix == ".gguf" or not utils.find_adapter_config_file(str(path)):
-        return path
-    import peft
-
-    config = peft.PeftConfig.from_pretrained(path)
-    base = config.base_model_name_or_path
-    if config.is_prompt_learning:
-        raise UserError(f"{path}: a trained prompt can't become weights: name a LoRA adapter")
-    if not base or (os.path.isabs(base) and not os.path.exists(base)):
-        raise UserError(f"{path}: its base model {base} is not there (adapter_config.json)")
-    return base
-
-
-def with_adapter(model: Any, adapter: str | Path) -> Any:
-    """The model with a PEFT adapter merged into it, and the embeddings of tokens that it adds."""
-    import peft
-
-    embeddings = model.get_input_embeddings()
-    layer = next(name for name, module in model.named_modules() if module is embeddings)
-    for name, weight in peft.load_peft_weights(str(adapter), device="cpu").items():
-        if name.endswith(f"{layer}.weight"):
-            model.resize_token_embeddings(len(weight), mean_resizing=False)
-    with warnings.catch_warnings():  # missing keys would stay as drawn at random
-        warnings.filterwarnings("error", message=".*missing adapter keys")
-        model = peft.PeftModel.from_pretrained(model, adapter)
-    return model.merge_and_unload().requires_grad_(True)  # PEFT has frozen the base
+def is_adapter(path: str | Path) -> bool:
+    """Whether a folder or a hub name holds updates of PEFT's alone, without the weights."""
+    gguf = Path(path).suffix == ".gguf"
+    return not gguf and utils.find_adapter_config_file(str(path)) is not None
 
 
 # ---------------------------------------------------------------------------- training and saving
 
 
-def quantization(load_in: str | None, place: torch.device) -> dict[str, Any]:
-    """from_pretrained's options for weights in 4 bits (NF4) or 8 (LLM.int8), None: as they are."""
-    if load_in is None:
-        return {}
-    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
-    config = hf.BitsAndBytesConfig(**{f"load_in_{load_in}": True}, **four)
-    device = "cpu" if place.type == "cpu" else place.index  # a number, as Accelerate compares
-    return {"quantization_config": config, "device_map": {"": device}}
-
-
 def save_memory(
-    model: Any, lora: int | None = None, alpha: int | None = None, checkpointing: bool = False
+    model: Any, rank: int | None = None, alpha: int | None = None, checkpointing: bool = False
 ) -> Any:
     """Prepare an agent's model for training by the flags of `add_memory`, in place.
 
-    LoRA freezes the weights and gives the linear layers, but for the output layer, updates in
-    float32. Returns PEFT's view of the model, None without LoRA.
+    Returns PEFT's view of the model, None without LoRA.
     """
     refuse_qnet(model.name_or_path)
     if getattr(model, "is_quantized", False) and model.hf_quantizer.pre_quantized:
         problem = "saved in few bits, which can't be trained; name the model it was made from"
         raise UserError(f"{model.name_or_path}: {problem}, and --load-in 4bit --lora 16")
-    adapter = None
-    if lora:
-        import peft
-
-        alpha = alpha or 2 * lora
-        config = peft.LoraConfig(r=lora, lora_alpha=alpha, target_modules="all-linear")
-        adapter = peft.get_peft_model(model, config)
+    adapter = lora.with_updates(model, rank, alpha) if rank else None
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return adapter
@@ -270,8 +216,6 @@ def adamw(model: nn.Module, rates: Mapping[str, float], name: str = "adamw") -> 
         if parameter.requires_grad:
             groups[[start for start in rates if name_of.startswith(start)][-1]].append(parameter)
     trained = [{"params": group, "lr": rates[start]} for start, group in groups.items() if group]
-    if not trained:
-        raise UserError("nothing to train: all weights are frozen")
     optimizer: Any = torch.optim.AdamW
     if name == "adamw8bit":
         import bitsandbytes
@@ -291,7 +235,7 @@ def ordinary(model: Any, folder: Path, adapter: Any = None, dtype: Any = None) -
         adapter.save_pretrained(folder / "adapter", save_embedding_layers=False)
         if getattr(model, "is_quantized", False):
             base = load_weights(model.name_or_path, type(model), {"dtype": model.dtype})
-            model = with_adapter(base.to(model.device), folder / "adapter")
+            model = lora.with_adapter(base.to(model.device), folder / "adapter")
         else:
             model = adapter.merge_and_unload()
     for p in model.parameters():  # not buffers: rounded rotary frequencies turn late positions

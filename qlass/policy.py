@@ -22,36 +22,38 @@ from transformers import AutoModelForCausalLM
 
 from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample
-from qlass.chat import Chat, Rendering, State, uniforms
+from qlass.chat import Chat, Rendering
 from qlass.cli import warn_of_another_world
+from qlass.messages import State, uniforms
 from qlass.models import load_chat, load_checkpoint
 
 
 class Policy:
     """pi(a | s): free text, token by token, or a choice among the valid actions of a request."""
 
-    def __init__(self, model: Any, chat: Chat, seed: int = 0, plain: bool = False, **room: Any):
-        """room: `budget` (tokens of a batch) and `cache_gb` of qlass/fast/."""
+    def __init__(
+        self,
+        model: Any,
+        chat: Chat,
+        seed: int = 0,
+        plain: bool = False,
+        cache_gb: float | None = None,
+    ) -> None:
+        """cache_gb: room of qlass/fast/ for what it has read."""
         self.model, self.chat, self.seed = model.eval(), chat, seed
         self.plain_tokens = 0
         self.fast = None
         if not plain:
             from qlass.fast.decode import FastPolicy
 
-            self.fast = FastPolicy(self, **room)
+            self.fast = FastPolicy(self, cache_gb)
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        seed: int = 0,
-        plain: bool = False,
-        cache_gb: float | None = None,
-        **options: Any,
-    ) -> Policy:
-        """The agent in a checkpoint; options: of `load_checkpoint`."""
-        model, chat = load_checkpoint(path, AutoModelForCausalLM, plain=plain, **options)
-        return cls(model, chat, seed, plain, cache_gb=cache_gb)
+    def load(cls, path: str | Path, seed: int = 0, **options: Any) -> Policy:
+        """The agent in a checkpoint; options: of `load_checkpoint`, and cache_gb."""
+        cache_gb = options.pop("cache_gb", None)
+        model, chat = load_checkpoint(path, AutoModelForCausalLM, **options)
+        return cls(model, chat, seed, options.get("plain", False), cache_gb)
 
     @property
     def computed(self) -> int:
@@ -226,17 +228,19 @@ def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
     is here."""
     from qlass.server import ServerPolicy
 
-    rendering = rendering_of(args.sft, args)
+    options = loading(args.sft, args)
     warn_of_another_world(args.sft, args)
     if env:
-        begin_as_cloned(env, rendering, args)
+        begin_as_cloned(env, options["rendering"], args)
     if args.server:
-        chat = load_chat(args.sft, rendering)
+        chat = load_chat(args.sft, options["rendering"])
         return ServerPolicy(args.server, chat, args.seed, args.in_flight or 64)
-    return Policy.load(args.sft, seed=args.seed, **loading(args, rendering))
+    return Policy.load(args.sft, args.seed, cache_gb=args.cache_gb, **options)
 
 
-def loading(args: argparse.Namespace, rendering: Rendering) -> dict[str, Any]:
-    """What `Policy.load` and `QNet.from_pretrained` take of the flags."""
-    names = ("device", "load_in", "plain", "precision", "cache_gb")
-    return {name: getattr(args, name) for name in names} | {"rendering": rendering}
+def loading(
+    folder: Path, args: argparse.Namespace, names: Sequence[str] = RENDERED
+) -> dict[str, Any]:
+    """What `Policy.load` and `QNet.from_pretrained` take of the flags; names: `rendering_of`."""
+    options = {name: getattr(args, name) for name in ("device", "load_in", "plain", "precision")}
+    return options | {"rendering": rendering_of(folder, args, names)}

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from qlass import UserError
-from qlass.chat import State, without_thinking
 from qlass.cli import same_world
-from qlass.files import chat_fault, read_meta, records_of
+from qlass.files import records_of
+from qlass.messages import State, without_thinking
+from qlass.metadata import cloned_from, read_meta
+from qlass.output import chat_fault
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
 TURN = {"role", "content", "from", "value"}  # fields of a turn
@@ -228,14 +230,20 @@ def learned_tasks(
     return None if None in ids else sorted(map(str, ids))
 
 
-def matching(
-    env: Any, tasks: list[str], file: Path | None, most: int | None, named: bool
-) -> tuple[dict[str, list[str]], dict[str, float]]:
-    """`actions_by_task` of a file, and a line that tells how many of the tasks it is about.
+def expert_actions(
+    env: Any, tasks: list[str], args: Any
+) -> tuple[dict[str, list[str]] | None, dict]:
+    """`actions_by_task` of --expert, else of what the agent was cloned from: then `args` name it.
 
-    UserError if it is about none and was named. An agent's own demonstrations are mostly of other
-    training tasks, which is not worth a line. No file: none.
+    A line tells how many of the tasks it is about; UserError if it is about none and was named. An
+    agent's own demonstrations are mostly of other training tasks, which is not worth a line. No
+    actions: the environment's expert plays; None, with --no-expert: nobody does.
     """
+    named = args.expert is not None
+    file, most = (args.expert, None) if named else cloned_from(args.sft)
+    args.expert = file
+    if args.no_expert:
+        return None, {}
     if file is None:
         return {}, {}
     actions, rewards = actions_by_task(file, env, most)

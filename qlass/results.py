@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qlass.batching import Models, drive
-from qlass.chat import Chat, State
+from qlass.chat import Chat
 from qlass.cli import leaks, my_share
-from qlass.files import identity, read_meta
+from qlass.messages import State
+from qlass.metadata import read_meta
 from qlass.models import settle_precision
-from qlass.output import Output
+from qlass.output import Output, identity
 
 if TYPE_CHECKING:
     from envs import TextEnv
@@ -28,13 +29,8 @@ Play = Callable[["TextEnv", str, "Method"], Generator[Any, Any, dict]]
 # --------------------------------------------------------------------------- the outcome of a task
 
 
-def outcome_of(chat: Chat, best: Sequence[Step], episodes: Episodes, scored: Scored) -> dict:
-    """The episode of a task that counts, and what all of its episodes cost."""
-    return describe(best, episodes, costs_of(chat, episodes, scored))
-
-
 def describe(best: Sequence[Step], episodes: Episodes, costs: dict) -> dict:
-    """The fields of a line that tell how a task was played; costs: as of `costs_of`."""
+    """The fields of a line: the episode that counts, and what all cost, as of `costs_of`."""
     steps = []
     for step in best:
         candidates = []
@@ -125,7 +121,7 @@ class Results(Output):
 
         play: a generator of requests that returns the outcome.
         """
-        mine, width = set(my_share(tasks, self.args)), self.args.in_flight or self.env.side_by_side
+        mine, width = set(my_share(tasks)), self.args.in_flight or self.env.side_by_side
         lines = {method: [self.line(task, method) for task in tasks] for method in plan}
         self.plan = list(map(identity, chain.from_iterable(lines.values())))
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample
-from qlass.chat import Chat, State, any_of, uniforms
+from qlass.chat import Chat, any_of
 from qlass.endpoint import Endpoint, side_by_side
+from qlass.messages import State, uniforms
 
 ALL = 1 << 30  # top-k of all tokens: 0 for some servers, -1 for others, a large number for each
 

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING
 
-from qlass.chat import parse_action
+from qlass.messages import parse_action
 
 if TYPE_CHECKING:
     from q_search import Step
@@ -31,7 +31,7 @@ def bar(score: float) -> str:
 
 def lines_of(step: Step, number: int) -> list[str]:
     """What the agent read, its candidates with their scores, the one taken."""
-    page = step.state.messages[-1][1].replace(step.state.task or "\n", "...")  # it stands above
+    page = step.state.observation.replace(step.state.task or "\n", "...")  # it stands above
     page = textwrap.shorten(page, 2 * WIDTH, placeholder=" ...")
     lines = [
         paint(f"step {number}", "1"),

@@ -27,7 +27,8 @@ from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, 
 from torch import nn
 from tqdm import tqdm
 
-from qlass import UserError, files, models
+from qlass import UserError, files, fsdp, metadata, models
+from qlass.fsdp import divided
 
 T = TypeVar("T")
 
@@ -62,9 +63,9 @@ def micro_batches(examples: Sequence[T], length: Callable[[T], int], budget: int
     return groups
 
 
-def cosine(step: int, steps: int, warmup: float = 0.03) -> float:
+def cosine(step: int, steps: int) -> float:
     """The rate's factor: linear warm-up over 3 % of the steps, half a cosine to 0 (Table 5)."""
-    rise = max(1, round(warmup * steps))
+    rise = max(1, round(0.03 * steps))
     if step < rise:
         return (step + 1) / rise
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
@@ -80,28 +81,21 @@ def processes(out: Path, device: str | None) -> Iterator[accelerate.PartialState
     When the block ends, the checkpoint is complete, and its states go.
     """
     rank, world = files.share()
-    address = os.environ.get("MASTER_ADDR")  # the processes of a job array have none
-    if world > 1 and rank == 0 and address:
-        print(f"{address}: waiting for {world} processes (WORLD_SIZE)", file=sys.stderr)
+    linked = world == 1 or "MASTER_ADDR" in os.environ  # the processes of a job array are not
+    if linked and world > 1 and rank == 0:
+        print(f"waiting for {world} processes (WORLD_SIZE)", file=sys.stderr)
     cpu = not torch.cuda.is_available() or (device or "").startswith("cpu")
     patience = datetime.timedelta(days=2)  # for as long as the first plays demonstrations
-    linked = world == 1 or address
     process = accelerate.PartialState(cpu=cpu, timeout=patience) if linked else None
     if not process or process.num_processes != world:
         reason = "WORLD_SIZE is set, but the processes see no others"
         raise UserError(f"{reason}: start them by torchrun, or unset it")
-    if divided() and os.environ.get("FSDP_VERSION") != "2":  # 1 can't call QNet's parts
-        raise UserError("--use_fsdp: give --fsdp_version 2 beside it")
+    fsdp.check()
     first = process.is_main_process
     with files.locked(out) if first else contextlib.nullcontext():
         yield process
         if first:
             shutil.rmtree(resume_folder(out), ignore_errors=True)
-
-
-def divided() -> bool:
-    """Does FSDP divide the weights among the processes? Else each has a copy of the model."""
-    return os.environ.get("ACCELERATE_USE_FSDP") == "true"
 
 
 # ----------------------------------------------------------------------------------- log and states
@@ -122,7 +116,7 @@ def begin(args: Namespace, inputs: Iterable[Path]) -> bool:
     models.settle_precision(args)
     there = (out / "config.json").exists() or any(states.glob("state-*"))
     if there and not args.overwrite:
-        files.same_arguments(out, vars(args))
+        metadata.same_arguments(out, vars(args))
         if not states.exists():
             process.print(f"{out}: is complete; --overwrite trains it again", flush=True)
             return False
@@ -131,9 +125,9 @@ def begin(args: Namespace, inputs: Iterable[Path]) -> bool:
         if args.overwrite:
             shutil.rmtree(states, ignore_errors=True)
             files.discard(out)
-            files.discard(files.meta_path(out))
+            files.discard(metadata.meta_path(out))
         states.mkdir(parents=True, exist_ok=True)
-        files.write_meta(out, vars(args), inputs)
+        metadata.write_meta(out, vars(args), inputs)
     process.wait_for_everyone()
     return True
 
@@ -193,11 +187,6 @@ class Progress:
             disable=not first,
             mininterval=0.1 if sys.stderr.isatty() else 30,  # off a terminal a report is a line
         )
-
-    @property
-    def losses(self) -> list[float]:
-        """One per update."""
-        return [line["loss"] for line in self.lines if "lr" in line]
 
     @property
     def curve(self) -> list[dict]:
@@ -266,7 +255,8 @@ class Progress:
         epoch = len(self.curve) + 1
         if not math.isfinite(validation or 0.0):
             raise UserError(f"epoch {epoch}: validation loss {validation}, so it has diverged")
-        losses = self.losses[self.starts[epoch - 1] :]
+        updates = [line for line in self.lines if "lr" in line]
+        losses = [line["loss"] for line in updates[self.starts[epoch - 1] :]]
         line = {"epoch": epoch, "loss": sum(losses) / len(losses), **figures}
         (line,) = broadcast_object_list([line | {"validation": validation}])
         self._add({"step": self.step}, line)
@@ -297,9 +287,7 @@ class Progress:
     def _save(self) -> None:
         """Write a state; of the older ones the best epoch's stays."""
         if divided():
-            from torch.distributed.checkpoint.state_dict import get_state_dict
-
-            weights, moments = get_state_dict(self.model, self.optimizer, options=whole())
+            weights, moments = fsdp.state_of(self.model, self.optimizer)
         else:
             parameters = self.model.named_parameters()
             weights = {name: p.detach() for name, p in parameters if p.requires_grad}
@@ -315,10 +303,7 @@ class Progress:
     def _load(self, path: Path) -> None:
         state = read_state(path)
         if divided():
-            from torch.distributed.checkpoint.state_dict import set_state_dict
-
-            parts = {"model_state_dict": state["weights"], "optim_state_dict": state["moments"]}
-            set_state_dict(self.model, self.optimizer, **parts, options=whole())
+            fsdp.load_state(self.model, self.optimizer, state["weights"], state["moments"])
         else:
             self.model.load_state_dict(state["weights"], strict=False)
             self.optimizer.load_state_dict(state["moments"])
@@ -328,12 +313,3 @@ class Progress:
 
 def read_state(path: Path) -> dict:
     return torch.load(path, map_location="cpu", weights_only=True)  # runs no code
-
-
-def whole() -> Any:
-    """Of divided weights all parts together, without the frozen ones."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    return StateDictOptions(
-        full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False
-    )

@@ -15,7 +15,8 @@ from typing import Any
 
 import pandas as pd
 
-from qlass import UserError, files
+from qlass import UserError, files, metadata
+from qlass.output import read_results as lines_of
 from reporting.stats import Estimate, interval
 
 METHODS = {  # in the order of the table
@@ -131,10 +132,10 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     warnings = [] if warnings is None else warnings
     data = {path: data_of(path) for _, path in sources}
     for label, path in sources:
-        if not files.is_complete(path):
+        if not metadata.is_complete(path):
             warnings.append(f"{path}: incomplete; short episodes end first, so its means are biased to them")
-        base = files.read_meta(path).get("cloned") is False
-        for where, record in files.read_results(path):
+        base = metadata.read_meta(path).get("cloned") is False
+        for where, record in lines_of(path):
             own = base and record["method"] not in ("oracle", "expert", "rule", "chat")
             name = ", ".join(filter(None, (label, "base agent" if own else "")))
             rows.append(episode(record, name, path, where))
@@ -190,7 +191,7 @@ def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
 
 INPUTS = ("sft", "qnet", "labels", "trees", "expert")  # arguments that name what an earlier stage wrote
 # Arguments that may differ between the seeds of a pipeline: names, places, speed; of results, what each line says.
-ANY = {*files.FREE, *INPUTS, "seed"}
+ANY = {*metadata.FREE, *INPUTS, "seed"}
 OF_A_LINE = {"method", "M", "N", "select", "split", "limit", "label", "scorer"}
 
 
@@ -199,7 +200,7 @@ WORLD = ("env", "env_option", "max_steps")  # arguments that all rows under one 
 
 def data_of(output: Path) -> str:
     """What results were played on, by content: the files that options name, but for the instruction; "": not known."""
-    held = files.read_meta(output)["arguments"].get("env_files")
+    held = metadata.read_meta(output)["arguments"].get("env_files")
     data = {name: content for name, content in (held or {}).items() if name != "instruction"}
     return "" if held is None else json.dumps(data, sort_keys=True)
 
@@ -225,7 +226,7 @@ def check_worlds(groups: Sequence[Group]) -> None:
     first: dict[tuple, tuple[Path, dict]] = {}
     for group in groups:
         for path in dict.fromkeys(group.episodes["file"]):
-            arguments = files.read_meta(path)["arguments"]
+            arguments = metadata.read_meta(path)["arguments"]
             key = group.condition.env, group.condition.label
             other, theirs = first.setdefault(key, (path, arguments)) if arguments else (path, {})
             for name in WORLD:
@@ -243,7 +244,7 @@ def check_pools(groups: Iterable[Group]) -> list[str]:
         seeds = group.episodes.groupby("file", dropna=False)["seed"].agg(set)
         for (a, of_a), (b, of_b) in combinations(seeds.items(), 2):
             for path in (a, b):
-                if not files.read_meta(path)["arguments"]:
+                if not metadata.read_meta(path)["arguments"]:
                     warnings.append(f"{path}: no metadata beside it, so its agent and QNet may be other ones")
             ours, theirs = recipe(a, used), recipe(b, used)
             models = [input_hashes(path, used) for path in (a, b)]
@@ -267,7 +268,7 @@ def inputs_of(condition: Condition) -> tuple[str, ...]:
 
 
 def input_hashes(output: Path, used: Iterable[str]) -> dict[str, str]:
-    meta = files.read_meta(output)
+    meta = metadata.read_meta(output)
     hashes = {name: meta["inputs"].get(str(meta["arguments"].get(name))) for name in used}
     return {f"--{name} of one seed": digest for name, digest in hashes.items() if digest}
 
@@ -277,7 +278,7 @@ def ancestors(output: Path, names: Iterable[str]) -> dict[Path, str]:
     places: dict[Path, str] = {}
     queue = [(output, name, "") for name in names]
     for product, name, of in queue:  # grows as it is read
-        path = files.input_of(product, name)
+        path = metadata.input_of(product, name)
         if path and path not in places:
             places[path] = f" of {name}{of}"
             queue += [(path, earlier, places[path]) for earlier in INPUTS]
@@ -288,10 +289,10 @@ def recipe(output: Path, used: Iterable[str]) -> dict[str, Any]:
     """{"--epochs of sft": 12}: the arguments that results and all that they were made from were made with."""
     flags: dict[str, Any] = {}
     for path, of in {output: "", **ancestors(output, used)}.items():
-        meta = files.read_meta(path)
+        meta = metadata.read_meta(path)
         skipped = ANY if of else ANY | OF_A_LINE
         arguments = {name: value for name, value in meta["arguments"].items() if name not in skipped}
-        arguments = {n: value for n, value in arguments.items() if value is not None or n not in files.FOUND}
+        arguments = {n: value for n, value in arguments.items() if value is not None or n not in metadata.FOUND}
         flags |= {f"--{name.replace('_', '-')}{of}": value for name, value in arguments.items()}
         if "kept" in meta:  # an agent's own trajectories: their number is a result
             flags.pop("--n-expert" + of.removeprefix(" of expert"), None)

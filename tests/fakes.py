@@ -25,7 +25,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 import envs
 from build_trees import Explorer
 from qlass.batching import Candidate, Sample, Score
-from qlass.chat import Chat, Rendering, State, parse_action, react
+from qlass.chat import Chat, Rendering
+from qlass.messages import State, parse_action, react
 
 # A node of a world is {action: node}, a leaf its final reward. Two steps lead to the first purse, three to the second.
 

@@ -15,7 +15,8 @@ import q_search
 from experiments import compare
 from qlass import UserError
 from qlass.cli import leaks
-from qlass.files import cloned_from, read_results, read_trees
+from qlass.metadata import cloned_from
+from qlass.output import read_results, read_trees
 from qlass.published import actions_by_task, learned_tasks, read_trajectories, tasks_of
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import build_trees
 from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS
 from qlass import UserError, published
-from qlass.chat import Rendering, State, parse_action
+from qlass.chat import Rendering
+from qlass.messages import State, parse_action
 from qlass.published import actions_by_task
 
 FREE = Rendering(temperature=0.9)
@@ -308,10 +309,7 @@ def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_tree_step_
     assert {r["depth"] for r in records if r["done"] and r["source"] == "policy"} == {2}
     ends = [(r["depth"], r["reward"]) for r in records if r["done"] and r["expert"]]
     assert ends == [(3, 1.0)] * 4  # a demonstration goes on where the agent was stopped
-    assert "--limit" not in capsys.readouterr().out
-    build("--steps", "9", "--limit", "8", out="long.jsonl")
-    told = capsys.readouterr().out
-    assert "--steps 9: episodes end after 5 here" in told and "--limit 8: there are 6 tasks" in told
+    build("--steps", "9", out="long.jsonl")
     records = [json.loads(line) for line in build("--steps", "1", "--no-expert", out="b.jsonl").splitlines()]
     assert max(r["depth"] for r in records) == 1 and {r["source"] for r in records} == {"root", "policy"}
     monkeypatch.setattr(FakeEnv, "max_steps", 1)  # the environment's own limit is the lower one
@@ -329,6 +327,6 @@ def test_demonstrations_of_few_tasks_are_told_and_of_none_are_an_error(
     if not found:
         with pytest.raises(UserError, match="none of its 1 demonstrations is of a task here"):
             build("--expert", str(expert))
-        monkeypatch.setattr(build_trees, "cloned_from", lambda sft: (expert, None))
+        monkeypatch.setattr(published, "cloned_from", lambda sft: (expert, None))
     build(*(["--expert", str(expert)] if found else []))  # else the file was not named
     assert f"demonstrations of {found} of 4 tasks" in capsys.readouterr().out

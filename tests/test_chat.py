@@ -10,11 +10,12 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
 from qlass import UserError
 from qlass.batching import LogProb, Sample, Score
-from qlass.chat import Chat, Rendering, State, parse_action, react, uniforms
+from qlass.chat import Chat, Rendering
 from qlass.fast.packing import pack_pairs
+from qlass.messages import State, parse_action, react, uniforms
 from qlass.policy import Policy
 from qlass.tiny import MARK, mark
-from train_qnet import Pair, QNet, loss_tokens
+from train_qnet import Pair, QNet
 
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
 MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=True))
@@ -395,7 +396,7 @@ def test_an_action_beyond_the_context_is_an_error(fast):
         lambda action: policy.likelihoods([LogProb(state, (action,))]),
         lambda action: policy.sample([Sample(state, 1, ("a",), 1.0, valid=("Action: left", "Action: right", action))]),
         lambda action: qnet.score([Score(state, (action,))]),
-        lambda action: list(pack_pairs(chat, [[Pair(state, action, 1.0)]], loss_tokens, 100)),
+        lambda action: list(pack_pairs(chat, [[Pair(state, action, 1.0)]], 0, 100)),
     ):
         read(fits)
         with pytest.raises(UserError, match=f"action of {room + 3} are more than the model's context of 20: --trunc"):

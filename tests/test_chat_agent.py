@@ -12,7 +12,8 @@ import report
 from integrations import chat_agent
 from qlass import UserError
 from qlass.chat import Chat, Rendering
-from qlass.files import read_jsonl, read_meta
+from qlass.files import read_jsonl
+from qlass.metadata import read_meta
 
 
 class World(FakeEnv):

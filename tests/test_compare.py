@@ -8,8 +8,8 @@ from experiments.compare import InEnv, Variant, by_q_or_reward, by_true_value
 from q_search import Method
 from qlass import UserError
 from qlass.batching import Sample
-from qlass.chat import parse_action
 from qlass.files import read_jsonl
+from qlass.messages import parse_action
 
 CHAT = word_chat()
 STEP = InEnv("oracle_step", by_true_value, M=2)

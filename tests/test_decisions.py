@@ -7,7 +7,7 @@ from fakes import tiny_lm, word_chat
 
 from experiments.decisions import Decision, pack_decisions
 from qlass.batching import Sample
-from qlass.chat import State
+from qlass.messages import State
 from qlass.policy import Policy
 
 STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")

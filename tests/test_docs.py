@@ -16,8 +16,8 @@ import bellman
 import envs
 from docs import build
 from experiments.gpu_check import LLAMA_2_7B
-from qlass.chat import parse_action
 from qlass.fast import cache
+from qlass.messages import parse_action
 from reporting import reference
 
 PARTS = {"lake": ("frozenlake", {"map": "4x4"}, 0.9), "shop": ("webshop", {}, 0.98)}  # environment, its options, gamma

@@ -25,9 +25,10 @@ from environments import check
 from experiments import compare, drive_in_order
 from qlass import UserError
 from qlass.batching import Candidate, Sample, drive
-from qlass.chat import Rendering, uniforms
+from qlass.chat import Rendering
 from qlass.cli import run_stage
 from qlass.files import read_jsonl
+from qlass.messages import uniforms
 
 FLAG = "docs.switches:Switches"
 

@@ -11,8 +11,9 @@ from experiments import eto
 from experiments.eto import Preference, dpo_loss, failures, pack_preferences, siblings
 from experiments.learning import Learner
 from qlass import UserError
-from qlass.chat import Rendering, State, parse_action, react
+from qlass.chat import Rendering
 from qlass.files import read_jsonl
+from qlass.messages import State, parse_action, react
 
 
 def trajectory(*actions, reward=0.0, task="train0"):

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import bellman
 import envs
-from qlass import UserError, cli, files
+from qlass import UserError, cli, files, metadata
 from qlass.files import read_jsonl
-from qlass.output import Output
+from qlass.output import Output, read_results, read_trees
 
 GROUPS = [[{"task_id": f"t{g}", "n": n, "text": "tree" * n} for n in range(g + 1)] for g in range(3)]
 for _group in GROUPS[1:]:  # the first is a line of no tree
@@ -58,7 +58,7 @@ def test_an_output_has_one_writer(tmp_path):
         except UserError as error:
             refusals.put(str(error))
 
-    first, refusals = output(tmp_path), multiprocessing.Queue()
+    first, refusals = begin(tmp_path), multiprocessing.Queue()
     second = multiprocessing.get_context("fork").Process(target=write, args=(first.path, refusals))
     second.start()
     assert "x.jsonl: another process is writing it" in refusals.get(timeout=20)
@@ -104,7 +104,7 @@ def test_a_file_cut_at_any_byte_grows_to_the_same_file(cut):
 def test_a_file_of_another_kind_stays(tmp_path):
     (tmp_path / "x.jsonl").write_text('[{"id": 1}]')
     with pytest.raises(UserError, match="not of this command"):
-        output(tmp_path)
+        begin(tmp_path)
     assert (tmp_path / "x.jsonl").read_text() == '[{"id": 1}]' and not (tmp_path / "x.meta.json").exists()
 
 
@@ -116,27 +116,27 @@ def flags(*words: str) -> argparse.Namespace:
     return cli.parse(parser, list(words))
 
 
-def output(tmp_path: Path, *words: str, **more) -> Output:
+def begin(tmp_path: Path, *words: str, **more) -> Output:
     return Output(tmp_path / "x.jsonl", vars(flags(*words)), **more)
 
 
-def metadata(tmp_path: Path) -> dict:
+def metadata_of(tmp_path: Path) -> dict:
     return json.loads((tmp_path / "x.meta.json").read_text())
 
 
 def test_an_output_is_put_in_order_and_overwritten_on_request(tmp_path):
-    out = output(tmp_path, identity=lambda line: line["n"], plan=[1, 2])
+    out = begin(tmp_path, identity=lambda line: line["n"], plan=[1, 2])
     out.grow([[{"n": 2}], [{"n": 1}]], "lines", 2)
     assert ids(out.path) == [2, 1]  # as they come, so that a stop loses nothing
     out.finish(total=2)
     assert ids(out.path) == [1, 2]
-    assert metadata(tmp_path)["total"] == 2 and metadata(tmp_path)["seconds"] >= 0
-    again = output(tmp_path)
+    assert metadata_of(tmp_path)["total"] == 2 and metadata_of(tmp_path)["seconds"] >= 0
+    again = begin(tmp_path)
     assert again.records == [{"n": 1}, {"n": 2}]
     again.finish()
     with pytest.raises(UserError, match="was begun with --seed 0, not 1: --overwrite starts again"):
-        output(tmp_path, "--seed", "1")
-    anew = output(tmp_path, "--overwrite", "--seed", "1")
+        begin(tmp_path, "--seed", "1")
+    anew = begin(tmp_path, "--overwrite", "--seed", "1")
     assert not anew.records
     anew.finish()
 
@@ -159,7 +159,7 @@ def grow(
     arguments, of = vars(flags(*words)), lambda record: record["task_id"]
     out = Output(tmp_path / "trees.jsonl", arguments, identity=of, plan=tasks)
     finished = {record["task_id"] for record in out.records}
-    todo = [task for task in cli.my_share(tasks, flags()) if task not in finished][::-1]
+    todo = [task for task in cli.my_share(tasks) if task not in finished][::-1]
     out.grow((one_tree(task, f"{rank}/{world}") for task in todo[:stop]), "trees", len(tasks))
     if stop is None:
         out.finish(tasks=tasks)
@@ -173,13 +173,13 @@ def grow(
 
 def stands(tmp_path: Path) -> dict[str, str]:
     """The tasks as a reader gets them, and who grew each tree."""
-    return {root["task_id"]: root["by"] for root, _ in files.read_trees(tmp_path / "trees.jsonl")}
+    return {root["task_id"]: root["by"] for root, _ in read_trees(tmp_path / "trees.jsonl")}
 
 
 def test_a_file_is_its_parts_whoever_wrote_them(tmp_path, monkeypatch):
     tasks, path = [f"t{n}" for n in range(9)], tmp_path / "trees.jsonl"
     (tmp_path / "trees.best-of-4.jsonl").write_text("no part\n")
-    assert not files.is_complete(path)
+    assert not metadata.is_complete(path)
     assert grow(tmp_path, monkeypatch, 1, 3, tasks) == ["t7", "t4", "t1"]
     assert grow(tmp_path, monkeypatch, 0, 3, tasks, stop=1) == ["t6"]
     with pytest.raises(UserError, match=r"trees\.jsonl: is not complete"):
@@ -187,18 +187,18 @@ def test_a_file_is_its_parts_whoever_wrote_them(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"trees\..-of-3\.jsonl was begun with --seed 0, not 1"):
         grow(tmp_path, monkeypatch, 0, 2, tasks, "--seed", "1")
     assert grow(tmp_path, monkeypatch, 0, 2, tasks) == ["t8", "t2", "t0"]  # another width goes on
-    assert not files.is_complete(path)
+    assert not metadata.is_complete(path)
     before = files.sha256(path)
     assert grow(tmp_path, monkeypatch, 1, 2, tasks) == ["t5", "t3"]
-    assert files.is_complete(path) and files.sha256(path) != before and not path.exists()
+    assert metadata.is_complete(path) and files.sha256(path) != before and not path.exists()
     by = {"t0": "0/2", "t1": "1/3", "t2": "0/2", "t3": "1/2", "t4": "1/3", "t5": "1/2", "t6": "0/3", "t7": "1/3"}
     assert list(stands(tmp_path).items()) == [*by.items(), ("t8", "0/2")]  # in order, though one part is unfinished
     assert grow(tmp_path, monkeypatch, 0, 1, tasks) == [] and not path.exists()  # nothing was left to do
-    assert files.read_meta(path)["tasks"] == tasks
+    assert metadata.read_meta(path)["tasks"] == tasks
     # More tasks: what stands is not done again, and until all have come the set is not complete.
     more = [*tasks, "t9", "t10", "t11"]
     assert grow(tmp_path, monkeypatch, 0, 2, more) == ["t10"]
-    assert not files.is_complete(path)
+    assert not metadata.is_complete(path)
     assert grow(tmp_path, monkeypatch, 0, 1, more) == ["t11", "t9"]
     assert list(stands(tmp_path)) == more
     assert len(grow(tmp_path, monkeypatch, 0, 1, tasks, "--overwrite")) == 9
@@ -223,18 +223,18 @@ def test_what_stands_in_two_parts_is_read_once(tmp_path, monkeypatch):
     for part in ("results.0-of-2.jsonl", "results.1-of-2.jsonl"):
         (tmp_path / part).write_text(dump([result]))
     where = f"{tmp_path}/results.0-of-2.jsonl:1"  # a path that is there
-    assert list(files.read_results(tmp_path / "results.jsonl")) == [(where, result)]
+    assert list(read_results(tmp_path / "results.jsonl")) == [(where, result)]
 
 
 def test_processes_that_can_not_share_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(UserError, match=r"x\.jsonl: delete it"):
-        output(tmp_path, "--overwrite", identity=repr)
+        begin(tmp_path, "--overwrite", identity=repr)
     with pytest.raises(UserError, match=r"trees\.jsonl: missing .* make it first.* python build_trees\.py --env web"):
         cli.find_or_make(None, tmp_path / "trees.jsonl", "build_trees", flags())
     with pytest.raises(UserError, match="no share of 3 tasks"):
-        cli.my_share(["a", "b", "c"], flags())
+        cli.my_share(["a", "b", "c"])
 
 
 # ------------------------------------------------------------------------------------------------------------ metadata
@@ -245,26 +245,26 @@ def test_resuming_needs_the_same_arguments_and_the_same_inputs(tmp_path):
     model.mkdir()
     (model / "weights").write_text("1")
     arguments = {"env": "frozenlake", "seed": 0, "depth": 3, "sft": model, "limit": 5, "M": [2], "env_option": []}
-    files.same_arguments(out, arguments)  # nothing there yet
-    files.write_meta(out, arguments, [model])
-    files.same_arguments(out, arguments | {"limit": 9, "M": [4]}, free=["M", "limit"])
+    metadata.same_arguments(out, arguments)  # nothing there yet
+    metadata.write_meta(out, arguments, [model])
+    metadata.same_arguments(out, arguments | {"limit": 9, "M": [4]}, free=["M", "limit"])
     for change, says in (({"depth": 4}, "--depth 3, not 4"), ({"env_option": ["map=4x4"]}, "--env-option")):
         with pytest.raises(UserError, match=says):
-            files.same_arguments(out, arguments | change)
+            metadata.same_arguments(out, arguments | change)
     with pytest.raises(UserError, match=r"begun with --sft .*/sft, not .*/other"):
-        files.same_arguments(out, arguments | {"sft": tmp_path / "other"})
-    files.write_meta(out, arguments | {"server": "http://a:1/v1#x"}, [model])
-    files.same_arguments(out, arguments | {"server": "http://b:2/v1#x"})
-    files.same_arguments(out, arguments | {"server": None})
+        metadata.same_arguments(out, arguments | {"sft": tmp_path / "other"})
+    metadata.write_meta(out, arguments | {"server": "http://a:1/v1#x"}, [model])
+    metadata.same_arguments(out, arguments | {"server": "http://b:2/v1#x"})
+    metadata.same_arguments(out, arguments | {"server": None})
     with pytest.raises(UserError, match="begun with --server-model x, not y"):
-        files.same_arguments(out, arguments | {"server": "http://a:1/v1#y"})
+        metadata.same_arguments(out, arguments | {"server": "http://a:1/v1#y"})
     # A flag that another command has and that was set is a difference too.
-    files.write_meta(out, arguments | {"paraphrase": 2, "reflect": False}, [model])
+    metadata.write_meta(out, arguments | {"paraphrase": 2, "reflect": False}, [model])
     with pytest.raises(UserError, match="begun with --paraphrase 2, not None"):
-        files.same_arguments(out, arguments)
+        metadata.same_arguments(out, arguments)
     (model / "weights").write_text("22")
     with pytest.raises(UserError, match=r"begun with .*/sft, which has changed"):
-        files.same_arguments(out, arguments)
+        metadata.same_arguments(out, arguments)
 
 
 def test_an_input_is_known_by_what_it_holds(tmp_path):
@@ -273,23 +273,23 @@ def test_an_input_is_known_by_what_it_holds(tmp_path):
     (model / "weights").write_text("1")
     (run / "expert.jsonl").write_text("{}\n")
     arguments = {"env": "frozenlake", "expert": run / "expert.jsonl", "sft": model}
-    files.write_meta(run / "trees.jsonl", arguments, [model, run / "expert.jsonl"])
+    metadata.write_meta(run / "trees.jsonl", arguments, [model, run / "expert.jsonl"])
     (model / ".DS_Store").write_text("no change")
-    files.same_arguments(run / "trees.jsonl", arguments)
+    metadata.same_arguments(run / "trees.jsonl", arguments)
     moved = run.rename(tmp_path / "moved")
     model.mkdir(parents=True)  # another run under the old name
     (model / "weights").write_text("2")
-    assert files.input_of(moved / "trees.jsonl", "sft") == moved / "sft"
+    assert metadata.input_of(moved / "trees.jsonl", "sft") == moved / "sft"
     there = {name: moved / Path(value).name for name, value in arguments.items() if name != "env"}
-    files.same_arguments(moved / "trees.jsonl", arguments | there)
+    metadata.same_arguments(moved / "trees.jsonl", arguments | there)
     with pytest.raises(UserError, match=r"begun with --sft .*run/sft, not "):
-        files.same_arguments(moved / "trees.jsonl", arguments | there | {"sft": model.rename(tmp_path / "other")})
+        metadata.same_arguments(moved / "trees.jsonl", arguments | there | {"sft": model.rename(tmp_path / "other")})
 
 
 def test_metadata_with_flags_of_an_environment_read_as_its_options(tmp_path):
     old = {"env": "webshop", "webshop_data": "shop", "human_goals": True, "split_file": None, "env_option": ["seed=3"]}
     (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": old}))
-    begun = files.read_meta(tmp_path / "sft")["arguments"]
+    begun = metadata.read_meta(tmp_path / "sft")["arguments"]
     assert begun == {"env": "webshop", "env_option": ["data=shop", "human_goals=true", "seed=3"]}
 
 
@@ -299,8 +299,8 @@ def test_an_input_made_from_what_has_changed_since_is_told(tmp_path, capsys):
         path.write_text("{}\n")
     qnet.mkdir()
     args = flags("--run", str(tmp_path))
-    files.write_meta(labels, vars(args), [trees], seconds=1)
-    files.write_meta(qnet, vars(args), [labels], seconds=1)
+    metadata.write_meta(labels, vars(args), [trees], seconds=1)
+    metadata.write_meta(qnet, vars(args), [labels], seconds=1)
     cli.find_or_make(None, qnet, "train_qnet", args)
     assert capsys.readouterr().err == ""
     trees.write_text("{}\n{}\n")
@@ -358,7 +358,7 @@ def test_the_arguments_that_stages_share_are_handed_on():
     for words in (lake, shop):
         first = flags(*words)
         again = flags(*cli.handed_on(first))
-        assert files.recorded(vars(again)) == files.recorded(vars(first))
+        assert metadata.recorded(vars(again)) == metadata.recorded(vars(first))
     assert flags(*lake).env_option == ["map=4x4", "slippery=true"]
     assert flags("--env", "frozenlake").run == Path("runs/frozenlake")
 
@@ -367,13 +367,12 @@ def test_a_run_keeps_its_environment(tmp_path, capsys):
     lake = ["--run", str(tmp_path), "--env", "frozenlake", "--env-option", "map=4x4"]
     args = flags(*lake)
     envs.from_arguments(args)
-    settings = {"env": "frozenlake", "env_option": ["map=4x4"], "env_files": {}}
-    assert json.loads((tmp_path / "env.json").read_text()) == settings
+    metadata.write_meta(tmp_path / "expert.jsonl", vars(args))
     for words in (lake, ["--run", str(tmp_path)]):
         again = flags(*words)
         assert (again.env, again.env_option) == ("frozenlake", ["map=4x4"])
+        assert again.env_files == {}
     assert cli.handed_on(again) == ["--run", str(tmp_path), "--seed", "0"]
-    (tmp_path / "expert.jsonl").write_text("{}")
     for words in (["--env-option", "stray=0"], ["--env-option", "map=8x8"], ["--env", "webshop"]):
         with pytest.raises(UserError, match=r"begun with --env frozenlake .*map=4x4, not with .*another --run"):
             flags("--run", str(tmp_path), *words)
@@ -383,7 +382,7 @@ def test_a_run_keeps_its_environment(tmp_path, capsys):
     assert warning.endswith("map=4x4, not with --env frozenlake --env-option map=4x4 --env-option stray=0")
     # A new run on an agent of another one: its metadata say the environment.
     (tmp_path / "sft").mkdir()
-    files.write_meta(tmp_path / "sft", vars(args))
+    metadata.write_meta(tmp_path / "sft", vars(args))
     other = flags("--sft", str(tmp_path / "sft"))
     assert (other.env, other.env_option, other.run) == ("frozenlake", ["map=4x4"], Path("runs/frozenlake"))
 
@@ -404,7 +403,7 @@ def test_mistakes_end_in_one_line_and_code_2(capsys):
         raise error
 
     assert exits(lambda: raises(UserError("x.jsonl:3: bad")), capsys) == (2, "error: x.jsonl:3: bad\n")
-    assert exits(lambda: raises(PermissionError(13, "no", "x")), capsys) == (2, "error: x: no\n")
+    assert exits(lambda: raises(PermissionError(13, "no", "x")), capsys) == (2, "error: [Errno 13] no: 'x'\n")
     assert exits(lambda: raises(KeyboardInterrupt()), capsys)[0] == 130
     code, error = exits(lambda: raises(torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB. See")), capsys)
     assert code == 2 and error.startswith("error: out of memory: give ") and "--in-flight" in error
@@ -426,14 +425,14 @@ def test_a_copy_of_the_old_input_beside_the_output_is_not_what_is_read(tmp_path)
         path.parent.mkdir()
     agent.write_text("old")
     arguments = {"sft": agent, "paraphrase": 0}
-    files.write_meta(out, arguments, [agent])
+    metadata.write_meta(out, arguments, [agent])
     (tmp_path / "b" / "sft").write_text("old")
-    files.same_arguments(out, arguments)
+    metadata.same_arguments(out, arguments)
     with pytest.raises(UserError, match="--paraphrase 0, not None"):  # a flag of another command, set to 0
-        files.same_arguments(out, {"sft": agent})
+        metadata.same_arguments(out, {"sft": agent})
     agent.write_text("new")
     with pytest.raises(UserError, match="a/sft, which has changed since"):
-        files.same_arguments(out, arguments)
+        metadata.same_arguments(out, arguments)
 
 
 def test_what_is_no_object_is_refused_where_it_stands(tmp_path):
@@ -447,17 +446,14 @@ def test_what_is_no_object_is_refused_where_it_stands(tmp_path):
 def test_processes_are_numbered(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "")  # of an unset variable
     assert files.share() == (0, 1)
-    monkeypatch.setenv("RANK", "abc")
-    with pytest.raises(UserError, match="whole numbers"):
-        files.share()
 
 
 def test_the_environment_of_a_run_in_which_nothing_was_done_is_free(tmp_path):
     run = ["--run", str(tmp_path), "--env", "frozenlake"]
     for option in ("map=4x4", "map=8x8"):  # the first call stopped at a mistake
         args = cli.parse(cli.parser("x"), [*run, "--env-option", option])
-        cli.save_settings(args)
-    (tmp_path / "expert.jsonl").write_text("{}")
+        envs.from_arguments(args)
+    metadata.write_meta(tmp_path / "trees.jsonl", vars(args))
     with pytest.raises(UserError, match="map=8x8, not with"):
         cli.parse(cli.parser("x"), [*run, "--env-option", "map=4x4"])
 
@@ -467,7 +463,9 @@ def test_what_is_outdated_further_up_is_told(tmp_path):
     for source, output in ((agent, trees), (trees, labels)):
         source.write_text("{}\n") if not source.exists() else None
         output.write_text("{}\n")
-        files.write_meta(output, {}, [source])
-    assert not list(files.outdated(labels))
+        metadata.write_meta(output, {}, [source])
+    assert not list(metadata.outdated(labels))
     agent.write_text("new")
-    assert list(files.outdated(labels)) == [(trees, agent)]
+    assert list(metadata.outdated(labels)) == [(trees, agent)]
+    metadata.write_meta(agent, {}, [labels])  # an agent that was trained again on what it had made
+    assert list(metadata.outdated(labels)) == [(trees, agent)]

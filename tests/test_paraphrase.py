@@ -12,8 +12,8 @@ from experiments.paraphrase import Paraphrased, by_server, prompt_tokens, reword
 from q_search import Method, by_q
 from qlass import UserError
 from qlass.batching import Candidate, Score
-from qlass.chat import State
 from qlass.endpoint import Endpoint
+from qlass.messages import State
 from qlass.results import costs_of
 
 TASK = "i need a red cotton shirt with color: navy, and size: x-large, and price lower than 60.00 dollars"

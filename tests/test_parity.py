@@ -7,9 +7,9 @@ from fakes import ACTIONS, word_chat
 
 from qlass import UserError
 from qlass.batching import Sample
-from qlass.chat import State
 from qlass.fast import parity
 from qlass.fast.token_tree import windows_of
+from qlass.messages import State
 from qlass.policy import Policy
 
 CHAT = word_chat(temperature=0.8)

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 import q_search
-from qlass.chat import State
 from qlass.cli import run_stage
-from qlass.files import meta_path, read_jsonl, read_trees
+from qlass.files import read_jsonl
+from qlass.messages import State
+from qlass.metadata import meta_path
+from qlass.output import read_trees
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("sft", "build_trees", "bellman", "train_qnet", "q_search")

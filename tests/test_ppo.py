@@ -16,7 +16,7 @@ from experiments.learning import Learner
 from experiments.ppo import advantages, criticise, gae, returns, state_values, value_loss, values_of, warm_up, whitened
 from experiments.tree_grpo import Trajectory, batches, forest
 from qlass.batching import Sample, drive
-from qlass.chat import State
+from qlass.messages import State
 from qlass.policy import Policy
 from train_qnet import QNet
 

@@ -6,10 +6,10 @@ import torch
 from fakes import ACTIONS, tiny_lm, word_chat
 
 from qlass.batching import Sample, Score
-from qlass.chat import State
 from qlass.fast.cache import PromptCache
 from qlass.fast.token_tree import TokenTree
 from qlass.fast.tries import Trie
+from qlass.messages import State
 from qlass.policy import Policy
 from train_qnet import QNet
 
@@ -107,7 +107,7 @@ def test_a_tree_costs_its_unique_tokens(row, monkeypatch):
     policy.logprobs(pairs)
     net.score([Score(s, (a,)) for s, a in pairs])
     assert policy.computed <= (1 if row > len(tree) else 1.9) * len(tree)
-    assert net.computed == policy.computed
+    assert net.fast.cache.computed == policy.computed
     monkeypatch.undo()
     assert policy.logprobs(pairs) == pytest.approx(Policy(MODEL, CHAT).logprobs(pairs), abs=1e-4)
 

@@ -13,8 +13,8 @@ import q_search
 from q_search import Method, by_chance, by_likelihood, by_q, play
 from qlass import UserError
 from qlass.batching import Sample, Score
-from qlass.chat import parse_action
 from qlass.files import read_jsonl
+from qlass.messages import parse_action
 from qlass.show import bar
 
 CHAT = word_chat()

@@ -20,8 +20,9 @@ from experiments.qval.points import Point, digest, exact, label, trajectory
 from experiments.qval.scorers import Call, Context, Decision, answer, entry
 from qlass import UserError
 from qlass.batching import Sample, drive
-from qlass.chat import Rendering, State, parse_action, react
+from qlass.chat import Rendering
 from qlass.files import write_jsonl
+from qlass.messages import State, parse_action, react
 from qlass.policy import Policy
 
 RENDERING = Rendering()

@@ -8,8 +8,8 @@ from experiments import retry
 from experiments.retry import Reflect
 from q_search import Method
 from qlass.batching import Sample, Score
-from qlass.chat import parse_action
 from qlass.files import read_jsonl
+from qlass.messages import parse_action
 from qlass.results import environment_tokens
 
 CHAT = word_chat()

@@ -10,8 +10,8 @@ import sft
 from experiments import self_train
 from experiments.self_train import best_branch, kept
 from q_search import Method
-from qlass.chat import State, parse_action
 from qlass.files import read_jsonl
+from qlass.messages import State, parse_action
 
 
 def node(i, parent, action, reward=0.0, done=False, source="policy", depth=1):

@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM
 import q_search
 from qlass import UserError
 from qlass.batching import LogProb, Sample
-from qlass.chat import Chat, Rendering, State
+from qlass.chat import Chat, Rendering
 from qlass.endpoint import FEW, Endpoint, same_model
+from qlass.messages import State
 from qlass.models import load_checkpoint, save_checkpoint
 from qlass.policy import Policy, load_agent
 from qlass.server import ALL, ServerPolicy

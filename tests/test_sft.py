@@ -14,8 +14,9 @@ from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, training_settings, wor
 import q_search
 import sft
 from qlass import UserError
-from qlass.chat import Chat, Rendering, State
+from qlass.chat import Chat, Rendering
 from qlass.files import read_jsonl
+from qlass.messages import State
 from qlass.policy import Policy, begin_as_cloned
 from qlass.published import demonstrations, first_messages, read_trajectories
 from qlass.tiny import AIDS, MARK, observation_loss
@@ -293,14 +294,10 @@ def test_demonstrations_are_put_in_the_environments_words(tmp_path, monkeypatch)
     assert [text for _, text in state.messages[2:]] == ["Find a purse.", "Thought: x\nAction: search[purse]"]
 
 
-def test_fewer_demonstrations_than_asked_for_are_told_and_none_are_an_error(tmp_path, agent, fake_world, capsys):
+def test_the_number_of_demonstrations_is_told_and_none_are_an_error(tmp_path, agent, fake_world, capsys):
     run = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(agent), "--epochs", "1", "--overwrite"]
     sft.main([*run, "--n-expert", "9"])  # the environment has six tasks
-    assert capsys.readouterr().out.count("--n-expert 9: there are 6 demonstrations\n") == 1
-    sft.main([*run, "--n-expert=4"])
-    (tmp_path / "eto.json").write_text(json.dumps([ETO]))
-    sft.main([*run, "--expert", "eto.json"])
-    assert "--n-expert" not in capsys.readouterr().out
+    assert f"{tmp_path / 'sft'}: 6 trajectories" in capsys.readouterr().out
     for content in ("", "[]"):
         (tmp_path / "eto.json").write_text(content)
         with pytest.raises(UserError, match=r"eto\.json: holds no demonstration"):

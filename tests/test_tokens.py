@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from experiments import drive_in_order
 from qlass import UserError
 from qlass.batching import Sample, Score, ask, drive
-from qlass.chat import Chat, State, react, uniforms
+from qlass.chat import Chat
 from qlass.fast.cache import PromptCache
 from qlass.fast.token_tree import TokenTree, batches
+from qlass.messages import State, react, uniforms
 from qlass.policy import Policy, truncated
 
 CHAT = word_chat(temperature=0.8)
@@ -73,8 +74,9 @@ def requests(valid: bool) -> list[Sample]:
     ]
 
 
-def in_chunks(asked: list[Sample], size: int, **options) -> list:
+def in_chunks(asked: list[Sample], size: int, budget: int | None = None, **options) -> list:
     agent = policy(**options)
+    agent.fast.budget = budget or agent.fast.budget
     return [a for start in range(0, len(asked), size) for a in agent.sample(asked[start : start + size])]
 
 

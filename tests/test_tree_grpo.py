@@ -16,7 +16,8 @@ from experiments.decisions import Decision
 from experiments.learning import Learner
 from experiments.tree_grpo import Trajectory, advantages, batches, forest
 from qlass.batching import Sample, drive
-from qlass.chat import Rendering, State
+from qlass.chat import Rendering
+from qlass.messages import State
 from qlass.policy import Policy
 
 

@@ -13,8 +13,8 @@ from experiments.compare import Variant
 from experiments.tree_search import Search
 from q_search import Method, by_q
 from qlass.batching import Candidate, Sample, Score
-from qlass.chat import parse_action, react, uniforms
 from qlass.files import read_jsonl
+from qlass.messages import parse_action, react, uniforms
 from reporting import results
 
 CHAT = word_chat()

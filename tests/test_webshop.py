@@ -28,7 +28,8 @@ from environments.webshop import catalogue as webshop_data
 from environments.webshop import engine as webshop
 from environments.webshop import search as webshop_search
 from q_search import distinct
-from qlass.chat import Rendering, State
+from qlass.chat import Rendering
+from qlass.messages import State
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "webshop"
 RECORDING = Path(__file__).parent / "recordings" / "webshop_bundled.json"

@@ -6,7 +6,7 @@ import build_trees
 import envs
 import sft
 from experiments import compare
-from qlass.chat import State, parse_action, react
+from qlass.messages import State, parse_action, react
 from qlass.published import actions_by_task, read_trajectories
 
 INSTRUCTION = "You are web shopping.\nAn action is search[keywords] or click[value]."

@@ -33,6 +33,7 @@ from qlass import UserError, files
 from qlass.batching import Sample
 from qlass.chat import Rendering
 from qlass.cli import add_sampling, at_least, find_or_make, parse, parser, run_stage
+from qlass.metadata import changed_inputs, read_meta, same_arguments, write_meta
 from qlass.policy import begin_as_cloned
 
 
@@ -84,10 +85,10 @@ class Run:
         """The lines of a file, written first if it is not there. inputs, flags: what it depends on."""
         if path.exists():
             names = {"env", "env_option", "seed", *flags}
-            files.same_arguments(path, vars(self.args), vars(self.args).keys() - names)
+            same_arguments(path, vars(self.args), vars(self.args).keys() - names)
         else:
             files.write_jsonl(path, lines)
-            files.write_meta(path, vars(self.args), inputs)
+            write_meta(path, vars(self.args), inputs)
         return list(files.read_jsonl(path))
 
     def points(self) -> list[Point]:
@@ -123,7 +124,7 @@ class Run:
     def values(self, name: str, chosen: Entry, points: list[Point]) -> list[list[float | None]]:
         """predictions/NAME.json, in QVAL's layout: what a score gives to the actions taken and, as metadata, to all."""
         path = self.args.out / "predictions" / f"{name}.json"
-        if not path.exists() or not files.read_meta(path)["inputs"] or files.changed_inputs(path):
+        if not path.exists() or not read_meta(path)["inputs"] or changed_inputs(path):
             lines = (predict(self.env.fork(), point, chosen, self.context) for point in points)
             values = list(self.driven(lines, name, len(points)))
             taken = [candidates[point.taken] for candidates, point in zip(values, points, strict=True)]
@@ -131,7 +132,7 @@ class Run:
             record = {"method_name": name, "method_type": "eval", "values": taken, "config": {}, "metadata": metadata}
             with files.replacing(path) as out:
                 json.dump(record, out, indent=1)
-            files.write_meta(path, vars(self.args), [self.args.out / "points.jsonl", *inputs(chosen, self.context)])
+            write_meta(path, vars(self.args), [self.args.out / "points.jsonl", *inputs(chosen, self.context)])
         return files.read_object(path)["metadata"]["candidate_values"]
 
 
@@ -168,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
         study.scores[name] = metrics.series(run.values(name, score, study.points), study.index)
     title = " ".join([args.env, *args.env_option, f"({args.split}, {args.actor}, epsilon {args.epsilon})"])
     print(report.write(study, args.out, title, downstream.rewards(args.results, env.name) if args.results else {}))
-    files.write_meta(args.out / "report.md", vars(args), [args.sft])
+    write_meta(args.out / "report.md", vars(args), [args.sft])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from scipy.stats import rankdata
 from experiments.qval.metrics import RHO, markdown
 from qlass import UserError
 from qlass.cli import run_stage
-from qlass.files import changed_inputs, read_results, replacing
+from qlass.files import replacing
+from qlass.metadata import changed_inputs
+from qlass.output import read_results
 from reporting.stats import Estimate
 
 PREDICT = [RHO, "failures last", "top-1", "gain", "centred", "global", "actor"]  # figures that may predict the reward

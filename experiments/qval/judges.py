@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.qval.scorers import SCORERS, Call, Context, Decision, Entry, Scores
-from qlass.chat import State, uniforms
 from qlass.endpoint import Endpoint, side_by_side
+from qlass.messages import State, uniforms
 
 ROOM = 2048  # tokens of an answer
 

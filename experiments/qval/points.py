@@ -23,7 +23,8 @@ import envs
 from q_search import distinct as distinct_actions
 from qlass import UserError
 from qlass.batching import ask
-from qlass.chat import Rendering, State, parse_action, react, uniforms
+from qlass.chat import Rendering
+from qlass.messages import State, parse_action, react, uniforms
 
 DRAWS = 4  # of the agent in each state: what it does, and what else it might have done
 FIRST, LAST, MOST = 1, 2, 3  # turns dropped at the two ends of a trajectory, and the most that are kept of one

@@ -22,8 +22,9 @@ import envs
 from experiments.qval.points import exact, references
 from qlass import UserError
 from qlass.batching import Score, ask
-from qlass.chat import State, parse_action, react, uniforms
-from qlass.files import files_of, read_trees
+from qlass.files import files_of
+from qlass.messages import State, parse_action, react, uniforms
+from qlass.output import read_trees
 from qlass.policy import Policy, load_agent
 from qlass.tiny import task_words
 from train_qnet import QNet, load_qnet, pairs_of

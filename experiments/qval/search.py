@@ -20,7 +20,7 @@ from experiments.qval.judges import Judge, full_name
 from experiments.qval.scorers import Call, Context, Decision, Entry, Scores, answer, available, entry, inputs
 from qlass import UserError
 from qlass.batching import Sample
-from qlass.chat import State, uniforms
+from qlass.messages import State, uniforms
 from qlass.results import Results
 
 KNOWING = {"oracle", "state_value"}  # the true values: experiments.compare --method oracle_step is their search

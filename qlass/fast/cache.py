@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from qlass.chat import Chat, State
+from qlass.chat import Chat
 from qlass.fast.token_tree import TokenTree, batches, tree_inputs
+from qlass.messages import State
 
 Forward = Callable[[dict, torch.Tensor], torch.Tensor]  # (a model's inputs, columns) to outputs (B, len(columns), ...)
 Lists = Sequence[Sequence[Sequence[int]]]  # of each state lists of tokens: its messages', or those of its tails

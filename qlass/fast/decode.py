@@ -15,10 +15,10 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from qlass.batching import Candidate, Sample
-from qlass.chat import State, uniforms
 from qlass.fast.cache import Lists, Prompt, PromptCache, Reading, Row, batch_for, room_for, tokens_of
 from qlass.fast.token_tree import additive_masks, batches, tree_inputs, windows_of
 from qlass.fast.tries import Trie
+from qlass.messages import State, uniforms
 
 
 class RoomyLayer(DynamicLayer):
@@ -50,10 +50,10 @@ class RoomyLayer(DynamicLayer):
 class FastPolicy:
     """The same candidates as `Policy.write` and `Policy.choose`, and the same log-probabilities."""
 
-    def __init__(self, policy: Any, budget: int | None = None, cache_gb: float | None = None) -> None:
-        """budget: padded tokens of a batch (`batch_for`). cache_gb: room for read prompts (`room_for`)."""
+    def __init__(self, policy: Any, cache_gb: float | None = None) -> None:
+        """cache_gb: room for read prompts (`room_for`)."""
         self.policy, self.model, self.chat = policy, policy.model, policy.chat
-        self.budget = budget or batch_for(self.model)
+        self.budget = batch_for(self.model)
         self.cache = PromptCache(room_for(self.model, cache_gb))
         self.memory: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
         self.written: dict[tuple[State, str], float] = {}  # log-probabilities of texts

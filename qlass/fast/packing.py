@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,10 @@ class PackedPairs:
         return len(self.tree)
 
 
-def pack_pairs(
-    chat: Chat, families: Sequence[Sequence[Any]], loss_tokens: Callable[[int, int], slice], max_tokens: int
-) -> Iterator[PackedPairs]:
+def pack_pairs(chat: Chat, families: Sequence[Sequence[Any]], first: int, max_tokens: int) -> Iterator[PackedPairs]:
     """A tree's pairs, in token trees of at most `max_tokens` each (or of one family that is longer).
 
-    families: pairs that stay together. loss_tokens(n_prompt, n): which of the n tokens of (s, a) carry the loss.
+    families: pairs that stay together. first: of the tokens of (s, a) that carry the loss, 0 (all) or -1 (the last).
     """
     tree, packed, weights, last = TokenTree(), [], [], []
 
@@ -60,9 +58,9 @@ def pack_pairs(
             yield pack()
             tree, packed, weights, last = TokenTree(), [], [], []
         packed.append(family)
-        for prompt, ids in zip(prompts, rows, strict=True):
+        for ids in rows:
             path = tree.add(ids)
-            weights.append(path[loss_tokens(len(prompt), len(ids))])
+            weights.append(path[first:])
             last.append(path[-1])
     if packed:
         yield pack()

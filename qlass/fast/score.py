@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from qlass.batching import Score
-from qlass.chat import State
 from qlass.fast.cache import PromptCache, batch_for, room_for, tokens_of
+from qlass.messages import State
 
 
 class FastQNet:
     """The same values as `QNet.q`. It remembers what it has read, so a QNet makes a new one when its weights change."""
 
-    def __init__(self, qnet: Any, budget: int | None = None, cache_gb: float | None = None) -> None:
-        """budget: padded tokens of a batch (`batch_for`). cache_gb: room for read prompts (`room_for`)."""
-        self.qnet, self.budget = qnet, budget or batch_for(qnet.backbone)
+    def __init__(self, qnet: Any, cache_gb: float | None = None) -> None:
+        """cache_gb: room for read prompts (`room_for`)."""
+        self.qnet, self.budget = qnet, batch_for(qnet.backbone)
         self.cache = PromptCache(room_for(qnet.backbone, cache_gb))
         self.memory: dict[tuple[State, str], float] = {}
 

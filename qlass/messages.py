@@ -1,0 +1,80 @@
+"""What is said: states as chat messages, actions as ReAct steps, and the noise that draws them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """s_t: the chat messages up to the last observation, and the task's sentence.
+
+    Messages are (role, content): "user" and "assistant" in turns, perhaps after a "system".
+    """
+
+    messages: tuple[tuple[str, str], ...]
+    task: str = ""
+
+    def then(self, action: str, observation: str) -> State:
+        turn = ("assistant", action), ("user", observation)
+        return State(self.messages + turn, self.task)
+
+    def act(self, env: Any, action: str) -> tuple[State, float, bool]:
+        """The state that an action leads to, the outcome, and whether the episode is over."""
+        observation, reward, terminated, truncated, _ = env.step(parse_action(action))
+        done = terminated or truncated
+        return self.then(action, env.message(observation)), env.outcome(reward, done), done
+
+    @property
+    def observation(self) -> str:
+        return self.messages[-1][1]
+
+    @staticmethod
+    def first(env: Any, observation: str, info: dict) -> State:
+        """ETO's layout: instruction, "OK", and the first observation without its prefix."""
+        system = (("system", env.system),) if env.system else ()
+        agreed = ("user", env.instruction), ("assistant", env.agreement)
+        return State((*system, *agreed, ("user", observation)), info["task"])
+
+    @staticmethod
+    def load(messages: list[dict], task: str) -> State:
+        return State(tuple((m["role"], m["content"]) for m in messages), task)
+
+    def dump(self) -> list[dict]:
+        return [{"role": role, "content": content} for role, content in self.messages]
+
+
+def react(thought: str, action: str) -> str:
+    return f"Thought: {thought}\nAction: {action}" if thought else f"Action: {action}"
+
+
+def without_thinking(text: str) -> str:
+    """What a model says, after its <think>; nothing if that has no end."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def parse_action(text: str) -> str:
+    """The executable part, for every stage: what follows "Action:" or, without one, the whole text.
+
+    A thought may hold "Action:", in <think> or not, and so may an action. The last one that begins
+    a line counts or, if none does, the last. Actions whose parts are equal to the engine
+    (`TextEnv.canonical`) are one child of a node ("child nodes that differ", Alg. 2). The
+    environment answers to what it cannot do.
+    """
+    text = without_thinking(text)
+    at_line_starts = re.split(r"(?m)^\s*Action:", text)
+    parts = at_line_starts if len(at_line_starts) > 1 else text.split("Action:")
+    return parts[-1].strip()
+
+
+def uniforms(n: int, *key: Hashable) -> np.ndarray:
+    """n numbers in [0, 1) that depend on nothing but the key: (seed, task, node, candidate)."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+    philox = np.random.Philox(key=int.from_bytes(digest, "little"))
+    return np.random.Generator(philox).random(n)
