@@ -1,4 +1,4 @@
-"""Stage 3: Q-values on the trees (Eq. 7, Algorithm 3). Standard library and filelock.
+"""Stage 3: Q-values on the trees (Eq. 7, Algorithm 3).
 
     reads   RUN/trees.jsonl
     writes  RUN/q_labels.jsonl: the same lines with `q_raw` (Eq. 7) and `q` (min-max in the tree)

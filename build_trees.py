@@ -5,17 +5,17 @@
 
     python build_trees.py --env webshop --depth 3 --width 3
 
-For each training task the agent plays trajectories from the root, then from the nodes of branches
-that scored. A node is expanded while it has fewer than W children and its depth is at most D. A
+For each training task the agent plays rollouts from the root, then from the nodes of branches that
+scored. A node is expanded while it has fewer than W children and its depth is at most D. A
 branch without reward queues nothing, not even the node that it began at.
 
 Where the paper leaves a choice:
 - The expanded node joins its new branch in the queue. Otherwise no node would get W children.
 - Two actions that the environment executes alike are one child. If all draws repeat old children,
-  the rollout follows one of them, and may add a child further down, to a node with W children too.
-  A node gets at most W + EXTRA_ROLLOUTS rollouts.
-- A tree gets at most --rollouts trajectories, half of them before the demonstration. Without a
-  bound it could take W^(D+1): 19,683 with ALFWorld's depth.
+  the rollout follows one of them. If it leaves the old nodes further down, it adds a child there,
+  even to a node that has W. At most W + EXTRA_ROLLOUTS rollouts begin at a node.
+- A tree gets at most --rollouts rollouts, half of them before the demonstration. Without a bound it
+  could take W^(D+1): 19,683 with ALFWorld's depth.
 """
 
 from __future__ import annotations

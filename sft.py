@@ -8,8 +8,8 @@
 
 The loss is the cross-entropy of the tokens that the agent writes. Instruction, observations and
 padding are context. `--model tiny` is a Llama of a million parameters with a tokenizer of its own,
-which reads with the aids of qlass/tiny.py. Any other model keeps its tokenizer, its chat template
-and the paper's rendering.
+which reads with the aids of qlass/tiny.py. Any other model keeps its tokenizer and its chat
+template, and writes free text, "Thought: ... Action: ...", as in the paper.
 """
 
 from __future__ import annotations

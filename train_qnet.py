@@ -8,22 +8,24 @@
 QNet is the agent's own language model with a value head. It is regressed at *every* token of
 (s, a) onto that pair's Q-value (the tiny model's only at the last one: docs/differences.md).
 
-The readable form of the loss is `family_loss`; --plain trains with it, one pair at a time. But the
-pairs of a tree share their beginnings. A token of value v that carries the loss of the pairs i,
-with weights w_i = 1/n_i, adds
+The readable form of the loss is `family_loss`; --plain trains with it, pair by pair. But the pairs
+of a tree begin alike, so the backbone reads a *pack*, a tree or a part of one, as one sequence in
+which each shared token stands once (qlass/fast/packing.py). If n_i tokens of pair i carry the loss,
+each has the weight w_i = 1/n_i there. A token of value v that several pairs i share adds
 
-    sum_i w_i (v - q_i)^2 = W v^2 - 2 v sum_i w_i q_i + constant,    W = sum_i w_i.
+    sum_i w_i (v - q_i)^2 = w v^2 - 2 v sum_i w_i q_i + constant,    w = sum_i w_i.
 
-So a whole tree goes through the backbone once (qlass/fast/packing.py): the same loss and gradients
-at a fraction of the cost.
+So w and sum_i w_i q_i of each token give the loss and gradients of the pairs one by one, at a
+fraction of the cost.
 
-Held-out trees show whether QNet can rank *siblings*: the search asks nothing else. But most of
-Eq. (8)'s error lies between states. With e(a) = V(s, a) - q(s, a) and n siblings,
+Held-out trees (one in ten) show whether QNet ranks *siblings*, the actions of one state. For the k
+siblings of a state, with the error e(a) = V(s, a) - q(s, a) at the last token of a,
 
-    sum_a e(a)^2 = n mean(e)^2 + sum_a (e(a) - mean(e))^2,
+    sum_a e(a)^2 = k mean(e)^2 + sum_a (e(a) - mean(e))^2.
 
-and the second part alone can change their order. --rank-weight adds it so many times more, at the
-last tokens, and early stopping then watches this part on the held-out trees.
+Most of the error is in the first term, but only the second sum can change the siblings' order.
+--rank-weight B adds B times the second sum to the loss. Search compares siblings alone, so use it
+where QLASS, not best-of-N, is what you run. Early stopping then watches that sum on held-out trees.
 """
 
 from __future__ import annotations

@@ -7,13 +7,21 @@ with GenericEnvClient(base_url="http://localhost:8000").sync() as client:
     client.step({"action": "look"})  # observation["text"], reward, done
 """
 
+import sys
 import threading
 from typing import Any
 
 import numpy as np
-import uvicorn
-from openenv.core.env_server import Action, Environment, Observation, State, create_app
-from pydantic import Field
+
+try:
+    import uvicorn
+    from openenv.core.env_server import Action, Environment, Observation, State, create_app
+    from pydantic import Field
+except ModuleNotFoundError as error:
+    if __name__ == "__main__":
+        print(f"error: {error}: pip install -r requirements-integrations.txt", file=sys.stderr)
+        sys.exit(2)
+    raise
 
 import envs
 from integrations.trl import TextGame

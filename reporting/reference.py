@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import matplotlib as mpl
@@ -96,6 +97,7 @@ def draw(results: pd.DataFrame, lines: dict, panels: list[tuple], height: float,
 
 
 def main() -> None:
+    argparse.ArgumentParser(description="Draw the figures of runs/reference_output, from its results.csv.").parse_args()
     results = pd.read_csv(FOLDER / "results.csv", dtype={"seed": str})
     with mpl.rc_context(STYLE | {"savefig.dpi": 120}):
         for name, (lines, titles) in FIGURES.items():

@@ -1,6 +1,7 @@
 # Sourced by the scripts beside it, which name the environment ENV: an environment's settings for the tiny model, where a
-# run's files lie, and how stages are called. The settings were chosen on validation tasks. A script that names `ENVS` of
-# environments or a number of SEEDS takes them as arguments.
+# run's files lie, and how stages are called. The settings were chosen on validation tasks, WebShop's also
+# on its first 400 test tasks, which are not played. A script that names `ENVS` of environments or a number of SEEDS takes
+# them as arguments.
 # Run a stopped script again: finished stages are kept, the others resume.
 # SEED=1 RUN=runs/webshop-seed1 bash runs/quickstart.sh for another seed; PYTHON=... for another Python; EPOCHS=3 for a
 # QNet trained for three of WebShop's eight epochs, as in `make demo`; RANK_WEIGHT=0 for the paper's QNet.
@@ -21,9 +22,8 @@ export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}  # threads wait asleep, not spinn
 
 splits=(test) tasks=() sft=() trees=() labels=() qnet=()
 case $ENV in
-    webshop)  # settings were chosen in view of the first 400 test tasks, so the others are played. Gamma .98, since with the
-              # paper's .9 the ten steps of a careful purchase are worth less than buying the first product at once. Many
-              # small trees teach QNet more than few large ones of as many trajectories
+    webshop)  # gamma .98, since with the paper's .9 the ten steps of a careful purchase are worth less than buying the first
+              # product at once. Many small trees teach QNet more than few large ones of as many rollouts
         tasks=(--skip 400 --limit 0) trees=(--limit 1000 --rollouts 6 --temperature 1.5) labels=(--gamma 0.98)
         # Trained to the end, where the learning rate is 0, and with a loss on the order of siblings (ranking.md).
         qnet=(--epochs "${EPOCHS:=8}" --patience "$EPOCHS" --rank-weight "${RANK_WEIGHT:=4}") ;;
