@@ -39,8 +39,8 @@ def read_worlds(folders: Iterable[Path]) -> pd.DataFrame:
 
 def over_worlds(values: pd.Series) -> Estimate:
     """The mean of (worlds,) numbers with a t interval, and the p of its being 0."""
-    if len(values) < 2:
-        raise UserError("one world has no interval: name the folders of several")
+    if len(values) < 3:
+        raise UserError("an interval needs three worlds or more: name the folder of each")
     test = stats.ttest_1samp(values, 0.0)
     low, high = test.confidence_interval()
     return Estimate(float(values.mean()), float(low), float(high), len(values), float(test.pvalue))

@@ -7,5 +7,4 @@ no_flags "$@"
 clone                      # stage 1: behaviour cloning (sft.py)
 learn_q "$RUN" "$RUN/sft"  # stages 2 to 4: exploration trees, Bellman backup, QNet (build_trees, bellman, train_qnet)
 compare --method all       # stage 5: Q-guided generation (q_search.py), and every other policy beside it
-variant distinct "M that differ" --method qlass -M 4 --distinct
 report

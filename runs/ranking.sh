@@ -2,11 +2,11 @@
 # A QNet that ranks siblings (--rank-weight) beside the paper's, of the same trees, in worlds of their own: each seed has a
 # catalogue or games of its own, an agent, trees and test tasks, on none of which a setting was chosen. FrozenLake's lakes
 # are the same for all. Then the contrasts over the worlds (experiments/worlds.py).
-#   bash runs/ranking.sh [webshop|alfworld|frozenlake] [--seeds N]      (default: webshop, 10 worlds from seed 21 on)
+#   bash runs/ranking.sh [webshop|alfworld|frozenlake] [--seeds N]      (default: webshop, 5 worlds from seed 21 on)
 #   HALF=1 bash runs/ranking.sh                                         half of WebShop's demonstrations, no expert in the trees
 # Run it again after a stop: finished stages are kept, the others resume.
 set -euo pipefail
-ENV=webshop SEEDS=10 ENVS="webshop alfworld frozenlake"
+ENV=webshop SEEDS=5 ENVS="webshop alfworld frozenlake"
 MAP=${MAP:-lakes2} EPOCHS=${EPOCHS:-3} RANK_WEIGHT=0
 . "$(dirname "$0")/common.sh"
 no_flags "$@"

@@ -61,11 +61,11 @@ def test_holm_by_hand():
 
 def test_what_is_missing_is_named(tmp_path):
     write(tmp_path / "one", 0, 0.1)
-    with pytest.raises(UserError, match="one world has no interval"):
+    with pytest.raises(UserError, match="three worlds or more"):
         worlds.main([str(tmp_path / "one")])
     records = line(0, "qlass", 0.5, 100, M=4, label="rank")
-    for name in ("a", "b"):
+    for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     with pytest.raises(UserError, match="no result of qlass"):
-        worlds.main([str(tmp_path / "a"), str(tmp_path / "b")])
+        worlds.main([str(tmp_path / name) for name in "abc"])
