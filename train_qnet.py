@@ -24,8 +24,8 @@ siblings of a state, with the error e(a) = V(s, a) - q(s, a) at the last token o
     sum_a e(a)^2 = k mean(e)^2 + sum_a (e(a) - mean(e))^2.
 
 Most of the error is in the first term, but only the second sum can change the siblings' order.
---rank-weight B adds B times the second sum to the loss. Search compares siblings alone, so use it
-where QLASS, not best-of-N, is what you run. Early stopping then watches that sum on held-out trees.
+--rank-weight B adds B times the second sum to the loss, and early stopping then watches that sum on
+held-out trees. Search, which compares siblings alone, gains (runs/reference_output/ranking.md).
 """
 
 from __future__ import annotations

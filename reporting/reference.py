@@ -30,6 +30,17 @@ PRETRAINED = LINES | {
     ("sample", ""): ("agent, one sample", GREY, "D-"),
     ("random", ""): ("a random one of M actions", "#cc79a7", "v-"),
 }
+OLD, NEW = ", QNet by Eq. 11", ", QNet with rank weight"
+RANKING = {  # and what is added to the agent's name
+    ("greedy", "", ""): ("agent, greedy", GREY, "o-"),
+    ("likeliest", "", ""): ("search by its log-probability", COLOURS["likeliest"], "^-"),
+    ("qlass", "", OLD): ("QLASS by the QNet of Eq. 11", "#cc79a7", "s:"),
+    ("qlass", "", NEW): ("QLASS by the QNet with rank weight", COLOURS["qlass"], "s-"),
+    ("qlass", "", NEW + ", distinct draws"): ("the same, M = 4 that differ", COLOURS["qlass"], "*-"),
+    ("best_of_n", "q", OLD): ("best of N episodes by Eq. 11", "#56b4e9", "D:"),
+    ("best_of_n", "q", NEW): ("best of N episodes with rank weight", COLOURS["best_of_n"], "D-"),
+    ("oracle_step", "", ""): ("the true value of M actions (oracle)", INK, "v:"),
+}
 PANELS = {  # title: environment, split, agent, commit of results.csv
     "WebShop": ("webshop", "test 400-830", "cloned", "208754c"),
     "half of the demonstrations": ("webshop", "test 400-830", "cloned, half of the demonstrations", "83d907e"),
@@ -38,6 +49,9 @@ PANELS = {  # title: environment, split, agent, commit of results.csv
     "real games, unseen": ("alfworld_real", "valid_unseen", "cloned", "d871414"),
     "with thoughts, unseen": ("alfworld", "valid_unseen, first games", "cloned with thoughts", "d11bad8"),
     "FrozenLake": ("frozenlake", "lakes2", "cloned", "208754c"),
+    "WebShop's worlds": ("webshop", "test, own worlds", "cloned", "7959f49"),
+    "ALFWorld's worlds": ("alfworld", "valid_unseen, own worlds", "cloned", "7959f49"),
+    "FrozenLake, five trainings": ("frozenlake", "lakes2, own worlds", "cloned", "7959f49"),
     "ALFWorld's real games": ("alfworld_real", "valid_unseen, first 30", "SmolLM2-135M", "a95484b"),
     "WebShop's real products": ("webshop_real", "test, first 30", "SmolLM2-135M", "ed5ba0a"),
     "FrozenLake, new starts": ("frozenlake", "lakes, 49 to 118", "SmolLM2-135M, head alone", "a51ce67"),
@@ -46,6 +60,7 @@ FIGURES = {  # file: lines, and the titles of its panels
     "tokens": (LINES, ("WebShop", "ALFWorld, unseen", "FrozenLake")),
     "webshop": (LINES, ("WebShop", "half of the demonstrations", "real products")),
     "alfworld": (LINES, ("ALFWorld, unseen", "real games, unseen", "with thoughts, unseen")),
+    "ranking": (RANKING, ("WebShop's worlds", "ALFWorld's worlds", "FrozenLake, five trainings")),
     "smollm2": (PRETRAINED, ("ALFWorld's real games", "WebShop's real products", "FrozenLake, new starts")),
 }
 SMALL = {  # file: environment, split, agent, commit; all searches, against tokens and against environment steps
@@ -62,8 +77,10 @@ def draw(results: pd.DataFrame, lines: dict, panels: list[tuple], height: float,
     figure = Figure(figsize=(9.3, height), layout="constrained")
     legend = {}  # by label: not every panel has them all
     for axes, (title, setting, cost) in zip(figure.subplots(1, len(panels), sharey=share), panels, strict=True):
-        here = results[(results[COLUMNS] == [*setting, "all"]).all(axis=1)].sort_values(cost, kind="stable")
-        for (method, select), (label, color, style) in lines.items():
+        env, split, agent, commit = setting
+        for (method, select, *of), (label, color, style) in lines.items():
+            key = [env, split, agent + "".join(of), commit, "all"]
+            here = results[(results[COLUMNS] == key).all(axis=1)].sort_values(cost, kind="stable")
             rows = here[(here["method"].str.partition(":")[0] == method) & (here["select"].fillna("") == select)]
             rewards = [Estimate(row.reward, row.low, row.high, n=0) for row in rows.itertuples()]
             if rewards:

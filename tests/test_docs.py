@@ -186,5 +186,5 @@ def test_the_runs_of_the_demo_are_in_the_expected_ranges():
     for row in rows_of("expected.csv"):
         condition = {name: row[name] for name in ("method", "M", "N", "select")}
         rewards = [float(r["reward"]) for r in demo if r.items() >= condition.items()]
-        assert len(rewards) == 3 and all(float(row["low"]) <= reward <= float(row["high"]) for reward in rewards)
+        assert len(rewards) >= 2 and all(float(row["low"]) <= reward <= float(row["high"]) for reward in rewards)
         assert f"| {short(row['low'])} to {short(row['high'])} |" in text

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# A QNet that ranks siblings (--rank-weight) beside the paper's, of the same trees, in worlds of their own: each seed has a
+# catalogue or games of its own, an agent, trees and test tasks, on none of which a setting was chosen. FrozenLake's lakes
+# are the same for all. Then the contrasts over the worlds (experiments/worlds.py).
+#   bash runs/ranking.sh [webshop|alfworld|frozenlake] [--seeds N]      (default: webshop, 5 worlds from seed 21 on)
+#   HALF=1 bash runs/ranking.sh                                         half of WebShop's demonstrations, no expert in the trees
+# Run it again after a stop: finished stages are kept, the others resume.
+set -euo pipefail
+ENV=webshop SEEDS=5 ENVS="webshop alfworld frozenlake"
+MAP=${MAP:-lakes2} EPOCHS=${EPOCHS:-3} RANK_WEIGHT=0
+. "$(dirname "$0")/common.sh"
+no_flags "$@"
+splits=(test) tasks=(--limit 400) sizes=(4) episodes=(4 8) world=(seed)
+rank=(--rank-weight 4)  # chosen, with --distinct and M = 4, on validation tasks of WebShop's worlds 11 and 12
+case $ENV in
+    webshop) sizes=(4 6) episodes=(4 10) ;;
+    alfworld) splits=(valid_unseen) ;;
+    frozenlake) world=() ;;
+esac
+same=("${common[@]:4}") runs=()  # without --env and --seed
+for ((seed = 21; seed < 21 + SEEDS; seed++)); do
+    RUN=runs/ranking-$ENV${HALF:+-half}-$seed
+    common=(--env "$ENV" --seed "$seed" "${same[@]}" ${world:+--env-option "seed=$seed"})
+    [ -z "${HALF:-}" ] || { sft=(--n-expert 50 --epochs 25) && trees+=(--no-expert); }
+    clone
+    learn_q "$RUN" "$RUN/sft"
+    stage train_qnet.py "${common[@]}" --run "$RUN" "${qnet[@]}" "${rank[@]}" --out "$RUN/qnet-rank"
+    compare --method greedy sample likeliest oracle_step -M "${sizes[@]}" --out "$RUN/results-agent.jsonl"
+    paper=(--qnet "$RUN/qnet") new=(--qnet "$RUN/qnet-rank" --label rank)
+    search "${paper[@]}" --method qlass -M "${sizes[@]}" --out "$RUN/results-paper.jsonl"
+    search "${new[@]}" --method qlass -M 4 --distinct --out "$RUN/results-rank.jsonl"
+    search "${new[@]}, draws as they are" --method qlass -M "${sizes[@]}" --out "$RUN/results-rank-plain.jsonl"
+    search "${paper[@]}" --method best_of_n -N "${episodes[@]}" --out "$RUN/results-paper-best.jsonl"
+    search "${new[@]}" --method best_of_n -N "${episodes[@]}" --out "$RUN/results-rank-best.jsonl"
+    runs+=("$RUN")
+done
+stage -m experiments.worlds "${runs[@]}"
