@@ -19,7 +19,7 @@ tags: [qlass]
 - Data: {trees} exploration trees in {world}
 - Settings: lr={lr}, batch={batch}, loss_on={loss_on}, rank_weight={rank_weight}, seed={seed}
 - Epoch: {best_epoch} of {epochs}
-- Held-out siblings ranked right: {accuracy:.3f} of {sibling_pairs} (chance .5)
+- Held-out siblings ranked right: {accuracy} of {sibling_pairs} (chance .5)
 - Licence: those of the base and of the data, which data/README.md tells
 """
 
@@ -30,5 +30,6 @@ def write_card(args: argparse.Namespace, figures: dict[str, Any], ranks: dict[st
     facts = vars(args) | figures | ranks
     facts["base"] = base.name if base.is_absolute() else base
     facts["world"] = " ".join([args.env, *(o for o in args.env_option if "/" not in o)])
-    facts["accuracy"] = ranks["sibling_accuracy"] or 0.0
+    accuracy = ranks["sibling_accuracy"]
+    facts["accuracy"] = "none" if accuracy is None else f"{accuracy:.3f}"
     (args.out / CARD).write_text(TEXT.format(**facts), encoding="utf-8")
