@@ -63,10 +63,10 @@ def contrasts(worlds: pd.DataFrame, env: str) -> Iterator[tuple[Condition, Condi
 
     def largest(method: str, label: str) -> Condition:
         """With the most candidates."""
-        found = [c for c in conditions if (c.method, c.label) == (method, label) and (c.N or 1) == 1]
-        if not found:
-            raise UserError(f"{env}: no result of {method}" + f" with --label {label}" * bool(label))
-        return max(found, key=lambda c: c.M or 1)
+        single = [c for c in conditions if (c.method, c.label) == (method, label) and (c.N or 1) == 1]
+        if not single:
+            raise UserError(f"{env}: no result of {method} with the label {label!r}")
+        return max(single, key=lambda c: c.M or 1)
 
     new = largest("qlass", NEW)
     yield new, largest("qlass", "")
@@ -96,10 +96,11 @@ def contrasts_table(worlds: pd.DataFrame) -> pd.DataFrame:
     for env in dict.fromkeys(condition.env for condition in worlds["condition"]):
         for a, b in contrasts(worlds, env):
             of = [worlds[worlds["condition"] == c].set_index("world")["reward"] for c in (a, b)]
-            difference = over_worlds((of[0] - of[1]).dropna())
+            gains = (of[0] - of[1]).dropna()  # of the worlds that have both
+            difference = over_worlds(gains)
             p.append(difference.p)
             rows.append({"environment": env, "method": str(a), "minus": str(b), "difference [95 %]": f"{difference:+}"})
-            rows[-1]["worlds above"] = f"{int((of[0] > of[1]).sum())} of {difference.n}"
+            rows[-1]["worlds above"] = f"{int((gains > 0).sum())} of {difference.n}"
     for row, alone, corrected in zip(rows, p, holm(p), strict=True):
         row |= {"p": f"{alone:.4f}", "p, Holm": f"{corrected:.4f}", "decided": "yes" if corrected < 0.05 else "no"}
     return pd.DataFrame(rows)

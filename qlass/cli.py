@@ -219,8 +219,8 @@ def leaks(env: Any, results: list[dict], args: argparse.Namespace) -> dict[str, 
     for source, checkpoint, cost in sources:
         played = {record["task_id"] for record in results if record["tokens"].get(cost)}
         meta = read_meta(checkpoint.absolute())
-        known = same_world(meta["arguments"], vars(args))  # else its ids mean other tasks
-        learned = meta.get("tasks") if known else None
+        same = same_world(meta["arguments"], vars(args))  # else its ids mean other tasks
+        learned = meta.get("tasks") if same else None
         subjects = set(map(env.subject, learned or []))
         counts[source] = len([task for task in played if env.subject(task) in subjects])
         if played and learned is None:
@@ -271,9 +271,9 @@ def find_or_make(named: Path | None, default: Path, stage: str, args: argparse.N
         raise UserError(f"{default}: {reason}: {command}")
     print(f"{default} is missing or not complete: making it with {command}", flush=True)
     importlib.import_module(stage).main(argv)
-    made = begun_with(args.run)
-    if args.env_files is None and same_world(made, vars(args)):  # a new run's are known now
-        args.env_files = made.get("env_files")
+    first = begun_with(args.run)
+    if args.env_files is None and same_world(first, vars(args)):  # a new run's are known now
+        args.env_files = first.get("env_files")
     return default
 
 
@@ -309,9 +309,8 @@ def run_stage(main: Callable[[], Any]) -> None:
     except RuntimeError as error:  # torch's, of a GPU or a CPU
         if "--debug" in sys.argv or not re.search("out of memory|allocate memory", str(error)):
             raise
-        less = (
-            "--gradient-checkpointing, --lora 16, fewer --micro-tokens, --in-flight or --cache-gb"
-        )
+        fewer = "fewer --micro-tokens, --in-flight or --cache-gb"
+        less = f"--gradient-checkpointing, --lora 16, {fewer}"
         print(f"error: out of memory: give {less}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
