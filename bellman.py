@@ -13,15 +13,13 @@ of a tree are equal, q is 0.
 from __future__ import annotations
 
 import argparse
-import time
 from itertools import chain
 from pathlib import Path
 
 from qlass import UserError
-from qlass.cli import at_least, find_or_make, parse, parser, run_stage
-from qlass.files import locked, read_jsonl, write_jsonl
-from qlass.metadata import same_arguments, write_meta
-from qlass.output import read_trees
+from qlass.files import locked, write_jsonl
+from qlass.flags import Parser, at_least
+from qlass.runs import claim, need, parse, read_trees, run_stage, write_meta
 
 PAPER = {"gamma": 0.9, "target": "q"}  # Eq. (7)
 
@@ -81,53 +79,37 @@ def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
     return [node | {"q_raw": value, "q": scaled} for node, value, scaled in values]
 
 
-def counts_of(trees: list[list[dict]]) -> dict[str, int]:
-    """Of labelled trees. Siblings with unequal q are what teaches QNet to rank."""
-    families: list[set[float]] = []
-    for tree in trees:
-        siblings = [children for children in children_of(tree) if len(children) > 1]
-        families += [{tree[i]["q"] for i in children} for children in siblings]
-    return {
-        "trees": len(trees),
-        "nodes": sum(map(len, trees)),
-        "flat_trees": len([tree for tree in trees if not any(node["q"] for node in tree)]),
-        "siblings": len(families),
-        "unequal_siblings": len([values for values in families if len(values) > 1]),
-    }
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = parser(__doc__)
+    flags = Parser(__doc__)
     add = flags.add_argument
     add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/q_labels.jsonl")
     add("--gamma", type=at_least(0, float, most=1), default=PAPER["gamma"], help="of Eq. (7) (0.9)")
     add("--target", choices=TARGETS, default="q", metavar="NAME", help="q, avg or reward (q)")
-    add("--device", help=argparse.SUPPRESS)  # of the stage that makes missing trees
-    add("--precision", help=argparse.SUPPRESS)
+    flags.free("--device", help=argparse.SUPPRESS)  # of the stage that makes missing trees
+    flags.free("--precision", help=argparse.SUPPRESS)
     return parse(flags, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    started = time.time()
-    args.trees = find_or_make(args.trees, args.run / "trees.jsonl", "build_trees", args)
+    args.trees = need(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
-    if args.out.exists() and "q_raw" not in next(read_jsonl(args.out), {"q_raw": 0}):
-        raise UserError(f"{args.out}: not labels that bellman.py made; name another --out")
-    if not args.overwrite:  # more trees only add labels; other settings would change those there
-        same_arguments(args.out, vars(args), free=["trees", "precision"])
+    inputs = {"trees": args.trees}
     with locked(args.out):
+        recipe = claim(args.out, args, inputs)
         trees = read_trees(args.trees, NEEDS.get(args.target, []))
         labelled = [label(tree, args.target, args.gamma) for tree in trees]
         if not labelled:
             raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
         write_jsonl(args.out, chain.from_iterable(labelled))
-        counts, tasks = counts_of(labelled), [tree[0]["task_id"] for tree in labelled]
-        seconds = time.time() - started
-        write_meta(args.out, vars(args), [args.trees], tasks=tasks, **counts, seconds=seconds)
-    flat = f"{counts['flat_trees']} of them with all values equal (q = 0)"
-    print(f"{args.out}: {counts['nodes']} nodes of {counts['trees']} trees, {flat}")
+        nodes = sum(map(len, labelled))
+        flat = len([tree for tree in labelled if not any(node["q"] for node in tree)])
+        counts = {"trees": len(labelled), "nodes": nodes, "flat_trees": flat}
+        tasks = [tree[0]["task_id"] for tree in labelled]
+        write_meta(args.out, args, recipe, inputs, tasks=tasks, **counts)
+    equal = f"{flat} of them with all values equal (q = 0)"
+    print(f"{args.out}: {nodes} nodes of {len(labelled)} trees, {equal}")
 
 
 if __name__ == "__main__":

@@ -22,23 +22,23 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import envs
 from qlass import published
+from qlass.agent import load_agent
 from qlass.batching import Candidate, Sample, ask, drive
 from qlass.chat import Chat, Rendering
-from qlass.cli import add_sampling, at_least, find_or_make, my_share, parse, parser, run_stage
+from qlass.flags import Parser, add_sampling, at_least
 from qlass.messages import State, parse_action, react
 from qlass.models import settle_precision
-from qlass.output import Output
-from qlass.policy import load_agent
+from qlass.published import Demonstration
+from qlass.runs import Output, my_share, need, parse, run_stage
 
 # D is each environment's `tree_depth` (Appendix A.2). The paper does not say W and the bound.
 DEFAULTS = {"width": 3, "rollouts": 24, "limit": 250}
@@ -94,12 +94,12 @@ class Explorer:
     branches: int = 0  # trajectories so far, the demonstration included
 
     def explore(
-        self, demonstrations: dict[str, list[str]] | None = None
+        self, demonstrations: dict[str, Demonstration] | None = None
     ) -> Generator[Sample, list[Candidate], Node]:
         """Algorithm 2. Returns the root.
 
-        demonstrations: the actions of tau_0 by task id or by first observation; the environment's
-        expert plays other tasks. None: no expert branch (lines 11 to 13).
+        demonstrations: tau_0 by task id or by first observation; the environment's expert plays
+        other tasks. None: no expert branch (lines 11 to 13).
         """
         observation, info = self.env.reset(options={"task_id": self.task_id})
         state = State.first(self.env, observation, info)
@@ -108,8 +108,8 @@ class Explorer:
         bound = self.max_rollouts if demonstrations is None else self.max_rollouts / 2
         yield from self.process_queue(queue, bound)  # lines 4-10
         if demonstrations is not None:
-            actions = demonstrations.get(self.task_id) or demonstrations.get(observation.strip())
-            branch = self.replay(root, actions)  # line 11
+            tau = demonstrations.get(self.task_id) or demonstrations.get(observation.strip())
+            branch = self.replay(root, tau.actions if tau else None)  # line 11
             # In front of the queue: at its end, the bound would never let them come up.
             queue.extendleft(reversed(branch))  # line 12
             # The demonstration is a branch, but no rollout.
@@ -218,19 +218,26 @@ def count_cut_prompts(root: Node, chat: Chat) -> int:
     return len([node for node in read if node and chat.is_cut(node.state)])
 
 
-def metrics(records: list[dict]) -> dict[str, Any]:
+def metrics(records: list[dict], demonstrations: dict[str, Demonstration]) -> dict[str, Any]:
     """For the metadata: counts, and the mean reward of the agent's leaves.
 
-    contrasts: of the states that have actions in the tree, the share with more than one.
+    failed_demonstrations: those that earned 0, or not what is recorded of them.
     """
     rewards = [node["reward"] for node in records if node["done"] and node["source"] == "policy"]
-    actions = Counter((node["task_id"], node["parent_id"]) for node in records if node["depth"])
+    begins = {n["task_id"]: n["observation"].strip() for n in records if n["parent_id"] is None}
+    ends = {n["task_id"]: n["reward"] for n in records if n["expert"]}  # the last node counts
+    failed = 0
+    for task_id, reward in ends.items():
+        tau = demonstrations.get(task_id) or demonstrations.get(begins[task_id])
+        recorded = reward if tau is None or tau.reward is None else tau.reward
+        failed += reward == 0 or abs(recorded - reward) > 1e-3
     return {
-        "trees": len({node["task_id"] for node in records}),
+        "trees": len(begins),
         "nodes": len(records),
         "leaves": len(rewards),
         "mean_leaf_reward": sum(rewards) / max(1, len(rewards)),
-        "contrasts": len([n for n in actions.values() if n > 1]) / max(1, len(actions)),
+        "demonstrations": len(ends),
+        "failed_demonstrations": failed,
     }
 
 
@@ -238,7 +245,7 @@ def metrics(records: list[dict]) -> dict[str, Any]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = parser(__doc__)
+    flags = Parser(__doc__)
     add = flags.add_argument
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--out", type=Path, help="default: RUN/trees.jsonl")
@@ -246,13 +253,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--width", type=at_least(1), default=DEFAULTS["width"], help="W (%(default)s)")
     add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help="at most (24; 0: any)")
     add("--steps", type=at_least(1), help="step limit of the agent (default: the environment's)")
-    add("--limit", type=at_least(0), default=DEFAULTS["limit"], help="tasks (250; 0: all)")
+    flags.free("--limit", type=at_least(0), default=DEFAULTS["limit"], help="tasks (250; 0: all)")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's (0.7; tiny: 1)")
     add("--expert", type=Path, help="demonstrations (default: those the agent was cloned from)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
     line_9 = "a branch without reward queues nothing or, tail, its first 2 nodes"
     add("--prune", choices=["branch", "tail"], default="branch", help=line_9)
-    add("--device")
     add_sampling(flags)
     return parse(flags, argv)
 
@@ -261,13 +267,19 @@ def grow(
     env: envs.TextEnv, agent: Any, demonstrations: dict | None, args: Any, task_id: str
 ) -> Generator[Sample, list[Candidate], list[dict]]:
     """The lines of a task's tree."""
-    longest = env.max_steps if isinstance(env.max_steps, int) else math.inf  # of an episode
-    limits = args.rollouts or math.inf, min(args.steps or env.tree_steps, longest)
-    rendering = agent.chat.rendering
-    explorer = Explorer(env.fork(), task_id, rendering, args.depth, args.width, *limits, args.prune)
+    explorer = Explorer(
+        env.fork(),
+        task_id,
+        agent.chat.rendering,
+        max_depth=args.depth,
+        width=args.width,
+        max_rollouts=args.rollouts or math.inf,
+        max_steps=min(args.steps or env.tree_steps, env.max_steps or math.inf),
+        prune=args.prune,
+    )
     root = yield from explorer.explore(demonstrations)
     records = tree_records(env, task_id, root)
-    if rendering.truncate:
+    if agent.chat.rendering.truncate:
         records[0]["cut_prompts"] = count_cut_prompts(root, agent.chat)
     return records
 
@@ -282,26 +294,25 @@ def tell(path: Path, counts: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
-    args.sft = find_or_make(args.sft, args.run / "sft", "sft", args)
+    args.sft = need(args.sft, args.run / "sft", "sft", args)
     args.out = args.out or args.run / "trees.jsonl"
     args.depth = env.tree_depth if args.depth is None else args.depth
     # From the far end of the list, where the agent has seen the fewest demonstrations.
     tasks = env.task_ids("train")[::-1][: args.limit or None]
-    demonstrations, rewards = published.expert_actions(env, tasks, args)
+    demonstrations = published.demonstrations_for(env, tasks, args)
     settle_precision(args)
-    task_of, inputs = itemgetter("task_id"), [args.sft, args.expert]
-    trees = Output(args.out, vars(args), inputs, ["plain"], task_of, tasks)
-    share, finished = my_share(tasks), set(map(task_of, trees.records))
-    todo = [task_id for task_id in share if task_id not in finished]
+    trees = Output(args.out, args, itemgetter("task_id"), sft=args.sft, expert=args.expert)
+    share = my_share(tasks)
+    todo = trees.missing(share)
     tokens = None  # unknown if an earlier call or another process made some of the trees
     if todo:
         agent = load_agent(args, env)
-        growing = map(partial(grow, env, agent, demonstrations, args), todo)
+        growing = (grow(env, agent, demonstrations, args, task_id) for task_id in todo)
         groups = drive(growing, {Sample: agent.sample}, args.in_flight or env.side_by_side)
         trees.grow(groups, "trees", len(share), len(share) - len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None
-    counts = metrics(trees.records) | published.failures(trees.records, rewards)
-    trees.finish(tasks=tasks, **counts, tokens=tokens)
+    counts = metrics(trees.read(), demonstrations or {})
+    trees.finish(tasks, tasks=tasks, **counts, tokens=tokens)
     tell(trees.path, counts)
 
 

@@ -27,63 +27,59 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Generator, Iterable
-from functools import partial
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import envs
+from qlass import results
+from qlass.agent import load_agent
 from qlass.batching import LogProb, Sample, Score, ask
 from qlass.chat import Chat, Rendering
-from qlass.cli import add_sampling, at_least, find_or_make, parse, parser, run_stage
+from qlass.flags import Parser, add_sampling, at_least
 from qlass.messages import State, parse_action, uniforms
-from qlass.policy import load_agent
-from qlass.results import Results, costs_of, describe
+from qlass.results import Episode, Step, costs_of, describe
+from qlass.runs import need, parse, run_stage
 from qlass.show import show
 from train_qnet import load_qnet
 
 PAPER = {"M": 2, "N": 1}  # App. A.2
 
-# ----------------------------------------------------------------------- scores of the M candidates
-# A scorer is a generator, since it may ask a model. `key` is (task, episode, step).
-
-Scores = Generator[Any, Any, list[float]]  # of the actions
-Scorer = Callable[[State, list[str], tuple], Scores]
-
-
-def by_q(state: State, actions: list[str], key: tuple) -> Scores:
-    """Q(s, a)."""
-    return (yield Score(state, tuple(actions)))
-
-
-def by_likelihood(state: State, actions: list[str], key: tuple) -> Scores:
-    """log pi(a | s) of the whole text among all texts, even if only valid actions are drawn."""
-    return (yield LogProb(state, tuple(actions)))
-
-
-def by_chance(seed: int, state: State, actions: list[str], key: tuple) -> Scores:
-    yield from ()  # asks nothing
-    return list(uniforms(len(actions), "random", seed, *key))
-
-
-def unscored(state: State, actions: list[str], key: tuple) -> Scores:
-    """No score, null in the file: the first action is taken."""
-    yield from ()
-    return [math.nan] * len(actions)
+# -------------------------------------------------------------------------------------- the methods
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """M candidates per step, of which `score` takes one; N episodes; `select` takes one."""
+    """M candidates per step, of which the one of the highest score is taken; N episodes, of which
+    `select` takes one."""
 
     name: str
-    score: Scorer = unscored
+    by: str | None = None  # what scores candidates: "q", "likelihood", "chance"
     M: int = 1
     N: int = 1
     select: str | None = None  # "q", "oracle"; None: the first episode
     temperature: float | None = None  # None: the checkpoint's own
     distinct: bool = False  # draw until M actions differ, 3M times at most
+    seed: int = 0  # of chance
     show: bool = False  # print each step
+
+    def scores(
+        self, state: State, actions: list[str], key: tuple
+    ) -> Generator[Any, Any, list[float]]:
+        """The score of each candidate of step `key` (task, episode, step); a model is asked."""
+        if self.by == "q":
+            return (yield Score(state, tuple(actions)))  # Q(s, a)
+        if (
+            self.by == "likelihood"
+        ):  # of the whole text among all, even if only valid ones are drawn
+            return (yield LogProb(state, tuple(actions)))  # log pi(a | s)
+        if self.by == "chance":
+            return list(uniforms(len(actions), "random", self.seed, *key))
+        return [math.nan] * len(actions)  # null in the file: the first is taken
+
+    @property
+    def needs_q(self) -> bool:
+        return "q" in (self.by, self.select)
 
     def settings(self) -> dict[str, Any]:
         """The fields of a result line that tell methods apart."""
@@ -92,7 +88,7 @@ class Method:
 
     def read_by_qnet(self, step: Step) -> list[str]:
         """The actions of a step whose tokens QNet has read, which costs tokens."""
-        if self.score is by_q:
+        if self.by == "q":
             return step.candidates
         return [step.action] if self.select == "q" else []
 
@@ -102,27 +98,37 @@ class Method:
         return " ".join([self.name, *shown])
 
 
+def methods(args: argparse.Namespace) -> dict[str, list[Method]]:
+    """The methods that --method can name, each with every -M and -N that it has."""
+
+    def each(name: str, by: str | None, Ms: list[int], Ns: list[int]) -> list[Method]:
+        options = {"distinct": args.distinct, "seed": args.seed, "show": args.show}
+        plan = []
+        for m, n in product(Ms, Ns):
+            plan.append(Method(name, by, m, n, args.select if n > 1 else None, **options))
+        return plan
+
+    one = args.N or [PAPER["N"]]
+    return {
+        "greedy": [Method("greedy", temperature=0.0, show=args.show)],
+        "sample": each("sample", None, [1], [1]),
+        "best_of_n": each("best_of_n", None, [1], args.N or [4]),
+        "random": each("random", "chance", args.M, one),
+        "likeliest": each("likeliest", "likelihood", args.M, one),
+        "qlass": each("qlass", "q", args.M, one),
+    }
+
+
 # -------------------------------------------------------------------------------------- Algorithm 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    state: State  # s_t
-    drawn: list  # M candidates (batching.Candidate)
-    candidates: list[str]  # the distinct actions among them
-    scores: list[float]
-    action: str  # the one taken
-    observation: str  # what it led to
-    reward: float
 
 
 def episode(
     env: envs.TextEnv, task_id: str, method: Method, trial: int, rendering: Rendering
-) -> Generator[Any, Any, list[Step]]:
+) -> Generator[Any, Any, Episode]:
     """One episode (lines 3-10). It yields requests to the models."""
     observation, info = env.reset(options={"task_id": task_id})
     state = State.first(env, observation, info)  # line 3
-    steps: list[Step] = []
+    steps: Episode = []
     done = False
     while not done:  # line 4
         key = (task_id, trial, len(steps))  # the same for all methods: paired differences
@@ -133,7 +139,7 @@ def episode(
             more = yield ask(env, state, method.M, again, rendering, method.temperature)
             drawn = [*drawn, *more]
             candidates = distinct(env, [c.text for c in drawn])[: method.M]
-        scores = yield from method.score(state, candidates, key)  # line 7: Q(s, a)
+        scores = yield from method.scores(state, candidates, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
         after, reward, done = state.act(env, action)  # line 9
         steps.append(Step(state, drawn, candidates, scores, action, after.observation, reward))
@@ -151,82 +157,66 @@ def distinct(env: envs.TextEnv, actions: Iterable[str]) -> list[str]:
     return list(first.values())
 
 
-def best_of(
-    env: envs.TextEnv, task_id: str, method: Method, rendering: Rendering, sampled: dict
-) -> Generator[Any, Any, tuple[list[Step], list[list[Step]]]]:
-    """N episodes (lines 1-2, 11). Returns the one that counts, and all.
-
-    sampled: {(task, trial): episode} of the agent alone, which `sample` and best-of-N share.
-    """
-    played = sampled if method.name in ("sample", "best_of_n") else {}
-    for trial in range(method.N):  # lines 1-2
-        if (task_id, trial) not in played:
-            played[task_id, trial] = yield from episode(env, task_id, method, trial, rendering)
-    episodes = [played[task_id, trial] for trial in range(method.N)]
-    values = [0.0]
-    if method.select == "q":  # line 11; the last action's Q speaks for the episode
+def select(episodes: list[Episode], by: str | None) -> Generator[Any, Any, Episode]:
+    """The episode that counts (line 11)."""
+    values = [0.0] * len(episodes)
+    if by == "q":  # the last action's Q speaks for the episode
         values = yield [Score(steps[-1].state, (steps[-1].action,)) for steps in episodes]
-    elif method.select == "oracle":
+    elif by == "oracle":
         values = [steps[-1].reward for steps in episodes]
-    return episodes[values.index(max(values))], episodes
+    return episodes[values.index(max(values))]
 
 
-def play(
-    env: envs.TextEnv, task_id: str, method: Method, chat: Chat, sampled: dict
-) -> Generator[Any, Any, dict]:
-    """A task by a method: the outcome, as a result line tells it."""
-    best, episodes = yield from best_of(env, task_id, method, chat.rendering, sampled)
-    return describe(best, episodes, costs_of(chat, episodes, method.read_by_qnet))
+class Player:
+    """Plays tasks with an agent. Methods that act alike (sample, best-of-N) share episodes."""
 
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self.episodes: dict[tuple, Episode] = {}
 
-# -------------------------------------------------------------------------------------- the methods
+    def best_of(
+        self, env: envs.TextEnv, task_id: str, method: Method
+    ) -> Generator[Any, Any, tuple[Episode, list[Episode]]]:
+        """N episodes (lines 1-2, 11). Returns the one that counts, and all."""
+        alike = dataclasses.replace(method, name="", N=1, select=None)
+        episodes = []
+        for trial in range(method.N):  # lines 1-2
+            key = (task_id, trial, alike)
+            if key not in self.episodes:
+                played = yield from episode(env, task_id, method, trial, self.chat.rendering)
+                self.episodes[key] = played
+            episodes.append(self.episodes[key])
+        return (yield from select(episodes, method.select)), episodes
 
-
-def methods(args: argparse.Namespace) -> dict[str, list[Method]]:
-    """The methods that --method can name, each with every -M and -N that it has."""
-
-    def each(name: str, score: Scorer, Ms: list[int], Ns: list[int]) -> list[Method]:
-        plan = []
-        for m, n in product(Ms, Ns):
-            select = args.select if n > 1 else None
-            plan.append(Method(name, score, m, n, select, distinct=args.distinct, show=args.show))
-        return plan
-
-    one = args.N or [PAPER["N"]]
-    return {
-        "greedy": [Method("greedy", temperature=0.0, show=args.show)],
-        "sample": [Method("sample", show=args.show)],
-        "best_of_n": each("best_of_n", unscored, [1], args.N or [4]),
-        "random": each("random", partial(by_chance, args.seed), args.M, one),
-        "likeliest": each("likeliest", by_likelihood, args.M, one),
-        "qlass": each("qlass", by_q, args.M, one),
-    }
+    def play(self, env: envs.TextEnv, task_id: str, method: Method) -> Generator[Any, Any, dict]:
+        """A task by a method: the outcome, as a result line tells it."""
+        best, episodes = yield from self.best_of(env, task_id, method)
+        return describe(best, episodes, costs_of(self.chat, episodes, method.read_by_qnet))
 
 
 # ----------------------------------------------------------------------------------------- the file
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = parser(__doc__, epilog="App. A.2: M = 2 and N = 1 on WebShop.")
-    add = flags.add_argument
+    flags = Parser(__doc__, epilog="App. A.2: M = 2 and N = 1 on WebShop.")
+    add, free = flags.add_argument, flags.free
     names = ["greedy", "sample", "best_of_n", "random", "likeliest", "qlass"]
     listed = f"{', '.join(names)} (default: qlass)"
-    add("--method", nargs="+", default=["qlass"], choices=names, metavar="NAME", help=listed)
-    add("-M", nargs="+", type=at_least(1), default=[PAPER["M"]], help="candidates per step (2)")
-    add("-N", nargs="+", type=at_least(1), help="episodes per task (default: 1; best_of_n: 4)")
-    add("--select", choices=["q", "oracle"], default="q", help="which of N counts (default: q)")
+    free("--method", nargs="+", default=["qlass"], choices=names, metavar="NAME", help=listed)
+    free("-M", nargs="+", type=at_least(1), default=[PAPER["M"]], help="candidates per step (2)")
+    free("-N", nargs="+", type=at_least(1), help="episodes per task (default: 1; best_of_n: 4)")
+    free("--select", choices=["q", "oracle"], default="q", help="which of N counts (default: q)")
     add("--distinct", action="store_true", help="draw until M actions differ, 3M times at most")
-    add("--show", action="store_true", help="print episodes as they are played, one at a time")
-    add("--split", default="test", help="tasks to play (default: %(default)s)")
-    add("--limit", type=at_least(0), default=400, metavar="N", help="tasks (400; 0: all)")
-    add("--skip", type=at_least(0), default=0, metavar="N", help="leave out the first N tasks")
+    free("--show", action="store_true", help="print episodes as they are played, one at a time")
+    free("--split", default="test", help="tasks to play (default: %(default)s)")
+    free("--limit", type=at_least(0), default=400, metavar="N", help="tasks (400; 0: all)")
+    free("--skip", type=at_least(0), default=0, metavar="N", help="leave out the first N tasks")
     add("--sft", type=Path, help="the agent's checkpoint (default: RUN/sft, made if missing)")
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
     add("--out", type=Path, help="default: RUN/results.jsonl; its lines are not played again")
     add("--label", help="a variant's name, kept in each line")
     add("--temperature", type=at_least(0, float), metavar="T", help="default: the checkpoint's")
     add("--max-steps", type=at_least(1), metavar="N", help="default: the environment's")
-    add("--device")
     add_sampling(flags)
     args = parse(flags, argv, search=True)
     args.out = args.out or args.run / ("shown.jsonl" if args.show else "results.jsonl")
@@ -245,9 +235,9 @@ def load(args: argparse.Namespace, env: envs.TextEnv, with_q: bool) -> tuple[Cha
     """The agent's Chat, and what answers requests."""
     models: dict[type, Callable] = {}
     if with_q:
-        args.qnet = find_or_make(args.qnet, args.run / "qnet", "train_qnet", args)
+        args.qnet = need(args.qnet, args.run / "qnet", "train_qnet", args)
         models[Score] = load_qnet(args.qnet, args).score
-    args.sft = find_or_make(args.sft, args.run / "sft", "sft", args)
+    args.sft = need(args.sft, args.run / "sft", "sft", args)
     agent = load_agent(args, env)
     return agent.chat, models | {Sample: agent.sample, LogProb: agent.likelihoods}
 
@@ -256,10 +246,9 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env, tasks = environment(args)
     by_name = methods(args)
-    plan = dict.fromkeys(chain.from_iterable(by_name[name] for name in args.method))  # each once
-    with_q = any(method.score is by_q or method.select == "q" for method in plan)
-    chat, models = load(args, env, with_q)
-    Results(args, env).play(tasks, plan, partial(play, chat=chat, sampled={}), models)
+    plan = [method for name in dict.fromkeys(args.method) for method in by_name[name]]
+    chat, models = load(args, env, any(method.needs_q for method in plan))
+    results.play(args, env, tasks, plan, Player(chat).play, models)
 
 
 if __name__ == "__main__":

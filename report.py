@@ -14,12 +14,11 @@ looks at the environment's true reward before it answers is an "oracle": no agen
 from __future__ import annotations
 
 import argparse
-from itertools import chain
 from pathlib import Path
 
-from qlass import UserError, cli
-from qlass.files import files_of, replacing
-from qlass.metadata import is_complete
+from qlass import UserError
+from qlass.files import replacing
+from qlass.runs import run_stage
 
 DEFAULT_RUN = Path("runs/webshop")
 
@@ -53,10 +52,10 @@ def main(argv: list[str] | None = None) -> None:
     with replacing(out.with_suffix(".md")) as file:
         file.write(text)
     print(text)
-    trees = [path for path in (run / "q_labels.jsonl", run / "trees.jsonl") if is_complete(path)]
+    trees = [path for path in (run / "q_labels.jsonl", run / "trees.jsonl") if path.exists()]
     viewer = page.tree_data(args.trees or next(iter(trees), None))
     sections = page.sections(groups, figures.draw(groups, out), warnings)
-    inputs = chain.from_iterable(files_of(path) for _, path in sources)
+    inputs = [path for _, path in sources]
     with replacing(out) as file:
         file.write(page.render(sections, viewer, inputs))
     print(f"{out}, {out.with_suffix('.md')} and the figures beside them")
@@ -65,4 +64,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_stage(main)
+    run_stage(main)

@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,17 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 import envs
-from qlass import UserError, cli, files, metadata, models, published, training
+from qlass import UserError, files, flags, models, published, runs, training
 from qlass.chat import Chat, Rendering
 from qlass.messages import State, react
-from qlass.output import Output
-from qlass.tiny import AIDS, answers, observation_loss, tiny_model
-from qlass.training import Progress, cosine, micro_batches
+from qlass.published import Demonstration
+from qlass.tiny import AIDS, tiny_model
+from qlass.training import Training, cosine, micro_batches
 
-PAPER: dict[str, Any] = {"epochs": 3, "lr": 1e-5, "batch": 64}  # Table 5
-PAPER |= {"micro_tokens": 8192, "candidates": "free"}
-TINY: dict[str, Any] = {"epochs": 12, "lr": 3e-3, "batch": 16}
-TINY |= {"micro_tokens": 2048, "candidates": "valid"}
+PAPER: dict[str, Any] = dict(  # Table 5
+    epochs=3, lr=1e-5, batch=64, micro_tokens=8192, candidates="free"
+)
+TINY: dict[str, Any] = dict(epochs=12, lr=3e-3, batch=16, micro_tokens=2048, candidates="valid")
 UPDATES = 200  # at least, of the tiny model: few demonstrations get more epochs
 
 # ------------------------------------------------------------------------------ expert trajectories
@@ -60,162 +61,130 @@ def demonstrate(env: envs.TextEnv, task_id: str) -> dict:
 
 def collect(env: envs.TextEnv, args: argparse.Namespace) -> None:
     """Write what is missing of expert.jsonl: the first --n-expert training tasks."""
-    settings = ("env", "env_option", "env_files", "run", "overwrite")  # that it depends on
-    out = Output(args.expert, {name: getattr(args, name) for name in settings})
+    settings = runs.only(args, "env", "env_option", "env_files")
+    out = runs.Output(args.expert, settings, itemgetter("task_id"), alone=True)
     tasks, done = env.task_ids("train")[: args.n_expert], len(out.records)
     lines = ([demonstrate(env, task_id)] for task_id in tasks[done:])
     out.grow(lines, "expert", len(tasks), done)
-    out.finish()
+    out.finish(tasks)
 
 
-def hold_out(states: list[State]) -> tuple[list[State], list[State]]:
+def hold_out(expert: list[Demonstration]) -> tuple[list[Demonstration], list[Demonstration]]:
     """Demonstrations to train on, and those of 5 % of the tasks to validate.
 
     At least 16 tasks are held out; of fewer than 64, none.
     """
-    tasks = list(dict.fromkeys(published.opening(state) for state in states))
+    tasks = list(dict.fromkeys(demonstration.opening for demonstration in expert))
     n = max(16, len(tasks) // 20) if len(tasks) >= 64 else 0
     held_out = {tasks[i * len(tasks) // n] for i in range(n)}
-    learned = [state for state in states if published.opening(state) not in held_out]
-    return learned, [state for state in states if published.opening(state) in held_out]
+    parts: tuple[list, list] = [], []
+    for demonstration in expert:
+        parts[demonstration.opening in held_out].append(demonstration)
+    return parts
 
 
-Example = list[tuple[int, bool]]  # tokens, and whether the agent wrote them
+Example = list[tuple[int, float]]  # tokens, and the weight of each in the loss
 
 
-def tokens_and_mask(chat: Chat, state: State, limit: int) -> Example:
-    """A trajectory's tokens, cut at `limit`; the agent wrote Eq. (5)'s a_t, and OK."""
-    runs = chat.message_tokens(state)
-    messages = state.messages[len(state.messages) - len(runs) :]
+def weighted_tokens(chat: Chat, state: State, answer_weight: float) -> Example:
+    """A trajectory's tokens. What the agent wrote, Eq. (5)'s a_t and OK, has the weight 1, what the
+    environment answered `answer_weight`, and what came before the agent's first words 0."""
+    lists = chat.message_tokens(state)
+    roles = [role for role, _ in state.messages[len(state.messages) - len(lists) :]]
     example: Example = []
-    for (role, _), run in zip(messages, runs, strict=True):
-        example += [(token, role == "assistant") for token in run]
-    return example[:limit]
+    for n, (role, ids) in enumerate(zip(roles, lists, strict=True)):
+        weight = answer_weight if "assistant" in roles[:n] else 0.0
+        example += [(token, 1.0 if role == "assistant" else weight) for token in ids]
+    return example
 
 
 def examples_of(
-    chat: Chat, states: list[State], limit: int, answered: bool = False
+    chat: Chat, expert: list[Demonstration], limit: int, answer_weight: float = 0.0
 ) -> Iterator[Example]:
-    """One example per trajectory; in a Markov environment, one per action.
-
-    answered: an action's example ends with the observation that follows it.
-    """
-    for state in states:
-        length = len(state.messages)
+    """One example per trajectory; in a Markov environment, one per action and what answers it."""
+    for state in (demonstration.state for demonstration in expert):
         for n in chat.aids.example_ends(state.messages):
-            example = tokens_and_mask(chat, State(state.messages[:n], state.task), limit)
-            if answered and n < length:
-                following = State(state.messages[: n + 1], state.task)
-                example = (example + tokens_and_mask(chat, following, limit))[:limit]
-            if any(wrote for _, wrote in example[1:]):
+            example = weighted_tokens(chat, State(state.messages[:n], state.task), answer_weight)
+            if answer_weight and n < len(state.messages):
+                answer = chat.message_tokens(State(state.messages[: n + 1], state.task))[-1]
+                example += [(token, answer_weight) for token in answer]
+            example = example[:limit]
+            if any(weight == 1 for _, weight in example[1:]):
                 yield example
 
 
 # -------------------------------------------------------------------------------- behaviour cloning
 
 
-def collate(examples: list[Example], device: Any) -> tuple[torch.Tensor, ...]:
-    """Tokens, which of them the agent wrote, and which are no padding, (B, T) each.
+def collate(examples: list[Example], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and their weights, (B, T) each.
 
     Padding is on the right and attention is causal, so no real token sees it.
     """
-    rows = [torch.tensor(example) for example in examples]
-    tokens = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)  # (B, T, 2)
-    ids, wrote = tokens.unbind(-1)
-    return ids.clamp(min=0), wrote == 1, ids >= 0
+    ids = [torch.tensor([token for token, _ in example]) for example in examples]
+    weights = [torch.tensor([weight for _, weight in example]) for example in examples]
+    return pad_sequence(ids, True).to(device), pad_sequence(weights, True).to(device)
 
 
-def predictions(
-    model: Any, ids: torch.Tensor, wrote: torch.Tensor, ends: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits (B, K, V) where a label follows, labels (B, K), positions (K,); ids, wrote (B, T).
+def sft_loss(model: Any, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """-sum_t w_t log pi(x_t | x_<t), the tokens' weighted cross-entropy; ids, weights (B, T).
 
-    The output layer is wide and most tokens are only read. So of the T positions K are computed:
-    those before a token that the agent wrote in any row, and with `ends` those where its turn ends.
+    With w_t = 1 where the agent wrote and else 0 it is -sum_t log pi(a_t | s_t).
+
+    The output layer is wide and most tokens are only read. So of the T positions K are computed,
+    those before a token that has a weight in any row: logits are (B, K, V).
     """
-    labels = ids.masked_fill(~wrote, -100)  # instruction, observations and padding are context
-    needed = wrote[:, 1:]
-    if ends:
-        needed = needed | wrote[:, :-1]
-    at = needed.any(0).nonzero()[:, 0]
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=at).logits
-    return logits, labels[:, at + 1], at
+    before = weights[:, 1:].any(0).nonzero()[:, 0]
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=before).logits
+    labels, w = ids[:, before + 1].flatten(), weights[:, before + 1].flatten()
+    return (w * cross_entropy(logits.flatten(0, 1).float(), labels, reduction="none")).sum()
 
 
-def sft_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """-sum_t log pi(a_t | s_t) over the tokens that have a label: (B, K, V), (B, K) -> ()."""
-    rows = logits.flatten(0, 1).float()
-    return cross_entropy(rows, labels.flatten(), ignore_index=-100, reduction="sum")  # Eq. (5)
+def total_weight(examples: list[Example]) -> float:
+    return sum(weight for example in examples for _, weight in example[1:])
 
 
-def train(agent: Any, examples: list[Example], validation: list[Example], args: Any) -> dict:
+def train(model: Any, examples: list[Example], validation: list[Example], args: Any) -> dict:
     """Maximise the likelihood of what the expert wrote, given its history. Returns figures."""
-    progress = Progress(agent, args, [1] * len(examples))
-    accelerator, model, optimizer = progress.accelerator, progress.model, progress.optimizer
-    while not progress.finished:
+    run = Training(model, args, [1] * len(examples))
+    for update, last in run.updates():
         model.train()
-        for update in progress.updates():
-            batch = [examples[i] for i in update]
-            micro = micro_batches(batch, len, args.micro_tokens)
-            groups = [collate(group, model.device) for group in micro]
-            n_wrote = sum(int(wrote[:, 1:].sum()) for _, wrote, _ in groups)
-            n_answers = sum(int(answers(wrote, real).sum()) for _, wrote, real in groups)
-            loss = 0.0
-            for (ids, wrote, real), weight in progress.share(groups):  # gradient accumulation
-                logits, labels, at = predictions(model, ids, wrote, ends=args.observation_loss > 0)
-                part = sft_loss(logits, labels) / n_wrote
-                if args.observation_loss and n_answers:
-                    answer_loss = observation_loss(logits, at, ids, wrote, real)
-                    part += args.observation_loss * answer_loss / n_answers
-                accelerator.backward(weight * part)
-                loss += part.item() if weight else 0.0
-            progress.average_gradients()
-            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            loss = progress.total(loss, norm)
-            for parameters in optimizer.param_groups:
-                parameters["lr"] = args.lr * cosine(progress.step, progress.steps)
-            optimizer.step()
-            optimizer.zero_grad()
-            progress.end_update(loss, tokens=sum(ids.numel() for ids, _, _ in groups))
-        progress.end_epoch(validate(model, validation, args.micro_tokens))
-    return progress.end()
+        batch = [examples[i] for i in update]
+        n = total_weight(batch)
+        loss = 0.0
+        for group in run.share(micro_batches(batch, len, args.micro_tokens)):
+            part = sft_loss(model, *collate(group, model.device)) / n  # Eq. (5), per token
+            run.accelerator.backward(part)  # gradients accumulate
+            loss += part.item()
+        loss = run.gather(loss)
+        for parameters in run.optimizer.param_groups:
+            parameters["lr"] = args.lr * cosine(run.step, run.starts[-1])
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.end_update(loss, tokens=sum(map(len, batch)), last=last)
+        if last:
+            run.end_epoch(validate(model, validation, args.micro_tokens))
+    return run.finish()
 
 
 @torch.no_grad()
 def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | None:
     """The loss per token, given the expert's own history; None without examples."""
     model.eval()
-    loss, n_wrote = 0.0, 0
-    for group in micro_batches(examples, len, micro_tokens):
-        ids, wrote, _ = collate(group, model.device)
-        logits, labels, _ = predictions(model, ids, wrote)
-        loss += sft_loss(logits, labels).item()
-        n_wrote += int(wrote[:, 1:].sum())
-    return loss / n_wrote if examples else None
+    groups = micro_batches(examples, len, micro_tokens)
+    losses = [sft_loss(model, *collate(group, model.device)).item() for group in groups]
+    return sum(losses) / total_weight(examples) if examples else None
 
 
 # --------------------------------------------------------------------------------------------- main
 
 
-def read(env: envs.TextEnv, args: argparse.Namespace, process: Any) -> tuple[list[State], dict]:
-    """The demonstrations to clone, and the first messages that they share: {} for the environment's
-    own expert, who plays what is missing of RUN/expert.jsonl."""
-    if args.model == "tiny":
-        args.n_expert = args.n_expert or env.demonstrations
-    named = args.expert is not None
-    args.expert = args.expert or args.run / "expert.jsonl"
-    if process.is_main_process and not named:
-        collect(env, args)
-    process.wait_for_everyone()
-    states = published.demonstrations(env, args.expert, args.n_expert)
-    return states, published.first_messages(env, states) if named else {}
-
-
-def load(args: argparse.Namespace, env: envs.TextEnv, states: list[State]) -> tuple:
+def load(args: argparse.Namespace, env: envs.TextEnv, expert: list[Demonstration]) -> tuple:
     """The model that is to be cloned, its chat, and PEFT's view of LoRA's updates (None: none)."""
     torch.manual_seed(args.seed)
     if args.model == "tiny":
-        model, tokenizer = tiny_model(text for state in states for _, text in state.messages)
+        texts = (text for demonstration in expert for _, text in demonstration.state.messages)
+        model, tokenizer = tiny_model(texts)
         model.to(models.device_and_dtype(args.device)[0])
         chat = Chat(tokenizer, Rendering(**AIDS, markov=env.markov))
     else:
@@ -227,48 +196,45 @@ def load(args: argparse.Namespace, env: envs.TextEnv, states: list[State]) -> tu
 
 
 def tokenize(
-    chat: Chat, states: list[State], args: argparse.Namespace, process: Any
+    chat: Chat, expert: list[Demonstration], args: argparse.Namespace, process: Any
 ) -> tuple[list[Example], list[Example]]:
     """The examples to train on and to validate. Says how many --max-tokens leaves out or cuts."""
     limit = min(args.max_tokens, chat.context)
-    examples, validation = (
-        list(examples_of(chat, part, limit, args.observation_loss > 0)) for part in hold_out(states)
-    )
+    learned, held_out = hold_out(expert)
+    examples = list(examples_of(chat, learned, limit, args.observation_loss))
+    validation = list(examples_of(chat, held_out, limit))
     if not examples:
         raise UserError(f"{args.expert}: no action within {limit} tokens (--max-tokens)")
-    lost = len(states) - len(examples) - len(validation)
+    lost = len(expert) - len(examples) - len(validation)
     cut = len([example for example in examples if len(example) == limit])
     if (lost or cut) and not chat.rendering.markov:
         facts = f"{lost} have no action within {limit} tokens, {cut} are cut there"
-        process.print(f"of {len(states)} demonstrations {facts} (--max-tokens)")
+        process.print(f"of {len(expert)} demonstrations {facts} (--max-tokens)")
     return examples, validation
 
 
-def settings_of(args: argparse.Namespace, examples: int) -> dict[str, Any]:
+def defaults(args: argparse.Namespace, examples: int) -> dict[str, Any]:
     """What no flag has set: the paper's, or the tiny model's for so many examples."""
     if args.model != "tiny":
-        return PAPER | ({"lr": cli.LORA_LR} if args.lora else {})
+        return PAPER | ({"lr": flags.LORA_LR} if args.lora else {})
     batch = args.batch or min(TINY["batch"], math.ceil(examples / 4))
     epochs = max(TINY["epochs"], math.ceil(UPDATES / math.ceil(examples / batch)))
     return TINY | {"batch": batch, "epochs": epochs}
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    tiny = cli.as_flags(TINY)
-    epilog = f"Defaults: {cli.as_flags(PAPER)}; of the tiny model {tiny}."
-    parser = cli.parser(__doc__, epilog=epilog)
+    parser = flags.Parser(__doc__, flags.defaults(PAPER, TINY))
     add = parser.add_argument
     add("--model", default="tiny", help="tiny, a HuggingFace name or path, or a GGUF file (tiny)")
     add("--expert", type=Path, help="trajectories (default: the environment's expert plays them)")
     add("--out", type=Path, help="checkpoint folder (default: RUN/sft)")
-    add("--n-expert", type=cli.at_least(1), metavar="N", help="trajectories (all; tiny: fewer)")
-    cli.add_training(parser, "trajectories")
-    add("--max-tokens", type=cli.at_least(2), default=4096, metavar="N", help="cut there (4096)")
+    add("--n-expert", type=flags.at_least(1), metavar="N", help="trajectories (all; tiny: fewer)")
+    flags.add_training(parser, "trajectories")
+    add("--max-tokens", type=flags.at_least(2), default=4096, metavar="N", help="cut there (4096)")
     add("--candidates", choices=["free", "valid"], help="what the agent may write (tiny: valid)")
-    weight = "weight of predicting what follows an action (0)"
-    add("--observation-loss", type=cli.at_least(0, float), default=0.0, metavar="W", help=weight)
-    add("--device")
-    args = cli.parse(parser, argv)
+    weight = "weight of the environment's answers in the loss (0)"
+    add("--observation-loss", type=flags.at_least(0, float), default=0.0, metavar="W", help=weight)
+    args = runs.parse(parser, argv)
     if args.lora and args.model == "tiny":
         raise UserError("--lora: the tiny model is trained from scratch; name another --model")
     return args
@@ -278,25 +244,34 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     args.out = files.checkpoint_folder(args.out or args.run / "sft", args.model)
-    with training.processes(args.out, args.device) as process:
-        states, first = read(env, args, process)
-        model, chat, adapter = load(args, env, states)
+    if args.model == "tiny":
+        args.n_expert = args.n_expert or env.demonstrations
+    with training.processes(args) as process:
+        played = args.expert is None
+        if played:
+            args.expert = args.run / "expert.jsonl"
+            if process.is_main_process:
+                collect(env, args)
+            process.wait_for_everyone()
+        expert = published.read(args.expert, env, args.n_expert)
+        model, chat, adapter = load(args, env, expert)
+        first = {} if played else published.first_messages(env, expert)
         chat.rendering = dataclasses.replace(chat.rendering, **first)
-        examples, validation = tokenize(chat, states, args, process)
-        cli.settle(args, settings_of(args, len(examples)))
+        examples, validation = tokenize(chat, expert, args, process)
+        flags.fill_defaults(args, defaults(args, len(examples)))
         chat.rendering.candidates = args.candidates
-        if not training.begin(args, [args.expert]):
+        recipe = training.begin(args, expert=args.expert)
+        if recipe is None:
             return
-        figures = train(model, examples, validation, args)
+        figures = train(model, examples, validation, args) | {"trajectories": len(expert)}
         if process.is_main_process:
             dtype = models.PRECISIONS[args.precision]
             models.save_checkpoint(model, chat, args.out, adapter, dtype)
-            tasks = published.tasks_of(args.expert, env, args.n_expert)
-            figures["tasks"] = published.learned_tasks(tasks, args.model, vars(args))
-            figures["trajectories"] = len(states)
-            metadata.write_meta(args.out, vars(args), [args.expert], **figures)
-            print(f"{args.out}: {len(states)} trajectories, loss {figures['loss']:.3f}")
+            tasks = (demonstration.task_id for demonstration in expert)
+            figures["tasks"] = published.learned_tasks(tasks, args.model, args)
+            runs.write_meta(args.out, args, recipe, {"expert": args.expert}, **figures)
+            print(f"{args.out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
 
 
 if __name__ == "__main__":
-    cli.run_stage(main)
+    runs.run_stage(main)

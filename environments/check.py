@@ -14,7 +14,7 @@ from typing import Any
 
 import envs
 from environments.guard import Fault, named, options_of
-from qlass import cli
+from qlass import flags, runs
 
 STEPS = 3  # of the path that is played over and over
 NONSENSE = "sing a song"  # as a model may
@@ -173,7 +173,7 @@ def check(env: envs.TextEnv) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m environments.check", description=__doc__.split("\n")[0])
     parser.add_argument("env", metavar="MODULE:CLASS")
-    parser.add_argument("--env-option", type=cli.option, action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--env-option", type=flags.option, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = parser.parse_args(argv)
     env = envs.make(args.env, **options_of(envs.environment_class(args.env), args.env_option)[1])
@@ -182,4 +182,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_stage(main)
+    runs.run_stage(main)

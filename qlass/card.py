@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qlass.files import CARD
-from qlass.metadata import read_meta
+from qlass.runs import meta_of
 
 TEXT = """---
 library_name: transformers
@@ -26,7 +26,7 @@ tags: [qlass]
 
 def write_card(args: argparse.Namespace, figures: dict[str, Any], ranks: dict[str, Any]) -> None:
     """What a QNet was trained from and how well it ranks, without paths of this machine."""
-    base = Path(read_meta(args.sft)["arguments"].get("model", args.sft))  # before its cloning
+    base = Path(meta_of(args.sft)["recipe"].get("model", args.sft))  # before its cloning
     facts = vars(args) | figures | ranks
     facts["base"] = base.name if base.is_absolute() else base
     facts["world"] = " ".join([args.env, *(o for o in args.env_option if "/" not in o)])

@@ -1,4 +1,4 @@
-"""JSON Lines and folders: how they are read, hashed, and replaced as a whole or not at all.
+"""Files: JSON Lines read and written, replaced as a whole or not at all, hashed, locked.
 
 Standard library and filelock only, so that bellman.py starts at once.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import functools
-import glob
 import hashlib
 import json
 import os
@@ -22,12 +21,14 @@ from filelock import FileLock, Timeout
 
 from qlass import UserError
 
+CARD = "README.md"  # of a checkpoint
+
 
 def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
-# ---------------------------------------------------------------------------------------- records
+# ---------------------------------------------------------------------------------------- reading
 
 
 def finite(text: str) -> float:
@@ -39,19 +40,17 @@ def finite(text: str) -> float:
 
 def unique(fields: list[tuple[str, Any]]) -> dict:
     """A JSON object. Python would keep the last of several fields of one name."""
-    record: dict[str, Any] = {}
-    for name, value in fields:
-        if name in record:
-            raise ValueError(f"{name} stands twice in an object")
-        record[name] = value
+    record = dict(fields)
+    if len(record) < len(fields):
+        raise ValueError("a name stands twice in an object")
     return record
 
 
 def parse_json(content: bytes, where: str) -> Any:
-    numbers: Any = {"parse_float": finite, "parse_constant": finite}
+    hooks: Any = {"parse_float": finite, "parse_constant": finite, "object_pairs_hook": unique}
     try:
         text = content.decode("utf-8-sig")
-        value = json.loads(text, object_pairs_hook=unique, **numbers)
+        value = json.loads(text, **hooks)
         if "\\ud" in text.lower():  # half a character, which no tokenizer and no file takes
             dumps(value).encode()
         return value
@@ -59,30 +58,26 @@ def parse_json(content: bytes, where: str) -> Any:
         raise UserError(f"{where}: not valid JSON ({error})") from None
 
 
+def an_object(record: Any, where: str) -> dict:
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: not a JSON object, but a {type(record).__name__}")
+    return record
+
+
 def read_object(path: Path) -> dict:
     """The one JSON object that a file holds."""
     return an_object(parse_json(path.read_bytes(), str(path)), str(path))
 
 
-def an_object(record: Any, where: str) -> dict:
-    if not isinstance(record, dict):
-        kind = type(record).__name__
-        raise UserError(f"{where}: not a JSON object, but a {kind}")
-    return record
-
-
-def records_of(path: Path, cut: bool = False) -> Iterator[tuple[str, dict]]:
-    """("FILE:LINE", record) of JSON Lines, or of a JSON list as in ETO's files.
-
-    cut: leave out a last line without its end, which a stopped writer left.
-    """
+def records_of(path: Path) -> Iterator[tuple[str, dict]]:
+    """("FILE:LINE", record) of JSON Lines, or of a JSON list as in ETO's files."""
     with open(path, "rb") as lines:
         if lines.peek(100).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             for number, record in enumerate(parse_json(lines.read(), str(path)), 1):
                 where = f"{path}: record {number}"
                 yield where, an_object(record, where)
         for number, line in enumerate(lines, 1):
-            if line.strip() and (line.endswith(b"\n") or not cut):
+            if line.strip():
                 where = f"{path}:{number}"
                 yield where, an_object(parse_json(line, where), where)
 
@@ -92,54 +87,12 @@ def read_jsonl(path: Path) -> Iterator[dict]:
     return (record for _, record in records_of(path))
 
 
-def groups_of(path: Path, cut: bool = False) -> Iterator[list[tuple[str, dict]]]:
-    """Yield each tree of a file, as ("FILE:LINE", node), or each line that is of no tree.
-
-    cut: leave out an incomplete tree, which a stopped writer left; else it is a UserError.
-    """
-    group: list[tuple[str, dict]] = []
-    for line in records_of(path, cut):
-        group.append(line)
-        if len(group) == group[0][1].get("nodes", 1):
-            yield group
-            group = []
-    if group and not cut:
-        root = group[0][1]
-        size = f"the tree of task {root['task_id']} has {len(group)} of {root['nodes']} nodes"
-        raise UserError(f"{path}: {size}; run build_trees.py again to complete it")
-
-
-def whole_groups(path: Path) -> list[dict]:
-    """The records of a file that may not be there, of which one that was stopped wrote a part."""
-    records = []
-    for group in groups_of(path, cut=True) if path.exists() else ():
-        records += [record for _, record in group]
-    return records
-
-
-# --------------------------------------------------------------------------- a file and its parts
-
-
-def share() -> tuple[int, int]:
-    """RANK and WORLD_SIZE, as torchrun, Accelerate and job arrays set them; alone 0 and 1."""
-    return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
-
-
-def files_of(output: Path) -> list[Path]:
-    """The files that hold an output: the one of its name, and the parts of several processes."""
-    parts = output.parent.glob(f"{glob.escape(output.stem)}.[0-9]*-of-[0-9]*.jsonl")
-    return [output] * output.exists() + (sorted(parts) if output.suffix == ".jsonl" else [])
-
-
-CARD = "README.md"  # of a checkpoint
-
-
 def sha256(path: Path) -> str:
-    """Of a file and its parts, or of a folder's files in order of their names.
+    """Of a file, or of a folder's files in order of their names.
 
     Hidden ones and the model card do not count: they change no number.
     """
-    paths = files_of(path)
+    paths = [path]
     if path.is_dir():
         paths = sorted(p for p in path.rglob("[!.]*") if p.is_file() and p.name != CARD)
     return digest(*((p, p.stat().st_size, p.stat().st_mtime_ns) for p in paths))
@@ -154,7 +107,12 @@ def digest(*files: tuple[Path, int, int]) -> str:
     return total.hexdigest()
 
 
-# --------------------------------------------------------------- one writer, complete or not at all
+# ---------------------------------------------------------------------------------------- writing
+
+
+def share() -> tuple[int, int]:
+    """RANK and WORLD_SIZE, as torchrun, Accelerate and job arrays set them; alone 0 and 1."""
+    return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
 
 
 @contextlib.contextmanager
@@ -167,8 +125,7 @@ def locked(output: Path) -> Iterator[None]:
             stack.enter_context(lock)
         except Timeout:
             reason = "another process is writing it; wait for it, or name another --out"
-            stale = f"if none does, on any machine, delete {lock.lock_file}"
-            raise UserError(f"{output}: {reason}; {stale}") from None
+            raise UserError(f"{output}: {reason} (its lock: {lock.lock_file})") from None
         except (OSError, NotImplementedError) as error:  # a file system without locks
             warn(f"{output} can't be locked ({error}): start no second process that writes it")
         yield
@@ -179,8 +136,8 @@ def draft_of(output: Path) -> Iterator[Path]:
     """Where to write what takes the place of `output` when the block ends without an error."""
     output = output.resolve()  # a link stays, and may lead to a larger disk
     output.parent.mkdir(parents=True, exist_ok=True)
-    draft = output.with_name(f".{output.name}.draft")
-    discard(draft)  # of a call that was stopped
+    draft = output.with_name(".{}.draft-{}-of-{}".format(output.name, *share()))
+    discard(draft)  # of a call that was killed
     yield draft
     if output.is_dir():
         discard(output)
@@ -191,7 +148,7 @@ def discard(path: Path) -> None:
     """Delete a file or a folder, or what a link leads to, if it is there."""
     path = path.resolve()
     if path.is_dir():  # under another name, since half a checkpoint passes for one
-        path = path.rename(path.with_name(f".{path.name}.{os.getpid()}"))
+        path = path.rename(path.with_name(f".{path.name}.{os.getpid()}.old"))
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
 
@@ -205,7 +162,7 @@ def replacing(path: Path) -> Iterator[Any]:
         yield out
 
 
-def dumps(record: dict) -> str:
+def dumps(record: Any) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
@@ -218,8 +175,7 @@ def write_jsonl(path: Path, records: Iterable[dict]) -> None:
 def checkpoint_folder(folder: Path, start: str | Path | None = None) -> Path:
     """Where a checkpoint goes: a new or empty folder, or an older checkpoint, not the `start`."""
     if start and folder.resolve() == Path(start).resolve():
-        way_out = "name another --out (of a learner: --name)"
-        raise UserError(f"{folder}: is what the training starts from: {way_out}")
+        raise UserError(f"{folder}: is what the training starts from: name another --out")
     if folder.exists() and not (folder / "config.json").exists() and any(folder.iterdir()):
         reason = "holds something else than a checkpoint, which would be lost: name another --out"
         raise UserError(f"{folder}: {reason}")

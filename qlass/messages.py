@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from qlass import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class State:
@@ -43,8 +45,19 @@ class State:
         return State((*system, *agreed, ("user", observation)), info["task"])
 
     @staticmethod
-    def load(messages: list[dict], task: str) -> State:
-        return State(tuple((m["role"], m["content"]) for m in messages), task)
+    def load(messages: Any, task: str = "") -> State:
+        """Of JSON. UserError unless user and assistant take turns, perhaps after a system."""
+        if not isinstance(messages, list) or not all(isinstance(turn, dict) for turn in messages):
+            raise UserError("messages are no list of objects with role and content")
+        roles = [turn.get("role") for turn in messages]
+        system = roles[:1] == ["system"]
+        turns = (["system"] * system + ["user", "assistant"] * len(roles))[: len(roles)]
+        for number, (turn, role) in enumerate(zip(messages, turns, strict=True), 1):
+            if turn.get("role") != role or not isinstance(turn.get("content"), str):
+                raise UserError(f"turn {number} is {turn!r:.60}, where {role} says a text")
+        if "user" not in turns:
+            raise UserError("no turns of user and assistant")
+        return State(tuple((turn["role"], turn["content"]) for turn in messages), task)
 
     def dump(self) -> list[dict]:
         return [{"role": role, "content": content} for role, content in self.messages]

@@ -6,30 +6,35 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from qlass.batching import Models, drive
+from qlass.batching import Candidate, Models, drive
 from qlass.chat import Chat
-from qlass.cli import leaks, my_share
+from qlass.files import warn
 from qlass.messages import State
-from qlass.metadata import read_meta
 from qlass.models import settle_precision
-from qlass.output import Output, identity
-
-if TYPE_CHECKING:
-    from envs import TextEnv
-    from q_search import Method, Step
-
-Episodes = Sequence[Sequence["Step"]]
-Scored = Callable[["Step"], list[str]]  # the actions of a step that QNet reads
-Play = Callable[["TextEnv", str, "Method"], Generator[Any, Any, dict]]
+from qlass.runs import Output, meta_of, my_share, same_world
 
 # --------------------------------------------------------------------------- the outcome of a task
 
 
-def describe(best: Sequence[Step], episodes: Episodes, costs: dict) -> dict:
+@dataclass(frozen=True)
+class Step:
+    state: State  # s_t
+    drawn: Sequence[Candidate]  # M candidates
+    candidates: list[str]  # the distinct actions among them
+    scores: list[float]
+    action: str  # the one taken
+    observation: str  # what it led to
+    reward: float
+
+
+Episode = list[Step]
+
+
+def describe(best: Episode, episodes: Sequence[Episode], costs: dict) -> dict:
     """The fields of a line: the episode that counts, and what all cost, as of `costs_of`."""
     steps = []
     for step in best:
@@ -51,12 +56,15 @@ def describe(best: Sequence[Step], episodes: Episodes, costs: dict) -> dict:
     }
 
 
-def costs_of(chat: Chat, episodes: Episodes, scored: Scored) -> dict[str, Any]:
+def costs_of(
+    chat: Chat, episodes: Sequence[Episode], scored: Callable[[Step], list[str]]
+) -> dict[str, Any]:
     """Tokens of a task's episodes: a model reads and writes each once, as with a prompt cache.
 
     `prompt` counts what the policy reads of the environment's words (its own are in the cache since
-    it wrote them), `generated` all that it writes, `scored` what QNet reads. What episodes share is
-    read once. An agent that chooses among valid actions is charged the tokens of its choice.
+    it wrote them), `generated` all that it writes, `scored` what QNet reads, of the actions that
+    `scored` gives. What episodes share is read once. An agent that chooses among valid actions is
+    charged the tokens of its choice.
     """
     generated = 0
     by_qnet: set[tuple[State, str]] = set()
@@ -96,49 +104,82 @@ def environment_tokens(chat: Chat, episodes: Iterable[Sequence[State]]) -> int:
 
 # --------------------------------------------------------------------------------------- the file
 
+CONDITION = ("task_id", "method", "split", "M", "N", "select", "player")
 
-class Results(Output):
-    """The file of a call; a task that it has a line of is not played again by that method."""
 
-    def __init__(self, args: argparse.Namespace, env: TextEnv, inputs: Iterable[Path] = ()) -> None:
-        """inputs: what results are made from besides agent and QNet."""
-        # A file is of one agent and one QNet, also where the methods of this call need none.
-        args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
-        settle_precision(args)
-        of_a_line = ("method", "M", "N", "select", "split", "skip", "plain")
-        super().__init__(args.out, vars(args), [args.sft, args.qnet, *inputs], of_a_line, identity)
-        self.args, self.env = args, env
+def identity(record: dict) -> tuple:
+    """What a result is about; no two lines are about the same."""
+    return tuple(map(record.get, CONDITION))
 
-    def line(self, task_id: str, method: Method) -> dict:
+
+def play(
+    args: argparse.Namespace,
+    env: Any,
+    tasks: list[str],
+    plan: Sequence[Any],
+    game: Callable[[Any, str, Any], Generator[Any, Any, dict]],
+    models: Models,
+    **inputs: Any,
+) -> None:
+    """Play this process's share of the tasks by each method of the plan, a line as each ends.
+
+    A method has `settings()`, the fields that tell it apart, and a name, its text. game: from an
+    environment, a task and a method a generator of requests that returns the outcome. inputs: what
+    results are made from besides agent and QNet.
+    """
+    settle_precision(args)
+    args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
+    out = Output(args.out, args, identity, sft=args.sft, qnet=args.qnet, **inputs)
+    width, share = args.in_flight or env.side_by_side, set(my_share(tasks))
+
+    def line(task_id: str, method: Any) -> dict:
         """What a line says besides the outcome."""
-        env, args = self.env, self.args
-        line = {"task_id": task_id, "type": env.task_type(task_id), "block": env.block(task_id)}
-        line |= {"env": env.name, "split": args.split, "label": args.label}
-        return line | method.settings() | {"seed": args.seed}
+        fields = {"task_id": task_id, "type": env.task_type(task_id), "block": env.block(task_id)}
+        fields |= {"env": env.name, "split": args.split, "label": args.label}
+        return fields | method.settings() | {"seed": args.seed}
 
-    def play(self, tasks: list[str], plan: Iterable[Method], play: Play, models: Models) -> None:
-        """Play methods on this process's share of the tasks, a line for each task as it ends.
+    def play_line(method: Any, task_id: str) -> Generator[Any, Any, list[dict]]:
+        started, fork = time.time(), env.fork()
+        outcome = yield from game(fork, task_id, method)
+        fork.close()
+        seconds = round(time.time() - started, 3)
+        return [line(task_id, method) | outcome | {"seconds": seconds}]
 
-        play: a generator of requests that returns the outcome.
-        """
-        mine, width = set(my_share(tasks)), self.args.in_flight or self.env.side_by_side
-        lines = {method: [self.line(task, method) for task in tasks] for method in plan}
-        self.plan = list(map(identity, chain.from_iterable(lines.values())))
+    keys = {m: {identity(line(task, m)): task for task in tasks} for m in plan}
+    for method, task_of in keys.items():
+        todo = [task_of[key] for key in out.missing(task_of) if task_of[key] in share]
+        if todo:
+            games = drive((play_line(method, task) for task in todo), models, width)
+            out.grow(games, str(method), len(share), len(share) - len(todo))
+    cloned = bool(meta_of(args.sft)["recipe"])  # else it is a model as it came
+    out.records = out.read()
+    out.finish(list(chain(*keys.values())), leaks=leaks(env, out.records, args), cloned=cloned)
+    rewards = {identity(record): record["reward"] for record in out.records}
+    for method, task_of in keys.items():
+        played = [rewards[key] for key in task_of if key in rewards]
+        mean = sum(played) / len(played)
+        print(f"{method}: mean reward {mean:.3f} over {len(played)} {args.split} tasks")
 
-        def play_line(method: Method, line: dict) -> Generator[Any, Any, list[dict]]:
-            started, fork = time.time(), self.env.fork()
-            outcome = yield from play(fork, line["task_id"], method)
-            fork.close()
-            return [line | outcome | {"seconds": round(time.time() - started, 3)}]
 
-        for method, of_method in lines.items():
-            share = [line for line in of_method if line["task_id"] in mine]
-            done = set(map(identity, self.records))
-            todo = [play_line(method, line) for line in share if identity(line) not in done]
-            games = drive(iter(todo), models, width)
-            self.grow(games, str(method), len(share), len(share) - len(todo))
-            rewards = {identity(record): record["reward"] for record in self.records}
-            mean = sum(rewards[identity(line)] for line in share) / len(share)
-            print(f"{method}: mean reward {mean:.3f} over {len(share)} {self.args.split} tasks")
-        cloned = bool(read_meta(self.args.sft)["arguments"])  # else it is a model as it came
-        self.finish(leaks=leaks(self.env, self.records, self.args), cloned=cloned)
+def leaks(env: Any, records: list[dict], args: argparse.Namespace) -> dict[str, int | None]:
+    """How many of the played tasks --sft and --qnet learned from (None: not known); warns of any.
+
+    Results count for which the agent wrote, or QNet read, tokens. A task with the subject (a
+    product) of a learned one counts too. A published split may overlap (WebShop's do, in 21 tasks),
+    so this is no refusal.
+    """
+    counts: dict[str, int | None] = {}
+    sources = ("demonstrations", args.sft, "generated"), ("trees", args.qnet, "scored")
+    for source, checkpoint, cost in sources:
+        played = {record["task_id"] for record in records if record["tokens"].get(cost)}
+        meta = meta_of(checkpoint.absolute())
+        same = same_world(meta["recipe"], vars(args)) and "tasks" in meta
+        subjects = {env.subject(task) for task in meta["tasks"] or []} if same else set()
+        known = not played or (same and meta["tasks"] is not None)
+        n = counts[source] = (
+            len([t for t in played if env.subject(t) in subjects]) if known else None
+        )
+        if n != 0:
+            number = "an unknown number" if n is None else n
+            warn(f"{number} of {len(played)} tasks played are also in the {source} of {checkpoint}")
+    return counts

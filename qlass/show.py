@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import textwrap
-from typing import TYPE_CHECKING
 
 from qlass.messages import parse_action
-
-if TYPE_CHECKING:
-    from q_search import Step
+from qlass.results import Step
 
 WIDTH = 100  # columns
 BAR = 24  # columns of a bar from Q = 0 to 1
@@ -33,10 +30,8 @@ def lines_of(step: Step, number: int) -> list[str]:
     """What the agent read, its candidates with their scores, the one taken."""
     page = step.state.observation.replace(step.state.task or "\n", "...")  # it stands above
     page = textwrap.shorten(page, 2 * WIDTH, placeholder=" ...")
-    lines = [
-        paint(f"step {number}", "1"),
-        *textwrap.wrap(page, WIDTH, initial_indent="  ", subsequent_indent="  "),
-    ]
+    page = textwrap.fill(page, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    lines = [paint(f"step {number}", "1"), page]
     words = [textwrap.shorten(parse_action(a), WORD, placeholder=" ...") for a in step.candidates]
     column = max(map(len, words))
     for action, word, score in zip(step.candidates, words, step.scores, strict=True):

@@ -5,10 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 Message = tuple[str, str]  # role and content
 MARK = "✓"
@@ -122,23 +119,3 @@ def tiny_model(texts: Iterable[str], vocabulary: int = 4096) -> tuple[Any, Any]:
     tokenizer.chat_template = TEMPLATE
     ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**ids, **SIZE)), tokenizer
-
-
-def answers(wrote: Tensor, real: Tensor) -> Tensor:
-    """Which tokens answer an action: those read after the agent's first one. Masks (B, T)."""
-    return ~wrote & (wrote.cumsum(1) > 0) & real
-
-
-def observation_loss(logits: Tensor, kept: Tensor, ids: Tensor, wrote: Tensor, real: Tensor) -> Any:
-    """-sum_j log p(o_j | s, a): tokens o_j of the next observation, each predicted where a ends.
-
-    logits (B, K, V) of the positions `kept` (K,), which hold all these ends; ids, wrote (by the
-    agent) and real (not padding) (B, T).
-    """
-    import torch
-
-    position = torch.arange(ids.shape[1], device=ids.device)
-    end = (wrote * position).cummax(1).values  # of the last action so far
-    row, at = answers(wrote, real).nonzero(as_tuple=True)
-    k = torch.searchsorted(kept, end[row, at])
-    return -logits.float().log_softmax(-1)[row, k, ids[row, at]].sum()

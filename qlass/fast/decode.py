@@ -15,10 +15,12 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from qlass.batching import Candidate, Sample
+from qlass.chat import Chat
 from qlass.fast.cache import Lists, Prompt, PromptCache, Reading, Row, batch_for, room_for, tokens_of
 from qlass.fast.token_tree import additive_masks, batches, tree_inputs, windows_of
 from qlass.fast.tries import Trie
 from qlass.messages import State, uniforms
+from qlass.policy import Policy
 
 
 class RoomyLayer(DynamicLayer):
@@ -47,16 +49,20 @@ class RoomyLayer(DynamicLayer):
         return room[..., :end, :]
 
 
-class FastPolicy:
-    """The same candidates as `Policy.write` and `Policy.choose`, and the same log-probabilities."""
+class FastPolicy(Policy):
+    """The same candidates as `Policy` and the same log-probabilities."""
 
-    def __init__(self, policy: Any, cache_gb: float | None = None) -> None:
+    def __init__(self, model: Any, chat: Chat, seed: int = 0, cache_gb: float | None = None) -> None:
         """cache_gb: room for read prompts (`room_for`)."""
-        self.policy, self.model, self.chat = policy, policy.model, policy.chat
+        super().__init__(model, chat, seed)
         self.budget = batch_for(self.model)
         self.cache = PromptCache(room_for(self.model, cache_gb))
         self.memory: dict[tuple, np.ndarray] = {}  # log-probabilities of valid actions in states already seen
         self.written: dict[tuple[State, str], float] = {}  # log-probabilities of texts
+
+    @property
+    def computed(self) -> int:
+        return self.cache.computed
 
     def read(self, states: Lists, tails: Lists) -> Iterator[Reading]:
         """`PromptCache.read` of the model's logits."""
@@ -66,11 +72,6 @@ class FastPolicy:
 
         most = min(self.budget, 16_384)  # each with a number for every token of the vocabulary
         return self.cache.read(logits, self.model, most, states, tails)
-
-    def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
-        logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
-        written = iter(self.write([r for r in requests if not r.valid]))
-        return [self.policy.choose(r, next(logprobs)) if r.valid else next(written) for r in requests]
 
     @torch.inference_mode()
     def valid_logprobs(self, requests: list[Sample]) -> list[np.ndarray]:
@@ -132,7 +133,7 @@ class FastPolicy:
     def decode(self, prompts: list[Prompt], requests: list[Sample]) -> list[list[Candidate]]:
         device, room = self.model.device, self.chat.rendering.max_new_tokens
         owner = np.repeat(np.arange(len(requests)), [r.n for r in requests])
-        noise = np.stack([uniforms(room, self.policy.seed, *r.key, k) for r in requests for k in range(r.n)])
+        noise = np.stack([uniforms(room, self.seed, *r.key, k) for r in requests for k in range(r.n)])
         noise = torch.from_numpy(noise).to(device)
         heat = torch.tensor([float(requests[i].temperature) for i in owner], device=device)
         cache, seen, logits = self.prefill(prompts)
@@ -150,11 +151,11 @@ class FastPolicy:
         alive = np.arange(len(owner))  # which candidate each row of the batch is
         for step in range(room):
             at = torch.from_numpy(alive).to(device)
-            tokens, logp = self.policy.draw(logits, heat[at], noise[at, step])
+            tokens, logp = self.draw(logits, heat[at], noise[at, step])
             total[at] += logp
             for row, token in zip(alive, tokens.tolist(), strict=True):  # the one wait for the device in a step
                 written[row].append(token)
-            going = [i for i, row in enumerate(alive) if not self.policy.ended(written[row])]
+            going = [i for i, row in enumerate(alive) if not self.ended(written[row])]
             if not going or step == room - 1:
                 break
             if len(going) < len(alive):

@@ -1,4 +1,13 @@
-"""The (s, a) pairs of a tree, and how they go through QNet at the cost of their unique tokens (why: train_qnet.py)."""
+"""The (s, a) pairs of a tree, and how they go through QNet at the cost of their unique tokens.
+
+The pairs of a tree begin alike, so the backbone reads a *pack*, a tree or a part of one, as one sequence in which each
+shared token stands once. If n_i tokens of pair i carry the loss, each has the weight w_i = 1/n_i there. A token of
+value v that several pairs i share adds
+
+    sum_i w_i (v - q_i)^2 = w v^2 - 2 v sum_i w_i q_i + constant,    w = sum_i w_i.
+
+So w and sum_i w_i q_i of each token give the loss and the gradients of the pairs one by one.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +83,7 @@ def packed_loss(qnet: Any, packs: Sequence[PackedPairs], rank_weight: float = 0.
         weight[row, -len(p.tree) :] = torch.from_numpy(p.weight)
         weighted_q[row, -len(p.tree) :] = torch.from_numpy(p.weighted_q)
     at = weight > 0
-    v = qnet(at=at.to(qnet.backbone.device), **inputs, use_cache=False).float()
+    v = qnet(at.to(qnet.backbone.device), **inputs, use_cache=False).float()
     w, wq = weight[at].to(v.device), weighted_q[at].to(v.device)
     # sum_i w_i (v - q_i)^2 = W v^2 - 2 v sum_i w_i q_i + sum_i w_i q_i^2, the last of which sums to sum_i q_i^2
     loss = (w * v.square() - 2 * wq * v).sum() + sum(sum(pair.q * pair.q for pair in p.pairs) for p in packs)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import torch
 
+from qlass import UserError
 from qlass.batching import Score
 from qlass.fast.cache import PromptCache, batch_for, room_for, tokens_of
 from qlass.messages import State
 
 
+def finite(scores: list[list[float]]) -> list[list[float]]:
+    """These scores. UserError for what no argmax may be taken of."""
+    if not all(map(math.isfinite, itertools.chain(*scores))):
+        raise UserError("QNet's values are not finite, so its training has diverged")
+    return scores
+
+
 class FastQNet:
-    """The same values as `QNet.q`. It remembers what it has read, so a QNet makes a new one when its weights change."""
+    """The same scores as `QNet.score`. It remembers what it has read: when the weights change, make a new one."""
 
     def __init__(self, qnet: Any, cache_gb: float | None = None) -> None:
         """cache_gb: room for read prompts (`room_for`)."""
-        self.qnet, self.budget = qnet, batch_for(qnet.backbone)
+        self.qnet, self.budget = qnet.eval(), batch_for(qnet.backbone)
         self.cache = PromptCache(room_for(qnet.backbone, cache_gb))
         self.memory: dict[tuple[State, str], float] = {}
 
@@ -30,11 +40,13 @@ class FastQNet:
         states = list(fresh)
         prompts, tails = tokens_of(self.qnet.chat, fresh)
 
-        def values(inputs: dict, columns: torch.Tensor) -> torch.Tensor:
-            return self.qnet(at=(slice(None), columns), **inputs).float()
+        def values(inputs: dict, columns: torch.Tensor) -> torch.Tensor:  # (B, len(columns))
+            where = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
+            where[:, columns] = True
+            return self.qnet(where, **inputs).view(len(where), -1).float()
 
         for n, out, _, paths in self.cache.read(values, self.qnet.backbone, self.budget, prompts, tails):
             v = out.cpu().numpy()
             for action, at in zip(fresh[states[n]], paths, strict=True):
                 self.memory[states[n], action] = float(v[at[-1]])
-        return [[self.memory[r.state, action] for action in r.actions] for r in requests]
+        return finite([[self.memory[r.state, action] for action in r.actions] for r in requests])

@@ -1,0 +1,72 @@
+"""The agent that the flags of a stage name: its checkpoint, its engine, and how it is prompted."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from qlass.chat import Rendering
+from qlass.fast.decode import FastPolicy
+from qlass.files import warn
+from qlass.models import load_chat, load_checkpoint
+from qlass.policy import Policy
+from qlass.server import ServerPolicy
+
+PROMPTED = ("max_new_tokens", "truncate")  # what a prompt depends on, for agent and QNet alike
+RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all that has a flag
+
+
+def rendering_of(folder: Path, args: Any, names: Sequence[str] = RENDERED) -> Rendering:
+    """A checkpoint's rendering, but for what the flags of these names say."""
+    flags = {name: value for name, value in vars(args).items() if name in names}
+    given = {name: value for name, value in flags.items() if value is not None}
+    return dataclasses.replace(Rendering.load(folder), **given)
+
+
+def begin_as_cloned(env: Any, rendering: Rendering, args: argparse.Namespace) -> None:
+    """Let the environment begin with the messages that the agent was cloned with.
+
+    An option `instruction` of the environment overrides its part.
+    """
+    env.system = env.system if rendering.system is None else rendering.system
+    env.agreement = rendering.agreement or env.agreement
+    if rendering.instruction in (None, env.instruction):
+        return
+    if any(option.startswith("instruction=") for option in args.env_option):
+        problem = "was cloned with another instruction than --env-option names"
+        warn(f"{args.sft} {problem}")
+    else:
+        env.instruct(rendering.instruction)
+
+
+def load_policy(
+    path: str | Path, seed: int = 0, cache_gb: float | None = None, **how: Any
+) -> Policy:
+    """The agent in a checkpoint; how: of `load_checkpoint`. cache_gb: for prompts it has read."""
+    model, chat = load_checkpoint(path, AutoModelForCausalLM, **how)
+    return (
+        Policy(model, chat, seed) if how.get("plain") else FastPolicy(model, chat, seed, cache_gb)
+    )
+
+
+def load_agent(args: argparse.Namespace, env: Any = None) -> Any:
+    """The agent that the flags describe, which is to play `env`; with --server only its tokenizer
+    is here."""
+    how = loading(args.sft, args)
+    if env:
+        begin_as_cloned(env, how["rendering"], args)
+    if args.server:
+        chat = load_chat(args.sft, how["rendering"])
+        return ServerPolicy(args.server, chat, args.seed, args.in_flight or 64)
+    return load_policy(args.sft, args.seed, args.cache_gb, **how)
+
+
+def loading(folder: Path, args: Any, names: Sequence[str] = RENDERED) -> dict[str, Any]:
+    """What `load_checkpoint` takes of the flags; names: as of `rendering_of`."""
+    how = {name: getattr(args, name) for name in ("device", "load_in", "plain", "precision")}
+    return how | {"rendering": rendering_of(folder, args, names)}

@@ -1,0 +1,373 @@
+"""A run folder: what its stages share, what an output is made by, and how a stopped stage resumes.
+
+    RUN/run.json            environment, options, content of data files, seed: of the first stage
+    RUN/trees.jsonl         an output
+    RUN/trees.meta.json     its recipe: the flags and inputs that its bytes depend on; and figures
+    RUN/trees.jsonl.parts/  what is done of an unfinished output, a file per process
+
+Three rules do all the work:
+
+1. An output gets its name by one rename. To be there is to be complete.
+2. The same recipe gives the same bytes. A call with the recipe of an unfinished output resumes it,
+   and a call with another recipe is refused.
+3. A group of lines (a tree, a result) depends on the recipe and on its own key alone. So whichever
+   process makes it, and however often, it is the same group.
+
+Standard library and filelock only, so that bellman.py starts at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from qlass import UserError, files
+from qlass.files import share
+from qlass.flags import Parser
+
+SHARED = ("env", "env_option", "env_files", "seed")  # what run.json holds
+NOT_IN_RECIPE = {"argv", "free", "run", "out", "overwrite", "debug"}  # nor are free flags
+PACKAGES = ("torch", "transformers", "numpy", "gymnasium", "scienceworld", "textworld")
+
+# ---------------------------------------------------------------------------------------- the run
+
+
+def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argparse.Namespace:
+    """The flags of a stage; those of SHARED that are left out are the run's.
+
+    A new run has those of the run in which --sft or --trees lies. Another environment than the
+    run's is refused, but a `search` only warns of it.
+    """
+    first, _ = parser.parse_known_args(argv)
+    source = vars(first).get("sft") or vars(first).get("trees")
+    home = run_of(source.absolute().parent) if source else {}
+    env = first.env or home.get("env", "webshop")
+    run = first.run or Path("runs") / env.rpartition(":")[2].lower()
+    begun = run_of(run)
+    shared = {"env": env, "env_option": [], "seed": 0, "env_files": None}
+    if begun or env == home.get("env"):
+        shared = begun or home
+    parser.set_defaults(run=run, **shared)
+    args = parser.parse_args(argv)
+    args.argv, args.free = sys.argv[1:] if argv is None else list(argv), parser.free_names
+    args.env_option = sorted({text.partition("=")[0]: text for text in args.env_option}.values())
+    for folder, settings in ((run, begun), (source, home)):
+        if settings and world(settings) != world(vars(args)):
+            args.env_files = None
+            reason = f"{folder} is of {world(settings)}, not of {world(vars(args))}"
+            if settings is begun and not search:
+                raise UserError(f"{reason}: leave the flags out, or name another --run")
+            files.warn(reason)
+    return args
+
+
+def run_of(folder: Path) -> dict[str, Any]:
+    file = folder / "run.json"
+    return files.read_object(file) if file.exists() else {}
+
+
+def world(settings: dict[str, Any]) -> str:
+    """The environment and its options as flags."""
+    options = [["--env-option", text] for text in settings.get("env_option", [])]
+    return shlex.join(["--env", settings["env"], *itertools.chain(*options)])
+
+
+def same_world(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether recipes are of one environment, with one set of options and of files."""
+    return all(a.get(name) == b.get(name) for name in ("env", "env_option", "env_files"))
+
+
+def need(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
+    """A stage's input: what was named, else the earlier stage's output, made or resumed first."""
+    path = named or default
+    if not path.exists():
+        if named:
+            raise UserError(f"{named}: no such file or folder")
+        make(path, stage, args)
+    for product, source in outdated(path):
+        files.warn(f"{product} was made from another {source} than there is now: make it again")
+    return path
+
+
+def make(output: Path, stage: str, args: argparse.Namespace) -> None:
+    """Run an earlier stage with the flags that all stages share."""
+    argv = handed_on(args)
+    command = f"python {stage}.py {shlex.join(argv)}"
+    agent = None if stage == "sft" else vars(args).get("sft")
+    if share()[1] > 1 or (agent and agent.resolve() != (args.run / "sft").resolve()):
+        reason = "make it first, by one process and from the --sft that is meant"
+        raise UserError(f"{output}: missing or not complete: {reason}: {command}")
+    print(f"{output} is missing or not complete: making it with {command}", flush=True)
+    importlib.import_module(stage).main(argv)
+    args.env_files = args.env_files or run_of(args.run).get("env_files")
+
+
+def handed_on(args: argparse.Namespace) -> list[str]:
+    """The flags that all stages of a run share; the environment's only of a new run."""
+    argv = [] if run_of(args.run) else shlex.split(world(vars(args)))
+    for name in ("run", "seed", "device", "precision"):
+        value = vars(args).get(name)
+        argv += [] if value is None else [f"--{name}", str(value)]
+    return argv
+
+
+# ------------------------------------------------------------------------------------- the recipe
+
+
+def meta_path(output: Path) -> Path:
+    """trees.jsonl -> trees.meta.json; a checkpoint folder sft -> sft.meta.json."""
+    return output.with_name(output.name.removesuffix(".jsonl") + ".meta.json")
+
+
+def meta_of(output: Path) -> dict[str, Any]:
+    path = meta_path(output)
+    return {"recipe": {}, "inputs": {}, "argv": []} | (
+        files.read_object(path) if path.exists() else {}
+    )
+
+
+Inputs = dict[str, Path | None]  # by the flags that name them
+
+
+def only(args: argparse.Namespace, *names: str) -> argparse.Namespace:
+    """The arguments of an output that depends on few of them: all others are free."""
+    return argparse.Namespace(**vars(args) | {"free": [n for n in vars(args) if n not in names]})
+
+
+def claim(output: Path, args: argparse.Namespace, inputs: Inputs) -> dict[str, Any]:
+    """Begin an output, or resume it. Returns its recipe: all flags but the free ones, and the
+    content of the inputs. UserError if it was begun with another one."""
+    left_out = {*NOT_IN_RECIPE, *args.free, *inputs}
+    recipe = {name: value for name, value in vars(args).items() if name not in left_out}
+    recipe |= {name: files.sha256(path) for name, path in inputs.items() if path and path.exists()}
+    recipe = json.loads(json.dumps(recipe, default=str))
+    if args.overwrite:
+        for old in (meta_path(output), output, parts_of(output), states_of(output)):
+            files.discard(old)
+    begun = meta_of(output)["recipe"]
+    if not begun:
+        if output.exists():
+            reason = "not of this command, which leaves a .meta.json beside it"
+            raise UserError(f"{output}: {reason}: move it, or name it as an input")
+        return recipe
+    differences = []
+    for name in {**begun, **recipe}:
+        before, now = begun.get(name), recipe.get(name)
+        if before != now and (name in begun or name not in inputs):  # a new input is welcome
+            other = "which has changed or is another"
+            text = f"{inputs[name]}, {other}" if name in inputs else f"{before}, not {now}"
+            differences.append(f"--{name.replace('_', '-')} {text}")
+    if differences:
+        way_out = "--overwrite starts again, another --out or --run keeps both"
+        raise UserError(f"{output} was begun with {'; '.join(differences)}: {way_out}")
+    return recipe
+
+
+def write_meta(
+    output: Path, args: argparse.Namespace, recipe: dict, inputs: Inputs, **figures: Any
+) -> None:
+    """Inputs are named relative to the output, so that a run may be moved."""
+    record = {
+        "recipe": recipe,
+        "inputs": {n: os.path.relpath(path, output.parent) for n, path in inputs.items() if path},
+        "argv": args.argv,
+        "versions": {name: version(name) for name in PACKAGES if find_spec(name)},
+        **figures,
+    }
+    with files.replacing(meta_path(output)) as out:
+        json.dump(record, out, indent=1, ensure_ascii=False)
+    if args.env_files is not None and not run_of(args.run):  # an environment was opened
+        with files.replacing(args.run / "run.json") as out:
+            json.dump({name: getattr(args, name) for name in SHARED}, out, indent=1)
+
+
+def input_of(output: Path, name: str) -> Path | None:
+    """Where an input of an output is; None: there was none, or it is gone."""
+    path = meta_of(output)["inputs"].get(name)
+    place = output.parent / (path or output.name)  # metadata may have been moved to their own input
+    return place if place.exists() and place.resolve() != output.resolve() else None
+
+
+def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
+    """(what was made, what it was made from and has changed since), of all that it is made of."""
+    meta = meta_of(output)
+    for name in meta["inputs"]:
+        source = input_of(output, name)
+        if source:
+            if files.sha256(source) != meta["recipe"].get(name):
+                yield output, source
+            yield from outdated(source)
+
+
+# ------------------------------------------------------------------------ outputs of several parts
+
+
+def my_share(tasks: list[str]) -> list[str]:
+    """The tasks of this process: from the RANK-th on, every WORLD_SIZE-th."""
+    rank, n = share()
+    if not tasks:
+        raise UserError("no tasks are left: mind --split, --skip and --limit")
+    if not 0 <= rank < n <= len(tasks):
+        raise UserError(f"RANK {rank}, WORLD_SIZE {n}: no share of {len(tasks)} tasks")
+    return tasks[rank::n]
+
+
+def parts_of(output: Path) -> Path:
+    return output.with_name(output.name + ".parts")
+
+
+def states_of(checkpoint: Path) -> Path:
+    """The folder of an unfinished training's states."""
+    return checkpoint.with_name(checkpoint.name + ".partial")
+
+
+class Output:
+    """A JSONL file made group by group, by one process or several; a group is a tree or a line.
+
+    key: what a group is about, the same for all of its lines. records: what need not be made again.
+    alone: this process writes all of it, although it has others beside it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        args: argparse.Namespace,
+        key: Callable[[dict], Any],
+        alone: bool = False,
+        **inputs: Any,
+    ) -> None:
+        rank, n = (0, 1) if alone else share()
+        if path.is_dir() or (args.overwrite and n > 1):
+            raise UserError(f"{path}: a folder, or several processes with --overwrite: delete it")
+        self.path, self.args, self.key, self.inputs = path, args, key, inputs
+        self.part = parts_of(path) / f"{rank}-of-{n}.jsonl"
+        self.lock = contextlib.ExitStack()
+        self.lock.enter_context(files.locked(self.part if n > 1 else path))
+        self.recipe = claim(path, args, inputs)
+        self.started = time.time()
+        self.records = self.read()
+
+    def read(self) -> list[dict]:
+        """All groups that are done, each once, whoever made them."""
+        groups: dict[Any, list[dict]] = {}
+        if self.path.exists():
+            for key, lines in itertools.groupby(files.read_jsonl(self.path), self.key):
+                groups[key] = list(lines)
+        for part in sorted(parts_of(self.path).glob("*.jsonl")):
+            for line in part.read_bytes().splitlines(keepends=True):
+                if line.endswith(b"\n"):  # else its writer was stopped
+                    group = files.parse_json(line, str(part))
+                    groups.setdefault(self.key(group[0]), group)
+        return list(itertools.chain(*groups.values()))
+
+    def missing(self, keys: Iterable[Any]) -> list[Any]:
+        """Which of these groups are still to be made."""
+        done = set(map(self.key, self.records))
+        return [key for key in keys if key not in done]
+
+    def grow(self, groups: Iterable[list[dict]], title: str, total: int, done: int = 0) -> None:
+        """Write groups as they come, each as one line of this process's part."""
+        from tqdm import tqdm
+
+        if meta_of(self.path)["recipe"] != self.recipe:
+            write_meta(self.path, self.args, self.recipe, self.inputs)
+        self.part.parent.mkdir(exist_ok=True)
+        with open(self.part, "a", encoding="utf-8") as out:
+            out.truncate(self.part.read_bytes().rfind(b"\n") + 1)  # what a stop cut
+            every = 0.1 if sys.stderr.isatty() else 30  # seconds
+            for group in tqdm(groups, title, total, initial=done, mininterval=every):
+                out.write(files.dumps(group))
+                out.flush()
+
+    def finish(self, plan: Sequence[Any], **figures: Any) -> None:
+        """Give the output its name, once all that is planned is done, by whichever process."""
+        self.records = self.read()
+        place = {key: i for i, key in enumerate(plan)}
+        if missing := self.missing(place):
+            print(f"{self.path}: {len(missing)} of {len(place)} are left to other processes")
+        elif parts_of(self.path).exists() or not self.path.exists():
+            self.records.sort(key=lambda record: place.get(self.key(record), -1))
+            files.write_jsonl(self.path, self.records)
+            seconds = time.time() - self.started
+            write_meta(self.path, self.args, self.recipe, self.inputs, seconds=seconds, **figures)
+            shutil.rmtree(parts_of(self.path), ignore_errors=True)
+        self.lock.close()
+
+
+# ------------------------------------------------------------------------------------------- trees
+
+NODE = ("task_id", "node_id", "parent_id", "action", "observation", "reward")
+
+
+def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[dict]]:
+    """The trees of a file, each as its list of nodes, the root first.
+
+    required: fields of a node besides NODE; "messages" of the root alone.
+    """
+    path = Path(path)
+    if not path.exists() and parts_of(path).exists():
+        raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
+    for task, lines in itertools.groupby(
+        files.records_of(path), lambda line: line[1].get("task_id")
+    ):
+        tree: list[dict] = []
+        names = {None}
+        for where, node in lines:
+            fields = {*NODE, *required} - ({"messages"} if tree else set())
+            if missing := sorted(fields - node.keys()):
+                raise UserError(f"{where}: no {missing[0]}; is this a file of trees?")
+            for name in {"reward", "q", "q_raw"} & node.keys():
+                if not isinstance(node[name], int | float):
+                    raise UserError(f"{where}: {name} can't be {node[name]!r:.40}")
+            if node["parent_id"] not in names or node["node_id"] in names:
+                raise UserError(f"{where}: node {node['node_id']} is before its parent, or twice")
+            names.discard(None)  # the root's parent
+            names.add(node["node_id"])
+            tree.append(node)
+        if len(tree) != tree[0].get("nodes", len(tree)):
+            raise UserError(
+                f"{path}: the tree of task {task} is cut, or there twice: make it again"
+            )
+        yield tree
+
+
+# ----------------------------------------------------------------------------------------- running
+
+
+def run_stage(main: Callable[[], Any]) -> None:
+    """A script's last line: mistakes in one line with exit code 2, Ctrl-C without a traceback."""
+    try:
+        return main()
+    except (UserError, OSError, ModuleNotFoundError, RuntimeError) as error:
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:
+            text = f"{error.filename}: {error.strerror}"
+        elif isinstance(error, ModuleNotFoundError):
+            text += ": pip install it"
+        elif re.search("out of memory|allocate memory", text):  # torch's, of a GPU or a CPU
+            fewer = "fewer --micro-tokens, --in-flight or --cache-gb"
+            text = f"out of memory: give --gradient-checkpointing, --lora 16, {fewer}"
+        elif not isinstance(error, UserError | OSError):
+            raise
+        if "--debug" in sys.argv:
+            raise
+        text, code = f"error: {text}", 2
+    except KeyboardInterrupt:
+        text = "\nstopped; the same command, without --overwrite, resumes from what is written"
+        code = 130
+    print(text, file=sys.stderr)
+    sys.exit(code)
