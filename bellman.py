@@ -47,18 +47,18 @@ def q_values(tree: list[dict], gamma: float) -> list[float]:
 def average_rewards(tree: list[dict], gamma: float) -> list[float]:
     """The mean of the final rewards below a node (Math-Shepherd's soft estimate, Section 5.2)."""
     children = children_of(tree)
-    total = [node["reward"] for node in tree]
-    leaves = [1] * len(tree)
+    total = [node.get("cut", node["reward"]) for node in tree]
+    leaves = [int("cut" in node or not below) for node, below in zip(tree, children, strict=True)]
     for i in reversed(range(len(tree))):
-        if children[i]:
-            total[i] += sum(total[child] for child in children[i])
-            leaves[i] = sum(leaves[child] for child in children[i])
+        total[i] += sum(total[child] for child in children[i])
+        leaves[i] += sum(leaves[child] for child in children[i])
     return [rewards / n for rewards, n in zip(total, leaves, strict=True)]
 
 
 def branch_rewards(tree: list[dict], gamma: float) -> list[float]:
     """The final reward of the branch that made the node; 0 if it ended in an old leaf."""
-    final = {node["branch"]: node["reward"] for node in tree if node["done"]}
+    ends = [node for node in tree if node["done"] or "cut" in node]
+    final = {node["branch"]: node.get("cut", node["reward"]) for node in ends}
     rewards = [final.get(node["branch"], 0.0) for node in tree[1:]]
     return [min(rewards, default=0.0), *rewards]  # the root does not change the scale
 

@@ -60,7 +60,7 @@ class Node:
     action: str | None = None
     reward: float = 0.0
     done: bool = False
-    cut: bool = False  # done by the agent's step limit, not by the environment
+    cut: float | None = None  # its reward, if the agent's step limit ended an episode here
     source: str = "root"  # who acted first: "policy" or "expert"
     branch: int = 0  # number of the trajectory that created the node
     expert: bool = False  # the demonstration passes here
@@ -163,13 +163,13 @@ class Explorer:
         node = root
         branch = [root]
         for action in actions or expert:
-            if node.cut:  # the demonstration goes on where the agent had to stop
-                node.reward, node.done, node.cut = 0.0, False, False
+            if node.cut is not None:  # the demonstration goes on where the agent had to stop
+                node.reward, node.done = 0.0, False
             node = self.step(node, action, "expert")
             node.expert = True
             self.env.restore(node.snapshot)
             branch.append(node)
-            if node.done and not node.cut:
+            if node.done and node.cut is None:
                 break
         self.env.max_steps = limit
         return branch
@@ -184,8 +184,8 @@ class Explorer:
         child = Node(state, state.observation, snapshot, depth, node, action, reward, done)
         child.source, child.branch = source, self.branches
         if source == "policy" and child.depth == self.max_steps and not child.done:
-            child.done, child.cut = True, True
-            child.reward = self.env.outcome(self.env.reward_if_cut(), done=True)
+            child.done = True
+            child.reward = child.cut = self.env.outcome(self.env.reward_if_cut(), done=True)
         node.children[key] = child
         return child
 
@@ -207,6 +207,8 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
     for i, node in enumerate(nodes):
         record = {"task_id": task_id, "node_id": i, "parent_id": number.get(node.parent)}
         records.append(record | {name: getattr(node, name) for name in SAVED})
+        if node.cut is not None and not node.done:  # a leaf of the agent's, which the expert passed
+            records[-1]["cut"] = node.cut
     records[0] |= {"env": env.name, "task": root.state.task}
     records[0] |= {"messages": root.state.dump(), "nodes": len(nodes)}
     return records
@@ -223,7 +225,8 @@ def metrics(records: list[dict], demonstrations: dict[str, Demonstration]) -> di
 
     failed_demonstrations: those that earned 0, or not what is recorded of them.
     """
-    rewards = [node["reward"] for node in records if node["done"] and node["source"] == "policy"]
+    leaves = [n for n in records if (n["done"] or "cut" in n) and n["source"] == "policy"]
+    rewards = [node.get("cut", node["reward"]) for node in leaves]
     begins = {n["task_id"]: n["observation"].strip() for n in records if n["parent_id"] is None}
     ends = {n["task_id"]: n["reward"] for n in records if n["expert"]}  # the last node counts
     failed = 0

@@ -112,7 +112,10 @@ def digest(*files: tuple[Path, int, int]) -> str:
 
 def share() -> tuple[int, int]:
     """RANK and WORLD_SIZE, as torchrun, Accelerate and job arrays set them; alone 0 and 1."""
-    return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+    try:
+        return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+    except ValueError as error:
+        raise UserError(f"RANK and WORLD_SIZE number processes, but: {error}") from None
 
 
 @contextlib.contextmanager

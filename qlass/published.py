@@ -28,7 +28,7 @@ CALLS = ("tool_calls", "function_call")  # fields of a turn that acts, but not b
 RECORD = {"messages", "conversations", "system", "task_id", "id", "game_file", "task"}
 RECORD |= {"reward", "env", "source"}  # fields of a trajectory that are read
 LAYOUT = "(data/README.md shows the layout)"
-AGREEMENT = re.compile(r"\s*(ok|okay|sure|understood)\b", re.IGNORECASE)
+AGREEMENT = r"\W*(ok|okay|sure|yes|understood|i understand|i will|got it|certainly|all ?right)\b"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,10 @@ class Demonstration:
         first, *later = [text for role, text in messages if role == "assistant"]
         if "Action:" in first or [role for role, _ in messages].count("user") < 2:
             return 0
-        return int(bool(AGREEMENT.match(first)) or any("Action:" in text for text in later))
+        return int(
+            bool(re.match(AGREEMENT, first, re.IGNORECASE))
+            or any("Action:" in text for text in later)
+        )
 
     @property
     def actions(self) -> list[str]:

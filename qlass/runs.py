@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import itertools
 import json
 import os
@@ -350,6 +351,8 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
 
 def run_stage(main: Callable[[], Any]) -> None:
     """A script's last line: mistakes in one line with exit code 2, Ctrl-C without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a console may have no "█"
     try:
         return main()
     except (UserError, OSError, ModuleNotFoundError, RuntimeError) as error:
@@ -358,6 +361,8 @@ def run_stage(main: Callable[[], Any]) -> None:
             text = f"{error.filename}: {error.strerror}"
         elif isinstance(error, ModuleNotFoundError):
             text += ": pip install it"
+        elif "failed writing file" in text:  # torch's
+            text = "a file can't be written: is the disk full?"
         elif re.search("out of memory|allocate memory", text):  # torch's, of a GPU or a CPU
             fewer = "fewer --micro-tokens, --in-flight or --cache-gb"
             text = f"out of memory: give --gradient-checkpointing, --lora 16, {fewer}"

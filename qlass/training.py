@@ -27,6 +27,8 @@ from tqdm import tqdm
 from qlass import UserError, files, models, runs
 
 T = TypeVar("T")
+LAUNCHER = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"]
+PLUGINS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
 
 # ----------------------------------------------------------------------------- the order of updates
 
@@ -77,6 +79,12 @@ def processes(args: Namespace) -> Iterator[accelerate.PartialState]:
     if n > 1 and "MASTER_ADDR" not in os.environ:  # as in a job array
         reason = "WORLD_SIZE is set, but the processes see no others"
         raise UserError(f"{reason}: start them by torchrun, or unset it")
+    for name in () if n > 1 else LAUNCHER:  # alone, whatever a launcher has left in the shell
+        os.environ.pop(name, None)
+    for name in PLUGINS:
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            reason = "each process holds the whole model here"
+            raise UserError(f"ACCELERATE_USE_{name}: {reason}: leave that plugin of Accelerate out")
     cpu = not torch.cuda.is_available() or (args.device or "").startswith("cpu")
     patience = datetime.timedelta(days=2)  # for as long as the first plays demonstrations
     process = accelerate.PartialState(cpu=cpu, timeout=patience)
