@@ -25,6 +25,7 @@ import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -310,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
     tokens = None  # unknown if an earlier call or another process made some of the trees
     if todo:
         agent = load_agent(args, env)
-        growing = (grow(env, agent, demonstrations, args, task_id) for task_id in todo)
+        growing = map(partial(grow, env, agent, demonstrations, args), todo)
         groups = drive(growing, {Sample: agent.sample}, args.in_flight or env.side_by_side)
         trees.grow(groups, "trees", len(share), len(share) - len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None

@@ -32,19 +32,19 @@ class Policy:
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         """a ~ pi(a | s), n times for each request."""
         logprobs = iter(self.valid_logprobs([r for r in requests if r.valid]))
-        written = iter(self.write([r for r in requests if not r.valid]))
+        written = iter(self.texts([r for r in requests if not r.valid]))
         answers = [self.choose(r, next(logprobs)) if r.valid else next(written) for r in requests]
         self.check(candidate.logprob for candidate in itertools.chain(*answers))
         return answers
 
     # ------------------------------------------------------------------------------- free text
 
-    def write(self, requests: list[Sample]) -> list[list[Candidate]]:
+    def texts(self, requests: list[Sample]) -> list[list[Candidate]]:
         """n candidates in free text for each request."""
-        return [[self.write_one(r, k) for k in range(r.n)] for r in requests]
+        return [[self.text(r, k) for k in range(r.n)] for r in requests]
 
     @torch.inference_mode()
-    def write_one(self, request: Sample, k: int) -> Candidate:
+    def text(self, request: Sample, k: int) -> Candidate:
         """Candidate k, token by token until its turn ends, each drawn by a random number."""
         device = self.model.device
         noise = uniforms(self.chat.rendering.max_new_tokens, self.seed, *request.key, k)

@@ -20,7 +20,7 @@ from typing import Any
 from qlass import UserError
 from qlass.files import records_of, warn
 from qlass.messages import State, without_thinking
-from qlass.runs import input_of, meta_of, same_world
+from qlass.runs import cloned_from, meta_of, same_world
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
 TURN = {"role", "content", "from", "value"}  # fields of a turn
@@ -186,17 +186,6 @@ def learned_tasks(
         same = same_world(meta["recipe"], vars(args))
         ids.update((same and meta.get("tasks")) or [None])
     return None if None in ids else sorted(map(str, ids))
-
-
-def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
-    """The demonstrations that a checkpoint, or the one it was trained from, was cloned from.
-
-    Their file (None: there is none), and how many of them were given (None: all).
-    """
-    checkpoint = checkpoint.absolute()
-    if start := input_of(checkpoint, "sft"):
-        return cloned_from(start)
-    return input_of(checkpoint, "expert"), meta_of(checkpoint)["recipe"].get("n_expert")
 
 
 def by_task(expert: list[Demonstration], env: Any) -> dict[str, Demonstration]:

@@ -136,9 +136,7 @@ def meta_path(output: Path) -> Path:
 
 def meta_of(output: Path) -> dict[str, Any]:
     path = meta_path(output)
-    return {"recipe": {}, "inputs": {}, "argv": []} | (
-        files.read_object(path) if path.exists() else {}
-    )
+    return {"recipe": {}, "inputs": {}} | (files.read_object(path) if path.exists() else {})
 
 
 Inputs = dict[str, Path | None]  # by the flags that name them
@@ -156,19 +154,18 @@ def claim(output: Path, args: argparse.Namespace, inputs: Inputs) -> dict[str, A
     recipe = {name: value for name, value in vars(args).items() if name not in left_out}
     recipe |= {name: files.sha256(path) for name, path in inputs.items() if path and path.exists()}
     recipe = json.loads(json.dumps(recipe, default=str))
+    begun = meta_of(output)["recipe"]
     if args.overwrite:
         for old in (meta_path(output), output, parts_of(output), states_of(output)):
             files.discard(old)
-    begun = meta_of(output)["recipe"]
-    if not begun:
-        if output.exists():
-            reason = "not of this command, which leaves a .meta.json beside it"
-            raise UserError(f"{output}: {reason}: move it, or name it as an input")
         return recipe
+    if not begun and output.exists():
+        reason = "not of this command, which leaves a .meta.json beside it"
+        raise UserError(f"{output}: {reason}: move it, or name it as an input")
     differences = []
     for name in {**begun, **recipe}:
         before, now = begun.get(name), recipe.get(name)
-        if before != now and (name in begun or name not in inputs):  # a new input is welcome
+        if begun and before != now and (before or name not in inputs):  # a new input is welcome
             other = "which has changed or is another"
             text = f"{inputs[name]}, {other}" if name in inputs else f"{before}, not {now}"
             differences.append(f"--{name.replace('_', '-')} {text}")
@@ -203,15 +200,25 @@ def input_of(output: Path, name: str) -> Path | None:
     return place if place.exists() and place.resolve() != output.resolve() else None
 
 
+def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
+    """The demonstrations that a checkpoint, or the one it was trained from, was cloned from.
+
+    Their file (None: there is none), and how many of them were given (None: all).
+    """
+    checkpoint = checkpoint.absolute()
+    if start := input_of(checkpoint, "sft"):
+        return cloned_from(start)
+    return input_of(checkpoint, "expert"), meta_of(checkpoint)["recipe"].get("n_expert")
+
+
 def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
     """(what was made, what it was made from and has changed since), of all that it is made of."""
     meta = meta_of(output)
     for name in meta["inputs"]:
-        source = input_of(output, name)
-        if source:
+        if source := input_of(output, name):
+            yield from outdated(source)
             if files.sha256(source) != meta["recipe"].get(name):
                 yield output, source
-            yield from outdated(source)
 
 
 # ------------------------------------------------------------------------ outputs of several parts

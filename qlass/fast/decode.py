@@ -118,7 +118,7 @@ class FastPolicy(Policy):
                 self.written[states[n], action] = float(value)
         return [self.written[pair] for pair in pairs]
 
-    def write(self, requests: list[Sample]) -> list[list[Candidate]]:
+    def texts(self, requests: list[Sample]) -> list[list[Candidate]]:
         answers: dict[int, list[Candidate]] = {}
         self.cache.round += 1
         prompts = [self.cache.prompt(self.chat.prompt_tokens(r.state)) for r in requests]

@@ -1,9 +1,8 @@
 # Sourced by the other scripts: the paper's hyper-parameters (Table 5, App. A.2) in our flags, and where its data is.
 #
-# By default LoRA, where the paper trains all weights: Llama-2-7B takes 20 GB of one GPU, 13B 34 GB. All weights, divided
-# among eight GPUs by Accelerate's FSDP (16 bytes a weight in all, activations on top; docs/scale.md):
-#   TRAIN="accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8" FITS=--gradient-checkpointing \
-#     bash runs/paper/webshop.sh
+# By default LoRA, where the paper trains all weights: Llama-2-7B takes 20 GB of a GPU, 13B 34 GB. All weights of 7B on
+# eight GPUs of 80 GB, each of which holds the whole model (docs/scale.md):
+#   TRAIN="accelerate launch --num_processes 8" FITS="--gradient-checkpointing --optim adamw8bit" bash runs/paper/webshop.sh
 # A stopped script resumes when it is run again. SEED=1 makes a run folder of its own.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python}
