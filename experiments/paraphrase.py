@@ -14,14 +14,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from q_search import Step
+from qlass import UserError
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat
-from qlass.endpoint import Endpoint
 from qlass.messages import State
 from qlass.results import environment_tokens
+from qlass.server import Server
 
 Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording
 
+ROOM = 200  # tokens of a wording
 PROMPT = (
     "Say the following shopping request in other words. Keep all that it asks for: the product, its attributes, each "
     "option with its value, numbers, units and the price limit. Answer with the new request alone, in one line.\n\n"
@@ -63,13 +65,15 @@ class Paraphrased:
 
 def by_server(url: str) -> Reworder:
     """Wordings by an OpenAI-compatible chat server; where an answer is empty, the task's own."""
-    server = Endpoint(url, "--paraphrase-server")
+    server = Server(url, "--paraphrase-server")
 
     def ask(task: str, index: int) -> str:
         if index == 0:
             return task
-        text = server.chat([("user", PROMPT + task)], temperature=0.7, max_tokens=200, seed=index)
-        return " ".join(text.split()).strip("\"' ") or task
+        reply = server.chat([("user", PROMPT + task)], temperature=0.7, max_tokens=ROOM, seed=index)
+        if reply.cut and not reply.text:
+            raise UserError(f"{server.name}: has not begun after {ROOM} tokens: does it think?")
+        return " ".join(reply.text.split()).strip("\"' ") or task
 
     return ask
 

@@ -19,9 +19,9 @@ from q_search import Method, episode
 from qlass.batching import Score
 from qlass.chat import Chat
 from qlass.cli import run_stage
-from qlass.endpoint import Endpoint
 from qlass.messages import State
 from qlass.results import Results, costs_of, describe
+from qlass.server import Server
 
 ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."
 PLANS = "\nYour plans after attempts at this task that failed:\n"
@@ -66,14 +66,14 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Name
 def main(argv: list[str] | None = None) -> None:
     own, args = arguments(argv)
     env, tasks = q_search.environment(args)
-    ask = Endpoint(args.server).chat if args.server else None
+    ask = Server(args.server).chat if args.server else None
     plan: dict[Method, float | None] = {}  # the value at which it stops, and best-of-N beside it
     for N, stop in product(args.N or [4], own.stop):
         select, value = ("oracle", 1 - 1e-9) if stop == "oracle" else ("q", float(stop))
         plan[Variant("reflexion" if ask else "retry", N=N, select=select, player=f"stop={stop}")] = value
         plan[Method("best_of_n", N=N, select=select)] = None
     chat, models = q_search.load(args, env, with_q=any(method.select == "q" for method in plan))
-    models[Reflect] = lambda requests: [ask(request.state.messages) for request in requests]
+    models[Reflect] = lambda requests: [ask(request.state.messages).text for request in requests]
     sampled: dict = {}
 
     def play(env: envs.TextEnv, task_id: str, method: Method) -> Generator[Any, Any, dict]:

@@ -20,7 +20,6 @@ import json
 import re
 import threading
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ from qlass import UserError
 from qlass.batching import Candidate, Sample
 from qlass.chat import Rendering, any_of
 from qlass.cli import at_least, parse, parser, run_stage
-from qlass.endpoint import Endpoint
 from qlass.messages import State, uniforms
 from qlass.output import Output
 from qlass.results import Results, describe
+from qlass.server import Server, side_by_side
 from sft import demonstrate
 
 
@@ -48,7 +47,7 @@ class Answer(Candidate):
 class ChatAgent:
     """pi(a | s) of a chat model. It asks each question once, whatever stops it in between."""
 
-    def __init__(self, server: Endpoint, env: envs.TextEnv, answers: Path, args: argparse.Namespace) -> None:
+    def __init__(self, server: Server, env: envs.TextEnv, answers: Path, args: argparse.Namespace) -> None:
         self.server, self.env, self.args = server, env.fork(), args
         self.rendering = Rendering(temperature=args.temperature, max_new_tokens=args.max_new_tokens)
         self.front = 3 if env.system else 2  # messages before the first observation
@@ -63,8 +62,19 @@ class ChatAgent:
         for r in requests:  # here: an environment is not for threads
             messages = list(r.state.messages)
             prompts.append(messages[: self.front] + self.examples(r.key[0]) + messages[self.front :])
-        with ThreadPoolExecutor(self.args.in_flight) as pool:
-            return [[answer] for answer in pool.map(self.answer, requests, prompts)]
+        jobs = list(zip(requests, prompts, strict=True))
+        answers = side_by_side(self._answer_or_error, jobs, self.args.in_flight)
+        for error in answers:
+            if isinstance(error, UserError):
+                raise error
+        return [[answer] for answer in answers]
+
+    def _answer_or_error(self, job: tuple) -> Answer | UserError:
+        """The error is for later: first the other answers are in the file."""
+        try:
+            return self.answer(*job)
+        except UserError as error:
+            return error
 
     def _examples(self, task_id: str) -> list[tuple[str, str]]:
         """The turns of demonstrations for a task, of others than its subject."""
@@ -89,8 +99,9 @@ class ChatAgent:
                 if self.asked == self.args.max_requests:
                     raise UserError(f"--max-requests {self.asked} are spent: the same command continues")
                 self.asked += 1
-            text, usage = self.server.reply(messages, timeout=self.args.timeout, **settings)
-            if not usage.get("prompt_tokens"):
+            settings |= settings.pop("extra_body")
+            text, _, usage, _ = self.server.chat(messages, **settings)
+            if not usage["prompt_tokens"]:
                 raise UserError(f"{self.server.name}: its answers do not tell their usage of tokens")
             with self.lock:
                 self.known[name] = {"request": name, "text": text, "usage": usage}
@@ -153,7 +164,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env, tasks = q_search.environment(args)
-    server = Endpoint(args.server)
+    server = Server(args.server, timeout=args.timeout)
     model = re.sub(r"[^\w.-]+", "-", server.model.rpartition("/")[2])
     args.sft = args.qnet = Path(server.model)  # the agent is that model, whatever the run folder has
     args.in_flight = args.in_flight or min(8, env.side_by_side)

@@ -1,22 +1,128 @@
-"""An OpenAI-compatible server (vLLM, SGLang, llama.cpp, `transformers serve`, OpenAI) as an engine.
+"""An OpenAI-compatible server, such as vLLM or SGLang: `--server URL[#MODEL]`.
 
-The server holds the weights; the checkpoint folder named beside it gives tokenizer and rendering.
-Each text has a seed of (run seed, task, node, candidate): a server that honours it gives the same
-answers again.
+The agent's weights are there; the checkpoint folder named beside it gives tokenizer and rendering.
+Each text has a seed of (run seed, task, node, candidate): a server gives the same answers again.
 """
 
-import itertools
-import json
+import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.pool import ThreadPool
+from threading import Lock
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from qlass import UserError
 from qlass.batching import Candidate, LogProb, Sample
 from qlass.chat import Chat, any_of
-from qlass.endpoint import Endpoint, side_by_side
+from qlass.files import parse_json
 from qlass.messages import State, uniforms
 
 ALL = 1 << 30  # top-k of all tokens: 0 for some servers, -1 for others, a large number for each
+TRIES = 80  # after waits of 0.5, 1, 2, 4, 8, 8, ... seconds, or what the server asks for
+ENDS = (None, "", "stop", "length", "eos", "eos_token", "stop_sequence", "end_turn")
+
+
+class Reply(NamedTuple):
+    text: str
+    cut: bool  # by max_tokens
+    usage: dict[str, Any]  # prompt_tokens, completion_tokens (0: not told), and others
+    choice: dict[str, Any]
+
+
+class Server:
+    """The model at http://HOST:PORT/v1, with #MODEL if there are several; $OPENAI_API_KEY."""
+
+    def __init__(self, url: str, flag: str = "--server", timeout: float = 600.0) -> None:
+        import openai
+
+        address, _, self.model = url.partition("#")
+        address = address if "://" in address else f"http://{address}"
+        self.name, self.errors, self.first_retry = f"{flag} {address}", openai.OpenAIError, Lock()
+        local = urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")  # without a proxy
+        http = openai.DefaultHttpxClient(trust_env=not local, event_hooks={"request": [self._warn]})
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        options: dict = {"max_retries": TRIES, "timeout": openai.Timeout(timeout, connect=5.0)}
+        self.client = openai.OpenAI(base_url=address, api_key=key, http_client=http, **options)
+        if not self.model:  # a base model may be listed before the adapter that is meant
+            names = self._ask("/models", lambda reply: [str(m["id"]) for m in reply["data"] or []])
+            if len(names) != 1:
+                several = ", ".join(names[:9]) or "no model"
+                raise UserError(f"{self.name}: serves {several}: name one, URL#MODEL")
+            self.model = names[0]
+
+    def _warn(self, request: Any) -> None:
+        retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        if retry and self.first_retry.acquire(blocking=False):
+            print(f"warning: {self.name} is busy or away; retried for 10 minutes", file=sys.stderr)
+
+    def _ask(self, path: str, read: Callable, body: dict | None = None) -> Any:
+        """What `read` finds in the reply; UserError if no number may come from it."""
+        text, method = "", partial(self.client.post, body=body) if body else self.client.get
+        try:
+            text = method(path, cast_to=str)
+            return read(parse_json(text.encode(), "its reply"))
+        except (UserError, self.errors) as error:
+            lost = not text and getattr(error, "status_code", 404) == 404
+            problem = f"{error}; is it a server's URL, with /v1?" if lost else str(error)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            problem = f"answers {text}"
+        raise UserError(f"{self.name}: {' '.join(problem.split())[:300]}")
+
+    def complete(self, options: dict) -> Reply:
+        body = {"model": self.model} | options
+        return self._ask("/completions", partial(self._read, body, len(body["prompt"])), body)
+
+    def chat(self, messages: Sequence[tuple[str, str]], **options: Any) -> Reply:
+        """A chat completion; messages are (role, content)."""
+        # A token has 3 to 6 letters.
+        least = sum(len(word) + 1 for _, text in messages for word in text.split()) // 8
+        body = {"model": self.model, "messages": State(tuple(messages)).dump()} | options
+        return self._ask("/chat/completions", partial(self._read, body, least), body)
+
+    def _read(self, body: dict, least: int, reply: dict) -> Reply:
+        """The reply to a prompt of `least` tokens; of messages: or more."""
+        choice, usage, chat = reply["choices"][0], reply.get("usage") or {}, "messages" in body
+        text = content_of(choice["message"]) if chat else choice["text"]
+        end, model = choice.get("finish_reason"), str(reply.get("model") or self.model)
+        length, tokens = (int(usage.get(f"{n}_tokens") or 0) for n in ("prompt", "completion"))
+        if 0 < length < least:  # some servers count apart what they have cached
+            length += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        if end not in ENDS or not isinstance(text, str):
+            raise UserError(f"gives up a reply: {choice}")
+        if not same_model(self.model, model):
+            raise UserError(f"answers by {model}, not by {self.model}: name it as the server does")
+        if 0 < length < least or (length > least and not chat):
+            raise UserError(f"reads {length} tokens of {least}: a short context or another model?")
+        room = body["max_tokens"] if end == "length" and not chat else 0
+        if room > 1 and (not text or 0 < tokens < room):
+            raise UserError(f"has room for {tokens} of {room} tokens: it needs a longer context")
+        usage |= {"prompt_tokens": length, "completion_tokens": tokens}
+        return Reply(text, end == "length", usage, choice)
+
+
+def content_of(message: dict) -> str | None:
+    """The text of a chat completion, of its parts, or a refusal; '' beside a thought alone."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content)
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    return content or message.get("refusal") or ("" if thought else content)
+
+
+def same_model(name: str, reply: str) -> bool:
+    """Does a reply name this model? Its date, the default revision or folders may be added."""
+    bare = re.sub(r"(-\d{4}-?\d\d-?\d\d|@main|:latest)$", "", reply)
+    pairs = (name, reply), (reply, name), (name, bare), (bare, name)
+    return any(f"/{long}".endswith(f"/{short}") for long, short in pairs)
+
+
+def side_by_side(function: Callable[[Any], Any], jobs: list, width: int) -> list[Any]:
+    """`function` of each job, in order; its threads are daemons: Ctrl-C waits for no reply."""
+    with ThreadPool(max(1, min(width, len(jobs)))) as pool:
+        return list(pool.imap(function, jobs))
 
 
 class ServerPolicy:
@@ -26,90 +132,54 @@ class ServerPolicy:
         if chat.rendering.candidates == "valid":
             problem = "the checkpoint chooses by probabilities, which no server tells"
             raise UserError(f"--server: {problem}; leave it out, or train with --candidates free")
-        self.chat, self.seed, self.parallel, self.server = chat, seed, parallel, Endpoint(url)
+        self.chat, self.seed, self.parallel, self.server = chat, seed, parallel, Server(url)
         self.computed = 0  # tokens read and written, as the server counts them
-        others = sorted(chat.stop_ids - {chat.stop_id})
-        self.ends = [chat.stop, *(chat.tokenizer.decode([token]) for token in others)]
-        self.ends = [text.strip() for text in self.ends]
-        ids = chat.prompt(State((("user", "a"),)))
-        for dialect in self._dialects():
-            self.by_ids, self.extra = dialect
-            try:
-                _, usage = self._complete(*self._prompt(ids), 0.0, (), 1)
-                break
-            except UserError as error:
-                if getattr(error.__cause__, "status_code", 0) not in (400, 422, 500):
-                    raise
-                refusal = error  # which it may take in other words; llama-cpp-python says 500
-        else:
-            raise refusal
-        if (length := usage.get("prompt_tokens") or len(ids)) != len(ids):
-            counts = f"reads {length} tokens where the checkpoint has {len(ids)}"
-            print(f"warning: {self.server.name} {counts}: is it the same model?", file=sys.stderr)
-
-    def _dialects(self) -> Iterator[tuple[bool, dict]]:
-        """Is a prompt its token ids, else text; and settings beside OpenAI's, in the words of most
-        servers or of `transformers serve`: else their own defaults would act."""
-        k, ends = self.chat.rendering.top_k, sorted(self.chat.stop_ids)
-        neutral = {"top_k": k or ALL, "min_p": 0, "stop_token_ids": ends}
-        neutral |= {"repetition_penalty": 1, "repeat_penalty": 1}
-        config = json.dumps({"do_sample": True, "top_k": k, "eos_token_id": ends})
-        return itertools.product((True, False), (neutral, {"generation_config": config}))
+        others = [chat.tokenizer.decode([t]) for t in sorted(chat.stop_ids - {chat.stop_id})]
+        self.ends = [text.strip() for text in (chat.stop, *others)]
+        body = self._body(State((("user", "a"),)), 2.0)  # here the surest agent's texts differ
+        body |= {"max_tokens": 8, "top_p": 1, "top_k": ALL}
+        if len({self.server.complete(body | {"seed": k}).text for k in range(4)}) == 1:
+            print(f"warning: {self.server.name} ignores seeds: texts are equal", file=sys.stderr)
 
     def sample(self, requests: list[Sample]) -> list[list[Candidate]]:
         """Candidates are drawn one by one, each with its seed."""
         jobs = []
         for r in requests:
-            prompt = self._prompt(self.chat.prompt(r.state))  # here: a tokenizer is not for threads
-            jobs += [(*prompt, r.temperature, (*r.key, k)) for k in range(r.n)]
-        replies = side_by_side(lambda job: self._complete(*job), jobs, self.parallel)
-        drawn = iter([self._candidate(*reply) for reply in replies])
+            body = self._body(r.state, r.temperature)
+            noise = [uniforms(1, self.seed, *r.key, k)[0] for k in range(r.n)]
+            jobs += [body | {"seed": int(u * 2**31)} for u in noise]
+        drawn = map(self._candidate, side_by_side(self.server.complete, jobs, self.parallel))
         return [[next(drawn) for _ in range(r.n)] for r in requests]
+
+    def _body(self, state: State, temperature: float) -> dict[str, Any]:
+        """A request of an action; each setting, else a default of the server's would act."""
+        r = self.chat.rendering
+        stop = [*self.ends, *r.stop][:4]  # a server takes no more; `action_in` has the others
+        body = {"prompt": self.chat.prompt(state), "max_tokens": r.max_new_tokens}
+        body |= {"stop": stop, "stop_token_ids": sorted(self.chat.stop_ids)}
+        body |= {"temperature": temperature, "top_p": r.top_p, "top_k": r.top_k or ALL}
+        return body | {"min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1}
+
+    def _candidate(self, reply: Reply) -> Candidate:
+        text = any_of(self.ends).split(reply.text)[0]
+        tokens = reply.usage["completion_tokens"] or len(self.chat.action(text, ""))
+        self.computed += reply.usage["prompt_tokens"] + tokens
+        return Candidate(self.chat.action_in(text), tokens, float("nan"))
 
     def likelihoods(self, requests: list[LogProb]) -> list[list[float]]:
         """log pi(a | s) of texts, where the server tells log-probabilities of a prompt (vLLM)."""
         jobs = []
         for r in requests:
             prompt = self.chat.prompt(r.state)
-            ends = [self.chat.action(a, r.state.task, len(prompt)) for a in r.actions]
-            jobs += [(prompt, ids) for ids in ends]
+            jobs += [(prompt, self.chat.action(a, r.state.task, len(prompt))) for a in r.actions]
         self.computed += sum(len(prompt) + len(ids) for prompt, ids in jobs)
-        values = side_by_side(
-            lambda job: self.server.prompt_logprobs([*job[0], *job[1]]), jobs, self.parallel
-        )
-        sums = iter([sum(t[-len(ids) :]) for t, (_, ids) in zip(values, jobs, strict=True)])
+        sums = iter(side_by_side(self._logprob, jobs, self.parallel))
         return [[next(sums) for _ in r.actions] for r in requests]
 
-    def _complete(
-        self, prompt: list[int] | str, least: int, temperature: float, key: tuple, room: int = 0
-    ) -> tuple[str, dict]:
-        """The text up to the end of the turn, of `room` tokens at most (0: an action's), and the
-        counts of tokens."""
-        r = self.chat.rendering
-        options = {
-            "temperature": temperature,
-            "top_p": r.top_p,
-            "max_tokens": room or r.max_new_tokens,
-            "seed": int(uniforms(1, self.seed, *key)[0] * 2**31),
-            "stop": [*self.ends, *r.stop][:4],  # a server takes no more; `action_in` has the others
-            "extra_body": self.extra,
-        }
-        text, usage = self.server.complete(prompt, least, **options)
-        return any_of(self.ends).split(text)[0], usage
-
-    def _prompt(self, ids: list[int]) -> tuple[list[int] | str, int]:
-        """The prompt, and how many tokens of it the server reads at least.
-
-        Text has no BOS where a server, as the tokenizer does, begins it with one.
-        """
-        if self.by_ids:
-            return ids, len(ids)
-        text, bos = self.chat.tokenizer.decode(ids), self.chat.tokenizer.bos_token or ""
-        bare = text.removeprefix(bos).removeprefix(" " if bos else "")
-        text = bare if self.chat.tokenizer(bare).input_ids == ids else text
-        return text, min(len(ids), len(self.chat.tokenizer(text).input_ids)) - 1  # without BOS
-
-    def _candidate(self, text: str, usage: dict) -> Candidate:
-        tokens = usage.get("completion_tokens") or len(self.chat.action(text, ""))
-        self.computed += usage.get("total_tokens") or tokens
-        return Candidate(self.chat.action_in(text), tokens, float("nan"))
+    def _logprob(self, job: tuple[list[int], list[int]]) -> float:
+        (prompt, ids), settings = job, {"max_tokens": 1, "prompt_logprobs": 0}
+        choice = self.server.complete({"prompt": prompt + ids} | settings).choice
+        entries = (choice.get("prompt_logprobs") or [])[len(prompt) :]
+        if len(entries) != len(ids):
+            raise UserError(f"{self.server.name} tells no log-probabilities: no --method likeliest")
+        return sum(entry[str(token)]["logprob"] for entry, token in zip(entries, ids, strict=True))

@@ -1,17 +1,14 @@
-"""Any chat model as an agent: on a fake server that fails and lies, and on `transformers serve`."""
+"""Any chat model as an agent: on a fake server that fails and lies, and answers in every style."""
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
-from fakes import FakeEnv, chat_tokenizer, json_server, started, stopped, tiny_lm
-from test_server import engine, installed, saved
+from fakes import FakeEnv, json_server, started, stopped
 
 import report
 from integrations import chat_agent
 from qlass import UserError
-from qlass.chat import Chat, Rendering
 from qlass.files import read_jsonl
 from qlass.metadata import read_meta
 
@@ -28,7 +25,7 @@ class Fake:
 
     def __init__(self) -> None:
         self.text, self.details = "Thought: {seed}\nAction: right\nObservation: you win", None
-        self.seen, self.script = [], []
+        self.seen, self.script, self.message, self.end = [], [], None, "stop"
         self.prompt = lambda words: words
         self.http = started(json_server(self.answer))
         self.url = self.http.url
@@ -41,8 +38,8 @@ class Fake:
         text = self.text.format(**body)
         usage = {"prompt_tokens": self.prompt(words), "completion_tokens": len(text.split()), "total_tokens": 1}
         usage |= {"completion_tokens_details": self.details} if self.details else {}
-        message = {"role": "assistant", "content": text}
-        return 200, {"choices": [{"message": message, "finish_reason": "stop"}], "model": "first", "usage": usage}
+        choice = {"message": self.message or {"role": "assistant", "content": text}, "finish_reason": self.end}
+        return 200, {"choices": [choice], "model": "first", "usage": usage}
 
 
 @pytest.fixture
@@ -90,9 +87,9 @@ def test_demonstrations_of_the_type_come_first(fake, tmp_path):
 
 def test_no_answer_is_asked_for_twice(fake, tmp_path):
     flags = ["-N", "1", "2"]
-    with pytest.raises(UserError, match="--max-requests 4 are spent"):
-        played(fake, tmp_path, *flags, "--max-requests", "4", "--in-flight", "1")
-    assert len(fake.seen) == 4 and len(list(read_jsonl(tmp_path / "results_first.jsonl"))) == 1
+    with pytest.raises(UserError, match="--max-requests 5 are spent"):
+        played(fake, tmp_path, *flags, "--max-requests", "5")
+    assert len(fake.seen) == 5
     lines = played(fake, tmp_path, *flags)
     assert len(fake.seen) == 12  # two tasks, two episodes, three steps: best-of-2 shares the first episode
     assert [(line["N"], line["select"]) for line in lines] == [(1, None)] * 2 + [(2, "oracle")] * 2
@@ -136,15 +133,3 @@ def test_a_thought_is_no_action_and_costs_what_it_costs(fake, tmp_path):
     assert first["tokens"] == {"prompt": 6 + 8 + 9, "generated": 9, "scored": 0}  # nothing of it counts as cached
     fake.text = "<think>Action: right"
     assert {step["action"] for step in played(fake, tmp_path / "2")[0]["steps"]} == {""}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not installed("fastapi", "uvicorn", "openai"), reason="needs requirements-serve.txt")
-def test_transformers_serve_plays(tmp_path):
-    chat = Chat(chat_tokenizer("chatml"), Rendering())
-    folder = saved(tmp_path / "sft", tiny_lm(chat), chat)
-    with engine([sys.executable, "-m", "transformers.cli.transformers", "serve"], tmp_path / "log") as url:
-        flags = ["--env", "frozenlake", "--run", str(tmp_path), "--server", f"{url}#{folder}", "--limit", "2"]
-        chat_agent.main([*flags, "--max-new-tokens", "8", "--max-steps", "2", "--examples", "1", "--in-flight", "1"])
-    for line in read_jsonl(tmp_path / "results_sft.jsonl"):
-        assert line["method"] == "chat" and 0 < line["tokens"]["generated"] <= 16 < line["tokens"]["prompt"]

@@ -1,10 +1,15 @@
 """OpenEnv's own client, several at once, on the real server."""
 
+import os
+import socket
+import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from test_server import engine, installed
 
 import envs
 
@@ -19,9 +24,28 @@ def through(client, moves, **task):
     return seen
 
 
+@contextmanager
+def engine(command: list, log: Path):
+    """A real server by this command, to which the port is added; its URL once it listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    command = [*command, "--port", str(port)]
+    with open(log, "w") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
+        try:
+            deadline = time.time() + 120
+            while socket.socket().connect_ex(("127.0.0.1", port)):
+                assert process.poll() is None and time.time() < deadline, log.read_text()
+                time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            process.terminate()
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not installed("openenv"), reason="needs requirements-integrations.txt")
 def test_clients_play_what_the_environment_plays(tmp_path):
+    pytest.importorskip("openenv", reason="pip install -r requirements-integrations.txt")
     from openenv import GenericEnvClient
 
     env = envs.make("alfworld")

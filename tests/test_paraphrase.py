@@ -12,7 +12,6 @@ from experiments.paraphrase import Paraphrased, by_server, prompt_tokens, reword
 from q_search import Method, by_q
 from qlass import UserError
 from qlass.batching import Candidate, Score
-from qlass.endpoint import Endpoint
 from qlass.messages import State
 from qlass.results import costs_of
 
@@ -134,7 +133,7 @@ def test_reword_leaves_the_agents_own_words():
 
 
 def test_server_that_fails_for_a_moment_or_for_good(monkeypatch):
-    monkeypatch.setattr(Endpoint, "pause", [].append)
+    monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.0)
     replies, seen = iter([(503, ""), (200, ' "one\n line" '), (200, ""), (404, "")]), []
 
     def answer(body):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from fakes import FakeEnv, chat_tokenizer, tiny_lm
-from test_server import installed
 
 import envs
 from integrations.trl import games, prompts
@@ -50,8 +49,8 @@ def caller(chat, tokenizer, samples: int = 300):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed("trl", "datasets"), reason="needs requirements-integrations.txt")
 def test_two_updates_of_the_real_trainer(tmp_path, monkeypatch):
+    pytest.importorskip("trl", reason="pip install -r requirements-integrations.txt")
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
     from trl.chat_template_utils import qwen3_chat_template

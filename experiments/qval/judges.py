@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.qval.scorers import SCORERS, Call, Context, Decision, Entry, Scores
-from qlass.endpoint import Endpoint, side_by_side
 from qlass.messages import State, uniforms
+from qlass.server import Server, side_by_side
 
 ROOM = 2048  # tokens of an answer
 
@@ -29,14 +29,14 @@ class Judge:
     """The model behind http://HOST:PORT/v1#MODEL; `name` is its name as a part of a file's."""
 
     def __init__(self, url: str, width: int = 16) -> None:
-        self.server, self.width = Endpoint(url, "--judge"), width
+        self.server, self.width = Server(url, "--judge"), width
         self.name = re.sub(r"[^\w.-]+", "-", self.server.model).strip("-")
 
     def write(self, questions: list[Question]) -> list[str]:
         def one(question: Question) -> str:
             seed = int(uniforms(1, *question.key)[0] * 2**31)
             settings = {"temperature": question.temperature, "seed": seed, "max_tokens": ROOM}
-            return self.server.chat([("user", question.text)], **settings)
+            return self.server.chat([("user", question.text)], **settings).text
 
         return side_by_side(one, questions, self.width)
 
