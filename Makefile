@@ -20,7 +20,7 @@ test: $(VENV)/.installed $(VENV)/.textworld
 	$(BIN)/ruff check $(NARROW) && $(BIN)/ruff format --check $(NARROW)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(COVER)
-test-slow: $(VENV)/.installed $(VENV)/.textworld $(VENV)/.serve $(VENV)/.integrations
+test-slow: $(VENV)/.installed $(VENV)/.textworld $(VENV)/.integrations
 	$(BIN)/python -m pytest -q -m slow
 lint: $(VENV)/.installed
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format $(ROOMS) && $(BIN)/ruff format $(NARROW)
@@ -36,7 +36,5 @@ $(VENV)/.installed: requirements.txt
 $(VENV)/.textworld: requirements-alfworld.txt $(VENV)/.installed  # the original ALFWorld engine: it compiles C++
 	$(BIN)/pip install -q -r requirements-alfworld.txt || echo "TextWorld did not install: its parity tests are skipped"
 	touch $@
-$(VENV)/.serve: requirements-serve.txt $(VENV)/.installed  # `transformers serve`, a real server to sample on
-	$(BIN)/pip install -q -r requirements-serve.txt && touch $@
 $(VENV)/.integrations: requirements-integrations.txt $(VENV)/.installed  # TRL and OpenEnv's server and client
 	$(BIN)/pip install -q -r requirements-integrations.txt && touch $@

@@ -23,7 +23,7 @@ OTHERS += " reporting/page.html runs/*.sh runs/paper/* runs/reference_output/*.m
 FLAGS = "abbrev always check cov die-on-broken-pipe dirty dist exclude fix fsdp_auto_wrap_policy fsdp_version"
 FLAGS += " gpu-memory-utilization host port line-length maxprocesses no-deps nproc-per-node num_processes"
 FLAGS += " seeds use_fsdp"
-ELSEWHERE = r"llama_cpp\.server|venv|pytest|.*_inst\.txt|.*(report|downstream|gpu_check)\.md|.*\.meta"
+ELSEWHERE = r"venv|pytest|.*_inst\.txt|.*(report|downstream|gpu_check)\.md|.*\.meta"
 
 
 @cache
