@@ -8,16 +8,19 @@
 
 The model reads the state's messages and, with --examples, demonstrations in front of the task as in ReAct (arXiv
 2210.03629): training tasks of the task's type, played by the environment's expert. Of N episodes the one with the
-highest true reward counts, an oracle. Tokens are as the server counts them.
+highest true reward counts, an oracle. Tokens are as the server counts them. An answer without an action, or that was
+cut, is played, and counted at the end.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
 import re
+import sys
 import threading
 from collections.abc import Generator, Sequence
 from operator import itemgetter
@@ -31,11 +34,41 @@ from qlass import UserError
 from qlass.batching import Candidate, Sample
 from qlass.chat import Rendering, any_of
 from qlass.cli import at_least, parse, parser, run_stage
-from qlass.messages import State, uniforms
+from qlass.messages import State, react, uniforms
 from qlass.output import Output
 from qlass.results import Results, describe
 from qlass.server import Server, side_by_side
 from sft import demonstrate
+
+THOUGHT_END = re.compile(r"</think>|\[/THINK\]|<\|channel\|>final<\|message\|>")
+MARK = re.compile(r"<think>|\[THINK\]|<\|")  # a thought that has no end; what follows harmony's message
+LABEL = re.compile(r"(?im)^[^\w\n]*action *\d*[^\w\n]*?[:：\n][*`\s]*")
+INLINE = re.compile(r"[*`]*\bAction *\d*[*`]*[:：][*`\s]*")  # only if no line begins with the label
+CALL = re.compile(r"\w+\[([^\[\]]|\[[^\[\]]*\])*\]")
+REMARK = re.compile(r"\.(?=\s|$).*|\s(\(|[-–—]\s).*")  # behind an action that is no call
+
+
+def in_react_style(text: str, stop: Sequence[str], instruction: str) -> str:
+    """An answer as the instruction asks for it: "Thought: ...\nAction: ...", the action in one line, its verb in the
+    instruction's case. Thoughts between marks, markdown, JSON, and what follows the action are gone.
+    """
+    text = any_of(stop).split(MARK.split(THOUGHT_END.split(text)[-1])[0])[0]
+    text = re.sub(r"```(\w*\n)?", "", text).strip()
+    with contextlib.suppress(AttributeError, KeyError, ValueError):
+        fields = {name.lower(): value for name, value in json.loads(text).items()}
+        action, thought = fields.pop("action"), str(fields.pop("thought", None) or "")
+        text = text if fields else react(thought, str(action))
+    labels = list(LABEL.finditer(text)) or list(INLINE.finditer(text))
+    if not labels and "\n" in text:
+        return text
+    head = text[: labels[-1].start()] + "Action: " if labels else ""
+    action = text[labels[-1].end() if labels else 0 :].partition("\n")[0].strip("*` ")
+    call = CALL.match(action)
+    action = call[0] if call else REMARK.sub("", action).rstrip("*` ")
+    verb, words = re.findall(r"^\w*", action)[0], re.findall(r"\w+", instruction)
+    if verb not in words and verb.lower() in words:
+        action = verb.lower() + action[len(verb) :]
+    return (head + action).strip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +82,7 @@ class ChatAgent:
 
     def __init__(self, server: Server, env: envs.TextEnv, answers: Path, args: argparse.Namespace) -> None:
         self.server, self.env, self.args = server, env.fork(), args
+        self.instruction = env.instruction
         self.rendering = Rendering(temperature=args.temperature, max_new_tokens=args.max_new_tokens)
         self.front = 3 if env.system else 2  # messages before the first observation
         self.train = env.task_ids("train") if args.examples else []
@@ -56,6 +90,7 @@ class ChatAgent:
         self.file = Output(answers, {"overwrite": args.overwrite}, identity=itemgetter("request"))
         self.known = {record["request"]: record for record in self.file.records}
         self.lock, self.asked = threading.Lock(), 0
+        self.silent: set[str] = set()  # requests whose answers were cut, or have no action
 
     def sample(self, requests: list[Sample]) -> list[list[Answer]]:
         prompts = []
@@ -100,20 +135,20 @@ class ChatAgent:
                     raise UserError(f"--max-requests {self.asked} are spent: the same command continues")
                 self.asked += 1
             settings |= settings.pop("extra_body")
-            text, _, usage, _ = self.server.chat(messages, **settings)
+            text, cut, usage, _ = self.server.chat(messages, **settings)
             if not usage["prompt_tokens"]:
                 raise UserError(f"{self.server.name}: its answers do not tell their usage of tokens")
             with self.lock:
-                self.known[name] = {"request": name, "text": text, "usage": usage}
+                self.known[name] = {"request": name, "text": text, "usage": usage, "cut": cut}
                 self.file.append([self.known[name]])
         return self.read(**self.known[name])
 
-    def read(self, request: str, text: str, usage: dict) -> Answer:
-        """As `Chat.action_in`: what follows a thought, which may have been cut, up to the first stop text."""
-        cut = "<think>" in text and "</think>" not in text
-        action = "" if cut else any_of(self.rendering.stop).split(text.rpartition("</think>")[2])[0].strip()
+    def read(self, request: str, text: str, usage: dict, cut: bool = False) -> Answer:
+        action = in_react_style(text, self.rendering.stop, self.instruction)
+        if cut or not action:
+            self.silent.add(request)
         hidden = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
-        tokens, part = usage["completion_tokens"], len(action) / max(len(text), 1)
+        tokens, part = usage["completion_tokens"], min(len(action) / max(len(text), 1), 1)
         kept = round((tokens - hidden) * part)
         return Answer(action, tokens, float("nan"), (), usage["prompt_tokens"], kept)
 
@@ -180,6 +215,9 @@ def main(argv: list[str] | None = None) -> None:
     plan = [Variant("chat", N=n, select="oracle" if n > 1 else None, player=model) for n in args.N]
     Results(args, env).play(tasks, plan, play, {Sample: agent.sample})
     agent.file.finish()
+    if agent.silent:
+        problem = f"{len(agent.silent)} answers were cut by --max-new-tokens, or are only a thought"
+        print(f"warning: {args.server}: {problem}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import report
 from integrations import chat_agent
 from qlass import UserError
 from qlass.files import read_jsonl
+from qlass.messages import parse_action
 from qlass.metadata import read_meta
 
 
@@ -133,3 +134,77 @@ def test_a_thought_is_no_action_and_costs_what_it_costs(fake, tmp_path):
     assert first["tokens"] == {"prompt": 6 + 8 + 9, "generated": 9, "scored": 0}  # nothing of it counts as cached
     fake.text = "<think>Action: right"
     assert {step["action"] for step in played(fake, tmp_path / "2")[0]["steps"]} == {""}
+
+
+class Lower(FakeEnv):
+    instruction = "walk left or right, or click[what you see]"
+
+
+STYLES = {
+    "plain": "Thought: hm\nAction: {}",
+    "no thought": "Action: {}",
+    "bold label": "**Thought:** hm\n**Action:** {}",
+    "bold line": "Thought: hm\n\n**Action: {}**",
+    "backticks": "Thought: hm\nAction: `{}`.",
+    "code block": "Thought: hm\nAction:\n```\n{}\n```",
+    "all in a code block": "```text\nThought: hm\nAction: {}\n```",
+    "small label": "thought: hm\naction: {}",
+    "wide colon": "Thought：hm\nAction：{}",
+    "numbered": "Thought 1: hm\nAction 1: {}",
+    "heading": "### Thought\nhm\n\n### Action\n{}",
+    "full stop": "Thought: hm\nAction: {}.",
+    "explained": "Thought: hm\nAction: {}. It leads there (I think).\n\nThis is why.",
+    "JSON": '{{"thought": "hm", "action": "{}"}}',
+    "JSON in a block": '```json\n{{"Thought": null, "Action": "{}"}}\n```',
+    "harmony": "<|channel|>analysis<|message|>Action: left<|end|><|start|>assistant<|channel|>final<|message|>"
+    "Thought: hm\nAction: {}<|return|>",
+    "thought in marks": "[THINK]Action: left[/THINK]Thought: hm\nAction: {}",
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_right_action_is_read_in_any_style(fake, tmp_path, monkeypatch, capsys, style):
+    monkeypatch.setattr("envs.from_arguments", lambda args, **options: Lower(**options))
+    fake.message = {"content": STYLES[style].format("Right")}
+    assert [line["reward"] for line in played(fake, tmp_path)] == [1.0, 1.0]
+    assert "only a thought" not in capsys.readouterr().err
+    for action in ("click[Low-fat (2 %) - 1. Fl. oz]", "search[a [b] c]"):
+        text = STYLES[style].format(action.replace("click", "Click"))
+        assert parse_action(chat_agent.in_react_style(text, ("\nObservation:",), Lower.instruction)) == action
+
+
+PLAIN = ["Thought: a. b\n\nAction: click[Size: 4.5 (US)]", "Action: Go to desk 1", "right", "I can't.\nNo.", "Action:"]
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_what_is_plain_stays(text):
+    assert chat_agent.in_react_style(text, (), "Go there, or go on") == text
+
+
+@pytest.mark.parametrize(
+    ("message", "end", "action", "count"),
+    [
+        ({"content": [{"type": "thinking"}, {"type": "text", "text": "Action: left"}]}, "stop", "Action: left", 0),
+        ({"content": None, "refusal": "I will not"}, "stop", "I will not", 0),
+        ({"content": "", "reasoning_content": "hm"}, "length", "", 5),
+        ({"content": None, "reasoning_content": "hm"}, "stop", "", 5),
+        ({"content": "<think>Action: right"}, "length", "", 5),
+        ({"content": "Thought: I may go to"}, "length", "Thought: I may go to", 5),
+    ],
+)
+def test_an_answer_without_an_action_is_played_and_counted(fake, tmp_path, capsys, message, end, action, count):
+    fake.message, fake.end = message, end
+    for folder in ("results_first.jsonl", "again"):  # then from the file of answers
+        line = played(fake, tmp_path, "--limit", "1")[0]
+        assert {step["action"] for step in line["steps"]} == {action} and len(fake.seen) == len(line["steps"])
+        assert (f"{count} answers were cut" in capsys.readouterr().err) == bool(count)
+        (tmp_path / folder).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("message", "end"), [({"content": "", "tool_calls": []}, "tool_calls"), ({"content": None}, "stop"), ({}, "stop")]
+)
+def test_an_answer_that_is_no_text_stops_the_run(fake, tmp_path, message, end):
+    fake.message, fake.end = {"role": "assistant", **message}, end
+    with pytest.raises(UserError, match=f"gives up a reply.*{end}"):
+        played(fake, tmp_path)
