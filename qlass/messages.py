@@ -80,10 +80,8 @@ def parse_action(text: str) -> str:
     (`TextEnv.canonical`) are one child of a node ("child nodes that differ", Alg. 2). The
     environment answers to what it cannot do.
     """
-    text = without_thinking(text)
-    at_line_starts = re.split(r"(?m)^\s*Action:", text)
-    parts = at_line_starts if len(at_line_starts) > 1 else text.split("Action:")
-    return parts[-1].strip()
+    *others, last = re.split(r"(?m)^\s*Action:", without_thinking(text))
+    return (last if others else last.rpartition("Action:")[2]).strip()
 
 
 def uniforms(n: int, *key: Hashable) -> np.ndarray:
