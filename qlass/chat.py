@@ -13,9 +13,10 @@ import itertools
 import json
 import math
 import re
+import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 
@@ -24,26 +25,25 @@ from qlass.files import read_object
 from qlass.messages import State, without_thinking
 from qlass.tiny import MARK, Aids
 
+LEAST = {"temperature": 0, "max_new_tokens": 1, "top_p": 0.01, "top_k": 0}
+
 
 @dataclasses.dataclass
 class Rendering:
-    """How a checkpoint reads and writes: `policy.json` in its folder, so that all stages agree.
-
-    The defaults are the paper's.
-    """
+    """How a checkpoint reads and writes: its `policy.json`. The defaults are the paper's."""
 
     temperature: float = 0.7  # App. A.2
     max_new_tokens: int = 256
-    candidates: str = "free"  # "valid": only actions that the environment offers, by a trie
+    candidates: Literal["free", "valid"] = "free"  # valid: those that the environment offers
     mark_matches: bool = False  # this, compact and markov: `tiny.Aids`
     compact: bool = False
     markov: bool = False
     top_p: float = 1.0  # of free text, like top_k and stop; 1: all
     top_k: int = 0  # 0: all
     # Texts that end an action, as the end of the turn does. ETO's own agents stop at these.
-    stop: tuple = ("\nObservation:", "\nTask:", "\n---")
+    stop: tuple[str, ...] = ("\nObservation:", "\nTask:", "\n---")
     think: bool = False  # let a reasoning model think; else the prompt closes <think> at once
-    truncate: str | None = None  # "oldest": leave out the oldest turns beyond the model's context
+    truncate: Literal["oldest", None] = None  # turns to leave out beyond the model's context
     date: str | None = None  # what a template prints for today's date
     # The first messages that it was cloned with, if they are not the environment's own.
     system: str | None = None
@@ -53,9 +53,12 @@ class Rendering:
     FILE = "policy.json"
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str) or self.candidates not in ("free", "valid"):
-            raise UserError(f"{self.FILE}: stop is a list of texts, candidates free or valid")
-        self.stop = tuple(self.stop)
+        types = typing.get_type_hints(Rendering)
+        for name, value in vars(self).items():
+            if not fits(value, types[name]) or (name in LEAST and not value >= LEAST[name]):
+                allowed = self.__annotations__[name]
+                raise UserError(f"{self.FILE}: {name} can't be {value!r:.40} ({allowed})")
+        self.stop = tuple(filter(None, self.stop))
 
     def save(self, folder: Path) -> None:
         text = json.dumps(vars(self), indent=1)
@@ -64,7 +67,18 @@ class Rendering:
     @classmethod
     def load(cls, folder: str | Path) -> Rendering:
         file = Path(folder) / cls.FILE
-        return cls(**read_object(file)) if file.exists() else cls()
+        fields = read_object(file) if file.exists() else {}
+        if unknown := fields.keys() - vars(cls()):
+            raise UserError(f"{file}: there is no setting {min(unknown)!r:.40}")
+        return cls(**fields)
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Is a value of JSON of this type? A list is a tuple, 1 is 1.0; True is no number."""
+    kinds = typing.get_args(kind) or (kind,)  # a union's types, a Literal's values
+    if typing.get_origin(kind) is tuple:
+        return type(value) in (list, tuple) and all(type(part) in kinds for part in value)
+    return value in kinds or type(value) in kinds or (kind is float and type(value) is int)
 
 
 class TooLong(UserError):

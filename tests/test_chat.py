@@ -360,13 +360,25 @@ def test_a_turn_ends_by_whatever_model_tokenizer_and_template_say():
         assert chat.text([*ids, end, *ids]) == "Action: left"
 
 
+SETTINGS = """temperature=-1 temperature=null temperature=true max_new_tokens="48" max_new_tokens=0 top_p=0 top_k=1.5
+stop="Task:" stop=[1] candidates="all" truncate="newest" compact=1 date=2024 other=true"""
+
+
+def test_settings_are_read_as_they_were_saved_or_refused(tmp_path):
+    settings = Rendering(temperature=1, stop=["", "a"], truncate="oldest", system="", date="2024-07-26")
+    settings.save(tmp_path)
+    assert Rendering.load(tmp_path) == settings and settings.stop == ("a",)
+    for name, value in (setting.split("=") for setting in SETTINGS.split()):
+        (tmp_path / Rendering.FILE).write_text(f'{{"{name}": {value}}}')
+        with pytest.raises(UserError, match=rf"policy\.json: .*{name}"):
+            Rendering.load(tmp_path)
+
+
 def test_an_answer_that_goes_on_for_the_environment_is_cut():
     chat = CHATS["chatml"]
     answer = "Thought: a\nAction: left\nObservation: you stand\nThought: b\nAction: right"
     assert chat.action_in(answer) == chat.text(chat.action(answer, "")) == "Thought: a\nAction: left"
     assert Chat(chatml(), Rendering(stop=())).action_in(answer) == answer
-    with pytest.raises(UserError, match="stop is a list"):  # else each letter would stop it
-        Rendering(stop="Observation:")
 
 
 @pytest.mark.parametrize("words", ["m.content | trim", "m.content.lstrip('\n')", "' ' + m.content.strip() + ' '"])
