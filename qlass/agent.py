@@ -18,7 +18,7 @@ from qlass.policy import Policy
 from qlass.server import ServerPolicy
 
 PROMPTED = ("max_new_tokens", "truncate")  # what a prompt depends on, for agent and QNet alike
-RENDERED = ("temperature", "top_p", "top_k", "stop", "think", *PROMPTED)  # all that has a flag
+RENDERED = ("temperature", "top_p", "top_k", "stop", *PROMPTED)  # all that has a flag
 
 
 def rendering_of(folder: Path, args: Any, names: Sequence[str] = RENDERED) -> Rendering:

@@ -1,11 +1,8 @@
-"""How a state becomes tokens, for every stage alike.
-
-`Chat` turns messages into tokens by the model's own chat template, as the checkpoint's `Rendering`
-says.
-"""
+"""How a state becomes tokens: by the model's own chat template, for every stage alike."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -21,10 +18,11 @@ from typing import Any, Literal
 import jinja2
 
 from qlass import UserError
-from qlass.files import read_object
-from qlass.messages import State, without_thinking
+from qlass.files import read_object, warn
+from qlass.messages import State
 from qlass.tiny import MARK, Aids
 
+warn_once = functools.cache(warn)
 LEAST = {"temperature": 0, "max_new_tokens": 1, "top_p": 0.01, "top_k": 0}
 
 
@@ -42,7 +40,6 @@ class Rendering:
     top_k: int = 0  # 0: all
     # Texts that end an action, as the end of the turn does. ETO's own agents stop at these.
     stop: tuple[str, ...] = ("\nObservation:", "\nTask:", "\n---")
-    think: bool = False  # let a reasoning model think; else the prompt closes <think> at once
     truncate: Literal["oldest", None] = None  # turns to leave out beyond the model's context
     date: str | None = None  # what a template prints for today's date
     # The first messages that it was cloned with, if they are not the environment's own.
@@ -92,7 +89,8 @@ PLAIN = (  # for a model without a chat template
 TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")  # in a chat template
 WAY_OUT = ": give its tokenizer another chat_template"
 CONTENT = "§Thought: a\nAction: b§"
-NO_THOUGHT = "<think>\n\n</think>\n\n"
+# What an action may hold: printable ASCII, and letters that a tokenizer may change.
+LETTERS = " ".join([*map(chr, range(33, 127)), *"½™éÉßüñ×°’“–中🙂"])
 
 
 class Chat:
@@ -105,18 +103,20 @@ class Chat:
     `lead` is a space or nothing. `stop` ends with the token that ends the assistant's turn. A
     system message stands between the two strings of `system`, which replace `begin`. Eq. (5)
     trains what the assistant writes, with `stop`. A control token in a message is mere text.
-    UserError if such strings cannot say what the template writes.
+    UserError if such strings cannot say what the template writes, or tokens not what is said.
     """
 
     def __init__(self, tokenizer: Any, rendering: Rendering, context: int | None = None, ends=()):
         """context: the model's, in tokens; None: no limit. ends: more ids that end a turn."""
+        tokenizer.split_special_tokens = tokenizer.clean_up_tokenization_spaces = False
         self.tokenizer, self.rendering = tokenizer, rendering
         self.context = context or math.inf
-        added = tokenizer.added_tokens_decoder.values()
-        self.controls = any_of(token.content for token in added if token.special)
         self._read_template()
-        self.stop_id = self._encode("", self.stop, "", "")[-1]
-        self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} - {None}
+        added = tokenizer.added_tokens_decoder  # a config may name a mere letter as an end
+        self.stop_ids = {self.stop_id, *ends, tokenizer.eos_token_id} & added.keys()
+        controls = [t.content for i, t in added.items() if t.special or i in self.stop_ids]
+        self.controls = any_of(controls)
+        self._check_tokens()
         self.encode = functools.lru_cache(maxsize=100_000)(self._encode)
 
     @property
@@ -129,58 +129,52 @@ class Chat:
 
     def _read_template(self) -> None:
         self.template = template_of(self.tokenizer, self.rendering)
-        strings = self._strings([])
-        if not strings:
-            problem = "its chat template does not show all turns alike, as they are"
-            raise UserError(problem + WAY_OUT)
-        self.begin, self.ask, after = strings
-        system = self._strings(["system"])
-        self.system = system[:2] if system[2:] == strings[1:] else []
+        try:
+            prompts = [self._render(["user", *["assistant", "user"] * n]) for n in range(4)]
+        except jinja2.TemplateError as error:
+            raise UserError(f"its chat template fails: {error}{WAY_OUT}") from error
+        self.begin, ask, after, last = [*prompts[1], *[""] * 4][:4]
+        alike = prompts == [[self.begin, *[ask, after] * n, last] for n in range(4)]
+        # A prompt may end before an answer's own space, or go on (<think></think>).
+        if not alike or not (ask.startswith(last) or last.startswith(ask)):
+            raise UserError("its chat template does not show all turns alike" + WAY_OUT)
+        self.system = []
+        with contextlib.suppress(jinja2.TemplateError):  # it may refuse a system message
+            strings = self._render(["system", *["user", "assistant"] * 3, "user"])
+            self.system = strings[:2] if strings[2:] == prompts[3][1:] else []
+        ask = max(ask, last, key=len)
+        if ask.rstrip().endswith("<think>"):
+            warn_once("its chat template opens <think> in each answer, and has no switch for it")
+        self.ask = ask.rstrip(" ")
+        self.lead = ask.removeprefix(self.ask)  # a space before a word is a part of the word
         # The turn ends with the first added token after the assistant's words, special or not.
-        added = set(self.tokenizer.added_tokens_encoder) - {MARK}
-        end = any_of(filter(str.strip, added)).search(after)
-        self.stop = after[: end.end()] if end else self.tokenizer.eos_token
-        self.turn = after.removeprefix(self.stop)
-        thinks = "<think>" in self.template and not self.rendering.think
-        if thinks and "</think>" not in self.ask:
-            self.ask += NO_THOUGHT
-        words = self.ask.rstrip(" ")
-        self.lead = self.ask.removeprefix(words)  # a space before a word is a part of the word
-        self.ask = words
+        added = self.tokenizer.added_tokens_encoder
+        ends = any_of(text for text in added if text.strip() and text != MARK)
+        if not (end := ends.search(after)):
+            after = (self.tokenizer.eos_token or "") + after
+            end = ends.search(after)
+        if not end:
+            raise UserError("its tokenizer has no eos_token, and its template ends no turn")
+        self.stop, self.turn = after[: end.end()], after[end.end() :]
+        self.stop_id = added[end[0]]
 
-    def _strings(self, first: list[str]) -> list[str]:
-        """The strings in front of the messages, `ask`, and what follows an action.
-
-        first: roles in front of the user's and the assistant's. Empty unless prompts of one to four
-        turns have the same.
-        """
-        prompts = [self._around(first, turns) for turns in range(1, 5)]
-        strings = [*prompts[-1], "", ""][: len(first) + 3]
-        ask, after = strings[-2:]
-        expected = [*strings, *[ask, after] * 3]
-        for *parts, end in prompts:
-            # A prompt may end before an answer's own space, or go on (<think>).
-            alike = end.startswith(ask) or ask.startswith(end)
-            if not parts or parts != expected[: len(parts)] or not alike:
-                return []
-        return strings
-
-    def _around(self, first: list[str], turns: int) -> list[str]:
-        """What the template writes before, between and after the contents of a prompt.
-
-        A single text if it does not show each content once, as it is.
-        """
-        roles = [*first, *["user", "assistant"] * turns][:-1]
+    def _render(self, roles: list[str]) -> list[str]:
+        """What the template writes around the contents of a prompt, its own thinking off."""
         chat = [{"role": role, "content": CONTENT} for role in roles]
         options = {"tokenize": False, "add_generation_prompt": True, "chat_template": self.template}
-        try:
-            text = self.tokenizer.apply_chat_template(chat, **options)
-        except jinja2.TemplateError as error:
-            if first:  # it refuses a system message
-                return [""]
-            raise UserError(f"its chat template fails: {error}{WAY_OUT}") from error
-        parts = text.replace(NO_THOUGHT, "").split(CONTENT)  # that may differ between turns
-        return parts if len(parts) == len(roles) + 1 else [text]
+        effort = "none" if re.search("['\"]none['\"]", self.template) else "low"
+        off = {"enable_thinking": False, "thinking": False, "reasoning_effort": effort}
+        return self.tokenizer.apply_chat_template(chat, **options, **off).split(CONTENT)
+
+    def _check_tokens(self) -> None:
+        """UserError if the tokenizer changes an action, or reads an end of a turn in a message."""
+        ids = self._encode(self.ask, self.lead, LETTERS, self.stop)
+        letters = self.tokenizer.decode(ids[:-1], skip_special_tokens=True).strip().split(" ")
+        for letter, back in itertools.zip_longest(LETTERS.split(" "), letters):
+            if letter != back:
+                raise UserError(f"its tokenizer gives an action's {letter!r} back as {back!r}")
+        for end in self.tokenizer.convert_ids_to_tokens(list(self.stop_ids)):
+            self._encode("", "", end, "")
 
     def _encode(self, past: str, before: str, content: str, after: str) -> list[int]:
         """Tokens of before + content + after where `past` precedes them.
@@ -192,7 +186,10 @@ class Chat:
 
         text = before + mark_control_tokens(content, self.controls) + after
         past_ids = encode_marked_chat(self.tokenizer, past)
-        ids = encode_marked_chat(self.tokenizer, past + text)
+        try:
+            ids = encode_marked_chat(self.tokenizer, past + text)
+        except ValueError as error:  # a control token is in its vocabulary, too
+            raise UserError(f"{error}, as in a message") from error
         if ids[: len(past_ids)] != past_ids:  # the text's first token takes the space before it
             return encode_marked_chat(self.tokenizer, text)
         return ids[len(past_ids) :]
@@ -231,16 +228,10 @@ class Chat:
     def text(self, ids: Sequence[int]) -> str:
         """Tokens that a model wrote -> the action, as environment and tree files hold it."""
         ids = list(itertools.takewhile(lambda token: token not in self.stop_ids, ids))
-        think = self.rendering.think
-        return self.action_in(self.tokenizer.decode(ids, skip_special_tokens=not think))
+        return self.action_in(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def action_in(self, text: str) -> str:
-        """What a model wrote -> the action in it: after its thinking, up to the first stop text.
-
-        A thought that was cut before its end is no action, whatever it holds.
-        """
-        if self.rendering.think:
-            text = self.controls.sub("", without_thinking(text))
+        """What a model wrote -> the action in it, up to the first stop text."""
         return self.aids.unmark(any_of(self.rendering.stop).split(text)[0]).strip()
 
     def prompt_tokens(self, state: State) -> list[list[int]]:
@@ -263,8 +254,7 @@ class Chat:
         if prompt + action > self.context:
             raise TooLong(
                 f"a prompt of {prompt:,} tokens and an action of {action:,} are more than the "
-                f"model's context of {self.context:,}: --truncate oldest leaves out the oldest "
-                "turns; --max-new-tokens is an action's"
+                f"model's context of {self.context:,}: --truncate oldest leaves out old turns"
             )
 
     def stays(self, state: State) -> int:
@@ -278,11 +268,9 @@ class Chat:
 
     def fits(self, state: State, action: str) -> bool:
         """Can the model read this state, cut as --truncate says, and write any action, and this?"""
-        try:
-            self.action(action, state.task, len(self.prompt(state)))
-        except TooLong:
-            return False
-        return True
+        with contextlib.suppress(TooLong):
+            return bool(self.action(action, state.task, len(self.prompt(state))))
+        return False
 
 
 def template_of(tokenizer: Any, rendering: Rendering) -> str:

@@ -99,7 +99,6 @@ def add_sampling(parser: Parser) -> None:
     add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text (1)")
     add("--top-k", type=at_least(0), metavar="K", help="of free text: the K likeliest (0: all)")
     add("--stop", nargs="+", metavar="TEXT", help="texts that end an action")
-    add("--think", action="store_true", default=None, help="let a reasoning model think first")
     add("--load-in", choices=["4bit", "8bit"], help="bits per weight")
     add_precision(parser)
     free("--plain", action="store_true", help="one sequence at a time, for recurrent models")

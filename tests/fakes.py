@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import envs
 from build_trees import Explorer
 from qlass.batching import Candidate, Sample, Score
-from qlass.chat import Chat, Rendering
+from qlass.chat import LETTERS, Chat, Rendering
 from qlass.messages import State, parse_action, react
 
 # A node of a world is {action: node}, a leaf its final reward. Two steps lead to the first purse, three to the second.
@@ -224,9 +224,12 @@ def word_chat(**rendering: Any) -> Chat:
 
     A user's turn costs its words and two more, for <user> and <agent>.
     """
-    words = ["<pad>", "<end>", "<unk>", "<user>", "<agent>", *WORDS.split()]
+    words = ["<pad>", "<end>", "<unk>", "<user>", "<agent>", *WORDS.split(), *LETTERS.split()]
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "removed")
+    core.add_tokens(["<user>", "<agent>"])  # nothing else has a "<"
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("<", "isolated"), pre_tokenizers.WhitespaceSplit()]
+    )
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
     )

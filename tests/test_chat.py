@@ -10,13 +10,14 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
 from qlass import UserError
 from qlass.batching import LogProb, Sample, Score
-from qlass.chat import Chat, Rendering
+from qlass.chat import Chat, Rendering, warn_once
 from qlass.fast.packing import pack_pairs
 from qlass.messages import State, parse_action, react, uniforms
 from qlass.policy import Policy
 from qlass.tiny import MARK, mark
 from train_qnet import Pair, QNet
 
+CHATML = TEMPLATES["chatml"][0]
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
 MARKING = Chat(chat_tokenizer("chatml"), Rendering(mark_matches=True, compact=True))
 
@@ -48,10 +49,8 @@ def test_a_state_grows_by_an_action_and_its_observation():
         ("Thought: one of\nAction: left\nAction: right\nI go right.\n  Action: right", "right"),
         ("Thought: no Action: left, but Action: right", "right"),
         ("<think>\nAction: left?\n</think>\n\nThought: no\nAction: right", "right"),
-        ("<think>Action: left?</think>right", "right"),
-        ("so Action: left?\n</think>\nAction: right", "right"),  # the prompt began it
+        ("so Action: left?\n</think>\nright<think>Action: left", "right"),  # the prompt began it
         ("<think>Action: left, but", ""),
-        ("<think>no</think>Action: right<think>Action: left", "right"),
     ],
 )
 def test_the_executable_part_of_an_action(text, action):
@@ -73,22 +72,25 @@ def test_noise_depends_on_its_key_alone():
 # ------------------------------------------------------------------------------------------------------------- marks
 
 
-def test_words_of_the_task_are_marked():
-    assert mark("red cotton shirt", "a red shirt") == f"{MARK}red cotton{MARK} shirt"
-    assert mark("Red, shirts and a T-shirt.", "a red t-shirt and") == f"{MARK}Red, shirts and a{MARK} T-shirt."
-    assert mark("size 8.5 or 8", "size 8.5") == f"{MARK}size{MARK} 8.5 or 8"
-    assert mark("is it for me", "is it for me") == "is it for me"  # words that every task has say nothing
+PRICES = "a red hat, and price lower than 60.00 dollars"
 
 
-def test_prices_within_the_tasks_limit_are_marked():
-    task = "a red hat, and price lower than 60.00 dollars"
-    assert mark("red hat [SEP] $60.5 [SEP] $5.0 to $95.5", task) == (
-        f"{MARK}red{MARK} hat [SEP] $60.5 [SEP]{MARK} $5.0 to $95.5"
-    )
-    # With its place on the page, before the place, which is what the agent has to choose first.
-    assert mark("Thought: 3 $60.0 red hat", task) == f"Thought:{MARK} 3 $60.0{MARK} red{MARK} hat"
-    assert mark("Thought: 1 $60.5 to $70.0 hat", task) == f"Thought: 1 $60.5 to $70.0{MARK} hat"
-    assert mark("$5.0 for 5.0", "a red hat") == "$5.0 for 5.0"
+@pytest.mark.parametrize(
+    ("task", "marked"),
+    [
+        ("a red shirt", "✓red cotton✓ shirt"),
+        ("a red t-shirt and", "✓Red, shirts and a✓ T-shirt."),
+        ("size 8.5", "✓size✓ 8.5 or 8"),
+        ("is it for me", "is it for me"),  # words that every task has say nothing
+        (PRICES, "✓red✓ hat [SEP] $60.5 [SEP]✓ $5.0 to $95.5"),  # within its limit
+        # With its place on the page, before the place, which is what the agent has to choose first.
+        (PRICES, "Thought:✓ 3 $60.0✓ red✓ hat"),
+        (PRICES, "Thought: 1 $60.5 to $70.0✓ hat"),
+        ("a red hat", "$5.0 for 5.0"),
+    ],
+)
+def test_words_of_the_task_and_prices_within_its_limit_are_marked(task, marked):
+    assert mark(marked.replace(MARK, ""), task) == marked
 
 
 @given(st.text(alphabet="ab- .,[]\n'8", max_size=40), st.text(alphabet="ab -'8", max_size=12))
@@ -99,77 +101,70 @@ def test_marks_come_off_again(text, task):
 # --------------------------------------------------------------------------------------------------------- templates
 
 
-def shown(chat: Chat, ids: list[int]) -> str:
-    """Tokens as text, without the spaces that SentencePiece shows after <s> and </s>."""
-    return chat.tokenizer.decode(ids).replace("s> ", "s>").strip()
+def chatml(template: str = CHATML, name: str = "chatml"):
+    tokenizer = chat_tokenizer(name)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def chat_of(template: str, **rendering: object) -> Chat:
+    return Chat(chatml(template), Rendering(**rendering))
 
 
 STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you see a door"))).then(
     "Thought: hm\nAction: open it", "Observation: it is shut"
 )
+SYSTEM = State((("system", "be brief"), *STATE.messages), STATE.task)
+ENDS = {"llama-2": "</s>", "zephyr": "</s>", "chatml": "<|im_end|>", "chatml-system": "<|im_end|>",
+        "llama-3": "<|eot_id|>", "mistral": "</s>"}  # fmt: skip
 
 
+@pytest.mark.parametrize("scheme", [None, "first", "always", "never"])
 @pytest.mark.parametrize("name", [n for n in TEMPLATES if n != "none"])
-def test_a_state_reads_as_the_models_own_template_writes_it(name):
-    chat = CHATS[name]
-    written = chat.tokenizer.apply_chat_template(STATE.dump(), tokenize=False, add_generation_prompt=True)
-    assert shown(chat, chat.prompt(STATE)) == written.strip()
-    whole = [*STATE.dump(), {"role": "assistant", "content": "Action: push"}]
-    written = chat.tokenizer.apply_chat_template(whole, tokenize=False).strip()
-    # The tokens are those of the whole text, up to the one that ends the turn: nothing depends on where runs are cut.
-    ids = [*chat.prompt(STATE), *chat.action("Action: push", "")]
-    assert chat.tokenizer(written, add_special_tokens=False).input_ids[: len(ids)] == ids
-
-
-@pytest.mark.parametrize("scheme", ["first", "always", "never"])
-@pytest.mark.parametrize("name", SENTENCE_PIECE)
-def test_a_space_is_added_only_where_the_tokenizer_adds_one_within_a_chat(name, scheme):
+def test_a_state_reads_as_the_models_own_template_writes_it(name, scheme):
+    """Also where SentencePiece adds a space at a text's beginning, after each control token, or nowhere."""
     tokenizer = chat_tokenizer(name)
-    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([])
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    if scheme and name in SENTENCE_PIECE:
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([])
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     chat = Chat(tokenizer, Rendering())
-    whole = [*STATE.dump(), {"role": "assistant", "content": "Action: push"}]
-    written = tokenizer.apply_chat_template(whole, tokenize=False)
+    written = tokenizer.apply_chat_template(STATE.dump(), tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(chat.prompt(STATE)).replace("s> ", "s>").strip() == written.strip()
+    # The tokens are those of the whole text, up to the one that ends the turn: nothing depends on where runs are cut.
+    written = tokenizer.apply_chat_template(STATE.then("Action: push", "").dump()[:-1], tokenize=False).strip()
     ids = [*chat.prompt(STATE), *chat.action("Action: push", "")]
     assert tokenizer(written, add_special_tokens=False).input_ids[: len(ids)] == ids
+    assert tokenizer.convert_ids_to_tokens(ids[-1]) == ENDS[name] and ids[-1] == chat.stop_id
 
 
 def test_a_token_that_takes_the_space_before_it_leaves_the_prompt_as_it_is():
-    chat = CHATS["chatml"]
     tokenizer = chatml()
     tokenizer.add_tokens([AddedToken("[SEP]", lstrip=True)])
-    ids = Chat(tokenizer, Rendering()).action("[SEP] a", "")
-    assert ids == [*tokenizer("[SEP] a", add_special_tokens=False).input_ids, chat.stop_id]
+    chat = Chat(tokenizer, Rendering())
+    assert chat.action("[SEP] a", "") == [*tokenizer("[SEP] a", add_special_tokens=False).input_ids, chat.stop_id]
 
 
-ENDS = {"llama-2": "</s>", "zephyr": "</s>", "chatml": "<|im_end|>", "chatml-system": "<|im_end|>",
-        "llama-3": "<|eot_id|>", "mistral": "</s>", "none": "<|endoftext|>"}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_turn_ends_with_the_templates_own_token(name):
-    chat = CHATS[name]
-    ids = chat.action("Action: left", "")
-    assert chat.tokenizer.convert_ids_to_tokens(ids[-1]) == ENDS[name] and ids[-1] == chat.stop_id
-    assert ids.count(chat.stop_id) == 1
-    assert chat.text([*ids, 5, 6]) == "Action: left"  # what comes after the end is none of the action's
-    assert chat.text(ids[:-1]) == "Action: left"  # cut short by the limit of new tokens
-
-
-def test_without_a_template_roles_are_words():
-    chat = CHATS["none"]
-    end = "<|endoftext|>"
+def test_without_a_template_roles_are_words_and_a_prompt_begins_as_the_tokenizer_begins_a_text():
+    chat, end = CHATS["none"], "<|endoftext|>"
     assert chat.tokenizer.decode([*chat.prompt(STATE), *chat.action("Action: push", "")]) == (
         f"User: walk\nAssistant: OK{end}\nUser: you see a door\nAssistant: Thought: hm\nAction: open it{end}\n"
         f"User: Observation: it is shut\nAssistant: Action: push{end}"
     )
+    for template in (None, TEMPLATES["llama-3"][0]):  # which has its own
+        tokenizer = chatml(template, "llama-3")
+        bos, token = tokenizer.bos_token, tokenizer.bos_token_id
+        begins = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, token)])
+        tokenizer.backend_tokenizer.post_processor = begins
+        for state in (STATE, SYSTEM):
+            ids = Chat(tokenizer, Rendering()).prompt(state)
+            assert ids[0] == token and ids.count(token) == 1
 
 
 texts = st.text(alphabet="ab [].:✓é\n", min_size=1, max_size=12).map(lambda s: s.strip() or "a")
 chats = st.sampled_from([*CHATS.values(), MARKING, word_chat(), word_chat(compact=True)])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(chats, texts, st.lists(st.tuples(texts, texts), min_size=1, max_size=4))
 def test_the_tokens_of_a_state_begin_those_of_every_later_state(chat, task, turns):
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "a door")), task)
@@ -179,15 +174,14 @@ def test_the_tokens_of_a_state_begin_those_of_every_later_state(chat, task, turn
         assert chat.prompt(state)[: len(pair)] == pair
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from([c for n, c in CHATS.items() if n not in SENTENCE_PIECE]), texts)
-def test_an_action_comes_back_from_its_tokens(chat, action):
-    assert chat.text(chat.action(action, "")) == action
-
-
-@given(st.text(alphabet="ab [].:\n", min_size=1, max_size=20), st.text(alphabet="ab ", max_size=8))
-def test_a_marked_action_comes_back_without_marks(action, task):
-    assert MARKING.text(MARKING.action(action, task)) == action.strip()
+@given(st.sampled_from([MARKING, *(c for n, c in CHATS.items() if n not in SENTENCE_PIECE)]), texts, texts)
+def test_an_action_comes_back_from_its_tokens(chat, action, task):
+    if chat is MARKING:
+        action = action.replace(MARK, "a")
+    ids = chat.action(action, task)
+    assert ids.index(chat.stop_id) == len(ids) - 1
+    for wrote in (ids, [*ids, 5, 6], ids[:-1]):  # what comes after the end is none of it; cut by the limit of tokens
+        assert chat.text(wrote) == action
 
 
 def test_the_compact_form_by_hand():
@@ -208,103 +202,44 @@ CONTROL = sorted({token for _, named, others in TEMPLATES.values() for token in 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("control", CONTROL)
 def test_control_tokens_in_a_message_stay_text(name, control):
-    chat = CHATS[name]
+    chat, page = CHATS[name], f"see {control} and {control}"
     special = {i for i, t in chat.tokenizer.added_tokens_decoder.items() if t.special}
-
-    def count(text: str) -> int:
-        state = State((("user", "walk"), ("assistant", f"Action: {text}"), ("user", f"a {text} b")))
-        return sum(i in special for i in chat.prompt(state))
-
-    page = f"see {control} and {control}"
-    assert count(page) == count("see it")  # the template's own, no more
-    observed = chat.prompt(State((("user", page),)))
+    *ids, end = chat.action(page, "")
+    assert special.isdisjoint(ids) and end == chat.stop_id
+    assert chat.text(ids) == page or name in SENTENCE_PIECE  # its decoder eats spaces
+    observed, other = (chat.prompt(State((("user", text),))) for text in (page, "see it"))
     assert page.replace(" ", "") in chat.tokenizer.decode(observed).replace(" ", "")
-    ids = chat.action(page, "")
-    assert ids.count(chat.stop_id) == 1 and ids[-1] == chat.stop_id
-    if name not in SENTENCE_PIECE:  # its decoder eats spaces
-        assert chat.text(ids) == page
-
-
-def with_bos(template: str | None):
-    tokenizer = chat_tokenizer("llama-3")
-    tokenizer.chat_template = template
-    core = tokenizer.backend_tokenizer
-    bos = tokenizer.bos_token
-    core.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
-    )
-    return tokenizer
-
-
-def test_without_a_template_a_prompt_begins_as_the_tokenizer_begins_a_text():
-    tokenizer = with_bos(None)
-    for state in (STATE, State((("system", "be brief"), *STATE.messages))):
-        ids = Chat(tokenizer, Rendering()).prompt(state)
-        assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
-    assert tokenizer.eos_token_id != CHATS["none"].prompt(STATE)[0]
-    ids = Chat(with_bos(TEMPLATES["llama-3"][0]), Rendering()).prompt(STATE)  # the template has its own
-    assert ids.count(tokenizer.bos_token_id) == 1
+    assert [i for i in observed if i in special] == [i for i in other if i in special]  # the template's own
 
 
 def test_a_templates_date_is_pinned_with_the_checkpoint(tmp_path):
-    tokenizer = chat_tokenizer("chatml")
     today = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}"
-    tokenizer.chat_template = "{% if strftime_now is defined %}" + today + "{% endif %}" + TEMPLATES["chatml"][0]
-    chat = Chat(tokenizer, Rendering(date="2024-07-26"))
-    assert tokenizer.decode(chat.prompt(STATE)).startswith("Today: 26 Jul 2024\n")
-    fresh = Chat(tokenizer, Rendering())
-    assert fresh.rendering.date == datetime.date.today().isoformat()
-    fresh.rendering.date = "2025-01-02"
-    fresh.rendering.save(tmp_path)
-    later = Chat(tokenizer, Rendering.load(tmp_path))
-    assert tokenizer.decode(later.prompt(STATE)).startswith("Today: 02 Jan 2025\n")
-    assert CHATS["chatml"].rendering.date is None  # no date, none kept
-    tokenizer.chat_template = "{% set form = '%d' %}{{ strftime_now(form) }}" + TEMPLATES["chatml"][0]
+    template = "{% if strftime_now is defined %}" + today + "{% endif %}" + CHATML
+    chat = chat_of(template, date="2024-07-26")
+    assert chat.tokenizer.decode(chat.prompt(STATE)).startswith("Today: 26 Jul 2024\n")
+    chat.save(tmp_path)
+    assert Rendering.load(tmp_path).date == "2024-07-26" and CHATS["chatml"].rendering.date is None
+    assert chat_of(template).rendering.date == datetime.date.today().isoformat()
     with pytest.raises(UserError, match="another date each day"):
-        Chat(tokenizer, Rendering())
+        chat_of("{% set form = '%d' %}{{ strftime_now(form) }}" + CHATML)
 
 
 def test_system_messages():
-    system = State((("system", "be brief"), *STATE.messages), STATE.task)
     chat = CHATS["chatml"]
-    written = chat.tokenizer.apply_chat_template(system.dump(), tokenize=False, add_generation_prompt=True)
-    assert chat.tokenizer.decode(chat.prompt(system)) == written
-    assert len(chat.message_tokens(system)) == len(chat.message_tokens(STATE))  # one list with the first user's
+    written = chat.tokenizer.apply_chat_template(SYSTEM.dump(), tokenize=False, add_generation_prompt=True)
+    assert chat.tokenizer.decode(chat.prompt(SYSTEM)) == written
+    assert len(chat.message_tokens(SYSTEM)) == len(chat.message_tokens(STATE))  # one list with the first user's
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    forgets = TEMPLATES["chatml"][0].replace("in messages", "in messages if m.role != 'system'")
-    for template in (refuses + TEMPLATES["chatml"][0], forgets):
-        other = Chat(chatml(template), Rendering())
+    for template in (refuses + CHATML, CHATML.replace("in messages", "in messages if m.role != 'system'")):
+        other = chat_of(template)
         assert other.prompt(STATE) == chat.prompt(STATE)
         with pytest.raises(UserError, match="no system message"):
-            other.prompt(system)
+            other.prompt(SYSTEM)
 
 
-THINKS = TEMPLATES["chatml"][0] + "{# <think> #}"
-
-
-def test_thinking_models_with_and_without_their_thoughts():
-    closing = "('<think></think>' if m.role == 'assistant' else '') + m.content"
-    assert (
-        Chat(chatml(THINKS.replace("m.content", closing)), Rendering()).ask.count("</think>") == 1
-    )  # it closes itself
-    tokenizer = chatml(THINKS)
-    mute, thinks = Chat(tokenizer, Rendering()), Chat(tokenizer, Rendering(think=True))
-    assert tokenizer.decode(mute.prompt(STATE)).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert tokenizer.decode(thinks.prompt(STATE)).endswith("<|im_start|>assistant\n")
-    wrote = tokenizer("<think>\na <b>?\n</think>\n\nAction: left<|im_end|>", add_special_tokens=False).input_ids
-    assert thinks.text(wrote) == "Action: left"
-    assert thinks.text(tokenizer("Action: left", add_special_tokens=False).input_ids) == "Action: left"
-    assert thinks.action_in("<think>no</think>Action: right<think>Action: left") == "Action: right"
-    assert thinks.action_in("<think>\nI could write Action: left, but") == ""  # cut by the limit of new tokens
-    later = STATE.then("Action: left", "Observation: hm")
-    for chat in (mute, thinks):  # a state's tokens begin a later one's
-        pair = [*chat.prompt(STATE), *chat.action("Action: left", "")]
-        assert chat.prompt(later)[: len(pair)] == pair
-
-
-def test_prompts_beyond_the_context(agent_context=40):
+def test_prompts_beyond_the_context():
     chat = word_chat(max_new_tokens=5)
-    chat.context = agent_context
+    chat.context = 40  # and so 35 of a prompt
     state = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand")), "")
     assert chat.prompt_tokens(state) == chat.message_tokens(state) and not chat.is_cut(state)
     for _ in range(6):
@@ -313,55 +248,95 @@ def test_prompts_beyond_the_context(agent_context=40):
     with pytest.raises(UserError, match=rf"{length} tokens.*5 are more than.*40.*--truncate oldest"):
         chat.prompt_tokens(state)
     chat.rendering.truncate = "oldest"
-    lists, whole = chat.prompt_tokens(state), chat.message_tokens(state)
-    assert chat.is_cut(state) and sum(map(len, lists)) <= 35 and len(chat.prompt(state)) <= 35
-    assert lists[:3] == whole[:3] and lists[3:] == whole[3 - len(lists) :]  # instruction, task and the newest turns
-    assert sum(map(len, lists)) + sum(map(len, whole[3:5])) > 35  # no more than had to go
-    together = State(state.messages[2:], "")  # the first message tells all of it
-    lists, whole = chat.prompt_tokens(together), chat.message_tokens(together)
-    assert len(lists) < len(whole) and lists[0] == whole[0] and lists[1:] == whole[1 - len(lists) :]
+    for stays, asked in ((3, state), (1, State(state.messages[2:], ""))):  # whose first message tells all of it
+        lists, whole = chat.prompt_tokens(asked), chat.message_tokens(asked)
+        assert chat.is_cut(asked) and len(chat.prompt(asked)) <= 35
+        assert lists == whole[:stays] + whole[stays - len(lists) :]  # instruction, task and the newest turns
+        assert sum(map(len, lists + whole[stays : stays + 2])) > 35  # no more than had to go
     chat.context = 8
     assert not chat.fits(state, "")
 
 
-# -------------------------------------------------------------------------------- what a checkpoint's own template says
-
-
-def chatml(template: str | None = None):
-    """ChatML's tokenizer with another template."""
-    tokenizer = chat_tokenizer("chatml")
-    tokenizer.chat_template = template or tokenizer.chat_template
-    return tokenizer
-
-
-TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+# -------------------------------------------------------------------------------- what a checkpoint's own files may say
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}" + TURN + "{% if loop.index == 5 %}again: {% endif %}{% endfor %}",
-        "{% for m in messages %}" + TURN.replace("m.content", "m.content.split('Thought:')[-1]") + "{% endfor %}",
-        TEMPLATES["chatml"][0].replace("m.content", "m.content + ('!' if loop.last and m.role == 'user' else '')"),
-        "{{ messages | length }}" + TEMPLATES["chatml"][0],
-        "{% if messages | length > 6 %}{{ raise_exception('long') }}{% endif %}" + TEMPLATES["chatml"][0],
+        CHATML.replace("m.content", "m.content + ('again' if loop.index == 5 else '')"),
+        CHATML.replace("m.content", "m.content.split('Thought:')[-1]"),
+        CHATML.replace("m.content", "m.content + ('!' if loop.last and m.role == 'user' else '')"),
+        "{{ messages | length }}" + CHATML,
+        "{% if messages | length > 6 %}{{ raise_exception('long') }}{% endif %}" + CHATML,
         "{{ unknown.x.y }}",
     ],
 )
 def test_a_template_that_writes_later_turns_otherwise_is_refused(template):
     with pytest.raises(UserError, match=r"chat template (does not show|fails)"):
-        Chat(chatml(template), Rendering())
+        chat_of(template)
 
 
-def test_a_turn_ends_by_whatever_model_tokenizer_and_template_say():
-    chat = Chat(chatml(), Rendering(), ends=[7, 9])
-    ids = chat.tokenizer("Action: left", add_special_tokens=False).input_ids
-    for end in (7, 9, chat.stop_id, chat.tokenizer.eos_token_id):
+def prompting(words: str) -> str:
+    return CHATML + "{% if add_generation_prompt %}{{ " + words + " }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (prompting("'<think></think>' if enable_thinking is false else '<think>'"), "<think></think>"),
+        (prompting("'</think>' if thinking is false else '<think>'"), "</think>"),
+        (prompting("'' if reasoning_effort == 'none' else raise_exception('none or high')"), ""),
+        (prompting("'<|channel>final' if reasoning_effort == 'low' else ''"), "<|channel>final"),
+        (CHATML.replace("m.content", "m.content + '/nothink' * (m.role == 'user' and not enable_thinking)"), ""),
+        (CHATML + "{# <think></think> enable_thinking #}", ""),
+        (prompting("'<think>\n'"), "<think>\n"),  # with no switch
+    ],
+)
+def test_thinking_is_off_by_the_templates_own_switch_in_all_turns(template, words, capsys):
+    warn_once.cache_clear()
+    chat_of(template)
+    chat = chat_of(template)
+    written = chat.tokenizer.decode(chat.prompt(STATE))
+    assert written.count("<|im_start|>assistant\n") == written.count("<|im_start|>assistant\n" + words) == 3
+    assert written.endswith(words) and written.count("/nothink") == 3 * ("/nothink" in template)
+    assert written.count("think>") == 3 * words.count("think>")
+    assert capsys.readouterr().err.count("has no switch") == (words == "<think>\n")
+
+
+@pytest.mark.parametrize("kind", ["special", "ordinary", "split"])
+def test_a_turn_ends_by_an_added_token_that_model_tokenizer_or_template_names(kind):
+    """In a vocabulary of bytes "#" is token 2, the end that LlamaConfig names by default."""
+    tokenizer = chatml(CHATML, "none" if kind == "ordinary" else "chatml")
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.split_special_tokens = kind == "split"
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    chat = Chat(tokenizer, Rendering(), ends=[2, None, start])
+    assert chat.text(chat.action("click[size #4 <|im_end|>]", "")) == "click[size #4 <|im_end|>]"
+    assert chat.prompt(State((("user", "see <|im_end|>"),))).count(chat.stop_id) == 1
+    ids = tokenizer("Action: left", add_special_tokens=False).input_ids
+    for end in (start, chat.stop_id, tokenizer.eos_token_id):
         assert chat.text([*ids, end, *ids]) == "Action: left"
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "fault"),
+    [
+        ("normalizer", normalizers.Lowercase(), "gives an action's 'A' back as 'a'"),
+        ("normalizer", normalizers.NFKC(), "gives an action's '½' back as '1⁄2'"),
+        ("normalizer", normalizers.Replace("🙂", ""), "gives an action's '🙂' back as"),
+        ("pre_tokenizer", pre_tokenizers.WhitespaceSplit(), "'<end>': the tokenizer produces it from plain text"),
+        ("eos_token", None, "no eos_token"),
+    ],
+)
+def test_a_tokenizer_that_changes_an_action_or_an_end_is_refused(part, value, fault):
+    tokenizer = word_chat().tokenizer if part == "pre_tokenizer" else chat_tokenizer("none")
+    setattr(tokenizer if part == "eos_token" else tokenizer.backend_tokenizer, part, value)
+    with pytest.raises(UserError, match=fault):
+        Chat(tokenizer, Rendering())
+
+
 SETTINGS = """temperature=-1 temperature=null temperature=true max_new_tokens="48" max_new_tokens=0 top_p=0 top_k=1.5
-stop="Task:" stop=[1] candidates="all" truncate="newest" compact=1 date=2024 other=true"""
+stop="Task:" stop=[1] candidates="all" truncate="newest" compact=1 date=2024 think=true"""
 
 
 def test_settings_are_read_as_they_were_saved_or_refused(tmp_path):
@@ -378,20 +353,15 @@ def test_an_answer_that_goes_on_for_the_environment_is_cut():
     chat = CHATS["chatml"]
     answer = "Thought: a\nAction: left\nObservation: you stand\nThought: b\nAction: right"
     assert chat.action_in(answer) == chat.text(chat.action(answer, "")) == "Thought: a\nAction: left"
-    assert Chat(chatml(), Rendering(stop=())).action_in(answer) == answer
+    assert chat_of(CHATML, stop=()).action_in(answer) == answer
 
 
 @pytest.mark.parametrize("words", ["m.content | trim", "m.content.lstrip('\n')", "' ' + m.content.strip() + ' '"])
 def test_spaces_at_a_messages_ends_are_no_tokens(words):
-    tokenizer = chatml(TEMPLATES["chatml"][0].replace("m.content", words))
-    said = (("system", "be brief"), ("user", "walk"), ("assistant", "OK"), ("user", "you stand"))
-    written = tokenizer.apply_chat_template(State(said).dump(), tokenize=False, add_generation_prompt=True)
-    spaced = State(tuple((role, f"\n{content} \n") for role, content in said))
-    assert tokenizer.decode(Chat(tokenizer, Rendering()).prompt(spaced)) == written
-
-
-def longest(n: int) -> str:
-    return "Action: " + " ".join(["left"] * n)
+    chat = chat_of(CHATML.replace("m.content", words))
+    written = chat.tokenizer.apply_chat_template(SYSTEM.dump(), tokenize=False, add_generation_prompt=True)
+    spaced = State(tuple((role, f"\n{content} \n") for role, content in SYSTEM.messages))
+    assert chat.tokenizer.decode(chat.prompt(spaced)) == written
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -402,14 +372,15 @@ def test_an_action_beyond_the_context_is_an_error(fast):
     policy, qnet = Policy(tiny_lm(chat), chat, plain=not fast), QNet(tiny_backbone(chat), chat, plain=not fast).eval()
     state = State((("user", "walk find the purse"), ("assistant", "OK"), ("user", "you stand")), "")
     room = 20 - len(chat.prompt(state)) - 2  # "Action:" and the end
-    fits, beyond = longest(room), longest(room + 1)
+    fits, beyond = ("Action: " + " ".join(["left"] * n) for n in (room, room + 1))
     assert room > 5 and chat.fits(state, fits) and not chat.fits(state, beyond)
-    for read in (
+    readers = [
         lambda action: policy.likelihoods([LogProb(state, (action,))]),
-        lambda action: policy.sample([Sample(state, 1, ("a",), 1.0, valid=("Action: left", "Action: right", action))]),
+        lambda action: policy.sample([Sample(state, 1, ("a",), 1.0, valid=("Action: left", action))]),
         lambda action: qnet.score([Score(state, (action,))]),
         lambda action: list(pack_pairs(chat, [[Pair(state, action, 1.0)]], 0, 100)),
-    ):
+    ]
+    for read in readers:
         read(fits)
         with pytest.raises(UserError, match=f"action of {room + 3} are more than the model's context of 20: --trunc"):
             read(beyond)

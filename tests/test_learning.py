@@ -49,7 +49,7 @@ def contents(folder):
 
 @pytest.mark.parametrize(("learner", "budget", "lr"), [(tree_grpo, 2000, 0.02), (ppo, 2000, 0.01), (eto, 300, 0.003)])
 def test_it_learns_the_best_leaf_of_a_written_world(train, learner, budget, lr):
-    lines = train(learner, "run", budget, "--lr", str(lr))
+    lines = train(learner, "run", budget, "--lr", str(lr), "--seed", "1")
     assert lines[0]["val"] < 1 and max(line["val"] or 0 for line in lines) == 1.0
     assert lines[1]["reward"] < 0.6 < 0.9 < lines[-1]["reward"]
     for figure in ("batch", "updates", "tokens", "env_steps"):  # sums so far
@@ -58,7 +58,7 @@ def test_it_learns_the_best_leaf_of_a_written_world(train, learner, budget, lr):
     if learner is ppo:
         assert max(line["explained"] for line in lines[1:]) > 0.3
     if learner is tree_grpo:
-        assert lines[-1]["entropy"] < lines[1]["entropy"] and lines[-1]["kl"] > lines[1]["kl"]
+        assert lines[-1]["entropy"] < lines[1]["entropy"] and lines[-1]["kl"] > 0.5
 
 
 def test_a_critic_wants_labels_of_its_own_target(train, tmp_path):

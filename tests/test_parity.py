@@ -18,7 +18,7 @@ SMALL = {  # what makes a config small, where it has such a field
     "vocab_size": 200, "hidden_size": 64, "n_embd": 64, "intermediate_size": 64, "ffn_dim": 64, "num_hidden_layers": 4,
     "n_layer": 4, "num_layers": 4, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 512, "num_local_experts": 4, "num_experts_per_tok": 2, "word_embed_proj_dim": 64,
-    "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 64,
+    "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "sliding_window": 64,
 }  # fmt: skip
 SWA, FULL = "sliding_attention", "full_attention"
 MODELS = {  # one of each kind of attention, by its model type, and what its config needs besides
