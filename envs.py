@@ -1,7 +1,7 @@
 """The environments behind one `gymnasium.Env` interface (paper, App. A.2).
 
     env = envs.make("webshop", data=DIR, max_steps=None)  # None: no limit
-    obs, info = env.reset(options={"task_id": t})  # t of env.task_ids("train")
+    obs, info = env.reset(options={"task_id": t})  # t of env.task_ids("train"); or split and index
     obs, reward, terminated, truncated, info = env.step("click[buy now]")
     s = env.snapshot(); env.restore(s)
     for thought, action in env.expert(t): ...  # the caller steps `env` with each action
@@ -12,6 +12,7 @@ the *outcome*: it arrives with the step that ends the episode and is 0 before. `
     task_id         the id given to reset
     task            the instruction sentence, e.g. "i need a red shirt, and price lower than ..."
     valid_actions   the executable actions that the environment would act on now, in a fixed order
+    known           after a step: whether the environment knew its action
 
 and what the engine itself reports (`clickables`, `admissible_commands`, `won`, ...).
 """
@@ -31,8 +32,8 @@ from typing import Any
 import gymnasium
 
 from environments import fingerprint
-from environments.check import check
-from environments.guard import build, guard_reset, guard_step, options_of
+from environments.guard import build, guard, options_of
+from environments.rules import check
 from environments.spaces import AnyText
 from qlass import UserError
 from qlass.files import warn
@@ -72,14 +73,13 @@ class TextEnv(gymnasium.Env):
     omniscient = False  # the expert knows what no page has shown: tables call it an oracle
     unique_tasks = False  # the instruction alone says which task it is
     markov = False  # instruction and last observation say all that there is to know
-    playing = ""  # the task of the last reset, which a crash names
+    playing: str | None = None  # the task of the last reset, which a crash names
+    final_answer: tuple | None = None  # the last one of an episode that has ended
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.name = vars(cls).get("name") or cls.__name__.lower()  # not another class's
-        for name, guard in (("reset", guard_reset), ("step", guard_step)):
-            if name in vars(cls):
-                setattr(cls, name, guard(vars(cls)[name]))
+        guard(cls)
 
     def __init__(
         self, max_steps: int | None = UNSET, instruction: str | Path | None = None
@@ -107,11 +107,6 @@ class TextEnv(gymnasium.Env):
         """The tasks of a split in fair order: every stretch is a fair sample of its types."""
         return fair_order(self.split_ids(split), self.task_type)
 
-    def task_of(self, options: dict | None, split: str = "train") -> str:
-        """The task that `reset` is to begin: that of its options, or any of the split."""
-        task_id = (options or {}).get("task_id")
-        return str(self.np_random.choice(self.split_ids(split)) if task_id is None else task_id)
-
     def fork(self) -> TextEnv:
         """Another player on the same data, for episodes side by side; `close` it after use.
 
@@ -130,7 +125,9 @@ class TextEnv(gymnasium.Env):
 
     def split_ids(self, split: str) -> list[str]:
         """The tasks of a split, in any order; UserError if there is no such split."""
-        raise NotImplementedError
+        if type(self).task_ids is TextEnv.task_ids:
+            raise NotImplementedError("split_ids")
+        return self.task_ids(split)
 
     def task_type(self, task_id: str) -> str:
         """The kind of task, where an environment has several: tables have a row for each."""
@@ -150,6 +147,11 @@ class TextEnv(gymnasium.Env):
         They are one child of a node, and one candidate of a search.
         """
         return action
+
+    def knows(self, action: str) -> bool:
+        """Whether it would act on this text now: `info["known"]` of the step."""
+        valid = self.valid_actions()
+        return action in valid or self.canonical(action) in map(self.canonical, valid)
 
     def subject(self, task_id: str) -> str:
         """What a task is about: an agent that learned one task of a subject knows the others."""
@@ -210,8 +212,9 @@ class TextEnv(gymnasium.Env):
 
     def paraphrase(self, task: str, index: int) -> str:
         """The task's sentence in other words, by rules; index 0 is the sentence itself."""
-        reason = "has no rules for it (App. A.3.2 is about WebShop): leave it out"
-        raise UserError(f"--paraphrase: {self.name} {reason}")
+        raise UserError(
+            f"--paraphrase: {self.name} has no rules for it (webshop has): leave it out"
+        )
 
     def optimal_value(self, gamma: float = 0.99) -> float:
         """The best discounted outcome still in reach."""
@@ -241,8 +244,7 @@ def environment_class(name: str) -> type[TextEnv]:
         if not issubclass(environment, TextEnv):
             raise TypeError("not a class that is derived from envs.TextEnv")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        names = ", ".join(ENVIRONMENTS)
-        choice = f"there are {names}, and MODULE:CLASS for your own"
+        choice = f"there are {', '.join(ENVIRONMENTS)}, and MODULE:CLASS for your own"
         if name in ENVIRONMENTS:
             choice = "does a folder of yours hide one of ours? rename it, or start elsewhere"
         raise UserError(f"--env {name}: {error}; {choice}") from None

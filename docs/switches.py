@@ -27,7 +27,7 @@ class Switches(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
-        self.task_id = (options or {}).get("task_id") or str(self.np_random.choice(self.task_ids("train")))
+        self.task_id = options["task_id"]
         if self.task_id not in TASKS:
             raise UserError(f"switches: unknown task {self.task_id!r}: write e.g. {TASKS[-1]}")
         self.wanted = frozenset(self.task_id.split("-"))

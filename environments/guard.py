@@ -4,11 +4,15 @@ and a crash of the class is one line that names the task and the action."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
+
+import gymnasium
 
 from qlass import UserError
 
@@ -24,38 +28,92 @@ class Fault(UserError):
     """What a class does against the rules, or its crash."""
 
 
-@contextlib.contextmanager
-def named(what: str) -> Iterator[None]:
-    """A crash within in one line that begins with what was done."""
+def attempt(what: Callable[[], str], act: Callable, *args: Any, **options: Any) -> Any:
+    """act(...), whose crash is one line that begins with what was done."""
     try:
-        yield
+        return act(*args, **options)
     except UserError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise Fault(f"{what}: {reason} (--debug shows where)") from error
+        raise Fault(f"{what()}: {reason} (--debug shows where)") from error
 
 
-def guard_reset(reset: Callable) -> Callable:
-    @functools.wraps(reset)
-    def guarded(env: Any, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        env.playing = (options or {}).get("task_id", "")
-        with named(f"{env.name}: task {env.playing}: reset"):
-            return reset(env, seed=seed, options=options)
+@dataclass(frozen=True)
+class Ended:
+    """A snapshot of an episode that has ended, and its last answer."""
 
-    return guarded
+    snapshot: Any
+    answer: tuple = field(compare=False)
 
 
-def guard_step(step: Callable) -> Callable:
-    """numpy's booleans become Python's, which JSON knows; the reward's type is the business of `TextEnv.outcome`."""
+def task_of(env: Any, seed: int | None, options: dict | None) -> str:
+    """The task that `reset` begins: task_id, or of a split (by default train) the one at an index, or any."""
+    given = {name: value for name, value in (options or {}).items() if value is not None}
+    if given.keys() - {"task_id", "split", "index"} or ("task_id" in given and len(given) > 1):
+        raise UserError(f"{env.name}: reset takes task_id, or split and index, not {', '.join(given)}")
+    if "task_id" in given:
+        return str(given["task_id"])
+    split, index = given.get("split", "train"), given.get("index")
+    tasks = env.split_ids(split) if index is None else env.task_ids(split)
+    if index is None and tasks:
+        gymnasium.Env.reset(env, seed=seed)
+        index = env.np_random.integers(len(tasks))
+    if index not in range(len(tasks)):
+        raise UserError(f"{env.name}: reset: no task {index} of {split}, which has {len(tasks)}, counted from 0")
+    return tasks[int(index)]
 
-    @functools.wraps(step)
-    def guarded(env: Any, action: str) -> tuple:
-        with named(f"{env.name}: task {env.playing}: step({action!r})"):
-            observation, reward, terminated, truncated, info = step(env, action)
-            return observation, reward, bool(terminated), bool(truncated), info
 
-    return guarded
+def reset(method: Callable, env: Any, *, seed: int | None = None, options: dict | None = None) -> tuple:
+    """A class's own `reset` always finds options["task_id"]."""
+    env.playing, env.final_answer = task_of(env, seed, options), None
+    return method(env, seed=seed, options={"task_id": env.playing})
+
+
+def step(method: Callable, env: Any, action: str) -> tuple:
+    """After the end the last answer, without its reward. numpy's booleans become Python's, which JSON knows; the
+    reward's type is the business of `TextEnv.outcome`."""
+    if env.playing is None:
+        raise UserError(f"{env.name}: step before reset: no task is being played")
+    if env.final_answer:
+        return *env.final_answer[:4], copy.copy(env.final_answer[4])
+    known = env.knows(action)
+    observation, reward, terminated, truncated, info = method(env, action)
+    info["known"] = known
+    terminated, truncated = bool(terminated), bool(truncated)
+    if terminated or truncated:
+        env.final_answer = observation, 0.0, terminated, truncated, copy.copy(info)
+    return observation, reward, terminated, truncated, info
+
+
+def snapshot(method: Callable, env: Any) -> Any:
+    return Ended(method(env), env.final_answer) if env.final_answer else method(env)
+
+
+def restore(method: Callable, env: Any, state: Any) -> None:
+    state, env.final_answer = (state.snapshot, state.answer) if isinstance(state, Ended) else (state, None)
+    env.playing = env.playing or ""
+    method(env, state)
+
+
+def guard(kind: type) -> None:
+    """Put the functions above around the methods of these names."""
+    for around in (reset, step, snapshot, restore):
+        method = getattr(kind, around.__name__)
+        if getattr(method, "guarded", None) is not method:
+            setattr(kind, around.__name__, guarded(method, around, around.__name__))
+
+
+def guarded(method: Callable, around: Callable, name: str) -> Callable:
+    @functools.wraps(method)
+    def call(env: Any, *args: Any, **options: Any) -> Any:
+        if getattr(type(env), name) is not call:  # a subclass's method, which has its own guard, calls this one
+            return method(env, *args, **options)
+        text = "{0.name}: task {0.playing}: {1}({2!r})" if name == "step" else "{0.name}: task {0.playing}: {1}"
+        return attempt(lambda: text.format(env, name, *args), around, method, env, *args, **options)
+
+    call.guarded = call  # a decorator's copy of this attribute is not the function that has it
+    return call
 
 
 def build(name: str, kind: type, options: dict[str, Any]) -> Any:
@@ -66,8 +124,7 @@ def build(name: str, kind: type, options: dict[str, Any]) -> Any:
     except TypeError as error:
         known = ", ".join(parameters.parameters) or "none"
         raise UserError(f"--env {name}: {error} (--env-option NAME=VALUE; its options: {known})") from None
-    with named(f"--env {name}"):
-        env = kind(**options)
+    env = attempt(lambda: f"--env {name}", kind, **options)
     if "max_steps" in options:  # a class may take it and not pass it on
         env.max_steps = options["max_steps"]
     return env

@@ -4,6 +4,7 @@ import argparse
 import copy
 import itertools
 import json
+import pickle
 import random
 from collections import Counter
 
@@ -49,6 +50,8 @@ def test_every_environment_keeps_what_envs_promises(name, monkeypatch):
         pytest.importorskip("scienceworld")
     monkeypatch.delenv("ALFWORLD_DATA", raising=False)
     env = envs.make(name, max_steps=None)
+    with pytest.raises(UserError, match="step before reset"):
+        env.step("look")
     check_env(env.fork(), skip_render_check=True)
     task = env.task_ids("train")[-1]
     _, info = env.reset(options={"task_id": task})
@@ -63,23 +66,81 @@ def test_every_environment_keeps_what_envs_promises(name, monkeypatch):
     assert env.valid_actions() == offered and (env.snapshot() == here or name == "frozenlake")  # that has its generator
     other.close()
     for _, action in env.expert(task):
-        *_, over, _, info = env.step(action)
+        twin = pickle.loads(pickle.dumps(env))
+        text, reward, over, truncated, info = env.step(action)
+        assert twin.step(action) == (text, reward, over, truncated, info) and info["known"]
         if over:
             break
     assert over  # without a step limit too
+    ended = env.snapshot()
+    other.restore(ended)
+    for player in (env, env, twin, pickle.loads(pickle.dumps(env)), other):  # the last answer again, without reward
+        assert player.step(offered[0]) == (text, 0.0, True, False, info)
+    other.restore(here)
+    assert other.step(offered[0])[4]["known"]  # it goes on
     for split in ("nowhere", ""):
         with pytest.raises(envs.UserError):
             env.task_ids(split)
-    with pytest.raises(envs.UserError, match="nowhere"):
-        env.reset(options={"task_id": "nowhere"})
     env.instruct("Play.")
     env.reset(options={"task_id": task})
     assert env.fork().instruction == env.instruction == "Play."
     train, val, test = ({env.subject(task) for task in env.task_ids(split)} for split in ("train", "val", "test"))
     assert train and val and test and not (train & val or train & test or val & test)
-    drawn = {env.reset(seed=seed)[1]["task_id"] for seed in range(5)}
-    assert drawn <= set(env.task_ids("train"))  # without a task: one to train on
+    for split, options in (("train", {}), ("test", {"split": "test"})):  # without a task: one to train on
+        tasks = env.task_ids(split)
+        drawn = [env.reset(seed=seed, options=options)[1]["task_id"] for seed in (0, 1, 2, 3, 0)]
+        assert set(drawn) <= set(tasks) and drawn[0] == drawn[-1] and len(set(drawn)) > 1
+        assert env.reset(options=options | {"index": 1})[1]["task_id"] == tasks[1]
+    for options, says in REFUSED.items():
+        with pytest.raises(UserError, match=says):
+            env.reset(options=dict(options))
     env.close()
+
+
+REFUSED = {  # options of a reset
+    (("task_id", "nowhere"),): "nowhere",
+    (("split", "nowhere"),): "nowhere",
+    (("session", 7),): "reset takes task_id, or split and index, not session$",
+    (("task_id", "x"), ("split", "test")): "or split and index, not task_id, split",
+    (("index", 10**6),): "no task 1000000 of train, which has",
+    (("index", -1),): "no task -1",
+    (("index", "first"),): "no task first",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "unknown"),
+    [
+        ("webshop", ["search[red]", "search[red]]"], ["click[search]", "search[]", "search[a[b]]", "buy"]),
+        ("alfworld", ["look", " look ", "help"], ["LOOK", "sing"]),
+        ("sciworld", ["look around", "LOOK  around"], ["sing"]),
+        ("frozenlake", ["left", " Left "], ["jump", ""]),
+        (FLAG, ["done", "switch red"], ["Done", ""]),
+    ],
+)
+def test_info_says_whether_the_action_was_one_that_the_environment_knows(name, known, unknown, monkeypatch):
+    if name == "sciworld":
+        pytest.importorskip("scienceworld")
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    env = envs.make(name)
+    for action in (*known, *unknown):
+        env.reset(options={"index": 0})
+        assert env.step(action)[4]["known"] == (action in known), action
+    env.close()
+
+
+def test_a_class_may_say_itself_which_actions_it_knows():
+    env = type("Own", (Switches,), {"knows": lambda self, action: action == "hum"})()
+    env.reset()
+    assert [env.step(action)[4]["known"] for action in ("hum", "done")] == [True, False]
+
+
+def test_a_batch_through_gymnasium_pays_an_episode_once():
+    env = gymnasium.make("envs:qlass/ALFWorld-v0")
+    _, info = env.reset(options={"split": "test", "index": 0})
+    way = [action for _, action in env.unwrapped.oracle(info["task_id"])]
+    paid = [env.step(action)[1] for action in [*way, "look", "look", *way]]
+    assert sum(paid) == 1 == paid[len(way) - 1]
 
 
 @pytest.mark.parametrize("name", ["webshop", "alfworld", "frozenlake", FLAG])  # sciworld: its own test, of few steps

@@ -69,6 +69,9 @@ class Shop(envs.TextEnv):
     name, instruction, max_steps = "shop", "shop", 2
     info = {"task": TASK, "valid_actions": []}  # noqa: RUF012
 
+    def valid_actions(self):
+        return []
+
     def reset(self, *, seed=None, options=None):
         self.steps = 0
         return f"start {TASK} end", self.info

@@ -108,7 +108,7 @@ class ALFWorldEnv(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
-        self._load(self.task_of(options, self.games.default))
+        self._load(options["task_id"])
         self.state, self.steps, self.feedback = self.player.start, 0, self.player.first
         observation = self.feedback.removeprefix(engine.BANNER)
         self.memory = expert.Memory.first(observation, self.game.goal, self.games.rates, self.game.old)
@@ -121,6 +121,9 @@ class ALFWorldEnv(TextEnv):
         self.memory = self.memory.after(action.strip(), observation, self.state.commands)
         truncated = not self.state.won and self.max_steps is not None and self.steps >= self.max_steps
         return observation, float(self.state.won), self.state.won, truncated, self._info()
+
+    def knows(self, action: str) -> bool:
+        return action.strip() in self.state.commands
 
     def _info(self) -> dict[str, Any]:
         return {

@@ -135,6 +135,9 @@ class Games:
         self.load = functools.lru_cache(maxsize=512)(self._load)
         self._listed = functools.cache(self._list)
 
+    def __reduce__(self) -> tuple:  # files are read again where a pickle is
+        return Games, (self.root,)
+
     def ids(self, split: str) -> list[str]:
         if split not in SPLITS:
             raise UserError(f"alfworld: unknown split {split!r}: choose one of {', '.join(SPLITS)}")
@@ -147,11 +150,6 @@ class Games:
         if not tasks:
             raise UserError(f"{self.root}: holds no playable games for the split {split!r}")
         return tasks
-
-    @property
-    def default(self) -> str:
-        """The split that a reset without a task takes one from."""
-        return "train" if self._listed("train") else "all"
 
     def path(self, task_id: str) -> Path:
         return self.root / task_id / "game.tw-pddl"

@@ -52,6 +52,7 @@ class TextWorldGame:
     """One loaded game; `start`, `first` and `step` as in engine.Game."""
 
     def __init__(self, path: str | Path) -> None:
+        self.path = path
         textworld, demangler, _ = _package()
         wanted = textworld.EnvInfos(won=True, admissible_commands=True, feedback=True)
         with tempfile.TemporaryDirectory() as folder:
@@ -59,6 +60,9 @@ class TextWorldGame:
             file.write_text(json.dumps(with_grammar(json.loads(Path(path).read_text(encoding="utf-8")))))
             self.env = textworld.start(str(file), wanted, wrappers=[demangler])
             self.start, self.first = self._begin()
+
+    def __reduce__(self) -> tuple:
+        return TextWorldGame, (self.path,)
 
     def _begin(self) -> tuple[TextWorldState, str]:
         answer = self.env.reset()

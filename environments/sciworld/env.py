@@ -91,7 +91,7 @@ class SciWorldEnv(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
-        task_id = self.task_of(options)
+        task_id = options["task_id"]
         self.task = tasks.find_task(task_id, self.simplifications)
         self.task_id, self.played, self.recent, self.inventory, self.best, self.steps = task_id, (), (), (), 0.0, 0
         self.pool.players.add(self)
@@ -107,6 +107,10 @@ class SciWorldEnv(TextEnv):
         truncated = not turn.over and limit is not None and self.steps >= limit
         reward = self.reward_if_cut() if turn.over or truncated else 0.0
         return turn.observation, reward, turn.over, truncated, self._info(turn.observation, turn.score)
+
+    def knows(self, action: str) -> bool:
+        turn, _ = self.pool.step(self.task, self.played, action)  # remembered for the step
+        return not turn.observation.startswith(simulator.UNKNOWN)
 
     def reward_if_cut(self) -> float:
         return self.best

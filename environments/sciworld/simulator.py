@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from qlass import UserError
@@ -186,34 +186,28 @@ class Simulator:
 
 
 class Lazy(dict):
-    """A dict whose further entries are found when they are asked for, or when all entries are."""
+    """A dict in which a function stands for a value until that is asked for."""
 
-    def __init__(self, entries: dict, **finders: Callable[[], Any]) -> None:
-        super().__init__(entries)
-        self.finders = finders
+    get, items, values, __eq__, __ne__ = Mapping.get, Mapping.items, Mapping.values, Mapping.__eq__, object.__ne__
+    pop, popitem, setdefault = MutableMapping.pop, MutableMapping.popitem, MutableMapping.setdefault
 
-    def __missing__(self, key: str) -> Any:
-        self[key] = self.finders.pop(key)()
-        return self[key]
+    def __getitem__(self, key: str) -> Any:
+        value = dict.__getitem__(self, key)
+        if callable(value):
+            self[key] = value = value()
+        return value
+
+    def __iter__(self) -> Iterator[str]:  # of its own, or dict(self) would copy the functions
+        return dict.__iter__(self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __copy__(self) -> Lazy:
+        return Lazy(dict.items(self))
 
     def __reduce__(self) -> tuple:  # a pickle is a plain dict
         return dict, (dict(self),)
-
-
-def _complete(name: str) -> Callable[..., Any]:
-    """dict's method, after all entries were found."""
-
-    def method(self: Lazy, *arguments: Any) -> Any:
-        for key in list(self.finders):
-            _ = self[key]
-        return getattr(dict, name)(self, *arguments)
-
-    return method
-
-
-_READS = "__iter__ __len__ __contains__ __eq__ __ne__ __or__ __ror__ __repr__"
-for _name in (*_READS.split(), "get", "keys", "values", "items", "copy", "pop", "popitem", "setdefault"):
-    setattr(Lazy, _name, _complete(_name))
 
 
 def choices(question: str) -> list[str]:
@@ -291,6 +285,9 @@ class Simulators:
             return {name: simulator.engine.getTaskMaxVariations(name) for name in names}
 
         return self.ask(Task("boil", 0), (), "variations", count)
+
+    def __reduce__(self) -> tuple:  # of whichever process a pickle is in
+        return simulators, (), {"size": self.size}
 
     def close(self) -> None:
         """End all simulators; the next question starts one again."""

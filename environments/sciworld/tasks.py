@@ -20,31 +20,22 @@ from qlass import UserError
 
 from .simulator import Task, simulators
 
-# Steps that ETO grants (its data/sciworld/max_steps.json). It leaves six tasks out: those get the largest.
-ETO_STEPS = {
-    "boil": 100, "change-the-state-of-matter-of": 80, "freeze": 80, "melt": 80,
-    "measure-melting-point-known-substance": 120, "use-thermometer": 30,
-    "power-component": 20, "power-component-renewable-vs-nonrenewable-energy": 30,
-    "test-conductivity": 30, "test-conductivity-of-unknown-substances": 30,
-    "find-animal": 15, "find-living-thing": 15, "find-non-living-thing": 15, "find-plant": 15,
-    "grow-fruit": 60, "grow-plant": 30, "chemistry-mix": 60,
-    "chemistry-mix-paint-secondary-color": 15, "chemistry-mix-paint-tertiary-color": 30,
-    "lifespan-longest-lived": 10, "lifespan-longest-lived-then-shortest-lived": 12, "lifespan-shortest-lived": 10,
-    "identify-life-stages-1": 30, "identify-life-stages-2": 30,
-}  # fmt: skip
-
-# The place of a task's name is its number in the ids of ETO's trajectories, NUMBER_VARIATION (its data/sciworld/
-# taskname2id.json, which has no 5).
-ETO_NUMBERS = (
-    "boil", "change-the-state-of-matter-of", "freeze", "melt", "measure-melting-point-known-substance", None,
-    "use-thermometer", "power-component", "power-component-renewable-vs-nonrenewable-energy", "test-conductivity",
-    "test-conductivity-of-unknown-substances", "find-animal", "find-living-thing", "find-non-living-thing",
-    "find-plant", "grow-fruit", "grow-plant", "chemistry-mix", "chemistry-mix-paint-secondary-color",
-    "chemistry-mix-paint-tertiary-color", "lifespan-longest-lived", "lifespan-longest-lived-then-shortest-lived",
-    "lifespan-shortest-lived", "identify-life-stages-1", "identify-life-stages-2", "inclined-plane-determine-angle",
-    "inclined-plane-friction-named-surfaces", "inclined-plane-friction-unnamed-surfaces",
-    "mendelian-genetics-known-plant", "mendelian-genetics-unknown-plant",
+# The place of a task is its number in the ids of ETO's trajectories, NUMBER_VARIATION (its data/sciworld/
+# taskname2id.json, which has no 5); beside it the steps that ETO grants (max_steps.json), which leaves six tasks out.
+ETO_TASKS = (
+    ("boil", 100), ("change-the-state-of-matter-of", 80), ("freeze", 80), ("melt", 80),
+    ("measure-melting-point-known-substance", 120), ("", 0), ("use-thermometer", 30), ("power-component", 20),
+    ("power-component-renewable-vs-nonrenewable-energy", 30), ("test-conductivity", 30),
+    ("test-conductivity-of-unknown-substances", 30), ("find-animal", 15), ("find-living-thing", 15),
+    ("find-non-living-thing", 15), ("find-plant", 15), ("grow-fruit", 60), ("grow-plant", 30), ("chemistry-mix", 60),
+    ("chemistry-mix-paint-secondary-color", 15), ("chemistry-mix-paint-tertiary-color", 30),
+    ("lifespan-longest-lived", 10), ("lifespan-longest-lived-then-shortest-lived", 12),
+    ("lifespan-shortest-lived", 10), ("identify-life-stages-1", 30), ("identify-life-stages-2", 30),
+    ("inclined-plane-determine-angle", 0), ("inclined-plane-friction-named-surfaces", 0),
+    ("inclined-plane-friction-unnamed-surfaces", 0), ("mendelian-genetics-known-plant", 0),
+    ("mendelian-genetics-unknown-plant", 0),
 )  # fmt: skip
+ETO_STEPS = {name: steps for name, steps in ETO_TASKS if steps}
 
 # Variations of a task in each split, at most; ten to test with is ETO's number.
 MOST = {"train": 60, "val": 10, "test_seen": 10, "test_unseen": 10}
@@ -52,6 +43,7 @@ USED = (0, 2, 4)  # the places of those in each test split that were played whil
 
 
 def eto_steps(task: Task) -> int:
+    """Of the tasks that ETO leaves out the most."""
     return ETO_STEPS.get(task.name, max(ETO_STEPS.values()))
 
 
@@ -64,8 +56,8 @@ def task_name(name: str) -> str:
 def published_id(theirs: str) -> str | None:
     """Our task id of ETO's "13_21", variation 21 of find-non-living-thing; None for what is no such id."""
     match = re.fullmatch(r"(\d+)_(\d+)", theirs)
-    name = ETO_NUMBERS[int(match[1])] if match and int(match[1]) < len(ETO_NUMBERS) else None
-    return None if match is None or name is None else id_of(name, int(match[2]))
+    name = ETO_TASKS[int(match[1])][0] if match and int(match[1]) < len(ETO_TASKS) else ""
+    return id_of(name, int(match[2])) if name else None
 
 
 def id_of(name: str, variation: int) -> str:
@@ -91,7 +83,7 @@ def task_ids(which: str = "all", balanced: bool = True) -> dict[str, list[str]]:
     of ETO's are about conductivity. USED variations are in neither test split.
     """
     counts = simulators().variations
-    names = {"all": list(counts), "eto": list(ETO_STEPS)}.get(which) or [task_name(n) for n in which.split(",")]
+    names = {"all": counts, "eto": ETO_STEPS}.get(which) or dict.fromkeys(map(task_name, which.split(",")))
     if unknown := [name for name in names if name not in counts]:
         raise UserError(f"sciworld: unknown task {unknown[0]!r}: choose of {', '.join(counts)}")
     ids: dict[str, list[str]] = {split: [] for split in MOST}

@@ -81,15 +81,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def sources(folder: Path) -> tuple[Path, Path, Path]:
-    """The files of products, of synthetic and of human instructions.
+    """The files of products, of synthetic and of human instructions, in a folder or beside a file of products.
 
     A folder that holds both the 1,000 products and the full catalogue gives the former.
     """
-    path = find(folder, "items_shuffle_1000", "items_shuffle")
+    path = folder if folder.is_file() else find(folder, "items_shuffle_1000", "items_shuffle")
     few = ["items_ins_v2_1000"] if "_1000" in path.name else []  # which lack most products of the full catalogue
     if few and any(folder.glob("items_shuffle.json*")):
         print(f"note: {folder}: of its two catalogues that of 1,000 products: move its files away for the other")
-    return path, find(folder, *few, "items_ins_v2"), find(folder, "items_human_ins")
+    return path, find(path.parent, *few, "items_ins_v2"), find(path.parent, "items_human_ins")
 
 
 SPACE, NEXT = re.compile(r"\s*"), re.compile(r"\s*([,\]])")

@@ -16,7 +16,7 @@ import itertools
 import json
 import re
 import textwrap
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ SEP = " [SEP] "
 ACTION = re.compile(r"(.+)\[(.+)\]")
 
 
+@lru_cache(1 << 14)
 def parse(action: str) -> tuple[str, str] | None:
     """(name, lower-cased argument) of `name[argument]`; what follows the last bracket is ignored."""
     match = ACTION.match(action)
@@ -131,10 +132,13 @@ class Shop:
             raise UserError(f"{folder}: {store.error}")
         if not self.goals:
             raise UserError(f"{goals or folder}: no goals; the catalogue has no instructions of the kind asked for")
-        own = folder / "title_nouns.json"  # the bundled catalogue has one
+        own = (folder.parent if folder.is_file() else folder) / "title_nouns.json"  # the bundled catalogue has one
         self.find_nouns = noun_finder(title_nouns or (own if own.exists() else None))
         for name, size in MEMOISED.items():
             setattr(self, name, lru_cache(size)(getattr(self, name)))
+
+    def __reduce__(self) -> tuple:
+        return self.call, ()
 
     def search(self, query: str) -> tuple[int, ...]:
         """The positions of at most 50 products, best first."""
@@ -321,5 +325,7 @@ class Shop:
 
 @lru_cache(maxsize=8)
 def load(folder: Path, *args: Any, **options: Any) -> Shop:
-    """A Shop, built once for the same arguments (those of Shop)."""
-    return Shop(folder, *args, **options)
+    """A Shop, built once for the same arguments (those of Shop); its pickle is this call."""
+    shop = Shop(folder, *args, **options)
+    shop.call = partial(load, folder, *args, **options)
+    return shop

@@ -113,14 +113,16 @@ class WebShopEnv(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         super().reset(seed=seed)
-        self.index = self._index(self.task_of(options, "train" if len(self.splits.get("train", ())) else "all"))
+        task_id = options["task_id"]
+        if not task_id.isdecimal() or int(task_id) >= len(self.shop.goals):
+            raise UserError(f"webshop: unknown task {task_id!r}: tasks are 0 to {len(self.shop.goals) - 1}")
+        self.index = int(task_id)
         self.session, self.steps = engine.Session(), 0
         return self.shop.text(self.session, self.index), self._info()
 
-    def _index(self, task_id: str) -> int:
-        if not task_id.isdecimal() or int(task_id) >= len(self.shop.goals):
-            raise UserError(f"webshop: unknown task {task_id!r}: tasks are 0 to {len(self.shop.goals) - 1}")
-        return int(task_id)
+    def knows(self, action: str) -> bool:
+        name, value = engine.parse(action) or ("", "")
+        return name == "search" or (name == "click" and bool(self.shop.page(self.session).clickables.get(value)))
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         self.steps += 1

@@ -130,7 +130,7 @@ def open_store(
         with tempfile.TemporaryDirectory(prefix="webshop-") as draft:
             build(sources, Path(draft), first, quiet=True)
             return Store(Path(draft), kind, seed)  # what is mapped stays when its name is gone
-    parent = folder if cache is None else cache
+    parent = sources[0].parent if cache is None else cache
     name = f"{zlib.crc32(bytes(folder.resolve())):08x}" + ("" if first is None else f"-{first}")
     kept, note = parent / f"webshop-{name}", fingerprint(sources)
     try:
