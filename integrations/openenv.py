@@ -3,15 +3,13 @@
 python -m integrations.openenv --env alfworld --port 8000
 
 with GenericEnvClient(base_url="http://localhost:8000").sync() as client:
-    client.reset(split="train", index=0)  # or task_id=...; without either any task of the split
+    client.reset(split="test", index=0)  # or task_id=...; without an index any of the split, by default of train
     client.step({"action": "look"})  # observation["text"], reward, done
 """
 
 import sys
 import threading
 from typing import Any
-
-import numpy as np
 
 try:
     import uvicorn
@@ -24,6 +22,7 @@ except ModuleNotFoundError as error:
     raise
 
 import envs
+from environments.guard import task_of
 from integrations.trl import TextGame
 from qlass import UserError
 from qlass.cli import at_least, parse, parser, run_stage
@@ -41,22 +40,21 @@ class TextObservation(Observation):
 
 
 class Session(Environment):
-    """A client's own player."""
+    """A client's own player. `players` are those that have begun: an HTTP /reset is none of the server's sessions."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def __init__(self, world: envs.TextEnv) -> None:
+    def __init__(self, world: envs.TextEnv, players: set[Any]) -> None:
         super().__init__()
-        self.env = world.fork()
+        self.env, self.players = world.fork(), players
         self.game, self.steps = TextGame(self.env), 0
 
-    def reset(self, seed=None, episode_id=None, task_id=None, split="test", index=None, **unknown) -> TextObservation:
-        if unknown:
-            raise UserError(f"reset takes seed, task_id, split and index, not {', '.join(unknown)}")
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **options: Any) -> TextObservation:
         with ONE_AT_A_TIME:
-            if task_id is None:
-                tasks = self.env.task_ids(split)
-                task_id = tasks[np.random.default_rng(seed).integers(len(tasks)) if index is None else index]
+            task_id, most = task_of(self.env, seed, options), self.env.side_by_side
+            if len(self.players - {self}) >= most:
+                raise UserError(f"{self.env.name}: {most} episodes are open, and may be at once: close one")
+            self.players.add(self)
             text, self.steps = self.game.reset(task_id, seed), 0
         return TextObservation(text=text, instruction=self.env.instruction)
 
@@ -72,12 +70,13 @@ class Session(Environment):
         return State(step_count=self.steps, **told)
 
     def close(self) -> None:
+        self.players.discard(self)
         self.env.close()
 
 
 def application(world: envs.TextEnv) -> Any:
-    options = {"env_name": world.name, "max_concurrent_envs": world.side_by_side}
-    return create_app(lambda: Session(world), TextAction, TextObservation, **options)
+    options, players = {"env_name": world.name, "max_concurrent_envs": world.side_by_side}, set()
+    return create_app(lambda: Session(world, players), TextAction, TextObservation, **options)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,5 +1,6 @@
 """OpenEnv's own client, several at once, on the real server."""
 
+import importlib
 import os
 import socket
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import envs
+from docs.switches import Switches
+from qlass import UserError
 
 
 def through(client, moves, **task):
@@ -72,7 +75,7 @@ def test_clients_play_what_the_environment_plays(tmp_path):
                 assert client.state()["task_id"] == tasks[index]
                 with pytest.raises(Exception, match="the episode is over"):
                     client.step({"action": "look"})
-                with pytest.raises(Exception, match="reset takes seed, task_id, split and index, not task"):
+                with pytest.raises(Exception, match="reset takes task_id, or split and index, not task"):
                     client.reset(task=tasks[index])
                 return by_id
 
@@ -80,3 +83,44 @@ def test_clients_play_what_the_environment_plays(tmp_path):
             assert list(pool.map(episode, range(8))) == expected
         with GenericEnvClient(base_url=base).sync() as client:
             assert client.reset(seed=3).observation["text"] == client.reset(seed=3).observation["text"]
+
+
+@pytest.fixture
+def sessions(monkeypatch):
+    """The server's door without OpenEnv: a function that opens a session, as the server does for each request."""
+    pydantic = pytest.importorskip("pydantic")
+    factory = {"create_app": lambda factory, *_, **__: factory, "Environment": type("Environment", (), {})}
+    kinds = {name: type(name, (pydantic.BaseModel,), {}) for name in ("Action", "State")}
+    kinds["Observation"] = pydantic.create_model("Observation", reward=(float | None, None), done=(bool, False))
+    server = type(sys)("openenv.core.env_server")
+    vars(server).update(factory | kinds)
+    for name, module in {"uvicorn": server, "openenv": server, "openenv.core": server, server.__name__: server}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "integrations.openenv", raising=False)
+    door = importlib.import_module("integrations.openenv")
+    monkeypatch.delitem(sys.modules, "integrations.openenv")
+    return lambda env: door.application(env)
+
+
+def test_a_session_trains_unless_it_asks_for_another_split(sessions):
+    session = sessions(Switches())()
+    tasks = {split: Switches().task_ids(split) for split in ("train", "test")}
+    for asked, split in ({}, "train"), ({"seed": 3}, "train"), ({"split": "test"}, "test"), ({"index": 2}, "train"):
+        session.reset(**asked)
+        assert session.game.info["task_id"] in (tasks[split][2:3] if "index" in asked else tasks[split])
+    with pytest.raises(UserError, match="not task"):
+        session.reset(task="red")
+
+
+def test_a_reset_of_another_request_ends_no_episode(sessions):
+    env = Switches()
+    env.side_by_side = 1
+    begin = sessions(env)
+    first, other = begin(), begin()
+    first.reset(task_id="red")
+    with pytest.raises(UserError, match="1 episodes are open"):
+        other.reset()
+    other.close()
+    first.reset(task_id="blue")
+    first.close()
+    assert begin().reset(task_id="red").text.startswith("Task: switch on red")
