@@ -1,8 +1,7 @@
 """ALFWorld's own class on our engine: a loop written for the `alfworld` package runs with the import changed.
 
 It answers as alfworld 0.4.2 on TextWorld 1.7: in tuples; after a step with None for `infos["extra.gamefile"]`; a game
-that is done repeats its last answer. Left out, as it can't be checked: `infos["extra.expert_plan"]` (a DAgger loop
-misses the key), `domain_randomization` (refused), and what needs AI2-THOR.
+that is done repeats its last answer. `infos["extra.expert_plan"]` is left out: a DAgger loop misses the key.
 """
 
 from __future__ import annotations
@@ -18,11 +17,13 @@ import numpy as np
 from data import make_alfworld
 from environments import writable
 from environments.alfworld import games
+from integrations import leave_out
 from qlass import UserError
 
 PATHS = {"train": "data", "eval_in_distribution": "eval_id_data", "eval_out_of_distribution": "eval_ood_data"}
-TASK_TYPES = ("", "pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep")
-TASK_TYPES += ("pick_heat_then_place_in_recep", "pick_cool_then_place_in_recep", "pick_two_obj_and_place")
+TASK_TYPES = {1: "pick_and_place_simple", 2: "look_at_obj_in_light", 3: "pick_clean_then_place_in_recep"}
+TASK_TYPES |= {4: "pick_heat_then_place_in_recep", 5: "pick_cool_then_place_in_recep", 6: "pick_two_obj_and_place"}
+__getattr__ = leave_out("AlfredThorEnv AlfredHybrid AlfredInfos AlfredDemangler AlfredExpert AlfredExpertType")
 
 
 class AlfredTWEnv:
@@ -32,10 +33,12 @@ class AlfredTWEnv:
     to the bundled generator's games.
     """
 
+    __getattr__ = leave_out("collect_game_files get_game_logic game_logic is_solvable")
+
     def __init__(self, config: dict[str, Any], train_eval: str = "train") -> None:
         if train_eval == "train" and config["env"].get("domain_randomization"):
             raise UserError("alfworld: domain_randomization is not supported")
-        self.config, settings = config, config["dataset"]
+        self.config, self.train_eval, settings = config, train_eval, config["dataset"]
         wanted = [TASK_TYPES[number] for number in config["env"]["task_types"]]
         root, self.game_files = settings[f"{PATHS[train_eval]}_path"], []
         if "ALFWORLD_DATA" not in os.environ and "$ALFWORLD_DATA" in root:
@@ -65,7 +68,7 @@ def is_solvable(path: str) -> bool:
     return solvable[1] == b"true"
 
 
-def shuffled(game_files: Sequence[str], seed: int) -> Iterator[str]:
+def shuffled(game_files: Sequence[str], seed: int | None) -> Iterator[str]:
     """All games in one order, then in another, without end."""
     rng, order = np.random.RandomState(seed), list(game_files)
     while order:
@@ -76,13 +79,19 @@ def shuffled(game_files: Sequence[str], seed: int) -> Iterator[str]:
 class BatchEnv:
     """Games side by side; what it returns has an entry for each of them. max_steps: 0 for no limit."""
 
+    __getattr__ = leave_out("render request_infos batch_env last_commands obs")
+
     def __init__(self, game_files: Sequence[str], batch_size: int, max_steps: int) -> None:
         self.gamefiles, self.batch_size, self.max_steps = game_files, batch_size, max_steps
         self.seed(1234)
 
-    def seed(self, seed: int) -> list[int]:
+    def seed(self, seed: int | None = None) -> list[int | None]:
         self.order = shuffled(self.gamefiles, seed)
         return [seed]
+
+    def skip(self, nb_games: int = 1) -> None:
+        for _ in range(nb_games):
+            next(self.order)
 
     def reset(self) -> tuple[tuple[str, ...], dict[str, list]]:
         paths = [next(self.order) for _ in range(self.batch_size)]
@@ -113,4 +122,5 @@ class BatchEnv:
         """Nothing is open."""
 
 
-get_environment = {"AlfredTWEnv": AlfredTWEnv}.__getitem__
+def get_environment(env_type: str) -> type:
+    return AlfredTWEnv if env_type == "AlfredTWEnv" else __getattr__(env_type)

@@ -1,13 +1,14 @@
 """WebShop's own class on our engine: a loop written for `web_agent_site` runs with the import changed.
 
-It answers as princeton-nlp/WebShop at 64fa2a5 in text mode. Other modes (html, text_rich, url), images, attribute pages
-and earlier observations are refused. `seed` draws the prices, which in the original differ from process to process.
+It answers as princeton-nlp/WebShop at 64fa2a5 in text mode. `seed` draws the prices, which in the original differ from
+process to process.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import json
 import random
 import string
 from collections import Counter
@@ -15,29 +16,48 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+
 from data import make_webshop
 from environments import writable
 from environments.webshop import engine
+from environments.webshop.store import Lazy
+from integrations import leave_out
 from qlass import UserError
+
+__getattr__ = leave_out("SimBrowser WebAgentSiteEnv app tag_visible")
+ONLY = {"observation_mode": "text", "filter_goals": None, "limit_goals": -1, "show_attrs": False, "get_image": 0}
+ONLY |= {"num_prev_obs": 0, "num_prev_actions": 0}
+KINDS = {"start": "", "results": "search_results", "item": "item_page", "done": "done"}  # of a URL
+PARTS = {"description": "Description", "features": "Features", "reviews": "Reviews"}  # of a product
 
 
 class SimServer:
-    """A shop, its goals, and the goal of each session. Its random numbers are its own."""
+    """A shop, its goals, and a dictionary per session. Its random numbers are its own."""
+
+    __getattr__ = leave_out(
+        "all_products product_item_dict product_prices search_engine search_time render_time sample_time index "
+        "search_results item_page item_sub_page done receive get_page_name"
+    )
+    base_url, show_attrs = "http://127.0.0.1:3000", False
+    assigned_instruction_text = property(lambda self: None)  # can't be assigned
 
     def __init__(
         self, file_path: str | Path | None, num_products: int | None = None, human_goals: bool = False, **options: Any
     ) -> None:
         path = Path(file_path or make_webshop.ensure(0, writable(make_webshop.GENERATED)))
         options |= {"use_human_goals": bool(human_goals), "num_products": num_products}
-        self.shop = engine.load(path if path.is_dir() else path.parent, **options)
+        self.shop = engine.load(path, **options)
         goals = self.shop.goals
         counts = Counter(attribute for goal in goals for attribute in goal["attributes"])
         rarity = ([1 / counts[attribute] for attribute in goal["attributes"]] for goal in goals)
-        weights = [1] * len(goals) if human_goals else [sum(shares) / len(shares) for shares in rarity]
-        self.goals, self.cum_weights = goals, [0, *itertools.accumulate(weights)]
+        self.weights = [1] * len(goals) if human_goals else [sum(shares) / len(shares) for shares in rarity]
+        self.goals = Lazy(len(goals), lambda i: goals[i] | {"weight": self.weights[i]})
+        self.cum_weights = [0, *itertools.accumulate(self.weights)]
         self.rng = random.Random(233)
         self.rng.shuffle([*goals])  # the original's generator has shuffled them before it draws one
-        self.user_sessions: dict[str, int] = {}  # name -> number of the goal
+        self.user_sessions: dict[str, dict[str, Any]] = {}
+        self.numbers: dict[str, int] = {}  # session -> number of its goal
 
     def draw(self) -> int:
         """The original's draw by weight, which never takes the first goal."""
@@ -45,37 +65,80 @@ class SimServer:
         return min(place, len(self.goals) - 1)
 
 
-class WebAgentTextEnv:
-    """file_path: WebShop's folder, or its file of products; None: the bundled catalogue. server: that of another
-    environment, to share its sessions. options: SimServer's, and goals, title_nouns and seed of engine.Shop."""
+class WebAgentTextEnv(gymnasium.Env):
+    """file_path: WebShop's folder, or a file of products in it; None: the bundled catalogue. server: that of another
+    environment, to share its sessions. kwargs: SimServer's, and goals, title_nouns and seed of engine.Shop."""
+
+    __getattr__ = leave_out(
+        "browser convert_html_to_text text_to_clickable get_image feats ids prev_obs prev_actions num_prev_obs "
+        "num_prev_actions"
+    )
+    base_url = SimServer.base_url
 
     def __init__(
-        self, observation_mode: str = "html", file_path: str | Path | None = None, server: Any = None, **options: Any
+        self, observation_mode: str = "html", file_path: str | Path | None = None, server: Any = None, **kwargs: Any
     ) -> None:
-        if observation_mode != "text":
-            raise UserError(f"webshop: observation_mode={observation_mode!r} is not supported: choose 'text'")
-        self.session_prefix = options.pop("session_prefix", None) or ""
-        self.server = server or SimServer(file_path, **options)
+        options = {"observation_mode": observation_mode, **kwargs}
+        for name, only in ONLY.items():
+            if (value := options.pop(name, only)) != only:
+                raise UserError(f"webshop: {name}={value!r} is not supported: choose {only!r}")
+        self.observation_mode, self.file_path, self.kwargs = observation_mode, file_path, kwargs
+        self.session_prefix = options.pop("session_prefix", None)
+        options.pop("session", None)  # which has no effect in the original either
+        self.server = SimServer(file_path, **options) if server is None else server
         self.reset()
 
-    def reset(self, session: int | str | None = None) -> tuple[str, None]:
+    def reset(self, session: int | str | None = None, instruction_text: str | None = None) -> tuple[str, None]:
         """Begin a session. A name that is new gets a goal, which it keeps: a number that of this number."""
         server = self.server
         name = "".join(server.rng.choices(string.ascii_lowercase, k=10)) if session is None else str(session)
-        self.session = self.session_prefix + name
+        self.session = (self.session_prefix or "") + name
         if self.session not in server.user_sessions:
-            server.user_sessions[self.session] = session if isinstance(session, Integral) else server.draw()
-        self.goal, self.place = server.user_sessions[self.session], engine.Session()
+            number = session if isinstance(session, Integral) else server.draw()
+            server.user_sessions[self.session] = {"goal": server.goals[number], "done": False}
+            server.numbers[self.session] = number
+        self.goal, self.place = server.numbers[self.session], engine.Session()
+        self._record()
+        self.instruction_text = self.get_instruction_text() if instruction_text is None else instruction_text
         return self.observation, None
 
     def step(self, action: str) -> tuple[str, float, bool, None]:
         """Observation, reward, done, None. What is not valid changes nothing; a shop stays open after a purchase."""
-        self.place, details = self.server.shop.act(self.place, self.goal, action)
+        before = self.place
+        self.place, details = self.server.shop.act(before, self.goal, action)
+        if self.place is not before:
+            self._record(before.page, details)
         return self.observation, 0.0 if details is None else self.place.reward, details is not None, None
+
+    def _record(self, before: str = "", details: dict[str, Any] | None = None) -> None:
+        """Put what an action led to, from a page of the kind `before`, into the session's dictionary."""
+        place, session = self.place, self.server.user_sessions[self.session]
+        if place.page == "start":
+            session |= {"keywords": None, "page": None, "asin": None, "asins": set(), "options": {}}
+            return session.update(actions=Counter())
+        asin = None if place.page == "results" else self.server.shop.products[place.product].asin
+        session |= {"keywords": place.query.split(" "), "page": place.number, "asin": asin}
+        session |= {"asins": session["asins"] | {asin} - {None}, "options": dict(place.options)}
+        to_item = {"results": "asin", "item": "options"}.get(before)  # else back from a part of the product
+        counted = {"results": "search", "item": to_item, "done": "purchase", **PARTS}[place.page]
+        session["actions"].update([counted] if counted else [])
+        if details is not None:
+            details = {name: value for name, value in details.items() if "option" not in name or details["w_option"]}
+            session |= {"verbose_info": details, "done": True, "reward": place.reward}
 
     @property
     def observation(self) -> str:
         return self.server.shop.text(self.place, self.goal)
+
+    @property
+    def state(self) -> dict[str, str]:
+        """Without the page's html."""
+        kind, session = self.place.page, self.server.user_sessions[self.session]
+        options = json.dumps(session["options"]) if kind == "item" else str(session["options"])
+        parts = ["+".join(session["keywords"] or ()), session["page"], PARTS.get(kind)] if kind != "done" else []
+        parts = [KINDS.get(kind, "item_sub_page"), self.session, session["asin"], *parts, session["asin"] and options]
+        url = "/".join([self.base_url, *(str(part) for part in parts if part)])
+        return {"url": url, "instruction_text": self.instruction_text}
 
     def get_available_actions(self) -> dict[str, Any]:
         clickables = list(self.server.shop.page(self.place).clickables)
@@ -86,5 +149,8 @@ class WebAgentTextEnv:
         colon = ": " if self.place.page == "start" else ":"
         return f"Instruction{colon}{self.server.goals[self.goal]['instruction_text']}"
 
-    def close(self) -> None:
-        """Nothing is open."""
+    def render(self, mode: str = "human") -> None:
+        pass
+
+
+gymnasium.register("WebAgentTextEnv-v0", WebAgentTextEnv, order_enforce=False, disable_env_checker=True)

@@ -6,21 +6,46 @@ import itertools
 import json
 import os
 import random
+import re
 import string
 import tarfile
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 
-from data import make_alfworld
+from data import make_alfworld, make_webshop
 from environments.webshop import catalogue
+from integrations import alfworld, webshop
 from integrations.alfworld import AlfredTWEnv, get_environment
 from integrations.webshop import WebAgentTextEnv
 from qlass import UserError
 
 SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared"))
 recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engines are not here")
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "engines.md"
+NAMES = re.findall(r"^\| `([\w.]+)` \| (`[\w` ]+) \| (`[\w` ]+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+NAMES = {of: (given.replace("`", "").split(), out.replace("`", "").split()) for of, given, out in NAMES}
+
+
+def test_each_public_name_is_given_or_refused(made):
+    games, shop = AlfredTWEnv(config(made)), WebAgentTextEnv("text")
+    doors = {"alfworld.agents.environment": alfworld, "AlfredTWEnv": games, "TextworldBatchGymEnv": games.init_env(1)}
+    doors |= {"web_agent_site.envs": webshop, "WebAgentTextEnv": shop, "SimServer": shop.server}
+    assert doors.keys() == NAMES.keys()
+    for of, (given, left_out) in NAMES.items():
+        assert [name for name in given if not hasattr(doors[of], name)] == []
+        for name in left_out:
+            with pytest.raises(UserError, match=f"^{name} is left out: see docs/engines.md$"):
+                getattr(doors[of], name)
+    assert not hasattr(shop, "browser") and not hasattr(shop, "anything")
+    with pytest.raises(UserError, match="AlfredThorEnv is left out"):
+        get_environment("AlfredThorEnv")
+    with pytest.raises(AttributeError):
+        shop.server.assigned_instruction_text = "i need a red shirt"
 
 
 def lines(name):
@@ -92,7 +117,10 @@ def test_side_by_side_with_alfworlds_class(tmp_path):
 
     folder = make_alfworld.write(tmp_path / "games", seed=5, train=2, full=True)
     settings, rng = config(folder, max_steps=3), random.Random(0)
-    ours, theirs = (kind(settings, "train").init_env(batch_size=1) for kind in (AlfredTWEnv, Original))
+    games = [kind(settings, "train") for kind in (AlfredTWEnv, Original)]
+    ours, theirs = (game.init_env(batch_size=1) for game in games)
+    for original, of in ((games[1], "AlfredTWEnv"), (theirs, "TextworldBatchGymEnv")):
+        assert {name for name in dir(original) if name[0] != "_"} <= {*NAMES[of][0], *NAMES[of][1]}
     for number in range(4):  # more than there are games: the second round has another order
         if number == 3:
             assert ours.seed(7) == theirs.seed(7)
@@ -120,6 +148,8 @@ def test_games_of_a_split_in_the_order_of_the_seed(made):
         assert played[start : start + 9] == order
     np.random.RandomState(1).shuffle(list_of := list(games.game_files))
     assert env.seed(1) == [1] and env.reset()[1]["extra.gamefile"] == list_of[:2]
+    env.skip(3)
+    assert env.reset()[1]["extra.gamefile"] == list_of[5:7]
     clean = AlfredTWEnv(config(made, task_types=[3])).game_files
     assert clean == [path for path in AlfredTWEnv(config(made)).game_files if "pick_clean" in path] != []
 
@@ -195,6 +225,12 @@ def test_recorded_pages_through_webshops_class():
                 observation, reward, done, info = env.step(step["action"])
                 assert (reward, done) == (step["reward"], step["done"])
             assert (observation, info, env.observation) == (step["obs"], None, step["obs"])
+            assert env.state["url"].replace(f"/{number}-", "/", 1) == step["url"]
+            session = env.server.user_sessions[env.session]
+            for key, first in (("options", {}), ("page", None), ("asin", None)):
+                assert session[key] == step.get(f"session_{key}", first)
+            if done:
+                assert session["verbose_info"] == pytest.approx(step["reward_info"]) and session["done"]
             available = {"has_search_bar": step["has_search_bar"], "clickables": step["clickables"]}
             assert env.get_available_actions() == available
             if not step["obs"].startswith("Thank you"):
@@ -203,8 +239,8 @@ def test_recorded_pages_through_webshops_class():
                 )
                 assert heading in step["obs_rich"]
             pages += 1
-        weights = np.diff(env.server.cum_weights)
-        assert weights[episode["goal_idx"]] == pytest.approx(goal["weight"], rel=1e-9)
+        assert env.server.goals[episode["goal_idx"]] == goal | {"weight": pytest.approx(goal["weight"], rel=1e-9)}
+        assert session["goal"] == env.server.goals[episode["goal_idx"]]
     assert pages == 359 + 3097
     for human, env in shops.items():
         drawn = catalogue.read_json(SHARED / f"webshop/goals_{'human' if human else 'synthetic'}_1k_seed0.json.gz")
@@ -223,6 +259,42 @@ def test_fewer_products_are_a_shop_of_their_own(tmp_path):
     for env in (few, alone):
         env.reset(session=3)
     assert few.step("search[shirt for men]") == alone.step("search[shirt for men]")
+
+
+def test_the_file_of_products_that_is_named_is_read(tmp_path):
+    products = json.loads(Path(make_webshop.ensure(0, make_webshop.GENERATED), "items_shuffle.json").read_text())
+    for name, count in (("items_shuffle_1000", 30), ("items_shuffle", 60), ("items_ins_v2_1000", 0)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(products[:count] if count else {}))
+    for name in ("items_ins_v2", "items_human_ins"):
+        (tmp_path / f"{name}.json").symlink_to(make_webshop.ensure(0, make_webshop.GENERATED) / f"{name}.json")
+    env = WebAgentTextEnv("text", file_path=f"{tmp_path}/items_shuffle.json")
+    assert len(env.server.shop.products) == 60
+    for missing in ("items_shuffle_2.json", "nowhere/items_shuffle.json"):
+        with pytest.raises(UserError, match=f"{missing}: found none of"):
+            WebAgentTextEnv("text", file_path=tmp_path / missing)
+
+
+def test_default_arguments_and_the_id_of_the_original():
+    arguments = {"filter_goals": None, "limit_goals": -1, "num_products": None, "human_goals": 0, "show_attrs": False}
+    arguments |= {"get_image": 0, "num_prev_obs": 0, "num_prev_actions": 0, "session": "x", "session_prefix": None}
+    env = gymnasium.make("WebAgentTextEnv-v0", observation_mode="text", **arguments)
+    first, info = env.reset(5, instruction_text="buy it")
+    assert "buy it" not in first and info is None and env.state["instruction_text"] == "buy it"
+    assert env.reset(5)[0] == first and env.instruction_text == env.get_instruction_text() and env.render() is None
+    session = env.server.user_sessions["5"]
+    assert not session["done"] and session["goal"] == env.server.goals[5]
+    page, asins = env.step("search[shirt]"), []
+    for place in (2, 3):  # behind two buttons
+        asins.append(env.get_available_actions()["clickables"][place])
+        for action in (f"click[{asins[-1]}]", "click[features]", "sing", "click[< prev]", "click[< prev]"):
+            env.step(action)
+    assert session["asins"] == {asin.upper() for asin in asins} and page[0] == env.observation
+    assert session["actions"] == {"search": 3, "asin": 2, "Features": 2} and len(page) == 4
+    for action in (f"click[{asins[0]}]", "click[buy now]"):
+        _, reward, done, _ = env.step(action)
+    assert done and session["done"] and session["reward"] == reward and session["actions"]["purchase"] == 1
+    env.reset(5)
+    assert session["done"] and not session["actions"] and session["asin"] is None  # as the original keeps it
 
 
 def test_a_session_keeps_its_goal():
@@ -259,6 +331,8 @@ def test_what_webshops_class_refuses():
             WebAgentTextEnv(observation_mode=mode)
     with pytest.raises(UserError, match="observation_mode"):
         WebAgentTextEnv()  # the original's default is html
-    for option in ("show_attrs", "get_image", "num_prev_obs", "limit_goals"):
-        with pytest.raises(TypeError, match=option):
+    for option in ("show_attrs", "get_image", "num_prev_obs", "limit_goals", "filter_goals"):
+        with pytest.raises(UserError, match=f"{option}=1 is not supported: choose"):
             WebAgentTextEnv("text", **{option: 1})
+    with pytest.raises(TypeError, match="color"):
+        WebAgentTextEnv("text", color=1)
