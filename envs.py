@@ -212,9 +212,7 @@ class TextEnv(gymnasium.Env):
 
     def paraphrase(self, task: str, index: int) -> str:
         """The task's sentence in other words, by rules; index 0 is the sentence itself."""
-        raise UserError(
-            f"--paraphrase: {self.name} has no rules for it (webshop has): leave it out"
-        )
+        raise UserError(f"--paraphrase: {self.name} has no rules for it: leave it out")
 
     def optimal_value(self, gamma: float = 0.99) -> float:
         """The best discounted outcome still in reach."""
