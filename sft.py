@@ -83,65 +83,77 @@ def hold_out(expert: list[Demonstration]) -> tuple[list[Demonstration], list[Dem
     return parts
 
 
-Example = list[tuple[int, float]]  # tokens, and the weight of each in the loss
+@dataclasses.dataclass
+class Example:
+    """Tokens to read, and targets: (the position that predicts, the token, its weight)."""
+
+    ids: list[int]
+    targets: list[tuple[int, int, float]]
+
+    @property
+    def weight(self) -> float:
+        return sum(weight for *_, weight in self.targets)
 
 
-def weighted_tokens(chat: Chat, state: State, answer_weight: float) -> Example:
-    """A trajectory's tokens. What the agent wrote, Eq. (5)'s a_t and OK, has the weight 1, what the
-    environment answered `answer_weight`, and what came before the agent's first words 0."""
-    lists = chat.message_tokens(state)
-    roles = [role for role, _ in state.messages[len(state.messages) - len(lists) :]]
-    example: Example = []
-    for n, (role, ids) in enumerate(zip(roles, lists, strict=True)):
-        weight = answer_weight if "assistant" in roles[:n] else 0.0
-        example += [(token, 1.0 if role == "assistant" else weight) for token in ids]
+def example_of(
+    chat: Chat, state: State, limit: int, answer: list[int], answer_weight: float
+) -> Example:
+    """A trajectory, cut at `limit` tokens. Each token that the agent wrote, Eq. (5)'s a_t and OK, is
+    predicted by the token before it; with an answer weight also each token of an observation that
+    follows an action, by the last token of that action. answer: to the last action."""
+    lists = [*chat.message_tokens(state), answer]
+    roles = [role for role, _ in state.messages[len(state.messages) - len(lists) + 1 :]]
+    example = Example([], [])
+    for n, (role, ids) in enumerate(zip([*roles, "user"], lists, strict=True)):
+        end = len(example.ids) - 1
+        if role == "assistant":
+            example.targets += [(end + i, token, 1.0) for i, token in enumerate(ids)]
+        elif answer_weight and "assistant" in roles[:n]:
+            example.targets += [(end, token, answer_weight) for token in ids]
+        example.ids += ids if n < len(roles) else []
+    example.ids = example.ids[:limit]
+    example.targets = [target for target in example.targets if 0 <= target[0] < limit - 1]
     return example
 
 
 def examples_of(
     chat: Chat, expert: list[Demonstration], limit: int, answer_weight: float = 0.0
 ) -> Iterator[Example]:
-    """One example per trajectory; in a Markov environment, one per action and what answers it."""
+    """One example per trajectory; in a Markov environment, one per action."""
     for state in (demonstration.state for demonstration in expert):
         for n in chat.aids.example_ends(state.messages):
-            example = weighted_tokens(chat, State(state.messages[:n], state.task), answer_weight)
+            answer = []
             if answer_weight and n < len(state.messages):
                 answer = chat.message_tokens(State(state.messages[: n + 1], state.task))[-1]
-                example += [(token, answer_weight) for token in answer]
-            example = example[:limit]
-            if any(weight == 1 for _, weight in example[1:]):
+            until = State(state.messages[:n], state.task)
+            example = example_of(chat, until, limit, answer, answer_weight)
+            if example.targets:
                 yield example
 
 
 # -------------------------------------------------------------------------------- behaviour cloning
 
 
-def collate(examples: list[Example], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their weights, (B, T) each.
-
-    Padding is on the right and attention is causal, so no real token sees it.
-    """
-    ids = [torch.tensor([token for token, _ in example]) for example in examples]
-    weights = [torch.tensor([weight for _, weight in example]) for example in examples]
-    return pad_sequence(ids, True).to(device), pad_sequence(weights, True).to(device)
-
-
-def sft_loss(model: Any, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """-sum_t w_t log pi(x_t | x_<t), the tokens' weighted cross-entropy; ids, weights (B, T).
-
-    With w_t = 1 where the agent wrote and else 0 it is -sum_t log pi(a_t | s_t).
+def sft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
+    """-sum w log pi(x | what stands before it) over the targets x, which with weights of 1 is Eq.
+    (5)'s -sum_t log pi(a_t | s_t).
 
     The output layer is wide and most tokens are only read. So of the T positions K are computed,
-    those before a token that has a weight in any row: logits are (B, K, V).
+    those that predict in any row: logits are (B, K, V), of which the N targets take a row each.
     """
-    before = weights[:, 1:].any(0).nonzero()[:, 0]
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=before).logits
-    labels, w = ids[:, before + 1].flatten(), weights[:, before + 1].flatten()
-    return (w * cross_entropy(logits.flatten(0, 1).float(), labels, reduction="none")).sum()
+    ids = [torch.tensor(example.ids) for example in examples]
+    tokens = pad_sequence(ids, batch_first=True).to(model.device)  # (B, T); no token sees padding
+    targets = [(row, *target) for row, example in enumerate(examples) for target in example.targets]
+    rows, positions, labels, weights = map(torch.tensor, zip(*targets, strict=True))
+    positions, k = positions.unique(return_inverse=True)
+    kept = positions.to(model.device)
+    logits = model(input_ids=tokens, use_cache=False, logits_to_keep=kept).logits
+    losses = cross_entropy(logits[rows, k].float(), labels.to(model.device), reduction="none")
+    return (weights.to(model.device) * losses).sum()
 
 
-def total_weight(examples: list[Example]) -> float:
-    return sum(weight for example in examples for _, weight in example[1:])
+def tokens_of(example: Example) -> int:
+    return len(example.ids)
 
 
 def train(model: Any, examples: list[Example], validation: list[Example], args: Any) -> dict:
@@ -150,10 +162,10 @@ def train(model: Any, examples: list[Example], validation: list[Example], args: 
     for update, last in run.updates():
         model.train()
         batch = [examples[i] for i in update]
-        n = total_weight(batch)
+        n = sum(example.weight for example in batch)
         loss = 0.0
-        for group in run.share(micro_batches(batch, len, args.micro_tokens)):
-            part = sft_loss(model, *collate(group, model.device)) / n  # Eq. (5), per token
+        for group in run.share(micro_batches(batch, tokens_of, args.micro_tokens)):
+            part = sft_loss(model, group) / n  # Eq. (5), per token
             run.accelerator.backward(part)  # gradients accumulate
             loss += part.item()
         loss = run.gather(loss)
@@ -161,7 +173,7 @@ def train(model: Any, examples: list[Example], validation: list[Example], args: 
             parameters["lr"] = args.lr * cosine(run.step, run.starts[-1])
         run.optimizer.step()
         run.optimizer.zero_grad()
-        run.end_update(loss, tokens=sum(map(len, batch)), last=last)
+        run.end_update(loss, tokens=sum(map(tokens_of, batch)), last=last)
         if last:
             run.end_epoch(validate(model, validation, args.micro_tokens))
     return run.finish()
@@ -171,9 +183,9 @@ def train(model: Any, examples: list[Example], validation: list[Example], args: 
 def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | None:
     """The loss per token, given the expert's own history; None without examples."""
     model.eval()
-    groups = micro_batches(examples, len, micro_tokens)
-    losses = [sft_loss(model, *collate(group, model.device)).item() for group in groups]
-    return sum(losses) / total_weight(examples) if examples else None
+    groups = micro_batches(examples, tokens_of, micro_tokens)
+    losses = [sft_loss(model, group).item() for group in groups]
+    return sum(losses) / sum(example.weight for example in examples) if examples else None
 
 
 # --------------------------------------------------------------------------------------------- main
@@ -206,7 +218,7 @@ def tokenize(
     if not examples:
         raise UserError(f"{args.expert}: no action within {limit} tokens (--max-tokens)")
     lost = len(expert) - len(examples) - len(validation)
-    cut = len([example for example in examples if len(example) == limit])
+    cut = len([example for example in examples if len(example.ids) == limit])
     if (lost or cut) and not chat.rendering.markov:
         facts = f"{lost} have no action within {limit} tokens, {cut} are cut there"
         process.print(f"of {len(expert)} demonstrations {facts} (--max-tokens)")
