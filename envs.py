@@ -74,6 +74,7 @@ class TextEnv(gymnasium.Env):
     unique_tasks = False  # the instruction alone says which task it is
     markov = False  # instruction and last observation say all that there is to know
     playing: str | None = None  # the task of the last reset, which a crash names
+    known = True  # whether it knew the last action
     final_answer: tuple | None = None  # the last one of an episode that has ended
 
     def __init_subclass__(cls, **options: Any) -> None:

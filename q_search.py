@@ -142,7 +142,8 @@ def episode(
         scores = yield from method.scores(state, candidates, key)  # line 7: Q(s, a)
         action = candidates[scores.index(max(scores))]  # line 8: argmax_a Q(s, a)
         after, reward, done = state.act(env, action)  # line 9
-        steps.append(Step(state, drawn, candidates, scores, action, after.observation, reward))
+        outcome = action, after.observation, reward, env.known
+        steps.append(Step(state, drawn, candidates, scores, *outcome))
         if method.show:
             show(steps[-1], len(steps), done)
         state = after  # line 10

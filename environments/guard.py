@@ -79,7 +79,7 @@ def step(method: Callable, env: Any, action: str) -> tuple:
         return *env.final_answer[:4], copy.copy(env.final_answer[4])
     known = env.knows(action)
     observation, reward, terminated, truncated, info = method(env, action)
-    info["known"] = known
+    info["known"] = env.known = known
     terminated, truncated = bool(terminated), bool(truncated)
     if terminated or truncated:
         env.final_answer = observation, 0.0, terminated, truncated, copy.copy(info)

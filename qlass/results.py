@@ -29,6 +29,7 @@ class Step:
     action: str  # the one taken
     observation: str  # what it led to
     reward: float
+    known: bool = True  # to the environment
 
 
 Episode = list[Step]
@@ -49,6 +50,7 @@ def describe(best: Episode, episodes: Sequence[Episode], costs: dict) -> dict:
         "reward": best[-1].reward,
         "success": best[-1].reward > 1 - 1e-9,
         "n_steps": len(best),
+        "unknown_actions": len([step for step in best if not step.known]),
         **costs,
         "env_steps": sum(map(len, episodes)),
         "resets": len(episodes),
@@ -154,11 +156,19 @@ def play(
     cloned = bool(meta_of(args.sft)["recipe"])  # else it is a model as it came
     out.records = out.read()
     out.finish(list(chain(*keys.values())), leaks=leaks(env, out.records, args), cloned=cloned)
-    rewards = {identity(record): record["reward"] for record in out.records}
+    by_key = {identity(record): record for record in out.records}
     for method, task_of in keys.items():
-        played = [rewards[key] for key in task_of if key in rewards]
-        mean = sum(played) / len(played)
+        played = [by_key[key] for key in task_of if key in by_key]
+        mean = sum(record["reward"] for record in played) / len(played)
         print(f"{method}: mean reward {mean:.3f} over {len(played)} {args.split} tasks")
+        if (share := unknown_share(played)) > 0.05:
+            warn(f"{method}: the environment did not know {share:.0%} of its actions")
+
+
+def unknown_share(records: Iterable[dict]) -> float:
+    """Of all actions of these results, the share that the environment did not know."""
+    counts = [(record.get("unknown_actions", 0), record["n_steps"]) for record in records]
+    return sum(n for n, _ in counts) / max(1, sum(n for _, n in counts))
 
 
 def leaks(env: Any, records: list[dict], args: argparse.Namespace) -> dict[str, int | None]:
