@@ -161,8 +161,8 @@ def play(
         played = [by_key[key] for key in task_of if key in by_key]
         mean = sum(record["reward"] for record in played) / len(played)
         print(f"{method}: mean reward {mean:.3f} over {len(played)} {args.split} tasks")
-        if (share := unknown_share(played)) > 0.05:
-            warn(f"{method}: the environment did not know {share:.0%} of its actions")
+        if (unknown := unknown_share(played)) > 0.05:
+            warn(f"{method}: the environment did not know {unknown:.0%} of its actions")
 
 
 def unknown_share(records: Iterable[dict]) -> float:
