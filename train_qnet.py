@@ -328,6 +328,7 @@ def save(qnet: QNet, args: argparse.Namespace, adapter: Any) -> None:
     with files.draft_of(args.out) as folder:
         qnet.backbone = models.ordinary(qnet.backbone, folder, adapter, dtype)
         qnet.save_pretrained(folder)
+        models.read_back(folder, qnet.backbone)
 
 
 def read(args: argparse.Namespace, chat: Chat, process: Any) -> tuple[list[Tree], dict[str, Any]]:

@@ -6,28 +6,30 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, utils
 
 from qlass import UserError, lora
 from qlass.chat import Chat, Rendering
+from qlass.fast import parity
 from qlass.files import draft_of
+from qlass.messages import State
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
+NAME = "pretrained_model_name_or_path"
 
 utils.logging.disable_progress_bar()
 utils.logging.set_verbosity_error()  # `check_weights` reads the load report
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns in every layer
 
-# torch asks cuDNN first where a mask is given. It plans anew for each length, at each token of a
-# text, and on Blackwell it writes wrong texts without a word (pytorch/pytorch#193893).
+# torch asks cuDNN first if a mask is given. It plans anew for each length, and on Blackwell it
+# writes wrong texts without a word (pytorch/pytorch#193893).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -38,8 +40,7 @@ def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[
     try:
         place = torch.empty(1, device=device or gpu).device
     except (AssertionError, RuntimeError) as error:  # no such device, or torch is without it
-        reason = str(error).split("\n")[0]
-        raise UserError(f"--device {device}: {reason}: leave it out for your own") from None
+        raise UserError(f"--device {device}: {error}".split("\n")[0] + "; leave it out") from None
     return place, PRECISIONS[precision or ("bf16" if place.type == "cuda" else "float32")]
 
 
@@ -48,9 +49,6 @@ def settle_precision(args: Any) -> None:
     if not getattr(args, "server", None):
         dtype = device_and_dtype(args.device, args.precision)[1]
         args.precision = next(name for name, value in PRECISIONS.items() if value == dtype)
-
-
-# --------------------------------------------------------------------------------------- loading
 
 
 def load_checkpoint(
@@ -75,84 +73,110 @@ def load_checkpoint(
     options: dict[str, Any] = {"dtype": torch.float32 if train else dtype}
     if load_in:
         options |= lora.few_bits(load_in, place)
-    try:
-        chat = load_chat(path, rendering or Rendering.load(path))
-        model = load_weights(path, kind, options)
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = str(error).split("\n")[0].rstrip(".")
-        raise UserError(f"{path}: no complete checkpoint? It can't be loaded: {reason}") from error
-    model = model if load_in else model.to(place)
+    chat = load_chat(path, rendering or Rendering.load(path))
+    with one_line(path):
+        model = load_weights(path, kind, options).eval()
+        model = model if load_in else model.to(place)
+        lora.outputs(model)  # weights that are not those of a quantization_config fail only here
+    check_tokens(path, model, chat)
     if not plain:
-        from qlass.fast import parity
-
-        parity.check(model.eval(), str(path))
+        parity.check(model, str(path))
     return model, chat
 
 
-def load_weights(path: str | Path, kind: Any, options: dict[str, Any]) -> Any:
-    """A model with the weights in `path`, all of them and no others; options of from_pretrained."""
-    if is_adapter(path):
-        if "quantization_config" in options:
-            raise UserError(f"{path}: an adapter needs its base in full: leave --load-in out")
-        agent = load_weights(lora.base_of(path), AutoModelForCausalLM, options)
+@contextlib.contextmanager
+def one_line(path: str | Path) -> Iterator[None]:
+    """A UserError for whatever a library raises about a checkpoint that it can't load."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".split("\n")[0].rstrip(": .")
+        raise UserError(f"{path}: no complete checkpoint? It can't be loaded ({reason})") from error
+
+
+def load_weights(path: str | Path, kind: Any, options: dict[str, Any], alone: bool = True) -> Any:
+    """A model with the weights in `path`, all of them and no others; options of from_pretrained.
+    alone: it is not the base of an adapter, which may be in the same folder."""
+    check_files(Path(path), alone)
+    if base := lora.base_of(path):
+        agent = load_weights(base, AutoModelForCausalLM, options, alone=False)
+        if getattr(agent, "is_quantized", False):
+            raise UserError(f"{path}: an adapter needs its base in full, without --load-in")
         agent = lora.with_adapter(agent, path)  # which names the layers of an agent
         return agent if kind is AutoModelForCausalLM else agent.base_model
-    check_files(Path(path))
-    name, gguf = source(path)
-    if gguf:  # in full width, else it can't be saved, nor get a value head or LoRA
+    place = source(path)
+    if "gguf_file" in place:  # in full width, else it can't be saved, nor get a value head or LoRA
         options = {"quantization_config": hf.GgufConfig(dequantize=True), **options}
-    safe = {"use_safetensors": True, "trust_remote_code": False}  # a stranger's code does not run
-    options = {**options, **gguf, **safe, "output_loading_info": True}
-    model, report = kind.from_pretrained(name, **options)
+    options = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, report = kind.from_pretrained(**place, **options, use_safetensors=True)
     check_weights(path, model, report)
-    if getattr(model, "is_quantized", False):
-        lora.unpack(model)
+    for layer in model.modules():  # of 4 bits, packed on a CPU so that no gradient flows through
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+    # FP8 and MXFP4 are loaded as full weights, which transformers does not save as such.
+    config = hf.AutoConfig.from_pretrained(**place)
+    model.stored_in_few_bits = hasattr(config, "quantization_config")
     return model
 
 
-def check_files(folder: Path) -> None:
-    """UserError for a folder with two sets of weights, of which transformers takes one unasked."""
+def check_files(folder: Path, alone: bool) -> None:
+    """UserError for a folder of whose weights transformers or PEFT would take a part unasked."""
     files = [*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors")]
     if len({file.name.split("-of-")[-1] for file in files}) > 1:
-        raise UserError(
-            f"{folder}: has the weights of two saves; remove the older model*.safetensors"
-        )
-    for config in folder.glob("*/adapter_config.json"):
-        if config.parent.name != "adapter":  # where `ordinary` keeps what it has merged
-            problem = f"{config.parent} is not merged into its weights"
-            raise UserError(f"{folder}: {problem}; name that folder, or remove it")
+        raise UserError(f"{folder}: weights of two saves; remove the older model*.safetensors")
+    files += folder.glob("pytorch_model*.bin")
+    below = folder.rglob if alone else folder.glob
+    for config in below("adapter_config.json") if files else ():
+        adapter, above = config.parent, config.parents[1] / "config.json"
+        if not above.exists() or lora.digest(adapter) not in above.read_text("utf-8"):
+            raise UserError(f"{folder}: {adapter} is not merged into its weights; move one away")
 
 
 def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
-    """UserError for weights that the model lacks, and for those it has no place for."""
-    if missing := report["missing_keys"]:  # transformers would draw them at random
-        raise UserError(f"{path}: no weights for {min(missing)}; was the folder mixed from two?")
-    unknown = {key for key in report["unexpected_keys"] if not key.startswith("v_head.")}  # TRL's
-    if unknown:
-        with torch.device("meta"):  # a backbone leaves out the output layer
-            unknown -= AutoModelForCausalLM.from_config(model.config).state_dict().keys()
-    if unknown:
-        problem = f"its config.json has no place for {min(unknown)}"
-        raise UserError(f"{path}: {problem}; merge LoRA's weights, or correct the config")
+    """UserError for weights that the model lacks, and for those that it would compute without: of a
+    layer that has others, or of one more in a list of layers. The output layer and images may be
+    left out; masks and frequencies are computed."""
+    outer = re.compile(rf"(base_model\.model\.)?({model.base_model_prefix}\.)?")
+    names = [outer.sub("", name, 1) for name, _ in model.named_parameters()]
+    layers = tuple(name.rpartition(".")[0] + "." for name in names)
+    lists = tuple(re.split(r"(?<=\.)\d+\.", name)[0] for name in names)
+    wrong = [f"no weights for {key}" for key in report["missing_keys"]]  # drawn at random
+    wrong += [f"{key} has another size in config.json" for key, *_ in report["mismatched_keys"]]
+    for key in report["unexpected_keys"]:
+        name = outer.sub("", key, 1)
+        if name.startswith(layers) or (name.startswith(lists) and name.endswith(".weight")):
+            wrong.append(f"config.json has no place for {key}")
+    if wrong:
+        raise UserError(f"{path}: {min(wrong)}; was it mixed from two, or LoRA not merged?")
+
+
+def check_tokens(path: str | Path, model: Any, chat: Chat) -> None:
+    """UserError if a prompt or a text can have a token that the model has no embedding of."""
+    size, tokenizer = len(model.get_input_embeddings().weight), chat.tokenizer
+    controls = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = set(tokenizer.get_vocab().values()) - controls  # which only a template writes
+    ids.update(*chat.message_tokens(State((("user", "a"), ("assistant", "b"), ("user", "c")))))
+    if (highest := max(ids)) >= size:
+        problem = f"no embedding for the token {tokenizer.convert_ids_to_tokens(highest)!r}"
+        raise UserError(f"{path}: {problem}; give it the tokenizer that its weights were made with")
 
 
 def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold."""
-    base = home = path
-    if is_adapter(path):  # which may have a tokenizer of its own
-        base = lora.base_of(path)
-        home = path if utils.hub.has_file(str(path), "tokenizer_config.json") else base
-    files = " ".join(file.name for file in Path(home).glob("*"))  # of a hub name: none
-    if files and not re.search(r"\b(tokenizer|vocab)|\.model\b", files):
-        problem = "no tokenizer: name a checkpoint, or copy its base model's tokenizer there"
-        raise UserError(f"{home}: {problem}")
-    name, options = source(base)
-    options["trust_remote_code"] = False
-    config = hf.AutoConfig.from_pretrained(name, **options)
-    tokenizer = hf.AutoTokenizer.from_pretrained(source(home)[0], config=config, **options)
-    generation = hf.GenerationConfig.from_model_config(config)
-    with contextlib.suppress(OSError):  # not every checkpoint has one
-        generation = hf.GenerationConfig.from_pretrained(name)
+    with one_line(path):
+        base = home = lora.base_of(path) or path
+        if base != path and utils.hub.has_file(str(path), "tokenizer_config.json"):
+            home = path  # an adapter may have a tokenizer of its own
+        files = " ".join(file.name for file in Path(home).glob("*"))  # of a hub name: none
+        if files and not re.search(r"\b(tokenizer|vocab)|\.model\b", files):
+            raise UserError(f"{home}: no tokenizer: name a checkpoint, or copy its base model's")
+        config = hf.AutoConfig.from_pretrained(**source(base))
+        tokenizer = hf.AutoTokenizer.from_pretrained(**source(home), config=config)
+        generation = hf.GenerationConfig.from_model_config(config)
+        with contextlib.suppress(OSError):  # not every checkpoint has one
+            generation = hf.GenerationConfig.from_pretrained(source(base)[NAME])
     ends = generation.eos_token_id  # of a turn
     ends = ends if isinstance(ends, list) else [ends]  # Llama 3 lists two
     return Chat(tokenizer, rendering, context_of(config), ends)
@@ -167,18 +191,12 @@ def context_of(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
 
 
-def source(path: str | Path) -> tuple[str, dict[str, Any]]:
-    """from_pretrained's name and options for a folder, a hub name, or a GGUF file."""
-    file = Path(path)
+def source(path: str | Path) -> dict[str, Any]:
+    """from_pretrained's arguments for a folder, a hub name, or a GGUF file."""
+    file, place = Path(path), {NAME: str(path)}
     if file.suffix == ".gguf":
-        return str(file.parent), {"gguf_file": file.name}
-    return str(path), {}
-
-
-def is_adapter(path: str | Path) -> bool:
-    """Whether a folder or a hub name holds updates of PEFT's alone, without the weights."""
-    gguf = Path(path).suffix == ".gguf"
-    return not gguf and utils.find_adapter_config_file(str(path)) is not None
+        place = {NAME: str(file.parent), "gguf_file": file.name}
+    return {**place, "trust_remote_code": False}  # a stranger's code does not run
 
 
 # ---------------------------------------------------------------------------- training and saving
@@ -187,14 +205,12 @@ def is_adapter(path: str | Path) -> bool:
 def save_memory(
     model: Any, rank: int | None = None, alpha: int | None = None, checkpointing: bool = False
 ) -> Any:
-    """Prepare an agent's model for training by the flags of `add_memory`, in place.
-
-    Returns PEFT's view of the model, None without LoRA.
-    """
+    """Prepare an agent's model for training by the flags of `add_memory`, in place. Returns PEFT's
+    view of the model, None without LoRA."""
     refuse_qnet(model.name_or_path)
-    if getattr(model, "is_quantized", False) and model.hf_quantizer.pre_quantized:
-        problem = "saved in few bits, which can't be trained; name the model it was made from"
-        raise UserError(f"{model.name_or_path}: {problem}, and --load-in 4bit --lora 16")
+    if getattr(model, "stored_in_few_bits", False):
+        advice = "train the model that it was made from, by --load-in 4bit --lora 16"
+        raise UserError(f"{model.name_or_path}: saved in few bits, which training loses; {advice}")
     adapter = lora.with_updates(model, rank, alpha) if rank else None
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -225,19 +241,16 @@ def adamw(model: nn.Module, rates: Mapping[str, float], name: str = "adamw") -> 
 
 
 def ordinary(model: Any, folder: Path, adapter: Any = None, dtype: Any = None) -> Any:
-    """A model as it is saved: LoRA's updates are kept in folder/adapter as PEFT loads them, and
-    added to the weights, which become `dtype`.
-
-    adapter: PEFT's view of the model, None without updates. A merge would round weights of 4 or 8
-    bits anew, so all their bits are loaded.
-    """
+    """A model as it is saved: all bits of the weights, with LoRA's updates, which are also kept in
+    folder/adapter, in `dtype`. adapter: PEFT's view of the model, None without updates."""
     if adapter:
         adapter.save_pretrained(folder / "adapter", save_embedding_layers=False)
-        if getattr(model, "is_quantized", False):
+        if getattr(model, "is_quantized", False):  # a merge would round its weights anew
             base = load_weights(model.name_or_path, type(model), {"dtype": model.dtype})
             model = lora.with_adapter(base.to(model.device), folder / "adapter")
         else:
-            model = adapter.merge_and_unload()
+            model = lora.merged(adapter, folder)
+        model.config.merged_adapter = lora.digest(folder / "adapter")
     for p in model.parameters():  # not buffers: rounded rotary frequencies turn late positions
         if dtype and p.is_floating_point():
             p.data = p.data.to(dtype)
@@ -249,5 +262,12 @@ def save_checkpoint(
 ) -> None:
     """A HuggingFace checkpoint with its tokenizer and rendering, of the `ordinary` model."""
     with draft_of(folder) as draft:
-        ordinary(model, draft, adapter, dtype).save_pretrained(draft)
+        model = ordinary(model, draft, adapter, dtype)
+        model.save_pretrained(draft)
         chat.save(draft)
+        read_back(draft, model)
+
+
+def read_back(draft: Path, model: Any) -> None:
+    """UserError if a checkpoint can't be loaded, before it takes the place of an older one."""
+    load_weights(draft, type(model), {"device_map": "meta"})

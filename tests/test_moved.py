@@ -309,7 +309,7 @@ def test_an_adapter_that_is_no_lora_or_lacks_its_base_is_named(tmp_path, agent):
     settings = json.loads((lora / "adapter_config.json").read_text())
     for base in (str(tmp_path / "gone"), None):
         (lora / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": base}))
-        assert f"its base model {base} is not there" in refused(lora)
+        assert f"its base model {base or '(none)'} is not there" in refused(lora)
     (lora / "adapter_config.json").write_text(json.dumps(settings))
     weights = lora / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-50])
