@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from qlass import UserError
-from qlass.files import locked, write_jsonl
+from qlass.files import discard, locked, write_jsonl
 from qlass.flags import Parser, at_least
 from qlass.runs import claim, need, parse, read_trees, run_stage, write_meta
 
@@ -95,6 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     args.trees = need(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
+    args.free.append("trees")  # more of them add labels, and change none
     inputs = {"trees": args.trees}
     with locked(args.out):
         recipe = claim(args.out, args, inputs)
@@ -102,12 +103,13 @@ def main(argv: list[str] | None = None) -> None:
         labelled = [label(tree, args.target, args.gamma) for tree in trees]
         if not labelled:
             raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
-        write_jsonl(args.out, chain.from_iterable(labelled))
+        discard(args.out)  # before its metadata tell of other trees
         nodes = sum(map(len, labelled))
         flat = len([tree for tree in labelled if not any(node["q"] for node in tree)])
         counts = {"trees": len(labelled), "nodes": nodes, "flat_trees": flat}
         tasks = [tree[0]["task_id"] for tree in labelled]
         write_meta(args.out, args, recipe, inputs, tasks=tasks, **counts)
+        write_jsonl(args.out, chain.from_iterable(labelled))
     equal = f"{flat} of them with all values equal (q = 0)"
     print(f"{args.out}: {nodes} nodes of {len(labelled)} trees, {equal}")
 

@@ -165,7 +165,8 @@ def claim(output: Path, args: argparse.Namespace, inputs: Inputs) -> dict[str, A
     differences = []
     for name in {**begun, **recipe}:
         before, now = begun.get(name), recipe.get(name)
-        if begun and before != now and (before or name not in inputs):  # a new input is welcome
+        fixed = name not in args.free and (before or name not in inputs)  # a new input is welcome
+        if begun and before != now and fixed:
             other = "which has changed or is another"
             text = f"{inputs[name]}, {other}" if name in inputs else f"{before}, not {now}"
             differences.append(f"--{name.replace('_', '-')} {text}")
