@@ -117,27 +117,43 @@ def label(tmp_path):
     return run
 
 
-def test_it_replaces_labels_and_nothing_else_and_leaves_nothing_half_done(label, tmp_path):
-    with pytest.raises(UserError, match="not labels that bellman"):
+def test_it_replaces_its_own_labels_alone_and_leaves_nothing_half_done(label, tmp_path):
+    with pytest.raises(UserError, match="not of this command"):
         label(tree_by_hand(), out="trees.jsonl")
     assert (tmp_path / "trees.jsonl").read_text() == dump(tree_by_hand())
-    with pytest.raises(UserError, match=r"trees\.jsonl.* has 4 of 5 nodes"):
-        label([*tree_by_hand(), *tree_by_hand()[:-1]])
+    with pytest.raises(UserError, match=r"trees\.jsonl: the tree of task t is cut"):
+        label(tree_by_hand()[:-1])
     assert not (tmp_path / "labels.jsonl").exists()
 
 
+@pytest.mark.parametrize("write", ["write_meta", "write_jsonl"])
+def test_stopped_behind_either_of_its_files_it_writes_both_again(label, tmp_path, monkeypatch, write):
+    label(tree_by_hand())
+    done, others = getattr(bellman, write), [n | {"task_id": "u"} for n in tree_by_hand()]
+
+    def stop(*args, **figures):
+        done(*args, **figures)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bellman, write, stop)
+    with pytest.raises(KeyboardInterrupt):
+        label(others)
+    monkeypatch.undo()
+    assert (tmp_path / "labels.jsonl").exists() == (write == "write_jsonl")  # no old labels beside new metadata
+    assert {n["task_id"] for n in label(others)} == {"u"}
+
+
 def test_the_command_keeps_every_line_and_adds_q(label, tmp_path, capsys):
-    chat = [{"role": "user", "content": "go"}]
-    flat = [node(0, None, task_id="u", nodes=2, messages=chat, task=""), node(1, 0, task_id="u", done=True, branch=1)]
+    flat = [n | {"task_id": "u", "reward": 0.0} for n in tree_by_hand()]
     written = label(tree_by_hand() + flat, "--gamma", "0.5")
     assert [{k: v for k, v in n.items() if k not in ("q", "q_raw")} for n in written] == tree_by_hand() + flat
-    assert [n["q_raw"] for n in written] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2, 0.0, 0.0])
+    assert [n["q_raw"] for n in written] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2, *[0.0] * 5])
     meta = json.loads((tmp_path / "labels.meta.json").read_text())
-    assert (meta["trees"], meta["nodes"], meta["flat_trees"]) == (2, 7, 1)
-    assert (meta["siblings"], meta["unequal_siblings"]) == (2, 2)
+    assert (meta["trees"], meta["nodes"], meta["flat_trees"]) == (2, 10, 1)
+    assert (meta["siblings"], meta["unequal_siblings"]) == (4, 2) and meta["tasks"] == ["t", "u"]
     assert "1 of them with all values equal" in capsys.readouterr().out
-    more = [n | {"task_id": "v"} for n in flat]
-    assert len(label([*tree_by_hand(), *flat, *more], "--gamma", "0.5")) == 9
+    more = [n | {"task_id": "v"} for n in flat]  # more trees add labels
+    assert len(label([*tree_by_hand(), *flat, *more], "--gamma", "0.5")) == 15
     with pytest.raises(UserError, match=r"begun with --gamma 0\.5, not 0\.9"):
         label(flat)
 
