@@ -1,6 +1,7 @@
 """Algorithm 2 on a written world: the exact tree that scripted agents must grow, and what holds for any agent."""
 
 import json
+from collections import Counter
 
 import pytest
 from fakes import WORLD, FakeEnv, Script, dump, explore, path_of, run, say
@@ -9,12 +10,23 @@ from hypothesis import strategies as st
 
 import build_trees
 from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS
-from qlass import UserError, published
+from qlass import UserError, published, runs
 from qlass.chat import Rendering
 from qlass.messages import State, parse_action
-from qlass.published import actions_by_task
+from qlass.published import Demonstration
 
 FREE = Rendering(temperature=0.9)
+
+
+def shown(*actions: str, begin: str = "you stand at start", **fields) -> Demonstration:
+    turns = [turn for action in actions for turn in (("user", "hm"), ("assistant", action))][1:]
+    state = State((("user", "walk"), ("assistant", "OK"), ("user", begin), *turns))
+    return Demonstration(**{"task_id": None, "state": state} | fields)
+
+
+def line(*actions: str, begin: str = "you stand at start", **more) -> dict:
+    """A demonstration in a file."""
+    return {"messages": shown(*actions, begin=begin).state.dump(), **more}
 
 
 def grow(script, depth=1, width=2, rollouts=64, with_expert=False, world=WORLD, prune="branch", expert=None,
@@ -89,7 +101,8 @@ def test_under_a_bound_the_experts_nodes_come_before_what_the_first_pass_left():
 @pytest.mark.parametrize("key", ["train0", "you stand at start"])
 def test_the_expert_branch_is_the_demonstration_where_there_is_one(key):
     mine = ["Thought: mine, not Action: right\nAction: left", "<think>Action: left</think>\nright", "Action: left"]
-    _, _, root, _ = grow({(): "right", R: "left"}, 0, 1, 0, expert={key: mine, "other": ["Action: right"]})
+    expert = {key: shown(*mine), "other": shown("Action: right")}
+    _, _, root, _ = grow({(): "right", R: "left"}, 0, 1, 0, expert=expert)
     assert [path_of(n.state) for n in root.subtree() if n.expert] == [L, LR, (*LR, "left")]
     assert root.children["left"].action == mine[0]
 
@@ -153,7 +166,7 @@ def test_texts_that_the_environment_takes_for_the_same_are_one_child(monkeypatch
     monkeypatch.setattr(FakeEnv, "canonical", lambda self, action: action.lower())
     monkeypatch.setattr(FakeEnv, "step", lambda self, action: step(self, action.lower()))
     script = {(): "LEFT left right left LEFT right"}
-    *_, root, env = grow(script, depth=0, expert={"train0": ["Action: left", "Action: left"]})
+    *_, root, env = grow(script, depth=0, expert={"train0": shown("Action: left", "Action: left")})
     assert [parse_action(child.action) for child in root.children.values()] == ["LEFT", "right"]
     assert root.children["left"].expert and env.played.count(("train0", "left")) == 1
 
@@ -162,23 +175,23 @@ def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_
     monkeypatch.setattr(FakeEnv, "in_own_words", lambda self, text: text.replace("east", "right"))
 
     def records(*moves: str) -> list[dict]:
-        turns = [turn for move in moves for turn in (("assistant", f"Action: {move}"), ("user", "hm"))]
-        messages = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand"), *turns)).dump()
-        (tmp_path / "expert.jsonl").write_text(dump([{"task_id": "train0", "messages": messages}]))
-        expert, _ = actions_by_task(tmp_path / "expert.jsonl", FakeEnv())
+        (tmp_path / "expert.jsonl").write_text(dump([line(*moves, task_id="train0")]))
+        expert = published.by_task(published.read(tmp_path / "expert.jsonl", FakeEnv()), FakeEnv())
         return build_trees.tree_records(FakeEnv(), "train0", grow({}, 1, 1, 1, expert=expert)[2])
 
-    demonstrated = records("east", "right", "east")
+    demonstrated = records("Action: east", "Action: right", "Action: east")
     assert [node["action"] for node in demonstrated if node["expert"]] == ["Action: right"] * 3
     start = "you stand at start"
     recorded = [({}, 0), ({"train0": 1.0}, 0), ({"train0": 0.5}, 1), ({start: 0.5}, 1), ({"another": 0.5}, 0)]
     for rewards, failed in recorded:
-        assert published.failures(demonstrated, rewards)["failed_demonstrations"] == failed
-    assert published.failures(records("east"), {})["failed_demonstrations"] == 1  # it earned nothing
+        demonstrations = {key: shown("Action: right", reward=reward) for key, reward in rewards.items()}
+        assert build_trees.metrics(demonstrated, demonstrations)["failed_demonstrations"] == failed
+    assert build_trees.metrics(records("Action: east"), {})["failed_demonstrations"] == 1  # it earned nothing
 
 
 def test_a_demonstration_longer_than_an_episode_keeps_its_reward():
-    _, _, root, env = grow(Script({R: "left"}, "right"), 2, 2, 4, expert={"train0": ["Action: right"] * 3}, max_steps=2)
+    long = shown(*["Action: right"] * 3)
+    _, _, root, env = grow(Script({R: "left"}, "right"), 2, 2, 4, expert={"train0": long}, max_steps=2)
     end = [node for node in root.subtree() if node.expert][-1]
     assert (end.depth, end.reward, end.done, env.max_steps) == (3, 1.0, True, 2)
     assert max(node.depth for node in root.subtree() if node.source == "policy") == 2
@@ -224,31 +237,27 @@ def test_what_holds_for_any_world_and_agent(world, depth, width, rollouts, with_
         assert len({parse_action(child.action) for child in node.children.values()}) == len(node.children)
 
 
-def test_which_demonstrations_make_the_experts_branch(tmp_path, monkeypatch, capsys):
-    def line(action, told="start", **more):
-        turns = [("user", "walk"), ("assistant", "OK"), ("user", told), ("assistant", f"Action: {action}")]
-        return {"messages": [{"role": r, "content": c} for r, c in turns], **more}
-
+def test_which_demonstrations_make_the_experts_branch(tmp_path, monkeypatch):
     path, env = tmp_path / "expert.jsonl", FakeEnv()
-    path.write_text(dump([
-        line("left", task_id="a"), line("right", task_id="a", source="policy"),  # what self-training added
-        line("left", "hall"), line("left", "attic"), line("right", "attic"),  # two tasks begin in the attic
-        line("left", "attic", id="7"), line("right", task_id="b"),
-    ]))  # fmt: skip
     monkeypatch.setattr(FakeEnv, "published_id", lambda self, record: record.get("id"))
-    left, right = ["Action: left"], ["Action: right"]
-    assert actions_by_task(path, env)[0] == {"a": left, "hall": left, "attic": [], "7": left, "b": right}
-    assert actions_by_task(path, env, 2)[0] == {"a": left}  # the agent was given so many
+
+    def read(*records: dict, most: int | None = None) -> dict[str, str]:
+        path.write_text(dump(records))
+        best = published.by_task(published.read(path, env, most), env)
+        return {key: demonstration.actions[0] for key, demonstration in best.items()}
+
+    records = (
+        line("left", task_id="a"), line("right", task_id="a", source="policy", reward=1.0),  # added by self-training
+        line("left", begin="hall"), line("left", begin="attic"), line("right", begin="attic"),
+        line("left", begin="attic", id="7"), line("right", task_id="b"),
+    )  # fmt: skip
+    assert read(*records) == {"a": "left", "hall": "left", "7": "left", "b": "right"}  # two tasks begin in the attic
+    assert read(*records, most=2) == {"a": "left"}  # the agent was given so many
     env.unique_tasks = True
-    assert actions_by_task(path, env)[0]["attic"] == left  # the first of equals
-    capsys.readouterr()
+    assert read(*records)["attic"] == "left"  # the first of equals
     better = [line("left", reward=0.0), line("right", reward=0.5), line("up", reward=0.5), line("down")]
-    for by in ({"task_id": "a"}, {}):  # by id, by observation
-        path.write_text(dump([demonstration | by for demonstration in better]))
-        assert actions_by_task(path, env) == ({by.get("task_id", "start"): right}, {by.get("task_id", "start"): 0.5})
-        assert f"{path}: 3 demonstrations are set aside: of several" in capsys.readouterr().out
-    path.write_text(dump([line("left", task_id="a", reward=0.5), line("left", "hall", reward=0), line("left", id="7")]))
-    assert actions_by_task(path, env)[1] == {"a": 0.5, "hall": 0}
+    assert read(*better) == {"you stand at start": "right"}
+    assert read(*(record | {"task_id": "a"} for record in better)) == {"a": "right"}
 
 
 # ---------------------------------------------------------------------------------------------------------- the file
@@ -284,18 +293,22 @@ def build(tmp_path, agent, fake_world):
 
 def test_the_file_is_the_same_wherever_a_run_was_stopped(build, tmp_path, monkeypatch):
     whole = build()
-    trees = [json.loads(line)["nodes"] for line in whole.splitlines() if b'"nodes"' in line]
-    assert len(trees) == 4 and sum(trees) == len(whole.splitlines())
-    ends = [i for i, byte in enumerate(whole) if byte == ord("\n")]
-    first = ends[trees[0] - 1] + 1
-    for cut in (0, 1, ends[0], ends[0] + 1, first - 1, first, first + 1, len(whole) // 2, len(whole) - 1, len(whole)):
-        (tmp_path / "trees.jsonl").write_bytes(whole[:cut])
-        assert build() == whole
+    nodes = [json.loads(line) for line in whole.splitlines()]
+    sizes = Counter(node["task_id"] for node in nodes)
+    assert {node["task_id"]: node["nodes"] for node in nodes if "nodes" in node} == sizes and len(sizes) == 4
     meta = json.loads((tmp_path / "trees.meta.json").read_text())
-    assert meta["nodes"] == sum(trees)  # of all in the file
-    parents = [(node["task_id"], node["parent_id"]) for node in map(json.loads, whole.splitlines()) if node["depth"]]
+    assert (meta["trees"], meta["nodes"]) == (4, len(nodes))
+    parents = [(node["task_id"], node["parent_id"]) for node in nodes if node["depth"]]
     several = {parent for parent in parents if parents.count(parent) > 1}
     assert meta["contrasts"] == pytest.approx(len(several) / len(set(parents))) and 0 < meta["contrasts"] < 1
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.Output, "finish", lambda *args, **figures: None)  # killed in front of it
+        with pytest.raises(FileNotFoundError):
+            build(out="cut.jsonl")
+    part = tmp_path / "cut.jsonl.parts" / "0-of-1.jsonl"
+    part.write_bytes(part.read_bytes()[: len(part.read_bytes()) // 2])
+    assert build(out="cut.jsonl") == whole and not part.parent.exists()
+    assert json.loads((tmp_path / "cut.meta.json").read_text())["nodes"] == len(nodes)  # of all in the file
     monkeypatch.setattr(FakeEnv, "side_by_side", 1)
     assert build(out="one.jsonl") == whole  # whatever the batch size
     assert build("--seed", "1", out="other.jsonl") != whole
@@ -321,9 +334,8 @@ def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_tree_step_
 def test_demonstrations_of_few_tasks_are_told_and_of_none_are_an_error(
     build, tmp_path, capsys, monkeypatch, task_id, found
 ):
-    expert, turns = tmp_path / "expert.jsonl", (("user", "walk"), ("assistant", "OK"), ("user", "you stand"))
-    messages = State((*turns, ("assistant", "Action: right"))).dump()
-    expert.write_text(dump([{"messages": messages, "task_id": task_id}]))
+    expert = tmp_path / "expert.jsonl"
+    expert.write_text(dump([line("Action: right", begin="you stand", task_id=task_id)]))
     if not found:
         with pytest.raises(UserError, match="none of its 1 demonstrations is of a task here"):
             build("--expert", str(expert))
