@@ -16,14 +16,14 @@ import bellman
 import build_trees
 import train_qnet
 from qlass import UserError, files
+from qlass.agent import load_policy
 from qlass.batching import Score
 from qlass.chat import Chat, Rendering
 from qlass.fast.cache import PromptCache
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.messages import State
-from qlass.policy import Policy
-from qlass.training import Progress
-from train_qnet import LOSS_FROM, Pair, QNet, families, family_loss, pairs_of, sibling_accuracy
+from qlass.training import Training
+from train_qnet import LOSS_FROM, Pair, QNet, families, family_loss, pairs_of, scorer, sibling_accuracy
 
 
 def labelled_tree(task: str = "train0", **options) -> list[dict]:
@@ -40,6 +40,10 @@ TREE = pairs_of(labelled_tree())
 def qnet(chat: Chat | None = None, **options) -> QNet:
     chat = chat or word_chat()
     return QNet(tiny_backbone(chat), chat, **{"hidden": 16} | options)
+
+
+def q(net: QNet, pair: Pair) -> float:
+    return net.score([Score(pair.state, (pair.action,))])[0][0]
 
 
 def gradients(net: QNet, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -72,7 +76,7 @@ def test_the_within_state_loss_of_two_siblings_by_hand():
     net = qnet()
     state = State((("user", "walk"),))
     left, right = Pair(state, "Action: left", 0.25), Pair(state, "Action: right", 1.0)
-    a, b = (net.q(p.state, p.action) - p.q for p in (left, right))
+    a, b = (q(net, pair) - pair.q for pair in (left, right))
     # e - mean(e) is half the difference of two errors, once up and once down
     for beta in (0, 4):
         loss = family_loss(net, [left, right], "last", beta).item()
@@ -118,43 +122,26 @@ def test_siblings_are_never_split_over_packs(sizes, max_tokens):
     assert all(len(home) == 1 for home in homes) and sum(len(pack.pairs) for pack in packs) == len(tree)
 
 
-def values_plainly(net: QNet, state: State, action: str) -> np.ndarray:
-    prompt, ids = net.chat.prompt(state), net.chat.action(action, state.task)
-    with torch.inference_mode():
-        return net(input_ids=torch.tensor([[*prompt, *ids]]))[0].numpy()[len(prompt) :]
-
-
 @pytest.mark.parametrize("budget", [100_000, 100])
 @pytest.mark.parametrize("room", [1 << 30, 0])
 def test_scores_do_not_depend_on_batch_padding_or_what_was_read_before(budget, room):
-    net = qnet().eval()
-    net.fast.budget, net.fast.cache = budget, PromptCache(room)
-    families: dict[State, list[str]] = {}
-    for p in TREE:
-        families.setdefault(p.state, []).append(p.action)
-    asked = [Score(s, (*actions, "Action: walk")) for s, actions in families.items()]
-    for batch in (asked[:1], asked[3:], asked, asked[::-1]):
-        for request, scores in zip(batch, net.score(batch), strict=True):
-            expected = [values_plainly(net, request.state, a)[-1] for a in request.actions]
-            assert scores == pytest.approx(expected, abs=1e-5)
-
-
-def test_scores_follow_the_weights():
     net = qnet()
-    request = Score(TREE[0].state, (TREE[0].action,))
-    before = net.score([request])
-    net.train()
-    with torch.no_grad():
-        net.head[-1].bias += 1
-    assert net.score([request])[0][0] == pytest.approx(before[0][0] + 1, abs=1e-5)
+    fast = scorer(net)
+    fast.budget, fast.cache = budget, PromptCache(room)
+    asked = [Score(family[0].state, (*(p.action for p in family), "Action: walk")) for family in families(TREE)]
+    plain = dict(zip(asked, net.score(asked), strict=True))
+    for batch in (asked[:1], asked[3:], asked, asked[::-1]):
+        for request, scores in zip(batch, fast.score(batch), strict=True):
+            assert scores == pytest.approx(plain[request], abs=1e-5)
 
 
-def test_values_that_are_no_numbers_rank_nothing():
+@pytest.mark.parametrize("plain", [True, False])
+def test_values_that_are_no_numbers_rank_nothing(plain):
     net = qnet()
     with torch.no_grad():
         net.head[-1].bias += torch.nan
     with pytest.raises(UserError, match="not finite"):
-        net.score([Score(TREE[0].state, (TREE[0].action,))])
+        scorer(net, plain).score([Score(TREE[0].state, (TREE[0].action,))])
 
 
 def test_a_qnet_comes_back_from_its_folder(tmp_path):
@@ -177,7 +164,7 @@ def test_weights_that_a_config_asks_for_are_not_made_up(tmp_path, agent):
     config = json.loads((shutil.copytree(agent, tmp_path / "sft") / "config.json").read_text())
     (tmp_path / "sft" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(UserError, match="no weights for"):
-        Policy.load(tmp_path / "sft")
+        load_policy(tmp_path / "sft")
 
 
 def test_an_agent_is_no_qnet_and_a_qnet_no_agent(tmp_path, agent):
@@ -185,7 +172,7 @@ def test_an_agent_is_no_qnet_and_a_qnet_no_agent(tmp_path, agent):
         QNet.from_pretrained(agent)
     qnet().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"sft"):
-        Policy.load(tmp_path)
+        load_policy(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -193,14 +180,10 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def trained(
-    net: QNet, trees: list, held_out: list = (), loss_on: str = "all", max_tokens: int = 2048, plain=False, **more
-):
+def trained(net: QNet, trees: list, held_out: list = (), **more) -> dict:
     """Train a QNet on trees: the figures."""
-    net.plain = plain
-    loss = {"loss_on": loss_on, "rank_weight": 0.0, "head_lr": None}
-    args = training_settings(**{"epochs": 100, "max_tokens": max_tokens, **loss, **more})
-    return train_qnet.train(net, trees, held_out, args)
+    settings = {"epochs": 100, "max_tokens": 2048, "loss_on": "all", "rank_weight": 0.0, "head_lr": None}
+    return train_qnet.train(net, trees, held_out, training_settings(**settings | {"plain": False} | more))
 
 
 STATE = State((("user", "you stand at start"),))
@@ -232,7 +215,7 @@ def test_two_ways_that_train_alike(settings, other, updates):
     for more in (settings, settings | other):
         nets.append(qnet(hidden=8))
         figures = trained(nets[-1], trees, trees[:5], epochs=2, lr=1e-3, **more)
-        losses.append([entry[key] for entry in figures["curve"] for key in ("loss", "held_out_mse")])
+        losses.append([loss for entry in figures["curve"] for loss in (entry["loss"], entry["held_out"]["mse"])])
         assert figures["steps"] == updates
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
@@ -270,19 +253,19 @@ def train(tmp_path, agent):
     def command(*more: str, out: str = "qnet") -> QNet:
         argv = ["--env", "frozenlake", "--sft", str(agent), "--labels", str(labels), "--out", str(tmp_path / out)]
         train_qnet.main([*argv, "--epochs", "1", *more])
-        return QNet.from_pretrained(tmp_path / out, plain="--plain" in more)
+        return QNet.from_pretrained(tmp_path / out, plain=True)
 
     return command
 
 
 def test_the_command_trains_backbone_and_head(train, tmp_path, agent, capsys):
     net = train()
-    start = Policy.load(agent).model.model
+    start = load_policy(agent).model.model
     assert not torch.equal(net.backbone.embed_tokens.weight, start.embed_tokens.weight)
     meta = json.loads((tmp_path / "qnet.meta.json").read_text())
     assert meta["trees"] == 3 and meta["tokens"] > 0 and not list(tmp_path.glob("*.draft"))
     held_out, tree = meta["held_out"], pairs_of(labelled_tree("train0"))  # what is measured is what was saved
-    figures = sibling_accuracy([tree], {(p.state, p.action): net.q(p.state, p.action) for p in tree})
+    figures = sibling_accuracy([tree], {(p.state, p.action): q(net, p) for p in tree})
     figures = {name: value for name, value in figures.items() if value is not None}
     assert {name: held_out[name] for name in figures} == pytest.approx(figures, rel=1e-4)  # the one in batches
     assert figures["sibling_pairs"] and 0 <= held_out["policy_sibling_accuracy"] <= 1
@@ -305,11 +288,11 @@ def test_the_head_is_in_full_width_where_the_backbone_is_not():
 
 
 def test_what_is_measured_is_the_best_epochs_net(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(Progress, "best", 1)
+    monkeypatch.setattr(Training, "best", 1)
     net = train("--epochs", "3", "--lr", "0.01")
     meta = json.loads((tmp_path / "qnet.meta.json").read_text())
     pairs = pairs_of(labelled_tree("train0"))
-    mse = np.mean([(net.q(pair.state, pair.action) - pair.q) ** 2 for pair in pairs])
+    mse = np.mean([(q(net, pair) - pair.q) ** 2 for pair in pairs])
     assert meta["held_out"]["mse"] == pytest.approx(mse, rel=1e-4) and len(meta["curve"]) == 3
 
 
@@ -336,7 +319,7 @@ def test_pairs_beyond_the_context_are_left_out_or_cut(train, tmp_path, monkeypat
 
 def test_a_frozen_backbone_is_the_agents_own(train, agent):
     net = train("--freeze")
-    start = Policy.load(agent).model.model
+    start = load_policy(agent).model.model
     assert all(torch.equal(a, b) for a, b in zip(net.backbone.parameters(), start.parameters(), strict=True))
 
 
