@@ -4,14 +4,13 @@ import itertools
 import json
 import math
 import shutil
-from functools import partial
 
 import pytest
 from fakes import WORLD, FakeEnv, Script, best, path_of, run, say, word_chat
 
 import q_search
-from q_search import Method, by_chance, by_likelihood, by_q, play
-from qlass import UserError
+from q_search import Method, Player
+from qlass import UserError, runs
 from qlass.batching import Sample, Score
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
@@ -19,7 +18,7 @@ from qlass.show import bar
 
 CHAT = word_chat()
 GREEDY = Method("greedy", temperature=0.0)
-RANDOM = Method("random", partial(by_chance, 0), M=2)
+RANDOM = Method("random", "chance", M=2)
 BOTH = {path: "left right" for path in [(), ("left",), ("right",), ("left", "right"), ("right", "right")]}
 
 
@@ -35,11 +34,16 @@ def never(request):
     raise AssertionError(f"no {type(request).__name__} was to be asked")
 
 
+def play(env: FakeEnv, task: str, method: Method, answer, player: Player | None = None) -> tuple[dict, list]:
+    """The record, and all requests."""
+    return run((player or Player(CHAT)).play(env, task, method), answer)
+
+
 def episode(method: Method, script=BOTH, q=never, env: FakeEnv | None = None, **options):
     """The record, the path taken, and the environment that was played."""
     env = env or FakeEnv(**options)
     draw = script if callable(script) else Script(script)
-    record, asked = run(play(env, "test0", method, CHAT, {}), lambda r: draw(r) if isinstance(r, Sample) else q(r))
+    record, asked = play(env, "test0", method, lambda r: draw(r) if isinstance(r, Sample) else q(r))
     assert all(r.temperature == (0 if method.name == "greedy" else 0.7) for r in asked if isinstance(r, Sample))
     return record, tuple(parse_action(s["action"]) for s in record["steps"]), env
 
@@ -66,16 +70,16 @@ def longest(request: Score) -> list[float]:
 @pytest.mark.parametrize(
     ("method", "script", "q", "way", "reward"),
     [
-        (Method("qlass", by_q, M=2), BOTH, true_q, "right right right", 1.0),
-        (Method("qlass", by_q, M=2), BOTH, onward(-1.0), "left left", 0.0),  # Q decides even where it is wrong
-        (Method("qlass", by_q, M=2), BOTH | {("right",): "left left"}, true_q, "right left", 0.4),  # of what is drawn
-        (Method("qlass", by_q, M=3), {(): "right left left"}, onward(0), "right left", 0.4),  # of equals the first draw
-        (Method("qlass", by_q, M=2, N=2, select="q"), LATE, true_q, "right right right", 1.0),
-        (Method("qlass", by_q, M=2, N=2, select="oracle"), LATE, true_q, "right right right", 1.0),
+        (Method("qlass", "q", M=2), BOTH, true_q, "right right right", 1.0),
+        (Method("qlass", "q", M=2), BOTH, onward(-1.0), "left left", 0.0),  # Q decides even where it is wrong
+        (Method("qlass", "q", M=2), BOTH | {("right",): "left left"}, true_q, "right left", 0.4),  # of what is drawn
+        (Method("qlass", "q", M=3), {(): "right left left"}, onward(0), "right left", 0.4),  # of equals the first draw
+        (Method("qlass", "q", M=2, N=2, select="q"), LATE, true_q, "right right right", 1.0),
+        (Method("qlass", "q", M=2, N=2, select="oracle"), LATE, true_q, "right right right", 1.0),
         (GREEDY, {(): "right", ("right",): "right"}, never, "right right left", 0.0),
         (Method("sample"), {(): "right", ("right",): "right"}, never, "right right left", 0.0),
         (Method("sample"), Script({}, "jump"), never, "jump jump jump jump jump", 0.0),  # it means nothing
-        (Method("likeliest", by_likelihood, M=3), BOTH, onward(1.0), "right right right", 1.0),
+        (Method("likeliest", "likelihood", M=3), BOTH, onward(1.0), "right right right", 1.0),
         (Method("best_of_n", N=3, select="oracle"), THREE, never, "right left", 0.4),
         (Method("best_of_n", N=3, select="q"), THREE, true_q, "right left", 0.4),
         (Method("best_of_n", N=3, select="q"), THREE, longest, "right right left", 0.0),  # no reward is looked at
@@ -88,7 +92,7 @@ def test_who_goes_where(method, script, q, way, reward):
 
 
 def test_equal_draws_are_one_candidate():
-    record, *_ = episode(Method("qlass", by_q, M=4), lambda r: say(*["left", " left ", "left", "right"][: r.n]), true_q)
+    record, *_ = episode(Method("qlass", "q", M=4), lambda r: say(*["left", " left ", "left", "right"][: r.n]), true_q)
     step = record["steps"][0]
     assert [(parse_action(c["action"]), c["q"]) for c in step["candidates"]] == [("left", 0.5), ("right", 1.0)]
     assert step["observation"] == "Observation: you stand at start right"
@@ -115,7 +119,7 @@ def test_candidates_are_drawn_until_m_differ(draws, candidates, drawn):
         asked.append(request)
         return say(*itertools.islice(words, request.n))
 
-    (_, *_), requests = run(play(FakeEnv(), "test0", Method("qlass", by_q, M=2, distinct=True), CHAT, {}), answer)
+    _, requests = play(FakeEnv(), "test0", Method("qlass", "q", M=2, distinct=True), answer)
     first = [request for request in asked if not path_of(request.state)]
     assert sum(request.n for request in first) == drawn and len({request.key for request in first}) == len(first)
     scored = next(request for request in requests if isinstance(request, Score))
@@ -124,8 +128,8 @@ def test_candidates_are_drawn_until_m_differ(draws, candidates, drawn):
 
 def test_random_choice_is_of_the_drawn_and_depends_on_task_and_seed_alone():
     def steps_of(seed: int) -> list:
-        method = Method("random", partial(by_chance, seed), M=2)
-        return [run(play(FakeEnv(), f"test{task}", method, CHAT, {}), Script(BOTH))[0]["steps"] for task in range(30)]
+        method = Method("random", "chance", M=2, seed=seed)
+        return [play(FakeEnv(), f"test{task}", method, Script(BOTH))[0]["steps"] for task in range(30)]
 
     first = steps_of(0)
     assert first == steps_of(0) != steps_of(1)
@@ -134,20 +138,19 @@ def test_random_choice_is_of_the_drawn_and_depends_on_task_and_seed_alone():
 
 def test_what_was_sampled_for_one_method_serves_the_next():
     """The first trajectories of best-of-3 are best-of-2's; nothing is shared with a search."""
-    sampled: dict = {}
+    shared = Player(CHAT)
 
-    def played(method, sampled):
-        generator = play(FakeEnv(), "test0", method, CHAT, sampled)
-        record, requests = run(generator, lambda r: THREE(r) if isinstance(r, Sample) else true_q(r))
-        return record, {r.key[1] for r in requests if isinstance(r, Sample)}
+    def played(method, player):
+        record, asked = play(FakeEnv(), "test0", method, lambda r: THREE(r) if isinstance(r, Sample) else true_q(r), player)
+        return record, {r.key[1] for r in asked if isinstance(r, Sample)}
 
     for method in (Method("sample"), Method("best_of_n", N=3, select="q"), Method("best_of_n", N=2, select="oracle")):
-        assert played(method, sampled)[0] == played(method, {})[0]
-    assert played(Method("best_of_n", N=3, select="oracle"), sampled)[1] == set()
-    assert played(Method("random", partial(by_chance, 0), N=3), sampled)[1] == {0, 1, 2}
+        assert played(method, shared)[0] == played(method, None)[0]
+    assert played(Method("best_of_n", N=3, select="oracle"), shared)[1] == set()
+    assert played(Method("random", "chance", N=3), shared)[1] == {0, 1, 2}
 
 
-BLIND = [GREEDY, Method("sample"), RANDOM, Method("qlass", by_q, M=2), Method("qlass", by_q, 2, 3, "q"),
+BLIND = [GREEDY, Method("sample"), RANDOM, Method("qlass", "q", M=2), Method("qlass", "q", 2, 3, "q"),
          Method("best_of_n", N=3, select="q")]  # fmt: skip
 
 
@@ -176,9 +179,9 @@ def test_no_reward_is_looked_at_before_the_end(rewards, method):
         # left left: the words of the environment; two actions
         (GREEDY, {}, {"prompt": 3 + 6 + 8, "generated": 2 * 3, "scored": 0}, 2),
         # right right right: two actions a step; each read and scored once
-        (Method("qlass", by_q, M=2), BOTH, {"prompt": 26, "generated": 3 * 2 * 3, "scored": 26 + 3 * 2 * 5}, 3),
+        (Method("qlass", "q", M=2), BOTH, {"prompt": 26, "generated": 3 * 2 * 3, "scored": 26 + 3 * 2 * 5}, 3),
         # four draws a step, two candidates
-        (Method("qlass", by_q, M=4), BOTH, {"prompt": 26, "generated": 3 * 4 * 3, "scored": 26 + 3 * 2 * 5}, 3),
+        (Method("qlass", "q", M=4), BOTH, {"prompt": 26, "generated": 3 * 4 * 3, "scored": 26 + 3 * 2 * 5}, 3),
         # left left, right left, right right left: four states, six actions, each read once whatever trajectories share
         (Method("best_of_n", N=3, select="q"), THREE, {"prompt": 3 + 6 + 8 + 8 + 9, "generated": 21, "scored": 64}, 7),
         (Method("best_of_n", N=3, select="oracle"), THREE, {"prompt": 34, "generated": 21, "scored": 0}, 7),
@@ -192,7 +195,7 @@ def test_tokens_and_steps_by_hand(method, script, tokens, env_steps):
 
 def test_an_agent_without_a_memory_reads_each_observation_once(monkeypatch):
     monkeypatch.setattr(CHAT.rendering, "markov", True)
-    record, path, _ = episode(Method("qlass", by_q, M=2), q=true_q)
+    record, path, _ = episode(Method("qlass", "q", M=2), q=true_q)
     assert path == ("right",) * 3
     assert record["tokens"] == {"prompt": 6 + 8 + 9, "generated": 18, "scored": 23 + 3 * 2 * 5}  # no instruction, no OK
 
@@ -203,13 +206,13 @@ def methods(*argv: str) -> list[Method]:
 
 
 def test_flags_name_methods():
-    assert methods() == [Method("qlass", by_q, M=2)]
+    assert methods() == [Method("qlass", "q", M=2)]
     assert methods("--method", "qlass", "best_of_n", "greedy") == [
-        Method("qlass", by_q, M=2), Method("best_of_n", N=4, select="q"), GREEDY
+        Method("qlass", "q", M=2), Method("best_of_n", N=4, select="q"), GREEDY
     ]  # fmt: skip
     assert methods("--method", "qlass", "-M", "2", "4", "-N", "1", "3", "--select", "oracle") == [
-        Method("qlass", by_q, 2, 1), Method("qlass", by_q, 2, 3, "oracle"), Method("qlass", by_q, 4, 1),
-        Method("qlass", by_q, 4, 3, "oracle"),
+        Method("qlass", "q", 2, 1), Method("qlass", "q", 2, 3, "oracle"), Method("qlass", "q", 4, 1),
+        Method("qlass", "q", 4, 3, "oracle"),
     ]  # fmt: skip
 
 
@@ -256,10 +259,13 @@ def test_tasks_played_before_are_skipped_and_one_file_can_hold_both(search):
 
 def test_results_do_not_depend_on_the_batch_or_on_where_a_run_stopped(search, tmp_path, monkeypatch):
     whole = search(*ALL)
-    written = (tmp_path / "results.jsonl").read_bytes()
-    for cut in (1, len(written) // 3, len(written)):
-        (tmp_path / "results.jsonl").write_bytes(written[:cut])
-        assert search(*ALL) == whole
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.Output, "finish", lambda *args, **figures: None)  # killed in front of it
+        with pytest.raises(FileNotFoundError):
+            search(*ALL, out="cut.jsonl")
+    part = tmp_path / "cut.jsonl.parts" / "0-of-1.jsonl"
+    part.write_bytes(part.read_bytes()[: len(part.read_bytes()) // 3])
+    assert search(*ALL, out="cut.jsonl") == whole
     monkeypatch.setattr(FakeEnv, "side_by_side", 1)
     assert search(*ALL, out="one.jsonl") == whole
     assert search(*ALL, "--seed", "1", out="other.jsonl") != whole
@@ -279,15 +285,11 @@ def test_prompts_beyond_the_context_are_cut_for_agent_and_qnet_alike_and_counted
 
 
 def test_a_retrained_qnet_does_not_go_on_with_the_old_ones_lines(search, tmp_path, value_net):
+    search("--method", "greedy", "--qnet", str(tmp_path / "qnet"))  # there is none yet
     copy = shutil.copytree(value_net, tmp_path / "qnet")
-    search("--qnet", str(copy))
+    assert {line["method"] for line in search("--qnet", str(copy))} == {"greedy", "qlass"}
     (copy / "head.safetensors").write_bytes((copy / "head.safetensors").read_bytes()[:-1] + b"?")
     with pytest.raises(UserError, match="qnet, which has changed"):
         search("--qnet", str(copy))
 
 
-def test_an_agent_of_another_environment_is_told(search, tmp_path, agent, capsys):
-    copy = shutil.copytree(agent, tmp_path / "shopper")
-    (tmp_path / "shopper.meta.json").write_text(json.dumps({"arguments": {"env": "webshop"}, "inputs": {}}))
-    search("--method", "greedy", "--sft", str(copy))
-    assert f"warning: {copy} was trained with --env webshop, not with --env frozenlake" in capsys.readouterr().err
