@@ -266,6 +266,7 @@ def policy_ranking(policy: Policy, trees: list[Tree]) -> dict[str, Any]:
     """How well the agent's own log-probability ranks the same siblings."""
     pairs = list({(p.state, p.action): None for p in itertools.chain(*trees)})
     scores = dict(zip(pairs, policy.logprobs(pairs), strict=True))
+    policy.check(scores.values())
     return {"policy_sibling_accuracy": sibling_accuracy(trees, scores)["sibling_accuracy"]}
 
 
