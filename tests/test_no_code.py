@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from qlass import UserError
+from qlass.agent import load_policy
 from qlass.models import load_chat
-from qlass.policy import Policy
 
 
 class Bomb(str):
@@ -30,11 +30,11 @@ def test_a_pickled_checkpoint_is_refused_and_not_run(copy):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.embed_tokens.weight": Bomb(struck)}))
     with pytest.raises(UserError, match="safetensors"):
-        Policy.load(folder)
+        load_policy(folder)
     assert not struck.exists()
 
 
-@pytest.mark.parametrize("load", [Policy.load, lambda folder: load_chat(folder, None)])
+@pytest.mark.parametrize("load", [load_policy, lambda folder: load_chat(folder, None)])
 def test_code_that_comes_with_a_checkpoint_is_not_run(copy, load):
     folder, struck = copy
     (folder / "evil.py").write_text(f"import os; os.mkdir({str(struck)!r})\nclass A:\n    pass\n")

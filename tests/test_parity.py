@@ -6,8 +6,10 @@ import transformers
 from fakes import ACTIONS, word_chat
 
 from qlass import UserError
+from qlass.agent import load_policy
 from qlass.batching import Sample
 from qlass.fast import parity
+from qlass.fast.decode import FastPolicy
 from qlass.fast.token_tree import windows_of
 from qlass.messages import State
 from qlass.policy import Policy
@@ -87,16 +89,16 @@ def test_what_cannot_read_token_trees_is_refused(name, tmp_path):
     model.save_pretrained(tmp_path)
     CHAT.save(tmp_path)
     with pytest.raises(UserError, match="--plain reads it") as error:
-        Policy.load(tmp_path)
+        load_policy(tmp_path)
     assert "\n" not in str(error.value)
-    assert Policy.load(tmp_path, plain=True).sample([Sample(states()[0], 2, ("t",), 0.0)])
+    assert load_policy(tmp_path, plain=True).sample([Sample(states()[0], 2, ("t",), 0.0)])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_plain_and_packed_policies_agree(name):
     """Windows shorter than the prompts, prompts of several lengths in a batch, cached and not."""
     model = model_of(name)
-    trees, plain = Policy(model, CHAT), Policy(model, CHAT, plain=True)
+    trees, plain = FastPolicy(model, CHAT), Policy(model, CHAT)
     requests = [Sample(s, 2, (i,), heat, valid) for i, s in enumerate(states()) for heat in (0.0, 0.9)
              for valid in ((), ACTIONS)]  # fmt: skip
     for _ in range(2):

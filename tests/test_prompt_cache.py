@@ -7,10 +7,11 @@ from fakes import ACTIONS, tiny_lm, word_chat
 
 from qlass.batching import Sample, Score
 from qlass.fast.cache import PromptCache
+from qlass.fast.decode import FastPolicy
+from qlass.fast.score import FastQNet
 from qlass.fast.token_tree import TokenTree
 from qlass.fast.tries import Trie
 from qlass.messages import State
-from qlass.policy import Policy
 from train_qnet import QNet
 
 CHAT = word_chat()
@@ -103,13 +104,13 @@ def test_a_tree_costs_its_unique_tokens(row, monkeypatch):
     tree = TokenTree()
     for s, a in pairs:
         tree.add([*CHAT.prompt(s), *CHAT.action(a, "")])
-    policy, net = Policy(MODEL, CHAT), QNet(MODEL.model, CHAT).eval()
+    policy, net = FastPolicy(MODEL, CHAT), FastQNet(QNet(MODEL.model, CHAT))
     policy.logprobs(pairs)
     net.score([Score(s, (a,)) for s, a in pairs])
     assert policy.computed <= (1 if row > len(tree) else 1.9) * len(tree)
-    assert net.fast.cache.computed == policy.computed
+    assert net.cache.computed == policy.computed
     monkeypatch.undo()
-    assert policy.logprobs(pairs) == pytest.approx(Policy(MODEL, CHAT).logprobs(pairs), abs=1e-4)
+    assert policy.logprobs(pairs) == pytest.approx(FastPolicy(MODEL, CHAT).logprobs(pairs), abs=1e-4)
 
 
 def test_a_trie_is_read_down_to_its_last_branching():
@@ -120,7 +121,7 @@ def test_a_trie_is_read_down_to_its_last_branching():
     assert np.exp(trie.logprobs(scores)) == pytest.approx([0.3 * 0.2, 0.3 * 0.8, 0.7])
     assert Trie([[1, 2]]).branches == [] and Trie([[1, 2]]).tails == [[]]
     assert np.exp(Trie([[1, 9], [1, 9], [2, 9]]).logprobs(np.log([0.5, 0.5]))) == pytest.approx([0.5, 0.5, 0.5])
-    state, policy = episodes(1, 1)[0][0], Policy(MODEL, CHAT)
+    state, policy = episodes(1, 1)[0][0], FastPolicy(MODEL, CHAT)
     policy.sample([Sample(state, 3, ("t",), 1.0, ("Action: left",))])
     assert policy.computed == 0  # there is nothing to choose
     policy.sample([Sample(state, 3, ("t",), 1.0, ("Action: left left left", "Action: right walk"))])

@@ -1,7 +1,6 @@
 """Algorithm 4 and its baselines on a written world: who takes which path with which Q, and what it costs."""
 
 import itertools
-import json
 import math
 import shutil
 
@@ -141,7 +140,9 @@ def test_what_was_sampled_for_one_method_serves_the_next():
     shared = Player(CHAT)
 
     def played(method, player):
-        record, asked = play(FakeEnv(), "test0", method, lambda r: THREE(r) if isinstance(r, Sample) else true_q(r), player)
+        record, asked = play(
+            FakeEnv(), "test0", method, lambda r: THREE(r) if isinstance(r, Sample) else true_q(r), player
+        )
         return record, {r.key[1] for r in asked if isinstance(r, Sample)}
 
     for method in (Method("sample"), Method("best_of_n", N=3, select="q"), Method("best_of_n", N=2, select="oracle")):
@@ -291,5 +292,3 @@ def test_a_retrained_qnet_does_not_go_on_with_the_old_ones_lines(search, tmp_pat
     (copy / "head.safetensors").write_bytes((copy / "head.safetensors").read_bytes()[:-1] + b"?")
     with pytest.raises(UserError, match="qnet, which has changed"):
         search("--qnet", str(copy))
-
-

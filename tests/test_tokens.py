@@ -1,6 +1,7 @@
 """Every token once: packed trees, remembered prompts, batches and sampling against one plain sequence at a time."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 
 from experiments import drive_in_order
 from qlass import UserError
-from qlass.batching import Sample, Score, ask, drive
+from qlass.batching import LogProb, Sample, Score, ask, drive
 from qlass.chat import Chat
 from qlass.fast.cache import PromptCache
+from qlass.fast.decode import FastPolicy
 from qlass.fast.token_tree import TokenTree, batches
 from qlass.messages import State, react, uniforms
 from qlass.policy import Policy, truncated
+from train_qnet import Pair, policy_ranking
 
 CHAT = word_chat(temperature=0.8)
 MODEL = tiny_lm(CHAT)
@@ -62,10 +65,6 @@ def test_batches_hold_every_item_once_within_the_budget(items, budget, like):
         assert min(lengths) >= like * max(lengths)
 
 
-def policy(seed: int = 0, **options) -> Policy:
-    return Policy(MODEL, CHAT, seed, **options)
-
-
 def requests(valid: bool) -> list[Sample]:
     """32 requests of several states, sizes and temperatures."""
     return [
@@ -74,9 +73,9 @@ def requests(valid: bool) -> list[Sample]:
     ]
 
 
-def in_chunks(asked: list[Sample], size: int, budget: int | None = None, **options) -> list:
-    agent = policy(**options)
-    agent.fast.budget = budget or agent.fast.budget
+def in_chunks(asked: list[Sample], size: int, seed: int = 0, **settings: Any) -> list:
+    agent = FastPolicy(MODEL, CHAT, seed)
+    vars(agent).update(settings)
     return [a for start in range(0, len(asked), size) for a in agent.sample(asked[start : start + size])]
 
 
@@ -87,13 +86,10 @@ def texts(answers: list) -> list:
 def test_neither_the_batch_nor_what_else_it_holds_matters():
     asked = [r for pair in zip(requests(True), requests(False), strict=True) for r in pair]
     one = in_chunks(asked, 1)
-    for size, options in ((64, {}), (7, {}), (64, {"budget": 100})):
-        some = in_chunks(asked, size, **options)
+    for size, settings in ((64, {}), (7, {}), (64, {"budget": 100}), (64, {"cache": PromptCache(10_000)})):
+        some = in_chunks(asked, size, **settings)
         assert texts(some) == texts(one)
         np.testing.assert_allclose([c.logprob for a in some for c in a], [c.logprob for a in one for c in a], atol=1e-4)
-    forgetful = policy()
-    forgetful.fast.cache = PromptCache(10_000)
-    assert texts(forgetful.sample(asked)) == texts(one)
     assert [len(a) for a in one] == [r.n for r in asked]
     assert texts(in_chunks(asked, 64, seed=1)) != texts(one)
 
@@ -116,7 +112,7 @@ def written_plainly(chat: Chat, request: Sample, k: int, seed: int) -> tuple[lis
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5, "top_p": 0.8}, {"stop": ("right", "purse")}])
 def test_free_sampling_equals_one_token_at_a_time(settings):
     chat, asked, lengths = word_chat(**settings), requests(valid=False), set()
-    for request, answer in zip(asked, Policy(MODEL, chat, 5).sample(asked), strict=True):
+    for request, answer in zip(asked, FastPolicy(MODEL, chat, 5).sample(asked), strict=True):
         for k, candidate in enumerate(answer):
             ids, logp = written_plainly(chat, request, k, 5)
             assert (candidate.text, candidate.tokens) == (chat.text(ids), len(ids))
@@ -141,40 +137,45 @@ def logprobs_by_brute_force(state: State, valid: tuple[str, ...], temperature: f
 def test_logprobs_of_the_valid_actions_equal_brute_force():
     every = itertools.product(STATES, (1, 3, 5), (1.0, 0.5))
     asked = [Sample(state, 1, ("t",), temperature, ACTIONS[:n]) for state, n, temperature in every]
-    for request, logp in zip(asked, policy().fast.valid_logprobs(asked), strict=True):
+    answers = (kind(MODEL, CHAT).valid_logprobs(asked) for kind in (FastPolicy, Policy))
+    for request, logp, plain in zip(asked, *answers, strict=True):
         expected = logprobs_by_brute_force(request.state, request.valid, request.temperature)
-        assert logp == pytest.approx(expected, abs=1e-5)
-        assert policy().valid_logprobs(request) == pytest.approx(expected, abs=1e-5)  # the plain way
+        assert logp == pytest.approx(expected, abs=1e-5) and plain == pytest.approx(expected, abs=1e-5)
         assert np.exp(logp).sum() == pytest.approx(1, abs=1e-9)
 
 
 def test_actions_are_drawn_as_often_as_they_are_likely_and_the_likeliest_by_the_greedy():
-    drawn = [c.text for c in policy().sample([Sample(FIRST, 4000, ("t",), 1.0, ACTIONS)])[0]]
+    agent = FastPolicy(MODEL, CHAT)
+    drawn = [c.text for c in agent.sample([Sample(FIRST, 4000, ("t",), 1.0, ACTIONS)])[0]]
     for action, logp in zip(ACTIONS, logprobs_by_brute_force(FIRST, ACTIONS, 1.0), strict=True):
         assert drawn.count(action) / 4000 == pytest.approx(np.exp(logp), abs=0.03)  # four standard errors
     for state in STATES:
-        ((greedy,),) = policy().sample([Sample(state, 1, (), 0.0, ACTIONS)])
+        ((greedy,),) = agent.sample([Sample(state, 1, (), 0.0, ACTIONS)])
         assert greedy.text == ACTIONS[int(np.argmax(logprobs_by_brute_force(state, ACTIONS, 1.0)))]
-        for action, logp in zip(ACTIONS, policy().logprobs([(state, a) for a in ACTIONS]), strict=True):  # as free text
+        for action, logp in zip(ACTIONS, agent.logprobs([(state, a) for a in ACTIONS]), strict=True):  # as free text
             prompt, ids = CHAT.prompt(state), CHAT.action(action, state.task)
             rows = log_softmax(plain([*prompt, *ids]))[len(prompt) - 1 : -1]
             assert logp == pytest.approx(rows[np.arange(len(ids)), ids].sum(), abs=1e-4)
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("kind", [Policy, FastPolicy])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_are_refused(plain, number):
+def test_logits_that_are_not_finite_are_refused(kind, number):
     """In a token that the check at load does not read; greedy would write token 0, sampling the last one."""
     model = tiny_lm(CHAT)
     with torch.no_grad():
         model.get_input_embeddings().weight[CHAT.prompt(FIRST)[1]] = number
-    agent = Policy(model, CHAT, plain=plain)
+    agent = kind(model, CHAT)
     for temperature, valid in itertools.product((0.0, 0.8), ((), ACTIONS)):
         with pytest.raises(UserError, match=r"not finite.*--precision float32") as error:
             agent.sample([Sample(FIRST, 2, ("t",), temperature, valid)])
         assert "--plain" not in str(error.value)
-    with pytest.raises(UserError, match="not finite"):
-        agent.logprobs([(FIRST, ACTIONS[0])])
+    for ask_for in (
+        lambda: agent.likelihoods([LogProb(FIRST, ACTIONS)]),
+        lambda: policy_ranking(agent, [[Pair(FIRST, ACTIONS[0], 0.0), Pair(FIRST, ACTIONS[1], 1.0)]]),
+    ):
+        with pytest.raises(UserError, match="not finite"):
+            ask_for()
 
 
 def test_a_request_is_rendered_as_the_checkpoint_says():
