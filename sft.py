@@ -63,7 +63,8 @@ def collect(env: envs.TextEnv, args: argparse.Namespace) -> None:
     """Write what is missing of expert.jsonl: the first --n-expert training tasks."""
     settings = runs.only(args, "env", "env_option", "env_files")
     out = runs.Output(args.expert, settings, itemgetter("task_id"), alone=True)
-    tasks, done = env.task_ids("train")[: args.n_expert], len(out.records)
+    done = len(out.records)
+    tasks = env.task_ids("train")[: args.n_expert and max(args.n_expert, done)]
     lines = ([demonstrate(env, task_id)] for task_id in tasks[done:])
     out.grow(lines, "expert", len(tasks), done)
     out.finish(tasks)
