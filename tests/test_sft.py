@@ -14,12 +14,13 @@ from fakes import FakeEnv, chat_tokenizer, dump, tiny_lm, training_settings, wor
 import q_search
 import sft
 from qlass import UserError
+from qlass.agent import begin_as_cloned, load_policy
 from qlass.chat import Chat, Rendering
 from qlass.files import read_jsonl
 from qlass.messages import State
-from qlass.policy import Policy, begin_as_cloned
-from qlass.published import demonstrations, first_messages, read_trajectories
-from qlass.tiny import AIDS, MARK, observation_loss
+from qlass.policy import Policy
+from qlass.published import Demonstration, first_messages, read
+from qlass.tiny import AIDS, MARK
 from qlass.training import cosine
 
 CHAT = word_chat()
@@ -29,26 +30,29 @@ STATE = State(
 )  # fmt: skip
 
 
-def apart(example: sft.Example) -> tuple[list[int], list[bool]]:
-    """The tokens of an example, and which of them the agent wrote."""
-    return [token for token, _ in example], [wrote for _, wrote in example]
+def apart(example: sft.Example) -> tuple[list[int], list[float]]:
+    """The tokens of an example, and their weights."""
+    return [token for token, _ in example], [weight for _, weight in example]
 
 
-def test_the_loss_mask_by_hand():
-    example = sft.tokens_and_mask(CHAT, STATE, 100)
-    ids, wrote = apart(example)
-    marked = [
-        "<user> walk <agent>", "*OK <end>", "<user> you stand <agent>", "*Thought: hm Action: left <end>",
-        "<user> Observation: nothing happens <agent>", "*Action: right <end>",
+@pytest.mark.parametrize("w", [0.0, 0.5])
+def test_the_weights_of_tokens_by_hand(w):
+    """1 where the agent writes, w where the environment answers it, 0 before its first words."""
+    ids, weights = apart(sft.weighted_tokens(CHAT, STATE, w))
+    turns = [
+        ("<user> walk <agent>", 0), ("OK <end>", 1), ("<user> you stand <agent>", w),
+        ("Thought: hm Action: left <end>", 1), ("<user> Observation: nothing happens <agent>", w),
+        ("Action: right <end>", 1),
     ]  # fmt: skip
-    words = [(word.strip("*"), run[0] == "*") for run in marked for word in run.split()]
-    assert list(zip(CHAT.tokenizer.convert_ids_to_tokens(ids), wrote, strict=True)) == words
-    assert sft.tokens_and_mask(CHAT, STATE, 9) == example[:9]
+    expected = [(word, weight) for text, weight in turns for word in text.split()]
+    assert list(zip(CHAT.tokenizer.convert_ids_to_tokens(ids), weights, strict=True)) == expected
+    (whole,), (short,) = (list(sft.examples_of(CHAT, shown(STATE), limit, w)) for limit in (100, 9))
+    assert whole == list(zip(ids, weights, strict=True)) and short == whole[:9]
 
 
 def test_the_loss_mask_of_llama_2_by_hand():
     chat = Chat(chat_tokenizer("llama-2"), Rendering())
-    ids, wrote = apart(sft.tokens_and_mask(chat, STATE, 1000))
+    ids, wrote = apart(sft.weighted_tokens(chat, STATE, 0.0))
     written = [i for i, w in zip(ids, wrote, strict=True) if w]
     assert chat.tokenizer.decode(written) == "OK </s> Thought: hm Action: left </s> Action: right </s>"
     read = [i for i, w in zip(ids, wrote, strict=True) if not w]
@@ -57,44 +61,23 @@ def test_the_loss_mask_of_llama_2_by_hand():
     )
 
 
-def loss_of(model, ids: torch.Tensor, wrote: torch.Tensor) -> torch.Tensor:
-    logits, labels, _ = sft.predictions(model, ids, wrote)
-    return sft.sft_loss(logits, labels)
-
-
 def test_the_loss_by_hand():
     logits = torch.tensor([[[0.0, 0.0], [math.log(3), 0.0], [0.0, 5.0], [9.0, 9.0]]])
-    ids = torch.tensor([[0, 1, 0, 1]])
 
-    def model(logits_to_keep=slice(None), **_):
-        return SimpleNamespace(logits=logits[:, logits_to_keep])
+    def loss(*weights: list[float]) -> float:
+        def model(logits_to_keep=slice(None), **_):
+            return SimpleNamespace(logits=logits.repeat(len(weights), 1, 1)[:, logits_to_keep])
 
-    # Tokens 1 and 2 were written: -log(1/2) of the first position, -log(3/4) of the second.
+        ids = torch.tensor([[0, 1, 0, 1]] * len(weights))
+        return sft.sft_loss(model, ids, torch.tensor(weights)).item()
+
+    # Tokens 1 and 2 count: -log(1/2) of the first position, -log(3/4) of the second.
     by_hand = math.log(2) - math.log(3 / 4)
-    assert loss_of(model, ids, torch.tensor([[False, True, True, False]])).item() == pytest.approx(by_hand)
-    assert loss_of(model, ids, torch.tensor([[True, False, False, False]])).item() == 0  # none predicts it
-    # In a second row other tokens were written: each row has the columns of both, and counts its own.
-    ids, wrote = ids.repeat(2, 1), torch.tensor([[False, True, True, False], [False, False, False, True]])
-    logits = logits.repeat(2, 1, 1)
-    assert loss_of(model, ids, wrote).item() == pytest.approx(by_hand + math.log(1 + math.exp(-5)))
-
-
-def test_the_loss_of_what_was_read_by_hand():
-    """Each token that answers an action counts, predicted where the action ends; no padding, nothing before it."""
-    model = tiny_lm(CHAT)
-    examples = [sft.tokens_and_mask(CHAT, state, 100) for state in (STATE, State(STATE.messages[:3]))]
-    ids, wrote, real = sft.collate(examples, "cpu")
-    expected = 0.0
-    for example in examples:
-        logp = model(input_ids=torch.tensor([[token for token, _ in example]])).logits[0].log_softmax(-1)
-        end = None
-        for t, (token, written) in enumerate(example):
-            end = t if written else end
-            expected -= 0.0 if written or end is None else logp[end, token].item()
-    assert expected > 1
-    logits, labels, at = sft.predictions(model, ids, wrote, ends=True)
-    assert observation_loss(logits, at, ids, wrote, real).item() == pytest.approx(expected, rel=1e-4)
-    assert sft.sft_loss(logits, labels).item() == pytest.approx(loss_of(model, ids, wrote).item(), rel=1e-5)
+    assert loss([0.0, 1, 1, 0]) == pytest.approx(by_hand)
+    assert loss([1.0, 0, 0, 0]) == 0  # no position predicts the first
+    assert loss([0.0, 0.5, 2, 0]) == pytest.approx(math.log(2) / 2 - 2 * math.log(3 / 4))
+    # In a second row other tokens count: both have the columns of both, and each its own weights.
+    assert loss([0.0, 1, 1, 0], [0.0, 0, 0, 1]) == pytest.approx(by_hand + math.log(1 + math.exp(-5)))
 
 
 def test_an_agent_learns_to_predict_what_will_answer_its_action():
@@ -102,10 +85,10 @@ def test_an_agent_learns_to_predict_what_will_answer_its_action():
     answers = {"left": "stand", "right": "nothing"}
     turns = [(("assistant", f"Action: {move}"), ("user", word), ("assistant", "OK")) for move, word in answers.items()]
     model = tiny_lm(CHAT)
-    trained(model, CHAT, [State((*begun, *turn)) for turn in turns] * 4, epochs=30, observation_loss=1.0)
-    stand, nothing = CHAT.tokenizer.convert_tokens_to_ids(["stand", "nothing"])
+    trained(model, CHAT, [State((*begun, *turn)) for turn in turns] * 4, epochs=30, answer_weight=1.0)
+    user, stand, nothing = CHAT.tokenizer.convert_tokens_to_ids(["<user>", "stand", "nothing"])
     for move, sign in (("left", 1), ("right", -1)):
-        ids = CHAT.prompt(State(begun)) + CHAT.action(f"Action: {move}", "")
+        ids = [*CHAT.prompt(State(begun)), *CHAT.action(f"Action: {move}", ""), user]
         logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
         assert sign * (logits[stand] - logits[nothing]) > 1
 
@@ -123,11 +106,14 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def trained(model, chat: Chat, states: list[State], observation_loss: float = 0.0, **more) -> dict:
+def shown(*states: State) -> list[Demonstration]:
+    return [Demonstration(None, state) for state in states]
+
+
+def trained(model, chat: Chat, states: list[State], answer_weight: float = 0.0, **more) -> dict:
     """Train a model on trajectories: the figures."""
-    args = training_settings(lr=1e-2, observation_loss=observation_loss, **{"micro_tokens": 1000, "epochs": 2, **more})
-    examples = list(sft.examples_of(chat, states, 100, observation_loss > 0))
-    return sft.train(model, examples, [], args)
+    args = training_settings(lr=1e-2, **{"micro_tokens": 1000, "epochs": 2, **more})
+    return sft.train(model, list(sft.examples_of(chat, shown(*states), 100, answer_weight)), [], args)
 
 
 def others(n: int) -> list[State]:
@@ -158,33 +144,33 @@ def test_every_twentieth_task_is_held_out():
         opening = ("user", "walk"), ("assistant", "OK"), ("user", f"you stand at {task}")
         return State((*opening, ("assistant", f"Action: {trial}")))
 
-    states = [played(task, trial) for task in range(400) for trial in range(2)]
-    training, held_out = sft.hold_out(states)
-    assert held_out == [played(task, trial) for task in range(0, 400, 20) for trial in range(2)]
-    assert training == [s for s in states if s not in held_out]
-    assert [len(part) for part in sft.hold_out(states[:128])] == [2 * (64 - 16), 2 * 16]
-    assert sft.hold_out(states[:126]) == (states[:126], [])  # too few to spare any
+    expert = shown(*(played(task, trial) for task in range(400) for trial in range(2)))
+    learned, held_out = sft.hold_out(expert)
+    assert held_out == shown(*(played(task, trial) for task in range(0, 400, 20) for trial in range(2)))
+    assert learned == [demonstration for demonstration in expert if demonstration not in held_out]
+    assert [len(part) for part in sft.hold_out(expert[:128])] == [2 * (64 - 16), 2 * 16]
+    assert sft.hold_out(expert[:126]) == (expert[:126], [])  # too few to spare any
 
 
 def test_validation_by_hand():
-    examples = [sft.tokens_and_mask(CHAT, state, 100) for state in (STATE, others(1)[0])]
+    examples = [sft.weighted_tokens(CHAT, state, 0.0) for state in (STATE, others(1)[0])]
     model = tiny_lm(CHAT)
-    parts = [apart(example) for example in examples]
-    loss = sum(loss_of(model, torch.tensor([ids]), torch.tensor([wrote])).item() for ids, wrote in parts)
-    assert sft.validate(model, examples, 1000) == pytest.approx(loss / sum(sum(wrote) for _, wrote in parts), rel=1e-4)
+    losses = [sft.sft_loss(model, *sft.collate([example], "cpu")).item() for example in examples]
+    assert sft.validate(model, examples, 1000) == pytest.approx(sum(losses) / (2 + 5 + 3 + 2 + 3), rel=1e-4)
     assert sft.validate(model, [], 1000) is None
 
 
 def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     chat = word_chat(markov=True)
-    last = sft.tokens_and_mask(chat, STATE, 100)
+    last = sft.weighted_tokens(chat, STATE, 0.0)
     words = ["<user>", "Observation:", "nothing", "happens", "<agent>", "Action:", "right", "<end>"]
     assert chat.tokenizer.convert_ids_to_tokens(apart(last)[0]) == words
-    assert apart(last)[1] == [False] * 5 + [True] * 3
-    other = sft.tokens_and_mask(chat, State(STATE.messages[:4]), 100)
-    assert list(sft.examples_of(chat, [STATE], 100)) == [other, last]
+    assert apart(last)[1] == [0] * 5 + [1] * 3
+    other = sft.weighted_tokens(chat, State(STATE.messages[:4]), 0.0)
+    assert list(sft.examples_of(chat, shown(STATE), 100)) == [other, last]
     # With --observation-loss the answer stands behind the action, where there is one.
-    assert list(sft.examples_of(chat, [STATE], 100, answered=True)) == [other + last[:5], last]
+    answer = [(token, 0.5) for token, _ in last[:5]]
+    assert list(sft.examples_of(chat, shown(STATE), 100, 0.5)) == [other + answer, last]
     assert trained(tiny_lm(chat), chat, [STATE], batch=1, epochs=1)["steps"] == 2
 
 
@@ -202,7 +188,7 @@ MESSAGES = (("user", "You are shopping."), ("assistant", "OK"), ("user", "Find a
 def test_expert_files_in_all_layouts_are_the_same(tmp_path):
     for text in (json.dumps([ETO, ETO], indent=1), dump([ETO, ETO]), "\n " + json.dumps([ETO, ETO])):
         (tmp_path / "expert.json").write_text(text)
-        assert [state for state, _ in read_trajectories(tmp_path / "expert.json")] == [State(MESSAGES)] * 2
+        assert read(tmp_path / "expert.json", FakeEnv()) == shown(State(MESSAGES), State(MESSAGES))
 
 
 def test_a_demonstration_ends_with_the_experts_last_action():
@@ -222,7 +208,7 @@ def test_the_tiny_model_comes_with_its_tokenizer_and_aids(tmp_path, fake_world, 
     monkeypatch.setattr(sft, "UPDATES", 3)
     sft.main(["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "1", "--n-expert", "4"])
     assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == ["train0", "train1", "train2", "train3"]
-    chat = Policy.load(tmp_path / "sft").chat
+    chat = load_policy(tmp_path / "sft").chat
     assert chat.rendering == Rendering(**AIDS)
     state = State(STATE.messages[:3], "find the purse").then(
         "Thought: the purse\nAction: left", "Observation: the purse"
@@ -251,13 +237,13 @@ def test_the_first_messages_at_inference_are_those_that_were_cloned(tmp_path, ag
     error = capsys.readouterr().err
     assert error.count("not used: item_id\n") == error.count("not used: loss\n") == 1
     assert not (tmp_path / "expert.jsonl").exists() and not list(tmp_path.glob("*.draft"))
-    chat, env = Policy.load(tmp_path / "sft").chat, FakeEnv()
+    chat, env = load_policy(tmp_path / "sft").chat, FakeEnv()
     own = {"system": "Be brief.", "instruction": "You are shopping.", "agreement": turns[1]["value"]}
     assert chat.rendering == Rendering(**own) and len(chat.tokenizer) == len(CHAT.tokenizer)
     begin_as_cloned(env, chat.rendering, argparse.Namespace(sft=tmp_path / "sft", env_option=[]))
     state = State.first(env, *env.reset())
-    cloned, _ = next(read_trajectories(tmp_path / "expert.json"))
-    assert cloned.messages[:3] == state.messages[:3] == (
+    cloned = read(tmp_path / "expert.json", FakeEnv())[0]
+    assert cloned.opening[:3] == state.messages[:3] == (
         ("system", "Be brief."), ("user", "You are shopping."), ("assistant", turns[1]["value"])
     )  # fmt: skip
     q_search.main([*run, "--method", "greedy", "--limit", "1"])
@@ -272,26 +258,23 @@ def test_first_messages_that_a_prompt_will_not_have_are_told(tmp_path, capsys):
     turns = ETO["conversations"]
     at_once = {"conversations": [turns[0], turns[3], turns[2], turns[3]]}  # no OK
     other = {"conversations": [turns[0] | {"value": "Buy."}, *turns[1:]]}
-    cases = {
-        "their first system differs": ([ETO, ETO | {"system": "Be long."}], {"instruction": "You are shopping."}),
-        "their first instruction differs": ([ETO, other], {}),
-        "1 of 2 demonstrations begin without an instruction and the agent's OK": ([ETO, at_once], None),
-        "1 of 1 demonstrations begin without": ([at_once | {"reward": 0}], {}),
-    }
-    for warning, (records, shared) in cases.items():
+    shop = {"instruction": "You are shopping."}
+    for warning, records, shared in (
+        ("their first system differs", [ETO, ETO | {"system": "Be long."}], shop),
+        ("their first instruction differs", [ETO, other], {}),
+        ("1 of 2 demonstrations begin without an instruction and the agent's OK", [ETO, at_once], shop),
+        ("1 of 1 demonstrations begin without", [at_once], {}),
+    ):
         (tmp_path / "expert.json").write_text(json.dumps(records))
-        states = demonstrations(FakeEnv(), tmp_path / "expert.json")
-        first = first_messages(FakeEnv(), states)
-        assert shared is None or {name: first[name] for name in first.keys() - {"agreement"}} == shared
-        output = capsys.readouterr()
-        assert warning in output.err and ("1 of 1 demonstrations earned nothing" in output.out) == ("1 of 1" in warning)
+        assert first_messages(FakeEnv(), read(tmp_path / "expert.json", FakeEnv())) == shared
+        assert warning in capsys.readouterr().err
 
 
 def test_demonstrations_are_put_in_the_environments_words(tmp_path, monkeypatch):
     monkeypatch.setattr(FakeEnv, "in_own_words", lambda self, text: text.replace("shirt", "purse"))
     (tmp_path / "expert.json").write_text(json.dumps([ETO, ETO, ETO]))
-    state, _ = demonstrations(FakeEnv(), tmp_path / "expert.json", 2)
-    assert [text for _, text in state.messages[2:]] == ["Find a purse.", "Thought: x\nAction: search[purse]"]
+    first, _ = read(tmp_path / "expert.json", FakeEnv(), 2)
+    assert [text for _, text in first.state.messages[2:]] == ["Find a purse.", "Thought: x\nAction: search[purse]"]
 
 
 def test_the_number_of_demonstrations_is_told_and_none_are_an_error(tmp_path, agent, fake_world, capsys):
@@ -314,5 +297,15 @@ def test_what_a_training_starts_from_is_not_overwritten(tmp_path, agent, fake_wo
 
 def test_few_demonstrations_make_small_batches_and_many_epochs():
     for examples, batch, expected in ((8, None, (2, 50)), (8, 8, (8, 200)), (1000, None, (16, 12))):
-        settings = sft.settings_of(argparse.Namespace(model="tiny", batch=batch), examples)
+        settings = sft.defaults(argparse.Namespace(model="tiny", batch=batch), examples)
         assert (settings["batch"], settings["epochs"]) == expected
+
+
+def test_a_smaller_number_of_demonstrations_is_of_the_first(tmp_path, agent, fake_world):
+    """Whether the file of more of them is complete, or a stopped call has left a part of it."""
+    run = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(agent), "--epochs", "1"]
+    sft.main([*run, "--n-expert", "5"])
+    sft.main([*run, "--n-expert", "2", "--out", str(tmp_path / "two")])
+    meta = json.loads((tmp_path / "two.meta.json").read_text())
+    assert (meta["trajectories"], meta["tasks"]) == (2, ["train0", "train1"])
+    assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == [f"train{n}" for n in range(5)]
