@@ -11,20 +11,18 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, DistributedType
+from accelerate.state import AcceleratorState
 from fakes import dump, training_settings
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_train_qnet import labelled_tree
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from qlass import UserError, training
 from qlass.files import read_jsonl
-from qlass.training import Progress, begin, cosine, resume_folder, updates_of
-
-ROOT = Path(__file__).parents[1]
+from qlass.runs import states_of
+from qlass.training import Training, begin, cosine, updates_of
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 20), st.integers(0, 3), st.integers(0, 3))
@@ -57,24 +55,23 @@ def fit(args: argparse.Namespace, scores: list[float | None], stop: int | None =
     """Ten examples in updates of three; `scores` are the validation's. Raises Stopped before update `stop`."""
     model = small()
     data = torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
-    progress = Progress(model, args, [1] * 10)
-    accelerator, optimizer = progress.accelerator, progress.optimizer
+    run = Training(model, args, [1] * 10)
     weights = []  # after each epoch
-    while not progress.finished:
-        for update in progress.updates():
-            if progress.step == stop:
-                raise Stopped
-            loss = (model(data[update]) - 1).square().mean() * (float("nan") if progress.step == spoil else 1)
-            accelerator.backward(loss)
-            total = progress.total(loss.item(), accelerator.clip_grad_norm_(model.parameters(), 1.0))
-            optimizer.param_groups[0]["lr"] = args.lr * cosine(progress.step, progress.steps)
-            optimizer.step()
-            optimizer.zero_grad()
-            progress.end_update(total, tokens=len(update))
-        weights.append([p.detach().clone() for p in model.parameters()])
-        score = scores[len(progress.curve)]
-        progress.end_epoch(None if score is None else -score, score=score)
-    figures = progress.end()
+    for update, last in run.updates():
+        if run.step == stop:
+            raise Stopped
+        loss = (model(data[update]) - 1).square().mean() * (float("nan") if run.step == spoil else 1)
+        run.accelerator.backward(loss)
+        total = run.gather(loss.item())
+        run.optimizer.param_groups[0]["lr"] = args.lr * cosine(run.step, run.starts[-1])
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.end_update(total, tokens=len(update), last=last)
+        if last:
+            weights.append([p.detach().clone() for p in model.parameters()])
+            score = scores[len(run.curve)]
+            run.end_epoch(None if score is None else -score, score=score)
+    figures = run.finish()
     assert figures.pop("seconds") > 0
     return list(model.parameters()), figures, weights
 
@@ -110,37 +107,31 @@ def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp
     assert [line["score"] for line in logs[0] if "epoch" in line] == SCORES[:4]
 
 
-def stopped(args: argparse.Namespace) -> Path:
-    """A run that was stopped at its sixth update: its last state."""
-    with pytest.raises(Stopped):
-        fit(args, [1.0] * 6, 5)
-    (state,) = resume_folder(args.out).glob("state-00000004.pt")
-    return state
-
-
 def test_another_run_does_not_continue_this_one(tmp_path):
-    args, data = arguments(tmp_path), tmp_path / "data"
+    args, data = arguments(tmp_path, rank_weight=0), tmp_path / "data"
     data.write_text("examples")
 
-    def again(**more) -> bool:
-        return begin(argparse.Namespace(**vars(args) | more), [data])
+    def again(**more) -> dict | None:
+        return begin(argparse.Namespace(**vars(args) | more), data=data)
 
     assert again()
-    stopped(args)
+    with pytest.raises(Stopped):
+        fit(args, [1.0] * 6, 5)
     assert again(save_every=9, micro_tokens=5)  # what changes no weight may differ
-    with pytest.raises(UserError, match=r"begun with --lr 0.1, not 0.2"):
-        again(lr=0.2)
+    for change in ({"lr": 0.2}, {"rank_weight": 4}):
+        with pytest.raises(UserError, match="was begun with --"):
+            again(**change)
     data.write_text("others")
-    with pytest.raises(UserError, match="data, which has changed since"):
+    with pytest.raises(UserError, match="data, which has changed"):
         again()
-    assert again(overwrite=True) and not any(resume_folder(args.out).iterdir())
+    assert again(overwrite=True) and not states_of(args.out).exists()
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
     args = arguments(tmp_path)
     with pytest.raises(UserError, match=r"update 6: loss nan.*lower --lr than 0\.1"):
         fit(args, [1.0] * 6, spoil=5)
-    weights = torch.load(resume_folder(args.out) / "state-00000004.pt", weights_only=True)["weights"]
+    weights = torch.load(states_of(args.out) / "state-00000004.pt", weights_only=True)["weights"]
     assert weights and all(p.isfinite().all() for p in weights.values())
 
 
@@ -159,27 +150,14 @@ def small_run(tmp_path, agent, fake_world):
 
     def written(name: str) -> tuple[dict, dict]:
         files = sorted((tmp_path / name).glob("*.safetensors"))
-        assert not resume_folder(tmp_path / name).exists()
+        assert not states_of(tmp_path / name).exists()
         weights = {name: w for file in files for name, w in load_file(file).items()}
         return json.loads((tmp_path / f"{name}.meta.json").read_text()), weights
 
     return argv, written
 
 
-def divide() -> None:
-    """FSDP in this process: Accelerate divides a model among GPUs alone, so it is told that the processes have some."""
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
-    begin = accelerate.PartialState.__init__
-
-    def on_gpus(state: accelerate.PartialState, **options) -> None:
-        begin(state, **options)
-        state.distributed_type = DistributedType.MULTI_GPU
-
-    accelerate.PartialState.__init__ = on_gpus
-
-
-def launch(module, argv: list[str], count: int, code: int = 0, fsdp: bool = False) -> None:
+def launch(module, argv: list[str], count: int, code: int = 0) -> None:
     """As torchrun does: the same command in each process, its rank in the environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -189,8 +167,6 @@ def launch(module, argv: list[str], count: int, code: int = 0, fsdp: bool = Fals
         AcceleratorState._reset_state(reset_partial_state=True)  # of this test's own process
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        if fsdp:
-            divide()
         module.main(argv)
 
     processes = [multiprocessing.get_context("fork").Process(target=process, args=(rank,)) for rank in range(count)]
@@ -201,34 +177,28 @@ def launch(module, argv: list[str], count: int, code: int = 0, fsdp: bool = Fals
     assert [one.exitcode for one in processes] == [code] * count
 
 
-@pytest.mark.parametrize(
-    ("stage", "flags", "fsdp"),
-    [("sft", [], False), ("train_qnet", [], False), ("train_qnet", ["--lora", "2"], True)],
-)
-def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_path, monkeypatch, stage, flags, fsdp):
+@pytest.mark.parametrize(("stage", "flags"), [("sft", []), ("train_qnet", []), ("train_qnet", ["--lora", "2"])])
+def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_path, monkeypatch, stage, flags):
     """Also where they are stopped and started again."""
     module, (argv, written) = importlib.import_module(stage), small_run
     module.main([*argv(stage, "by-1"), *flags])
-    share, end_update = Progress.share, Progress.end_update
+    share, end_update = Training.share, Training.end_update
 
-    def counted(progress, groups):
-        for group, weight in share(progress, groups):
-            with open(tmp_path / f"process-{progress.accelerator.process_index}", "a") as file:
-                file.write("x" * (weight > 0))
-            yield group, weight
+    def counted(run: Training, groups: list) -> list:
+        with open(tmp_path / f"process-{run.accelerator.process_index}", "a") as file:
+            file.write("x" * len(share(run, groups)))
+        return share(run, groups)
 
-    def stopping(progress: Progress, *update, **counts) -> None:
-        units = [module for module in progress.model.modules() if isinstance(module, FSDPModule)]
-        assert len(units) > 1 if fsdp else not units  # its layers, and the rest
-        end_update(progress, *update, **counts)
-        if progress.step == 3:
+    def stopping(run: Training, *update, **figures) -> None:
+        end_update(run, *update, **figures)
+        if run.step == 3:
             raise SystemExit(7)
 
-    monkeypatch.setattr(Progress, "share", counted)
+    monkeypatch.setattr(Training, "share", counted)
     with monkeypatch.context() as patch:
-        patch.setattr(Progress, "end_update", stopping)
-        launch(module, [*argv(stage, "by-2"), *flags], 2, code=7, fsdp=fsdp)
-    launch(module, [*argv(stage, "by-2"), *flags], 2, fsdp=fsdp)
+        patch.setattr(Training, "end_update", stopping)
+        launch(module, [*argv(stage, "by-2"), *flags], 2, code=7)
+    launch(module, [*argv(stage, "by-2"), *flags], 2)
     shares = [len((tmp_path / f"process-{rank}").read_text()) for rank in range(2)]
     assert 0 < shares[1] <= shares[0] < 2 * sum(shares) / 3
     (metadata, weights), (again, others) = written("by-1"), written("by-2")
@@ -241,7 +211,7 @@ def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_pat
 def test_processes_that_do_not_see_one_another_are_refused(tmp_path, monkeypatch):
     accelerate.PartialState(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="start them by torchrun"), training.processes(tmp_path / "out", None):
+    with pytest.raises(UserError, match="start them by torchrun"), training.processes(arguments(tmp_path)):
         pass
 
 
