@@ -95,6 +95,8 @@ def same_world(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def need(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
     """A stage's input: what was named, else the earlier stage's output, made or resumed first."""
     path = named or default
+    if path.name in ("", ".."):  # of "--sft .", whose metadata lie beside it
+        path = Path(os.path.abspath(path))
     if not path.exists():
         if named:
             raise UserError(f"{named}: no such file or folder")
