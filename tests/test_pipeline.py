@@ -1,7 +1,6 @@
 """The five scripts from the command line, on a lake of sixteen cells; and the first command in a fresh clone."""
 
 import importlib
-import json
 import os
 import shutil
 import subprocess
@@ -11,11 +10,9 @@ from pathlib import Path
 import pytest
 
 import q_search
-from qlass.cli import run_stage
 from qlass.files import read_jsonl
 from qlass.messages import State
-from qlass.metadata import meta_path
-from qlass.output import read_trees
+from qlass.runs import meta_of, read_trees, run_stage
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("sft", "build_trees", "bellman", "train_qnet", "q_search")
@@ -46,9 +43,9 @@ def lake(tmp_path_factory) -> Path:
 def test_each_stage_leaves_its_file_and_how_it_came_about_and_the_next_one_means_the_same(lake):
     for name in ("sft", "trees.jsonl", "q_labels.jsonl", "qnet", "results.jsonl"):
         assert (lake / name).exists()
-        meta = json.loads(meta_path(lake / name).read_text())
-        assert meta["arguments"]["env"] == "frozenlake" and meta["seconds"] > 0
-        assert all(len(digest) == 64 for digest in meta["inputs"].values()) and meta["inputs"]
+        meta = meta_of(lake / name)
+        assert meta["recipe"]["env"] == "frozenlake" and meta["seconds"] > 0 and meta["versions"]["torch"]
+        assert meta["inputs"] and all(len(meta["recipe"][name]) == 64 for name in meta["inputs"])
     demonstrations = {r["task_id"]: r for r in read_jsonl(lake / "expert.jsonl")}
     trees, labels = list(read_trees(lake / "trees.jsonl")), list(read_trees(lake / "q_labels.jsonl"))
     assert {t[0]["task_id"] for t in trees} == set(demonstrations) and len(trees) == len(labels) == len(demonstrations)
@@ -91,7 +88,6 @@ def test_help_fits_one_screen(stage, capsys):
         ("sft", ["--env", "frozenlake", "--model", "./nowhere"], "nowhere"),
         ("build_trees", ["--env", "frozenlake", "--sft", "."], "checkpoint"),
         ("q_search", ["--env", "frozenlake", "--split", "exam"], "exam"),
-        ("experiments.compare", ["--env", "frozenlake", "--method", "expert", "--out", "broken.jsonl"], "not of this"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(stage, argv, says, tmp_path, monkeypatch, capsys):

@@ -4,10 +4,10 @@ import json
 
 import build_trees
 import envs
+import q_search
 import sft
-from experiments import compare
 from qlass.messages import State, parse_action, react
-from qlass.published import actions_by_task, read_trajectories
+from qlass.published import by_task, read
 
 INSTRUCTION = "You are web shopping.\nAn action is search[keywords] or click[value]."
 
@@ -37,7 +37,8 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys
     (tmp_path / "eto.json").write_text(json.dumps([eto(env, task) for task in env.task_ids("train")]))
 
     # What the file says is what a stage meets: the same messages, turn for turn.
-    for task_id, (state, _) in zip(env.task_ids("train"), read_trajectories(tmp_path / "eto.json"), strict=True):
+    expert = read(tmp_path / "eto.json", env)
+    for task_id, state in zip(env.task_ids("train"), (demonstration.state for demonstration in expert), strict=True):
         observation, info = env.reset(options={"task_id": task_id})
         met = State.first(env, observation, info)
         assert met.messages[0] == ("user", INSTRUCTION)
@@ -54,9 +55,9 @@ def test_human_goals_split_files_and_instruction_are_one_recipe(tmp_path, capsys
     sft.main([*flags, "--expert", str(tmp_path / "eto.json"), "--epochs", "2"])
     build_trees.main([*flags, "--rollouts", "2"])
     trees = [json.loads(line) for line in (tmp_path / "trees.jsonl").read_text().splitlines()]
-    published, _ = actions_by_task(tmp_path / "eto.json", env)
+    published = by_task(expert, env)
     for root in (node for node in trees if node["parent_id"] is None):  # tau_0 is the file's, by the number of its goal
         shown = [n["action"] for n in trees if n["task_id"] == root["task_id"] and n["expert"]]
-        assert shown == published[root["task_id"]]
-    compare.main([*flags, "--method", "expert", "greedy", "--max-steps", "4"])
+        assert shown == published[root["task_id"]].actions
+    q_search.main([*flags, "--method", "greedy", "--max-steps", "4"])
     assert "over 2 test tasks" in capsys.readouterr().out
