@@ -275,15 +275,17 @@ class Output:
     def read(self) -> list[dict]:
         """All groups that are done, each once, whoever made them."""
         groups: dict[Any, list[dict]] = {}
-        if self.path.exists():
+        parts: dict[Any, list[dict]] = {}
+        for part in sorted(parts_of(self.path).glob("*.jsonl")):
+            with contextlib.suppress(FileNotFoundError):  # another process has just finished
+                for line in part.read_bytes().splitlines(keepends=True):
+                    if line.endswith(b"\n"):  # else its writer was stopped
+                        group = files.parse_json(line, str(part))
+                        parts[self.key(group[0])] = group
+        if self.path.exists():  # asked last, as parts are in it before they go
             for key, lines in itertools.groupby(files.read_jsonl(self.path), self.key):
                 groups[key] = list(lines)
-        for part in sorted(parts_of(self.path).glob("*.jsonl")):
-            for line in part.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):  # else its writer was stopped
-                    group = files.parse_json(line, str(part))
-                    groups.setdefault(self.key(group[0]), group)
-        return list(itertools.chain(*groups.values()))
+        return list(itertools.chain(*(groups | parts).values()))
 
     def missing(self, keys: Iterable[Any]) -> list[Any]:
         """Which of these groups are still to be made."""
