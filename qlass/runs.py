@@ -158,7 +158,7 @@ def claim(output: Path, args: argparse.Namespace, inputs: Inputs) -> dict[str, A
     recipe = json.loads(json.dumps(recipe, default=str))
     begun = meta_of(output)["recipe"]
     if args.overwrite:
-        for old in (meta_path(output), output, parts_of(output), states_of(output)):
+        for old in (output, parts_of(output), states_of(output), meta_path(output)):
             files.discard(old)
         return recipe
     if not begun and output.exists():
