@@ -161,7 +161,7 @@ def claim(output: Path, args: argparse.Namespace, inputs: Inputs) -> dict[str, A
         for old in (output, parts_of(output), states_of(output), meta_path(output)):
             files.discard(old)
         return recipe
-    if not begun and output.exists():
+    if not begun and is_there(output):
         reason = "not of this command, which leaves a .meta.json beside it"
         raise UserError(f"{output}: {reason}: move it, or name it as an input")
     differences = []
@@ -176,6 +176,11 @@ def claim(output: Path, args: argparse.Namespace, inputs: Inputs) -> dict[str, A
         way_out = "--overwrite starts again, another --out or --run keeps both"
         raise UserError(f"{output} was begun with {'; '.join(differences)}: {way_out}")
     return recipe
+
+
+def is_there(output: Path) -> bool:
+    """Whether it is complete; an empty folder, perhaps on another disk, waits for a checkpoint."""
+    return output.exists() and (output.is_file() or any(output.iterdir()))
 
 
 def write_meta(

@@ -100,10 +100,10 @@ def begin(args: Namespace, **inputs: Path | None) -> dict | None:
     process, recipe = accelerate.PartialState(), {}
     if process.is_main_process:
         recipe = runs.claim(args.out, args, inputs)
-        if not args.out.exists():
+        if not runs.is_there(args.out):
             runs.write_meta(args.out, args, recipe, inputs)
     process.wait_for_everyone()
-    if args.out.exists() and any(args.out.iterdir()):
+    if runs.is_there(args.out):
         process.print(f"{args.out}: is complete; --overwrite trains it again", flush=True)
         return None
     return recipe
