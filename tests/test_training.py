@@ -109,6 +109,7 @@ def test_a_stopped_run_ends_with_the_weights_and_the_log_of_one_that_was_not(tmp
 
 def test_another_run_does_not_continue_this_one(tmp_path):
     args, data = arguments(tmp_path, rank_weight=0), tmp_path / "data"
+    args.out.mkdir()  # an empty folder waits for a checkpoint
     data.write_text("examples")
 
     def again(**more) -> dict | None:
