@@ -52,7 +52,7 @@ class Demonstration:
         ETO has "OK" there, AgentGym a longer sentence, and the first observation follows.
         """
         messages = self.state.messages
-        first, *later = [text for role, text in messages if role == "assistant"]
+        first, *later = [text for role, text in messages if role == "assistant"] or [""]
         if "Action:" in first or [role for role, _ in messages].count("user") < 2:
             return 0
         return int(
