@@ -337,7 +337,11 @@ def read(args: argparse.Namespace, chat: Chat, process: Any) -> tuple[list[Tree]
     tasks, trees, left_out = [], [], 0
     labelled = read_trees(args.labels, ["q", "messages"])
     for tree in itertools.islice(labelled, args.limit):
-        pairs = pairs_of(tree)
+        try:
+            pairs = pairs_of(tree)
+        except UserError as error:
+            name = f"the tree of task {tree[0]['task_id']}"
+            raise UserError(f"{args.labels}: {name}: {error}") from None
         tasks.append(tree[0]["task_id"])
         trees.append([pair for pair in pairs if chat.fits(pair.state, pair.action)])
         left_out += len(pairs) - len(trees[-1])
