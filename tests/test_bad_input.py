@@ -141,9 +141,9 @@ def test_what_is_well_defined_is_read(tmp_path):
 
 
 class Shop:
-    """Tasks of three products."""
+    """Tasks 1 and 2 are of one product."""
 
-    subject = staticmethod({"1": "mug", "2": "mug", "3": "shirt"}.get)
+    subject = staticmethod(lambda task_id: {"1": "2"}.get(task_id, task_id))
 
 
 WORLD = {"env": "shop", "env_option": [], "env_files": {}}
