@@ -219,12 +219,13 @@ def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
     return input_of(checkpoint, "expert"), meta_of(checkpoint)["recipe"].get("n_expert")
 
 
-def outdated(output: Path) -> Iterator[tuple[Path, Path]]:
+def outdated(output: Path, above: frozenset = frozenset()) -> Iterator[tuple[Path, Path]]:
     """(what was made, what it was made from and has changed since), of all that it is made of."""
-    meta = meta_of(output)
+    meta, above = meta_of(output), above | {output.resolve()}  # metadata may lead in a circle
     for name in meta["inputs"]:
-        if source := input_of(output, name):
-            yield from outdated(source)
+        source = input_of(output, name)
+        if source and source.resolve() not in above:
+            yield from outdated(source, above)
             if files.sha256(source) != meta["recipe"].get(name):
                 yield output, source
 
