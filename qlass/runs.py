@@ -187,9 +187,11 @@ def write_meta(
     output: Path, args: argparse.Namespace, recipe: dict, inputs: Inputs, **figures: Any
 ) -> None:
     """Inputs are named relative to the output, so that a run may be moved."""
+    folder, named = output.parent.resolve(), {n: path for n, path in inputs.items() if path}
+    places = {n: os.path.relpath(p.parent.resolve() / p.name, folder) for n, p in named.items()}
     record = {
         "recipe": recipe,
-        "inputs": {n: os.path.relpath(path, output.parent) for n, path in inputs.items() if path},
+        "inputs": places,
         "argv": args.argv,
         "versions": {name: version(name) for name in PACKAGES if find_spec(name)},
         **figures,
