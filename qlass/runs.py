@@ -55,13 +55,13 @@ def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argpa
     """
     first, _ = parser.parse_known_args(argv)
     source = vars(first).get("sft") or vars(first).get("trees")
-    home = run_of(source.absolute().parent) if source else {}
+    home = made_in(source.absolute()) if source else {}
     env = first.env or home.get("env", "webshop")
     run = first.run or Path("runs") / env.rpartition(":")[2].lower()
     begun = run_of(run)
     shared = {"env": env, "env_option": [], "seed": 0, "env_files": None}
     if begun or env == home.get("env"):
-        shared = begun or home
+        shared |= begun or home
     parser.set_defaults(run=run, **shared)
     args = parser.parse_args(argv)
     args.argv, args.free = sys.argv[1:] if argv is None else list(argv), parser.free_names
@@ -79,6 +79,12 @@ def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argpa
 def run_of(folder: Path) -> dict[str, Any]:
     file = folder / "run.json"
     return files.read_object(file) if file.exists() else {}
+
+
+def made_in(output: Path) -> dict[str, Any]:
+    """What SHARED was when an output was made: in its recipe, wherever it is, else in its run."""
+    recipe = meta_of(output)["recipe"]
+    return {name: recipe[name] for name in SHARED if name in recipe} or run_of(output.parent)
 
 
 def world(settings: dict[str, Any]) -> str:
