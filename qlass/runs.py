@@ -380,6 +380,9 @@ def run_stage(main: Callable[[], Any]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a console may have no "█"
     try:
+        module = getattr(sys.modules.get("envs"), "__file__", None)
+        if module and Path(module).parent != Path(__file__).parents[1]:
+            raise UserError(f"{module} hides our module envs: rename it, or start elsewhere")
         return main()
     except (UserError, OSError, ModuleNotFoundError, RuntimeError) as error:
         text = str(error)
