@@ -191,6 +191,9 @@ def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
     # ETO may compare with the demonstrations of another file: the agent was not cloned from those.
     checkpoint(tmp_path / "eto", inputs={"sft": "sft", "expert": "other.jsonl"}.items())
     assert cloned_from(checkpoint(tmp_path / "grpo", inputs={"sft": "eto"}.items())) == (expert, None)
-    assert cloned_from(checkpoint(tmp_path / "few", n_expert=3, inputs={"expert": "expert.jsonl"}.items())) == (expert, 3)
+    assert cloned_from(checkpoint(tmp_path / "few", n_expert=3, inputs={"expert": "expert.jsonl"}.items())) == (
+        expert,
+        3,
+    )
     assert cloned_from(checkpoint(tmp_path / "circle", inputs={"sft": "circle"}.items())) == (None, None)
     assert cloned_from(tmp_path / "nowhere") == (None, None)
