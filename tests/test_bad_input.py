@@ -41,14 +41,10 @@ THEIRS = [{"from": role, "value": text} for role, text in (("system", "be brief"
 ROOT, LEAF = node(0, None), node(1, 0, reward=1.0, done=True)
 
 
-def labels(path: Path) -> None:
-    train_qnet.read(argparse.Namespace(labels=path, limit=None), None, None)
-
-
 READERS = {
     "expert.jsonl": lambda path: read(path, FakeEnv()),
     "trees.jsonl": lambda path: bellman.main(["--trees", str(path), "--run", str(path.parent / "run")]),
-    "q_labels.jsonl": labels,
+    "q_labels.jsonl": lambda path: train_qnet.read(argparse.Namespace(labels=path, limit=None), None, None),
     "x.jsonl": lambda path: list(files.records_of(path)),
 }
 BAD = {
@@ -56,9 +52,7 @@ BAD = {
         ('{"a": 1}\n5\n', ":2: not a JSON object, but a int"),
         ('[{"a": 1}, "b"]', ": record 2: not a JSON object, but a str"),
         ('{"a": 1}\n\n{"a": 1, "a": 2}', ":3: not valid JSON (a name stands twice in an object)"),
-        ('[{"a": [{"b": 1, "b": 2}]}]', "a name stands twice"),
         ('{"a": NaN}', ":1: not valid JSON (NaN is not a number)"),
-        ('{"a": 1e999}', "not a number"),
         (dump([{"a": "\ud83d left"}]), ":1: not valid JSON ('utf-8' codec can't encode"),
         (b'{"a": "\xff"}', ":1: not valid JSON ('utf-8' codec can't decode"),
         ("[" * 200_000, "not valid JSON"),
@@ -68,7 +62,6 @@ BAD = {
         ("", "holds no trees"),
         (tree(ROOT, LEAF)[:-20], ":2: not valid JSON"),
         (tree(ROOT, LEAF).splitlines()[0] + "\n", ": the tree of task a is cut"),
-        (tree(ROOT, LEAF | {"task_id": "b"}), "the tree of task a is cut"),
         (tree(ROOT, LEAF) * 2, ":3: node 0 is before its parent, or twice"),
         ("\n" + tree(ROOT, LEAF, LEAF), ":4: node 1 is before its parent, or twice"),
         (tree(ROOT, node(2, 1)), ":2: node 2 is before its parent"),
@@ -82,24 +75,17 @@ BAD = {
     ],
     "expert.jsonl": [
         (" \n", "holds no demonstration"),
-        ("[]", "holds no demonstration"),
         ("messages,reward\ngo,1\n", "neither JSON nor JSON Lines in UTF-8: of a table, pandas'"),
-        ("PAR1\x15\x04", "neither JSON nor JSON Lines"),
         (json.dumps([{"conversations": [{"from": "human", "value": None}]}]), "record 1: no demonstration: turn 1"),
         (dump([{"messages": CHAT}, {"messages": CHAT[::-1]}]), ":2: no demonstration: turn 1"),
-        (dump([{"data": CHAT}]), "no turns of user and assistant"),
         (dump([{"messages": json.dumps(CHAT)}]), "no list of objects with role and content"),
-        (dump([{"messages": {"role": ["user"], "content": ["go"]}}]), "no list of objects"),
         (chat(json.dumps(LEFT)), "no list of objects"),
         (chat(LEFT, LEFT), "turn 3 is {'role': 'assistant'"),
         (chat(LEFT, turn("here", "tool")), "turn 3 is {'role': 'tool'"),
-        (chat({"content": "Action: left"}), "turn 2 is"),
-        (chat(turn("Action: left", ["assistant"])), "turn 2 is"),
         (chat(turn([{"type": "text", "text": "Action: left"}])), "turn 2 is"),
         (chat(turn(None)), "where assistant says a text"),
         (chat(turn("", tool_calls=[{"type": "function"}])), "acts by a tool call: write the action into its content"),
         (chat(turn("I go left.", function_call={"name": "go"})), "acts by a tool call"),
-        (chat(turn(" \n")), "which is no action"),
         (chat(turn("<think>\nAction: left, but")), "which is no action"),
         (chat(), "the assistant does nothing"),
         (chat(turn("OK"), turn("you stand", "user")), "the assistant does nothing"),
@@ -140,19 +126,13 @@ def test_what_is_well_defined_is_read(tmp_path):
         assert only(chat(turn(first), turn("here", "user"), turn("right"), turn("there", "user"))).actions == actions
 
 
-class Shop:
-    """Tasks 1 and 2 are of one product."""
-
-    subject = staticmethod(lambda task_id: {"1": "2"}.get(task_id, task_id))
-
-
 WORLD = {"env": "shop", "env_option": [], "env_files": {}}
 
 
-def checkpoint(path: Path, tasks: list[str] | None = None, inputs: tuple = (), **recipe) -> Path:
+def checkpoint(path: Path, tasks: list[str] | None = None, recipe: dict = WORLD, **inputs: str) -> Path:
     """A folder with metadata of the stage that trained it."""
     path.mkdir()
-    meta = {"recipe": WORLD | recipe, "inputs": dict(inputs), "tasks": tasks}
+    meta = {"recipe": WORLD | recipe, "inputs": inputs, "tasks": tasks}
     path.with_name(f"{path.name}.meta.json").write_text(json.dumps(meta))
     return path
 
@@ -173,27 +153,23 @@ def checkpoint(path: Path, tasks: list[str] | None = None, inputs: tuple = (), *
 def test_tasks_that_were_learned_from_are_counted_or_not_known(tasks, recipe, known, tmp_path, capsys):
     """Never a silent 0; and a training that starts there has learned from them too."""
     records = [{"task_id": task, "tokens": {"generated": 1, "scored": 0}} for task in "137"]
-    start = checkpoint(tmp_path / "sft", tasks, **recipe)
+    start = checkpoint(tmp_path / "sft", tasks, recipe)
+    shop = argparse.Namespace(subject=lambda task_id: task_id.replace("1", "2"))  # both are one product
     args = argparse.Namespace(**WORLD, sft=start, qnet=tmp_path / "qnet")
-    assert leaks(Shop(), records, args) == {"demonstrations": known, "trees": 0}
+    assert leaks(shop, records, args) == {"demonstrations": known, "trees": 0}
     warning = capsys.readouterr().err
     assert warning.count("\n") == (known != 0) and ("not known" in warning) == (known is None)
     own = None if known is None and "env" not in recipe else sorted({"7", *(tasks if known is not None else [])})
-    assert learned_tasks(["7"], start, args) == own
-    assert learned_tasks(["7", None], start, args) is None
+    assert learned_tasks(["7"], start, args) == own and learned_tasks(["7", None], start, args) is None
     assert learned_tasks(["7"], "meta-llama/Llama-2-7b-chat-hf", args) == ["7"]
 
 
 def test_an_agent_trained_from_a_cloned_one_has_its_demonstrations(tmp_path):
     expert = tmp_path / "expert.jsonl"
     expert.write_text("")
-    checkpoint(tmp_path / "sft", inputs={"expert": "expert.jsonl"}.items())
+    checkpoint(tmp_path / "sft", expert="expert.jsonl")
     # ETO may compare with the demonstrations of another file: the agent was not cloned from those.
-    checkpoint(tmp_path / "eto", inputs={"sft": "sft", "expert": "other.jsonl"}.items())
-    assert cloned_from(checkpoint(tmp_path / "grpo", inputs={"sft": "eto"}.items())) == (expert, None)
-    assert cloned_from(checkpoint(tmp_path / "few", n_expert=3, inputs={"expert": "expert.jsonl"}.items())) == (
-        expert,
-        3,
-    )
-    assert cloned_from(checkpoint(tmp_path / "circle", inputs={"sft": "circle"}.items())) == (None, None)
-    assert cloned_from(tmp_path / "nowhere") == (None, None)
+    checkpoint(tmp_path / "eto", sft="sft", expert="other.jsonl")
+    assert cloned_from(checkpoint(tmp_path / "grpo", sft="eto")) == (expert, None)
+    assert cloned_from(checkpoint(tmp_path / "few", recipe={"n_expert": 3}, expert="expert.jsonl")) == (expert, 3)
+    assert cloned_from(checkpoint(tmp_path / "circle", sft="circle")) == (None, None)
