@@ -42,7 +42,11 @@ def group(task: str) -> list[dict]:
     return [{"task_id": task, "n": n, "text": "é" * n} for n in range(1 + int(task[1:]))]
 
 
-WHOLE = "".join(files.dumps(line) for task in TASKS for line in group(task)).encode()
+def content_of(*tasks: str) -> bytes:
+    return "".join(files.dumps(line) for task in tasks for line in group(task)).encode()
+
+
+WHOLE = content_of(*TASKS)
 ALONE = (0, 1)
 
 
@@ -73,26 +77,25 @@ CALLS = st.tuples(st.sampled_from([ALONE, (0, 2), (1, 2), (2, 3)]), st.none() | 
 def test_stopped_at_any_byte_at_any_width_it_becomes_the_same_file(calls):
     """A call stops in front of a group or not at all, and then its part may be cut."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "x.jsonl"
+        path = Path(folder) / "run[2]" / "r{a,b}[1]*.jsonl"  # which no pattern finds
         for share, stop, cut in calls:
             grow(path, share=share, stop=stop)
             part = parts_of(path) / "{}-of-{}.jsonl".format(*share)
             if part.exists():
                 os.truncate(part, min(cut, part.stat().st_size))
         grow(path)
-        assert path.read_bytes() == WHOLE and {p.name for p in path.parent.glob("[!.]*")} == {"x.jsonl", "x.meta.json"}
+        assert path.read_bytes() == WHOLE and len(list(path.parent.glob("[!.]*"))) == 2  # it and its metadata
         assert runs.meta_of(path)["tasks"] == TASKS and grow(path) == []
+        assert grow(path, tasks=[*TASKS, "t4"]) == ["t4"]  # more tasks: what is there is not done again
+        assert path.read_bytes() == WHOLE + content_of("t4")
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "r[1]*.jsonl", "r{a,b}?.jsonl", "results"])
-def test_the_process_that_does_the_last_of_all_gives_the_file_its_name(name, tmp_path, capsys):
-    path = tmp_path / "run[2]" / name
+def test_the_process_that_does_the_last_of_all_gives_the_file_its_name(tmp_path, capsys):
+    path = tmp_path / "x.jsonl"
     assert grow(path, share=(1, 3)) == ["t1"]
     assert grow(path, share=(0, 3), stop=1) == ["t3"] and not path.exists()
     assert grow(path, share=(0, 2)) == ["t2", "t0"] and path.read_bytes() == WHOLE
     assert "3 of 4 are left to other processes" in capsys.readouterr().out
-    assert grow(path, tasks=[*TASKS, "t4"]) == ["t4"]
-    assert [line["task_id"] for line in read_jsonl(path) if line["n"] == 0] == [*TASKS, "t4"]
     assert len(grow(path, "--overwrite", "--seed", "1")) == 4
 
 
@@ -186,12 +189,6 @@ def test_what_is_no_output_of_this_command_or_can_not_be_shared_is_refused(tmp_p
 # ------------------------------------------------------------------------------------------------ files and checkpoints
 
 
-def test_lines_come_back_as_they_were_unknown_fields_and_ids_too(tmp_path):
-    records = [{"a": "✓ é\n\u2028", "b": None}, {"task_id": "007", "more": [1, 2.5]}]
-    files.write_jsonl(tmp_path / "deep" / "x.jsonl", records)
-    assert list(read_jsonl(tmp_path / "deep" / "x.jsonl")) == records
-
-
 @pytest.mark.parametrize("link", [False, True])
 def test_a_file_or_a_checkpoint_is_replaced_as_a_whole_and_a_link_stays(link, tmp_path):
     file, folder, disk = tmp_path / "x.jsonl", tmp_path / "sft", tmp_path / "disk"
@@ -199,8 +196,9 @@ def test_a_file_or_a_checkpoint_is_replaced_as_a_whole_and_a_link_stays(link, tm
     if link:
         file.symlink_to(disk / "x.jsonl")
         folder.symlink_to(disk / "empty")
+    lines = [{"a": "✓ é\n\u2028", "b": None}, {"task_id": "007", "more": [1, 2.5]}]
     for text in ("old", "new"):
-        files.write_jsonl(file, [text])
+        files.write_jsonl(file, [{"a": "old"}] if text == "old" else lines)
         with files.draft_of(files.checkpoint_folder(folder)) as draft:
             draft.mkdir()
             (draft / "config.json").write_text(text)
@@ -208,7 +206,7 @@ def test_a_file_or_a_checkpoint_is_replaced_as_a_whole_and_a_link_stays(link, tm
         with pytest.raises(RuntimeError), files.draft_of(path) as draft:
             draft.write_text("half")
             raise RuntimeError("power cut")
-    assert (file.read_text(), (folder / "config.json").read_text()) == ('"new"\n', "new")
+    assert list(read_jsonl(file)) == lines and (folder / "config.json").read_text() == "new"
     assert (file.is_symlink(), folder.is_symlink()) == (link, link)
     files.discard(folder)  # --overwrite
     assert folder.is_symlink() == link and not folder.exists()
@@ -230,10 +228,9 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_pa
     assert capsys.readouterr().out == f"{labels} is missing or not complete: making it with {command}\n"
     assert calls == [["--env", "webshop", "--run", str(folder), "--seed", "1"]]
     folder.mkdir()
-    for argv in (calls[0], ["--run", str(folder), "--gamma", ".5"]):  # as a stopped call was begun
-        (folder / "q_labels.meta.json").write_text(json.dumps({"argv": argv}))
-        if argv == calls[0]:
-            assert need(None, labels, "bellman", args) and len(calls) == 2
+    (folder / "q_labels.meta.json").write_text(json.dumps({"argv": calls[0]}))  # of a call that was stopped
+    assert need(None, labels, "bellman", args) and len(calls) == 2
+    (folder / "q_labels.meta.json").write_text(json.dumps({"argv": ["--run", str(folder), "--gamma", ".5"]}))
     with pytest.raises(UserError, match=r"as it was begun.*: python bellman\.py --run .* --gamma \.5"):
         need(None, labels, "bellman", args)
     args.sft = tmp_path / "llama"
@@ -249,29 +246,22 @@ def exits(main, capsys) -> tuple[int, str]:
     return stop.value.code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "says"),
-    [
-        (UserError("x.jsonl:3: bad"), 2, "error: x.jsonl:3: bad\n"),
-        (PermissionError(13, "no", "x"), 2, "error: x: no\n"),
-        (ModuleNotFoundError("No module named 'x'"), 2, "error: No module named 'x': pip install it\n"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB."), 2, "error: out of memory: give --gradient"),
-        (KeyboardInterrupt(), 130, "\nstopped; the same command, without --overwrite, resumes"),
-        (RuntimeError("something else"), None, ""),  # a bug keeps its traceback
-        (ZeroDivisionError(), None, ""),
-    ],
-)
-def test_mistakes_end_in_one_line_and_code_2(error, code, says, capsys):
-    main = mock.Mock(side_effect=error)
-    if code is None:
-        with pytest.raises(type(error)):
-            runs.run_stage(main)
-        return
-    ended, line = exits(main, capsys)
-    assert ended == code and line.startswith(says) and "\n" not in line.strip()
+MISTAKES = [
+    (UserError("x.jsonl:3: bad"), 2, "error: x.jsonl:3: bad\n"),
+    (PermissionError(13, "no", "x"), 2, "error: x: no\n"),
+    (ModuleNotFoundError("No module named 'x'"), 2, "error: No module named 'x': pip install it\n"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB."), 2, "error: out of memory: give --gradient"),
+    (KeyboardInterrupt(), 130, "\nstopped; the same command, without --overwrite, resumes"),
+]
 
 
-def test_flags_are_checked(capsys):
+def test_mistakes_end_in_one_line_and_code_2_and_bugs_in_a_traceback(capsys):
+    for error, code, says in MISTAKES:
+        ended, line = exits(mock.Mock(side_effect=error), capsys)
+        assert ended == code and line.startswith(says) and "\n" not in line.strip()
     for argv in (["--seed", "x"], ["--seed", "-1"], ["--gamma", "2"], ["--gamma", "nan"], ["--env-option", "map="]):
         code, error = exits(lambda argv=argv: bellman.main(argv), capsys)
         assert code == 2 and argv[-1] in error
+    for bug in (RuntimeError("something else"), ZeroDivisionError()):
+        with pytest.raises(type(bug)):
+            runs.run_stage(mock.Mock(side_effect=bug))
