@@ -93,7 +93,7 @@ def add_prompt(parser: Parser) -> None:
 
 
 def add_sampling(parser: Parser) -> None:
-    """The flags of a stage that samples, besides --temperature; for `policy.load_agent`."""
+    """The flags of a stage that samples, besides --temperature; for `agent.load_agent`."""
     add, free = parser.add_argument, parser.free
     add_prompt(parser)
     add("--top-p", type=at_least(0.01, float, 1), metavar="P", help="of free text (1)")
