@@ -1,9 +1,9 @@
 """What pages, docstrings, messages and shell scripts name is there: flags, files, modules and their functions."""
 
+import argparse
 import ast
 import contextlib
 import importlib
-import io
 import re
 import runpy
 from functools import cache
@@ -27,16 +27,23 @@ ELSEWHERE = r"venv|pytest|.*_inst\.txt|.*(report|downstream|gpu_check)\.md|.*\.m
 
 
 @cache
-def flags():
-    """All that `--help` of the programs prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        for path, *words in [*((p,) for p in PROGRAMS if p.name != "envs.py"), (ROOT / "experiments/qval", "search")]:
-            with (
-                mock.patch("sys.argv", [path.name, *words, "--help"]),
-                contextlib.suppress(SystemExit, ModuleNotFoundError),
-            ):
-                runpy.run_path(str(path), run_name="__main__")
-    return {*FLAGS.split(), *re.findall(r"--([a-z][\w-]*)", out.getvalue())}
+def flags() -> dict[str, set[str]]:
+    """All that the programs have, and the values that a flag may have; none: any."""
+    known: dict[str, set[str]] = {name: set() for name in FLAGS.split()}
+
+    def note(parser: argparse.ArgumentParser, *_) -> None:
+        for action in parser._actions:
+            for name in action.option_strings:
+                known.setdefault(name.strip("-"), set()).update(action.choices or ())
+
+    for path, *words in [*((p,) for p in PROGRAMS if p.name != "envs.py"), (ROOT / "experiments/qval", "search")]:
+        with (
+            mock.patch("sys.argv", [path.name, *words, "--help"]),
+            mock.patch("argparse.ArgumentParser.print_help", note),
+            contextlib.suppress(SystemExit, ModuleNotFoundError),
+        ):
+            runpy.run_path(str(path), run_name="__main__")
+    return known
 
 
 def words_of(path):
@@ -51,6 +58,9 @@ def words_of(path):
 def test_what_is_named_is_there(path):
     text = words_of(path)
     unknown = [name for name in re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text) if name not in flags()]
+    for name, value in re.findall(r"`[^`\n]*--([a-z][\w-]*\w)[ =](\w+)[^`\n]*`", text):
+        if (choices := flags().get(name)) and value not in choices:
+            unknown.append(f"{name} {value}")
     for name in re.findall(r"(?<![\w/.*{}$\"-])\w[\w/.-]*\.(?:py|sh|md|txt|csv|png|svg)\b(?!\.)", text):
         there = any((folder / name).exists() for folder in (ROOT, ROOT / "runs", path.parent))
         if not (there or any(ROOT.glob(f"[a-z]*/**/{name}")) or re.fullmatch(ELSEWHERE, name)):
