@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 import bellman
 from qlass import UserError
 
-ROOT = Path(__file__).parents[1]
-
 
 def node(node_id, parent, reward=0.0, branch=0, done=False, **more) -> dict:
     about = {"task_id": "t", "depth": 0, "action": f"Action: {node_id}", "observation": f"saw {node_id}"}
@@ -47,11 +45,8 @@ def test_values_by_hand(target, raw):
     """Of each the least is .2 and the greatest 1."""
     for n, (value, q) in values(tree_by_hand(), target).items():
         assert (value, q) == pytest.approx((raw[n], (raw[n] - 0.2) / 0.8))
-
-
-def test_a_reward_on_the_way_counts_once_and_undiscounted():
-    tree = [node(0, None), node(1, 0, 0.3), node(2, 1, 1.0, done=True)]
-    assert bellman.q_values(tree, 0.5) == pytest.approx([0.4, 0.8, 1.0])
+    on_the_way = [node(0, None), node(1, 0, 0.3), node(2, 1, 1.0, done=True)]  # counts once and undiscounted
+    assert bellman.q_values(on_the_way, 0.5) == pytest.approx([0.4, 0.8, 1.0])
 
 
 @pytest.mark.parametrize("target", bellman.TARGETS)
@@ -117,40 +112,32 @@ def label(tmp_path):
     return run
 
 
-def test_it_replaces_its_own_labels_alone_and_leaves_nothing_half_done(label, tmp_path):
-    with pytest.raises(UserError, match="not of this command"):
-        label(tree_by_hand(), out="trees.jsonl")
-    assert (tmp_path / "trees.jsonl").read_text() == dump(tree_by_hand())
-    with pytest.raises(UserError, match=r"trees\.jsonl: the tree of task t is cut"):
-        label(tree_by_hand()[:-1])
-    assert not (tmp_path / "labels.jsonl").exists()
+def stop(_) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("write", ["write_meta", "write_jsonl"])
 def test_stopped_behind_either_of_its_files_it_writes_both_again(label, tmp_path, monkeypatch, write):
     label(tree_by_hand())
     done, others = getattr(bellman, write), [n | {"task_id": "u"} for n in tree_by_hand()]
-
-    def stop(*args, **figures):
-        done(*args, **figures)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bellman, write, stop)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(bellman, write, lambda *args, **figures: stop(done(*args, **figures)))
         label(others)
-    monkeypatch.undo()
     assert (tmp_path / "labels.jsonl").exists() == (write == "write_jsonl")  # no old labels beside new metadata
     assert {n["task_id"] for n in label(others)} == {"u"}
 
 
-def test_the_command_keeps_every_line_and_adds_q(label, tmp_path, capsys):
+def test_the_command_keeps_every_line_and_adds_q_and_replaces_its_own_labels_alone(label, tmp_path, capsys):
+    with pytest.raises(UserError, match="not of this command"):
+        label(tree_by_hand(), out="trees.jsonl")
+    assert (tmp_path / "trees.jsonl").read_text() == dump(tree_by_hand())
     flat = [n | {"task_id": "u", "reward": 0.0} for n in tree_by_hand()]
     written = label(tree_by_hand() + flat, "--gamma", "0.5")
     assert [{k: v for k, v in n.items() if k not in ("q", "q_raw")} for n in written] == tree_by_hand() + flat
     assert [n["q_raw"] for n in written] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2, *[0.0] * 5])
     meta = json.loads((tmp_path / "labels.meta.json").read_text())
-    assert (meta["trees"], meta["nodes"], meta["flat_trees"]) == (2, 10, 1)
-    assert (meta["siblings"], meta["unequal_siblings"]) == (4, 2) and meta["tasks"] == ["t", "u"]
+    assert (meta["trees"], meta["nodes"], meta["flat_trees"], meta["tasks"]) == (2, 10, 1, ["t", "u"])
+    assert (meta["siblings"], meta["unequal_siblings"]) == (4, 2)
     assert "1 of them with all values equal" in capsys.readouterr().out
     more = [n | {"task_id": "v"} for n in flat]  # more trees add labels
     assert len(label([*tree_by_hand(), *flat, *more], "--gamma", "0.5")) == 15
@@ -162,11 +149,9 @@ def test_the_standard_library_and_filelock_are_enough(tmp_path):
     """Without any other installed package, and without git to ask for the commit."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "filelock").symlink_to(Path(filelock.__file__).parent)
-    trees = tmp_path / "trees.jsonl"
-    trees.write_text(dump(tree_by_hand()))
-    command = [sys.executable, "-S", str(ROOT / "bellman.py"), "--trees", str(trees), "--run", str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": str(tmp_path / "packages")}
-    )
+    (tmp_path / "trees.jsonl").write_text(dump(tree_by_hand()))
+    command = [sys.executable, "-S", bellman.__file__, "--trees", str(tmp_path / "trees.jsonl"), "--run", str(tmp_path)]
+    surroundings = {"PATH": "", "PYTHONPATH": str(tmp_path / "packages")}
+    done = subprocess.run(command, capture_output=True, text=True, env=surroundings)
     assert (done.returncode, done.stderr) == (0, "")
     assert len((tmp_path / "q_labels.jsonl").read_text().splitlines()) == 5

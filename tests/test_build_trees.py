@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import build_trees
 from build_trees import EXTRA_DRAWS, EXTRA_ROLLOUTS
-from qlass import UserError, published, runs
+from qlass import UserError, published
 from qlass.chat import Rendering
 from qlass.messages import State, parse_action
 from qlass.published import Demonstration
@@ -43,13 +43,7 @@ def grow(script, depth=1, width=2, rollouts=64, with_expert=False, world=WORLD, 
 L, R, LL, LR, RL, RR = ("left",), ("right",), ("left", "left"), ("left", "right"), ("right", "left"), ("right", "right")
 NEW = 1 + EXTRA_DRAWS  # draws for the first step of a branch
 
-SCRIPT = {
-    (): "left left right",
-    L: "right left",
-    LR: "left",
-    R: "left right right right",
-    RR: "left",
-}
+SCRIPT = {(): "left left right", L: "right left", LR: "left", R: "left right right right", RR: "left"}
 
 
 def test_algorithm_2_by_hand():
@@ -116,15 +110,12 @@ def test_a_demonstration_goes_on_where_the_agent_was_cut(steps, source):
     assert nodes[(*RR, "right")] == (1.0, source, 2 if source == "expert" else 1)
 
 
-def test_behind_the_agents_limit_no_branch_begins():
+def test_behind_the_agents_limit_no_branch_begins_and_there_counts_what_the_environment_pays(monkeypatch):
     """The demonstration has three steps, the agent's limit is one: it branches at the root alone."""
     world = {"right": {"right": {"right": 1.0, "left": 0.2}, "left": 0.2}, "left": 0.2}
     _, asked, root, _ = grow(lambda r: say("left", "right", "left")[: r.n], 5, 2, 9, True, world, steps=1)
     assert {path for path, _ in asked} == {()}
     assert [(n.source, n.rollouts) for n in root.subtree() if n.depth > 1] == [("expert", 0), ("expert", 0)]
-
-
-def test_a_cut_trajectory_is_worth_what_the_environment_pays_there(monkeypatch):
     monkeypatch.setattr(FakeEnv, "reward_if_cut", lambda self: 0.25)
     nodes, _, root, _ = grow({(): "right", R: "right"}, 0, 1, 1, steps=2)
     assert nodes[RR] == (0.25, "policy", 1) and root.children["right"].children["right"].done
@@ -137,18 +128,6 @@ def test_only_nodes_up_to_depth_d_are_expanded(depth):
     assert {len(path) for path, n in asked if n == NEW} == set(range(depth + 1))
     leaves = {path for path in nodes if len(path) == 3 or path in (LL, RL)}
     assert len(leaves) == {0: 2, 1: 4, 2: 6}[depth]
-
-
-def test_an_equal_action_is_the_same_child():
-    at_root = iter([["left"] * 3, ["left", "  left ", "left"], ["left", "right", "left"]])
-
-    def answer(request):
-        return say("right") if path_of(request.state) else say(*next(at_root))
-
-    nodes, asked, root, env = grow(answer, depth=0, width=2)
-    assert [path for path, _ in asked] == [(), L, LR] * 2 + [(), R, RR]  # the second branch finds nothing new
-    assert list(root.children) == ["left", "right"] and len(nodes) == 7
-    assert env.played.count(("train0", "left")) == 1  # a known action costs no step
 
 
 def test_an_action_that_means_nothing_is_a_node_like_any_other():
@@ -165,10 +144,11 @@ def test_texts_that_the_environment_takes_for_the_same_are_one_child(monkeypatch
     step = FakeEnv.step
     monkeypatch.setattr(FakeEnv, "canonical", lambda self, action: action.lower())
     monkeypatch.setattr(FakeEnv, "step", lambda self, action: step(self, action.lower()))
-    script = {(): "LEFT left right left LEFT right"}
-    *_, root, env = grow(script, depth=0, expert={"train0": shown("Action: left", "Action: left")})
+    tau = {"train0": shown("Action: left", "Action: left")}
+    _, asked, root, env = grow({(): "LEFT left right left LEFT right"}, depth=0, expert=tau)
+    assert [path for path, n in asked if n == NEW] == [()] * 2
     assert [parse_action(child.action) for child in root.children.values()] == ["LEFT", "right"]
-    assert root.children["left"].expert and env.played.count(("train0", "left")) == 1
+    assert root.children["left"].expert and env.played.count(("train0", "left")) == 1  # a known action costs no step
 
 
 def test_demonstrations_are_put_in_the_environments_words_and_those_that_failed_are_counted(monkeypatch, tmp_path):
@@ -268,17 +248,14 @@ def test_a_tree_in_lines():
     records = build_trees.tree_records(env, "train0", root)
     assert [r["node_id"] for r in records] == list(range(10)) and records[0]["nodes"] == 10
     assert [r["parent_id"] for r in records] == [None, 0, 1, 2, 1, 0, 5, 5, 7, 7]
-    assert [parse_action(r["action"] or "") for r in records] == [
-        "", "left", "right", "left", "left", "right", "left", "right", "left", "right"
-    ]  # fmt: skip
+    assert "".join(parse_action(r["action"] or "-")[0] for r in records) == "-lrllrlrlr"
     assert [m["content"] for m in records[0]["messages"]] == ["walk", "OK", "you stand at start"]
     assert records[0]["task"] == "find the purse" and records[0]["env"] == "fake"
     assert records[1]["observation"] == "Observation: you stand at start left"
     assert [r["node_id"] for r in records if r["expert"]] == [5, 7, 9]
     # What the agent did before the expert stays the agent's.
     _, _, root, env = grow({(): "right", R: "right", RR: "right"}, depth=0, width=1, with_expert=True)
-    records = build_trees.tree_records(env, "train0", root)
-    assert [(r["source"], r["expert"]) for r in records] == [("root", False)] + [("policy", True)] * 3
+    assert [(n.source, n.expert) for n in root.subtree()] == [("root", False)] + [("policy", True)] * 3
 
 
 @pytest.fixture
@@ -291,7 +268,7 @@ def build(tmp_path, agent, fake_world):
     return command
 
 
-def test_the_file_is_the_same_wherever_a_run_was_stopped(build, tmp_path, monkeypatch):
+def test_the_file_is_the_same_whatever_the_batch(build, tmp_path, monkeypatch):
     whole = build()
     nodes = [json.loads(line) for line in whole.splitlines()]
     sizes = Counter(node["task_id"] for node in nodes)
@@ -301,16 +278,8 @@ def test_the_file_is_the_same_wherever_a_run_was_stopped(build, tmp_path, monkey
     parents = [(node["task_id"], node["parent_id"]) for node in nodes if node["depth"]]
     several = {parent for parent in parents if parents.count(parent) > 1}
     assert meta["contrasts"] == pytest.approx(len(several) / len(set(parents))) and 0 < meta["contrasts"] < 1
-    with monkeypatch.context() as patch:
-        patch.setattr(runs.Output, "finish", lambda *args, **figures: None)  # killed in front of it
-        with pytest.raises(FileNotFoundError):
-            build(out="cut.jsonl")
-    part = tmp_path / "cut.jsonl.parts" / "0-of-1.jsonl"
-    part.write_bytes(part.read_bytes()[: len(part.read_bytes()) // 2])
-    assert build(out="cut.jsonl") == whole and not part.parent.exists()
-    assert json.loads((tmp_path / "cut.meta.json").read_text())["nodes"] == len(nodes)  # of all in the file
     monkeypatch.setattr(FakeEnv, "side_by_side", 1)
-    assert build(out="one.jsonl") == whole  # whatever the batch size
+    assert build(out="one.jsonl") == whole
     assert build("--seed", "1", out="other.jsonl") != whole
 
 
@@ -331,9 +300,8 @@ def test_trees_are_of_the_last_training_tasks_and_the_agent_keeps_the_tree_step_
 
 
 @pytest.mark.parametrize(("task_id", "found"), [("train3", 1), ("test1", 0), (None, 0)])
-def test_demonstrations_of_few_tasks_are_told_and_of_none_are_an_error(
-    build, tmp_path, capsys, monkeypatch, task_id, found
-):
+def test_demonstrations_of_few_tasks_are_told(build, tmp_path, capsys, monkeypatch, task_id, found):
+    """Of none they are an error, if their file was named."""
     expert = tmp_path / "expert.jsonl"
     expert.write_text(dump([line("Action: right", begin="you stand", task_id=task_id)]))
     if not found:
