@@ -34,7 +34,6 @@ from transformers import AutoModel
 
 from qlass import UserError, agent, files, flags, models, runs, training
 from qlass.batching import Score
-from qlass.card import write_card
 from qlass.chat import Chat
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.score import FastQNet, finite
@@ -387,7 +386,6 @@ def main(argv: list[str] | None = None) -> None:
         if process.is_main_process:
             save(qnet, args, adapter)
             ranks = measure(qnet, held_out, figures, args)
-            write_card(args, figures, ranks)
             runs.write_meta(args.out, args, recipe, inputs, **figures, held_out=ranks)
             tell(args.out, figures, ranks)
 

@@ -21,8 +21,6 @@ from filelock import FileLock, Timeout
 
 from qlass import UserError
 
-CARD = "README.md"  # of a checkpoint
-
 
 def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
@@ -90,11 +88,11 @@ def read_jsonl(path: Path) -> Iterator[dict]:
 def sha256(path: Path) -> str:
     """Of a file, or of a folder's files in order of their names.
 
-    Hidden ones and the model card do not count: they change no number.
+    Hidden ones and README.md, a model card, do not count: they change no number.
     """
     paths = [path]
     if path.is_dir():
-        paths = sorted(p for p in path.rglob("[!.]*") if p.is_file() and p.name != CARD)
+        paths = sorted(p for p in path.rglob("[!.]*") if p.is_file() and p.name != "README.md")
     return digest(*((p, p.stat().st_size, p.stat().st_mtime_ns) for p in paths))
 
 

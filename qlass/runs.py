@@ -69,7 +69,8 @@ def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argpa
     for folder, settings in ((run, begun), (source, home)):
         if settings and world(settings) != world(vars(args)):
             args.env_files = None
-            reason = f"{folder} is of {world(settings)}, not of {world(vars(args))}"
+            before, now = shlex.join(world(settings)), shlex.join(world(vars(args)))
+            reason = f"{folder} is of {before}, not of {now}"
             if settings is begun and not search:
                 raise UserError(f"{reason}: leave the flags out, or name another --run")
             files.warn(reason)
@@ -87,10 +88,10 @@ def made_in(output: Path) -> dict[str, Any]:
     return {name: recipe[name] for name in SHARED if name in recipe} or run_of(output.parent)
 
 
-def world(settings: dict[str, Any]) -> str:
+def world(settings: dict[str, Any]) -> list[str]:
     """The environment and its options as flags."""
-    options = [["--env-option", text] for text in settings.get("env_option", [])]
-    return shlex.join(["--env", settings["env"], *itertools.chain(*options)])
+    options = [f"--env-option={text}" for text in settings["env_option"]]
+    return [f"--env={settings['env']}", *options]
 
 
 def same_world(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -101,8 +102,7 @@ def same_world(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def need(named: Path | None, default: Path, stage: str, args: argparse.Namespace) -> Path:
     """A stage's input: what was named, else the earlier stage's output, made or resumed first."""
     path = named or default
-    if path.name in ("", ".."):  # of "--sft .", whose metadata lie beside it
-        path = Path(os.path.abspath(path))
+    path = path if path.name not in ("", "..") else path.resolve()  # "--sft ." has a name
     if not path.exists():
         if named:
             raise UserError(f"{named}: no such file or folder")
@@ -127,11 +127,9 @@ def make(output: Path, stage: str, args: argparse.Namespace) -> None:
 
 def handed_on(args: argparse.Namespace) -> list[str]:
     """The flags that all stages of a run share; the environment's only of a new run."""
-    argv = [] if run_of(args.run) else shlex.split(world(vars(args)))
-    for name in ("run", "seed", "device", "precision"):
-        value = vars(args).get(name)
-        argv += [] if value is None else [f"--{name}", str(value)]
-    return argv
+    given = {name: vars(args).get(name) for name in ("run", "seed", "device", "precision")}
+    shared = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    return shared if run_of(args.run) else [*world(vars(args)), *shared]
 
 
 # ------------------------------------------------------------------------------------- the recipe
@@ -348,27 +346,24 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
     path = Path(path)
     if not path.exists() and parts_of(path).exists():
         raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
-    for task, lines in itertools.groupby(
-        files.records_of(path), lambda line: line[1].get("task_id")
-    ):
+    records = files.records_of(path)
+    for task, lines in itertools.groupby(records, lambda record: record[1].get("task_id")):
         tree: list[dict] = []
         names = {None}
         for where, node in lines:
             fields = {*NODE, *required} - ({"messages"} if tree else set())
+            numbers = {name: node.get(name, 0.0) for name in ("reward", "q", "q_raw")}
             if missing := sorted(fields - node.keys()):
                 raise UserError(f"{where}: no {missing[0]}; is this a file of trees?")
-            for name in {"reward", "q", "q_raw"} & node.keys():
-                if not isinstance(node[name], int | float):
-                    raise UserError(f"{where}: {name} can't be {node[name]!r:.40}")
+            if not all(isinstance(number, int | float) for number in numbers.values()):
+                raise UserError(f"{where}: no numbers: {numbers}")
             if node["parent_id"] not in names or node["node_id"] in names:
                 raise UserError(f"{where}: node {node['node_id']} is before its parent, or twice")
             names.discard(None)  # the root's parent
             names.add(node["node_id"])
             tree.append(node)
         if len(tree) != tree[0].get("nodes", len(tree)):
-            raise UserError(
-                f"{path}: the tree of task {task} is cut, or there twice: make it again"
-            )
+            raise UserError(f"{path}: the tree of task {task} is cut, or twice: make it again")
         yield tree
 
 
