@@ -15,24 +15,24 @@ wording of the task (App. A.3.2, experiments/paraphrase.py).
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
+from collections.abc import Generator, Sequence
 from itertools import product
 from typing import Any
 
 import envs
 import q_search
 from experiments.paraphrase import paraphrased, prompt_tokens
-from q_search import Method, Step, best_of, by_q
-from qlass import UserError
+from q_search import Method, Player
+from qlass import UserError, results
 from qlass.batching import Sample, Score
 from qlass.chat import Chat
-from qlass.cli import at_least, run_stage
+from qlass.flags import at_least
 from qlass.messages import State, parse_action, react
-from qlass.metadata import read_meta
-from qlass.results import Results, costs_of, describe
+from qlass.results import Episode, Step, costs_of, describe
+from qlass.runs import run_stage
 
 PLAYERS = ("rule", "expert", "oracle")
+ORACLES = {"oracle_step": "truth", "oracle_lookahead": "q"}  # by what they score, where the episode goes on
 COMPARED = [2, 4, 6]  # M and N of `all`
 
 
@@ -49,15 +49,22 @@ class Variant(Method):
         return super().__str__().replace(self.name, f"{self.name}:{self.player}" if self.player else self.name, 1)
 
 
-def by_true_value(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Generator:
-    """The best that can still be reached after each candidate, by an environment that knows."""
-    yield from ()
-    return look_ahead(env, candidates, [None] * len(candidates))
+@dataclasses.dataclass(frozen=True)
+class InEnv(Variant):
+    """Its `scores` take the environment too, which is in the state."""
+
+    env: Any = dataclasses.field(default=None, compare=False)  # of the episode: `Comparison` fills it in
+    looks: bool = True  # it steps every candidate, which costs environment steps
 
 
-def by_q_or_reward(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Generator:
-    """Q, but the true reward where a candidate's step ends the episode."""
-    return look_ahead(env, candidates, (yield Score(state, tuple(candidates))))
+class Oracle(InEnv):
+    """The true reward where a candidate ends the episode. Elsewhere Q, or the best that can still be reached."""
+
+    def scores(self, state: State, actions: list[str], key: tuple) -> Generator[Any, Any, list[float]]:
+        otherwise: Sequence[float | None] = [None] * len(actions)
+        if self.by == "q":
+            otherwise = yield Score(state, tuple(actions))
+        return look_ahead(self.env, actions, otherwise)
 
 
 def look_ahead(env: envs.TextEnv, candidates: list[str], otherwise: Sequence[float | None]) -> list[float]:
@@ -72,24 +79,11 @@ def look_ahead(env: envs.TextEnv, candidates: list[str], otherwise: Sequence[flo
     return scores
 
 
-@dataclasses.dataclass(frozen=True)
-class InEnv(Variant):
-    """Its score takes the environment too, which is in the state."""
-
-    looks: bool = True  # it steps every candidate, which costs environment steps
-
-    def read_by_qnet(self, step: Step) -> list[str]:
-        return step.candidates if self.score is by_q_or_reward else super().read_by_qnet(step)
-
-
-ORACLES: dict[str, Callable] = {"oracle_step": by_true_value, "oracle_lookahead": by_q_or_reward}
-
-
-def follow(env: envs.TextEnv, task_id: str, method: Variant) -> list[Step]:
+def follow(env: envs.TextEnv, task_id: str, method: Variant) -> Episode:
     """An episode of one of the environment's own players, which draw nothing."""
     observation, info = env.reset(options={"task_id": task_id})
     state = State.first(env, observation, info)
-    steps: list[Step] = []
+    steps: Episode = []
     moves = env.rules()[method.player]() if method.player else getattr(env, method.name)(task_id)
     for thought, move in moves:
         action = react(thought, move)
@@ -103,32 +97,35 @@ def follow(env: envs.TextEnv, task_id: str, method: Variant) -> list[Step]:
     return steps
 
 
-def play(
-    env: envs.TextEnv, task_id: str, method: Method, chat: Chat | None, sampled: dict, reworded: bool = False
-) -> Generator[Any, Any, dict]:
-    """As `q_search.play`. chat: None if only players play. reworded: the draws are `paraphrase.Reworded`."""
-    if method.name in PLAYERS:
-        steps = follow(env, task_id, method)
-        return describe(steps, [steps], {"tokens": {"prompt": 0, "generated": 0, "scored": 0}})
-    bound = isinstance(method, InEnv)
-    acting = dataclasses.replace(method, score=partial(method.score, env)) if bound else method
-    best, episodes = yield from best_of(env, task_id, acting, chat.rendering, sampled)
-    outcome = describe(best, episodes, costs_of(chat, episodes, method.read_by_qnet))
-    if bound and method.looks:
-        outcome["env_steps"] += sum(len(step.candidates) for steps in episodes for step in steps)
-    if reworded:
-        outcome["tokens"]["prompt"] = prompt_tokens(chat, episodes)
-    return outcome
+class Comparison(Player):
+    """Plays environments' own players and oracles too. reworded: the draws are `paraphrase.Reworded`."""
+
+    def __init__(self, chat: Chat | None, reworded: bool = False) -> None:
+        """chat: None if only players play."""
+        super().__init__(chat)
+        self.reworded = reworded
+
+    def play(self, env: envs.TextEnv, task_id: str, method: Method) -> Generator[Any, Any, dict]:
+        if method.name in PLAYERS:
+            steps = follow(env, task_id, method)
+            return describe(steps, [steps], {"tokens": {"prompt": 0, "generated": 0, "scored": 0}})
+        if isinstance(method, InEnv):
+            method = dataclasses.replace(method, env=env)
+        best, episodes = yield from self.best_of(env, task_id, method)
+        outcome = describe(best, episodes, costs_of(self.chat, episodes, method.read_by_qnet))
+        if isinstance(method, InEnv) and method.looks:
+            outcome["env_steps"] += sum(len(step.candidates) for steps in episodes for step in steps)
+        if self.reworded:
+            outcome["tokens"]["prompt"] = prompt_tokens(self.chat, episodes)
+        return outcome
 
 
 def plan_of(env: envs.TextEnv, args: argparse.Namespace) -> list[Method]:
     """The methods that the flags name."""
     plans = q_search.methods(args)
-    for name, score in ORACLES.items():
+    for name, by in ORACLES.items():
         sizes = product(args.M, args.N or [1])
-        plans[name] = [
-            InEnv(name, score, m, n, args.select if n > 1 else None, distinct=args.distinct) for m, n in sizes
-        ]
+        plans[name] = [Oracle(name, by, m, n, args.select if n > 1 else None, distinct=args.distinct) for m, n in sizes]
     plans |= {
         "oracle": [Variant("oracle")],
         "expert": [Variant("oracle" if env.omniscient else "expert")],  # who knows more than the pages is an oracle
@@ -145,27 +142,28 @@ def everything(env: envs.TextEnv, args: argparse.Namespace, plans: dict[str, lis
     plan = [method for name in ("oracle", "expert", "rule", "greedy", "sample") for method in plans[name]]
     most, single = max(args.M), q_search.methods(argparse.Namespace(**vars(args) | {"N": [1]}))
     plan += [method for method in single["random"] if most == method.M]
-    plan += [Method("best_of_n", N=n, select=by) for by in ("q", "oracle") for n in args.M]
+    (sample,) = plans["sample"]
+    plan += [dataclasses.replace(sample, name="best_of_n", N=n, select=by) for by in ("q", "oracle") for n in args.M]
     plan += single["likeliest"] if not args.server else []  # which tells no log-probability
     plan += single["qlass"]
     if type(env).optimal_value is not envs.TextEnv.optimal_value:
-        plan.append(InEnv("oracle_step", by_true_value, M=most))
+        plan.append(Oracle("oracle_step", "truth", M=most))
     return plan
 
 
 def parser(module: str, doc: str, rest: str = "") -> argparse.ArgumentParser:
-    """Of an experiment that has q_search.py's flags beside its own, as `both` reads them."""
+    """Of an experiment that has q_search.py's flags beside its own, as `with_search` reads them."""
     name, text = f"python -m experiments.{module}", f"further flags: those of q_search.py{rest}"
     return argparse.ArgumentParser(name, description=doc.split("\n")[0], epilog=text, allow_abbrev=False)
 
 
-def both(flags: argparse.ArgumentParser, argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Namespace]:
-    """An experiment's own flags, and those of q_search.py."""
+def with_search(flags: argparse.ArgumentParser, argv: list[str] | None, *recipe: str) -> argparse.Namespace:
+    """An experiment's own flags and those of q_search.py. Each line tells the own ones, but for those in the recipe."""
     argv = sys.argv[1:] if argv is None else argv
     own, rest = flags.parse_known_args(argv)
     args = q_search.arguments(rest)
-    args.argv = [*argv]
-    return own, args
+    args.free = [*args.free, *(name for name in vars(own) if name not in recipe)]
+    return argparse.Namespace(**vars(args) | vars(own) | {"argv": [*argv]})
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -177,28 +175,23 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     wordings = "wordings per task, one per candidate (no N: all different)"
     add("--paraphrase", nargs="?", type=at_least(0), const=0, metavar="N", help=wordings)
     add("--paraphrase-server", metavar="URL", help="wordings by a chat server, not by rules")
-    own, args = both(flags, argv)
-    own.M = own.M or (COMPARED if "all" in own.method else args.M)
-    if own.paraphrase is not None or own.paraphrase_server:
+    args = with_search(flags, argv, "paraphrase", "paraphrase_server")
+    args.M = args.M or (COMPARED if "all" in args.method else [q_search.PAPER["M"]])
+    if args.paraphrase is not None or args.paraphrase_server:
         args.label = args.label or "paraphrased"
-    return argparse.Namespace(**vars(args) | vars(own))
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    reworded = args.paraphrase is not None or bool(args.paraphrase_server)
-    begun = {} if args.overwrite or not args.out.exists() else read_meta(args.out)["arguments"]
-    if reworded and begun and "paraphrase" not in begun:  # by q_search.py
-        raise UserError(f"{args.out}: was begun without --paraphrase: name another --out")
     env, tasks = q_search.environment(args)
     plan = plan_of(env, args)
     chat, models = None, {}
     if any(method.name not in PLAYERS for method in plan):
-        with_q = any(method.score in (by_q, by_q_or_reward) or method.select == "q" for method in plan)
-        chat, models = q_search.load(args, env, with_q)
+        chat, models = q_search.load(args, env, any(method.needs_q for method in plan))
         models[Sample] = paraphrased(models[Sample], env, args.paraphrase, args.paraphrase_server)
-    playing = partial(play, chat=chat, sampled={}, reworded=reworded)
-    Results(args, env).play(tasks, plan, playing, models)
+    game = Comparison(chat, args.paraphrase is not None or bool(args.paraphrase_server)).play
+    results.play(args, env, tasks, plan, game, models)
 
 
 if __name__ == "__main__":

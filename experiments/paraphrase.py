@@ -13,12 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from q_search import Step
 from qlass import UserError
 from qlass.batching import Candidate, Sample
 from qlass.chat import Chat
 from qlass.messages import State
-from qlass.results import environment_tokens
+from qlass.results import Step, environment_tokens
 from qlass.server import Server
 
 Reworder = Callable[[str, int], str]  # (task, wording's index) -> wording
