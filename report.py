@@ -36,6 +36,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
+    from experiments.frontier import frontier
     from reporting import expected, figures, page, tables
     from reporting.results import read_results, result_files
 
@@ -54,7 +55,8 @@ def main(argv: list[str] | None = None) -> None:
     print(text)
     trees = [path for path in (run / "q_labels.jsonl", run / "trees.jsonl") if path.exists()]
     viewer = page.tree_data(args.trees or next(iter(trees), None))
-    sections = page.sections(groups, figures.draw(groups, out), warnings)
+    pictures = figures.draw(groups, out, (figures.tokens, figures.labels, frontier))
+    sections = page.sections(groups, pictures, warnings)
     inputs = [path for _, path in sources]
     with replacing(out) as file:
         file.write(page.render(sections, viewer, inputs))

@@ -39,15 +39,16 @@ from experiments import drive_in_order
 from qlass import UserError
 from qlass.batching import Sample, Score, ask
 from qlass.chat import Chat, Rendering
-from qlass.cli import run_stage
+from qlass.fast.decode import FastPolicy
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.fast.token_tree import batches
 from qlass.messages import State, react, uniforms
 from qlass.models import load_checkpoint
 from qlass.policy import Policy
+from qlass.runs import run_stage
 from qlass.tiny import AIDS, tiny_model
 from sft import demonstrate
-from train_qnet import LOSS_FROM, TINY, Pair, QNet, family_loss, pairs_of
+from train_qnet import LOSS_FROM, TINY, Pair, QNet, family_loss, pairs_of, scorer
 
 WEBSHOP_RECORDED = 50.0  # steps/s of the original engine on 1,000 products: 2,366 scripted steps, step() alone
 TEXT = 17  # tokens of a demonstration's mean action
@@ -145,7 +146,7 @@ def sampling(name: str, rounds: list[list[Sample]], model: Any, chat: Chat, repe
     for _ in range(repeats):
         texts = {}
         for way in rates:
-            policy = Policy(model, chat, plain=way != "fast")
+            policy = (FastPolicy if way == "fast" else Policy)(model, chat)
             sample = partial(by_generate, policy) if way == "generate" else policy.sample
             asked = [some[:1] for some in rounds] if way == "one at a time" else rounds
             seconds, texts[way] = timed(lambda sample=sample, asked=asked: [sample(some) for some in asked])
@@ -206,9 +207,9 @@ def trees(n: int = 64, few: int = 4) -> Iterator[str]:
     tasks = env.task_ids("train")[100 : 100 + n]
     for candidates, actions in ("free", "actions written freely"), ("valid", "actions among the valid ones"):
         model, chat = random_agent(env, candidates)
-        plain, ours = Policy(model, chat, plain=True), Policy(model, chat)
+        plain, ours = Policy(model, chat), FastPolicy(model, chat)
         slow, expected = timed(partial(grow, env, tasks[:few], plain, 1))
-        fast, grown = timed(partial(grow, env, tasks, Policy(model, chat)))
+        fast, grown = timed(partial(grow, env, tasks, FastPolicy(model, chat)))
         if grow(env, tasks[:few], ours) != expected:
             raise AssertionError("other trees")
         rates = sum(map(len, expected)) / slow, sum(map(len, grown)) / fast
@@ -216,15 +217,18 @@ def trees(n: int = 64, few: int = 4) -> Iterator[str]:
         yield line(f"the same, {few} trees", plain.computed, ours.computed, "tokens")
 
 
-def epoch(net: QNet, trees: list[list[Pair]]) -> int:
-    """Leaves the gradient of all pairs in the net, one by one or packed. Returns the tokens that went through it."""
+def pair_by_pair(net: QNet, trees: list[list[Pair]]) -> int:
+    """Leaves the gradient of all pairs in the net. Returns the tokens that went through it."""
+    pairs = list(itertools.chain(*trees))
+    for pair in pairs:
+        family_loss(net, [pair]).backward()
+    return one_by_one(net.chat, [(pair.state, pair.action) for pair in pairs])
+
+
+def packed(net: QNet, trees: list[list[Pair]]) -> int:
+    """The same."""
     tokens = 0
     for pairs in trees:
-        if net.plain:
-            for pair in pairs:
-                family_loss(net, [pair]).backward()
-            tokens += one_by_one(net.chat, [(pair.state, pair.action) for pair in pairs])
-            continue
         packs = list(pack_pairs(net.chat, [[pair] for pair in pairs], LOSS_FROM["all"], max_tokens=1024))
         tokens += sum(pack.tokens for pack in packs)
         for group in batches(packs, lambda pack: pack.tokens, TINY["micro_tokens"]):
@@ -240,16 +244,16 @@ def one_by_one(chat: Chat, pairs: Sequence[tuple[State, str]]) -> int:
 def qnet(n: int = 2) -> Iterator[str]:
     env = envs.make("webshop")
     model, chat = random_agent(env, "valid")
-    grown = grow(env, env.task_ids("train")[100 : 100 + n], Policy(model, chat))
+    grown = grow(env, env.task_ids("train")[100 : 100 + n], FastPolicy(model, chat))
     pairs = [pairs_of(label(tree, "q", 0.9)) for tree in grown]
-    plain, ours = (QNet(model.model, chat, plain=plain) for plain in (True, False))
-    (slow, read), (fast, computed) = (timed(partial(epoch, net, pairs)) for net in (plain, ours))
+    net = QNet(model.model, chat)
+    (slow, read), (fast, computed) = (timed(partial(epoch, net, pairs)) for epoch in (pair_by_pair, packed))
     yield line("QNet, tokens of an epoch", read, computed, "tokens")
     yield line("QNet, time of an epoch", slow, fast, "s")
     nodes = list(dict.fromkeys((p.state, p.action) for tree in pairs for p in tree))
-    for net in (plain, ours):
-        net.score([Score(state, (action,)) for state, action in nodes])
-    yield line("values of these trees' nodes", one_by_one(chat, nodes), ours.fast.cache.computed, "tokens")
+    ours = scorer(net)
+    ours.score([Score(state, (action,)) for state, action in nodes])
+    yield line("values of these trees' nodes", one_by_one(chat, nodes), ours.cache.computed, "tokens")
 
 
 # ------------------------------------------------------------------------------------------------------- environments

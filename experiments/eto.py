@@ -34,13 +34,12 @@ from q_search import Method
 from qlass import UserError
 from qlass.batching import Sample, ask
 from qlass.chat import Chat, Rendering
-from qlass.cli import at_least, find_or_make, parse, run_stage
+from qlass.fast.decode import FastPolicy
+from qlass.flags import at_least
 from qlass.messages import State, parse_action
-from qlass.metadata import cloned_from
-from qlass.output import read_trees
-from qlass.policy import Policy
-from qlass.published import actions_by_task, tasks_of, written
-from train_qnet import Pair, pairs_of
+from qlass.published import Demonstration, by_task, cloned_from, read
+from qlass.runs import need, parse, read_trees, run_stage
+from train_qnet import families, pairs_of
 
 LR = {"webshop": 2e-5, "alfworld": 3e-5}  # of the tiny model, others LR_TINY
 LR_TINY = 1e-4
@@ -69,28 +68,25 @@ def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, actions: Se
 
 
 def failures(
-    env: envs.TextEnv, rendering: Rendering, played: Sequence[dict], expert: dict[str, list[str]], rewards: dict
+    env: envs.TextEnv, rendering: Rendering, played: Sequence[dict], expert: dict[str, Demonstration]
 ) -> Iterator[Preference]:
     """Trajectories of one task whose rewards differ: of the expert and of the agent, the better one first."""
     for line in played:
-        task, gain = line["task_id"], line["reward"] - rewards[line["task_id"]]
+        own, shown = Demonstration(line["task_id"], State.load(line["messages"])), expert[line["task_id"]]
+        gain = line["reward"] - shown.reward
         if abs(gain) > 1e-6:  # a published file may hold rounded ones
-            own = written(State.load(line["messages"], "").messages)
-            pair = (own, expert[task]) if gain > 0 else (expert[task], own)
-            yield Preference(*(decisions(env, rendering, task, actions) for actions in pair))
+            pair = (own, shown) if gain > 0 else (shown, own)
+            yield Preference(*(decisions(env, rendering, own.task_id, side.actions) for side in pair))
 
 
 def siblings(env: envs.TextEnv, rendering: Rendering, tree: list[dict]) -> Iterator[Preference]:
     """Actions of one state, the best by q against each that is worse."""
-    families: dict[State, list[Pair]] = {}
-    for pair in pairs_of(tree):
-        families.setdefault(pair.state, []).append(pair)
-    for state, family in families.items():
+    for family in families(pairs_of(tree)):
         best = max(family, key=lambda pair: pair.q)
         worse = [pair.action for pair in family if best.q - pair.q > GAP]
         if worse:
-            actions = written([*state.messages, ("assistant", best.action)])
-            win = decisions(env, rendering, tree[0]["task_id"], actions)[-1]
+            path = Demonstration(tree[0]["task_id"], best.state.then(best.action, "")).actions
+            win = decisions(env, rendering, tree[0]["task_id"], path)[-1]
             for action in worse:
                 valid = win.valid and (*win.valid, action)
                 yield Preference([win], [dataclasses.replace(win, action=action, valid=valid)])
@@ -186,26 +182,26 @@ def main(argv: list[str] | None = None) -> None:
     if args.pairs == "expert":
         source, most = cloned_from(args.sft)
         source = source or args.run / "expert.jsonl"
-        expert, rewards = actions_by_task(source, env, most)
-        training_tasks = set(env.task_ids("train"))
-        pool = [task for task in rewards if task in training_tasks]
+        shown, training_tasks = read(source, env, most), set(env.task_ids("train"))
+        expert = by_task(shown, env)
+        pool = [task for task, best in expert.items() if best.reward is not None and task in training_tasks]
         if not pool:
             lack = "none of its demonstrations has the id and the reward of a training task, which are compared"
             raise UserError(f"{source}: {lack}: --pairs siblings, or another --sft")
-        learned = tasks_of(source, env, most)
+        learned, inputs = {demonstration.task_id for demonstration in shown}, {"expert": source}
     else:
-        source = args.labels = find_or_make(args.labels, args.run / "q_labels.jsonl", "bellman", args)
-        trees = list(read_trees(source, ["q", "messages"]))
+        args.labels = need(args.labels, args.run / "q_labels.jsonl", "bellman", args)
+        trees = list(read_trees(args.labels, ["q", "messages"]))
         pool = range(len(trees))
-        learned = {tree[0]["task_id"] for tree in trees}
+        learned, inputs = {tree[0]["task_id"] for tree in trees}, {"labels": args.labels}
 
     def explored(tasks: list[str], last: dict) -> tuple[list[Preference], dict]:
         """Trajectories of the agent against the expert's, and what they cost and earned."""
-        policy = Policy(learner.model, learner.chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
+        policy = FastPolicy(learner.model, learner.chat, args.seed + OTHER_LUCK * (last["batch"] + 1))
         episodes = (trajectories(env.fork(), task, Method("sample"), learner.chat) for task in tasks)
         sampled = drive_in_order(episodes, {Sample: policy.sample}, env.side_by_side)
         played = [line for (line,) in sampled]
-        return list(failures(env, rendering, played, expert, rewards)), {
+        return list(failures(env, rendering, played, expert)), {
             "reward": round(float(np.mean([line["reward"] for line in played])), 6),
             "played": last.get("played", 0) + sum(sum(line["tokens"].values()) for line in played),
             "env_steps": last["env_steps"] + sum(len(line["messages"]) // 2 - 1 for line in played),  # after the "OK"
@@ -226,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
         return {"batch": last["batch"] + 1, "pairs": len(preferences), **spent, **figures}
 
     # A token counts three times in an update, and goes through the reference once for all epochs.
-    learn(learner, env, iteration, args, [source], 3 + 1 / args.epochs, learned)
+    learn(learner, env, iteration, args, 3 + 1 / args.epochs, learned, **inputs)
 
 
 if __name__ == "__main__":

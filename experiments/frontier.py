@@ -7,9 +7,9 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from qlass.metadata import read_meta
+from qlass.runs import meta_of
 from reporting.figures import MARKERS, STYLE, curve, log_axis
-from reporting.results import Group, ancestors, inputs_of
+from reporting.results import Group, ancestors, models_of
 
 TASKS = (100, 1_000, 10_000)  # that an agent plays
 UPDATE = 3  # passes of an update: a backward pass costs two
@@ -56,13 +56,13 @@ def frontier(groups: Sequence[Group]) -> Figure | None:
 def training_tokens(group: Group) -> float:
     """What was spent on the agent after cloning, and on QNet and its trees where Q is asked for (NaN: unknown)."""
     files = group.episodes["file"].unique()  # a file a seed
-    origins = [ancestors(file, inputs_of(group.condition)) for file in files]
+    origins = [ancestors(file, models_of(group.condition)) for file in files]
     return sum(spent(of.split()[1], path) for paths in origins for path, of in paths.items()) / len(files)
 
 
 def spent(kind: str, path: Path) -> float:
     """What an agent, a QNet or a file cost, without what it was made from."""
-    meta = read_meta(path)
+    meta = meta_of(path)
     if not any(meta.values()):  # from elsewhere: an agent and demonstrations are what all begin with
         return 0.0 if kind in ("sft", "expert") else math.nan
     if kind == "sft" and "last" in meta:  # of a learner: its last line
@@ -72,5 +72,5 @@ def spent(kind: str, path: Path) -> float:
         return math.nan
     if kind == "sft":  # cloned: at first, or again from what self_train kept
         expert = next(iter(ancestors(path, ["expert"])), Path("-"))
-        return UPDATE * tokens if "kept" in read_meta(expert) else 0.0
+        return UPDATE * tokens if "kept" in meta_of(expert) else 0.0
     return UPDATE * tokens if kind == "qnet" else tokens

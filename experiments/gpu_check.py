@@ -20,13 +20,12 @@ import envs
 from experiments.bench import random_agent
 from experiments.decisions import mixed_precision
 from qlass import UserError, models
+from qlass.agent import load_policy
 from qlass.batching import Sample
 from qlass.chat import Chat, Rendering
-from qlass.cli import run_stage
 from qlass.fast.packing import pack_pairs, packed_loss
 from qlass.messages import State
-from qlass.output import read_trees
-from qlass.policy import Policy
+from qlass.runs import read_trees, run_stage
 from train_qnet import LOSS_FROM, QNet, pairs_of
 
 GPU = torch.cuda.is_available()
@@ -70,7 +69,7 @@ def bandwidth(gigabytes: float) -> float:
 
 def decoding(run: Path) -> Iterator[str]:
     """Tokens a second, against one reading of all weights (and of the keys and values) for each token of the batch."""
-    policy, rate = Policy.load(run / "base"), bandwidth(8 if GPU else 0.1)
+    policy, rate = load_policy(run / "base"), bandwidth(8 if GPU else 0.1)
     yield f"| memory bandwidth of a copy | {rate / 1e9:,.0f} GB/s | | |"
     env = envs.make("webshop")
     observation, info = env.reset(options={"task_id": env.task_ids("train")[0]})

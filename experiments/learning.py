@@ -20,14 +20,14 @@ import envs
 from experiments import drive_in_order
 from experiments.self_train import trajectories
 from q_search import Method
-from qlass import UserError, cli, models
+from qlass import UserError, flags, models, runs
+from qlass.agent import PROMPTED, begin_as_cloned, rendering_of
 from qlass.batching import Sample
 from qlass.chat import Chat
-from qlass.cli import at_least
+from qlass.fast.decode import FastPolicy
 from qlass.files import checkpoint_folder, draft_of, locked, write_jsonl
+from qlass.flags import Parser, at_least
 from qlass.messages import uniforms
-from qlass.metadata import meta_path, same_arguments, write_meta
-from qlass.policy import PROMPTED, Policy, begin_as_cloned, rendering_of
 from qlass.published import learned_tasks
 from train_qnet import SMALL
 
@@ -38,18 +38,17 @@ GREEDY = Method("greedy", temperature=0.0)
 SPENT = {"batch": 0, "updates": 0, "tokens": 0, "env_steps": 0}  # the first line: the agent as it comes
 
 
-def learner_parser(doc: str, epilog: str, every: int) -> argparse.ArgumentParser:
+def learner_parser(doc: str, epilog: str, every: int) -> Parser:
     """A parser with the flags that all learners have."""
-    learner = cli.parser(doc, epilog)
-    add = learner.add_argument
-    add("--budget", type=at_least(0, float), default=1e6, metavar="N", help="what to spend (default: %(default).0f)")
-    add("--budget-in", choices=["tokens", "env_steps"], default="tokens", help="default: tokens, each unique one once")
+    learner = Parser(doc, epilog)
+    add, free = learner.add_argument, learner.free
+    free("--budget", type=at_least(0, float), default=1e6, metavar="N", help="what to spend (default: %(default).0f)")
+    free("--budget-in", choices=["tokens", "env_steps"], default="tokens", help="default: tokens, each unique one once")
     add("--val", type=at_least(0), default=100, metavar="N", help="validation tasks (default: %(default)s; 0: all)")
     add("--every", type=at_least(1), default=every, metavar="N", help="batches a validation (default: %(default)s)")
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
-    cli.add_memory(learner)
-    cli.add_prompt(learner)
-    add("--device")
+    flags.add_memory(learner)
+    flags.add_prompt(learner)
     return learner
 
 
@@ -76,7 +75,7 @@ class Learner:
     def validation(self, env: envs.TextEnv, tasks: Sequence[str]) -> float:
         """Mean reward of the greedy agent."""
         episodes = (trajectories(env.fork(), task, GREEDY, self.chat) for task in tasks)
-        policy = Policy(self.model, self.chat)
+        policy = FastPolicy(self.model, self.chat)
         played = drive_in_order(episodes, {Sample: policy.sample}, env.side_by_side)
         return sum(line["reward"] for (line,) in played) / len(tasks)
 
@@ -104,15 +103,14 @@ class Learner:
 
 def load(args: argparse.Namespace, env: envs.TextEnv, lr: float, copied: bool = True) -> Learner:
     """The agent, which is to play `env`. The reference is a copy, or itself. lr: the tiny model's, without --lr."""
-    args.sft = cli.find_or_make(args.sft, args.run / "sft", "sft", args)
-    cli.warn_of_another_world(args.sft, args)
+    args.sft = runs.need(args.sft, args.run / "sft", "sft", args)
     args.precision = None
     models.settle_precision(args)
     torch.manual_seed(args.seed)
     model, chat, adapter = trainable(args, AutoModelForCausalLM)
     begin_as_cloned(env, chat.rendering, args)
     small = model.num_parameters() < SMALL
-    cli.settle(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
+    flags.fill_defaults(args, {"lr": lr if small else LR_LORA if args.lora else LR_PRETRAINED})
     # With LoRA both have the frozen weights, and only its updates, still 0, are copied.
     frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
     reference = copy.deepcopy(model, frozen).requires_grad_(False).eval() if copied else model
@@ -142,18 +140,18 @@ def batch_of(tasks: Sequence[Any], seed: int, number: int, size: int) -> list[An
 
 def learn(
     learner: Learner, env: envs.TextEnv, iterate: Callable[[dict], dict], args: argparse.Namespace,
-    inputs: Sequence[Path | None], passes: float, learned: Iterable[str | None],
+    passes: float, learned: Iterable[str | None], **inputs: Path | None,
 ) -> None:  # fmt: skip
     """Writes RUN/sft-NAME/ (by validation the best), its .updates.jsonl, and .resume.pt, from which a stopped run or a
     larger --budget continues. All are of the last validation; the last batch of a smaller budget has one too.
 
-    inputs: what is read besides the agent. passes: how often a token that was spent went forward, a backward pass
-    counted as two; "played" of a line are tokens that went forward once. learned: tasks that are played or read.
+    passes: how often a token that was spent went forward, a backward pass counted as two; "played" of a line are tokens
+    that went forward once. learned: tasks that are played or read. inputs: what is read besides the agent.
     """
     folder = checkpoint_folder(args.run / f"sft-{args.name}", args.sft)
     log, state = (folder.with_name(folder.name + ending) for ending in (".updates.jsonl", ".resume.pt"))
     unit, lines = args.budget_in, []
-    known = learned_tasks(learned, args.sft, vars(args))
+    known, inputs = learned_tasks(learned, args.sft, args), {"sft": args.sft, **inputs}
     tasks = env.task_ids("val")[: args.val or None]
     if not tasks:
         raise UserError(f"{env.name}: no validation tasks here, by which the best checkpoint is chosen")
@@ -166,15 +164,15 @@ def learn(
         return max((line for line in lines if line["val"] is not None), key=lambda line: line["val"])
 
     with locked(folder):
-        for old in (
-            (state, log, meta_path(folder)) if args.overwrite else ()
-        ):  # else a stop before the first validation would go on with it
+        recipe = runs.claim(folder, args, inputs)
+        for old in (state, log) if args.overwrite else ():
             old.unlink(missing_ok=True)
         if state.exists():
-            same_arguments(folder, vars(args), ["budget", "budget_in"])
             lines = learner.resume(state)
         elif log.exists():  # else the agent as it comes would replace the best one
             raise UserError(f"{state}: is missing, so {args.name} can't go on: --overwrite starts again")
+        else:
+            runs.write_meta(folder, args, recipe, inputs)  # first, since a folder without is not ours
         if len(lines) > 1 and lines[-2][unit] >= args.budget:  # its best agent may have cost more
             raise UserError(f"{folder}: {lines[-1][unit]:,} {unit} are spent: raise --budget, or give another --name")
         while not lines or not over():
@@ -185,7 +183,8 @@ def learn(
                 print(f"batch {line['batch']}: {line[unit]:,} {unit}, validation {line['val']:.3f}", flush=True)
                 if best() is line:
                     learner.save(folder)
-                write_meta(folder, vars(args), [args.sft, *inputs], best=best(), last=line, passes=passes, tasks=known)
+                figures = {"best": best(), "last": line, "passes": passes, "tasks": known, "budget": args.budget}
+                runs.write_meta(folder, args, recipe, inputs, **figures)
                 write_jsonl(log, lines)
                 learner.suspend(state, lines)
     gain = f"validation {lines[0]['val']:.3f} -> {best()['val']:.3f} at batch {best()['batch']}"

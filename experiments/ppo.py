@@ -30,11 +30,10 @@ from experiments.learning import Learner, learn, learner_parser, load, trainable
 from experiments.tree_grpo import LR, LR_TINY, Batch, Group, add_update, batches, line_of, play, update
 from qlass import UserError
 from qlass.chat import Chat
-from qlass.cli import at_least, handed_on, parse, run_stage, settle
 from qlass.fast.token_tree import TokenTree, tree_inputs
+from qlass.flags import at_least, fill_defaults
 from qlass.messages import State
-from qlass.metadata import is_complete, read_meta
-from qlass.output import read_trees
+from qlass.runs import handed_on, meta_of, parse, read_trees, run_stage
 from train_qnet import SMALL, QNet, states_of
 
 CRITIC_LR, CRITIC_LR_TINY = 1e-5, 1e-3  # faster than the agent
@@ -74,8 +73,10 @@ def whitened(A: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
 def state_values(critic: QNet, tree: TokenTree, ends: torch.Tensor) -> torch.Tensor:
     """V(s) (K,) of prompts in a token tree, at their last tokens (K,)."""
     places, row = ends.to(critic.backbone.device).unique(return_inverse=True)
+    where = torch.zeros(1, len(tree), dtype=torch.bool, device=places.device)
+    where[0, places] = True
     with mixed_precision(critic.backbone):
-        return critic(at=(0, places), **tree_inputs(critic.backbone, [tree]), use_cache=False).float()[row]
+        return critic(where, **tree_inputs(critic.backbone, [tree]), use_cache=False).float()[row]
 
 
 @torch.no_grad()
@@ -166,8 +167,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def load_critic(learner: Learner, args: argparse.Namespace) -> QNet:
     """A QNet on the cloned agent's backbone, which learns beside the agent."""
     backbone, chat, _ = trainable(args, AutoModel)
-    settle(args, {"critic_lr": CRITIC_LR_TINY if learner.model.num_parameters() < SMALL else CRITIC_LR})
-    critic = QNet(backbone, chat, plain=True).train()
+    fill_defaults(args, {"critic_lr": CRITIC_LR_TINY if learner.model.num_parameters() < SMALL else CRITIC_LR})
+    critic = QNet(backbone, chat).train()
     weights = [p for p in critic.parameters() if p.requires_grad]
     learner.optimizer.add_param_group({"params": weights, "peak": args.critic_lr})
     return critic
@@ -178,10 +179,10 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_arguments(args)
     learner = load(args, env, LR.get(args.env, LR_TINY))
     critic = load_critic(learner, args)
-    settle(args, {"labels": args.run / "q_labels-avg.jsonl"})
-    if read_meta(args.labels)["arguments"].get("target", "avg") != "avg":
+    args.labels = args.labels or args.run / "q_labels-avg.jsonl"
+    if meta_of(args.labels)["recipe"].get("target", "avg") != "avg":
         raise UserError(f"{args.labels}: not of `bellman.py --target avg`, whose q_raw the critic learns first")
-    if args.warm_up and not is_complete(args.labels):
+    if args.warm_up and not args.labels.exists():
         bellman.main([*handed_on(args), "--target", "avg", "--out", str(args.labels)])
 
     def iteration(last: dict) -> dict:
@@ -202,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
         own = {"explained": round(float(explained), 6), "played": last.get("played", 0) + spent}
         return line_of(last, groups, figures) | own
 
-    learn(learner, env, iteration, args, [args.labels], PASSES, env.task_ids("train"))
+    learn(learner, env, iteration, args, PASSES, env.task_ids("train"), labels=args.labels)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import envs
 import q_search
-from experiments.compare import Variant, both, parser
-from q_search import Method, episode
+from experiments.compare import Variant, parser, with_search
+from q_search import Method, Player, episode
+from qlass import results
 from qlass.batching import Score
-from qlass.chat import Chat
-from qlass.cli import run_stage
 from qlass.messages import State
-from qlass.results import Results, costs_of, describe
+from qlass.results import costs_of, describe
+from qlass.runs import run_stage
 from qlass.server import Server
 
 ASK = "\n\nThis attempt has failed. Write in a few sentences what to do otherwise in the next one, and nothing else."
@@ -31,58 +31,62 @@ class Reflect(NamedTuple):
     state: State  # of a trial that failed; its last message ends with ASK
 
 
-def retry(
-    stop: float, reflect: bool, env: envs.TextEnv, task_id: str, method: Method, chat: Chat, sampled: dict
-) -> Generator[Any, Any, dict]:
-    """As `q_search.play`: at most N trials, until one is worth `stop` by its reward or by QNet."""
-    trials, values, questions, plans = [], [], [], []
-    instruction = env.instruction
-    for number in range(method.N):
-        played = {} if plans else sampled
-        if (task_id, number) not in played:
-            played[task_id, number] = yield from episode(env, task_id, method, number, chat.rendering)
-        trials.append(played[task_id, number])
-        end = trials[-1][-1]
-        values.append((yield Score(end.state, (end.action,)))[0] if method.select == "q" else end.reward)
-        if values[-1] >= stop:
-            break
-        if reflect and number + 1 < method.N:
-            questions.append(end.state.then(end.action, end.observation + ASK))
-            plans.append((yield Reflect(questions[-1])))
-            env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
-    costs = costs_of(chat, trials, method.read_by_qnet)
-    outcome = describe(trials[values.index(max(values))], trials, costs)
-    outcome["tokens"]["prompt"] += sum(len(chat.message_tokens(question)[-1]) for question in questions)
-    outcome["tokens"]["generated"] += sum(len(chat.action(plan, "")) for plan in plans)
-    return outcome
+class Trials(Player):
+    """Plays best-of-N and, with the same trials, what stops early."""
+
+    def retry(
+        self, env: envs.TextEnv, task_id: str, method: Method, stop: float, reflect: bool
+    ) -> Generator[Any, Any, dict]:
+        """As `play`: at most N trials, until one is worth `stop` by its reward or by QNet."""
+        trials, values, questions, plans = [], [], [], []
+        instruction = env.instruction
+        for number in range(method.N):
+            played, key = {} if plans else self.episodes, (task_id, number, Method(""))  # best-of-N's key
+            if key not in played:
+                played[key] = yield from episode(env, task_id, method, number, self.chat.rendering)
+            trials.append(played[key])
+            end = trials[-1][-1]
+            values.append((yield Score(end.state, (end.action,)))[0] if method.select == "q" else end.reward)
+            if values[-1] >= stop:
+                break
+            if reflect and number + 1 < method.N:
+                questions.append(end.state.then(end.action, end.observation + ASK))
+                plans.append((yield Reflect(questions[-1])))
+                env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
+        costs = costs_of(self.chat, trials, method.read_by_qnet)
+        outcome = describe(trials[values.index(max(values))], trials, costs)
+        outcome["tokens"]["prompt"] += sum(len(self.chat.message_tokens(question)[-1]) for question in questions)
+        outcome["tokens"]["generated"] += sum(len(self.chat.action(plan, "")) for plan in plans)
+        return outcome
 
 
-def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Namespace]:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = parser("retry", __doc__, "; -N 4 by default")
-    flags.add_argument("--stop", nargs="+", default=["oracle"], help="oracle, or a value of QNet's (default: oracle)")
-    return both(flags, argv)
+    text = "oracle, or a value of QNet's (default: oracle)"
+    flags.add_argument("--stop", nargs="+", default=["oracle"], dest="until", help=text)
+    return with_search(flags, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    own, args = arguments(argv)
+    args = arguments(argv)
     env, tasks = q_search.environment(args)
     ask = Server(args.server).chat if args.server else None
     plan: dict[Method, float | None] = {}  # the value at which it stops, and best-of-N beside it
-    for N, stop in product(args.N or [4], own.stop):
+    for N, stop in product(args.N or [4], args.until):
         select, value = ("oracle", 1 - 1e-9) if stop == "oracle" else ("q", float(stop))
         plan[Variant("reflexion" if ask else "retry", N=N, select=select, player=f"stop={stop}")] = value
         plan[Method("best_of_n", N=N, select=select)] = None
-    chat, models = q_search.load(args, env, with_q=any(method.select == "q" for method in plan))
+    chat, models = q_search.load(args, env, with_q=any(method.needs_q for method in plan))
     models[Reflect] = lambda requests: [ask(request.state.messages).text for request in requests]
-    sampled: dict = {}
+    trials = Trials(chat)
 
     def play(env: envs.TextEnv, task_id: str, method: Method) -> Generator[Any, Any, dict]:
         stop = plan[method]
         if stop is None:
-            return q_search.play(env, task_id, method, chat, sampled)
-        return retry(stop, bool(ask), env, task_id, method, chat, sampled)
+            return trials.play(env, task_id, method)
+        return trials.retry(env, task_id, method, stop, bool(ask))
 
-    Results(args, env).play(tasks, plan, play, models)
+    results.play(args, env, tasks, list(plan), play, models)
 
 
 if __name__ == "__main__":

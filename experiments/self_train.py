@@ -17,32 +17,28 @@ RUN/sft started, not from RUN/sft, and is trained in the same way on more data.
 """
 
 import argparse
-import itertools
 import json
-import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import envs
 import sft
-from q_search import Method, by_q, episode
-from qlass import UserError, files, metadata
+from q_search import Method, episode
+from qlass import UserError, files, published, runs
+from qlass.agent import load_agent
 from qlass.batching import Sample, Score, drive
 from qlass.chat import Chat
-from qlass.cli import add_sampling, at_least, find_or_make, handed_on, parse, parser, run_stage
-from qlass.messages import State, without_thinking
+from qlass.flags import Parser, add_sampling, at_least
+from qlass.messages import without_thinking
 from qlass.models import settle_precision
-from qlass.output import Output, read_trees
-from qlass.policy import load_agent
-from qlass.published import read_trajectories, written
 from qlass.results import costs_of
 from train_qnet import load_qnet, states_of
 
 OTHER_LUCK = 1_000_000  # added to the seed: trees were grown on the same tasks, their branches are not sampled again
 FIELDS = ("depth", "done", "source", "messages")  # of a tree, that not every one has
-AGAIN = ("epochs", "batch", "patience", "lr", "max_tokens", "micro_tokens", "candidates", "optim", "observation_loss",
-         "lora", "lora_alpha", "precision", "load_in")  # flags of RUN/sft's training that are given again  # fmt: skip
+INPUTS = ("sft", "qnet", "trees")
+CHOSEN = ("epochs", "batch", "precision")  # what RUN/sft's training has chosen where no flag said it
 
 
 def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) -> Generator:
@@ -61,22 +57,23 @@ def trajectories(env: envs.TextEnv, task_id: str, method: Method, chat: Chat) ->
     return lines
 
 
-def rollouts(
-    env: envs.TextEnv, tasks: list[str], method: Method, agent: Callable[[], tuple[Chat, dict]], out: Output, width: int
-) -> list[dict]:
-    """Trajectories of the tasks, those of a stopped run included. `agent` loads what answers requests, if need be."""
-    finished = {line["task_id"] for line in out.records}
-    todo = [task for task in tasks if task not in finished]
-    if todo:
-        chat, answers = agent()
+def rollouts(env: envs.TextEnv, tasks: list[str], method: Method, args: argparse.Namespace) -> list[dict]:
+    """Trajectories of the tasks, those of a stopped run included."""
+    settle_precision(args)
+    path, later = args.run / f"self_train-{args.name}.rollouts.jsonl", ["threshold", "limit"]
+    settings = argparse.Namespace(**vars(args) | {"free": [*args.free, *later]})
+    out = runs.Output(path, settings, itemgetter("task_id"), sft=args.sft, qnet=args.qnet)
+    if todo := out.missing(tasks):
+        agent = load_agent(argparse.Namespace(**vars(args) | {"seed": args.seed + OTHER_LUCK}), env)
+        models = {Sample: agent.sample} | ({Score: load_qnet(args.qnet, args).score} if args.qnet else {})
 
         def line_of(task: str) -> Generator:
-            lines = yield from trajectories(env.fork(), task, method, chat)
+            lines = yield from trajectories(env.fork(), task, method, agent.chat)
             return [{"task_id": task, "trajectories": lines}]
 
-        played = drive(map(line_of, todo), answers, width)
+        played = drive(map(line_of, todo), models, args.in_flight or env.side_by_side)
         out.grow(played, str(method), len(tasks), len(tasks) - len(todo))
-    out.finish()
+    out.finish(tasks)
     by_task = {line["task_id"]: line["trajectories"] for line in out.records}
     return [line for task in tasks for line in by_task[task]]
 
@@ -106,30 +103,34 @@ def kept(lines: Iterable[dict], threshold: float, expert: Iterable[dict]) -> lis
 
 
 def replies(line: dict) -> list[str]:
-    return written(State.load(line["messages"], "").messages)
+    return [turn["content"] for turn in line["messages"] if turn["role"] == "assistant"]
 
 
-def demonstrations(checkpoint: Path, env: str) -> list[dict]:
-    """What a checkpoint was cloned from, as lines of expert.jsonl, each with what tells its task."""
-    path, most = metadata.cloned_from(checkpoint)
+def demonstrations(checkpoint: Path, env: envs.TextEnv) -> list[dict]:
+    """What a checkpoint was cloned from, as lines of expert.jsonl."""
+    path, most = published.cloned_from(checkpoint)
     if path is None:
         raise UserError(f"{checkpoint}: the demonstrations that it was cloned from are gone")
     lines = []
-    for state, record in itertools.islice(read_trajectories(path), most):
-        task = {key: record[key] for key in ("task_id",) if key in record}  # first, as there
-        fields = {"env": env, "task": state.task, "messages": state.dump(), "reward": record.get("reward")}
-        lines.append(task | fields | {key: record[key] for key in ("id", "game_file", "source") if key in record})
+    for shown in published.read(path, env, most):
+        line = {"env": env.name, "task": shown.state.task, "messages": shown.state.dump(), "reward": shown.reward}
+        line = line if shown.task_id is None else {"task_id": shown.task_id} | line
+        lines.append(line if shown.source == "expert" else line | {"source": shown.source})
     return lines
 
 
-def training_flags(record: dict[str, Any]) -> list[str]:
-    """The flags that RUN/sft was trained with, and the epochs and batch that the tiny model chose then."""
-    flags = [f"--{name.replace('_', '-')}={record[name]}" for name in AGAIN if record.get(name) is not None]
-    return flags + ["--gradient-checkpointing"] * bool(record.get("gradient_checkpointing"))
+def clone_again(args: argparse.Namespace, expert: Path, n: int) -> None:
+    """Train RUN/sft-NAME on the first n trajectories of a file, by the command that made --sft."""
+    meta, out = runs.meta_of(args.sft), args.run / f"sft-{args.name}"
+    same = [flag for flag in meta["argv"] if flag != "--overwrite"] + runs.handed_on(args)  # the last one counts
+    for name in CHOSEN:
+        same += [f"--{name}", str(meta["recipe"][name])]
+    other = ["--expert", str(expert), "--n-expert", str(n), "--out", str(out)]
+    sft.main([*same, *other, *["--overwrite"] * args.overwrite])
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = parser(__doc__, epilog="Sec. 5.2: M = 3, N = 1.")
+    flags = Parser(__doc__, epilog="Sec. 5.2: M = 3, N = 1.")
     add = flags.add_argument
     add("--method", choices=["rft", "qlass", "tree"], default="qlass", help="default: %(default)s")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: the method)")
@@ -142,10 +143,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--qnet", type=Path, help="default: RUN/qnet, made if missing")
     add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
     text = "only write the trajectories: for sft.py --expert FILE --out RUN/sft-NAME, as by torchrun"
-    add("--no-train", action="store_true", help=text)
-    add("--device")
+    flags.free("--no-train", action="store_true", help=text)
     add_sampling(flags)
-    args = parse(flags, argv)
+    args = runs.parse(flags, argv)
     rft = args.method == "rft"
     if rft and (args.M or 1) > 1:
         raise UserError(f"-M {args.M}: rft has no QNet to choose among candidates; give -N, trajectories a task")
@@ -157,50 +157,37 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
-    started = time.time()
     env = envs.from_arguments(args)
-    args.sft = find_or_make(args.sft, args.run / "sft", "sft", args)
-    record = metadata.read_meta(args.sft)["arguments"]
-    if "model" not in record:
+    args.sft = runs.need(args.sft, args.run / "sft", "sft", args)
+    if "model" not in runs.meta_of(args.sft)["recipe"]:
         raise UserError(f"{args.sft}: its metadata do not say how sft.py made it; name an --sft that sft.py made")
-    expert = demonstrations(args.sft, env.name)
-
-    def agent() -> tuple[Chat, dict]:
-        policy = load_agent(argparse.Namespace(**vars(args) | {"seed": args.seed + OTHER_LUCK}), env)
-        return policy.chat, {Sample: policy.sample} | ({Score: load_qnet(args.qnet, args).score} if args.qnet else {})
-
+    expert = demonstrations(args.sft, env)
     if args.method == "tree":
-        args.trees, args.qnet = find_or_make(args.trees, args.run / "trees.jsonl", "build_trees", args), None
-        lines = list(filter(None, map(best_branch, read_trees(args.trees, FIELDS))))
+        args.trees, args.qnet = runs.need(args.trees, args.run / "trees.jsonl", "build_trees", args), None
+        lines = list(filter(None, map(best_branch, runs.read_trees(args.trees, FIELDS))))
     else:
-        args.qnet = find_or_make(args.qnet, args.run / "qnet", "train_qnet", args) if args.method == "qlass" else None
+        args.trees, guided = None, args.method == "qlass"
+        args.qnet = runs.need(args.qnet, args.run / "qnet", "train_qnet", args) if guided else None
         tasks = env.task_ids("train")[::-1][: args.limit or None]  # those of the trees (build_trees.py)
-        path = args.run / f"self_train-{args.name}.rollouts.jsonl"
-        free = ["threshold", "no_train", "plain"]
-        settle_precision(args)
-        settings = vars(args) | {"out": path}
-        out = Output(path, settings, [args.sft, args.qnet], free)
-        method = Method("qlass", by_q, args.M, args.N) if args.qnet else Method("sample", N=args.N)
-        lines = rollouts(env, tasks, method, agent, out, args.in_flight or env.side_by_side)
+        method = Method("qlass", "q", args.M, args.N) if guided else Method("sample", N=args.N)
+        lines = rollouts(env, tasks, method, args)
     new = kept(lines, args.threshold, expert)
     if not new:
         best = max((line["reward"] for line in lines), default=0.0)
         reason = f"none of {len(lines)} trajectories is new and reaches --threshold {args.threshold}"
         raise UserError(f"{reason} (highest reward {best:.3f}): lower it, or play more (--limit 0, -N)")
-    merged, out = args.run / f"self_train-{args.name}.jsonl", args.run / f"sft-{args.name}"
-    files.write_jsonl(merged, expert + new)
+    merged, inputs = args.run / f"self_train-{args.name}.jsonl", {name: getattr(args, name) for name in INPUTS}
+    recipe = runs.claim(merged, args, inputs)
     mean = sum(line["reward"] for line in lines) / max(1, len(lines))
     figures = {"demonstrations": len(expert), "trajectories": len(lines), "kept": len(new), "mean_reward": mean}
     figures["tokens"] = sum(sum(line.get("tokens", {}).values()) for line in lines)  # a tree's are in its own metadata
-    metadata.write_meta(merged, vars(args), [args.sft, args.qnet, args.trees], **figures, seconds=time.time() - started)
+    runs.write_meta(merged, args, recipe, inputs, **figures)
+    files.write_jsonl(merged, expert + new)
     kept_of = f"{len(new)} of {len(lines)} trajectories kept (mean reward {mean:.3f})"
     print(f"{merged}: {kept_of} beside {len(expert)} demonstrations")
-    if args.no_train:
-        return
-    flags = training_flags(record) + ["--device", args.device] * bool(args.device) + ["--overwrite"] * args.overwrite
-    flags += ["--model", record["model"], "--expert", str(merged), "--n-expert", str(len(expert) + len(new))]
-    sft.main([*handed_on(args), *flags, "--out", str(out)])
+    if not args.no_train:
+        clone_again(args, merged, len(expert) + len(new))
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    runs.run_stage(main)

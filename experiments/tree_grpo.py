@@ -33,9 +33,10 @@ from experiments.learning import Learner, batch_of, learn, learner_parser, load
 from qlass import UserError
 from qlass.batching import Sample, ask
 from qlass.chat import Rendering
-from qlass.cli import at_least, parse, run_stage
+from qlass.fast.decode import FastPolicy
+from qlass.flags import Parser, at_least
 from qlass.messages import State, parse_action, uniforms
-from qlass.policy import Policy
+from qlass.runs import parse, run_stage
 
 LR = {"alfworld": 1e-4}  # of the tiny model, others LR_TINY; the learning rate decides everything
 LR_TINY = 3e-4
@@ -211,7 +212,7 @@ def play(learner: Learner, env: envs.TextEnv, last: dict, args: argparse.Namespa
     tasks = batch_of(env.task_ids("train"), args.seed, last["batch"], args.batch_tasks)
     key = ("grpo", args.seed, last["batch"] + 1)
     growing = (forest(env.fork(), task, *shape, chat.rendering, (*key, i)) for i, task in enumerate(tasks))
-    policy = Policy(learner.model, chat, args.seed)  # a new one: the last one remembers the weights before
+    policy = FastPolicy(learner.model, chat, args.seed)  # a new one: the last one remembers the weights before
     return list(drive_in_order(growing, {Sample: policy.sample}, env.side_by_side))
 
 
@@ -230,7 +231,7 @@ def line_of(last: dict, groups: list[Group], figures: Sequence[torch.Tensor]) ->
     }
 
 
-def add_update(parser: argparse.ArgumentParser) -> None:
+def add_update(parser: Parser) -> None:
     """The flags of a batch and of `policy_loss`."""
     add = parser.add_argument
     add("--batch-tasks", type=at_least(1), default=32, metavar="N", help="tasks a batch (%(default)s; released: 512)")
@@ -271,7 +272,7 @@ def main(argv: list[str] | None = None) -> None:
         numbered = enumerate(minibatches, last["updates"] + 1)
         return line_of(last, groups, [update(learner, b, args.kl, args.entropy, number) for number, b in numbered])
 
-    learn(learner, env, iteration, args, [], PASSES, env.task_ids("train"))
+    learn(learner, env, iteration, args, PASSES, env.task_ids("train"))
 
 
 if __name__ == "__main__":

@@ -27,14 +27,14 @@ import numpy as np
 
 import envs
 import q_search
-from experiments.compare import Variant, both, parser
-from q_search import Method, Step, distinct
+from experiments.compare import Variant, parser, with_search
+from q_search import Method, distinct
+from qlass import results, runs
 from qlass.batching import Candidate, Sample, Score, ask
 from qlass.chat import Chat, Rendering
-from qlass.cli import at_least, run_stage
+from qlass.flags import at_least
 from qlass.messages import State, parse_action, uniforms
-from qlass.metadata import input_of, read_meta
-from qlass.results import Results, costs_of, describe
+from qlass.results import Step, costs_of, describe
 
 
 @dataclasses.dataclass(eq=False)
@@ -247,7 +247,7 @@ def planned(names: Sequence[str], grid: dict[str, list], Ms: list[int], Ns: list
     return plan
 
 
-def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Namespace]:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = parser("tree_search", __doc__, "; -N is that of particles (4)")
     add = flags.add_argument
     add("--method", nargs="+", required=True, choices=NAMES, metavar="NAME", help=", ".join(NAMES))
@@ -256,22 +256,22 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Name
     add("--tau", nargs="+", type=at_least(1e-6, float), default=[0.1], help="temperature of resampling (0.1)")
     add("-c", nargs="+", type=at_least(0, float), default=[1.0], help="weight of the prior, of mcts (1)")
     add("--gamma", nargs="+", type=at_least(0, float, 1), help="default: that of the QNet's labels, or .9")
-    return both(flags, argv)
+    return with_search(flags, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    own, args = arguments(argv)
+    args = arguments(argv)
     env, tasks = q_search.environment(args)
-    labels = input_of(args.qnet or args.run / "qnet", "labels") or args.run
-    grid = vars(own) | {"gamma": own.gamma or [read_meta(labels)["arguments"].get("gamma", 0.9)]}
-    plan = planned(own.method, grid, args.M, args.N or [4])
     chat, models = q_search.load(args, env, with_q=True)
+    labels = runs.input_of(args.qnet, "labels")
+    gamma = runs.meta_of(labels)["recipe"].get("gamma", 0.9) if labels else 0.9
+    plan = planned(args.method, vars(args) | {"gamma": args.gamma or [gamma]}, args.M, args.N or [4])
 
     def search(env: envs.TextEnv, task_id: str, method: Variant) -> Generator[Any, Any, dict]:
         return play(plan[method], env, task_id, method, chat)
 
-    Results(args, env).play(tasks, plan, search, models)
+    results.play(args, env, tasks, list(plan), search, models)
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    runs.run_stage(main)

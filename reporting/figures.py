@@ -10,7 +10,7 @@ import io
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,10 @@ STYLE = {
 }
 
 
-def draw(groups: Sequence[Group], out: Path) -> dict[str, dict[str, str]]:
+def draw(groups: Sequence[Group], out: Path, plots: Iterable[Callable]) -> dict[str, dict[str, str]]:
     """{figure: {environment: SVG}} of each figure that has something to show, and as PNG beside the page."""
-    from experiments.frontier import frontier  # which compares learners, and draws with what is here
-
     pictures: dict[str, dict[str, str]] = {}
-    for plot in (tokens, labels, frontier):
+    for plot in plots:
         pictures[plot.__name__] = {}
         for env in dict.fromkeys(group.condition.env for group in groups):
             figure = plot([group for group in groups if group.condition.env == env])

@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 
 from qlass.messages import parse_action
-from qlass.output import read_trees
+from qlass.runs import read_trees
 from reporting import tables
 from reporting.results import Group
 

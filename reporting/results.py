@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +13,9 @@ from typing import Any
 
 import pandas as pd
 
-from qlass import UserError, files, metadata
-from qlass.output import read_results as lines_of
+from qlass import UserError
+from qlass.files import records_of, warn
+from qlass.runs import input_of, meta_of, parts_of
 from reporting.stats import Estimate, interval
 
 METHODS = {  # in the order of the table
@@ -39,6 +38,8 @@ METHODS = {  # in the order of the table
     "particles": "particles by QNet",
 }
 APART = 'name the runs apart: python report.py "first=PATH" "second=PATH"'
+RESULT = ("task_id", "env", "method", "reward", "tokens")  # fields that a line must have
+UNTRAINED = ("oracle", "expert", "rule", "chat")  # methods that no training of ours changes
 COSTS = ("prompt", "generated", "scored")
 CONDITION = ["env", "method", "M", "N", "select", "label", "player"]
 
@@ -102,7 +103,7 @@ class Group:
 
     @cached_property
     def reward(self) -> Estimate:
-        return interval(self.values("reward"), self.blocks)
+        return interval(self.values("reward"), self.blocks, bounds=(0.0, 1.0))
 
     def mean(self, name: str) -> float:
         return float(self.row.groupby("task", dropna=False)[name].mean().mean())
@@ -115,11 +116,27 @@ def result_files(arguments: Iterable[str]) -> Iterator[tuple[str, Path]]:
         if not path.exists() and "=" in argument:
             label, _, rest = argument.partition("=")
             path = Path(rest)
-        names = {re.sub(r"\.\d+-of-\d+(?=\.jsonl$)", "", file.name) for file in path.glob("results*.jsonl")}
-        paths = [path / name for name in sorted(names)] if path.is_dir() else [path]  # parts make one file
-        if not paths or not any(map(files.files_of, paths)):
+        there = [*path.glob("results*.jsonl"), *path.glob("results*.jsonl.parts")]
+        names = sorted({file.name.removesuffix(".parts") for file in there})
+        paths = [path / name for name in names] if path.is_dir() else [path]
+        if not any(place.exists() for file in paths for place in (file, parts_of(file))):
             raise UserError(f"{path}: no results*.jsonl; python q_search.py --run FOLDER writes one")
         yield from ((label, file) for file in paths)
+
+
+def lines_of(path: Path) -> Iterator[tuple[str, dict]]:
+    """("FILE:LINE", result). UserError for a file that is not complete, and for what is no result."""
+    if not path.exists() and parts_of(path).exists():
+        raise UserError(f"{path}: is not complete: the command that began it (again) completes it")
+    for where, record in records_of(path):
+        if missing := [name for name in RESULT if name not in record]:
+            raise UserError(f"{where}: no {missing[0]}; is this a results.jsonl?")
+        reward, tokens = record["reward"], record["tokens"]
+        if not isinstance(reward, int | float) or not 0 <= reward <= 1:
+            raise UserError(f"{where}: reward can't be {reward!r:.40}: a number within 0 and 1 is expected")
+        if not isinstance(tokens, dict) or not all(isinstance(n, int | float) for n in tokens.values()):
+            raise UserError(f"{where}: tokens can't be {tokens!r:.40}: numbers by what they count are expected")
+        yield where, record
 
 
 def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None = None) -> list[Group]:
@@ -128,18 +145,16 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     UserError names malformed lines, two results of one method, task and seed that differ, and files not to be pooled.
     warnings: a list that gets what is printed as well.
     """
-    sources, rows = list(sources), []
+    rows: list[dict] = []
     warnings = [] if warnings is None else warnings
-    data = {path: data_of(path) for _, path in sources}
     for label, path in sources:
-        if not metadata.is_complete(path):
-            warnings.append(f"{path}: incomplete; short episodes end first, so its means are biased to them")
-        base = metadata.read_meta(path).get("cloned") is False
+        meta = meta_of(path)
         for where, record in lines_of(path):
-            own = base and record["method"] not in ("oracle", "expert", "rule", "chat")
+            own = meta.get("cloned") is False and record["method"] not in UNTRAINED
             name = ", ".join(filter(None, (label, "base agent" if own else "")))
-            rows.append(episode(record, name, path, where))
-            rows[-1]["data"] = data[path]
+            rows.append(episode(record, name, path, where) | {"data": data_of(meta["recipe"])})
+        if parts_of(path).exists():
+            warnings.append(f"{path}: is being extended; what is new is read when that is complete")
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")
     warnings += tell_data_apart(rows)
@@ -157,10 +172,9 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
         conditions = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}
         groups.append(Group(Condition(**conditions), episodes))
     groups.sort(key=lambda group: group.condition.order())
-    warnings += check_pools(groups)
-    check_worlds(groups)
+    warnings += dict.fromkeys([*check_rows(groups), *tell_sizes(groups)])
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        warn(warning)
     return groups
 
 
@@ -189,20 +203,14 @@ def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------------- what one row may be made from
 
-INPUTS = ("sft", "qnet", "labels", "trees", "expert")  # arguments that name what an earlier stage wrote
-# Arguments that may differ between the seeds of a pipeline: names, places, speed; of results, what each line says.
-ANY = {*metadata.FREE, *INPUTS, "seed"}
-OF_A_LINE = {"method", "M", "N", "select", "split", "limit", "label", "scorer"}
+WORLD = ("env", "env_option", "max_steps")  # flags that all rows under one label share
+COUNTS = ("trees", "budget")  # figures that seeds share too: of flags that may change while an output grows
 
 
-WORLD = ("env", "env_option", "max_steps")  # arguments that all rows under one label share
-
-
-def data_of(output: Path) -> str:
+def data_of(recipe: dict[str, Any]) -> str:
     """What results were played on, by content: the files that options name, but for the instruction; "": not known."""
-    held = metadata.read_meta(output)["arguments"].get("env_files")
-    data = {name: content for name, content in (held or {}).items() if name != "instruction"}
-    return "" if held is None else json.dumps(data, sort_keys=True)
+    data = {name: content for name, content in (recipe.get("env_files") or {}).items() if name != "instruction"}
+    return json.dumps(data, sort_keys=True) if recipe else ""
 
 
 def tell_data_apart(rows: list[dict]) -> Iterator[str]:
@@ -221,56 +229,58 @@ def tell_data_apart(rows: list[dict]) -> Iterator[str]:
             yield f"{env}: results on {len(several)} sets of data, which are not compared"
 
 
-def check_worlds(groups: Sequence[Group]) -> None:
-    """UserError names two files under one label whose environments differ, so that no two rows can be compared."""
-    first: dict[tuple, tuple[Path, dict]] = {}
-    for group in groups:
-        for path in dict.fromkeys(group.episodes["file"]):
-            arguments = metadata.read_meta(path)["arguments"]
-            key = group.condition.env, group.condition.label
-            other, theirs = first.setdefault(key, (path, arguments)) if arguments else (path, {})
-            for name in WORLD:
-                if name in theirs and arguments.get(name) != theirs[name]:
-                    values = f"{name.replace('_', '-')} ({theirs[name]}, {arguments.get(name)})"
-                    raise UserError(f"{other} and {path}: {key[0]} with different --{values}: {APART}")
+def tell_sizes(groups: Sequence[Group]) -> Iterator[str]:
+    """Rows of a table that are over different numbers of tasks."""
+    for env in dict.fromkeys(group.condition.env for group in groups):
+        sizes = sorted({group.reward.n for group in groups if group.condition.env == env})
+        if len(sizes) > 1:
+            several = f"rows over {sizes[0]} tasks and over {sizes[-1]}"
+            yield f"{env}: {several}: their means may differ by the tasks alone, the paired differences do not"
 
 
-def check_pools(groups: Iterable[Group]) -> list[str]:
-    """UserError names two files in one row whose metadata tell of agents, QNets or environments that differ in more
-    than their seed. Returns warnings of what cannot be told."""
-    warnings: list[str] = []
+def check_rows(groups: Sequence[Group]) -> Iterator[str]:
+    """UserError names two files in one row whose agents, QNets or environments differ in more than their seed, or under
+    one label whose environments do. Yields what cannot be told."""
+    first: dict[tuple, Path] = {}  # file under a label
     for group in groups:
-        name, used = group.condition.name, inputs_of(group.condition)
-        seeds = group.episodes.groupby("file", dropna=False)["seed"].agg(set)
+        name, used = group.condition.name, models_of(group.condition)
+        seeds = group.episodes.groupby("file")["seed"].agg(set)
+        for path in seeds.index:
+            other = first.setdefault((group.condition.env, group.condition.label), path)
+            check_same([other, path], [of_world(other), of_world(path)], group.condition.env)
         for (a, of_a), (b, of_b) in combinations(seeds.items(), 2):
             for path in (a, b):
-                if not metadata.read_meta(path)["arguments"]:
-                    warnings.append(f"{path}: no metadata beside it, so its agent and QNet may be other ones")
-            ours, theirs = recipe(a, used), recipe(b, used)
-            models = [input_hashes(path, used) for path in (a, b)]
+                if not meta_of(path)["recipe"]:
+                    yield f"{path}: no metadata beside it, so its agent and QNet may be other ones"
+            flags = [lineage(path, used) for path in (a, b)]
+            models = [{f"--{n} of one seed": meta_of(path)["recipe"].get(n) for n in used} for path in (a, b)]
             if of_a & of_b:
-                ours, theirs = ours | models[0], theirs | models[1]
-            elif used and models[0] == models[1] and len(models[0]) == len(used):
-                warnings.append(f"{a} and {b}: {name} is of one model under two --seed, so not of two trainings")
-            for flag in ours:
-                if flag in theirs and ours[flag] != theirs[flag]:
-                    mistake = f"{name} with different {flag} ({ours[flag]}, {theirs[flag]}), which is not one row"
-                    raise UserError(f"{a} and {b}: {mistake}: {APART}")
-    return list(dict.fromkeys(warnings))
+                flags = [ours | contents for ours, contents in zip(flags, models, strict=True)]
+            elif models[0] == models[1] and all(models[0].values()) and used:
+                yield f"{a} and {b}: {name} is of one model under two --seed, so not of two trainings"
+            check_same([a, b], flags, name)
 
 
-def inputs_of(condition: Condition) -> tuple[str, ...]:
+def check_same(paths: Sequence[Path], flags: Sequence[dict[str, Any]], subject: str) -> None:
+    """UserError for flags of two files that differ, of those that both have."""
+    ours, theirs = flags
+    for flag in ours:
+        if flag in theirs and ours[flag] != theirs[flag]:
+            mistake = f"{subject} with different {flag} ({ours[flag]}, {theirs[flag]}), which is not one row"
+            raise UserError(f"{paths[0]} and {paths[1]}: {mistake}: {APART}")
+
+
+def of_world(output: Path) -> dict[str, Any]:
+    recipe = meta_of(output)["recipe"]
+    return {f"--{name.replace('_', '-')}": recipe.get(name) for name in WORLD if recipe}
+
+
+def models_of(condition: Condition) -> tuple[str, ...]:
     """Whose results they are: of nobody's training (environment's players, chat model), of the agent, of QNet too."""
-    if condition.method in ("rule", "expert", "oracle", "chat"):
+    if condition.method in UNTRAINED:
         return ()
     scored = condition.method in ("qlass", "oracle_lookahead") or condition.select == "q"
     return ("sft", "qnet") if scored else ("sft",)
-
-
-def input_hashes(output: Path, used: Iterable[str]) -> dict[str, str]:
-    meta = metadata.read_meta(output)
-    hashes = {name: meta["inputs"].get(str(meta["arguments"].get(name))) for name in used}
-    return {f"--{name} of one seed": digest for name, digest in hashes.items() if digest}
 
 
 def ancestors(output: Path, names: Iterable[str]) -> dict[Path, str]:
@@ -278,22 +288,21 @@ def ancestors(output: Path, names: Iterable[str]) -> dict[Path, str]:
     places: dict[Path, str] = {}
     queue = [(output, name, "") for name in names]
     for product, name, of in queue:  # grows as it is read
-        path = metadata.input_of(product, name)
+        path = input_of(product, name)
         if path and path not in places:
             places[path] = f" of {name}{of}"
-            queue += [(path, earlier, places[path]) for earlier in INPUTS]
+            queue += [(path, earlier, places[path]) for earlier in meta_of(path)["inputs"]]
     return places
 
 
-def recipe(output: Path, used: Iterable[str]) -> dict[str, Any]:
-    """{"--epochs of sft": 12}: the arguments that results and all that they were made from were made with."""
+def lineage(output: Path, used: Iterable[str]) -> dict[str, Any]:
+    """{"--epochs of sft": 12}: the flags that results and all that they were made from were made with."""
     flags: dict[str, Any] = {}
     for path, of in {output: "", **ancestors(output, used)}.items():
-        meta = metadata.read_meta(path)
-        skipped = ANY if of else ANY | OF_A_LINE
-        arguments = {name: value for name, value in meta["arguments"].items() if name not in skipped}
-        arguments = {n: value for n, value in arguments.items() if value is not None or n not in metadata.FOUND}
-        flags |= {f"--{name.replace('_', '-')}{of}": value for name, value in arguments.items()}
+        meta = meta_of(path)
+        told = meta["recipe"] | {name: meta[name] for name in COUNTS if name in meta}
+        skipped = {"seed", "label", *meta["inputs"], *(() if told.get("env_files") else ("env_files",))}
+        flags |= {f"--{name.replace('_', '-')}{of}": told[name] for name in told if name not in skipped}
         if "kept" in meta:  # an agent's own trajectories: their number is a result
             flags.pop("--n-expert" + of.removeprefix(" of expert"), None)
     return flags

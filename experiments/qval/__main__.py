@@ -29,16 +29,15 @@ from experiments.qval import downstream, metrics, report, search
 from experiments.qval.judges import Judge, full_name
 from experiments.qval.points import Point, distinct, drawn, label, references, trajectory
 from experiments.qval.scorers import Call, Context, Decision, Entry, answer, available, entry, inputs
-from qlass import UserError, files
+from qlass import UserError, files, runs
+from qlass.agent import begin_as_cloned
 from qlass.batching import Sample
 from qlass.chat import Rendering
-from qlass.cli import add_sampling, at_least, find_or_make, parse, parser, run_stage
-from qlass.metadata import changed_inputs, read_meta, same_arguments, write_meta
-from qlass.policy import begin_as_cloned
+from qlass.flags import Parser, add_sampling, at_least
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    flags = parser(__doc__)
+    flags = Parser(__doc__)
     add = flags.add_argument
     add("--points", type=at_least(1), default=200, metavar="N", help="states (default: %(default)s)")
     add("--split", default="test", help="tasks that they are from (default: %(default)s)")
@@ -56,9 +55,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--results", type=Path, metavar="FILE", help="of `search`: rewards to predict")
     add("--sft", type=Path, help="the agent (default: RUN/sft, made if missing)")
     add("--out", type=Path, metavar="DIR", help="default: RUN/qval")
-    add("--device")
     add_sampling(flags)
-    args = parse(flags, argv, search=True)
+    args = runs.parse(flags, argv, search=True)
     args.out = args.out or args.run / "qval"
     there = references(args.env)
     args.references = args.references or [name for name in there if name != "policy"] or ["policy"]
@@ -81,14 +79,13 @@ class Run:
         answers = {Sample: lambda requests: self.context.agent().sample(requests), Call: answer}
         return iter(tqdm(drive_in_order(generators, answers, self.env.side_by_side), what, n))
 
-    def kept(self, path: Path, lines: Iterable[dict], inputs: list[Path | None], flags: list[str]) -> list[dict]:
-        """The lines of a file, written first if it is not there. inputs, flags: what it depends on."""
-        if path.exists():
-            names = {"env", "env_option", "seed", *flags}
-            same_arguments(path, vars(self.args), vars(self.args).keys() - names)
-        else:
+    def kept(self, name: str, lines: Iterable[dict], flags: Iterable[str], **inputs: Path | None) -> list[dict]:
+        """The lines of a file, made first if it is not there. flags, inputs: what it depends on."""
+        path, settings = self.args.out / name, runs.only(self.args, *runs.SHARED, *flags)
+        recipe = runs.claim(path, settings, inputs)
+        if not path.exists():
+            runs.write_meta(path, settings, recipe, inputs)
             files.write_jsonl(path, lines)
-            write_meta(path, vars(self.args), inputs)
         return list(files.read_jsonl(path))
 
     def points(self) -> list[Point]:
@@ -99,7 +96,7 @@ class Run:
         points = distinct(self.driven(walks, "trajectories", args.trajectories * len(tasks)))
         lines = map(vars, itertools.islice(points, args.points))
         flags = ["points", "split", "trajectories", "actor", "epsilon", "candidates"]
-        records = self.kept(args.out / "points.jsonl", lines, [args.sft], flags + ["sft"] * (args.actor == "agent"))
+        records = self.kept("points.jsonl", lines, flags, **{"sft": args.sft} if args.actor == "agent" else {})
         if not records:
             raise UserError(f"{args.env}: no trajectory of --split {args.split} is longer than three turns")
         return list(map(Point.load, records))
@@ -116,23 +113,25 @@ class Run:
             rows = [list(itertools.islice(returns, K)) for _ in point.candidates]
             return {"task_id": point.task_id, "hash": point.hash, "returns": rows}
 
-        inputs = [args.out / "points.jsonl", args.sft]
-        flags = ["gamma"] + ["K"] * repeated + ["sft"] * (reference == "policy")
-        records = self.kept(args.out / f"labels-{reference}.jsonl", map(line, points), inputs, flags)
+        inputs = {"points": args.out / "points.jsonl"} | ({"sft": args.sft} if reference == "policy" else {})
+        flags = ["gamma"] + ["K"] * repeated
+        records = self.kept(f"labels-{reference}.jsonl", map(line, points), flags, **inputs)
         return [row for record in records for row in record["returns"]]
 
     def values(self, name: str, chosen: Entry, points: list[Point]) -> list[list[float | None]]:
         """predictions/NAME.json, in QVAL's layout: what a score gives to the actions taken and, as metadata, to all."""
         path = self.args.out / "predictions" / f"{name}.json"
-        if not path.exists() or not read_meta(path)["inputs"] or changed_inputs(path):
+        if not path.exists() or any(runs.outdated(path)):
             lines = (predict(self.env.fork(), point, chosen, self.context) for point in points)
             values = list(self.driven(lines, name, len(points)))
             taken = [candidates[point.taken] for candidates, point in zip(values, points, strict=True)]
             metadata = {"ranking_point_hashes": [point.hash for point in points], "candidate_values": values}
             record = {"method_name": name, "method_type": "eval", "values": taken, "config": {}, "metadata": metadata}
+            sources = {"points": self.args.out / "points.jsonl", **inputs(chosen, self.context)}
+            recipe = runs.claim(path, argparse.Namespace(**vars(self.args) | {"overwrite": True}), sources)
             with files.replacing(path) as out:
                 json.dump(record, out, indent=1)
-            write_meta(path, vars(self.args), [self.args.out / "points.jsonl", *inputs(chosen, self.context)])
+            runs.write_meta(path, self.args, recipe, sources)
         return files.read_object(path)["metadata"]["candidate_values"]
 
 
@@ -151,17 +150,15 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env = envs.from_arguments(args)
     if args.actor == "agent" or "policy" in args.references:
-        args.sft = find_or_make(args.sft, args.run / "sft", "sft", args)
+        args.sft = runs.need(args.sft, args.run / "sft", "sft", args)
     context = Context(args, Judge(args.judge) if args.judge else None)
     chosen = {full_name(name, context.judge): entry(name, context) for name in args.scorers or available(context)}
     rendering = context.agent().chat.rendering if args.sft else Rendering()
     begin_as_cloned(env, rendering, args)
-    if args.overwrite and env.task_ids(args.split):  # a wrong split is told before anything is lost
-        for pattern in ("points.*", "labels-*", "predictions/*"):
-            for path in args.out.glob(pattern):
-                path.unlink()
     run = Run(args, env, context, rendering)
     study = report.Study(run.points(), args.against)
+    if args.overwrite:
+        files.discard(args.out / "predictions")
     for reference in args.references:
         study.returns[reference] = pd.DataFrame(run.returns(reference, study.points), study.index)
     for name, score in chosen.items():
@@ -169,8 +166,7 @@ def main(argv: list[str] | None = None) -> None:
         study.scores[name] = metrics.series(run.values(name, score, study.points), study.index)
     title = " ".join([args.env, *args.env_option, f"({args.split}, {args.actor}, epsilon {args.epsilon})"])
     print(report.write(study, args.out, title, downstream.rewards(args.results, env.name) if args.results else {}))
-    write_meta(args.out / "report.md", vars(args), [args.sft])
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    runs.run_stage(main)

@@ -9,7 +9,6 @@ mean of the environments' own, since neither rewards nor alignments compare betw
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,10 +18,9 @@ from scipy.stats import rankdata
 
 from experiments.qval.metrics import RHO, markdown
 from qlass import UserError
-from qlass.cli import run_stage
-from qlass.files import replacing
-from qlass.metadata import changed_inputs
-from qlass.output import read_results
+from qlass.files import replacing, warn
+from qlass.runs import outdated, run_stage
+from reporting.results import lines_of
 from reporting.stats import Estimate
 
 PREDICT = [RHO, "failures last", "top-1", "gain", "centred", "global", "actor"]  # figures that may predict the reward
@@ -40,9 +38,9 @@ class Played:
 
 def rewards(path: Path, env: str) -> dict[str, dict[str, float]]:
     """{scorer: {task: reward}} of the lines of `experiments.qval search` in a results file of this environment."""
-    for source in changed_inputs(path):
-        print(f"warning: {path} was made from another {source} than there is now", file=sys.stderr)
-    lines = pd.DataFrame.from_records([record for _, record in read_results(path) if record["method"] == "scorer"])
+    for product, source in outdated(path):
+        warn(f"{product} was made from another {source} than there is now")
+    lines = pd.DataFrame.from_records([record for _, record in lines_of(path) if record["method"] == "scorer"])
     if lines.empty:
         raise UserError(f"{path}: nothing of experiments.qval search")
     if others := {*lines.env} - {env}:

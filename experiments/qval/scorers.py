@@ -21,13 +21,13 @@ import bellman
 import envs
 from experiments.qval.points import exact, references
 from qlass import UserError
+from qlass.agent import load_agent
 from qlass.batching import Score, ask
-from qlass.files import files_of
 from qlass.messages import State, parse_action, react, uniforms
-from qlass.output import read_trees
-from qlass.policy import Policy, load_agent
+from qlass.policy import Policy
+from qlass.runs import read_trees
 from qlass.tiny import task_words
-from train_qnet import QNet, load_qnet, pairs_of
+from train_qnet import load_qnet, pairs_of
 
 Scores = Generator[Any, Any, list[float | None]]
 VOTES = 16
@@ -91,7 +91,7 @@ class Context:
         flags = argparse.Namespace(**vars(self.args) | {"sft": self.path("sft")})
         return self.cached("sft", lambda: load_agent(flags))
 
-    def qnet(self, name: str) -> QNet:
+    def qnet(self, name: str) -> Any:
         return self.cached(name, lambda: load_qnet(self.path(name), self.args))
 
 
@@ -267,11 +267,11 @@ def available(context: Context) -> list[str]:
     others = {"judge": context.judge is not None, "truth": references(context.args.env) != ("policy",)}
 
     def is_there(part: str) -> bool:
-        return others.get(part, bool(files_of(context.path(part))))
+        return others.get(part, context.path(part).exists())
 
     return [name for name, entry in entries(context).items() if all(map(is_there, entry.needs))]
 
 
-def inputs(entry: Entry, context: Context) -> list[Path]:
+def inputs(entry: Entry, context: Context) -> dict[str, Path]:
     """The files and checkpoints that a score is made from."""
-    return [path for path in map(context.path, entry.needs) if files_of(path)]
+    return {name: context.path(name) for name in entry.needs if context.path(name).exists()}

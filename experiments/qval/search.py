@@ -8,20 +8,18 @@ Result lines have method "scorer" and the score's name as player. What a score c
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Generator, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
-import envs
 import q_search
-from experiments.compare import InEnv, both, parser, play
+from experiments.compare import Comparison, InEnv, parser, with_search
 from experiments.qval.judges import Judge, full_name
-from experiments.qval.scorers import Call, Context, Decision, Entry, Scores, answer, available, entry, inputs
-from qlass import UserError
+from experiments.qval.scorers import Call, Context, Decision, Entry, answer, available, entry, inputs
+from qlass import UserError, results, runs
 from qlass.batching import Sample
 from qlass.messages import State, uniforms
-from qlass.results import Results
 
 KNOWING = {"oracle", "state_value"}  # the true values: experiments.compare --method oracle_step is their search
 BLIND = {"step_index"}  # of the state alone: it chooses at random, as `random` does
@@ -38,51 +36,55 @@ def decided(scores: Sequence[float | None], key: tuple) -> list[float]:
     return values
 
 
-def steering(entry: Entry, context: Context) -> Callable[..., Scores]:
-    """A score as a `q_search.Scorer`, of an environment that is in the state."""
+@dataclasses.dataclass(frozen=True)
+class Steered(InEnv):
+    """Takes the action of the highest score; `by` is the score's name."""
 
-    def scores(env: envs.TextEnv, state: State, candidates: list[str], key: tuple) -> Scores:
-        values = yield from entry.scores(context, Decision(env, state, candidates, key))
-        return decided(values, (context.args.seed, *key))
+    entry: Entry | None = None
+    context: Context | None = dataclasses.field(default=None, compare=False)
 
-    return scores
+    def scores(self, state: State, actions: list[str], key: tuple) -> Generator[Any, Any, list[float]]:
+        values = yield from self.entry.scores(self.context, Decision(self.env, state, actions, key))
+        return decided(values, (self.context.args.seed, *key))
 
 
-def planned(names: Sequence[str], args: argparse.Namespace, context: Context) -> tuple[list[InEnv], list[Path]]:
+def planned(names: Sequence[str], args: argparse.Namespace, context: Context) -> tuple[list[Steered], dict[str, Path]]:
     """Search by these scores (none named: by all whose inputs are there), and these inputs."""
     if args.qnet:
         raise UserError("--qnet: scores are of the nets in --run; leave it out, or give another --out")
-    plan, paths = [], []
-    sizes = list(product(args.M, args.N or [1]))
+    plan: list[Steered] = []
+    paths: dict[str, Path] = {}
     for given in names or [name for name in available(context) if name not in KNOWING | BLIND]:
         name, _, url = given.partition("=")
         if name in KNOWING:
             known = "it knows the true values; experiments.compare --method oracle_step searches with those"
             raise UserError(f"--scorer {name}: {known}")
         judged = dataclasses.replace(context, judge=Judge(url) if url else None)
-        chosen = entry(name, judged)
-        how = {"player": full_name(name, judged.judge), "looks": name in PEEKING}
-        score = steering(chosen, judged)
-        plan += [InEnv("scorer", score, m, n, args.select if n > 1 else None, **how) for m, n in sizes]
-        paths += inputs(chosen, context)
+        chosen, player = entry(name, judged), full_name(name, judged.judge)
+        how = {"player": player, "looks": name in PEEKING, "entry": chosen, "context": judged}
+        for m, n in product(args.M, args.N or [1]):
+            plan.append(Steered("scorer", player, m, n, args.select if n > 1 else None, **how))
+        paths |= inputs(chosen, context)
     return plan, paths
 
 
-def arguments(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
+def arguments(argv: list[str]) -> argparse.Namespace:
     flags = parser("qval search", __doc__, ", but for --method")
     what = "scores, of a judge JUDGE=URL#MODEL (default: all whose inputs are there, without judges)"
     flags.add_argument("--scorer", nargs="+", default=[], metavar="NAME", help=what)
-    return both(flags, argv)
+    return with_search(flags, argv)
 
 
 def main(argv: list[str]) -> None:
-    own, args = arguments(argv)
+    args = arguments(argv)
     if args.method != ["qlass"]:
         raise UserError("--method: search follows what --scorer names; q_search.py plays the methods")
     env, tasks = q_search.environment(args)
     context = Context(argparse.Namespace(**vars(args) | {"gamma": 0.95}))
-    plan, paths = planned(own.scorer, args, context)
-    chat, models = q_search.load(args, env, with_q=any(method.select == "q" for method in plan))
+    plan, paths = planned(args.scorer, args, context)
+    chat, models = q_search.load(args, env, any(method.needs_q for method in plan))
     context.cache["sft"] = models[Sample].__self__  # scores ask the agent that is loaded
     models[Call] = answer
-    Results(args, env, paths).play(tasks, plan, partial(play, chat=chat, sampled={}), models)
+    earlier = {name: runs.input_of(args.out, name) for name in runs.meta_of(args.out)["inputs"]}
+    others = {name: path for name, path in (earlier | paths).items() if name not in ("sft", "qnet")}
+    results.play(args, env, tasks, plan, Comparison(chat).play, models, **others)
