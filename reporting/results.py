@@ -103,7 +103,7 @@ class Group:
 
     @cached_property
     def reward(self) -> Estimate:
-        return interval(self.values("reward"), self.blocks, bounds=(0.0, 1.0))
+        return interval(self.values("reward"), self.blocks, rewards=True)
 
     def mean(self, name: str) -> float:
         return float(self.row.groupby("task", dropna=False)[name].mean().mean())
@@ -133,9 +133,9 @@ def lines_of(path: Path) -> Iterator[tuple[str, dict]]:
             raise UserError(f"{where}: no {missing[0]}; is this a results.jsonl?")
         reward, tokens = record["reward"], record["tokens"]
         if not isinstance(reward, int | float) or not 0 <= reward <= 1:
-            raise UserError(f"{where}: reward can't be {reward!r:.40}: a number within 0 and 1 is expected")
-        if not isinstance(tokens, dict) or not all(isinstance(n, int | float) for n in tokens.values()):
-            raise UserError(f"{where}: tokens can't be {tokens!r:.40}: numbers by what they count are expected")
+            raise UserError(f"{where}: reward can't be {reward!r:.40}, but is a number from 0 to 1")
+        if not isinstance(tokens, dict):
+            raise UserError(f"{where}: tokens can't be {tokens!r:.40}, but are counts by name")
         yield where, record
 
 
@@ -157,8 +157,8 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
             warnings.append(f"{path}: is being extended; what is new is read when that is complete")
     if not rows:
         raise UserError("the result files hold no result; python q_search.py writes some")
-    warnings += tell_data_apart(rows)
     table = pd.DataFrame.from_records(rows).astype({"M": "Int64", "N": "Int64"})
+    warnings += tell_data_apart(table)
     table = table.sort_values(["task", "seed"], kind="stable")  # the same report, whatever the order of the lines
     same = [*CONDITION, "task", "seed"]
     table = table.drop_duplicates([*same, "reward", "total"])
@@ -203,7 +203,7 @@ def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------------- what one row may be made from
 
-WORLD = ("env", "env_option", "max_steps")  # flags that all rows under one label share
+WORLD = ("--env", "--env-option", "--max-steps")  # flags that all rows under one label share
 COUNTS = ("trees", "budget")  # figures that seeds share too: of flags that may change while an output grows
 
 
@@ -213,20 +213,13 @@ def data_of(recipe: dict[str, Any]) -> str:
     return json.dumps(data, sort_keys=True) if recipe else ""
 
 
-def tell_data_apart(rows: list[dict]) -> Iterator[str]:
+def tell_data_apart(table: pd.DataFrame) -> Iterator[str]:
     """Give results on different data environments of their own, as a task of one is not that of the other; say so."""
-    known: dict[str, list[str]] = {}
-    for row in rows:
-        several = known.setdefault(row["env"], [])
-        if row["data"] not in ("", *several):
-            several.append(row["data"])
-    for row in rows:
-        several = known[row["env"]]
-        if len(several) > 1 and row["data"]:
-            row["env"] += f", data {several.index(row['data']) + 1}"
-    for env, several in known.items():
-        if len(several) > 1:
-            yield f"{env}: results on {len(several)} sets of data, which are not compared"
+    for env, rows in table.groupby("env"):
+        names = {data: f"{env}, data {i}" for i, data in enumerate(filter(None, rows["data"].unique()), 1)}
+        if len(names) > 1:
+            table.loc[rows.index, "env"] = rows["data"].map(names).fillna(env)
+            yield f"{env}: results on {len(names)} sets of data, which are not compared"
 
 
 def tell_sizes(groups: Sequence[Group]) -> Iterator[str]:
@@ -241,38 +234,32 @@ def tell_sizes(groups: Sequence[Group]) -> Iterator[str]:
 def check_rows(groups: Sequence[Group]) -> Iterator[str]:
     """UserError names two files in one row whose agents, QNets or environments differ in more than their seed, or under
     one label whose environments do. Yields what cannot be told."""
-    first: dict[tuple, Path] = {}  # file under a label
+    first: dict[tuple, Path] = {}
     for group in groups:
         name, used = group.condition.name, models_of(group.condition)
         seeds = group.episodes.groupby("file")["seed"].agg(set)
         for path in seeds.index:
             other = first.setdefault((group.condition.env, group.condition.label), path)
-            check_same([other, path], [of_world(other), of_world(path)], group.condition.env)
+            worlds = [{flag: value for flag, value in lineage(p, ()).items() if flag in WORLD} for p in (other, path)]
+            check_same(other, path, *worlds, group.condition.env)
         for (a, of_a), (b, of_b) in combinations(seeds.items(), 2):
-            for path in (a, b):
-                if not meta_of(path)["recipe"]:
-                    yield f"{path}: no metadata beside it, so its agent and QNet may be other ones"
             flags = [lineage(path, used) for path in (a, b)]
             models = [{f"--{n} of one seed": meta_of(path)["recipe"].get(n) for n in used} for path in (a, b)]
+            yield from (f"{path}: no metadata beside it, so its agent and QNet may be other ones"
+                        for path, told in zip((a, b), flags, strict=True) if not told)  # fmt: skip
             if of_a & of_b:
-                flags = [ours | contents for ours, contents in zip(flags, models, strict=True)]
-            elif models[0] == models[1] and all(models[0].values()) and used:
+                check_same(a, b, *models, name)
+            elif used and models[0] == models[1] and all(models[0].values()):
                 yield f"{a} and {b}: {name} is of one model under two --seed, so not of two trainings"
-            check_same([a, b], flags, name)
+            check_same(a, b, *flags, name)
 
 
-def check_same(paths: Sequence[Path], flags: Sequence[dict[str, Any]], subject: str) -> None:
+def check_same(a: Path, b: Path, ours: dict[str, Any], theirs: dict[str, Any], subject: str) -> None:
     """UserError for flags of two files that differ, of those that both have."""
-    ours, theirs = flags
     for flag in ours:
         if flag in theirs and ours[flag] != theirs[flag]:
             mistake = f"{subject} with different {flag} ({ours[flag]}, {theirs[flag]}), which is not one row"
-            raise UserError(f"{paths[0]} and {paths[1]}: {mistake}: {APART}")
-
-
-def of_world(output: Path) -> dict[str, Any]:
-    recipe = meta_of(output)["recipe"]
-    return {f"--{name.replace('_', '-')}": recipe.get(name) for name in WORLD if recipe}
+            raise UserError(f"{a} and {b}: {mistake}: {APART}")
 
 
 def models_of(condition: Condition) -> tuple[str, ...]:

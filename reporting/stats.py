@@ -1,8 +1,9 @@
 """Intervals over seeds and tasks, and paired differences, on scipy.stats.
 
 A seed is a training. With several seeds an interval covers other trainings and other tasks (`crossed`); with one seed
-it is about this model alone, and tasks are resampled. Tasks of one block, such as goals for one product, vary together:
-blocks are sampled (`of_blocks`). Values are a pandas Series indexed by (task, seed); blocks are {task: block}.
+it is about this model alone, and tasks are resampled. Of few rewards, which lie in [0, 1], it is no narrower than tasks
+leave open that were not seen (`of_rewards`). Tasks of one block, such as goals for one product, vary together: blocks
+are sampled (`of_blocks`). Values are a pandas Series indexed by (task, seed); blocks are {task: block}.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 from scipy import stats
+
+Z = 1.959964  # of 95 %
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ def bootstrap(values: Iterable[float], resamples: int = 10_000) -> Estimate:
     return Estimate(float(sample.mean()), low, high, n, min(1.0, p))
 
 
-def interval(values: pd.Series, blocks: Mapping[Hashable, Hashable] | None = None) -> Estimate:
-    """The mean over the tasks that all seeds have, with its interval.
+def interval(values: pd.Series, blocks: Mapping[Hashable, Hashable] | None = None, rewards: bool = False) -> Estimate:
+    """The mean over the tasks that all seeds have, with its interval. rewards: the values are such, in [0, 1].
 
     One seed, or fewer than two such tasks: tasks alone are resampled, each with the mean of its seeds.
     """
@@ -66,7 +69,24 @@ def interval(values: pd.Series, blocks: Mapping[Hashable, Hashable] | None = Non
     if (rows == rows[:1]).all():  # as with a rule, which no training changes
         rows = rows[:1]
     estimate = crossed(rows) if min(rows.shape) > 1 else bootstrap(rows.mean(axis=0))
+    estimate = of_rewards(estimate, rows.mean(axis=0)) if rewards else estimate
     return replace(estimate, n=len(table))
+
+
+def of_rewards(estimate: Estimate, sample: np.ndarray) -> Estimate:
+    """An estimate from (n,) rewards of tasks or blocks: Wilson's interval (1927) where all are 0 or 1, else a floor.
+
+    Of n successes Wilson's interval begins at 1 - u with u = z^2 / (n + z^2): a share u of all tasks, none of which was
+    seen, may be failures. So here a share u may earn 0, or 1: the interval reaches at least to the means with those.
+    """
+    n, mean, sample = len(sample), estimate.mean, sample.round(12)
+    if n < 2:
+        return estimate
+    u = Z**2 / (n + Z**2)
+    low, high = min(estimate.low, (1 - u) * mean), max(estimate.high, (1 - u) * mean + u)
+    if np.isin(sample, (0, 1)).all():
+        low, high = stats.binomtest(int(sample.sum()), n).proportion_ci(method="wilson")
+    return replace(estimate, low=float(low), high=float(high))
 
 
 def of_blocks(table: pd.DataFrame, blocks: Mapping[Hashable, Hashable]) -> np.ndarray:
