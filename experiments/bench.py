@@ -6,8 +6,8 @@
 The plain way of a model is one sequence at a time (--plain of the stages); ours is qlass/fast/. The ratio says how many
 times more is done a second, or how many times less is used. Seconds are CPU time of one thread.
 
-    sampling  candidates of episodes side by side, behind short and long prompts. Beside the plain way stands
-              transformers' `generate` on a padded batch. The three take turns, --repeats times: the ratio is the
+    sampling  candidates of episodes side by side, behind short and long prompts. In free text beside the plain way
+              stands transformers' `generate` on a padded batch. All take turns, --repeats times: the ratio is the
               median, its range behind it
     trees     exploration trees on the bundled WebShop with a tiny Llama of random weights, and its tokens
     qnet      training on these trees, forward and backward, and the tokens that their values take
@@ -94,10 +94,6 @@ def generate(policy: Policy, rows: list[tuple[Sample, int]]) -> list[str]:
     width = inputs["input_ids"].shape[1]
     heat = torch.tensor([request.temperature for request, _ in rows])
     noise = torch.from_numpy(np.stack([uniforms(TEXT, 0, *request.key, k) for request, k in rows]))
-    following = [continuations(chat, request) for request, _ in rows]
-
-    def allowed(row: int, tokens: torch.Tensor) -> list[int]:
-        return following[row].get(tuple(tokens[width:].tolist()), ends)
 
     def draw(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Of each row's logits (B, V) the token that `Policy.draw` draws stays."""
@@ -105,20 +101,8 @@ def generate(policy: Policy, rows: list[tuple[Sample, int]]) -> list[str]:
         return torch.full_like(logits, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
     config = GenerationConfig(max_new_tokens=TEXT, eos_token_id=ends, pad_token_id=ends[0])
-    own = {"generation_config": config, "logits_processor": [draw]}
-    if rows[0][0].valid:
-        own["prefix_allowed_tokens_fn"] = allowed
-    return [chat.text(ids) for ids in policy.model.generate(**inputs, **own)[:, width:].tolist()]
-
-
-def continuations(chat: Chat, request: Sample) -> dict[tuple, list[int]]:
-    """Which tokens may follow each beginning of a valid action."""
-    following: dict[tuple, list[int]] = {}
-    for action in request.valid:
-        ids = chat.action(action, request.state.task)
-        for i, token in enumerate(ids):
-            following.setdefault(tuple(ids[:i]), []).append(token)
-    return following
+    written = policy.model.generate(**inputs, generation_config=config, logits_processor=[draw])
+    return [chat.text(ids) for ids in written[:, width:].tolist()]
 
 
 def rounds_of(
@@ -142,7 +126,8 @@ def rounds_of(
 def sampling(name: str, rounds: list[list[Sample]], model: Any, chat: Chat, repeats: int) -> Iterator[str]:
     """The plain way answers the first request of each round."""
     tokens = sum(len(chat.prompt(r.state)) for asked in rounds for r in asked) // sum(map(len, rounds))
-    rates: dict[str, list[float]] = {"one at a time": [], "generate": [], "fast": []}
+    free = not rounds[0][0].valid
+    rates: dict[str, list[float]] = {"one at a time": [], **({"generate": []} if free else {}), "fast": []}
     for _ in range(repeats):
         texts = {}
         for way in rates:
@@ -151,7 +136,7 @@ def sampling(name: str, rounds: list[list[Sample]], model: Any, chat: Chat, repe
             asked = [some[:1] for some in rounds] if way == "one at a time" else rounds
             seconds, texts[way] = timed(lambda sample=sample, asked=asked: [sample(some) for some in asked])
             rates[way].append(sum(r.n for some in asked for r in some) / seconds)
-        if rounds[0][0].valid:  # there `generate` spends its noise token by token
+        if not free:
             continue
         written = [[c.text for c in answer] for some in texts["fast"] for answer in some]
         same = [ours == theirs for ours, theirs in zip(written, itertools.chain(*texts["generate"]), strict=True)]

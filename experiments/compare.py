@@ -15,7 +15,7 @@ wording of the task (App. A.3.2, experiments/paraphrase.py).
 import argparse
 import dataclasses
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from itertools import product
 from typing import Any
 
@@ -27,7 +27,7 @@ from qlass import UserError, results
 from qlass.batching import Sample, Score
 from qlass.chat import Chat
 from qlass.flags import at_least
-from qlass.messages import State, parse_action, react
+from qlass.messages import State, react
 from qlass.results import Episode, Step, costs_of, describe
 from qlass.runs import run_stage
 
@@ -58,25 +58,18 @@ class InEnv(Variant):
 
 
 class Oracle(InEnv):
-    """The true reward where a candidate ends the episode. Elsewhere Q, or the best that can still be reached."""
+    """Steps each candidate: its true reward if that ends the episode, else Q or the best that can still be reached."""
 
     def scores(self, state: State, actions: list[str], key: tuple) -> Generator[Any, Any, list[float]]:
-        otherwise: Sequence[float | None] = [None] * len(actions)
-        if self.by == "q":
-            otherwise = yield Score(state, tuple(actions))
-        return look_ahead(self.env, actions, otherwise)
-
-
-def look_ahead(env: envs.TextEnv, candidates: list[str], otherwise: Sequence[float | None]) -> list[float]:
-    """Step each candidate in the real environment: its reward if that ends the episode, else what is given."""
-    scores, here = [], env.snapshot()
-    for action, score in zip(candidates, otherwise, strict=True):
-        _, reward, terminated, truncated, _ = env.step(parse_action(action))
-        if terminated or truncated:
-            score = env.outcome(reward, done=True)
-        scores.append(env.optimal_value() if score is None else score)
-        env.restore(here)
-    return scores
+        q = (yield Score(state, tuple(actions))) if self.by == "q" else [None] * len(actions)
+        scores, here = [], self.env.snapshot()
+        for action, otherwise in zip(actions, q, strict=True):
+            _, reward, done = state.act(self.env, action)
+            if not done:
+                reward = self.env.optimal_value() if otherwise is None else otherwise
+            scores.append(reward)
+            self.env.restore(here)
+        return scores
 
 
 def follow(env: envs.TextEnv, task_id: str, method: Variant) -> Episode:

@@ -96,14 +96,13 @@ def kept(lines: Iterable[dict], threshold: float, expert: Iterable[dict]) -> lis
     """
     shown = {json.dumps(line["messages"]) for line in expert}
     good = {json.dumps(line["messages"]): line for line in lines if line["reward"] >= threshold - 1e-9}
-    new = [line for text, line in good.items() if text not in shown]
-    new = [line for line in new if all(without_thinking(text).strip() for text in replies(line))]
+
+    def silent(turn: dict) -> bool:
+        return turn["role"] == "assistant" and not without_thinking(turn["content"]).strip()
+
+    new = [line for text, line in good.items() if text not in shown and not any(map(silent, line["messages"]))]
     fields = ("task_id", "env", "task", "messages", "reward")
     return [{key: line[key] for key in fields} | {"source": "policy"} for line in new]
-
-
-def replies(line: dict) -> list[str]:
-    return [turn["content"] for turn in line["messages"] if turn["role"] == "assistant"]
 
 
 def demonstrations(checkpoint: Path, env: envs.TextEnv) -> list[dict]:

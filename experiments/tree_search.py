@@ -6,7 +6,6 @@
     beam         k states, M candidates each, of which the k of highest Q are stepped
     mcts         S simulations a step by PUCT, then the most visited action: TS-LLM's MCTS-alpha (arXiv 2309.17179) with
                  the exact pi(a | s) as prior, V(s') = max_a' Q(s', a'), and leaves discounted by their depth
-    oracle_mcts  an end is worth its true reward: an oracle (LATS's search, arXiv 2310.04406, without its language)
     particles    N chains, resampled by exp((V - V_last) / tau): Agentic Monte Carlo (arXiv 2606.05296), without rewards
 
 Flags and result lines are q_search.py's; `player` has S, k, tau, c, gamma. `env_steps` counts all steps and no restore,
@@ -19,7 +18,6 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Generator, Sequence
-from functools import partialmethod
 from itertools import product
 from typing import Any
 
@@ -47,7 +45,7 @@ class Node:
     value: float = 0.0  # the mean of what was backed up, at first Q
     visits: int = 0
     state: State | None = None
-    path: tuple[Step, ...] = ()  # that led here; an oracle alone reads a reward before all is played
+    path: tuple[Step, ...] = ()  # that led here; nobody reads a reward before all is played
     done: bool = False
     snapshot: Any = None  # leads back to here
     request: Sample | None = None  # for its candidates
@@ -148,19 +146,17 @@ class Search:
             level = [child for child in children if not child.done]
         return max(ended, key=lambda node: node.q)
 
-    def mcts(self, S: int, c: float, gamma: float, truth: bool = False) -> Generator:
+    def mcts(self, S: int, c: float, gamma: float) -> Generator:
         """The most visited action of each step, of equals that of the highest value. The first simulation of a new tree
         expands its root, so that one a step is QLASS."""
         node = self.root
         while not node.done:
             for _ in range(S):
-                yield from self.simulate(node, c, gamma, truth)
+                yield from self.simulate(node, c, gamma)
             node = self.act(node, max(node.children, key=lambda child: (child.visits, child.value)))
         return node
 
-    oracle_mcts = partialmethod(mcts, truth=True)
-
-    def simulate(self, node: Node, c: float, gamma: float, truth: bool) -> Generator:
+    def simulate(self, node: Node, c: float, gamma: float) -> Generator:
         """Down by PUCT to a node without children, expand it, and back up what it promises, discounted by depth."""
         passed: list[Node] = []
         while node.children:
@@ -170,7 +166,7 @@ class Search:
             passed.append(node)
         yield from self.expand(node)
         if passed:
-            value = node.path[-1].reward if truth and node.done else node.promise(gamma)
+            value = node.promise(gamma)
             for node in reversed(passed):
                 node.visits += 1
                 node.value += (value - node.value) / node.visits
@@ -219,7 +215,7 @@ def priors(env: envs.TextEnv, drawn: Sequence[Candidate], actions: Sequence[str]
     return [share / sum(shares) if sum(shares) > 0 else 1 / len(shares) for share in shares]
 
 
-NAMES = ("lookahead", "beam", "mcts", "oracle_mcts", "particles")
+NAMES = ("lookahead", "beam", "mcts", "particles")
 
 
 def play(settings: dict, env: envs.TextEnv, task_id: str, method: Variant, chat: Chat) -> Generator[Any, Any, dict]:

@@ -34,7 +34,6 @@ METHODS = {  # in the order of the table
     "lookahead": "look-ahead by QNet",
     "beam": "beam by QNet",
     "mcts": "MCTS by QNet",
-    "oracle_mcts": "MCTS by QNet, ends by true reward (oracle)",
     "particles": "particles by QNet",
 }
 APART = 'name the runs apart: python report.py "first=PATH" "second=PATH"'

@@ -6,13 +6,10 @@
 #   bash runs/qval.sh webshop|alfworld|frozenlake
 #   python -m experiments.qval.downstream runs/webshop/qval runs/alfworld/qval runs/frozenlake/qval \
 #       --out runs/downstream.md
-#
-# JUDGE=URL#MODEL adds the judgements of a language model.
 set -euo pipefail
 ENV=webshop ENVS="webshop alfworld frozenlake"
 . "$(dirname "$0")/common.sh"
 no_flags "$@"
-judges=(direct direct_16 batched ranking)
 splits=("${splits[0]}")  # of ALFWorld the unseen one
 
 nets() {  # the agent, its QNet, and nets of the same trees on other targets
@@ -27,13 +24,11 @@ nets() {  # the agent, its QNet, and nets of the same trees on other targets
 }
 play() {  # NAME FLAG...: search with every score that can steer it, at one budget
     played=(--results "$RUN/$1/results.jsonl")  # apart from the run's own: on slippery ice they are of another environment
-    steer=(-m experiments.qval search "${common[@]}" --run "$RUN" --split "${splits[0]}" "${tasks[@]}")
-    stage "${steer[@]}" --out "${played[1]}" "${@:2}"
-    [ -z "${JUDGE:-}" ] || stage "${steer[@]}" --out "${played[1]}" --scorer "${judges[@]/%/=$JUDGE}" "${@:2}"
+    stage -m experiments.qval search "${common[@]}" --run "$RUN" --split "${splits[0]}" "${tasks[@]}" \
+        --out "${played[1]}" "${@:2}"
 }
 qval() {  # NAME FLAG...: every score against reference labels
-    align=(-m experiments.qval "${common[@]}" --run "$RUN" --split "${splits[0]}" --out "$RUN/$1" "${@:2}")
-    stage "${align[@]}" ${JUDGE:+--judge "$JUDGE"}
+    stage -m experiments.qval "${common[@]}" --run "$RUN" --split "${splits[0]}" --out "$RUN/$1" "${@:2}"
 }
 
 clone

@@ -26,7 +26,6 @@ from tqdm import tqdm
 import envs
 from experiments import drive_in_order
 from experiments.qval import downstream, metrics, report, search
-from experiments.qval.judges import Judge, full_name
 from experiments.qval.points import Point, distinct, drawn, label, references, trajectory
 from experiments.qval.scorers import Call, Context, Decision, Entry, answer, available, entry, inputs
 from qlass import UserError, files, runs
@@ -51,7 +50,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--gamma", type=share, default=0.95, help="discount of the labels (%(default)s, QVAL)")
     add("--scorers", nargs="+", metavar="NAME", help="default: all whose inputs are there")
     add("--against", default="random", metavar="NAME", help="the scorer that others are compared with (%(default)s)")
-    add("--judge", metavar="URL#MODEL", help="chat server of a language model: its judges are scorers too")
     add("--results", type=Path, metavar="FILE", help="of `search`: rewards to predict")
     add("--sft", type=Path, help="the agent (default: RUN/sft, made if missing)")
     add("--out", type=Path, metavar="DIR", help="default: RUN/qval")
@@ -151,8 +149,8 @@ def main(argv: list[str] | None = None) -> None:
     env = envs.from_arguments(args)
     if args.actor == "agent" or "policy" in args.references:
         args.sft = runs.need(args.sft, args.run / "sft", "sft", args)
-    context = Context(args, Judge(args.judge) if args.judge else None)
-    chosen = {full_name(name, context.judge): entry(name, context) for name in args.scorers or available(context)}
+    context = Context(args)
+    chosen = {name: entry(name, context) for name in args.scorers or available(context)}
     rendering = context.agent().chat.rendering if args.sft else Rendering()
     begin_as_cloned(env, rendering, args)
     run = Run(args, env, context, rendering)

@@ -14,7 +14,7 @@ from experiments.qval.points import EXACT, Point
 from qlass.files import replacing
 from reporting.stats import bootstrap
 
-FAMILIES = ["control", "code", "learned", "tree", "policy", "hindsight", "judge"]
+FAMILIES = ["control", "code", "learned", "tree", "policy", "hindsight"]
 NOTE = (
     "rho: Spearman per state, mean of the tasks' means, 95 % over tasks (those of one product or lake count as one). "
     "tied: states whose labels are all equal; no rho there. minus {against}: the difference in rho on the states that "

@@ -71,10 +71,9 @@ class Decision:
 
 @dataclasses.dataclass
 class Context:
-    """What scores are made from: flags, a judge, and what is loaded or computed when the first score asks for it."""
+    """What scores are made from: flags, and what is loaded or computed when the first score asks for it."""
 
     args: argparse.Namespace
-    judge: Any = None  # experiments.qval.judges
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -226,7 +225,7 @@ class Entry(NamedTuple):
 
 
 RULES = {"frozenlake": lake}  # of the others: overlap
-SCORERS = {  # judges.py adds its own
+SCORERS = {
     "random": Entry("control", each(lambda c, d, a: uniforms(1, c.args.seed, *d.key, parse_action(a))[0])),
     "step_index": Entry("control", each(lambda c, d, a: float(d.env.steps))),
     "untried": Entry("control", each(lambda c, d, a: untried(d.state, a))),
@@ -251,12 +250,10 @@ def entries(context: Context) -> dict[str, Entry]:
 
 
 def entry(name: str, context: Context) -> Entry:
-    """Of a score's name; a judge is JUDGE or JUDGE=MODEL. UserError where nobody can answer what it asks."""
-    chosen = entries(context).get(name.partition("=")[0])
+    """Of a score's name. UserError where nobody can answer what it asks."""
+    chosen = entries(context).get(name)
     if chosen is None:
         raise UserError(f"unknown scorer {name!r}: choose among {', '.join([*SCORERS, 'qnet*'])}")
-    if chosen.family == "judge" and context.judge is None:
-        raise UserError(f"{name}: needs its language model: --judge URL#MODEL, or --scorer {name}=URL#MODEL of search")
     if context.args.server and "sft" in chosen.needs and name != "vote_share":
         raise UserError(f"scorer {name}: --server does not tell log-probabilities: name other scorers")
     return chosen
@@ -264,10 +261,10 @@ def entry(name: str, context: Context) -> Entry:
 
 def available(context: Context) -> list[str]:
     """The scores whose inputs are there."""
-    others = {"judge": context.judge is not None, "truth": references(context.args.env) != ("policy",)}
+    knows = references(context.args.env) != ("policy",)
 
     def is_there(part: str) -> bool:
-        return others.get(part, context.path(part).exists())
+        return knows if part == "truth" else context.path(part).exists()
 
     return [name for name, entry in entries(context).items() if all(map(is_there, entry.needs))]
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import q_search
 from experiments.compare import Comparison, InEnv, parser, with_search
-from experiments.qval.judges import Judge, full_name
 from experiments.qval.scorers import Call, Context, Decision, Entry, answer, available, entry, inputs
 from qlass import UserError, results, runs
 from qlass.batching import Sample
@@ -23,7 +22,7 @@ from qlass.messages import State, uniforms
 
 KNOWING = {"oracle", "state_value"}  # the true values: experiments.compare --method oracle_step is their search
 BLIND = {"step_index"}  # of the state alone: it chooses at random, as `random` does
-PEEKING = {"value_gain", "self_distillation", "ranking"}  # they step each candidate
+PEEKING = {"value_gain", "self_distillation"}  # they step each candidate
 
 
 def decided(scores: Sequence[float | None], key: tuple) -> list[float]:
@@ -54,23 +53,21 @@ def planned(names: Sequence[str], args: argparse.Namespace, context: Context) ->
         raise UserError("--qnet: scores are of the nets in --run; leave it out, or give another --out")
     plan: list[Steered] = []
     paths: dict[str, Path] = {}
-    for given in names or [name for name in available(context) if name not in KNOWING | BLIND]:
-        name, _, url = given.partition("=")
+    for name in names or [name for name in available(context) if name not in KNOWING | BLIND]:
         if name in KNOWING:
             known = "it knows the true values; experiments.compare --method oracle_step searches with those"
             raise UserError(f"--scorer {name}: {known}")
-        judged = dataclasses.replace(context, judge=Judge(url) if url else None)
-        chosen, player = entry(name, judged), full_name(name, judged.judge)
-        how = {"player": player, "looks": name in PEEKING, "entry": chosen, "context": judged}
+        chosen = entry(name, context)
+        how = {"player": name, "looks": name in PEEKING, "entry": chosen, "context": context}
         for m, n in product(args.M, args.N or [1]):
-            plan.append(Steered("scorer", player, m, n, args.select if n > 1 else None, **how))
+            plan.append(Steered("scorer", name, m, n, args.select if n > 1 else None, **how))
         paths |= inputs(chosen, context)
     return plan, paths
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     flags = parser("qval search", __doc__, ", but for --method")
-    what = "scores, of a judge JUDGE=URL#MODEL (default: all whose inputs are there, without judges)"
+    what = "scores (default: all whose inputs are there)"
     flags.add_argument("--scorer", nargs="+", default=[], metavar="NAME", help=what)
     return with_search(flags, argv)
 
