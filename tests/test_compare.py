@@ -4,16 +4,14 @@ import pytest
 from fakes import FakeEnv, Script, run, word_chat
 
 from experiments import compare
-from experiments.compare import InEnv, Variant, by_q_or_reward, by_true_value
+from experiments.compare import Comparison, Oracle, Variant
 from q_search import Method
 from qlass import UserError
 from qlass.batching import Sample
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
 
-CHAT = word_chat()
-STEP = InEnv("oracle_step", by_true_value, M=2)
-LOOK = InEnv("oracle_lookahead", by_q_or_reward, M=2)
+STEP, LOOK = Oracle("oracle_step", "truth", M=2), Oracle("oracle_lookahead", "q", M=2)
 
 
 @pytest.mark.parametrize(("method", "q", "way", "reward", "scored"), [
@@ -30,7 +28,7 @@ def test_oracles_step_each_candidate(method, q, way, reward, scored):
             return script(request)
         return [q if parse_action(action) == "right" else 0.0 for action in request.actions]
 
-    record, _ = run(compare.play(env, "test0", method, CHAT, {}), answer)
+    record, _ = run(Comparison(word_chat()).play(env, "test0", method), answer)
     path = [parse_action(step["action"]) for step in record["steps"]]
     assert (path, record["reward"]) == (way.split(), reward)
     assert record["env_steps"] == len(env.played) == 3 * len(path)  # two looks and a step
@@ -88,5 +86,5 @@ def test_paraphrased_candidates(search, monkeypatch):
     assert {line["label"] for line in search("--method", "likeliest", "-M", "3", "--paraphrase")} == {"paraphrased"}
     assert set(asked) == {0, 1, 2}  # each of the M under its own wording
     search("--method", "greedy", out="plain.jsonl")
-    with pytest.raises(UserError, match="--paraphrase"):
+    with pytest.raises(UserError, match="--paraphrase None, not 0"):
         search("--method", "greedy", "--paraphrase", out="plain.jsonl")

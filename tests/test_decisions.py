@@ -7,8 +7,8 @@ from fakes import tiny_lm, word_chat
 
 from experiments.decisions import Decision, pack_decisions
 from qlass.batching import Sample
+from qlass.fast.decode import FastPolicy
 from qlass.messages import State
-from qlass.policy import Policy
 
 STATE = State((("user", "walk"), ("assistant", "OK"), ("user", "you stand at start")), "find")
 
@@ -18,7 +18,7 @@ def test_probabilities_are_those_of_the_tokens_that_were_sampled(limit, valid):
     """Free text cut short lacks the token that ends the turn, and special tokens are not in its text."""
     chat = word_chat(max_new_tokens=limit)
     model = tiny_lm(chat, initializer_range=0.05)
-    (drawn,) = Policy(model, chat).sample([Sample(STATE, 20, ("k",), 1.0, valid)])
+    (drawn,) = FastPolicy(model, chat).sample([Sample(STATE, 20, ("k",), 1.0, valid)])
     (p,) = pack_decisions(chat, [Decision(STATE, c.text, valid, c.ids) for c in drawn], 10**6)
     logp, entropy = p.logprobs(model)
     total = torch.zeros(20).index_add(0, torch.tensor(p.owner), logp)

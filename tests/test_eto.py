@@ -14,6 +14,7 @@ from qlass import UserError
 from qlass.chat import Rendering
 from qlass.files import read_jsonl
 from qlass.messages import State, parse_action, react
+from qlass.published import Demonstration, demonstration
 
 
 def trajectory(*actions, reward=0.0, task="train0"):
@@ -32,7 +33,8 @@ def decisions(*actions, candidates="free"):
 def test_decisions_are_what_the_agent_wrote_each_in_its_state():
     line = trajectory("left", "right", "left")
     last = State.load(line["messages"], line["task"])
-    assert [parse_action(action) for action in eto.written(last.messages)] == ["left", "right", "left"]  # without "OK"
+    actions = Demonstration(None, last).actions
+    assert [parse_action(action) for action in actions] == ["left", "right", "left"]  # without "OK"
     written, chosen = decisions("left", "right", "left"), decisions("left", "right", "left", candidates="valid")
     turns = [i for i, (role, _) in enumerate(last.messages) if role == "assistant"][1:]
     expected = [(State(last.messages[:i], "find the purse"), last.messages[i][1]) for i in turns]
@@ -43,11 +45,13 @@ def test_decisions_are_what_the_agent_wrote_each_in_its_state():
 
 
 def test_the_better_trajectory_is_preferred_and_equals_are_no_pair():
-    expert = {task: [react("hm", action)] for task, action in (("a", "right"), ("b", "left"), ("c", "left"))}
-    rewards = {"a": 1.0, "b": 0.4, "c": 0.4}
+    expert = {
+        task: demonstration(trajectory(action, reward=reward, task=task), FakeEnv())
+        for task, action, reward in (("a", "right", 1.0), ("b", "left", 0.4), ("c", "left", 0.4))
+    }
     earned = (("a", 0.2), ("a", 1.0), ("b", 0.5), ("c", 0.4 - 1e-9))  # the last as a published file may hold it
     played = [trajectory("left", "right", reward=reward, task=task) for task, reward in earned]
-    pairs = list(failures(FakeEnv(), Rendering(), played, expert, rewards))
+    pairs = list(failures(FakeEnv(), Rendering(), played, expert))
     actions = [[[parse_action(d.action) for d in side] for side in pair] for pair in pairs]
     assert actions == [[["right"], ["left", "right"]], [["left", "right"], ["left"]]]
 

@@ -8,8 +8,9 @@ import sft
 from experiments import eto, ppo, tree_grpo
 from experiments.learning import Learner
 from qlass import UserError
+from qlass.agent import load_policy
+from qlass.fast.decode import FastPolicy
 from qlass.files import read_jsonl
-from qlass.policy import Policy
 
 FLAGS = {
     tree_grpo: ["--batch-tasks", "8", "--minibatch", "4", "--every", "2"],
@@ -38,8 +39,8 @@ def train(fake_world, agent, tmp_path):
 @pytest.fixture
 def requests(monkeypatch):
     """What is asked of a policy."""
-    asked, sample = [], Policy.sample
-    monkeypatch.setattr(Policy, "sample", lambda self, batch: asked.extend(batch) or sample(self, batch))
+    asked, sample = [], FastPolicy.sample
+    monkeypatch.setattr(FastPolicy, "sample", lambda self, batch: asked.extend(batch) or sample(self, batch))
     return asked
 
 
@@ -63,7 +64,7 @@ def test_it_learns_the_best_leaf_of_a_written_world(train, learner, budget, lr):
 
 def test_a_critic_wants_labels_of_its_own_target(train, tmp_path):
     labels = tmp_path / "q_labels.jsonl"
-    (tmp_path / "q_labels.meta.json").write_text('{"arguments": {"target": "q"}}')
+    (tmp_path / "q_labels.meta.json").write_text('{"recipe": {"target": "q"}}')
     with pytest.raises(UserError, match=r"not of `bellman\.py --target avg`"):
         train(ppo, "run", 60, "--labels", str(labels))
 
@@ -116,7 +117,7 @@ def test_the_best_checkpoint_is_kept_also_if_it_gets_worse(train, tmp_path, monk
 
     monkeypatch.setattr(Learner, "validation", validation)
     assert [line["val"] for line in train(tree_grpo, "run", 400, "--every", "1")[:3]] == [0.1, 0.6, 0.5]
-    kept = Policy.load(tmp_path / "run" / "sft-x").model.state_dict()
+    kept = load_policy(tmp_path / "run" / "sft-x").model.state_dict()
     assert all(torch.equal(w, states[1][name]) for name, w in kept.items())
 
 
@@ -142,7 +143,7 @@ def test_free_text_and_lora_updates_train_too(train, tmp_path, flags):
     # The ratios are of the full distribution, so the trees are drawn from it too, whatever the agent's top_p.
     assert lines[0] == lines[1] and lines[0][-1]["updates"] == 2 * lines[0][-1]["batch"] >= 2
     assert lines[0][-1]["entropy"] > 0 and lines[0][-1]["kl"] > 0  # words at random earn nothing: the bonus moves it
-    saved = Policy.load(tmp_path / "run-free" / "sft-x").model.state_dict()
+    saved = load_policy(tmp_path / "run-free" / "sft-x").model.state_dict()
     assert saved.keys() == tiny_lm(word_chat()).state_dict().keys()  # merged
 
 

@@ -16,8 +16,8 @@ from experiments.learning import Learner
 from experiments.ppo import advantages, criticise, gae, returns, state_values, value_loss, values_of, warm_up, whitened
 from experiments.tree_grpo import Trajectory, batches, forest
 from qlass.batching import Sample, drive
+from qlass.fast.decode import FastPolicy
 from qlass.messages import State
-from qlass.policy import Policy
 from train_qnet import QNet
 
 VALID = ("Action: left", "Action: right")
@@ -61,8 +61,8 @@ def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidat
     chat = word_chat(candidates=candidates, temperature=1.0, max_new_tokens=4)
     model = tiny_lm(chat, initializer_range=0.15)
     growing = (forest(FakeEnv(), f"train{i}", 3, 0, 0, chat.rendering, (i,)) for i in range(2))
-    groups = list(drive(growing, {Sample: Policy(model, chat).sample}))
-    critic = QNet(tiny_backbone(chat, 1), chat, hidden=16, plain=True).train()
+    groups = list(drive(growing, {Sample: FastPolicy(model, chat).sample}))
+    critic = QNet(tiny_backbone(chat, 1), chat, hidden=16).train()
     learner = Learner(model, model, chat, 1e-3)
     learner.room = 20
     values = values_of(critic, chat, groups, learner.room)
@@ -88,7 +88,7 @@ def test_packed_values_and_their_gradient_are_those_of_turns_one_by_one(candidat
 
 def test_the_critic_begins_with_the_mean_reward_below_a_state(tmp_path):
     chat, labels = word_chat(candidates="valid", temperature=1.0), tmp_path / "labels.jsonl"
-    policy = Policy(tiny_lm(chat, initializer_range=0.05), chat)
+    policy = FastPolicy(tiny_lm(chat, initializer_range=0.05), chat)
 
     def tree(task):
         env = FakeEnv()
@@ -97,7 +97,7 @@ def test_the_critic_begins_with_the_mean_reward_below_a_state(tmp_path):
 
     trees = list(drive(map(tree, ["train0", "train1"]), {Sample: policy.sample}))
     labels.write_text(dump([node for nodes in trees for node in nodes]))
-    critic = QNet(tiny_backbone(chat), chat, hidden=32, plain=True).train()
+    critic = QNet(tiny_backbone(chat), chat, hidden=32).train()
     learner = Learner(tiny_lm(chat), None, chat, 1e-3)
     learner.optimizer.add_param_group({"params": [*critic.parameters()], "peak": 3e-3})
     before = {name: p.clone() for name, p in learner.model.named_parameters()}

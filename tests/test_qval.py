@@ -1,7 +1,6 @@
 """QVAL: points that replay, labels by brute force, statistics by hand, scorers and judges by script."""
 
 import argparse
-import itertools
 import json
 import math
 import re
@@ -20,10 +19,11 @@ from experiments.qval.points import Point, digest, exact, label, trajectory
 from experiments.qval.scorers import Call, Context, Decision, answer, entry
 from qlass import UserError
 from qlass.batching import Sample, drive
+from qlass.agent import load_policy
 from qlass.chat import Rendering
+from qlass.fast.decode import FastPolicy
 from qlass.files import write_jsonl
 from qlass.messages import State, parse_action, react
-from qlass.policy import Policy
 
 RENDERING = Rendering()
 ACTIONS = [react("hm", action) for action in ("left", "right")]
@@ -185,7 +185,7 @@ def context(tmp_path, agent):
     tree = played(explore(FakeEnv(), "train0", RENDERING, 0, 2, 2, False), policy)
     write_jsonl(tmp_path / "trees.jsonl", tree_records(FakeEnv(), "train0", tree))
     context = Context(argparse.Namespace(**ARGUMENTS, run=tmp_path, sft=agent))
-    context.cache["sft"] = Policy.load(agent)
+    context.cache["sft"] = load_policy(agent)
     return context
 
 
@@ -227,34 +227,9 @@ def test_equal_scores_are_taken_at_random_and_missing_ones_last():
         assert taken == {0, 1}
 
 
-class Fake:
-    """A judge by script: what it writes to a prompt."""
-
-    def __init__(self, reply, name="small"):
-        self.reply, self.name, self.questions = reply, name, []
-
-    def write(self, questions):
-        self.questions += questions
-        return [self.reply(q) for q in questions]
-
-
-@pytest.mark.parametrize("name, reply, values", [
-    ("direct", "no idea", [None, None]), ("direct", "good. **Score**: -0.5 or so", [-0.5] * 2),
-    ("batched", "**1**) **-1.5**\n3: 9", [-1.5, None]), ("ranking", "Ranking: 2, 1", [-1, 0]),
-    ("direct_16", "Score: 10|Score: 30|??|Score: 20", [20, 20]),
-])  # fmt: skip
-def test_answers_of_judges_are_read(name, reply, values, tmp_path):
-    replies = itertools.cycle(reply.split("|"))
-    judge = Fake(lambda question: next(replies))
-    assert scored(name, Context(argparse.Namespace(**ARGUMENTS, run=tmp_path, sft=None), judge)) == values
-    assert len(set(judge.questions)) == {"direct": 2, "direct_16": 32}.get(name, 1)
-    assert ("you stand at start left" in judge.questions[0].text) == (name == "ranking")  # next states are shown
-
-
 @pytest.fixture
-def study(tmp_path, monkeypatch):
+def study(tmp_path):
     """Run a study of a few states of small lakes; the record of its report, by set of labels and score."""
-    monkeypatch.setattr(qval, "Judge", lambda name: Fake(lambda question: "1: 1\n2: 2\n3: 3\n4: 4", name))
 
     def run(*flags, points="5"):
         common = ["--env", "frozenlake", "--env-option", "map=random4", "--run", str(tmp_path), "--actor", "random"]
@@ -265,7 +240,7 @@ def study(tmp_path, monkeypatch):
 
 
 def test_predictions_are_in_qvals_layout_and_of_these_points_alone(study, tmp_path):
-    assert {"random", "code", "batched=a", "direct_16=a"} <= set(study("--judge", "a")["exact"])  # all that can be
+    assert {"random", "code", "oracle"} <= set(study()["exact"])  # all that can be
     folder = tmp_path / "qval"
     record = json.loads((folder / "predictions" / "code.json").read_text())
     points = [json.loads(line) for line in (folder / "points.jsonl").read_text().splitlines()]
@@ -280,7 +255,7 @@ def test_predictions_are_in_qvals_layout_and_of_these_points_alone(study, tmp_pa
 
 def test_a_study_of_a_small_lake(study, tmp_path, agent, monkeypatch, capsys):
     names, results = ["random", "step_index", "code", "logprob", "untried"], tmp_path / "results.jsonl"
-    monkeypatch.setattr(Policy, "sample", lambda self, requests: [say("right") * r.n for r in requests])
+    monkeypatch.setattr(FastPolicy, "sample", lambda self, requests: [say("right") * r.n for r in requests])
     common = ["--env", "frozenlake", "--env-option", "map=random4", "--run", str(tmp_path), "--sft", str(agent)]
     qval.main(["search", *common, "--scorer", *names, "-M", "3", "--limit", "5"])
     assert list(downstream.rewards(results, "frozenlake")) == names

@@ -3,9 +3,8 @@
 import pytest
 from fakes import FakeEnv, path_of, run, say, word_chat
 
-import q_search
 from experiments import retry
-from experiments.retry import Reflect
+from experiments.retry import Reflect, Trials
 from q_search import Method
 from qlass.batching import Sample, Score
 from qlass.files import read_jsonl
@@ -26,9 +25,9 @@ def answer(request):
     return "plan after " + " ".join(path_of(request.state))
 
 
-def play(select, stop, N=4, reflect=False, shared=None):
-    method, shared = Method("retry", N=N, select=select), {} if shared is None else shared
-    return run(retry.retry(stop, reflect, FakeEnv(), "test0", method, CHAT, shared), answer)
+def play(select, stop, N=4, reflect=False, trials=None):
+    method, trials = Method("retry", N=N, select=select), trials or Trials(CHAT)
+    return run(trials.retry(FakeEnv(), "test0", method, stop, reflect), answer)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +47,9 @@ def test_when_it_stops_and_what_counts(select, stop, N, trials, reward):
 
 
 def test_trials_are_those_of_best_of_n():
-    shared = {}
-    expected, _ = run(q_search.play(FakeEnv(), "test0", Method("best_of_n", N=4, select="q"), CHAT, shared), answer)
-    record, requests = play("q", 0.9, shared=shared)
+    trials = Trials(CHAT)
+    expected, _ = run(trials.play(FakeEnv(), "test0", Method("best_of_n", N=4, select="q")), answer)
+    record, requests = play("q", 0.9, trials=trials)
     assert all(isinstance(request, Score) for request in requests)  # what was sampled for one serves the other
     assert record == expected
 

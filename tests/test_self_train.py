@@ -92,12 +92,13 @@ def stage(tmp_path, monkeypatch):
 
     messages = [{"role": "user", "content": "walk"}, {"role": "assistant", "content": "OK"}]
     expert = tmp_path / "expert.jsonl"
-    expert.write_text(dump([{"messages": messages, "task": "", "reward": 1, "id": f"mine/{i}"} for i in range(3)]))
+    expert.write_text(dump([{"messages": messages, "task": "", "reward": 1, "task_id": f"mine{i}"} for i in range(3)]))
     (tmp_path / "sft").mkdir()
     (tmp_path / "qnet").mkdir()
-    start.record = {"model": "tiny", "expert": str(expert), "n_expert": 2, "lr": 0.5, "epochs": 7, "batch": 3,
-                    "patience": 5, "max_tokens": 99, "micro_tokens": 11, "candidates": None}  # fmt: skip
-    (tmp_path / "sft.meta.json").write_text(json.dumps({"arguments": start.record}))
+    start.record = {"model": "tiny", "n_expert": 2, "epochs": 7, "batch": 3, "precision": "float32"}
+    argv = ["--lr", "0.5", "--patience", "5", "--max-tokens", "99", "--micro-tokens", "11", "--overwrite"]
+    meta = {"recipe": start.record, "inputs": {"expert": "expert.jsonl"}, "argv": argv}
+    (tmp_path / "sft.meta.json").write_text(json.dumps(meta))
     monkeypatch.setattr(envs, "from_arguments", lambda args: FakeEnv())
     monkeypatch.setattr(self_train, "load_agent", lambda args, env: load(args.sft, args))
     monkeypatch.setattr(self_train, "load_qnet", load)
@@ -109,17 +110,18 @@ def test_q_guided_trajectories_are_merged_and_trained_on(stage, tmp_path):
     flags = stage("--method", "qlass", "--name", "target-q")
     merged = list(read_jsonl(tmp_path / "self_train-target-q.jsonl"))
     # Two demonstrations (n_expert), and the one best walk, which is the same text in all six tasks.
-    assert [line.get("id") for line in merged] == ["mine/0", "mine/1", None]
+    assert [line["task_id"] for line in merged[:2]] == ["mine0", "mine1"]
+    assert [line.get("source") for line in merged] == [None, None, "policy"]
     assert [parse_action(m["content"]) for m in merged[2]["messages"][3::2]] == ["right", "right", "right"]
     assert len(list(read_jsonl(tmp_path / "self_train-target-q.rollouts.jsonl"))) == 6
     assert {r.n for r in stage.sampled} == {3}  # M = 3
     (agent, luck), (qnet, seed) = stage.loaded
     assert (agent, qnet) == (tmp_path / "sft", tmp_path / "qnet") and luck != seed
     assert (flags.expert, flags.out) == (tmp_path / "self_train-target-q.jsonl", tmp_path / "sft-target-q")
-    # As it was trained before: a method may not win by longer training.
-    assert (flags.model, flags.n_expert) == ("tiny", 3)
-    again = {name: getattr(flags, name) for name in ("lr", "max_tokens", "micro_tokens", "epochs", "batch", "patience")}
-    assert again == {name: stage.record[name] for name in again}
+    # As it was trained before, in the flags of then and in what was chosen: a method may not win by longer training.
+    assert (flags.model, flags.n_expert, flags.overwrite) == ("tiny", 3, False)
+    again = {"lr": 0.5, "patience": 5, "max_tokens": 99, "micro_tokens": 11, "epochs": 7, "batch": 3}
+    assert {name: getattr(flags, name) for name in again} == again
 
 
 def test_rejection_sampling_goes_on_and_a_finished_one_plays_nothing(stage, tmp_path):
@@ -127,16 +129,19 @@ def test_rejection_sampling_goes_on_and_a_finished_one_plays_nothing(stage, tmp_
     assert flags.expert == tmp_path / "self_train-rft.jsonl" and len(stage.loaded) == 1
     assert {r.n for r in stage.sampled} == {1}
     path = tmp_path / "self_train-rft.rollouts.jsonl"
-    tasks = [line["task_id"] for line in read_jsonl(path)]
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:2]) + lines[2][:20])  # two tasks and a half
+    lines = path.read_text().splitlines(keepends=True)
+    path.unlink()
+    (tmp_path / f"{path.name}.parts").mkdir()  # a stop after two tasks and a half
+    part = tmp_path / f"{path.name}.parts" / "0-of-1.jsonl"
+    part.write_text("".join(f"[{line[:-1]}]\n" for line in lines[:2]) + lines[2][:20])
     stage("--method", "rft", "-N", "2")
-    assert {r.key[0] for r in stage.sampled} == set(tasks[2:])
-    assert sorted(line["task_id"] for line in read_jsonl(path)) == sorted(tasks)
+    assert {r.key[0] for r in stage.sampled} == {json.loads(line)["task_id"] for line in lines[2:]}
+    again = path.read_text().splitlines(keepends=True)
+    assert again[:2] == lines[:2] and [line[:24] for line in again] == [line[:24] for line in lines]
 
 
 def test_the_trees_best_branches(stage, tmp_path):
     (tmp_path / "trees.jsonl").write_text(dump(tree(node(1, 0, "a", 1.0, True))))
     stage("--method", "tree")
-    assert [line.get("task_id") for line in read_jsonl(tmp_path / "self_train-tree.jsonl")] == [None, None, "t"]
+    assert [line["task_id"] for line in read_jsonl(tmp_path / "self_train-tree.jsonl")] == ["mine0", "mine1", "t"]
     assert not stage.loaded

@@ -17,8 +17,8 @@ from experiments.learning import Learner
 from experiments.tree_grpo import Trajectory, advantages, batches, forest
 from qlass.batching import Sample, drive
 from qlass.chat import Rendering
+from qlass.fast.decode import FastPolicy
 from qlass.messages import State
-from qlass.policy import Policy
 
 
 def grow(M, N, L, key=("k",), script=None):
@@ -130,7 +130,7 @@ def world(request):
     chat = word_chat(candidates=request.param, temperature=1.0, max_new_tokens=7)
     # Weights small enough that all actions are drawn.
     model, old, reference = (tiny_lm(chat, seed, initializer_range=0.15) for seed in range(3))
-    answer = Policy(old, chat, seed=1).sample
+    answer = FastPolicy(old, chat, seed=1).sample
     if request.param == "free":  # words at random reach no purse: what matters here is that rewards differ
         texts = itertools.cycle(["left", "right", "find", "right", "left"])
         answer = lambda requests: [say(next(texts)) for _ in requests]  # noqa: E731

@@ -7,11 +7,10 @@ import pytest
 from fakes import WORLD, FakeEnv, Script, best, path_of, run, say, word_chat
 
 import envs
-import q_search
 from experiments import tree_search
 from experiments.compare import Variant
 from experiments.tree_search import Search
-from q_search import Method, by_q
+from q_search import Method, Player
 from qlass.batching import Candidate, Sample, Score
 from qlass.files import read_jsonl
 from qlass.messages import parse_action, react, uniforms
@@ -66,15 +65,14 @@ def play(name, M=2, N=1, q=true_q, draw=BOTH, env=None, task="test0", **settings
 @pytest.mark.parametrize(("name", "settings"), [("mcts", {"S": 1} | PUCT), ("beam", {"k": 1})])
 def test_one_expansion_a_step_is_qlass(name, settings, q):
     record, *_ = play(name, q=q, draw=by_key, **settings)
-    expected, _ = run(q_search.play(FakeEnv(), "test0", Method("qlass", by_q, M=2), CHAT, {}), answer(q, by_key))
+    expected, _ = run(Player(CHAT).play(FakeEnv(), "test0", Method("qlass", "q", M=2)), answer(q, by_key))
     assert (record["restores"], record["env_steps_replayed"]) == (0, record["env_steps"])
     assert {key: record[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize(("name", "q"), [("mcts", short_sighted), ("oracle_mcts", lambda r: [0.5] * len(r.actions))])
-def test_enough_simulations_find_the_best_leaf(name, q):
-    assert play(name, q=q, S=1, **PUCT)[1][0] == "left"
-    record, path, *_ = play(name, q=q, S=60, c=2.0, gamma=0.95)
+def test_enough_simulations_find_the_best_leaf():
+    assert play("mcts", q=short_sighted, S=1, **PUCT)[1][0] == "left"
+    record, path, *_ = play("mcts", q=short_sighted, S=60, c=2.0, gamma=0.95)
     assert path == ("right", "right", "right") and record["reward"] == 1.0
 
 
@@ -114,7 +112,7 @@ def test_a_wider_beam_keeps_what_seems_worse_at_first():
 
 @pytest.mark.parametrize("task", ["test0", "test1"])
 def test_particles_at_infinite_tau_are_independent_chains(task):
-    expected, asked = run(q_search.play(FakeEnv(), task, BEST_OF_4, CHAT, {}), answer(true_q, by_key))
+    expected, asked = run(Player(CHAT).play(FakeEnv(), task, BEST_OF_4), answer(true_q, by_key))
     record, path, _, requests = play("particles", 1, 4, draw=by_key, task=task, tau=math.inf, gamma=0.9)
     assert {r for r in asked if isinstance(r, Sample)} == {r for r in requests if isinstance(r, Sample)}
     assert record["restores"] == 0
@@ -154,16 +152,11 @@ class SealedEnv(FakeEnv):
     optimal_value = Sealed._refuse
 
 
-@pytest.mark.parametrize(("name", "settings"), [*BLIND, PARTICLES, ("oracle_mcts", {"S": 8} | PUCT)])
-def test_only_an_oracle_reads_rewards(name, settings):
+@pytest.mark.parametrize(("name", "settings"), [*BLIND, PARTICLES])
+def test_no_search_reads_rewards(name, settings):
     search = Search(SealedEnv(), "test0", Method(name, M=2, N=3), CHAT.rendering)
-    walk = getattr(search, name)(**settings)
-    if name == "oracle_mcts":
-        with pytest.raises(AssertionError, match="reward was read"):
-            run(walk, answer(true_q, by_key))
-    else:
-        end, _ = run(walk, answer(true_q, by_key))
-        assert end.done and isinstance(end.path[-1].reward, Sealed)
+    end, _ = run(getattr(search, name)(**settings), answer(true_q, by_key))
+    assert end.done and isinstance(end.path[-1].reward, Sealed)
 
 
 @pytest.mark.parametrize(("name", "settings"), [BLIND[0], BLIND[2]])
@@ -185,10 +178,9 @@ def test_on_slippery_ice_a_search_does_not_foresee_the_slips(name, settings):
 def test_lines_say_their_settings_and_the_report_reads_them(tmp_path, agent, value_net, fake_world):
     out = tmp_path / "results.jsonl"
     flags = ["--run", str(tmp_path), "--sft", str(agent), "--qnet", str(value_net), "--out", str(out)]
-    names = ["lookahead", "beam", "mcts", "oracle_mcts", "particles"]
+    names = ["lookahead", "beam", "mcts", "particles"]
     tree_search.main([*flags, "--method", *names, "-S", "1", "2", "-N", "3", "--limit", "2"])
     players = {(r["method"], r["M"], r["N"], r["player"]) for r in read_jsonl(out)}
     assert ("lookahead", 2, 1, "gamma=0.9") in players and ("particles", 1, 3, "tau=0.1 gamma=0.9") in players
     assert ("beam", 2, 1, "k=2") in players and ("mcts", 2, 1, "S=2 c=1 gamma=0.9") in players
-    groups = {str(group.condition): group.condition.oracle for group in results.read_results([("", out)])}
-    assert len(groups) == len(players) == 7 and sum(groups.values()) == 2
+    assert len(results.read_results([("", out)])) == len(players) == 5
