@@ -14,6 +14,8 @@ looks at the environment's true reward before it answers is an "oracle": no agen
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 from pathlib import Path
 
 from qlass import UserError
@@ -36,6 +38,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
+    os.environ.setdefault("HOME", tempfile.gettempdir())  # matplotlib asks for it
     from experiments.frontier import frontier
     from reporting import expected, figures, page, tables
     from reporting.results import read_results, result_files

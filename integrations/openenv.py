@@ -25,7 +25,8 @@ import envs
 from environments.guard import task_of
 from integrations.trl import TextGame
 from qlass import UserError
-from qlass.cli import at_least, parse, parser, run_stage
+from qlass.flags import Parser, at_least
+from qlass.runs import parse, run_stage
 
 ONE_AT_A_TIME = threading.Lock()  # sessions are threads, and players share what an engine keeps
 
@@ -80,7 +81,7 @@ def application(world: envs.TextEnv) -> Any:
 
 
 def main(argv: list[str] | None = None) -> None:
-    flags = parser(__doc__)
+    flags = Parser(__doc__)
     flags.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     flags.add_argument("--port", type=at_least(1), default=8000, metavar="N", help="default: %(default)s")
     args = parse(flags, argv, search=True)

@@ -9,7 +9,7 @@ import envs
 import q_search
 from environments.webshop.paraphrase import clauses, paraphrase, wordings
 from experiments.paraphrase import Paraphrased, by_server, prompt_tokens, reword
-from q_search import Method, by_q
+from q_search import Method
 from qlass import UserError
 from qlass.batching import Candidate, Score
 from qlass.messages import State
@@ -103,7 +103,7 @@ def guided(method: Method, trial: int, wordings: int):
 
 def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_original():
     chat = word_chat()
-    steps, scored, drawn = guided(Method("qlass", by_q, M=3), 0, 3)
+    steps, scored, drawn = guided(Method("qlass", "q", M=3), 0, 3)
     words = [paraphrase(TASK, k) for k in range(3)]
     assert [[r.state.task for r in step] for step in drawn] == [words, words]
     for r in [r for step in drawn for r in step]:
@@ -124,7 +124,7 @@ def test_each_candidate_is_drawn_under_its_own_wording_and_scored_under_the_orig
 
 def test_trials_continue_with_further_wordings_and_start_again_after_the_last():
     for trial, indices in enumerate([{0, 1}, {2, 0}, {1, 2}]):
-        *_, drawn = guided(Method("qlass", by_q, M=2), trial, 3)
+        *_, drawn = guided(Method("qlass", "q", M=2), trial, 3)
         assert {r.state.task for step in drawn for r in step} == {paraphrase(TASK, k) for k in indices}
 
 

@@ -6,6 +6,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -63,7 +65,8 @@ def test_the_table_by_hand():
     assert (qlass["tasks"], qlass["seeds"]) == ("4", "2")
     # Tokens: 100 prompt, 20 (seed 0) and 24 (seed 1) generated, 30 scored.
     assert (qlass["generated tokens"], qlass["tokens"]) == ("22", "152")
-    assert table["reward [95 %]"]["best-of-N, picked by QNet N=2"] == "0.500 [0.500, 0.500]"
+    # Four tasks of .5 each: a share z^2 / (4 + z^2) = .490 that was not seen may earn 0, or 1.
+    assert table["reward [95 %]"]["best-of-N, picked by QNet N=2"] == "0.500 [0.255, 0.745]"
 
 
 def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played(tmp_path):
@@ -147,22 +150,28 @@ def test_a_file_of_ranges_that_is_none_is_refused_before_the_report_is_made(text
     assert not (tmp_path / "report.md").exists()
 
 
-def test_what_is_to_be_minded_stands_on_the_page_and_parts_by_their_names(tmp_path, capsys):
-    for part in ("results.0-of-2", "results.1-of-2"):
-        write(tmp_path / f"{part}.jsonl", [RESULT | {"task_id": part}])
-        (tmp_path / f"{part}.meta.json").write_text('{"arguments": {}, "planned": 3}')  # not finished
-    with open(tmp_path / "results.1-of-2.jsonl", "a") as file:
-        file.write('{"task_id": "half')  # a run that goes on
+def test_what_is_to_be_minded_is_on_the_page_and_what_is_not_complete_is_refused(tmp_path, capsys):
+    file, parts = tmp_path / "results.jsonl", tmp_path / "results.jsonl.parts"
+    write(file, [RESULT, RESULT | {"task_id": "b"}, RESULT | {"method": "sample"}])
+    parts.mkdir()
     report.main(["--run", str(tmp_path)])
-    warning = f"{tmp_path}/results.jsonl: incomplete; short episodes end first"
-    assert warning in capsys.readouterr().err
-    html = Page(tmp_path / "report.html")
-    assert warning in html.words and warning in (tmp_path / "report.md").read_text()
-    assert all(f"{tmp_path}/results.{i}-of-2.jsonl" in html.words for i in range(2))
-    write(tmp_path / "results.1-of-2.jsonl", [RESULT | {"task_id": "b"}, RESULT | {"seed": 0, "reward": 0}])
-    write(tmp_path / "results_b.jsonl", [RESULT])
-    with pytest.raises(UserError, match=r"results.1-of-2.jsonl:2 and .*results_b.jsonl:1"):
+    told, html = capsys.readouterr().err, Page(tmp_path / "report.html").words
+    for warning in (f"{file}: is being extended", "lake: rows over 1 tasks and over 2: their means may differ"):
+        assert all(warning in text for text in (told, html, (tmp_path / "report.md").read_text()))
+    write(tmp_path / "results_b.jsonl", [RESULT | {"task_id": "c"}, RESULT | {"reward": 0}])
+    with pytest.raises(UserError, match=r"results.jsonl:1 and .*results_b.jsonl:2"):
         groups_of(tmp_path)
+    file.unlink()
+    for argument in (tmp_path, file):
+        with pytest.raises(UserError, match=r"results.jsonl: is not complete: the command that began it \(again\)"):
+            groups_of(argument)
+
+
+def test_a_user_without_a_home_gets_a_report(tmp_path):
+    write(tmp_path / "results.jsonl", [RESULT])
+    homeless = f"import sys; sys.modules['pwd'] = None; import report; report.main(['--run', {str(tmp_path)!r}])"
+    subprocess.run([sys.executable, "-c", homeless], cwd=HERE.parent, env={}, check=True)
+    assert (tmp_path / "report.html").exists()
 
 
 def played_on(folder: Path, **arguments) -> str:
@@ -171,7 +180,7 @@ def played_on(folder: Path, **arguments) -> str:
     method = arguments.pop("method", "greedy")
     write(folder / "results.jsonl", [RESULT | {"task_id": t, "method": method, "env": "shop"} for t in "abc"])
     defaults = {"env": "webshop", "env_option": ["data=d"], "env_files": {"data": "1"}, "max_steps": None, "seed": 0}
-    (folder / "results.meta.json").write_text(json.dumps({"arguments": defaults | arguments, "seconds": 1}))
+    (folder / "results.meta.json").write_text(json.dumps({"recipe": defaults | arguments}))
     return str(folder)
 
 
@@ -199,26 +208,23 @@ def test_results_on_other_data_are_not_compared(tmp_path, capsys):
     assert "shop: results on 2 sets of data, which are not compared" in capsys.readouterr().err
     assert [group.condition.env for group in groups.values()] == ["shop, data 1", "shop, data 2"]
     assert differences(groups.values()) == {}
-    old = f"old={played_on(tmp_path / 'old', env_files=None)}"  # of before it was recorded
     told = f"told={played_on(tmp_path / 'told', env_files={'data': '1', 'instruction': '9'})}"
-    assert {group.condition.env for group in groups_of(paths[0], old, told).values()} == {"shop"}
+    assert {group.condition.env for group in groups_of(paths[0], told).values()} == {"shop"}
 
 
 def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tasks: str = "xy", **flags) -> str:
     """Results of greedy, qlass and a rule with metadata as the stages write them; flags: {stage_flag: value}."""
 
-    def meta(name: str, inputs: dict[str, str], **arguments) -> None:
+    def meta(name: str, recipe: dict, **inputs: str) -> None:
         own = {k.removeprefix(f"{name}_"): v for k, v in flags.items() if k.startswith(f"{name}_")}
-        arguments |= {"seed": seed, "run": str(folder), "out": f"{folder}/{name}"} | own
-        record = {"arguments": arguments, "inputs": {f"{folder}/{k}": v for k, v in inputs.items()}, "seconds": 1}
-        (folder / f"{name}.meta.json").write_text(json.dumps(record))
+        record = {"recipe": {"seed": seed} | recipe | inputs | own, "inputs": {n: n for n in inputs}, "trees": 4}
+        (folder / f"{name}.meta.json").write_text(json.dumps(record | {n: own[n] for n in {"trees"} & own.keys()}))
 
     for name in ("sft", "qnet"):
         (folder / name).mkdir(parents=True)
-    meta("sft", {}, epochs=12)
-    meta("qnet", {"sft": sft}, epochs=8, sft=f"{folder}/sft", limit=None)
-    models = {"sft": f"{folder}/sft", "qnet": f"{folder}/qnet"}
-    meta("results", {"sft": sft, "qnet": qnet}, **models, max_steps=None, method=["all"])
+    meta("sft", {"epochs": 12})
+    meta("qnet", {"epochs": 8, "limit": None}, sft=sft)
+    meta("results", {"max_steps": None}, sft=sft, qnet=qnet)
     methods = ("greedy", 1), ("qlass", 2), ("rule", 1)
     records = [RESULT | {"task_id": t, "method": m, "M": n, "seed": seed} for t in tasks for m, n in methods]
     write(folder / "results.jsonl", records)
@@ -226,24 +232,27 @@ def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tas
 
 
 def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_and_what_cannot_be_told_is_a_warning(tmp_path, capsys):
-    last = ["random", "code"]  # of the last call alone: each line says its own
-    folders = [run_folder(tmp_path / f"seed{n}", n, f"a{n}", f"b{n}", results_scorer=last[:n]) for n in range(3)]
-    (tmp_path / "seed1").rename(tmp_path / "moved")
-    folders[1] = str(tmp_path / "moved")
+    folders = [run_folder(tmp_path / f"seed{n}", n, f"a{n}", f"b{n}") for n in range(3)]
+    folders[1] = str((tmp_path / "seed1").rename(tmp_path / "moved"))
     assert {len(group.episodes) for group in groups_of(*folders).values()} == {6}
     assert capsys.readouterr().err == ""
     groups_of(folders[0], run_folder(tmp_path / "again", 7, "a0", "other"))
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1 and "SFT greedy is of one model under two --seed, so not of two" in warning
-    meta = tmp_path / "seed0" / "results.meta.json"
-    complete = meta.read_text()
-    meta.write_text(complete.replace("seconds", "stopped"))
-    groups_of(*folders)
-    assert re.fullmatch(r"warning: .*seed0/results.jsonl: incomplete.*\n", capsys.readouterr().err)
-    meta.write_text(complete)
     (tmp_path / "moved" / "results.meta.json").unlink()
     groups_of(*folders[:2])
     assert re.fullmatch(r"warning: .*moved/results.jsonl: no metadata beside it.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"reward": 1.5}, "reward can't be 1.5"), ({"reward": -0.1}, "reward can't be -0.1"),
+    ({"reward": None}, "reward can't be None"), ({"tokens": 7}, "tokens can't be 7"), ({"env": ...}, "no env"),
+])  # fmt: skip
+def test_what_is_no_result_is_named(tmp_path, change, says):
+    record = {name: value for name, value in (RESULT | change).items() if value is not ...}
+    write(tmp_path / "results.jsonl", [RESULT, record])
+    with pytest.raises(UserError, match=rf"results.jsonl:2: {says}"):
+        groups_of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +260,8 @@ def test_seeds_of_one_pipeline_are_pooled_wherever_they_lie_and_what_cannot_be_t
     [
         ({"sft": "other", "tasks": "z"}, "SFT greedy with different --sft of one seed .a, other"),
         ({"seed": 1, "sft_epochs": 3}, "SFT greedy with different --epochs of sft .12, 3"),
-        ({"seed": 1, "results_max_steps": 8}, "rule with different --max-steps .None, 8"),
+        ({"seed": 1, "qnet_trees": 9}, "QLASS with different --trees of qnet .4, 9"),
+        ({"seed": 1, "results_max_steps": 8}, "lake with different --max-steps .None, 8"),
     ],
 )
 def test_what_is_not_the_same_is_not_pooled(tmp_path, other, says):
@@ -266,25 +276,27 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     greedy, searched = (next(r for r in LINES if r["method"] == m) for m in ("greedy", "qlass"))
     metas = {
-        "sft": {},
+        "sft": {"recipe": {"model": "tiny"}},
         "sft-rl": {"last": {"tokens": 1000}, "passes": 6},
-        "sft-guided": {"tokens": 50, "arguments": {"expert": "guided.jsonl"}},  # cloned from what QNet guided
-        "guided": {"kept": 3, "tokens": 5, "arguments": {"sft": "sft", "qnet": "qnet"}},
-        "sft-both": {"last": {"tokens": 10, "played": 1}, "passes": 6, "arguments": {"sft": "sft-guided"}},
-        "qnet": {"tokens": 100, "arguments": {"labels": "q.jsonl"}},
-        "q": {"arguments": {"trees": "trees.jsonl"}},
+        "sft-guided": {"tokens": 50, "inputs": {"expert": "guided.jsonl"}},  # cloned from what QNet guided
+        "guided": {"kept": 3, "tokens": 5, "inputs": {"sft": "sft", "qnet": "qnet"}},
+        "sft-both": {"last": {"tokens": 10, "played": 1}, "passes": 6, "inputs": {"sft": "sft-guided"}},
+        "qnet": {"tokens": 100, "inputs": {"labels": "q.jsonl"}},
+        "q": {"inputs": {"trees": "trees.jsonl"}},
         "trees": {"tokens": 7},
     }
-    cases = {  # label: its line, the arguments of its results, tokens of training
+    cases = {  # label: its line, what its results were made from, tokens of training
         "": (searched, {"sft": "sft", "qnet": "qnet"}, 307),
         "rl": (greedy, {"sft": "sft-rl"}, 6000),
         "rl, old QNet": (searched, {"sft": "sft-rl", "qnet": "qnet"}, 6307),
         "both": (greedy, {"sft": "sft-both"}, 523),
         "foreign QNet": (searched, {"sft": "sft", "qnet": "downloaded"}, math.nan),
     }
-    for label, (record, arguments, _) in cases.items():
+    for name in ("sft", "sft-rl", "sft-guided", "guided.jsonl", "sft-both", "qnet", "downloaded", "q.jsonl", "trees.jsonl"):
+        Path(name).touch()
+    for label, (record, inputs, _) in cases.items():
         write(Path(f"results{label}.jsonl"), [record | {"label": label}])
-        metas[f"results{label}"] = {"arguments": arguments}
+        metas[f"results{label}"] = {"inputs": inputs}
     for name, meta in metas.items():
         write(Path(f"{name}.meta.json"), [meta])
     groups = results.read_results([("", Path(f"results{label}.jsonl")) for label in cases])

@@ -29,6 +29,36 @@ def test_one_task_has_no_interval_and_shows_no_difference():
     assert bootstrap([]).n == 0 == paired_difference(series({("a", 0): 1}), series({("b", 0): 1})).n
 
 
+def test_an_interval_of_rewards_by_hand():
+    # Wilson's, of n successes from 1 - z^2 / (n + z^2) = n / (n + z^2) on, z^2 = 3.8415.
+    for n in (3, 10, 400):
+        estimate = interval(series({(task, 0): 1 for task in range(n)}), rewards=True)
+        assert (estimate.low, estimate.high) == pytest.approx((n / (n + 3.8415), 1), abs=1e-4)
+    estimate = interval(series({(task, 0): task > 0 for task in range(10)}), rewards=True)
+    assert (estimate.low, estimate.high) == pytest.approx((0.5958, 0.9821), abs=1e-4)
+    graded = {(task, seed): 0.5 for task in range(3) for seed in range(2)}  # .5 of the .438 of all that were seen
+    estimate = interval(series(graded), rewards=True)
+    assert (estimate.mean, estimate.low, estimate.high) == pytest.approx((0.5, 0.2193, 0.7807), abs=1e-4)
+    many = series({(task, 0): 0.3 + 0.6 * (task % 2) for task in range(400)})
+    assert interval(many, rewards=True) == interval(many)
+
+
+@pytest.mark.parametrize("n", [3, 10, 30])
+@pytest.mark.parametrize(("values", "p"), [
+    ((0, 1), (0.1, 0.9)), ((0, 1), (0.5, 0.5)), ((0, 0.5, 1), (0.1, 0.2, 0.7)), ((0.1, 1), (0.05, 0.95)),
+])  # fmt: skip
+@pytest.mark.parametrize("size", [1, 3])
+def test_intervals_of_few_rewards_hold_the_truth(n, values, p, size):
+    """Simulated: n blocks of `size` tasks that vary together. The bootstrap alone holds it in .16 to .9 of the cases."""
+    rng, truth, held = np.random.default_rng(n), np.dot(values, p), 0
+    for _ in range(100):
+        drawn = rng.choice(values, n, p=p)
+        rewards = series({(f"{block}-{task}", 0): v for block, v in enumerate(drawn) for task in range(size)})
+        estimate = interval(rewards, {task: task.split("-")[0] for task, _ in rewards.index}, rewards=True)
+        held += estimate.low - 1e-9 <= truth <= estimate.high + 1e-9
+    assert held >= 90
+
+
 def test_where_seeds_or_tasks_alone_differ_the_interval_is_students():
     half = 4.302653 * 1 / math.sqrt(3)  # of three values with standard deviation 1
     for values in ([[0, 0], [1, 1], [2, 2]], [[0, 1, 2]] * 3):
