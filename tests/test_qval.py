@@ -18,8 +18,8 @@ from experiments.qval.metrics import RHO
 from experiments.qval.points import Point, digest, exact, label, trajectory
 from experiments.qval.scorers import Call, Context, Decision, answer, entry
 from qlass import UserError
-from qlass.batching import Sample, drive
 from qlass.agent import load_policy
+from qlass.batching import Sample, drive
 from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.files import write_jsonl
