@@ -3,8 +3,7 @@
     reads   RUN/sft/ and the demonstrations that it was cloned from, or with --pairs siblings RUN/q_labels.jsonl
     writes  RUN/sft-NAME/ (by validation the best), RUN/sft-NAME.updates.jsonl (a line a batch), RUN/sft-NAME.resume.pt
 
-    python -m experiments.eto --env webshop
-    python -m experiments.eto --env webshop --pairs siblings --name eto-siblings
+    python -m experiments.eto --env webshop --pairs siblings
 
     expert      the agent plays demonstrated tasks. Of the expert's trajectory and its own, the one that earns more is
                 preferred. Then the trained agent explores again
@@ -36,7 +35,7 @@ from qlass.batching import Sample, ask
 from qlass.chat import Chat, Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.flags import at_least
-from qlass.messages import State, parse_action
+from qlass.messages import State
 from qlass.published import Demonstration, by_task, cloned_from, read
 from qlass.runs import need, parse, read_trees, run_stage
 from train_qnet import families, pairs_of
@@ -61,8 +60,7 @@ def decisions(env: envs.TextEnv, rendering: Rendering, task_id: str, actions: Se
     for action in actions:
         valid = ask(env, state, 1, (), rendering).valid
         taken.append(Decision(state, action, valid and (*valid, action)))
-        observation, *_ = env.step(parse_action(action))
-        state = state.then(action, env.message(observation))
+        state, *_ = state.act(env, action)
     env.close()
     return taken
 

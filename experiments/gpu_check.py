@@ -2,8 +2,6 @@
 
     python -m experiments.gpu_check model DIR       # DIR/base: random weights in the shape of Llama-2-7B
     python -m experiments.gpu_check figures DIR     # after the stages: the table DIR/gpu_check.md
-
-Without a GPU the model's shape is small, and the figures mean nothing.
 """
 
 import argparse
@@ -159,8 +157,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     if args.what == "model":
-        make_model(args.run / "base")
-        return
+        return make_model(args.run / "base")
     with open(args.run / "gpu_check.md", "w", encoding="utf-8") as page:
         for line in figures(args.run):
             print(line, flush=True)

@@ -8,6 +8,7 @@ named by --server, plays and writes them, and the last three stand below the ins
 """
 
 import argparse
+import dataclasses
 from collections.abc import Generator
 from itertools import product
 from typing import Any, NamedTuple
@@ -31,13 +32,19 @@ class Reflect(NamedTuple):
     state: State  # of a trial that failed; its last message ends with ASK
 
 
+@dataclasses.dataclass(frozen=True)
+class Retry(Variant):
+    stop: float = 1 - 1e-9  # the value at which it stops
+    reflect: bool = False
+
+
 class Trials(Player):
     """Plays best-of-N and, with the same trials, what stops early."""
 
-    def retry(
-        self, env: envs.TextEnv, task_id: str, method: Method, stop: float, reflect: bool
-    ) -> Generator[Any, Any, dict]:
-        """As `play`: at most N trials, until one is worth `stop` by its reward or by QNet."""
+    def play(self, env: envs.TextEnv, task_id: str, method: Method) -> Generator[Any, Any, dict]:
+        """Of `Retry` at most N trials, until one is worth `stop` by its reward or by QNet."""
+        if not isinstance(method, Retry):
+            return (yield from super().play(env, task_id, method))
         trials, values, questions, plans = [], [], [], []
         instruction = env.instruction
         for number in range(method.N):
@@ -47,9 +54,9 @@ class Trials(Player):
             trials.append(played[key])
             end = trials[-1][-1]
             values.append((yield Score(end.state, (end.action,)))[0] if method.select == "q" else end.reward)
-            if values[-1] >= stop:
+            if values[-1] >= method.stop:
                 break
-            if reflect and number + 1 < method.N:
+            if method.reflect and number + 1 < method.N:
                 questions.append(end.state.then(end.action, end.observation + ASK))
                 plans.append((yield Reflect(questions[-1])))
                 env.instruct(instruction + PLANS + "\n".join(plans[-3:]))
@@ -71,22 +78,15 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     env, tasks = q_search.environment(args)
     ask = Server(args.server).chat if args.server else None
-    plan: dict[Method, float | None] = {}  # the value at which it stops, and best-of-N beside it
+    plan: list[Method] = []
     for N, stop in product(args.N or [4], args.until):
-        select, value = ("oracle", 1 - 1e-9) if stop == "oracle" else ("q", float(stop))
-        plan[Variant("reflexion" if ask else "retry", N=N, select=select, player=f"stop={stop}")] = value
-        plan[Method("best_of_n", N=N, select=select)] = None
+        select, value = ("oracle", Retry.stop) if stop == "oracle" else ("q", float(stop))
+        how = {"N": N, "select": select}
+        plan += [Retry("reflexion" if ask else "retry", **how, player=f"stop={stop}", stop=value, reflect=bool(ask))]
+        plan += [Method("best_of_n", **how)]
     chat, models = q_search.load(args, env, with_q=any(method.needs_q for method in plan))
     models[Reflect] = lambda requests: [ask(request.state.messages).text for request in requests]
-    trials = Trials(chat)
-
-    def play(env: envs.TextEnv, task_id: str, method: Method) -> Generator[Any, Any, dict]:
-        stop = plan[method]
-        if stop is None:
-            return trials.play(env, task_id, method)
-        return trials.retry(env, task_id, method, stop, bool(ask))
-
-    results.play(args, env, tasks, list(plan), play, models)
+    results.play(args, env, tasks, list(dict.fromkeys(plan)), Trials(chat).play, models)
 
 
 if __name__ == "__main__":

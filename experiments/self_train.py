@@ -4,7 +4,6 @@
     writes  RUN/self_train-NAME.rollouts.jsonl (all trajectories), RUN/self_train-NAME.jsonl (demonstrations and the
             trajectories that were kept, in expert.jsonl's layout), RUN/sft-NAME/ (the checkpoint trained on them)
 
-    python -m experiments.self_train --env webshop --method rft
     python -m experiments.self_train --env webshop --method qlass --qnet runs/webshop/qnet-avg --name target-avg
 
     rft     -N sampled trajectories per task, no QNet (rejection-sampling fine-tuning, Yuan et al. 2023)

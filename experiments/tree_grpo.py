@@ -6,7 +6,6 @@
     python -m experiments.tree_grpo --env webshop                        # M = 2 trees, N = 2 draws, L = 1 round
     python -m experiments.tree_grpo --env webshop --rounds 0 -M 4        # chain GRPO at the same nominal budget
     python -m experiments.tree_grpo --env webshop --rounds 0 -M 4 --advantage states --name gigpo
-    python q_search.py --method greedy --sft runs/webshop/sft-grpo --label grpo --out runs/webshop/results-grpo.jsonl
 
 A task's trajectories are a group, and so are those of each of its trees. A trajectory's advantage is how many standard
 deviations its reward lies above its group's mean, summed over both groups. An action above a branching learns from each
@@ -35,7 +34,7 @@ from qlass.batching import Sample, ask
 from qlass.chat import Rendering
 from qlass.fast.decode import FastPolicy
 from qlass.flags import Parser, at_least
-from qlass.messages import State, parse_action, uniforms
+from qlass.messages import State, uniforms
 from qlass.runs import parse, run_stage
 
 LR = {"alfworld": 1e-4}  # of the tiny model, others LR_TINY; the learning rate decides everything
@@ -78,13 +77,11 @@ def forest(
         while not done:
             request = ask(env, state, 1, (*name, len(decisions)), rendering, TEMPERATURE)
             (candidate,) = yield request
-            observation, reward, terminated, truncated, _ = env.step(parse_action(candidate.text))
-            done = terminated or truncated
             decisions = (*decisions, Decision(state, candidate.text, request.valid, candidate.ids))
-            state = state.then(candidate.text, env.message(observation))
+            state, reward, done = state.act(env, candidate.text)
             if not done:
                 nodes[tree].append((state, env.snapshot(), decisions))
-        leaves.append(Trajectory(decisions, env.outcome(reward, done), tree))
+        leaves.append(Trajectory(decisions, reward, tree))
 
     for tree in range(M):
         yield from chain(tree, root)
@@ -123,7 +120,7 @@ def advantages(group: Group, kind: str = "both", discount: float = 1.0, std: boo
     outcome = {"inter": inter, "intra": intra, "both": inter + intra, "states": inter}[kind]
     A = np.repeat(outcome, lengths)
     if kind == "states":
-        pages = [decision.state.messages[-1][1] for trajectory in group for decision in trajectory.decisions]
+        pages = [decision.state.observation for trajectory in group for decision in trajectory.decisions]
         returns = [discount ** np.arange(n)[::-1] * reward for reward, n in zip(rewards, lengths, strict=True)]
         A += normalised(np.concatenate(returns), pages, std)
     return np.split(A, np.cumsum(lengths)[:-1])

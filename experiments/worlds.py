@@ -24,7 +24,6 @@ from reporting.stats import Estimate
 from reporting.tables import markdown
 
 NEW = "rank"
-COSTS = ("total", "env_steps")
 
 
 def read_worlds(folders: Iterable[Path]) -> pd.DataFrame:
@@ -32,7 +31,7 @@ def read_worlds(folders: Iterable[Path]) -> pd.DataFrame:
     rows = []
     for folder in folders:
         for group in read_results(result_files([str(folder)])):
-            means = {name: group.mean(name) for name in ("reward", *COSTS)}
+            means = {name: group.mean(name) for name in ("reward", "total", "env_steps")}
             rows.append({"condition": group.condition, "world": str(folder), "tasks": group.reward.n} | means)
     return pd.DataFrame(rows)
 
@@ -81,13 +80,9 @@ def contrasts(worlds: pd.DataFrame, env: str) -> Iterator[tuple[Condition, Condi
 def results_table(worlds: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for condition, of in worlds.groupby("condition", sort=False):
-        costs = {name: f"{of[name].mean():,.{digits}f}" for name, digits in zip(COSTS, (0, 1), strict=True)}
-        names = {
-            "environment": condition.env,
-            "method": str(condition),
-            "reward [95 %]": f"{over_worlds(of['reward'])}",
-        }
-        rows.append(names | costs | {"worlds": str(len(of)), "tasks": str(of["tasks"].sum())})
+        row = {"environment": condition.env, "method": str(condition), "reward [95 %]": f"{over_worlds(of['reward'])}"}
+        row |= {"total": f"{of['total'].mean():,.0f}", "env_steps": f"{of['env_steps'].mean():,.1f}"}
+        rows.append(row | {"worlds": str(len(of)), "tasks": str(of["tasks"].sum())})
     return pd.DataFrame(rows)
 
 
@@ -107,7 +102,7 @@ def contrasts_table(worlds: pd.DataFrame) -> pd.DataFrame:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m experiments.worlds", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, one a world")
     return parser.parse_args(argv)
 

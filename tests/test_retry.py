@@ -4,7 +4,7 @@ import pytest
 from fakes import FakeEnv, path_of, run, say, word_chat
 
 from experiments import retry
-from experiments.retry import Reflect, Trials
+from experiments.retry import Reflect, Retry, Trials
 from q_search import Method
 from qlass.batching import Sample, Score
 from qlass.files import read_jsonl
@@ -26,8 +26,8 @@ def answer(request):
 
 
 def play(select, stop, N=4, reflect=False, trials=None):
-    method, trials = Method("retry", N=N, select=select), trials or Trials(CHAT)
-    return run(trials.retry(FakeEnv(), "test0", method, stop, reflect), answer)
+    method = Retry("retry", N=N, select=select, stop=stop, reflect=reflect)
+    return run((trials or Trials(CHAT)).play(FakeEnv(), "test0", method), answer)
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,13 @@ class Run:
         """predictions/NAME.json, in QVAL's layout: what a score gives to the actions taken and, as metadata, to all."""
         path = self.args.out / "predictions" / f"{name}.json"
         if not path.exists() or any(runs.outdated(path)):
+            sources = {"points": self.args.out / "points.jsonl", **inputs(chosen, self.context)}
+            recipe = runs.claim(path, argparse.Namespace(**vars(self.args) | {"overwrite": True}), sources)
             lines = (predict(self.env.fork(), point, chosen, self.context) for point in points)
             values = list(self.driven(lines, name, len(points)))
             taken = [candidates[point.taken] for candidates, point in zip(values, points, strict=True)]
             metadata = {"ranking_point_hashes": [point.hash for point in points], "candidate_values": values}
             record = {"method_name": name, "method_type": "eval", "values": taken, "config": {}, "metadata": metadata}
-            sources = {"points": self.args.out / "points.jsonl", **inputs(chosen, self.context)}
-            recipe = runs.claim(path, argparse.Namespace(**vars(self.args) | {"overwrite": True}), sources)
             with files.replacing(path) as out:
                 json.dump(record, out, indent=1)
             runs.write_meta(path, self.args, recipe, sources)

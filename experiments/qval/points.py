@@ -53,9 +53,8 @@ class Point:
         observation, info = env.reset(options={"task_id": self.task_id})
         state = State.first(env, observation, info)
         for action in self.prefix:
-            observation, *_ = env.step(parse_action(action))
-            state = state.then(action, env.message(observation))
-        if digest(state.messages[-1][1]) != self.hash:
+            state, *_ = state.act(env, action)
+        if digest(state.observation) != self.hash:
             steps = f"task {self.task_id}: {len(self.prefix)} actions lead to another state than when the points were"
             raise UserError(f"{steps} collected; --overwrite starts the study again")
         return state
@@ -95,10 +94,9 @@ def trajectory(
         taken = uniform[0] if uniform and stray < epsilon else drawn[0]
         candidates = distinct_actions(env, [taken, *drawn, *uniform])[:width]  # of equals the first: it is taken
         shuffled = tuple(action for _, action in sorted(zip(order, candidates, strict=False)))
-        seen, block = state.messages[-1][1], env.block(task_id)
+        seen, block = state.observation, env.block(task_id)
         points.append(Point(task_id, prefix, shuffled, shuffled.index(taken), seen, digest(seen), block))
-        observation, _, terminated, truncated, _ = env.step(parse_action(taken))
-        state, done = state.then(taken, env.message(observation)), terminated or truncated
+        state, _, done = state.act(env, taken)
         prefix += (taken,)
     env.close()
     inner = points[FIRST : len(points) - LAST]
@@ -167,14 +165,12 @@ def rollout(
     env: envs.TextEnv, state: State, text: str, gamma: float, key: tuple, rendering: Rendering
 ) -> Generator[Any, Any, float]:
     """The discounted reward of the agent after this action."""
-    observation, reward, terminated, truncated, _ = env.step(parse_action(text))
+    after, reward, done = state.act(env, text)
     t = 0
-    while not (terminated or truncated):
+    while not done:
         t += 1
-        state = state.then(text, env.message(observation))
-        if rendering.markov:  # the same state, whatever led there: the agent reads it once
-            state = State(state.messages[-1:], state.task)
+        # Of a Markov environment the same state, whatever led there: the agent reads it once.
+        state = State(after.messages[-1:], after.task) if rendering.markov else after
         (candidate,) = yield ask(env, state, 1, (*key, t), rendering)
-        text = candidate.text
-        observation, reward, terminated, truncated, _ = env.step(parse_action(text))
-    return round(gamma**t * float(reward), 6)
+        after, reward, done = state.act(env, candidate.text)
+    return round(gamma**t * reward, 6)

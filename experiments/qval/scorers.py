@@ -62,9 +62,8 @@ class Decision:
     def after(self, action: str) -> tuple[State, list[str]]:
         """The next state, and the actions to choose among there: none if the episode has ended."""
         start = self.env.snapshot()
-        observation, _, terminated, truncated, _ = self.env.step(parse_action(action))
-        state = self.state.then(action, self.env.message(observation))
-        valid = [] if terminated or truncated else [react(*candidate) for candidate in self.env.candidates()]
+        state, _, done = self.state.act(self.env, action)
+        valid = [] if done else [react(*candidate) for candidate in self.env.candidates()]
         self.env.restore(start)
         return state, valid
 
@@ -224,14 +223,13 @@ class Entry(NamedTuple):
     needs: tuple[str, ...] = ()  # paths of a context; "truth": an environment that knows it
 
 
-RULES = {"frozenlake": lake}  # of the others: overlap
 SCORERS = {
     "random": Entry("control", each(lambda c, d, a: uniforms(1, c.args.seed, *d.key, parse_action(a))[0])),
     "step_index": Entry("control", each(lambda c, d, a: float(d.env.steps))),
     "untried": Entry("control", each(lambda c, d, a: untried(d.state, a))),
     "state_value": Entry("control", each(lambda c, d, a: d.env.optimal_value(c.args.gamma)), ("truth",)),
     "oracle": Entry("control", each(lambda c, d, a: exact(d.env, parse_action(a), c.args.gamma)), ("truth",)),
-    "code": Entry("code", each(lambda c, d, a: RULES.get(c.args.env, overlap)(d.state, a))),
+    "code": Entry("code", each(lambda c, d, a: (lake if c.args.env == "frozenlake" else overlap)(d.state, a))),
     "tree_bellman": Entry("tree", in_trees("q"), ("trees",)),
     "tree_average": Entry("tree", in_trees("avg"), ("trees",)),
     "tree_plain": Entry("tree", in_trees("reward"), ("trees",)),
@@ -261,12 +259,8 @@ def entry(name: str, context: Context) -> Entry:
 
 def available(context: Context) -> list[str]:
     """The scores whose inputs are there."""
-    knows = references(context.args.env) != ("policy",)
-
-    def is_there(part: str) -> bool:
-        return knows if part == "truth" else context.path(part).exists()
-
-    return [name for name, entry in entries(context).items() if all(map(is_there, entry.needs))]
+    truth = {"truth"} if references(context.args.env) != ("policy",) else set()
+    return [name for name, entry in entries(context).items() if {*entry.needs} <= truth | {*inputs(entry, context)}]
 
 
 def inputs(entry: Entry, context: Context) -> dict[str, Path]:
