@@ -33,9 +33,7 @@ def verdicts(groups: Sequence[Group], ranges: Sequence[dict[str, Any]]) -> list[
             if not c.label and [c.env, c.method, c.M or 1, c.N or 1, c.select or ""] == key:
                 name = "agent" if c.method == "greedy" else str(c)
                 verdict = "ok" if low <= round(group.reward.mean, 2) <= high else "not as expected"
-                mean, low_text, high_text = (
-                    f"{number:.{digits}f}".lstrip("0")
-                    for number, digits in ((group.reward.mean, 3), (low, 2), (high, 2))
-                )
-                lines.append(f"{name} {mean}, expected {low_text} to {high_text}: {verdict}")
+                pairs = (group.reward.mean, 3), (low, 2), (high, 2)
+                mean, *ends = (f"{number:.{digits}f}".lstrip("0") for number, digits in pairs)
+                lines.append(f"{name} {mean}, expected {' to '.join(ends)}: {verdict}")
     return lines or ["no range is expected for any of these results"]

@@ -10,7 +10,7 @@ import io
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,10 @@ STYLE = {
 }
 
 
-def draw(groups: Sequence[Group], out: Path, plots: Iterable[Callable]) -> dict[str, dict[str, str]]:
+def draw(groups: Sequence[Group], out: Path, plots: Sequence[Callable]) -> dict[str, dict[str, str]]:
     """{figure: {environment: SVG}} of each figure that has something to show, and as PNG beside the page."""
-    pictures: dict[str, dict[str, str]] = {}
+    pictures: dict[str, dict[str, str]] = {plot.__name__: {} for plot in plots}
     for plot in plots:
-        pictures[plot.__name__] = {}
         for env in dict.fromkeys(group.condition.env for group in groups):
             figure = plot([group for group in groups if group.condition.env == env])
             part = re.sub(r"[^\w-]+", "_", env)  # of a file's name, whatever a result file calls its environment

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import matplotlib as mpl
@@ -97,7 +96,6 @@ def draw(results: pd.DataFrame, lines: dict, panels: list[tuple], height: float,
 
 
 def main() -> None:
-    argparse.ArgumentParser(description="Draw the figures of runs/reference_output, from its results.csv.").parse_args()
     results = pd.read_csv(FOLDER / "results.csv", dtype={"seed": str})
     with mpl.rc_context(STYLE | {"savefig.dpi": 120}):
         for name, (lines, titles) in FIGURES.items():

@@ -132,9 +132,9 @@ def lines_of(path: Path) -> Iterator[tuple[str, dict]]:
             raise UserError(f"{where}: no {missing[0]}; is this a results.jsonl?")
         reward, tokens = record["reward"], record["tokens"]
         if not isinstance(reward, int | float) or not 0 <= reward <= 1:
-            raise UserError(f"{where}: reward can't be {reward!r:.40}, but is a number from 0 to 1")
+            raise UserError(f"{where}: reward can't be {reward!r:.40}: a number from 0 to 1 is expected")
         if not isinstance(tokens, dict):
-            raise UserError(f"{where}: tokens can't be {tokens!r:.40}, but are counts by name")
+            raise UserError(f"{where}: tokens can't be {tokens!r:.40}: counts by name are expected")
         yield where, record
 
 
@@ -148,10 +148,12 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
     warnings = [] if warnings is None else warnings
     for label, path in sources:
         meta = meta_of(path)
+        files = meta["recipe"].get("env_files") or {}
+        data = json.dumps(sorted((n, sha) for n, sha in files.items() if n != "instruction")) if meta["recipe"] else ""
         for where, record in lines_of(path):
             own = meta.get("cloned") is False and record["method"] not in UNTRAINED
             name = ", ".join(filter(None, (label, "base agent" if own else "")))
-            rows.append(episode(record, name, path, where) | {"data": data_of(meta["recipe"])})
+            rows.append(episode(record, name, path, where) | {"data": data})
         if parts_of(path).exists():
             warnings.append(f"{path}: is being extended; what is new is read when that is complete")
     if not rows:
@@ -206,12 +208,6 @@ WORLD = ("--env", "--env-option", "--max-steps")  # flags that all rows under on
 COUNTS = ("trees", "budget")  # figures that seeds share too: of flags that may change while an output grows
 
 
-def data_of(recipe: dict[str, Any]) -> str:
-    """What results were played on, by content: the files that options name, but for the instruction; "": not known."""
-    data = {name: content for name, content in (recipe.get("env_files") or {}).items() if name != "instruction"}
-    return json.dumps(data, sort_keys=True) if recipe else ""
-
-
 def tell_data_apart(table: pd.DataFrame) -> Iterator[str]:
     """Give results on different data environments of their own, as a task of one is not that of the other; say so."""
     for env, rows in table.groupby("env"):
@@ -226,8 +222,7 @@ def tell_sizes(groups: Sequence[Group]) -> Iterator[str]:
     for env in dict.fromkeys(group.condition.env for group in groups):
         sizes = sorted({group.reward.n for group in groups if group.condition.env == env})
         if len(sizes) > 1:
-            several = f"rows over {sizes[0]} tasks and over {sizes[-1]}"
-            yield f"{env}: {several}: their means may differ by the tasks alone, the paired differences do not"
+            yield f"{env}: rows over {sizes[0]} tasks and over {sizes[-1]}: their means may differ by the tasks alone"
 
 
 def check_rows(groups: Sequence[Group]) -> Iterator[str]:

@@ -1,9 +1,9 @@
 """Intervals over seeds and tasks, and paired differences, on scipy.stats.
 
 A seed is a training. With several seeds an interval covers other trainings and other tasks (`crossed`); with one seed
-it is about this model alone, and tasks are resampled. Of few rewards, which lie in [0, 1], it is no narrower than tasks
-leave open that were not seen (`of_rewards`). Tasks of one block, such as goals for one product, vary together: blocks
-are sampled (`of_blocks`). Values are a pandas Series indexed by (task, seed); blocks are {task: block}.
+it is about this model alone, and tasks are resampled. Of rewards it also reaches to what few tasks leave open
+(`of_rewards`). Tasks of one block, such as goals for one product, vary together: blocks are sampled (`of_blocks`).
+Values are a pandas Series indexed by (task, seed); blocks are {task: block}.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 from scipy import stats
-
-Z = 1.959964  # of 95 %
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def interval(values: pd.Series, blocks: Mapping[Hashable, Hashable] | None = Non
     if (rows == rows[:1]).all():  # as with a rule, which no training changes
         rows = rows[:1]
     estimate = crossed(rows) if min(rows.shape) > 1 else bootstrap(rows.mean(axis=0))
-    estimate = of_rewards(estimate, rows.mean(axis=0)) if rewards else estimate
+    estimate = of_rewards(estimate, rows.mean(axis=0)) if rewards and estimate.n > 1 else estimate
     return replace(estimate, n=len(table))
 
 
@@ -79,10 +77,8 @@ def of_rewards(estimate: Estimate, sample: np.ndarray) -> Estimate:
     Of n successes Wilson's interval begins at 1 - u with u = z^2 / (n + z^2): a share u of all tasks, none of which was
     seen, may be failures. So here a share u may earn 0, or 1: the interval reaches at least to the means with those.
     """
-    n, mean, sample = len(sample), estimate.mean, sample.round(12)
-    if n < 2:
-        return estimate
-    u = Z**2 / (n + Z**2)
+    n, mean, sample, z = len(sample), estimate.mean, sample.round(12), stats.norm.ppf(0.975)
+    u = z**2 / (n + z**2)
     low, high = min(estimate.low, (1 - u) * mean), max(estimate.high, (1 - u) * mean + u)
     if np.isin(sample, (0, 1)).all():
         low, high = stats.binomtest(int(sample.sum()), n).proportion_ci(method="wilson")

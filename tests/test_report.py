@@ -292,17 +292,7 @@ def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monk
         "both": (greedy, {"sft": "sft-both"}, 523),
         "foreign QNet": (searched, {"sft": "sft", "qnet": "downloaded"}, math.nan),
     }
-    for name in (
-        "sft",
-        "sft-rl",
-        "sft-guided",
-        "guided.jsonl",
-        "sft-both",
-        "qnet",
-        "downloaded",
-        "q.jsonl",
-        "trees.jsonl",
-    ):
+    for name in ("guided.jsonl", "q.jsonl", "trees.jsonl", "downloaded", *metas):
         Path(name).touch()
     for label, (record, inputs, _) in cases.items():
         write(Path(f"results{label}.jsonl"), [record | {"label": label}])
