@@ -1,4 +1,4 @@
-"""QVAL: points that replay, labels by brute force, statistics by hand, scorers and judges by script."""
+"""QVAL: points that replay, labels by brute force, statistics by hand, scorers by script."""
 
 import argparse
 import json
@@ -114,18 +114,6 @@ def test_returns_by_hand():
     assert returns_of(FakeEnv(max_steps=1), point, "policy", policy, 1, 0.9) == [[0.0], [0.0]]  # the step limit
 
 
-def test_on_slippery_ice_every_return_slips_its_own_way():
-    env = envs.make("frozenlake", map="4x4", slippery=True, stray=0)
-    (point, *_) = [p for task in env.task_ids("all") for p in walked(env, task)]
-    point.restore(env)
-    truth = np.array([exact(env, parse_action(a), 0.9) for a in point.candidates])
-    returns = np.array(returns_of(env, point, "expert", None, 400, 0.9))
-    assert returns.mean(axis=1) == pytest.approx(truth, abs=0.05)
-    assert (returns.max(axis=1) > 2 * truth).all()  # the luckiest beats what the best play can expect
-    returns = returns_of(env, point, "policy", Script({}, otherwise="right down"), 40, 0.9)
-    assert all(len(set(row)) > 2 for row in returns)
-
-
 def test_alignment_by_hand():
     of = [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [0.0, 1.0], [0.4, 0.0], [0.5, 0.5]]
     scores = [[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.5, 0.5], [0.9, 0.8], [0.9, 0.1]]
@@ -137,19 +125,14 @@ def test_alignment_by_hand():
     assert metrics.alignment(series(of), series(of))["centred"] == pytest.approx(1)
 
 
-def test_failures_are_counted_and_ranked_last():
+def test_failures_are_counted_ranked_last_and_left_out_of_a_comparison():
     of, scores = [[0.0, 1.0, 2.0], [0.0, 1.0], [0.0, 1.0]], [[None, 1.0, 2.0], [None, 1.0], [None, None]]
     a = metrics.alignment(series(scores), series(of))
     assert (a["states"], a["coverage"]) == (1, 3 / 7)  # the others have one score or none
     assert a[RHO].mean == 1 and a["failures last"] == pytest.approx((1 + 1 + 0) / 3)
     assert a["top-1"] == pytest.approx((1 + 1 + 0.5) / 3)  # no score at all: a blind choice
-
-
-def test_two_scores_are_compared_on_the_candidates_that_both_have():
-    labels = series([[0.0, 0.3, 0.6, 1.0]] * 6)
-    rival = series([[0.9, 0.2, 0.4, 0.6]] * 6)  # wrong about the first
-    fewer = series([[None, 0.2, 0.4, 0.6]] * 6)  # the rival, but for that one
-    assert metrics.difference(fewer, rival, labels).mean() == 0
+    labels, rival = series([[0.0, 0.3, 0.6, 1.0]] * 6), series([[0.9, 0.2, 0.4, 0.6]] * 6)  # wrong about the first
+    assert metrics.difference(series([[None, 0.2, 0.4, 0.6]] * 6), rival, labels).mean() == 0
 
 
 def test_a_score_of_the_state_alone_is_global_and_nothing_else():
@@ -161,7 +144,6 @@ def test_a_score_of_the_state_alone_is_global_and_nothing_else():
 
 def test_ceilings():
     assert metrics.permutation_ceiling(series([[0.0, 0.0, 1.0]])) == pytest.approx(math.sqrt(3) / 2)
-    assert metrics.permutation_ceiling(series([[0.0, 0.5, 1.0]])) == pytest.approx(1)
 
     def ceiling(returns):
         index = series([[0] * len(state) for state in returns]).index
