@@ -14,7 +14,8 @@ from qlass import UserError
 from qlass.chat import Rendering
 from qlass.files import read_jsonl
 from qlass.messages import State, parse_action, react
-from qlass.published import Demonstration, demonstration
+from qlass.policy import Policy
+from qlass.published import demonstration
 
 
 def trajectory(*actions, reward=0.0, task="train0"):
@@ -33,8 +34,6 @@ def decisions(*actions, candidates="free"):
 def test_decisions_are_what_the_agent_wrote_each_in_its_state():
     line = trajectory("left", "right", "left")
     last = State.load(line["messages"], line["task"])
-    actions = Demonstration(None, last).actions
-    assert [parse_action(action) for action in actions] == ["left", "right", "left"]  # without "OK"
     written, chosen = decisions("left", "right", "left"), decisions("left", "right", "left", candidates="valid")
     turns = [i for i, (role, _) in enumerate(last.messages) if role == "assistant"][1:]
     expected = [(State(last.messages[:i], "find the purse"), last.messages[i][1]) for i in turns]
@@ -95,21 +94,13 @@ def pairs():
 @pytest.mark.parametrize("room", [1, 2048])
 def test_packed_pairs_have_the_probabilities_of_trajectories_one_by_one(pairs, room):
     chat = word_chat()
-    model = tiny_lm(chat)
-
-    def log_pi(side):
-        total = 0.0
-        for d in side:
-            prompt, action = chat.prompt(d.state), chat.action(d.action, d.state.task)
-            logits = model(input_ids=torch.tensor([prompt + action])).logits[0, len(prompt) - 1 : -1]
-            total += logits.log_softmax(-1).gather(-1, torch.tensor(action)[:, None]).sum().item()
-        return total
-
+    plain = Policy(tiny_lm(chat), chat)
     packs = pack_preferences(chat, pairs, room)
     assert len(packs) == (len(pairs) if room == 1 else 1)
-    win, lose = torch.cat([pack.logprobs(model) for pack in packs], dim=1).tolist()
-    assert win == pytest.approx([log_pi(pair.win) for pair in pairs], rel=1e-5)
-    assert lose == pytest.approx([log_pi(pair.lose) for pair in pairs], rel=1e-5)
+    sides = torch.cat([pack.logprobs(plain.model) for pack in packs], dim=1).tolist()
+    for logprobs, trajectories in zip(sides, zip(*pairs, strict=True), strict=True):
+        expected = [sum(plain.logprobs([(d.state, d.action) for d in taken])) for taken in trajectories]
+        assert logprobs == pytest.approx(expected, rel=1e-5)
 
 
 def test_beta_and_the_reference_are_what_is_trained_with(pairs):

@@ -32,13 +32,17 @@ def groups_of(*arguments: object) -> dict[str, results.Group]:
     return {str(g.condition): g for g in results.read_results(results.result_files(map(str, arguments)))}
 
 
+def groups_in(folder: Path, records: list[dict]) -> dict[str, results.Group]:
+    write(folder / "results.jsonl", records)
+    return groups_of(folder)
+
+
 def test_ids_stay_text_and_what_is_null_is_counted(tmp_path):
     """pandas alone reads "007" as 7, and leaves rows out of groups whose key is null."""
     null = dict.fromkeys(("label", "select", "player", "M", "N", "type", "block"))
     others = [{"method": "rule", "player": "first"}, {"method": "best_of_n", "N": 4, "select": "q"}, {"label": "half"}]
     records = [RESULT | null | more | {"task_id": task} for more in ({}, *others) for task in ("007", "7", 12)]
-    write(tmp_path / "results.jsonl", records)
-    groups = groups_of(tmp_path)
+    groups = groups_in(tmp_path, records)
     assert {name: group.reward.n for name, group in groups.items()} == dict.fromkeys(
         ("rule: first", "SFT greedy", "SFT greedy [half]", "best-of-N, picked by QNet N=4"), 3
     )
@@ -46,11 +50,9 @@ def test_ids_stay_text_and_what_is_null_is_counted(tmp_path):
 
 
 def test_two_results_of_the_same_task_must_agree(tmp_path):
-    write(tmp_path / "results.jsonl", [*LINES, LINES[0]])
-    assert len(groups_of(tmp_path)["SFT greedy"].episodes) == 4
-    write(tmp_path / "results.jsonl", [*LINES, LINES[0] | {"reward": 0.75}])
+    assert len(groups_in(tmp_path, [*LINES, LINES[0]])["SFT greedy"].episodes) == 4
     with pytest.raises(UserError, match=r"results.jsonl:1 and .*results.jsonl:21: two different results"):
-        groups_of(tmp_path)
+        groups_in(tmp_path, [*LINES, LINES[0] | {"reward": 0.75}])
 
 
 def test_the_table_by_hand():
@@ -72,8 +74,7 @@ def test_the_table_by_hand():
 def test_all_of_a_row_is_of_the_tasks_that_all_seeds_have_played(tmp_path):
     played = [(1, 0, 1), (2, 0, 0), (3, 0, 1), (4, 0, 1), (1, 1, 1), (2, 1, 1)]
     records = [{"task_id": f"t{t}", "seed": s, "reward": r, "tokens": {"prompt": 10 * t}} for t, s, r in played]
-    write(tmp_path / "results.jsonl", [RESULT | record for record in records])
-    (group,) = groups_of(tmp_path).values()
+    (group,) = groups_in(tmp_path, [RESULT | record for record in records]).values()
     assert (group.reward.mean, group.reward.n, group.mean("total")) == (0.75, 2, 15)
 
 
@@ -83,8 +84,7 @@ def test_what_a_scorer_costs_is_not_known_and_a_bar_of_fewer_seeds_says_so(tmp_p
         RESULT | {"method": method, "seed": seed, "label": label, "task_id": task, "M": 2}
         for method, seed, label in played for task in "ab"
     ]  # fmt: skip
-    write(tmp_path / "results.jsonl", records)
-    groups = groups_of(tmp_path)
+    groups = groups_in(tmp_path, records)
     assert [math.isnan(group.mean("total")) for group in groups.values()] == [False, False, True]
     names = [text.get_text() for text in figures.labels(list(groups.values())).axes[0].get_yticklabels()]
     assert names == ["QLASS M=2", "QLASS [x] M=2 (1 of 2 seeds)"]
@@ -114,8 +114,8 @@ def test_qlass_meets_the_best_of_n_of_its_cost_and_of_its_samples(tmp_path):
     several = [("best_of_n", 2, 140), ("best_of_n", 3, 150), ("best_of_n", 8, 999)]
     records = [{"method": m, "M": 2 if m == "qlass" else 1, "N": n, "select": "q", "tokens": {"generated": tokens}}
                for m, n, tokens in [("qlass", 1, 152), *several]]  # fmt: skip
-    write(tmp_path / "results.jsonl", [RESULT | record | {"task_id": task} for record in records for task in "ab"])
-    met = [b for a, b in differences(groups_of(tmp_path).values()) if a == "QLASS M=2"]
+    groups = groups_in(tmp_path, [RESULT | record | {"task_id": task} for record in records for task in "ab"])
+    met = [b for a, b in differences(groups.values()) if a == "QLASS M=2"]
     assert met == ["best-of-N, picked by QNet N=3", "best-of-N, picked by QNet N=2"]
 
 
@@ -131,8 +131,7 @@ def test_expected_ranges_are_checked(tmp_path):
     (tmp_path / "expected.csv").write_text("\n".join(rows))
     played = [("greedy", 1, 0.71, ""), ("qlass", 4, 0.7, ""), ("qlass", 6, 0.79, "half")]
     records = [RESULT | {"method": name, "M": m, "reward": r, "label": label} for name, m, r, label in played]
-    write(tmp_path / "results.jsonl", records)
-    groups, ranges = list(groups_of(tmp_path).values()), expected.read_ranges(tmp_path / "expected.csv")
+    groups, ranges = list(groups_in(tmp_path, records).values()), expected.read_ranges(tmp_path / "expected.csv")
     assert expected.verdicts(groups, ranges) == [
         "agent .710, expected .70 to .73: ok", "QLASS M=4 .700, expected .76 to .80: not as expected",
     ]  # fmt: skip
@@ -174,57 +173,20 @@ def test_a_user_without_a_home_gets_a_report(tmp_path):
     assert (tmp_path / "report.html").exists()
 
 
-def played_on(folder: Path, **arguments) -> str:
-    """A run folder of results with what the environment was."""
-    folder.mkdir()
-    method = arguments.pop("method", "greedy")
-    write(folder / "results.jsonl", [RESULT | {"task_id": t, "method": method, "env": "shop"} for t in "abc"])
-    defaults = {"env": "webshop", "env_option": ["data=d"], "env_files": {"data": "1"}, "max_steps": None, "seed": 0}
-    (folder / "results.meta.json").write_text(json.dumps({"recipe": defaults | arguments}))
-    return str(folder)
-
-
-def test_a_model_that_was_never_cloned_is_the_base_agent(tmp_path):
-    ours, theirs = played_on(tmp_path / "ours"), played_on(tmp_path / "theirs")
-    meta = tmp_path / "theirs" / "results.meta.json"
-    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"cloned": False}))
-    assert sorted(group.condition.label for group in groups_of(ours, theirs).values()) == ["", "base agent"]
-
-
-def test_other_step_limits_options_and_classes_do_not_stand_in_one_table(tmp_path):
-    ours = played_on(tmp_path / "ours")
-    for i, change in enumerate(({"max_steps": 8}, {"env_option": ["data=d", "page_size=3"]}, {"env": "mine:Shop"})):
-        theirs = played_on(tmp_path / f"{i}", method="qlass", **change)
-        flag = next(iter(change)).replace("_", "-")
-        with pytest.raises(UserError, match=f"shop with different --{flag} .*name the runs apart"):
-            groups_of(ours, theirs)
-        assert len(groups_of(ours, f"other={theirs}")) == 2  # of which the reader was told
-    assert len(groups_of(ours, played_on(tmp_path / "same", method="qlass"))) == 2
-
-
-def test_results_on_other_data_are_not_compared(tmp_path, capsys):
-    paths = [played_on(tmp_path / "one"), f"new={played_on(tmp_path / 'two', env_files={'data': '2'})}"]
-    groups = groups_of(*paths)
-    assert "shop: results on 2 sets of data, which are not compared" in capsys.readouterr().err
-    assert [group.condition.env for group in groups.values()] == ["shop, data 1", "shop, data 2"]
-    assert differences(groups.values()) == {}
-    told = f"told={played_on(tmp_path / 'told', env_files={'data': '1', 'instruction': '9'})}"
-    assert {group.condition.env for group in groups_of(paths[0], told).values()} == {"shop"}
-
-
 def run_folder(folder: Path, seed: int = 0, sft: str = "a", qnet: str = "b", tasks: str = "xy", **flags) -> str:
     """Results of greedy, qlass and a rule with metadata as the stages write them; flags: {stage_flag: value}."""
 
     def meta(name: str, recipe: dict, **inputs: str) -> None:
         own = {k.removeprefix(f"{name}_"): v for k, v in flags.items() if k.startswith(f"{name}_")}
         record = {"recipe": {"seed": seed} | recipe | inputs | own, "inputs": {n: n for n in inputs}, "trees": 4}
-        (folder / f"{name}.meta.json").write_text(json.dumps(record | {n: own[n] for n in {"trees"} & own.keys()}))
+        record |= {figure: own[figure] for figure in ("trees", "cloned") if figure in own}
+        (folder / f"{name}.meta.json").write_text(json.dumps(record))
 
     for name in ("sft", "qnet"):
         (folder / name).mkdir(parents=True)
     meta("sft", {"epochs": 12})
     meta("qnet", {"epochs": 8, "limit": None}, sft=sft)
-    meta("results", {"max_steps": None}, sft=sft, qnet=qnet)
+    meta("results", {"env": "lake", "env_option": [], "max_steps": None}, sft=sft, qnet=qnet)
     methods = ("greedy", 1), ("qlass", 2), ("rule", 1)
     records = [RESULT | {"task_id": t, "method": m, "M": n, "seed": seed} for t in tasks for m, n in methods]
     write(folder / "results.jsonl", records)
@@ -262,6 +224,8 @@ def test_what_is_no_result_is_named(tmp_path, change, says):
         ({"seed": 1, "sft_epochs": 3}, "SFT greedy with different --epochs of sft .12, 3"),
         ({"seed": 1, "qnet_trees": 9}, "QLASS with different --trees of qnet .4, 9"),
         ({"seed": 1, "results_max_steps": 8}, "lake with different --max-steps .None, 8"),
+        ({"seed": 1, "results_env_option": ["map=8x8"]}, "lake with different --env-option"),
+        ({"seed": 1, "results_env": "mine:Lake"}, "lake with different --env .lake, mine:Lake"),
     ],
 )
 def test_what_is_not_the_same_is_not_pooled(tmp_path, other, says):
@@ -270,6 +234,18 @@ def test_what_is_not_the_same_is_not_pooled(tmp_path, other, says):
         groups_of(first, second)
     assert str(error.value).startswith(f"{first}/results.jsonl and {second}/results.jsonl: ")
     assert len(groups_of(first, f"other={second}")) == 6  # labels tell them apart
+
+
+def test_results_on_other_data_are_not_compared_and_a_model_as_it_came_is_the_base_agent(tmp_path, capsys):
+    one = run_folder(tmp_path / "one", results_env_files={"data": "1"})
+    two = run_folder(tmp_path / "two", results_env_files={"data": "2"}, results_cloned=False)
+    groups = results.read_results(results.result_files([one, two]))
+    assert "lake: results on 2 sets of data, which are not compared" in capsys.readouterr().err
+    told = [(group.condition.env, group.condition.label) for group in groups]
+    assert told == [("lake, data 1", "")] * 3 + [("lake, data 2", label) for label in ("", "base agent", "base agent")]
+    assert all(a.condition.env == b.condition.env for a, b in tables.comparisons(groups))
+    same = run_folder(tmp_path / "three", results_env_files={"data": "1", "instruction": "9"})
+    assert {group.condition.env for group in groups_of(one, f"told={same}").values()} == {"lake"}
 
 
 def test_what_an_agent_cost_is_in_the_metadata_behind_its_results(tmp_path, monkeypatch):

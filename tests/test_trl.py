@@ -74,16 +74,11 @@ def test_two_updates_of_the_real_trainer(tmp_path, monkeypatch):
         max_completion_length=1200, max_tool_calling_iterations=6, use_cpu=True, report_to=[], save_strategy="no",
         logging_steps=1, bf16=False,
     )  # fmt: skip
-    trainer = GRPOTrainer(
-        model,
-        args=settings,
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_list(prompts("frozenlake", **options)),
-        environment_factory=games("frozenlake", **options),
-    )
+    data, play = Dataset.from_list(prompts("frozenlake", **options)), games("frozenlake", **options)
+    how = {"processing_class": tokenizer, "train_dataset": data, "environment_factory": play}
+    trainer = GRPOTrainer(model, args=settings, **how)
     trainer.train()
     first, second = [line for line in trainer.state.log_history if "reward" in line]
-    print(first, second)
     assert len(played) > 16 and set(played) == set(MOVES)
     assert first["tools/call_frequency"] > 1 and "rewards/TextGame/mean" in second
     assert any((weight != before[name]).any() for name, weight in model.named_parameters())
