@@ -1,7 +1,7 @@
 """What only a GPU can show. runs/gpu_check.sh runs it, and says what it measures.
 
-    python -m experiments.gpu_check model DIR       # DIR/base: random weights in the shape of Llama-2-7B
-    python -m experiments.gpu_check figures DIR     # after the stages: the table DIR/gpu_check.md
+python -m experiments.gpu_check model DIR       # DIR/base: random weights in the shape of Llama-2-7B
+python -m experiments.gpu_check figures DIR     # after the stages: the table DIR/gpu_check.md
 """
 
 import argparse
