@@ -179,15 +179,22 @@ class Player:
         self, env: envs.TextEnv, task_id: str, method: Method
     ) -> Generator[Any, Any, tuple[Episode, list[Episode]]]:
         """N episodes (lines 1-2, 11). Returns the one that counts, and all."""
-        alike = dataclasses.replace(method, name="", N=1, select=None)
         episodes = []
         for trial in range(method.N):  # lines 1-2
-            key = (task_id, trial, alike)
-            if key not in self.episodes:
-                played = yield from episode(env, task_id, method, trial, self.chat.rendering)
-                self.episodes[key] = played
-            episodes.append(self.episodes[key])
+            episodes.append((yield from self.trial(env, task_id, method, trial)))
         return (yield from select(episodes, method.select)), episodes
+
+    def trial(
+        self, env: envs.TextEnv, task_id: str, method: Method, number: int
+    ) -> Generator[Any, Any, Episode]:
+        """An episode. Those whose actions nothing scores are shared by all methods that have them."""
+        key = (task_id, number, method.temperature)
+        if method.by is None and key in self.episodes:
+            return self.episodes[key]
+        steps = yield from episode(env, task_id, method, number, self.chat.rendering)
+        if method.by is None:
+            self.episodes[key] = steps
+        return steps
 
     def play(self, env: envs.TextEnv, task_id: str, method: Method) -> Generator[Any, Any, dict]:
         """A task by a method: the outcome, as a result line tells it."""

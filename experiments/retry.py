@@ -48,10 +48,8 @@ class Trials(Player):
         trials, values, questions, plans = [], [], [], []
         instruction = env.instruction
         for number in range(method.N):
-            played, key = {} if plans else self.episodes, (task_id, number, Method(""))  # best-of-N's key
-            if key not in played:
-                played[key] = yield from episode(env, task_id, method, number, self.chat.rendering)
-            trials.append(played[key])
+            again = plans and episode(env, task_id, method, number, self.chat.rendering)
+            trials.append((yield from again or self.trial(env, task_id, method, number)))
             end = trials[-1][-1]
             values.append((yield Score(end.state, (end.action,)))[0] if method.select == "q" else end.reward)
             if values[-1] >= method.stop:

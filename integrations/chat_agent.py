@@ -23,20 +23,19 @@ import re
 import sys
 import threading
 from collections.abc import Generator, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import envs
 import q_search
 from experiments.compare import Variant
-from qlass import UserError
+from qlass import UserError, files, results
 from qlass.batching import Candidate, Sample
 from qlass.chat import Rendering, any_of
-from qlass.cli import at_least, parse, parser, run_stage
+from qlass.flags import Parser, at_least
 from qlass.messages import State, react, uniforms
-from qlass.output import Output
-from qlass.results import Results, describe
+from qlass.results import Episode, describe
+from qlass.runs import parse, run_stage
 from qlass.server import Server, side_by_side
 from sft import demonstrate
 
@@ -87,8 +86,14 @@ class ChatAgent:
         self.front = 3 if env.system else 2  # messages before the first observation
         self.train = env.task_ids("train") if args.examples else []
         self.examples = functools.cache(self._examples)
-        self.file = Output(answers, {"overwrite": args.overwrite}, identity=itemgetter("request"))
-        self.known = {record["request"]: record for record in self.file.records}
+        self.hold = contextlib.ExitStack()
+        self.hold.enter_context(files.locked(answers))
+        if args.overwrite:
+            files.discard(answers)
+        self.file = self.hold.enter_context(open(answers, "a+b"))  # noqa: SIM115
+        self.file.seek(0)
+        self.file.truncate(self.file.read().rfind(b"\n") + 1)  # what a stop cut
+        self.known = {record["request"]: record for record in files.read_jsonl(answers)}
         self.lock, self.asked = threading.Lock(), 0
         self.silent: set[str] = set()  # requests whose answers were cut, or have no action
 
@@ -140,7 +145,8 @@ class ChatAgent:
                 raise UserError(f"{self.server.name}: its answers do not tell their usage of tokens")
             with self.lock:
                 self.known[name] = {"request": name, "text": text, "usage": usage, "cut": cut}
-                self.file.append([self.known[name]])
+                self.file.write(files.dumps(self.known[name]).encode())
+                self.file.flush()
         return self.read(**self.known[name])
 
     def read(self, request: str, text: str, usage: dict, cut: bool = False) -> Answer:
@@ -153,7 +159,7 @@ class ChatAgent:
         return Answer(action, tokens, float("nan"), (), usage["prompt_tokens"], kept)
 
 
-def tokens_of(episodes: Sequence[Sequence[q_search.Step]]) -> dict[str, int]:
+def tokens_of(episodes: Sequence[Episode]) -> dict[str, int]:
     """As `results.costs_of`: a prompt cache holds what was read or written before.
 
     UserError if a prompt is no longer than the one before it: the server cuts them.
@@ -173,23 +179,31 @@ def tokens_of(episodes: Sequence[Sequence[q_search.Step]]) -> dict[str, int]:
     return {"prompt": sum(read.values()), "generated": generated, "scored": 0}
 
 
+class ChatPlayer(q_search.Player):
+    """Plays tasks with a ChatAgent, whose tokens the server counts."""
+
+    def play(self, env: envs.TextEnv, task_id: str, method: Variant) -> Generator[Any, Any, dict]:
+        best, episodes = yield from self.best_of(env, task_id, method)
+        return describe(best, episodes, {"tokens": tokens_of(episodes)})
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = parser(__doc__)
-    add = flags.add_argument
-    add("--server", required=True, metavar="URL[#MODEL]", help="of an OpenAI-compatible API")
+    flags = Parser(__doc__)
+    add, free = flags.add_argument, flags.free
+    free("--server", required=True, metavar="URL[#MODEL]", help="of an OpenAI-compatible API")
     add("--examples", type=at_least(0), default=0, metavar="N", help="demonstrations in front (0)")
-    add("-N", nargs="+", type=at_least(1), default=[1], help="episodes per task, of which the best counts (1)")
-    add("--split", default="test", help="tasks to play (default: %(default)s)")
-    add("--limit", type=at_least(0), default=100, metavar="N", help="tasks (100; 0: all)")
-    add("--skip", type=at_least(0), default=0, metavar="N", help="leave out the first N tasks")
+    free("-N", nargs="+", type=at_least(1), default=[1], help="episodes per task, of which the best counts (1)")
+    free("--split", default="test", help="tasks to play (default: %(default)s)")
+    free("--limit", type=at_least(0), default=100, metavar="N", help="tasks (100; 0: all)")
+    free("--skip", type=at_least(0), default=0, metavar="N", help="leave out the first N tasks")
     add("--temperature", type=at_least(0, float), default=0.7, metavar="T", help="default: %(default)s")
     add("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="of an answer (256)")
     add("--max-steps", type=at_least(1), metavar="N", help="default: the environment's")
     text = "more fields of a request; null leaves one out, such as temperature, max_tokens, seed, stop"
     add("--body", type=json.loads, default={}, metavar="JSON", help=text)
-    add("--max-requests", type=at_least(1), metavar="N", help="end after so many; resume to go on (no limit)")
-    add("--timeout", type=at_least(1, float), default=120, metavar="S", help="seconds for an answer (120)")
-    add("--in-flight", type=at_least(1), metavar="N", help="episodes side by side (8; sciworld: 4; own: 1)")
+    free("--max-requests", type=at_least(1), metavar="N", help="end after so many; resume to go on (no limit)")
+    free("--timeout", type=at_least(1, float), default=120, metavar="S", help="seconds for an answer (120)")
+    free("--in-flight", type=at_least(1), metavar="N", help="episodes side by side (8; sciworld: 4; own: 1)")
     add("--out", type=Path, help="default: RUN/results_MODEL.jsonl; its lines are not played again")
     add("--label", help="a variant's name, kept in each line")
     flags.set_defaults(sft=None, qnet=None)
@@ -201,20 +215,15 @@ def main(argv: list[str] | None = None) -> None:
     env, tasks = q_search.environment(args)
     server = Server(args.server, timeout=args.timeout)
     model = re.sub(r"[^\w.-]+", "-", server.model.rpartition("/")[2])
+    args.model = server.model
     args.sft = args.qnet = Path(server.model)  # the agent is that model, whatever the run folder has
     args.in_flight = args.in_flight or min(8, env.side_by_side)
     args.out = args.out or args.run / f"results_{model}.jsonl"
     answers = args.out.with_name(f"answers_{model}.jsonl")
-    agent = ChatAgent(server, env, answers, argparse.Namespace(**vars(args)))
-    del args.timeout, args.max_requests  # which may be others when it goes on
-
-    def play(env: envs.TextEnv, task_id: str, method: Variant) -> Generator[Any, Any, dict]:
-        best, episodes = yield from q_search.best_of(env, task_id, method, agent.rendering, {})
-        return describe(best, episodes, {"tokens": tokens_of(episodes)})
-
+    agent = ChatAgent(server, env, answers, args)
     plan = [Variant("chat", N=n, select="oracle" if n > 1 else None, player=model) for n in args.N]
-    Results(args, env).play(tasks, plan, play, {Sample: agent.sample})
-    agent.file.finish()
+    with agent.hold:
+        results.play(args, env, tasks, plan, ChatPlayer(agent).play, {Sample: agent.sample})
     if agent.silent:
         problem = f"{len(agent.silent)} answers were cut by --max-new-tokens, or are only a thought"
         print(f"warning: {args.server}: {problem}", file=sys.stderr)

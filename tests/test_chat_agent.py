@@ -11,7 +11,7 @@ from integrations import chat_agent
 from qlass import UserError
 from qlass.files import read_jsonl
 from qlass.messages import parse_action
-from qlass.metadata import read_meta
+from qlass.runs import meta_of
 
 
 class World(FakeEnv):
@@ -67,7 +67,7 @@ def test_it_plays_and_the_report_has_its_row(fake, tmp_path, capsys):
     assert [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("first", 0.7, 256)
     assert len({b["seed"] for b in fake.seen}) == len(fake.seen) == 6
-    assert read_meta(tmp_path / "results_first.jsonl")["arguments"]["sft"] == "first"
+    assert meta_of(tmp_path / "results_first.jsonl")["recipe"]["model"] == "first"
     report.main(["--run", str(tmp_path)])
     text = (tmp_path / "report.md").read_text()
     assert "| chat agent: first | 1.000" in text and "| chat agent: first | type 1 | 1.000" in text

@@ -27,9 +27,9 @@ from experiments import compare, drive_in_order
 from qlass import UserError
 from qlass.batching import Candidate, Sample, drive
 from qlass.chat import Rendering
-from qlass.cli import run_stage
 from qlass.files import read_jsonl
 from qlass.messages import uniforms
+from qlass.runs import run_stage
 
 FLAG = "docs.switches:Switches"
 

@@ -141,7 +141,7 @@ def test_another_recipe_is_refused_and_free_flags_may_differ(tmp_path):
     (sft / "weights").write_text("1")
     grow(path, sft=sft, qnet=qnet, stop=2)
     qnet.write_text("which a method asks for now")
-    for name in (".DS_Store", files.CARD):
+    for name in (".DS_Store", "README.md"):
         (sft / name).write_text("no change")
     sft = sft.rename(tmp_path / "moved")  # an input is known by its content
     grow(path, "--limit", "9", "--device", "cpu", sft=sft, qnet=qnet)

@@ -126,7 +126,7 @@ def test_a_fingerprint_is_of_names_sizes_and_content(tmp_path):
     assert held("link") == first and held("many", **many) == held("alike", **many) != held("alike", f0="y")
 
 
-# ------------------------------------------------------------------------------------------------ inputs, where they are
+# ----------------------------------------------------------------------------------------------- inputs, where they are
 
 
 def test_inputs_move_with_their_run_and_what_changed_later_is_told(tmp_path, capsys):

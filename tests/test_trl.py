@@ -1,7 +1,5 @@
 """TRL's trainer on an environment of ours: two updates of the real one, with a model that was taught to call `act`."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from fakes import FakeEnv, chat_tokenizer, tiny_lm
