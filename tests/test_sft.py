@@ -50,15 +50,13 @@ def test_the_weights_of_tokens_by_hand(w):
     assert whole == list(zip(ids, weights, strict=True)) and short == whole[:9]
 
 
-def test_the_loss_mask_of_llama_2_by_hand():
+def test_what_the_agent_writes_in_llama_2s_template():
     chat = Chat(chat_tokenizer("llama-2"), Rendering())
-    ids, wrote = apart(sft.weighted_tokens(chat, STATE, 0.0))
-    written = [i for i, w in zip(ids, wrote, strict=True) if w]
+    example = sft.weighted_tokens(chat, STATE, 0.0)
+    written, read = ([token for token, weight in example if weight == w] for w in (1, 0))
     assert chat.tokenizer.decode(written) == "OK </s> Thought: hm Action: left </s> Action: right </s>"
-    read = [i for i, w in zip(ids, wrote, strict=True) if not w]
-    assert chat.tokenizer.decode(read) == (
-        "<s> [INST] walk [/INST]<s> [INST] you stand [/INST]<s> [INST] Observation: nothing happens [/INST]"
-    )
+    turns = ["walk", "you stand", "Observation: nothing happens"]
+    assert chat.tokenizer.decode(read) == "".join(f"<s> [INST] {turn} [/INST]" for turn in turns)
 
 
 def test_the_loss_by_hand():
@@ -185,10 +183,12 @@ MESSAGES = (("user", "You are shopping."), ("assistant", "OK"), ("user", "Find a
             ("assistant", "Thought: x\nAction: search[shirt]"))  # fmt: skip
 
 
-def test_expert_files_in_all_layouts_are_the_same(tmp_path):
-    for text in (json.dumps([ETO, ETO], indent=1), dump([ETO, ETO]), "\n " + json.dumps([ETO, ETO])):
+def test_expert_files_in_all_layouts_are_put_in_the_environments_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(FakeEnv, "in_own_words", lambda self, text: text.replace("shirt", "purse"))
+    words = tuple((role, text.replace("shirt", "purse")) for role, text in MESSAGES)
+    for text in (json.dumps([ETO] * 3, indent=1), dump([ETO] * 3), "\n " + json.dumps([ETO] * 3)):
         (tmp_path / "expert.json").write_text(text)
-        assert read(tmp_path / "expert.json", FakeEnv()) == shown(State(MESSAGES), State(MESSAGES))
+        assert read(tmp_path / "expert.json", FakeEnv(), 2) == shown(State(words), State(words))
 
 
 def test_a_demonstration_ends_with_the_experts_last_action():
@@ -270,23 +270,6 @@ def test_first_messages_that_a_prompt_will_not_have_are_told(tmp_path, capsys):
         assert warning in capsys.readouterr().err
 
 
-def test_demonstrations_are_put_in_the_environments_words(tmp_path, monkeypatch):
-    monkeypatch.setattr(FakeEnv, "in_own_words", lambda self, text: text.replace("shirt", "purse"))
-    (tmp_path / "expert.json").write_text(json.dumps([ETO, ETO, ETO]))
-    first, _ = read(tmp_path / "expert.json", FakeEnv(), 2)
-    assert [text for _, text in first.state.messages[2:]] == ["Find a purse.", "Thought: x\nAction: search[purse]"]
-
-
-def test_the_number_of_demonstrations_is_told_and_none_are_an_error(tmp_path, agent, fake_world, capsys):
-    run = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(agent), "--epochs", "1", "--overwrite"]
-    sft.main([*run, "--n-expert", "9"])  # the environment has six tasks
-    assert f"{tmp_path / 'sft'}: 6 trajectories" in capsys.readouterr().out
-    for content in ("", "[]"):
-        (tmp_path / "eto.json").write_text(content)
-        with pytest.raises(UserError, match=r"eto\.json: holds no demonstration"):
-            sft.main([*run, "--expert", "eto.json"])
-
-
 def test_what_a_training_starts_from_is_not_overwritten(tmp_path, agent, fake_world):
     model = shutil.copytree(agent, tmp_path / "model")
     with pytest.raises(UserError, match="name another --out"):  # told before anything is played or trained
@@ -301,11 +284,12 @@ def test_few_demonstrations_make_small_batches_and_many_epochs():
         assert (settings["batch"], settings["epochs"]) == expected
 
 
-def test_a_smaller_number_of_demonstrations_is_of_the_first(tmp_path, agent, fake_world):
-    """Whether the file of more of them is complete, or a stopped call has left a part of it."""
+def test_a_smaller_number_of_demonstrations_is_of_the_first(tmp_path, agent, fake_world, capsys):
+    """Though the file of more of them is complete."""
     run = ["--env", "frozenlake", "--run", str(tmp_path), "--model", str(agent), "--epochs", "1"]
-    sft.main([*run, "--n-expert", "5"])
+    sft.main([*run, "--n-expert", "9"])  # the environment has six tasks
     sft.main([*run, "--n-expert", "2", "--out", str(tmp_path / "two")])
+    assert f"{tmp_path / 'sft'}: 6 trajectories" in capsys.readouterr().out
     meta = json.loads((tmp_path / "two.meta.json").read_text())
     assert (meta["trajectories"], meta["tasks"]) == (2, ["train0", "train1"])
-    assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == [f"train{n}" for n in range(5)]
+    assert [r["task_id"] for r in read_jsonl(tmp_path / "expert.jsonl")] == FakeEnv().task_ids("train")

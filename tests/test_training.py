@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import json
 import multiprocessing
 import os
 import socket
@@ -21,7 +20,7 @@ from torch import nn
 
 from qlass import UserError, training
 from qlass.files import read_jsonl
-from qlass.runs import states_of
+from qlass.runs import meta_of, states_of
 from qlass.training import Training, begin, cosine, updates_of
 
 
@@ -134,48 +133,46 @@ def test_a_loss_that_is_no_number_stops_the_run_and_spoils_no_weights(tmp_path):
         fit(args, [1.0] * 6, spoil=5)
     weights = torch.load(states_of(args.out) / "state-00000004.pt", weights_only=True)["weights"]
     assert weights and all(p.isfinite().all() for p in weights.values())
+    with pytest.raises(UserError, match="validation loss nan"):
+        fit(arguments(tmp_path / "other"), [float("nan")] * 6)
 
 
 @pytest.fixture
 def small_run(tmp_path, agent, fake_world):
     """The arguments of a stage's small run, and what it wrote."""
-    (tmp_path / "labels.jsonl").write_text(dump([node for i in range(5) for node in labelled_tree(f"train{i}")]))
+    labels = tmp_path / "labels.jsonl"
+    labels.write_text(dump([node for i in range(5) for node in labelled_tree(f"train{i}")]))
+    inputs = {"sft": "--n-expert 5", "train_qnet": f"--sft {agent} --labels {labels} --max-tokens 40"}
 
     def argv(stage: str, name: str) -> list[str]:
-        inputs = {
-            "sft": ["--n-expert", "5"],
-            "train_qnet": ["--sft", str(agent), "--labels", str(tmp_path / "labels.jsonl"), "--max-tokens", "40"],
-        }
-        return ["--env", "frozenlake", "--run", str(tmp_path), "--out", str(tmp_path / name), "--epochs", "2",
-                "--micro-tokens", "40", "--batch", "4", "--save-every", "1", *inputs[stage]]  # fmt: skip
+        settings = "--env frozenlake --epochs 2 --micro-tokens 40 --batch 4 --save-every 1"
+        return f"{settings} --run {tmp_path} --out {tmp_path / name} {inputs[stage]}".split()
 
     def written(name: str) -> tuple[dict, dict]:
-        files = sorted((tmp_path / name).glob("*.safetensors"))
         assert not states_of(tmp_path / name).exists()
-        weights = {name: w for file in files for name, w in load_file(file).items()}
-        return json.loads((tmp_path / f"{name}.meta.json").read_text()), weights
+        weights = {n: w for file in (tmp_path / name).glob("*.safetensors") for n, w in load_file(file).items()}
+        return meta_of(tmp_path / name), weights
 
     return argv, written
 
 
-def launch(module, argv: list[str], count: int, code: int = 0) -> None:
-    """As torchrun does: the same command in each process, its rank in the environment."""
+def launch(module, argv: list[str], code: int = 0) -> None:
+    """As torchrun does: the same command in two processes, its rank in the environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
 
-    def process(rank: int) -> None:
+    def process(rank: str) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)  # of this test's own process
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", **address}
         module.main(argv)
 
-    processes = [multiprocessing.get_context("fork").Process(target=process, args=(rank,)) for rank in range(count)]
+    processes = [multiprocessing.get_context("fork").Process(target=process, args=(rank,)) for rank in "01"]
     for one in processes:
         one.start()
     for one in processes:
         one.join(120)
-    assert [one.exitcode for one in processes] == [code] * count
+    assert [one.exitcode for one in processes] == [code] * 2
 
 
 @pytest.mark.parametrize(("stage", "flags"), [("sft", []), ("train_qnet", []), ("train_qnet", ["--lora", "2"])])
@@ -198,8 +195,8 @@ def test_two_processes_share_the_work_and_train_what_one_does(small_run, tmp_pat
     monkeypatch.setattr(Training, "share", counted)
     with monkeypatch.context() as patch:
         patch.setattr(Training, "end_update", stopping)
-        launch(module, [*argv(stage, "by-2"), *flags], 2, code=7)
-    launch(module, [*argv(stage, "by-2"), *flags], 2)
+        launch(module, [*argv(stage, "by-2"), *flags], code=7)
+    launch(module, [*argv(stage, "by-2"), *flags])
     shares = [len((tmp_path / f"process-{rank}").read_text()) for rank in range(2)]
     assert 0 < shares[1] <= shares[0] < 2 * sum(shares) / 3
     (metadata, weights), (again, others) = written("by-1"), written("by-2")
@@ -214,11 +211,6 @@ def test_processes_that_do_not_see_one_another_are_refused(tmp_path, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="start them by torchrun"), training.processes(arguments(tmp_path)):
         pass
-
-
-def test_a_validation_that_is_no_number_is_not_written(tmp_path):
-    with pytest.raises(UserError, match="validation loss nan"):
-        fit(arguments(tmp_path), [float("nan")] * 6)
 
 
 def test_variables_of_the_shell_do_not_divide_the_gradients(tmp_path, monkeypatch):
