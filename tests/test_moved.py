@@ -1,17 +1,14 @@
-"""What a run is: its environment and data, its inputs wherever it was moved to, checkpoints that are whole."""
+"""What a run is: its environment and data, its inputs wherever it was moved to."""
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from fakes import WORLD, FakeEnv
 from test_files import flags
-from transformers import AutoModelForCausalLM
 
 import bellman
 import build_trees
@@ -33,9 +30,6 @@ def wrote(output: Path, *words: str, run: Path | None = None, opens: bool = True
     runs.write_meta(output, args, runs.claim(output, args, inputs), inputs)
     output.write_text(output.name)
     return output
-
-
-# -------------------------------------------------------------------------------------------- the environment of a run
 
 
 def test_a_run_keeps_its_environment(tmp_path, capsys):
@@ -82,8 +76,6 @@ def test_the_flags_that_stages_share_are_handed_on(tmp_path, monkeypatch):
 
 
 class Filed(FakeEnv):
-    """Its world stands in a file of a folder."""
-
     def __init__(self, data: str, **options):
         super().__init__(json.loads((Path(data) / "world.json").read_text()), **options)
 
@@ -126,9 +118,6 @@ def test_a_fingerprint_is_of_names_sizes_and_content(tmp_path):
     assert held("link") == first and held("many", **many) == held("alike", **many) != held("alike", f0="y")
 
 
-# ----------------------------------------------------------------------------------------------- inputs, where they are
-
-
 def test_inputs_move_with_their_run_and_what_changed_later_is_told(tmp_path, capsys):
     """A run that got another's old name is not taken for it; both are behind a link, and an input is elsewhere."""
     (tmp_path / "disk" / "runs").mkdir(parents=True)
@@ -156,9 +145,6 @@ def test_inputs_move_with_their_run_and_what_changed_later_is_told(tmp_path, cap
     assert list(outdated(labels)) == [(trees, agent)]
 
 
-# --------------------------------------------------------------------------------------------- modules and checkpoints
-
-
 def test_a_module_or_a_folder_of_ones_own_that_hides_ours_is_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "__init__.py").touch()
@@ -171,43 +157,3 @@ def test_a_module_or_a_folder_of_ones_own_that_hides_ours_is_named(tmp_path, mon
     with pytest.raises(SystemExit):
         runs.run_stage(lambda: None)
     assert f"error: {tmp_path}/envs.py hides our module envs: rename it" in capsys.readouterr().err
-
-
-def refused(path: Path) -> str:
-    with pytest.raises(UserError) as error:
-        models.load_checkpoint(path, AutoModelForCausalLM)
-    assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
-    return str(error.value)
-
-
-def cut(file: Path, keep: int) -> Path:
-    file.write_bytes(file.read_bytes()[:keep])
-    return file.parent
-
-
-def test_a_checkpoint_that_is_not_whole_is_named(tmp_path, agent):
-    folder = shutil.copytree(agent, tmp_path / "cut")
-    for keep in (-100, 5, 0):  # weights, header, all
-        assert "no complete checkpoint?" in refused(cut(folder / "model.safetensors", keep))
-    (folder / "model.safetensors").unlink()
-    assert "no file named model.safetensors" in refused(folder)
-    assert "not a valid JSON" in refused(cut(folder / "config.json", 20))
-    (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty")
-
-
-def test_an_adapter_that_is_no_lora_or_lacks_its_base_is_named(tmp_path, agent):
-    def adapter(kind: type, **options) -> Path:
-        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(agent), kind(task_type="CAUSAL_LM", **options))
-        model.save_pretrained(tmp_path / kind.__name__)
-        return tmp_path / kind.__name__
-
-    for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
-        assert "a trained prompt can't become weights" in refused(adapter(kind, num_virtual_tokens=4))
-    lora = adapter(peft.LoraConfig, r=2, target_modules="all-linear")
-    settings = (lora / "adapter_config.json").read_text()
-    for base in (str(tmp_path / "gone"), None):
-        (lora / "adapter_config.json").write_text(settings.replace(json.dumps(str(agent)), json.dumps(base)))
-        assert f"its base model {base or '(none)'} is not there" in refused(lora)
-    (lora / "adapter_config.json").write_text(settings)
-    refused(cut(lora / "adapter_model.safetensors", -50))
