@@ -59,7 +59,6 @@ BAD = {
     ],
     "trees.jsonl": [
         ("", "holds no trees"),
-        (tree(ROOT, LEAF)[:-20], ":2: not valid JSON"),
         (tree(ROOT, LEAF).splitlines()[0] + "\n", ": the tree of task a is cut"),
         (tree(ROOT, LEAF) * 2, ":3: node 0 is before its parent, or twice"),
         ("\n" + tree(ROOT, LEAF, LEAF), ":4: node 1 is before its parent, or twice"),
@@ -76,7 +75,6 @@ BAD = {
         (json.dumps([{"conversations": [{"from": "human", "value": None}]}]), "record 1: no demonstration: turn 1"),
         (dump([{"messages": CHAT}, {"messages": CHAT[::-1]}]), ":2: no demonstration: turn 1"),
         (dump([{"messages": json.dumps(CHAT)}]), "no list of objects with role and content"),
-        (chat(json.dumps(LEFT)), "no list of objects"),
         (chat(LEFT, LEFT), "turn 3 is {'role': 'assistant'"),
         (chat(LEFT, turn("here", "tool")), "turn 3 is {'role': 'tool'"),
         (chat(turn(None)), "where assistant says a text"),
@@ -136,7 +134,6 @@ def checkpoint(path: Path, tasks: list[str] | None = None, recipe: dict = WORLD,
     [
         (["3"], {}, 1),
         (["2"], {}, 1),  # the product of task 1
-        (["2", "3"], {}, 2),
         (["8"], {}, 0),
         (None, {}, None),
         (["3"], {"env": "lake"}, None),  # its ids are of other tasks

@@ -146,7 +146,9 @@ def test_another_recipe_is_refused_and_free_flags_may_differ(tmp_path):
 
 @pytest.mark.parametrize("stop", range(4))
 def test_an_overwrite_that_was_stopped_leaves_nothing_that_is_refused(stop, tmp_path):
-    grow(tmp_path / "x.jsonl")
+    for share in ((0, 2), (1, 2)):  # the last of which gives it its name
+        assert not (tmp_path / "x.jsonl").exists()
+        grow(tmp_path / "x.jsonl", share=share)
     stops = [mock.DEFAULT] * stop + [KeyboardInterrupt]
     with mock.patch.object(files, "discard", wraps=files.discard, side_effect=stops), pytest.raises(KeyboardInterrupt):
         begin(tmp_path / "x.jsonl", "--overwrite")

@@ -102,27 +102,20 @@ def test_equal_draws_are_one_candidate():
 @pytest.mark.parametrize(
     ("draws", "candidates", "drawn"),
     [
-        (["left", "right"], "left right", 2),  # they differ at once
-        (["left", "left", "left", "right"], "left right", 4),
-        (["left", "right", "jump"], "left right", 2),
-        (["left"], "left", 6),  # 3M at most, every one counted
+        ("left right", "left right", 2),  # they differ at once
+        ("left left left right", "left right", 4),
+        ("left right jump", "left right", 2),
+        ("left", "left", 6),  # 3M at most, every one counted
     ],
 )
 def test_candidates_are_drawn_until_m_differ(draws, candidates, drawn):
-    words = itertools.chain(draws, itertools.repeat("left"))
-    asked = []
-
-    def answer(request: Sample | Score) -> list:
-        if isinstance(request, Score):
-            return [0.0] * len(request.actions)
-        asked.append(request)
-        return say(*itertools.islice(words, request.n))
-
-    _, requests = play(FakeEnv(), "test0", Method("qlass", "q", M=2, distinct=True), answer)
-    first = [request for request in asked if not path_of(request.state)]
-    assert sum(request.n for request in first) == drawn and len({request.key for request in first}) == len(first)
-    scored = next(request for request in requests if isinstance(request, Score))
-    assert " ".join(map(parse_action, scored.actions)) == candidates
+    script = Script({(): f"{draws} left left left left left"})
+    answer = {Sample: script, Score: lambda request: [0.0] * len(request.actions)}
+    method = Method("qlass", "q", M=2, distinct=True)
+    _, asked = play(FakeEnv(), "test0", method, lambda request: answer[type(request)](request))
+    first = [r for r in asked if isinstance(r, Sample) and not path_of(r.state)]
+    assert sum(r.n for r in first) == drawn and len({r.key for r in first}) == len(first)
+    assert " ".join(map(parse_action, next(r for r in asked if isinstance(r, Score)).actions)) == candidates
 
 
 def test_random_choice_is_of_the_drawn_and_depends_on_task_and_seed_alone():
