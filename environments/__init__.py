@@ -28,14 +28,23 @@ def writable(folder: Path) -> Path:
 
 
 def fingerprint(path: str) -> str:
-    """Of a data set of any size, the same for a copy: names, sizes, and up to 256 MB of content."""
+    """Of a data set of any size, the same for a copy: names, sizes, and up to 256 MB of content.
+
+    What a system leaves in a folder does not count, nor do the line ends of files that are read whole.
+    """
     found = glob.glob(f"{glob.escape(path)}/**", recursive=True)  # through links; not hidden files
+    left = ("Thumbs.db", "desktop.ini", "__pycache__")
+    found = [file for file in found if not set(left).intersection(Path(file).parts)]
     paths = sorted(filter(os.path.isfile, found)) or [path]
     every = len(paths) // 500 + 1
     total = hashlib.sha256()
     for i, file in enumerate(paths):
-        total.update(f"{os.path.relpath(file, path)} {os.path.getsize(file)}\n".encode())
+        content, size = b"", os.path.getsize(file)
         if i % every == 0:
-            with open(file, "rb") as content:
-                total.update(content.read(2**28 * every // len(paths)))
+            with open(file, "rb") as opened:
+                content = opened.read(2**28 * every // len(paths))
+            if len(content) == size:
+                content = content.replace(b"\r\n", b"\n")
+                size = len(content)
+        total.update(f"{os.path.relpath(file, path)} {size}\n".encode() + content)
     return total.hexdigest()[:16]

@@ -8,7 +8,7 @@ import copy
 import functools
 import inspect
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,12 @@ def step(method: Callable, env: Any, action: str) -> tuple:
     return observation, reward, terminated, truncated, info
 
 
+def expert(method: Callable, env: Any, task_id: str) -> Iterator:
+    moves = method(env, task_id)
+    while (move := attempt(lambda: f"{env.name}: task {task_id}: expert", next, moves, None)) is not None:
+        yield move
+
+
 def snapshot(method: Callable, env: Any) -> Any:
     return Ended(method(env), env.final_answer) if env.final_answer else method(env)
 
@@ -98,7 +104,7 @@ def restore(method: Callable, env: Any, state: Any) -> None:
 
 def guard(kind: type) -> None:
     """Put the functions above around the methods of these names."""
-    for around in (reset, step, snapshot, restore):
+    for around in (reset, step, snapshot, restore, expert):
         method = getattr(kind, around.__name__)
         if getattr(method, "guarded", None) is not method:
             setattr(kind, around.__name__, guarded(method, around, around.__name__))

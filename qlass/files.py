@@ -92,7 +92,8 @@ def sha256(path: Path) -> str:
     """
     paths = [path]
     if path.is_dir():
-        paths = sorted(p for p in path.rglob("[!.]*") if p.is_file() and p.name != "README.md")
+        names = {"README.md", "Thumbs.db"}
+        paths = sorted(p for p in path.rglob("[!.]*") if p.is_file() and p.name not in names)
     return digest(*((p, p.stat().st_size, p.stat().st_mtime_ns) for p in paths))
 
 
@@ -101,7 +102,9 @@ def digest(*files: tuple[Path, int, int]) -> str:
     total = hashlib.sha256()
     for path, *_ in files:
         with open(path, "rb") as content:
-            hashlib.file_digest(content, lambda: total)  # adds to it, block by block
+            text = path.suffix in (".json", ".jsonl", ".txt")  # the same with other line ends
+            for block in content if text else iter(functools.partial(content.read, 1 << 20), b""):
+                total.update(block.replace(b"\r\n", b"\n") if text else block)
     return total.hexdigest()
 
 

@@ -20,6 +20,7 @@ from qlass.chat import Chat, Rendering
 from qlass.fast import parity
 from qlass.files import draft_of
 from qlass.messages import State
+from qlass.server import Server
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 NAME = "pretrained_model_name_or_path"
@@ -45,8 +46,11 @@ def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[
 
 
 def settle_precision(args: Any) -> None:
-    """Set what --precision stands for here: a resumed run must not mix a GPU's and a CPU's."""
-    if not getattr(args, "server", None):
+    """Set what --precision or --server stands for here: a resumed run must not mix a GPU's numbers
+    and a CPU's, nor two models'."""
+    if getattr(args, "server", None):
+        args.server_model = Server(args.server).model
+    else:
         dtype = device_and_dtype(args.device, args.precision)[1]
         args.precision = next(name for name, value in PRECISIONS.items() if value == dtype)
 

@@ -173,10 +173,18 @@ def read_results(sources: Iterable[tuple[str, Path]], warnings: list[str] | None
         conditions = {name: value for name, value in zip(CONDITION, key, strict=True) if not pd.isna(value)}
         groups.append(Group(Condition(**conditions), episodes))
     groups.sort(key=lambda group: group.condition.order())
-    warnings += dict.fromkeys([*check_rows(groups), *tell_sizes(groups)])
+    warnings += dict.fromkeys([*check_rows(groups), *tell_sizes(groups), *tell_unknown(groups)])
     for warning in warnings:
         warn(warning)
     return groups
+
+
+def tell_unknown(groups: Iterable[Group]) -> Iterator[str]:
+    """Rows whose agent often writes what is no action: their reward says more of its style than of its choices."""
+    for group in groups:
+        share = group.episodes["unknown"].sum() / max(1, group.episodes["steps"].sum())
+        if share > 0.05:
+            yield f"{group.condition}: the environment did not know {share:.0%} of its actions"
 
 
 def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
@@ -196,6 +204,8 @@ def episode(record: dict, label: str, path: Path, where: str) -> dict[str, Any]:
         "generated": tokens.get("generated", 0),
         # Of a scorer of experiments.qval only the agent's own are known.
         "total": math.nan if record["method"] == "scorer" else sum(tokens.get(part, 0) for part in COSTS),
+        "steps": record.get("n_steps", len(steps)),
+        "unknown": record.get("unknown_actions", 0),
         "env_steps": record.get("env_steps", record.get("n_steps", len(steps))),
         "file": path,
         "where": where,

@@ -11,11 +11,12 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from qlass import UserError
 from qlass.batching import LogProb, Sample, Score
 from qlass.chat import Chat, Rendering, warn_once
+from qlass.fast.decode import FastPolicy
 from qlass.fast.packing import pack_pairs
 from qlass.messages import State, parse_action, react, uniforms
 from qlass.policy import Policy
 from qlass.tiny import MARK, mark
-from train_qnet import Pair, QNet
+from train_qnet import Pair, QNet, scorer
 
 CHATML = TEMPLATES["chatml"][0]
 CHATS = {name: Chat(chat_tokenizer(name), Rendering()) for name in TEMPLATES}
@@ -369,7 +370,8 @@ def test_an_action_beyond_the_context_is_an_error(fast):
     """An action may be longer than --max-new-tokens; what is behind the context a model would read without a word."""
     chat = word_chat(max_new_tokens=5)
     chat.context = 20
-    policy, qnet = Policy(tiny_lm(chat), chat, plain=not fast), QNet(tiny_backbone(chat), chat, plain=not fast).eval()
+    policy = (FastPolicy if fast else Policy)(tiny_lm(chat), chat)
+    qnet = scorer(QNet(tiny_backbone(chat), chat).eval(), plain=not fast)
     state = State((("user", "walk find the purse"), ("assistant", "OK"), ("user", "you stand")), "")
     room = 20 - len(chat.prompt(state)) - 2  # "Action:" and the end
     fits, beyond = ("Action: " + " ".join(["left"] * n) for n in (room, room + 1))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_parity import SMALL
 
 from qlass import UserError, lora, models
-from qlass.policy import Policy
+from qlass.agent import load_policy
 
 CHAT = word_chat()
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -174,7 +174,7 @@ def test_a_merge_computes_what_the_adapter_does(tmp_path, agent, updated, rows, 
     expected = adapter(agent, folder, updated, rows, modules_to_save=whole)
     model, chat = models.load_checkpoint(folder, hf.AutoModelForCausalLM)
     models.save_checkpoint(model, chat, merged)
-    for loaded in (model, Policy.load(merged).model):
+    for loaded in (model, load_policy(merged).model):
         torch.testing.assert_close(loaded(IDS).logits, expected, atol=1e-4, rtol=1e-4)
     for layer in ("Linear", "Embedding"):  # a merge that adds something else
         monkeypatch.setattr(f"peft.tuners.lora.layer.{layer}.get_delta_weight", lambda *_: torch.tensor(0.1))
@@ -211,7 +211,7 @@ def test_an_adapter_beside_full_weights_is_refused(tmp_path, agent, place):
         adapter(agent, tmp_path / "b")
         rewrite(tmp_path / "b", name="adapter_config.json", base_model_name_or_path=str(tmp_path))
         with pytest.raises(UserError, match="is not merged into its weights"):
-            Policy.load(tmp_path / "b")
+            load_policy(tmp_path / "b")
         shutil.rmtree(tmp_path / "b")
     else:
         models.load_checkpoint(tmp_path / place, hf.AutoModelForCausalLM)

@@ -18,7 +18,7 @@ import q_search
 import sft
 import train_qnet
 from qlass import UserError, models
-from qlass.policy import Policy
+from qlass.agent import load_policy
 from train_qnet import QNet
 
 CHAT = word_chat()
@@ -81,7 +81,7 @@ def learned_from(tmp_path):
 
 def test_the_stages_train_save_and_load_it(tmp_path, agent, learned_from):
     """A checkpoint holds the merged model, and beside it the adapter, which is loaded as its base with the updates."""
-    start = Policy.load(agent).model
+    start = load_policy(agent).model
     common = ["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "2", "--lr", "0.01"]
     common += ["--lora", "2", "--lora-alpha", "3"]
     train_qnet.main([*common, "--sft", str(agent), *learned_from[train_qnet]])
@@ -93,7 +93,7 @@ def test_the_stages_train_save_and_load_it(tmp_path, agent, learned_from):
     assert not torch.equal(net.head[-1].weight, QNet(tiny_backbone(CHAT), CHAT).head[-1].weight)
 
     sft.main([*common, "--model", str(agent), *learned_from[sft]])
-    merged, folder = Policy.load(tmp_path / "sft").model, tmp_path / "sft" / "adapter"
+    merged, folder = load_policy(tmp_path / "sft").model, tmp_path / "sft" / "adapter"
     assert moved(merged, start) == LINEAR
     adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(agent), folder)
     close(adapter(IDS).logits, merged(IDS).logits)
@@ -122,7 +122,7 @@ def test_a_checkpoint_is_read_back_before_it_counts(stage, tmp_path, agent, lear
         stage.main(argv)
     assert not out.exists() and [*tmp_path.glob("out.partial/state-*")]
     stage.main(argv)
-    assert {sft: Policy.load, train_qnet: QNet.from_pretrained}[stage](out)
+    assert {sft: load_policy, train_qnet: QNet.from_pretrained}[stage](out)
 
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
@@ -141,7 +141,7 @@ def test_a_base_of_few_bits_goes_through_the_stages(tmp_path, fake_world, bits, 
         sft.main(clone)
     sft.main(clone)
     base, agent = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "sft"))
-    assert moved(agent, base) == LINEAR and not moved(agent, Policy.load(tmp_path / "once").model)
+    assert moved(agent, base) == LINEAR and not moved(agent, load_policy(tmp_path / "once").model)
     close(agent(IDS).logits, PeftModel.from_pretrained(base, tmp_path / "sft" / "adapter")(IDS).logits)
     train_qnet.main([*train, "--sft", str(tmp_path / "sft"), *learned_from[train_qnet]])
     net = QNet.from_pretrained(tmp_path / "qnet")
@@ -160,7 +160,7 @@ def test_a_training_that_cannot_train_what_was_asked_says_so(tmp_path, agent, va
         models.save_memory(few)
     get_peft_model(few, LoraConfig(target_modules="all-linear")).save_pretrained(tmp_path / "lora")
     with pytest.raises(UserError, match="needs its base in full"):
-        Policy.load(tmp_path / "lora")
+        load_policy(tmp_path / "lora")
     net, _ = models.load_checkpoint(value_net, AutoModel, None)
     with pytest.raises(UserError, match="a QNet, not an agent"):
         models.save_memory(net)
@@ -204,10 +204,10 @@ def test_a_gguf_file_is_a_model_like_any_other(tmp_path, fake_world):
     run = ["--env", "frozenlake", "--run", str(tmp_path), "--epochs", "1", "--lora", "2", "--max-tokens", "300"]
     sft.main([*run, "--model", str(tmp_path / "model.gguf"), "--n-expert", "2"])
     saved = json.loads((tmp_path / "sft" / "config.json").read_text())
-    assert "quantization_config" not in saved and Policy.load(tmp_path / "sft").model.num_parameters() > 0
+    assert "quantization_config" not in saved and load_policy(tmp_path / "sft").model.num_parameters() > 0
 
 
 def test_a_folder_without_a_tokenizer_says_what_to_copy(tmp_path, agent):
     shutil.copytree(agent, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(UserError, match="no tokenizer: name a checkpoint, or copy"):
-        Policy.load(tmp_path / "bare")
+        load_policy(tmp_path / "bare")

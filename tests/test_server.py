@@ -11,10 +11,11 @@ from fakes import json_server, started, stopped, tiny_lm, word_chat
 
 import q_search
 from qlass import UserError
+from qlass.agent import load_agent
 from qlass.batching import LogProb, Sample
 from qlass.messages import State
 from qlass.models import save_checkpoint
-from qlass.policy import Policy, load_agent
+from qlass.policy import Policy
 from qlass.server import ALL, TRIES, Server, ServerPolicy, same_model
 
 CHAT = word_chat(temperature=0.8)
@@ -96,7 +97,7 @@ def test_a_candidate_is_one_completion_of_token_ids(fake):
 
 
 def test_the_log_probability_of_a_text_is_the_local_agents(fake):
-    local = Policy(tiny_lm(CHAT), CHAT, plain=True)
+    local = Policy(tiny_lm(CHAT), CHAT)
     policy = ServerPolicy(fake.url, CHAT)
 
     def told(body: dict) -> dict:
@@ -290,7 +291,7 @@ def test_flags_change_what_the_checkpoint_says(tmp_path, fake):
     agent = load_agent(q_search.arguments(["--sft", str(tmp_path), *flags]))
     r = agent.chat.rendering
     assert (r.max_new_tokens, r.top_p, r.top_k, r.stop, r.truncate) == (5, 0.5, 3, ("Observation:",), "oldest")
-    assert agent.fast.cache.room == 1 << 29
+    assert agent.cache.room == 1 << 29
     flags = ["--server", f"{fake.url}#second", "--top-k", "3"]
     there = load_agent(q_search.arguments(["--sft", str(tmp_path), *flags]))
     assert there.server.model == "second" and there.chat.rendering.top_k == 3
