@@ -133,21 +133,17 @@ def play(
     args.sft, args.qnet = args.sft or args.run / "sft", args.qnet or args.run / "qnet"
     out = Output(args.out, args, identity, sft=args.sft, qnet=args.qnet, **inputs)
     width, share = args.in_flight or env.side_by_side, set(my_share(tasks))
-
-    def line(task_id: str, method: Any) -> dict:
-        """What a line says besides the outcome."""
-        fields = {"task_id": task_id, "type": env.task_type(task_id), "block": env.block(task_id)}
-        fields |= {"env": env.name, "split": args.split, "label": args.label}
-        return fields | method.settings() | {"seed": args.seed}
+    shared = {"env": env.name, "split": args.split, "label": args.label}
 
     def play_line(method: Any, task_id: str) -> Generator[Any, Any, list[dict]]:
         started, fork = time.time(), env.fork()
         outcome = yield from game(fork, task_id, method)
         fork.close()
-        seconds = round(time.time() - started, 3)
-        return [line(task_id, method) | outcome | {"seconds": seconds}]
+        line = {"task_id": task_id, "type": env.task_type(task_id), "block": env.block(task_id)}
+        line |= shared | method.settings() | {"seed": args.seed} | outcome
+        return [line | {"seconds": round(time.time() - started, 3)}]
 
-    keys = {m: {identity(line(task, m)): task for task in tasks} for m in plan}
+    keys = {m: {identity({"task_id": t} | shared | m.settings()): t for t in tasks} for m in plan}
     for method, task_of in keys.items():
         todo = [task_of[key] for key in out.missing(task_of) if task_of[key] in share]
         if todo:
@@ -155,20 +151,16 @@ def play(
             out.grow(games, str(method), len(share), len(share) - len(todo))
     cloned = bool(meta_of(args.sft)["recipe"])  # else it is a model as it came
     out.records = out.read()
-    out.finish(list(chain(*keys.values())), leaks=leaks(env, out.records, args), cloned=cloned)
+    out.finish([*chain(*keys.values())], leaks=leaks(env, out.records, args), cloned=cloned)
     by_key = {identity(record): record for record in out.records}
     for method, task_of in keys.items():
         played = [by_key[key] for key in task_of if key in by_key]
         mean = sum(record["reward"] for record in played) / len(played)
         print(f"{method}: mean reward {mean:.3f} over {len(played)} {args.split} tasks")
-        if (unknown := unknown_share(played)) > 0.05:
+        steps = sum(record["n_steps"] for record in played)
+        unknown = sum(record.get("unknown_actions", 0) for record in played) / steps
+        if unknown > 0.05:
             warn(f"{method}: the environment did not know {unknown:.0%} of its actions")
-
-
-def unknown_share(records: Iterable[dict]) -> float:
-    """Of all actions of these results, the share that the environment did not know."""
-    counts = [(record.get("unknown_actions", 0), record["n_steps"]) for record in records]
-    return sum(n for n, _ in counts) / max(1, sum(n for _, n in counts))
 
 
 def leaks(env: Any, records: list[dict], args: argparse.Namespace) -> dict[str, int | None]:
@@ -183,13 +175,11 @@ def leaks(env: Any, records: list[dict], args: argparse.Namespace) -> dict[str, 
     for source, checkpoint, cost in sources:
         played = {record["task_id"] for record in records if record["tokens"].get(cost)}
         meta = meta_of(checkpoint.absolute())
-        same = same_world(meta["recipe"], vars(args)) and "tasks" in meta
-        subjects = {env.subject(task) for task in meta["tasks"] or []} if same else set()
-        known = not played or (same and meta["tasks"] is not None)
-        n = counts[source] = (
-            len([t for t in played if env.subject(t) in subjects]) if known else None
-        )
-        if n != 0:
-            number = "an unknown number" if n is None else n
+        learned = meta.get("tasks") if same_world(meta["recipe"], vars(args)) else None
+        subjects = set(map(env.subject, learned or []))
+        n = len([task_id for task_id in played if env.subject(task_id) in subjects])
+        counts[source] = None if played and learned is None else n
+        if counts[source] != 0:
+            number = "an unknown number" if counts[source] is None else n
             warn(f"{number} of {len(played)} tasks played are also in the {source} of {checkpoint}")
     return counts
