@@ -209,7 +209,7 @@ def train(qnet: QNet, trees: list[Tree], held_out: list[Tree], args: argparse.Na
     for tree in trees:
         together = families(tree) if weight else [[pair] for pair in tree]
         packs += pack_pairs(qnet.chat, together, LOSS_FROM[args.loss_on], max_tokens)
-    rates = {"head.": args.head_lr} if args.head_lr else None
+    rates = [(qnet.backbone, args.lr), (qnet.head, args.head_lr or args.lr)]
     run = Training(qnet, args, [len(pack.pairs) for pack in packs], rates)
     for update, last in run.updates():
         qnet.train()

@@ -104,7 +104,7 @@ def training(
     backbone, chat = models.load_checkpoint(run / "base", transformers.AutoModel, None, load_in, train=not lora)
     models.save_memory(backbone, lora, None, checkpointing)
     qnet = QNet(backbone, chat).train()
-    optimizer = models.adamw(qnet, {"": 1e-5}, optim)
+    optimizer = models.adamw([(qnet, 1e-5)], optim)
     pairs = [[pair] for tree in read_trees(run / "q_labels.jsonl", ["q", "messages"]) for pair in pairs_of(tree)]
     largest = max(pack_pairs(chat, pairs, LOSS_FROM["all"], MICRO // 2), key=lambda pack: len(pack.tree))
     packs = [largest] * max(1, MICRO // len(largest.tree))

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -226,22 +226,19 @@ def refuse_qnet(path: str | Path) -> None:
         raise UserError(f"{path}: a QNet, not an agent; name the folder that sft.py wrote")
 
 
-def adamw(model: nn.Module, rates: Mapping[str, float], name: str = "adamw") -> Any:
-    """AdamW of what is trained, without weight decay (Table 5); "adamw8bit": moments in 8 bits.
-
-    rates: a parameter group for each beginning of names, of which the last that fits counts.
-    """
-    groups: dict[str, list[nn.Parameter]] = {start: [] for start in rates}
-    for name_of, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups[[start for start in rates if name_of.startswith(start)][-1]].append(parameter)
-    trained = [{"params": group, "lr": rates[start]} for start, group in groups.items() if group]
+def adamw(rates: list[tuple[nn.Module, float]], name: str = "adamw") -> Any:
+    """AdamW of what is trained in each module at its rate, without weight decay (Table 5);
+    "adamw8bit": moments in 8 bits."""
+    groups = []
+    for module, rate in rates:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        groups += [{"params": trained, "lr": rate}] if trained else []
     optimizer: Any = torch.optim.AdamW
     if name == "adamw8bit":
         import bitsandbytes
 
         optimizer = bitsandbytes.optim.AdamW8bit
-    return optimizer(trained, weight_decay=0.0, betas=(0.9, 0.95))
+    return optimizer(groups, weight_decay=0.0, betas=(0.9, 0.95))
 
 
 def ordinary(model: Any, folder: Path, adapter: Any = None, dtype: Any = None) -> Any:

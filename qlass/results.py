@@ -180,6 +180,6 @@ def leaks(env: Any, records: list[dict], args: argparse.Namespace) -> dict[str, 
         n = len([task_id for task_id in played if env.subject(task_id) in subjects])
         counts[source] = None if played and learned is None else n
         if counts[source] != 0:
-            number = "an unknown number" if counts[source] is None else n
+            number = "it is not known how many" if counts[source] is None else n
             warn(f"{number} of {len(played)} tasks played are also in the {source} of {checkpoint}")
     return counts

@@ -90,8 +90,8 @@ def made_in(output: Path) -> dict[str, Any]:
 
 def world(settings: dict[str, Any]) -> list[str]:
     """The environment and its options as flags."""
-    options = [f"--env-option={text}" for text in settings["env_option"]]
-    return [f"--env={settings['env']}", *options]
+    options = [["--env-option", text] for text in settings["env_option"]]
+    return ["--env", settings["env"], *itertools.chain(*options)]
 
 
 def same_world(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -128,8 +128,8 @@ def make(output: Path, stage: str, args: argparse.Namespace) -> None:
 def handed_on(args: argparse.Namespace) -> list[str]:
     """The flags that all stages of a run share; the environment's only of a new run."""
     given = {name: vars(args).get(name) for name in ("run", "seed", "device", "precision")}
-    shared = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    return shared if run_of(args.run) else [*world(vars(args)), *shared]
+    shared = [[f"--{name}", str(value)] for name, value in given.items() if value is not None]
+    return [*([] if run_of(args.run) else world(vars(args))), *itertools.chain(*shared)]
 
 
 # ------------------------------------------------------------------------------------- the recipe
@@ -352,11 +352,11 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
         names = {None}
         for where, node in lines:
             fields = {*NODE, *required} - ({"messages"} if tree else set())
-            numbers = {name: node.get(name, 0.0) for name in ("reward", "q", "q_raw")}
             if missing := sorted(fields - node.keys()):
                 raise UserError(f"{where}: no {missing[0]}; is this a file of trees?")
-            if not all(isinstance(number, int | float) for number in numbers.values()):
-                raise UserError(f"{where}: no numbers: {numbers}")
+            for name in {"reward", "q", "q_raw"} & node.keys():
+                if not isinstance(node[name], int | float):
+                    raise UserError(f"{where}: {name} can't be {node[name]!r:.40}")
             if node["parent_id"] not in names or node["node_id"] in names:
                 raise UserError(f"{where}: node {node['node_id']} is before its parent, or twice")
             names.discard(None)  # the root's parent

@@ -28,7 +28,9 @@ from qlass import UserError, files, models, runs
 
 T = TypeVar("T")
 LAUNCHER = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"]
-PLUGINS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
+PLUGINS = [
+    f"ACCELERATE_USE_{n}" for n in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
+]
 
 # ----------------------------------------------------------------------------- the order of updates
 
@@ -82,9 +84,8 @@ def processes(args: Namespace) -> Iterator[accelerate.PartialState]:
     for name in () if n > 1 else LAUNCHER:  # alone, whatever a launcher has left in the shell
         os.environ.pop(name, None)
     for name in PLUGINS:
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
-            reason = "each process holds the whole model here"
-            raise UserError(f"ACCELERATE_USE_{name}: {reason}: leave that plugin of Accelerate out")
+        if os.environ.get(name, "false").lower() == "true":
+            raise UserError(f"{name}: each process holds the whole model here: leave it out")
     cpu = not torch.cuda.is_available() or (args.device or "").startswith("cpu")
     patience = datetime.timedelta(days=2)  # for as long as the first plays demonstrations
     process = accelerate.PartialState(cpu=cpu, timeout=patience)
@@ -124,10 +125,9 @@ class Training:
         model: nn.Module,
         args: Namespace,
         sizes: Sequence[int],
-        rates: dict[str, float] | None = None,
+        rates: list[tuple[nn.Module, float]] | None = None,
     ) -> None:
-        """sizes[i]: what example i counts in a batch. rates: instead of args.lr, of the parameters
-        whose names begin so."""
+        """sizes[i]: what example i counts in a batch. rates: of parts of the model; else args.lr."""
         _, dtype = models.device_and_dtype(args.device, args.precision)
         self.accelerator = accelerate.Accelerator(
             mixed_precision="bf16" if dtype == torch.bfloat16 else "no",
@@ -137,7 +137,7 @@ class Training:
         )
         self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, and no wrapper
         self.args, self.model, self.states = args, model, runs.states_of(args.out)
-        self.optimizer: Any = models.adamw(model, {"": args.lr} | (rates or {}), args.optim)
+        self.optimizer: Any = models.adamw(rates or [(model, args.lr)], args.optim)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]  # at their highest
         self.plan = [updates_of(sizes, args.batch, args.seed, e) for e in range(args.epochs)]
         self.starts = [0, *itertools.accumulate(map(len, self.plan))]  # updates before each epoch

@@ -165,7 +165,7 @@ def test_a_training_that_cannot_train_what_was_asked_says_so(tmp_path, agent, va
     with pytest.raises(UserError, match="a QNet, not an agent"):
         models.save_memory(net)
     with pytest.raises(ValueError, match="empty parameter list"):
-        models.adamw(tiny_lm(CHAT).requires_grad_(False), {"": 0.1})
+        models.adamw([(tiny_lm(CHAT).requires_grad_(False), 0.1)])
 
 
 def write_gguf(path: Path) -> np.ndarray:

@@ -30,31 +30,34 @@ STATE = State(
 )  # fmt: skip
 
 
-def apart(example: sft.Example) -> tuple[list[int], list[float]]:
-    """The tokens of an example, and their weights."""
-    return [token for token, _ in example], [weight for _, weight in example]
+def example(chat: Chat, state: State, limit: int = 100, answer=(), weight: float = 0.0) -> sft.Example:
+    return sft.example_of(chat, state, limit, list(answer), weight)
 
 
 @pytest.mark.parametrize("w", [0.0, 0.5])
-def test_the_weights_of_tokens_by_hand(w):
-    """1 where the agent writes, w where the environment answers it, 0 before its first words."""
-    ids, weights = apart(sft.weighted_tokens(CHAT, STATE, w))
-    turns = [
-        ("<user> walk <agent>", 0), ("OK <end>", 1), ("<user> you stand <agent>", w),
-        ("Thought: hm Action: left <end>", 1), ("<user> Observation: nothing happens <agent>", w),
-        ("Action: right <end>", 1),
-    ]  # fmt: skip
-    expected = [(word, weight) for text, weight in turns for word in text.split()]
-    assert list(zip(CHAT.tokenizer.convert_ids_to_tokens(ids), weights, strict=True)) == expected
-    (whole,), (short,) = (list(sft.examples_of(CHAT, shown(STATE), limit, w)) for limit in (100, 9))
-    assert whole == list(zip(ids, weights, strict=True)) and short == whole[:9]
+def test_the_targets_by_hand(w):
+    """Each of the agent's words follows the word before it; with a weight an answer follows the action's last."""
+    words = "<user> walk <agent> OK <end> <user> you stand <agent> Thought: hm Action: left <end> " + (
+        "<user> Observation: nothing happens <agent> Action: right <end>"
+    )
+    whole = example(CHAT, STATE, 100, [7], w)
+    assert CHAT.tokenizer.convert_ids_to_tokens(whole.ids) == words.split()
+    own = {i: (i - 1, whole.ids[i], 1.0) for i in (3, 4, *range(9, 14), *range(19, 22))}
+    answers = [(4, range(5, 9)), (13, range(14, 19))]
+    answered = [(end, whole.ids[i], w) for end, places in answers for i in places] + [(21, 7, w)]
+    assert sorted(whole.targets) == sorted([*own.values(), *(answered if w else [])])
+    assert whole.weight == 10 + 10 * w
+    (all_of_it,), (short,) = (list(sft.examples_of(CHAT, shown(STATE), limit)) for limit in (100, 9))
+    assert all_of_it == example(CHAT, STATE) and short.ids == whole.ids[:9]
+    assert short.targets == [own[3], own[4]]
 
 
 def test_what_the_agent_writes_in_llama_2s_template():
     chat = Chat(chat_tokenizer("llama-2"), Rendering())
-    example = sft.weighted_tokens(chat, STATE, 0.0)
-    written, read = ([token for token, weight in example if weight == w] for w in (1, 0))
+    whole = example(chat, STATE, 1000)
+    written = [token for _, token, _ in whole.targets]
     assert chat.tokenizer.decode(written) == "OK </s> Thought: hm Action: left </s> Action: right </s>"
+    read = [token for i, token in enumerate(whole.ids) if i - 1 not in [at for at, *_ in whole.targets]]
     turns = ["walk", "you stand", "Observation: nothing happens"]
     assert chat.tokenizer.decode(read) == "".join(f"<s> [INST] {turn} [/INST]" for turn in turns)
 
@@ -62,20 +65,22 @@ def test_what_the_agent_writes_in_llama_2s_template():
 def test_the_loss_by_hand():
     logits = torch.tensor([[[0.0, 0.0], [math.log(3), 0.0], [0.0, 5.0], [9.0, 9.0]]])
 
-    def loss(*weights: list[float]) -> float:
-        def model(logits_to_keep=slice(None), **_):
-            return SimpleNamespace(logits=logits.repeat(len(weights), 1, 1)[:, logits_to_keep])
+    def loss(*targets: list[tuple[int, int, float]]) -> float:
+        class Model:
+            device = "cpu"
 
-        ids = torch.tensor([[0, 1, 0, 1]] * len(weights))
-        return sft.sft_loss(model, ids, torch.tensor(weights)).item()
+            def __call__(self, logits_to_keep, **_):
+                return SimpleNamespace(logits=logits.repeat(len(targets), 1, 1)[:, logits_to_keep])
+
+        return sft.sft_loss(Model(), [sft.Example([0, 1, 0, 1], of) for of in targets]).item()
 
     # Tokens 1 and 2 count: -log(1/2) of the first position, -log(3/4) of the second.
-    by_hand = math.log(2) - math.log(3 / 4)
-    assert loss([0.0, 1, 1, 0]) == pytest.approx(by_hand)
-    assert loss([1.0, 0, 0, 0]) == 0  # no position predicts the first
-    assert loss([0.0, 0.5, 2, 0]) == pytest.approx(math.log(2) / 2 - 2 * math.log(3 / 4))
-    # In a second row other tokens count: both have the columns of both, and each its own weights.
-    assert loss([0.0, 1, 1, 0], [0.0, 0, 0, 1]) == pytest.approx(by_hand + math.log(1 + math.exp(-5)))
+    both, by_hand = [(0, 1, 1.0), (1, 0, 1.0)], math.log(2) - math.log(3 / 4)
+    assert loss(both) == pytest.approx(by_hand)
+    assert loss([(0, 1, 0.5), (1, 0, 2.0)]) == pytest.approx(math.log(2) / 2 - 2 * math.log(3 / 4))
+    assert loss([(1, 0, 1.0), (1, 1, 1.0)]) == pytest.approx(-math.log(3 / 4) - math.log(1 / 4))  # one position, two
+    # In a second row other tokens count: each row has its own targets.
+    assert loss(both, [(2, 1, 1.0)]) == pytest.approx(by_hand + math.log(1 + math.exp(-5)))
 
 
 def test_an_agent_learns_to_predict_what_will_answer_its_action():
@@ -84,9 +89,9 @@ def test_an_agent_learns_to_predict_what_will_answer_its_action():
     turns = [(("assistant", f"Action: {move}"), ("user", word), ("assistant", "OK")) for move, word in answers.items()]
     model = tiny_lm(CHAT)
     trained(model, CHAT, [State((*begun, *turn)) for turn in turns] * 4, epochs=30, answer_weight=1.0)
-    user, stand, nothing = CHAT.tokenizer.convert_tokens_to_ids(["<user>", "stand", "nothing"])
+    stand, nothing = CHAT.tokenizer.convert_tokens_to_ids(["stand", "nothing"])
     for move, sign in (("left", 1), ("right", -1)):
-        ids = [*CHAT.prompt(State(begun)), *CHAT.action(f"Action: {move}", ""), user]
+        ids = [*CHAT.prompt(State(begun)), *CHAT.action(f"Action: {move}", "")]
         logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
         assert sign * (logits[stand] - logits[nothing]) > 1
 
@@ -151,24 +156,24 @@ def test_every_twentieth_task_is_held_out():
 
 
 def test_validation_by_hand():
-    examples = [sft.weighted_tokens(CHAT, state, 0.0) for state in (STATE, others(1)[0])]
+    examples = [example(CHAT, state) for state in (STATE, others(1)[0])]
     model = tiny_lm(CHAT)
-    losses = [sft.sft_loss(model, *sft.collate([example], "cpu")).item() for example in examples]
+    losses = [sft.sft_loss(model, [one]).item() for one in examples]
     assert sft.validate(model, examples, 1000) == pytest.approx(sum(losses) / (2 + 5 + 3 + 2 + 3), rel=1e-4)
     assert sft.validate(model, [], 1000) is None
 
 
 def test_without_a_memory_each_action_is_learned_behind_its_observation_alone():
     chat = word_chat(markov=True)
-    last = sft.weighted_tokens(chat, STATE, 0.0)
+    last, other = example(chat, STATE), example(chat, State(STATE.messages[:4]))
     words = ["<user>", "Observation:", "nothing", "happens", "<agent>", "Action:", "right", "<end>"]
-    assert chat.tokenizer.convert_ids_to_tokens(apart(last)[0]) == words
-    assert apart(last)[1] == [0] * 5 + [1] * 3
-    other = sft.weighted_tokens(chat, State(STATE.messages[:4]), 0.0)
+    assert chat.tokenizer.convert_ids_to_tokens(last.ids) == words
+    assert [at for at, *_ in last.targets] == [4, 5, 6]
     assert list(sft.examples_of(chat, shown(STATE), 100)) == [other, last]
-    # With --observation-loss the answer stands behind the action, where there is one.
-    answer = [(token, 0.5) for token, _ in last[:5]]
-    assert list(sft.examples_of(chat, shown(STATE), 100, 0.5)) == [other + answer, last]
+    # With --observation-loss the action's last token predicts the answer, if there is one.
+    foretold = [(len(other.ids) - 1, token, 0.5) for token in last.ids[:5]]
+    answered = sft.Example(other.ids, other.targets + foretold)
+    assert list(sft.examples_of(chat, shown(STATE), 100, 0.5)) == [answered, last]
     assert trained(tiny_lm(chat), chat, [STATE], batch=1, epochs=1)["steps"] == 2
 
 
