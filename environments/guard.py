@@ -32,7 +32,7 @@ def attempt(what: Callable[[], str], act: Callable, *args: Any, **options: Any) 
     """act(...), whose crash is one line that begins with what was done."""
     try:
         return act(*args, **options)
-    except UserError:
+    except (UserError, NotImplementedError):
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -87,9 +87,8 @@ def step(method: Callable, env: Any, action: str) -> tuple:
 
 
 def expert(method: Callable, env: Any, task_id: str) -> Iterator:
-    moves = method(env, task_id)
-    while (move := attempt(lambda: f"{env.name}: task {task_id}: expert", next, moves, None)) is not None:
-        yield move
+    moves, end = iter(method(env, task_id)), object()
+    return iter(lambda: attempt(lambda: f"{env.name}: task {task_id}: expert", next, moves, end), end)
 
 
 def snapshot(method: Callable, env: Any) -> Any:

@@ -219,7 +219,7 @@ NAMES = ("lookahead", "beam", "mcts", "particles")
 
 
 def play(settings: dict, env: envs.TextEnv, task_id: str, method: Variant, chat: Chat) -> Generator[Any, Any, dict]:
-    """As `q_search.play`. Every draw costs its tokens once, whether it was played or not."""
+    """As `q_search.Player.play`. Every draw costs its tokens once, whether it was played or not."""
     search = Search(env, task_id, method, chat.rendering)
     end = yield from getattr(search, method.name)(**settings)
     *path, last = end.path

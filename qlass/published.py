@@ -86,6 +86,8 @@ def read(path: Path, env: Any, most: int | None = None) -> list[Demonstration]:
         turns = record.get("messages") or record["conversations"]
         for name in sorted(set(record).union(*turns) - RECORD - TURN):
             note(f"{path}: not used: {name}")
+    if failed := len([demonstration for demonstration in expert if demonstration.reward == 0]):
+        note(f"{path}: {failed} of {len(expert)} demonstrations earned nothing")
     return expert
 
 

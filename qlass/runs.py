@@ -64,6 +64,8 @@ def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argpa
         shared |= begun or home
     parser.set_defaults(run=run, **shared)
     args = parser.parse_args(argv)
+    if "lora" in args and not args.lora and (args.lora_alpha or args.load_in):
+        raise UserError("--lora-alpha, --load-in: a training has them beside --lora RANK alone")
     args.argv, args.free = sys.argv[1:] if argv is None else list(argv), parser.free_names
     args.env_option = sorted({text.partition("=")[0]: text for text in args.env_option}.values())
     for folder, settings in ((run, begun), (source, home)):

@@ -137,7 +137,6 @@ def test_the_command_keeps_every_line_and_adds_q_and_replaces_its_own_labels_alo
     assert [n["q_raw"] for n in written] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2, *[0.0] * 5])
     meta = json.loads((tmp_path / "labels.meta.json").read_text())
     assert (meta["trees"], meta["nodes"], meta["flat_trees"], meta["tasks"]) == (2, 10, 1, ["t", "u"])
-    assert (meta["siblings"], meta["unequal_siblings"]) == (4, 2)
     assert "1 of them with all values equal" in capsys.readouterr().out
     more = [n | {"task_id": "v"} for n in flat]  # more trees add labels
     assert len(label([*tree_by_hand(), *flat, *more], "--gamma", "0.5")) == 15

@@ -71,7 +71,9 @@ def test_it_plays_and_the_report_has_its_row(fake, tmp_path, capsys):
     report.main(["--run", str(tmp_path)])
     text = (tmp_path / "report.md").read_text()
     assert "| chat agent: first | 1.000" in text and "| chat agent: first | type 1 | 1.000" in text
-    assert "it is not known how many of 2 tasks played are also in the demonstrations of first" in capsys.readouterr().err
+    assert (
+        "it is not known how many of 2 tasks played are also in the demonstrations of first" in capsys.readouterr().err
+    )
 
 
 def test_demonstrations_of_the_type_come_first(fake, tmp_path):

@@ -3,7 +3,6 @@
 import argparse
 import errno
 import functools
-import json
 import multiprocessing
 import os
 import tempfile
@@ -209,11 +208,7 @@ def test_what_was_named_must_be_there_and_what_was_not_is_made_or_resumed(tmp_pa
     assert capsys.readouterr().out == f"{labels} is missing or not complete: making it with {command}\n"
     assert calls == [["--env", "webshop", "--run", str(folder), "--seed", "1"]]
     folder.mkdir()
-    (folder / "q_labels.meta.json").write_text(json.dumps({"argv": calls[0]}))  # of a call that was stopped
-    assert need(None, labels, "bellman", args) and len(calls) == 2
-    (folder / "q_labels.meta.json").write_text(json.dumps({"argv": ["--run", str(folder), "--gamma", ".5"]}))
-    with pytest.raises(UserError, match=r"as it was begun.*: python bellman\.py --run .* --gamma \.5"):
-        need(None, labels, "bellman", args)
+    assert need(None, labels, "bellman", args) and len(calls) == 2  # a call that was stopped
     args.sft = tmp_path / "llama"
     with pytest.raises(UserError, match=r"make it first, .*from the --sft that is meant"):
         need(None, folder / "gone", "bellman", args)

@@ -44,7 +44,7 @@ def test_each_stage_leaves_its_file_and_how_it_came_about_and_the_next_one_means
     for name in ("sft", "trees.jsonl", "q_labels.jsonl", "qnet", "results.jsonl"):
         assert (lake / name).exists()
         meta = meta_of(lake / name)
-        assert meta["recipe"]["env"] == "frozenlake" and meta["seconds"] > 0 and meta["versions"]["torch"]
+        assert meta["recipe"]["env"] == "frozenlake" and meta["versions"]["torch"]
         assert meta["inputs"] and all(len(meta["recipe"][name]) == 64 for name in meta["inputs"])
     demonstrations = {r["task_id"]: r for r in read_jsonl(lake / "expert.jsonl")}
     trees, labels = list(read_trees(lake / "trees.jsonl")), list(read_trees(lake / "q_labels.jsonl"))

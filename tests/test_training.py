@@ -71,7 +71,7 @@ def fit(args: argparse.Namespace, scores: list[float | None], stop: int | None =
             score = scores[len(run.curve)]
             run.end_epoch(None if score is None else -score, score=score)
     figures = run.finish()
-    assert figures.pop("seconds") > 0
+    assert figures.pop("seconds") > 0 and all(line.pop("seconds") > 0 for line in figures["curve"])
     return list(model.parameters()), figures, weights
 
 
