@@ -20,9 +20,9 @@ PROGRAMS = [
 OTHERS = "qlass/**/*.py environments/**/*.py reporting/*.py docs/*.py Makefile README.md docs/*.md data/*.md"
 OTHERS += " reporting/page.html runs/*.sh runs/paper/* runs/reference_output/*.md"
 # Of other programs and of runs/*.sh; files of ETO and of a run.
-FLAGS = "abbrev always check cov die-on-broken-pipe dirty dist exclude fix fsdp_auto_wrap_policy fsdp_version"
+FLAGS = "abbrev always check cov die-on-broken-pipe dirty dist exclude fix"
 FLAGS += " gpu-memory-utilization host port line-length maxprocesses no-deps nproc-per-node num_processes"
-FLAGS += " seeds use_fsdp"
+FLAGS += " seeds"
 ELSEWHERE = r"venv|pytest|.*_inst\.txt|.*(report|downstream|gpu_check)\.md|.*\.meta"
 
 
