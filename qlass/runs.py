@@ -5,11 +5,8 @@
     RUN/trees.meta.json     its recipe: the flags and inputs that its bytes depend on; and figures
     RUN/trees.jsonl.parts/  what is done of an unfinished output, a file per process
 
-Three rules do all the work:
-
 1. An output gets its name by one rename. To be there is to be complete.
-2. The same recipe gives the same bytes. A call with the recipe of an unfinished output resumes it,
-   and a call with another recipe is refused.
+2. The same recipe gives the same bytes: it resumes an output, and another recipe is refused.
 3. A group of lines (a tree, a result) depends on the recipe and on its own key alone. So whichever
    process makes it, and however often, it is the same group.
 
@@ -105,9 +102,9 @@ def need(named: Path | None, default: Path, stage: str, args: argparse.Namespace
     """A stage's input: what was named, else the earlier stage's output, made or resumed first."""
     path = named or default
     path = path if path.name not in ("", "..") else path.resolve()  # "--sft ." has a name
+    if named and not path.exists():
+        raise UserError(f"{named}: no such file or folder")
     if not path.exists():
-        if named:
-            raise UserError(f"{named}: no such file or folder")
         make(path, stage, args)
     for product, source in outdated(path):
         files.warn(f"{product} was made from another {source} than there is now: make it again")
@@ -115,23 +112,22 @@ def need(named: Path | None, default: Path, stage: str, args: argparse.Namespace
 
 
 def make(output: Path, stage: str, args: argparse.Namespace) -> None:
-    """Run an earlier stage with the flags that all stages share."""
-    argv = handed_on(args)
-    command = f"python {stage}.py {shlex.join(argv)}"
+    """Run an earlier stage with the flags that all stages share; the environment's of a new run."""
+    given = {name: vars(args).get(name) for name in ("run", "seed", "device", "precision")}
+    argv = [] if run_of(args.run) else world(vars(args))
+    for name, value in given.items():
+        argv += [] if value is None else [f"--{name}", str(value)]
+    problem, command = (
+        f"{output} is missing or not complete",
+        f"python {stage}.py {shlex.join(argv)}",
+    )
     agent = None if stage == "sft" else vars(args).get("sft")
     if share()[1] > 1 or (agent and agent.resolve() != (args.run / "sft").resolve()):
         reason = "make it first, by one process and from the --sft that is meant"
-        raise UserError(f"{output}: missing or not complete: {reason}: {command}")
-    print(f"{output} is missing or not complete: making it with {command}", flush=True)
+        raise UserError(f"{problem}: {reason}: {command}")
+    print(f"{problem}: making it with {command}", flush=True)
     importlib.import_module(stage).main(argv)
     args.env_files = args.env_files or run_of(args.run).get("env_files")
-
-
-def handed_on(args: argparse.Namespace) -> list[str]:
-    """The flags that all stages of a run share; the environment's only of a new run."""
-    given = {name: vars(args).get(name) for name in ("run", "seed", "device", "precision")}
-    shared = [[f"--{name}", str(value)] for name, value in given.items() if value is not None]
-    return [*([] if run_of(args.run) else world(vars(args))), *itertools.chain(*shared)]
 
 
 # ------------------------------------------------------------------------------------- the recipe
@@ -372,6 +368,10 @@ def read_trees(path: str | Path, required: Iterable[str] = ()) -> Iterator[list[
 # ----------------------------------------------------------------------------------------- running
 
 
+OUT_OF_MEMORY = "out of memory|allocate memory"  # of a GPU or a CPU
+FEWER = "--gradient-checkpointing, --lora 16, fewer --micro-tokens, --in-flight or --cache-gb"
+
+
 def run_stage(main: Callable[[], Any]) -> None:
     """A script's last line: mistakes in one line with exit code 2, Ctrl-C without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -381,6 +381,9 @@ def run_stage(main: Callable[[], Any]) -> None:
         if module and Path(module).parent != Path(__file__).parents[1]:
             raise UserError(f"{module} hides our module envs: rename it, or start elsewhere")
         return main()
+    except KeyboardInterrupt:
+        text = "\nstopped; the same command, without --overwrite, resumes from what is written"
+        sys.exit(print(text, file=sys.stderr) or 130)
     except (UserError, OSError, ModuleNotFoundError, RuntimeError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.filename:
@@ -389,16 +392,8 @@ def run_stage(main: Callable[[], Any]) -> None:
             text += ": pip install it"
         elif "failed writing file" in text:  # torch's
             text = "a file can't be written: is the disk full?"
-        elif re.search("out of memory|allocate memory", text):  # torch's, of a GPU or a CPU
-            fewer = "fewer --micro-tokens, --in-flight or --cache-gb"
-            text = f"out of memory: give --gradient-checkpointing, --lora 16, {fewer}"
-        elif not isinstance(error, UserError | OSError):
+        elif re.search(OUT_OF_MEMORY, text):
+            text = f"out of memory: give {FEWER}"
+        if "--debug" in sys.argv or (text == str(error) and isinstance(error, RuntimeError)):
             raise
-        if "--debug" in sys.argv:
-            raise
-        text, code = f"error: {text}", 2
-    except KeyboardInterrupt:
-        text = "\nstopped; the same command, without --overwrite, resumes from what is written"
-        code = 130
-    print(text, file=sys.stderr)
-    sys.exit(code)
+        sys.exit(print(f"error: {text}", file=sys.stderr) or 2)
