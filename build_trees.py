@@ -34,7 +34,7 @@ import envs
 from qlass import published
 from qlass.agent import load_agent
 from qlass.batching import Candidate, Sample, ask, drive
-from qlass.chat import Chat, Rendering
+from qlass.chat import Rendering
 from qlass.flags import Parser, add_sampling, at_least
 from qlass.messages import State, parse_action, react
 from qlass.models import settle_precision
@@ -215,12 +215,6 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
     return records
 
 
-def count_cut_prompts(root: Node, chat: Chat) -> int:
-    """The prompts that lost their oldest turns to --truncate."""
-    read = {node.parent for node in root.subtree() if node.source == "policy"}
-    return len([node for node in read if node and chat.is_cut(node.state)])
-
-
 def metrics(records: list[dict], demonstrations: dict[str, Demonstration]) -> dict[str, Any]:
     """For the metadata: counts, and the mean reward of the agent's leaves.
 
@@ -282,10 +276,7 @@ def grow(
         prune=args.prune,
     )
     root = yield from explorer.explore(demonstrations)
-    records = tree_records(env, task_id, root)
-    if agent.chat.rendering.truncate:
-        records[0]["cut_prompts"] = count_cut_prompts(root, agent.chat)
-    return records
+    return tree_records(env, task_id, root)
 
 
 def tell(path: Path, counts: dict[str, Any]) -> None:

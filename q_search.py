@@ -69,9 +69,7 @@ class Method:
         """The score of each candidate of step `key` (task, episode, step); a model is asked."""
         if self.by == "q":
             return (yield Score(state, tuple(actions)))  # Q(s, a)
-        if (
-            self.by == "likelihood"
-        ):  # of the whole text among all, even if only valid ones are drawn
+        if self.by == "likelihood":  # of the whole text, even if only valid ones are drawn
             return (yield LogProb(state, tuple(actions)))  # log pi(a | s)
         if self.by == "chance":
             return list(uniforms(len(actions), "random", self.seed, *key))
@@ -187,7 +185,7 @@ class Player:
     def trial(
         self, env: envs.TextEnv, task_id: str, method: Method, number: int
     ) -> Generator[Any, Any, Episode]:
-        """An episode. Those whose actions nothing scores are shared by all methods that have them."""
+        """An episode. Methods share those whose actions nothing scores."""
         key = (task_id, number, method.temperature)
         if method.by is None and key in self.episodes:
             return self.episodes[key]

@@ -91,6 +91,9 @@ class Example:
     ids: list[int]
     targets: list[tuple[int, int, float]]
 
+    def __len__(self) -> int:
+        return len(self.ids)
+
     @property
     def weight(self) -> float:
         return sum(weight for *_, weight in self.targets)
@@ -99,9 +102,11 @@ class Example:
 def example_of(
     chat: Chat, state: State, limit: int, answer: list[int], answer_weight: float
 ) -> Example:
-    """A trajectory, cut at `limit` tokens. Each token that the agent wrote, Eq. (5)'s a_t and OK, is
-    predicted by the token before it; with an answer weight also each token of an observation that
-    follows an action, by the last token of that action. answer: to the last action."""
+    """A trajectory, cut at `limit` tokens; answer: the tokens of what follows its last action.
+
+    Each token that the agent wrote, Eq. (5)'s a_t and OK, is predicted by the token before it; with
+    an answer weight, each token that answers an action by the last token of the action.
+    """
     lists = [*chat.message_tokens(state), answer]
     roles = [role for role, _ in state.messages[len(state.messages) - len(lists) + 1 :]]
     example = Example([], [])
@@ -153,10 +158,6 @@ def sft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
     return (weights.to(model.device) * losses).sum()
 
 
-def tokens_of(example: Example) -> int:
-    return len(example.ids)
-
-
 def train(model: Any, examples: list[Example], validation: list[Example], args: Any) -> dict:
     """Maximise the likelihood of what the expert wrote, given its history. Returns figures."""
     run = Training(model, args, [1] * len(examples))
@@ -165,7 +166,7 @@ def train(model: Any, examples: list[Example], validation: list[Example], args: 
         batch = [examples[i] for i in update]
         n = sum(example.weight for example in batch)
         loss = 0.0
-        for group in run.share(micro_batches(batch, tokens_of, args.micro_tokens)):
+        for group in run.share(micro_batches(batch, len, args.micro_tokens)):
             part = sft_loss(model, group) / n  # Eq. (5), per token
             run.accelerator.backward(part)  # gradients accumulate
             loss += part.item()
@@ -174,7 +175,7 @@ def train(model: Any, examples: list[Example], validation: list[Example], args: 
             parameters["lr"] = args.lr * cosine(run.step, run.starts[-1])
         run.optimizer.step()
         run.optimizer.zero_grad()
-        run.end_update(loss, tokens=sum(map(tokens_of, batch)), last=last)
+        run.end_update(loss, tokens=sum(map(len, batch)), last=last)
         if last:
             run.end_epoch(validate(model, validation, args.micro_tokens))
     return run.finish()
@@ -184,7 +185,7 @@ def train(model: Any, examples: list[Example], validation: list[Example], args: 
 def validate(model: Any, examples: list[Example], micro_tokens: int) -> float | None:
     """The loss per token, given the expert's own history; None without examples."""
     model.eval()
-    groups = micro_batches(examples, tokens_of, micro_tokens)
+    groups = micro_batches(examples, len, micro_tokens)
     losses = [sft_loss(model, group).item() for group in groups]
     return sum(losses) / sum(example.weight for example in examples) if examples else None
 
@@ -219,7 +220,7 @@ def tokenize(
     if not examples:
         raise UserError(f"{args.expert}: no action within {limit} tokens (--max-tokens)")
     lost = len(expert) - len(examples) - len(validation)
-    cut = len([example for example in examples if len(example.ids) == limit])
+    cut = len([example for example in examples if len(example) == limit])
     if (lost or cut) and not chat.rendering.markov:
         facts = f"{lost} have no action within {limit} tokens, {cut} are cut there"
         process.print(f"of {len(expert)} demonstrations {facts} (--max-tokens)")

@@ -118,8 +118,10 @@ class QNet(nn.Module):
 
 
 def scorer(qnet: QNet, plain: bool = False, cache_gb: float | None = None) -> QNet | FastQNet:
-    """What answers Score requests while the weights stay: QNet pair by pair, or its fast twin, which
-    remembers what it has read (cache_gb: room for that)."""
+    """What answers Score requests while the weights stay: QNet pair by pair, or its fast twin.
+
+    cache_gb: room for what the latter has read.
+    """
     return qnet if plain else FastQNet(qnet, cache_gb)
 
 

@@ -44,14 +44,12 @@ def begin_as_cloned(env: Any, rendering: Rendering, args: argparse.Namespace) ->
         env.instruct(rendering.instruction)
 
 
-def load_policy(
-    path: str | Path, seed: int = 0, cache_gb: float | None = None, **how: Any
-) -> Policy:
+def load_policy(path: str | Path, seed: int = 0, cache_gb: Any = None, **how: Any) -> Policy:
     """The agent in a checkpoint; how: of `load_checkpoint`. cache_gb: for prompts it has read."""
     model, chat = load_checkpoint(path, AutoModelForCausalLM, **how)
-    return (
-        Policy(model, chat, seed) if how.get("plain") else FastPolicy(model, chat, seed, cache_gb)
-    )
+    if how.get("plain"):
+        return Policy(model, chat, seed)
+    return FastPolicy(model, chat, seed, cache_gb)
 
 
 def load_agent(args: argparse.Namespace, env: Any = None) -> Any:

@@ -36,12 +36,8 @@ class Score:
     actions: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class LogProb:
+class LogProb(Score):
     """log pi(a | s) of each action as free text."""
-
-    state: State
-    actions: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)

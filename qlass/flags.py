@@ -17,24 +17,16 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, doc: str, epilog: str = "") -> None:
         help_format = functools.partial(argparse.HelpFormatter, max_help_position=30, width=100)
+        usage, first = "%(prog)s [flags]", doc.split("\n")[0]
+        # Without abbreviations: one of an experiment's flag would be q_search.py's.
         super().__init__(
-            description=doc.split("\n")[0],
-            epilog=epilog,
-            usage="%(prog)s [flags]",
-            allow_abbrev=False,  # an abbreviated flag of an experiment would be q_search.py's
-            formatter_class=help_format,
+            None, usage, first, epilog, formatter_class=help_format, allow_abbrev=False
         )
         self.group, self.free_names = self.add_argument_group(FREE), list[str]()
         add = self.add_argument
         names = "webshop (default), alfworld, sciworld, frozenlake, or MODULE:CLASS"
         add("--env", metavar="NAME", help=names)
-        add(
-            "--env-option",
-            type=option,
-            action="append",
-            metavar="NAME=VALUE",
-            help="may be repeated",
-        )
+        add("--env-option", type=option, action="append", metavar="NAME=VALUE", help="repeatable")
         add("--run", type=Path, metavar="DIR", help="folder of this run's files (runs/ENV)")
         add("--seed", type=at_least(0, most=2**32 - 1), metavar="N", help="the run's, or 0")
         add("--overwrite", action="store_true", help="make the output again from scratch")

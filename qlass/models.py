@@ -1,11 +1,18 @@
-"""Models and their optimisers: loading, precision, saving. LoRA and few bits are in lora.py."""
+"""Models: how they are loaded, trained in little memory, and saved; PEFT's adapters.
+
+LoRA (Hu et al. 2022) leaves a weight W as it is and learns a low-rank update: Wx + alpha/rank BAx,
+with B = 0 at first. It is merged into W before a checkpoint is saved, and kept in its folder
+adapter/ in PEFT's format. With W in 4 bits this is QLoRA (Dettmers et al. 2023).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +22,7 @@ import transformers as hf
 from torch import nn
 from transformers import AutoModelForCausalLM, utils
 
-from qlass import UserError, lora
+from qlass import UserError
 from qlass.chat import Chat, Rendering
 from qlass.fast import parity
 from qlass.files import draft_of
@@ -27,6 +34,7 @@ NAME = "pretrained_model_name_or_path"
 
 utils.logging.disable_progress_bar()
 utils.logging.set_verbosity_error()  # `check_weights` reads the load report
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # a name that PEFT reads
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns in every layer
 
 # torch asks cuDNN first if a mask is given. It plans anew for each length, and on Blackwell it
@@ -48,11 +56,11 @@ def device_and_dtype(device: str | None, precision: str | None = None) -> tuple[
 def settle_precision(args: Any) -> None:
     """Set what --precision or --server stands for here: a resumed run must not mix a GPU's numbers
     and a CPU's, nor two models'."""
-    if getattr(args, "server", None):
-        args.server_model = Server(args.server).model
-    else:
+    if not getattr(args, "server", None):
         dtype = device_and_dtype(args.device, args.precision)[1]
         args.precision = next(name for name, value in PRECISIONS.items() if value == dtype)
+    else:
+        args.server_model = Server(args.server).model
 
 
 def load_checkpoint(
@@ -76,12 +84,12 @@ def load_checkpoint(
     place, dtype = device_and_dtype(device, precision)
     options: dict[str, Any] = {"dtype": torch.float32 if train else dtype}
     if load_in:
-        options |= lora.few_bits(load_in, place)
+        options |= few_bits(load_in, place)
     chat = load_chat(path, rendering or Rendering.load(path))
     with one_line(path):
         model = load_weights(path, kind, options).eval()
         model = model if load_in else model.to(place)
-        lora.outputs(model)  # weights that are not those of a quantization_config fail only here
+        outputs(model)  # weights that are not those of a quantization_config fail only here
     check_tokens(path, model, chat)
     if not plain:
         parity.check(model, str(path))
@@ -104,11 +112,11 @@ def load_weights(path: str | Path, kind: Any, options: dict[str, Any], alone: bo
     """A model with the weights in `path`, all of them and no others; options of from_pretrained.
     alone: it is not the base of an adapter, which may be in the same folder."""
     check_files(Path(path), alone)
-    if base := lora.base_of(path):
+    if base := base_of(path):
         agent = load_weights(base, AutoModelForCausalLM, options, alone=False)
         if getattr(agent, "is_quantized", False):
             raise UserError(f"{path}: an adapter needs its base in full, without --load-in")
-        agent = lora.with_adapter(agent, path)  # which names the layers of an agent
+        agent = with_adapter(agent, path)  # which names the layers of an agent
         return agent if kind is AutoModelForCausalLM else agent.base_model
     place = source(path)
     if "gguf_file" in place:  # in full width, else it can't be saved, nor get a value head or LoRA
@@ -134,7 +142,7 @@ def check_files(folder: Path, alone: bool) -> None:
     below = folder.rglob if alone else folder.glob
     for config in below("adapter_config.json") if files else ():
         adapter, above = config.parent, config.parents[1] / "config.json"
-        if not above.exists() or lora.digest(adapter) not in above.read_text("utf-8"):
+        if not above.exists() or digest(adapter) not in above.read_text("utf-8"):
             raise UserError(f"{folder}: {adapter} is not merged into its weights; move one away")
 
 
@@ -170,7 +178,7 @@ def check_tokens(path: str | Path, model: Any, chat: Chat) -> None:
 def load_chat(path: str | Path, rendering: Rendering) -> Chat:
     """A checkpoint's Chat without its weights, which a server may hold."""
     with one_line(path):
-        base = home = lora.base_of(path) or path
+        base = home = base_of(path) or path
         if base != path and utils.hub.has_file(str(path), "tokenizer_config.json"):
             home = path  # an adapter may have a tokenizer of its own
         files = " ".join(file.name for file in Path(home).glob("*"))  # of a hub name: none
@@ -203,6 +211,85 @@ def source(path: str | Path) -> dict[str, Any]:
     return {**place, "trust_remote_code": False}  # a stranger's code does not run
 
 
+def few_bits(load_in: str, place: torch.device) -> dict[str, Any]:
+    """from_pretrained's options for weights in 4 bits (NF4) or 8 (LLM.int8)."""
+    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    config = hf.BitsAndBytesConfig(**{f"load_in_{load_in}": True}, **four)
+    device = "cpu" if place.type == "cpu" else place.index  # a number, as Accelerate compares
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+# --------------------------------------------------------------------------------------- adapters
+
+
+def base_of(path: str | Path) -> str | None:
+    """The model that a PEFT adapter was trained on, None if `path` is no adapter. A relative path
+    may begin at the adapter."""
+    if Path(path).suffix == ".gguf" or not utils.find_adapter_config_file(str(path)):
+        return None
+    import peft
+
+    config = peft.PeftConfig.from_pretrained(path)
+    if config.is_prompt_learning:
+        raise UserError(f"{path}: a trained prompt can't become weights: name a LoRA adapter")
+    base = config.base_model_name_or_path or "(none)"
+    for folder in filter(os.path.exists, (base, os.path.join(path, base))):
+        return folder
+    with contextlib.suppress(OSError):  # neither of them is on the hub
+        if utils.find_adapter_config_file(base) or hf.PretrainedConfig.get_config_dict(base):
+            return base
+    raise UserError(f"{path}: its base model {base} is not there, and can't be read on the hub")
+
+
+def digest(adapter: Path) -> str:
+    """Of an adapter's weights. It stands in the config.json of the weights with these updates."""
+    files = sorted(adapter.glob("adapter_model.*"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def with_adapter(model: Any, adapter: str | Path) -> Any:
+    """The model with a PEFT adapter merged into it, and the embeddings of tokens that it adds."""
+    import peft
+
+    embeddings = model.get_input_embeddings()
+    layer = next(name for name, module in model.named_modules() if module is embeddings)
+    saved = peft.load_peft_weights(str(adapter), device="cpu")
+    for name, weight in saved.items():
+        if name.endswith(f"{layer}.weight"):
+            model.resize_token_embeddings(len(weight), mean_resizing=False)
+    model = peft.PeftModel.from_pretrained(model, adapter)
+    missing, unexpected = peft.set_peft_model_state_dict(model, saved)
+    lost = [key for key in missing + unexpected if model.base_model.prefix in key]  # "lora_"
+    if lost:
+        raise UserError(f"{adapter}: the adapter and its base do not both have {lost[0]}")
+    return merged(model, adapter).requires_grad_(True)  # PEFT has frozen the base
+
+
+def merged(adapter: Any, name: str | Path) -> Any:
+    """PEFT's view of a model -> the model with the updates in its weights. UserError if it computes
+    something else."""
+    inner, outer = adapter.get_input_embeddings(), adapter.get_output_embeddings()
+    updated = hasattr(inner, "base_layer") or hasattr(outer, "base_layer")
+    if outer and updated and inner.weight is outer.weight:  # an update of one is not the other's
+        layer = getattr(outer, "base_layer", outer)
+        layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+        adapter.config.tie_word_embeddings = False
+    before = outputs(adapter.eval())
+    model = adapter.merge_and_unload()
+    error = parity.relative([*zip(outputs(model), before, strict=True)]).median()
+    if not error < (parity.EXACT if model.dtype == torch.float32 else parity.ROUGH):
+        raise UserError(f"{name}: the adapter can't be merged: the outputs differ by {error:.1%}")
+    return model
+
+
+@torch.no_grad()
+def outputs(model: Any) -> torch.Tensor:
+    """What a model computes of a few tokens from all over its vocabulary but the ends, (T, D)."""
+    size = len(model.get_input_embeddings().weight)
+    ids = torch.arange(size // 8, size * 7 // 8, max(1, size // 16), device=model.device)
+    return model(input_ids=ids[None])[0][0].float()
+
+
 # ---------------------------------------------------------------------------- training and saving
 
 
@@ -215,7 +302,12 @@ def save_memory(
     if getattr(model, "stored_in_few_bits", False):
         advice = "train the model that it was made from, by --load-in 4bit --lora 16"
         raise UserError(f"{model.name_or_path}: saved in few bits, which training loses; {advice}")
-    adapter = lora.with_updates(model, rank, alpha) if rank else None
+    adapter = None
+    if rank:
+        import peft
+
+        options = {"lora_alpha": alpha or 2 * rank, "target_modules": "all-linear"}
+        adapter = peft.get_peft_model(model, peft.LoraConfig(r=rank, **options))  # in float32
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return adapter
@@ -248,10 +340,10 @@ def ordinary(model: Any, folder: Path, adapter: Any = None, dtype: Any = None) -
         adapter.save_pretrained(folder / "adapter", save_embedding_layers=False)
         if getattr(model, "is_quantized", False):  # a merge would round its weights anew
             base = load_weights(model.name_or_path, type(model), {"dtype": model.dtype})
-            model = lora.with_adapter(base.to(model.device), folder / "adapter")
+            model = with_adapter(base.to(model.device), folder / "adapter")
         else:
-            model = lora.merged(adapter, folder)
-        model.config.merged_adapter = lora.digest(folder / "adapter")
+            model = merged(adapter, folder)
+        model.config.merged_adapter = digest(folder / "adapter")
     for p in model.parameters():  # not buffers: rounded rotary frequencies turn late positions
         if dtype and p.is_floating_point():
             p.data = p.data.to(dtype)

@@ -190,6 +190,28 @@ def learned_tasks(
     return None if None in ids else sorted(map(str, ids))
 
 
+def leaks(env: Any, records: list[dict], args: argparse.Namespace) -> dict[str, int | None]:
+    """How many of the played tasks --sft and --qnet learned from (None: not known); warns of any.
+
+    Results count for which the agent wrote, or QNet read, tokens. A task with the subject (a
+    product) of a learned one counts too. A published split may overlap (WebShop's do, in 21 tasks),
+    so this is no refusal.
+    """
+    counts: dict[str, int | None] = {}
+    sources = ("demonstrations", args.sft, "generated"), ("trees", args.qnet, "scored")
+    for source, checkpoint, cost in sources:
+        played = {record["task_id"] for record in records if record["tokens"].get(cost)}
+        meta = meta_of(checkpoint.absolute())
+        learned = meta.get("tasks") if same_world(meta["recipe"], vars(args)) else None
+        subjects = set(map(env.subject, learned or []))
+        n = len([task_id for task_id in played if env.subject(task_id) in subjects])
+        counts[source] = None if played and learned is None else n
+        if counts[source] != 0:
+            number = "it is not known how many" if counts[source] is None else n
+            warn(f"{number} of {len(played)} tasks played are also in the {source} of {checkpoint}")
+    return counts
+
+
 def by_task(expert: list[Demonstration], env: Any) -> dict[str, Demonstration]:
     """The best demonstration of each task, of equals the first, by the task's id or, without one,
     by its first observation if no other task begins with that."""

@@ -15,7 +15,8 @@ from qlass.chat import Chat
 from qlass.files import warn
 from qlass.messages import State
 from qlass.models import settle_precision
-from qlass.runs import Output, meta_of, my_share, same_world
+from qlass.published import leaks
+from qlass.runs import Output, meta_of, my_share
 
 # --------------------------------------------------------------------------- the outcome of a task
 
@@ -161,25 +162,3 @@ def play(
         unknown = sum(record.get("unknown_actions", 0) for record in played) / steps
         if unknown > 0.05:
             warn(f"{method}: the environment did not know {unknown:.0%} of its actions")
-
-
-def leaks(env: Any, records: list[dict], args: argparse.Namespace) -> dict[str, int | None]:
-    """How many of the played tasks --sft and --qnet learned from (None: not known); warns of any.
-
-    Results count for which the agent wrote, or QNet read, tokens. A task with the subject (a
-    product) of a learned one counts too. A published split may overlap (WebShop's do, in 21 tasks),
-    so this is no refusal.
-    """
-    counts: dict[str, int | None] = {}
-    sources = ("demonstrations", args.sft, "generated"), ("trees", args.qnet, "scored")
-    for source, checkpoint, cost in sources:
-        played = {record["task_id"] for record in records if record["tokens"].get(cost)}
-        meta = meta_of(checkpoint.absolute())
-        learned = meta.get("tasks") if same_world(meta["recipe"], vars(args)) else None
-        subjects = set(map(env.subject, learned or []))
-        n = len([task_id for task_id in played if env.subject(task_id) in subjects])
-        counts[source] = None if played and learned is None else n
-        if counts[source] != 0:
-            number = "it is not known how many" if counts[source] is None else n
-            warn(f"{number} of {len(played)} tasks played are also in the {source} of {checkpoint}")
-    return counts

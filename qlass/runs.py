@@ -117,10 +117,8 @@ def make(output: Path, stage: str, args: argparse.Namespace) -> None:
     argv = [] if run_of(args.run) else world(vars(args))
     for name, value in given.items():
         argv += [] if value is None else [f"--{name}", str(value)]
-    problem, command = (
-        f"{output} is missing or not complete",
-        f"python {stage}.py {shlex.join(argv)}",
-    )
+    problem = f"{output} is missing or not complete"
+    command = f"python {stage}.py {shlex.join(argv)}"
     agent = None if stage == "sft" else vars(args).get("sft")
     if share()[1] > 1 or (agent and agent.resolve() != (args.run / "sft").resolve()):
         reason = "make it first, by one process and from the --sft that is meant"
@@ -264,12 +262,7 @@ class Output:
     """
 
     def __init__(
-        self,
-        path: Path,
-        args: argparse.Namespace,
-        key: Callable[[dict], Any],
-        alone: bool = False,
-        **inputs: Any,
+        self, path: Path, args: Any, key: Callable[[dict], Any], alone: bool = False, **inputs: Any
     ) -> None:
         rank, n = (0, 1) if alone else share()
         if path.is_dir() or (args.overwrite and n > 1):

@@ -28,9 +28,7 @@ from qlass import UserError, files, models, runs
 
 T = TypeVar("T")
 LAUNCHER = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"]
-PLUGINS = [
-    f"ACCELERATE_USE_{n}" for n in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
-]
+PLUGINS = ["DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"]
 
 # ----------------------------------------------------------------------------- the order of updates
 
@@ -84,8 +82,10 @@ def processes(args: Namespace) -> Iterator[accelerate.PartialState]:
     for name in () if n > 1 else LAUNCHER:  # alone, whatever a launcher has left in the shell
         os.environ.pop(name, None)
     for name in PLUGINS:
-        if os.environ.get(name, "false").lower() == "true":
-            raise UserError(f"{name}: each process holds the whole model here: leave it out")
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            raise UserError(
+                f"{name} of Accelerate: each process holds the whole model: leave it out"
+            )
     cpu = not torch.cuda.is_available() or (args.device or "").startswith("cpu")
     patience = datetime.timedelta(days=2)  # for as long as the first plays demonstrations
     process = accelerate.PartialState(cpu=cpu, timeout=patience)
@@ -127,7 +127,7 @@ class Training:
         sizes: Sequence[int],
         rates: list[tuple[nn.Module, float]] | None = None,
     ) -> None:
-        """sizes[i]: what example i counts in a batch. rates: of parts of the model; else args.lr."""
+        """sizes[i]: what example i counts in a batch. rates: of the model's parts (args.lr)."""
         _, dtype = models.device_and_dtype(args.device, args.precision)
         self.accelerator = accelerate.Accelerator(
             mixed_precision="bf16" if dtype == torch.bfloat16 else "no",
@@ -225,13 +225,13 @@ class Training:
         """Give the model the best epoch's weights. Returns figures for the metadata."""
         self.bar.close()
         self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # no autocast, in place
-        if self.best < len(self.curve):
-            state = read_state(self.state(self.starts[self.best]))
-            self.model.load_state_dict(state["weights"], strict=False)  # not the frozen ones
         update, epoch = self.lines[-2:]
-        best = {"loss": self.curve[self.best - 1]["loss"], "best_epoch": self.best}
         figures = {"steps": self.step, "tokens": update["tokens"], "seconds": epoch["seconds"]}
-        return figures | best | {"curve": self.curve}
+        best = {"loss": self.curve[self.best - 1]["loss"], "best_epoch": self.best}
+        figures |= best | {"curve": self.curve}
+        if self.best < len(self.curve):
+            self.load(self.state(self.starts[self.best]))
+        return figures
 
     def write(self, step: int, figures: dict) -> None:
         """A line of the log."""
@@ -256,12 +256,8 @@ class Training:
             old.unlink()
 
     def load(self, path: Path) -> None:
-        state = read_state(path)
-        self.model.load_state_dict(state["weights"], strict=False)
+        state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
+        self.model.load_state_dict(state["weights"], strict=False)  # not the frozen ones
         self.optimizer.load_state_dict(state["moments"])
         torch.set_rng_state(state["random"])
         self.lines = state["lines"]
-
-
-def read_state(path: Path) -> dict:
-    return torch.load(path, map_location="cpu", weights_only=True)  # runs no code

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_parity import SMALL
 
-from qlass import UserError, lora, models
+from qlass import UserError, models
 from qlass.agent import load_policy
 
 CHAT = word_chat()
@@ -197,7 +197,7 @@ def test_a_relative_base_may_begin_here_or_at_the_adapter(tmp_path, agent, base,
     rewrite(tmp_path / "lora", name="adapter_config.json", base_model_name_or_path=base)
     refused(tmp_path / "lora", f"its base model {base} is not there")
     shutil.copytree(agent, tmp_path / "base")
-    assert Path(lora.base_of(tmp_path / "lora")).samefile(tmp_path / "base")
+    assert Path(models.base_of(tmp_path / "lora")).samefile(tmp_path / "base")
 
 
 @pytest.mark.parametrize("place", [".", "adapter", "lora_adapter", "a/checkpoint-5", "adapter/b"])
