@@ -215,27 +215,15 @@ def tree_records(env: envs.TextEnv, task_id: str, root: Node) -> list[dict]:
     return records
 
 
-def metrics(records: list[dict], demonstrations: dict[str, Demonstration]) -> dict[str, Any]:
-    """For the metadata: counts, and the mean reward of the agent's leaves.
-
-    failed_demonstrations: those that earned 0, or not what is recorded of them.
-    """
+def metrics(records: list[dict]) -> dict[str, Any]:
+    """For the metadata: counts, and the mean reward of the agent's leaves."""
     leaves = [n for n in records if (n["done"] or "cut" in n) and n["source"] == "policy"]
     rewards = [node.get("cut", node["reward"]) for node in leaves]
-    begins = {n["task_id"]: n["observation"].strip() for n in records if n["parent_id"] is None}
-    ends = {n["task_id"]: n["reward"] for n in records if n["expert"]}  # the last node counts
-    failed = 0
-    for task_id, reward in ends.items():
-        tau = demonstrations.get(task_id) or demonstrations.get(begins[task_id])
-        recorded = reward if tau is None or tau.reward is None else tau.reward
-        failed += reward == 0 or abs(recorded - reward) > 1e-3
     return {
-        "trees": len(begins),
+        "trees": len({node["task_id"] for node in records}),
         "nodes": len(records),
         "leaves": len(rewards),
         "mean_leaf_reward": sum(rewards) / max(1, len(rewards)),
-        "demonstrations": len(ends),
-        "failed_demonstrations": failed,
     }
 
 
@@ -306,7 +294,8 @@ def main(argv: list[str] | None = None) -> None:
         groups = drive(growing, {Sample: agent.sample}, args.in_flight or env.side_by_side)
         trees.grow(groups, "trees", len(share), len(share) - len(todo))
         tokens = agent.computed if len(todo) == len(tasks) else None
-    counts = metrics(trees.read(), demonstrations or {})
+    records = trees.read()
+    counts = metrics(records) | published.failures(records, demonstrations or {})
     trees.finish(tasks, tasks=tasks, **counts, tokens=tokens)
     tell(trees.path, counts)
 

@@ -20,7 +20,7 @@ from typing import Any
 from qlass import UserError
 from qlass.files import records_of, warn
 from qlass.messages import State, without_thinking
-from qlass.runs import cloned_from, meta_of, same_world
+from qlass.runs import input_of, meta_of, same_world
 
 ROLES = {"human": "user", "gpt": "assistant"}  # theirs and ours
 TURN = {"role", "content", "from", "value"}  # fields of a turn
@@ -212,6 +212,17 @@ def leaks(env: Any, records: list[dict], args: argparse.Namespace) -> dict[str, 
     return counts
 
 
+def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
+    """The demonstrations that a checkpoint, or the one it was trained from, was cloned from.
+
+    Their file (None: there is none), and how many of them were given (None: all).
+    """
+    checkpoint = checkpoint.absolute()
+    if start := input_of(checkpoint, "sft"):
+        return cloned_from(start)
+    return input_of(checkpoint, "expert"), meta_of(checkpoint)["recipe"].get("n_expert")
+
+
 def by_task(expert: list[Demonstration], env: Any) -> dict[str, Demonstration]:
     """The best demonstration of each task, of equals the first, by the task's id or, without one,
     by its first observation if no other task begins with that."""
@@ -254,3 +265,15 @@ def demonstrations_for(
         facts = f"demonstrations of {matches} of {len(tasks)} tasks"
         print(f"{args.expert}: {facts}; the environment's expert plays others")
     return best
+
+
+def failures(records: list[dict], demonstrations: dict[str, Demonstration]) -> dict[str, int]:
+    """How many demonstrations trees hold, and how many earned 0, or not what is recorded."""
+    begins = {n["task_id"]: n["observation"].strip() for n in records if n["parent_id"] is None}
+    ends = {n["task_id"]: n["reward"] for n in records if n["expert"]}  # the last node counts
+    failed = 0
+    for task_id, reward in ends.items():
+        tau = demonstrations.get(task_id) or demonstrations.get(begins[task_id])
+        recorded = reward if tau is None or tau.reward is None else tau.reward
+        failed += reward == 0 or abs(recorded - reward) > 1e-3
+    return {"demonstrations": len(ends), "failed_demonstrations": failed}

@@ -210,17 +210,6 @@ def input_of(output: Path, name: str) -> Path | None:
     return place if place.exists() and place.resolve() != output.resolve() else None
 
 
-def cloned_from(checkpoint: Path) -> tuple[Path | None, int | None]:
-    """The demonstrations that a checkpoint, or the one it was trained from, was cloned from.
-
-    Their file (None: there is none), and how many of them were given (None: all).
-    """
-    checkpoint = checkpoint.absolute()
-    if start := input_of(checkpoint, "sft"):
-        return cloned_from(start)
-    return input_of(checkpoint, "expert"), meta_of(checkpoint)["recipe"].get("n_expert")
-
-
 def outdated(output: Path, above: frozenset = frozenset()) -> Iterator[tuple[Path, Path]]:
     """(what was made, what it was made from and has changed since), of all that it is made of."""
     meta, above = meta_of(output), above | {output.resolve()}  # metadata may lead in a circle
