@@ -9,6 +9,7 @@
     rft     -N sampled trajectories per task, no QNet (rejection-sampling fine-tuning, Yuan et al. 2023)
     qlass   -N trajectories per task, each action the best of -M by QNet (Alg. 4); one QNet for each process reward
     tree    in each exploration tree, the best branch that the agent ended, which may begin with the expert's steps
+    expert  in each exploration tree, the demonstration: the agent of all that QNet has seen of the expert
 
 rft and tree keep the trajectories whose true reward reaches --threshold: on training tasks the reward may be used.
 qlass keeps all that are new, as the paper does, or with --threshold those that reach it. The model starts from where
@@ -80,9 +81,17 @@ def rollouts(env: envs.TextEnv, tasks: list[str], method: Method, args: argparse
 def best_branch(tree: list[dict]) -> dict | None:
     """Of the branches that the agent ended that of the highest reward, of equals the shortest, as in expert.jsonl."""
     leaves = [node for node in tree if node["done"] and node["source"] == "policy"]
-    if not leaves:
-        return None
-    leaf = max(leaves, key=lambda node: (node["reward"], -node["depth"]))
+    return branch(tree, max(leaves, key=lambda node: (node["reward"], -node["depth"]))) if leaves else None
+
+
+def expert_branch(tree: list[dict]) -> dict | None:
+    """The demonstration in a tree."""
+    shown = [node for node in tree if node.get("expert")]
+    return branch(tree, max(shown, key=itemgetter("depth"))) if shown else None
+
+
+def branch(tree: list[dict], leaf: dict) -> dict:
+    """From the root to a node, as in expert.jsonl."""
     messages = [*states_of(tree)[leaf["parent_id"]].dump(), {"role": "assistant", "content": leaf["action"]}]
     origin = {key: tree[0].get(key, "") for key in ("task_id", "env", "task")}
     return origin | {"messages": messages, "reward": leaf["reward"]}
@@ -130,11 +139,11 @@ def clone_again(args: argparse.Namespace, expert: Path, n: int) -> None:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = Parser(__doc__, epilog="Sec. 5.2: M = 3, N = 1.")
     add = flags.add_argument
-    add("--method", choices=["rft", "qlass", "tree"], default="qlass", help="default: %(default)s")
+    add("--method", choices=["rft", "qlass", "tree", "expert"], default="qlass", help="default: %(default)s")
     add("--name", help="of the checkpoint RUN/sft-NAME (default: the method)")
     add("-M", type=at_least(1), help="candidates a step (default: qlass 3, rft 1)")
     add("-N", type=at_least(1), help="trajectories a task (default: qlass 1, rft 3: both sample as many actions)")
-    add("--threshold", type=at_least(0, float), help="reward that it must reach (default: qlass 0, all; others 1)")
+    add("--threshold", type=at_least(0, float), help="reward that it must reach (default: rft, tree 1; others 0, all)")
     add("--limit", type=at_least(0), default=300, metavar="N", help="training tasks (default: %(default)s; 0: all)")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's own (0.7; tiny: 1)")
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
@@ -148,7 +157,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if rft and (args.M or 1) > 1:
         raise UserError(f"-M {args.M}: rft has no QNet to choose among candidates; give -N, trajectories a task")
     args.name = args.name or args.method
-    args.threshold = float(args.method != "qlass") if args.threshold is None else args.threshold
+    args.threshold = float(args.method in ("rft", "tree")) if args.threshold is None else args.threshold
     args.M, args.N = args.M or (1 if rft else 3), args.N or (3 if rft else 1)
     return args
 
@@ -160,9 +169,10 @@ def main(argv: list[str] | None = None) -> None:
     if "model" not in runs.meta_of(args.sft)["recipe"]:
         raise UserError(f"{args.sft}: its metadata do not say how sft.py made it; name an --sft that sft.py made")
     expert = demonstrations(args.sft, env)
-    if args.method == "tree":
+    if args.method in ("tree", "expert"):
         args.trees, args.qnet = runs.need(args.trees, args.run / "trees.jsonl", "build_trees", args), None
-        lines = list(filter(None, map(best_branch, runs.read_trees(args.trees, FIELDS))))
+        choose = {"tree": best_branch, "expert": expert_branch}[args.method]
+        lines = list(filter(None, map(choose, runs.read_trees(args.trees, FIELDS))))
     else:
         args.trees, guided = None, args.method == "qlass"
         args.qnet = runs.need(args.qnet, args.run / "qnet", "train_qnet", args) if guided else None

@@ -112,11 +112,8 @@ def need(named: Path | None, default: Path, stage: str, args: argparse.Namespace
 
 
 def make(output: Path, stage: str, args: argparse.Namespace) -> None:
-    """Run an earlier stage with the flags that all stages share; the environment's of a new run."""
-    given = {name: vars(args).get(name) for name in ("run", "seed", "device", "precision")}
-    argv = [] if run_of(args.run) else world(vars(args))
-    for name, value in given.items():
-        argv += [] if value is None else [f"--{name}", str(value)]
+    """Run an earlier stage with the flags that all stages share."""
+    argv = handed_on(args)
     problem = f"{output} is missing or not complete"
     command = f"python {stage}.py {shlex.join(argv)}"
     agent = None if stage == "sft" else vars(args).get("sft")
@@ -126,6 +123,15 @@ def make(output: Path, stage: str, args: argparse.Namespace) -> None:
     print(f"{problem}: making it with {command}", flush=True)
     importlib.import_module(stage).main(argv)
     args.env_files = args.env_files or run_of(args.run).get("env_files")
+
+
+def handed_on(args: argparse.Namespace) -> list[str]:
+    """The flags that all stages of a run share; the environment's only of a new run."""
+    argv = [] if run_of(args.run) else world(vars(args))
+    for name in ("run", "seed", "device", "precision"):
+        value = vars(args).get(name)
+        argv += [] if value is None else [f"--{name}", str(value)]
+    return argv
 
 
 # ------------------------------------------------------------------------------------- the recipe

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A QNet that ranks siblings (--rank-weight) beside the paper's, of the same trees, in worlds of their own: each seed has a
 # catalogue or games of its own, an agent, trees and test tasks, on none of which a setting was chosen. FrozenLake's lakes
-# are the same for all. Then the contrasts over the worlds (experiments/worlds.py).
+# are the same for all. Then the rows for results.csv (experiments/plans.py).
 #   bash runs/ranking.sh [webshop|alfworld|frozenlake] [--seeds N]      (default: webshop, 5 worlds from seed 21 on)
 #   HALF=1 bash runs/ranking.sh                                         half of WebShop's demonstrations, no expert in the trees
 # Run it again after a stop: finished stages are kept, the others resume.
@@ -34,4 +34,4 @@ for ((seed = 21; seed < 21 + SEEDS; seed++)); do
     search "${new[@]}" --method best_of_n -N "${episodes[@]}" --out "$RUN/results-rank-best.jsonl"
     runs+=("$RUN")
 done
-stage -m experiments.worlds "${runs[@]}"
+stage -m experiments.plans --rows "${runs[@]}"

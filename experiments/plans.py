@@ -1,0 +1,145 @@
+"""Comparisons that were planned before a test task of them was played, and what came out.
+
+    python -m experiments.plans                  # the table, from plans.csv and results.csv of runs/reference_output
+    python -m experiments.plans --rows RUN ...   # rows of results.csv: each condition of each run folder, and the mean
+
+A unit is a world (a shop, a set of games) or a training, which counts as one number, so that an interval is over
+trainings and tasks at once: a t interval over units. p is also corrected by Holm's method in its family, and over all
+planned comparisons that were played. A rival of N "equal" is the cheapest best-of-N of at least as many tokens.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from scipy import stats
+
+from qlass import UserError
+from qlass.runs import run_stage
+from reporting.results import read_results, result_files
+from reporting.stats import Estimate
+from reporting.tables import markdown
+
+FOLDER = Path(__file__).parents[1] / "runs" / "reference_output"
+CONDITION = ["agent", "method", "M", "N", "select"]
+NEW = ["seed", "reward", "low", "high", "tokens", "env_steps", "trainings"]  # columns of results.csv behind a condition
+
+
+def over_units(values: Sequence[float]) -> Estimate:
+    """The mean of (units,) numbers with a t interval, and the p of its being 0."""
+    if len(values) < 3:
+        raise UserError("an interval needs three worlds or trainings or more")
+    test = stats.ttest_1samp(values, 0.0)
+    low, high = test.confidence_interval()
+    return Estimate(float(pd.Series(values).mean()), float(low), float(high), len(values), float(test.pvalue))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p-values corrected for their number (Holm 1979), in the order given."""
+    order = sorted(range(len(p)), key=p.__getitem__)
+    corrected, largest = [0.0] * len(p), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p) - rank) * p[i]))
+        corrected[i] = largest
+    return corrected
+
+
+def rows_of(results: pd.DataFrame, environment: str, split: str, condition: Sequence) -> pd.DataFrame:
+    """A condition's rows, one per unit, by unit."""
+    here = results[(results[["environment", "split"]] == [environment, split]).all(axis=1) & (results["seed"] != "all")]
+    rows = here[(here[CONDITION].astype(str) == list(map(str, condition))).all(axis=1)].set_index("seed")
+    if rows.index.has_duplicates:
+        raise UserError(f"{environment}, {split}: two rows of one unit of {' '.join(map(str, condition))}")
+    return rows
+
+
+def rival(results: pd.DataFrame, plan: pd.Series, tokens: float) -> list:
+    """What a plan compares with; of N "equal" the cheapest best-of-N of at least as many tokens."""
+    minus = [plan[f"minus_{name}"] for name in CONDITION]
+    if minus[3] != "equal":
+        return minus
+    where = plan[["environment", "split"]]
+    same = results[["agent", "method", "select"]] == [minus[0], minus[1], minus[4]]
+    mine = results[same.all(axis=1) & (results[["environment", "split"]] == where.tolist()).all(axis=1)]
+    means = mine[mine["seed"] != "all"].groupby("N")["tokens"].mean()
+    means = means[means >= tokens]
+    if means.empty:
+        raise UserError(f"{plan['environment']}, {plan['split']}: no best-of-N of {tokens:.0f} tokens: play a larger N")
+    return [*minus[:3], str(means.idxmin()), minus[4]]
+
+
+def name_of(condition: Sequence) -> str:
+    agent, method, M, N, select = condition
+    sizes = [f"{key} = {size}" for key, size in (("M", M), ("N", N)) if str(size) != "1"]
+    return ", ".join([f"{method} by {select}" if select and method == "best_of_n" else method, *sizes, agent])
+
+
+def table(plans: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
+    """A row per planned comparison; one that was not played has no difference."""
+    rows, p = [], {}
+    for i, (_, plan) in enumerate(plans.iterrows()):
+        place, mine = (plan["environment"], plan["split"]), [plan[name] for name in CONDITION]
+        ours, minus = rows_of(results, *place, mine), [plan[f"minus_{name}"] for name in CONDITION]
+        row = {"family": plan["family"], "environment": plan["environment"], "minus": "", "difference": "not played"}
+        if not ours.empty:
+            minus = rival(results, plan, ours["tokens"].mean())
+            theirs = rows_of(results, *place, minus)
+            gains = (ours["reward"] - theirs["reward"]).dropna()  # of the units that have both
+            difference = over_units(gains)
+            p[i] = difference.p
+            row |= {"difference": f"{difference:+}", "above": f"{int((gains > 0).sum())} of {len(gains)}"}
+            row["tokens"] = f"{ours['tokens'].mean():,.0f} / {theirs['tokens'].mean():,.0f}"
+        row |= {"minus": f"{name_of(mine)} - {name_of(minus)}", "planned": f"{plan['planned']} {plan['unit']}"}
+        rows.append(row)
+    overall = dict(zip(p, holm(list(p.values())), strict=True))
+    for family in dict.fromkeys(row["family"] for row in rows):
+        members = [i for i in p if rows[i]["family"] == family]
+        for i, within in zip(members, holm([p[i] for i in members]), strict=True):
+            rows[i] |= {"p": f"{p[i]:.4f}", "in its family": f"{within:.4f}", "over all": f"{overall[i]:.4f}"}
+    return pd.DataFrame(rows).fillna("").rename(columns={"minus": "comparison", "difference": "difference [95 %]"})
+
+
+def unit_rows(folders: Sequence[Path]) -> pd.DataFrame:
+    """Rows of results.csv but for split and commit: each condition in each run folder, a unit, and over all of them."""
+    rows = []
+    for folder in folders:
+        for group in read_results(result_files([str(folder)])):
+            c, unit = group.condition, folder.name.rpartition("-")[2]
+            condition = [
+                c.env,
+                c.label or "cloned",
+                f"{c.method}: {c.player}" if c.player else c.method,
+                c.M or 1,
+                c.N or 1,
+            ]
+            condition.append((c.select or "") if (c.N or 1) > 1 else "")
+            costs = round(group.mean("total")), round(group.mean("env_steps"), 1)
+            rows.append([*condition, unit, round(group.mean("reward"), 3), None, None, *costs, 1])
+    units = pd.DataFrame(rows, columns=["environment", *CONDITION, *NEW])
+    means = []
+    for condition, of in units.groupby(["environment", *CONDITION], sort=False):
+        mean, costs = over_units(of["reward"]), of[["tokens", "env_steps"]].mean().round(1)
+        numbers = [round(number, 3) for number in (mean.mean, mean.low, mean.high)]
+        means.append([*condition, "all", *numbers, *costs, len(of)])
+    return pd.concat([pd.DataFrame(means, columns=units.columns), units])
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m experiments.plans", description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", nargs="+", type=Path, metavar="RUN", help="print rows of these run folders instead")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    if args.rows:
+        print(unit_rows(args.rows).to_csv(index=False), end="")
+        return
+    plans, results = (pd.read_csv(FOLDER / f"{name}.csv", dtype=str).fillna("") for name in ("plans", "results"))
+    numbers = {name: pd.to_numeric(results[name]) for name in ("reward", "tokens")}
+    print(markdown(table(plans, results.assign(**numbers))))
+
+
+if __name__ == "__main__":
+    run_stage(main)

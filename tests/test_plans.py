@@ -1,0 +1,71 @@
+"""Planned comparisons: Holm by hand, the rival at equal tokens, families, and the page that shows them."""
+
+import pandas as pd
+import pytest
+from scipy import stats
+
+from experiments import plans
+from qlass import UserError
+
+UNITS = ("1", "2", "3")
+
+
+def rows(method: str, rewards: tuple, tokens: int, N: str = "1", select: str = "", agent: str = "a") -> list[dict]:
+    fields = {
+        "environment": "lake",
+        "split": "test",
+        "agent": agent,
+        "method": method,
+        "M": "1",
+        "N": N,
+        "select": select,
+    }
+    cells = [
+        fields | {"seed": unit, "reward": reward, "tokens": tokens} for unit, reward in zip(UNITS, rewards, strict=True)
+    ]
+    return [*cells, fields | {"seed": "all", "reward": sum(rewards) / 3, "tokens": tokens}]
+
+
+def plan(family: str, method: str, minus: str, N: str = "1", select: str = "") -> dict:
+    side = {"agent": "a", "method": method, "M": "1", "N": "1", "select": ""}
+    other = {"minus_agent": "a", "minus_method": minus, "minus_M": "1", "minus_N": N, "minus_select": select}
+    place = {"environment": "lake", "split": "test", "unit": "lake", "planned": "4"}
+    return {"family": family, **place, **side, **other}
+
+
+RESULTS = pd.DataFrame([
+    *rows("qlass", (0.5, 0.6, 0.7), 100),
+    *rows("greedy", (0.4, 0.4, 0.4), 10),
+    *rows("best_of_n", (0.9, 0.9, 0.9), 90, "2", "q"),  # good, but not with as many tokens
+    *rows("best_of_n", (0.6, 0.6, 0.6), 110, "4", "q"),
+    *rows("best_of_n", (0.8, 0.8, 0.8), 220, "8", "q"),  # better, but not the cheapest
+])  # fmt: skip
+
+
+def test_a_table_by_hand():
+    planned = [
+        plan("f", "qlass", "greedy"),
+        plan("f", "qlass", "best_of_n", "equal", "q"),
+        plan("g", "sample", "greedy"),
+    ]
+    first, second, third = plans.table(pd.DataFrame(planned), RESULTS).to_dict("records")
+    assert first["difference [95 %]"].startswith("+0.200 [") and first["above"] == "3 of 3"
+    assert (second["difference [95 %]"][:6], second["tokens"]) == ("+0.000", "100 / 110") and "N = 4" in second[
+        "comparison"
+    ]
+    assert third["difference [95 %]"] == "not played" and third["p"] == ""
+    p = stats.ttest_1samp([0.1, 0.2, 0.3], 0.0).pvalue
+    assert float(first["p"]) == pytest.approx(p, abs=1e-4) and float(first["over all"]) == pytest.approx(
+        2 * p, abs=2e-4
+    )
+
+
+def test_holm_by_hand():
+    assert plans.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])  # 3 x .01, then 2 x .03, and no less
+    with pytest.raises(UserError, match="three worlds or trainings or more"):
+        plans.over_units([0.1, 0.2])
+
+
+def test_the_page_is_what_the_script_prints(capsys):
+    plans.main([])
+    assert capsys.readouterr().out in (plans.FOLDER / "plans.md").read_text()
