@@ -56,11 +56,11 @@ def average_rewards(tree: list[dict], gamma: float) -> list[float]:
 
 
 def branch_rewards(tree: list[dict], gamma: float) -> list[float]:
-    """The final reward of the branch that made the node; 0 if it ended in an old leaf."""
+    """The final reward of the branch that made the node; 0 if no episode ended (a short demonstration)."""
     ends = [node for node in tree if node["done"] or "cut" in node]
     final = {node["branch"]: node.get("cut", node["reward"]) for node in ends}
     rewards = [final.get(node["branch"], 0.0) for node in tree[1:]]
-    return [min(rewards, default=0.0), *rewards]  # the root does not change the scale
+    return [min(rewards, default=0.0), *rewards]  # no branch made the root: the lowest
 
 
 def min_max(values: list[float]) -> list[float]:
@@ -80,22 +80,28 @@ def label(tree: list[dict], target: str, gamma: float) -> list[dict]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = Parser(__doc__)
-    add = flags.add_argument
+    parser = Parser(__doc__)
+    add = parser.add_argument
     add("--trees", type=Path, help="default: RUN/trees.jsonl, made if missing")
     add("--out", type=Path, help="default: RUN/q_labels.jsonl")
-    add("--gamma", type=at_least(0, float, most=1), default=PAPER["gamma"], help="of Eq. (7) (0.9)")
+    add(
+        "--gamma",
+        type=at_least(0, float, most=1),
+        default=PAPER["gamma"],
+        help="of Eq. (7), for --target q (0.9)",
+    )
     add("--target", choices=TARGETS, default="q", metavar="NAME", help="q, avg or reward (q)")
-    flags.free("--device", help=argparse.SUPPRESS)  # of the stage that makes missing trees
-    flags.free("--precision", help=argparse.SUPPRESS)
-    return parse(flags, argv)
+    parser.free("--device", help=argparse.SUPPRESS)  # of the stage that makes missing trees
+    parser.free("--precision", help=argparse.SUPPRESS)
+    return parse(parser, argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     args.trees = need(args.trees, args.run / "trees.jsonl", "build_trees", args)
     args.out = args.out or args.run / "q_labels.jsonl"
-    args.free.append("trees")  # more of them add labels, and change none
+    if args.trees.parent.resolve() == args.out.parent.resolve():
+        args.free.append("trees")  # more of the run's own add labels, and change none
     inputs = {"trees": args.trees}
     with locked(args.out):
         recipe = claim(args.out, args, inputs)
@@ -103,15 +109,15 @@ def main(argv: list[str] | None = None) -> None:
         labelled = [label(tree, args.target, args.gamma) for tree in trees]
         if not labelled:
             raise UserError(f"{args.trees}: holds no trees; build_trees.py writes them")
-        discard(args.out)  # before its metadata tell of other trees
+        discard(args.out)  # a stop leaves no old labels beside new metadata
         nodes = sum(map(len, labelled))
-        flat = len([tree for tree in labelled if not any(node["q"] for node in tree)])
+        flat = sum(not any(node["q"] for node in tree) for tree in labelled)
         counts = {"trees": len(labelled), "nodes": nodes, "flat_trees": flat}
         tasks = [tree[0]["task_id"] for tree in labelled]
         write_meta(args.out, args, recipe, inputs, tasks=tasks, **counts)
         write_jsonl(args.out, chain.from_iterable(labelled))
-    equal = f"{flat} of them with all values equal (q = 0)"
-    print(f"{args.out}: {nodes} nodes of {len(labelled)} trees, {equal}")
+    note = f"{flat} of them with all values equal (q = 0)"
+    print(f"{args.out}: {nodes} nodes of {len(labelled)} trees, {note}")
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ class Explorer:
         branch = [node]
         draws = 1 + EXTRA_DRAWS
         while not node.done and node.depth < self.max_steps:
-            self.env.restore(node.snapshot)  # an old child was entered without a step
+            self.env.restore(node.snapshot)  # `step` enters an old child without a step
             noise = (self.task_id, self.branches, node.depth)
             candidates = yield ask(self.env, node.state, draws, noise, self.rendering)
             actions = [candidate.text for candidate in candidates]
@@ -231,22 +231,27 @@ def metrics(records: list[dict]) -> dict[str, Any]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = Parser(__doc__)
-    add = flags.add_argument
+    parser = Parser(__doc__)
+    add = parser.add_argument
     add("--sft", type=Path, help="checkpoint of the agent (default: RUN/sft, made if missing)")
     add("--out", type=Path, help="default: RUN/trees.jsonl")
     add("--depth", type=at_least(0), help="D (3 WebShop, 6 ScienceWorld, 8 ALFWorld, FrozenLake)")
     add("--width", type=at_least(1), default=DEFAULTS["width"], help="W (%(default)s)")
-    add("--rollouts", type=at_least(0), default=DEFAULTS["rollouts"], help="at most (24; 0: any)")
+    add(
+        "--rollouts",
+        type=at_least(0),
+        default=DEFAULTS["rollouts"],
+        help="at most, per tree (24; 0: any)",
+    )
     add("--steps", type=at_least(1), help="step limit of the agent (default: the environment's)")
-    flags.free("--limit", type=at_least(0), default=DEFAULTS["limit"], help="tasks (250; 0: all)")
+    parser.free("--limit", type=at_least(0), default=DEFAULTS["limit"], help="tasks (250; 0: all)")
     add("--temperature", type=at_least(0, float), help="default: the checkpoint's (0.7; tiny: 1)")
     add("--expert", type=Path, help="demonstrations (default: those the agent was cloned from)")
     add("--no-expert", action="store_true", help="leave out the expert branch (lines 11-13)")
     line_9 = "a branch without reward queues nothing or, tail, its first 2 nodes"
     add("--prune", choices=["branch", "tail"], default="branch", help=line_9)
-    add_sampling(flags)
-    return parse(flags, argv)
+    add_sampling(parser)
+    return parse(parser, argv)
 
 
 def grow(

@@ -204,8 +204,8 @@ class Player:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    flags = Parser(__doc__, epilog="App. A.2: M = 2 and N = 1 on WebShop.")
-    add, free = flags.add_argument, flags.free
+    parser = Parser(__doc__, epilog="App. A.2: M = 2 and N = 1 on WebShop.")
+    add, free = parser.add_argument, parser.free
     names = ["greedy", "sample", "best_of_n", "random", "likeliest", "qlass"]
     listed = f"{', '.join(names)} (default: qlass)"
     free("--method", nargs="+", default=["qlass"], choices=names, metavar="NAME", help=listed)
@@ -223,8 +223,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--label", help="a variant's name, kept in each line")
     add("--temperature", type=at_least(0, float), metavar="T", help="default: the checkpoint's")
     add("--max-steps", type=at_least(1), metavar="N", help="default: the environment's")
-    add_sampling(flags)
-    args = parse(flags, argv, search=True)
+    add_sampling(parser)
+    args = parse(parser, argv, search=True)
     args.out = args.out or args.run / ("shown.jsonl" if args.show else "results.jsonl")
     if args.show:
         args.overwrite, args.in_flight = True, 1

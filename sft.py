@@ -105,7 +105,7 @@ def example_of(
     """A trajectory, cut at `limit` tokens; answer: the tokens of what follows its last action.
 
     Each token that the agent wrote, Eq. (5)'s a_t and OK, is predicted by the token before it; with
-    an answer weight, each token that answers an action by the last token of the action.
+    an answer weight, each token that follows what the agent wrote by its last token.
     """
     lists = [*chat.message_tokens(state), answer]
     roles = [role for role, _ in state.messages[len(state.messages) - len(lists) + 1 :]]
@@ -154,6 +154,7 @@ def sft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
     positions, k = positions.unique(return_inverse=True)
     kept = positions.to(model.device)
     logits = model(input_ids=tokens, use_cache=False, logits_to_keep=kept).logits
+    assert logits.shape[1] == len(kept), "the model does not know logits_to_keep"
     losses = cross_entropy(logits[rows, k].float(), labels.to(model.device), reduction="none")
     return (weights.to(model.device) * losses).sum()
 
@@ -280,10 +281,10 @@ def main(argv: list[str] | None = None) -> None:
         figures = train(model, examples, validation, args) | {"trajectories": len(expert)}
         if process.is_main_process:
             dtype = models.PRECISIONS[args.precision]
-            models.save_checkpoint(model, chat, args.out, adapter, dtype)
             tasks = (demonstration.task_id for demonstration in expert)
             figures["tasks"] = published.learned_tasks(tasks, args.model, args)
             runs.write_meta(args.out, args, recipe, {"expert": args.expert}, **figures)
+            models.save_checkpoint(model, chat, args.out, adapter, dtype)
             print(f"{args.out}: {len(expert)} trajectories, loss {figures['loss']:.3f}")
 
 

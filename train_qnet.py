@@ -386,6 +386,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         figures = train(qnet, learned, held_out, args) | counts
         if process.is_main_process:
+            runs.write_meta(args.out, args, recipe, inputs, **figures)
             save(qnet, args, adapter)
             ranks = measure(qnet, held_out, figures, args)
             runs.write_meta(args.out, args, recipe, inputs, **figures, held_out=ranks)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 LORA_LR = 2e-4  # updates that start from 0 take larger steps than weights
-FREE = "no byte of the output depends on these: a stopped run may resume with others"
+FREE = "a stopped run may resume with other values of these"
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,7 +62,7 @@ def add_training(parser: Parser, batch: str) -> None:
     """The flags of a stage that trains; `batch`: what an update holds."""
     add = parser.add_argument
     add("--epochs", type=at_least(1), metavar="N", help="at most")
-    add("--lr", type=at_least(0, float), help=f"its highest value; with --lora {LORA_LR}")
+    add("--lr", type=at_least(0, float), help=f"peak learning rate; with --lora {LORA_LR}")
     add("--batch", type=at_least(1), metavar="N", help=f"{batch} per update")
     add("--patience", type=at_least(1), default=2, metavar="N", help="epochs without a gain (2)")
     add_precision(parser)

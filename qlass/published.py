@@ -53,7 +53,7 @@ class Demonstration:
         """
         messages = self.state.messages
         first, *later = [text for role, text in messages if role == "assistant"] or [""]
-        if "Action:" in first or [role for role, _ in messages].count("user") < 2:
+        if re.search("Thought:|Action:", first) or [role for role, _ in messages].count("user") < 2:
             return 0
         return int(
             bool(re.match(AGREEMENT, first, re.IGNORECASE))

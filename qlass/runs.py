@@ -47,11 +47,12 @@ PACKAGES = ("torch", "transformers", "numpy", "gymnasium", "scienceworld", "text
 def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argparse.Namespace:
     """The flags of a stage; those of SHARED that are left out are the run's.
 
-    A new run has those of the run in which --sft or --trees lies. Another environment than the
+    A new run has those of the run that made --sft, --trees, --labels or --qnet. Another environment than the
     run's is refused, but a `search` only warns of it.
     """
     first, _ = parser.parse_known_args(argv)
-    source = vars(first).get("sft") or vars(first).get("trees")
+    named = map(vars(first).get, ("sft", "trees", "labels", "qnet"))
+    source = next(filter(None, named), None)
     home = made_in(source.absolute()) if source else {}
     env = first.env or home.get("env", "webshop")
     run = first.run or Path("runs") / env.rpartition(":")[2].lower()
@@ -62,7 +63,7 @@ def parse(parser: Parser, argv: list[str] | None, search: bool = False) -> argpa
     parser.set_defaults(run=run, **shared)
     args = parser.parse_args(argv)
     if "lora" in args and not args.lora and (args.lora_alpha or args.load_in):
-        raise UserError("--lora-alpha, --load-in: a training has them beside --lora RANK alone")
+        raise UserError("--lora-alpha, --load-in: they need --lora RANK")
     args.argv, args.free = sys.argv[1:] if argv is None else list(argv), parser.free_names
     args.env_option = sorted({text.partition("=")[0]: text for text in args.env_option}.values())
     for folder, settings in ((run, begun), (source, home)):

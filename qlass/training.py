@@ -172,7 +172,7 @@ class Training:
     def updates(self) -> Iterator[tuple[list[int], bool]]:
         """What is left: the indices of an update's examples, and whether it ends its epoch.
 
-        Over when --patience epochs in a row brought no better validation.
+        It ends after --patience epochs without a better validation.
         """
         for epoch in range(len(self.curve), len(self.plan)):
             if epoch >= self.best + self.args.patience:
@@ -251,7 +251,8 @@ class Training:
         state = {"weights": trained, "moments": self.optimizer.state_dict(), "lines": self.lines}
         path, best = self.state(self.step), self.state(self.starts[self.best])
         with files.draft_of(path) as draft:
-            torch.save(state | {"random": torch.get_rng_state()}, draft)
+            random = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+            torch.save(state | {"random": random}, draft)
         for old in {*self.states.glob("state-*.pt")} - {path, best}:
             old.unlink()
 
@@ -259,5 +260,6 @@ class Training:
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
         self.model.load_state_dict(state["weights"], strict=False)  # not the frozen ones
         self.optimizer.load_state_dict(state["moments"])
-        torch.set_rng_state(state["random"])
+        torch.set_rng_state(state["random"][0])
+        torch.cuda.set_rng_state_all(state["random"][1])
         self.lines = state["lines"]
