@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_webshop import SHARED, index_of, lines, recorded
+from test_webshop import SHARED, index_of, recorded
 
 from data import make_webshop
 from environments.webshop import catalogue, engine, search, store
@@ -83,6 +83,15 @@ def test_a_store_is_made_once_for_its_sources(crowd, tmp_path, monkeypatch):
     assert len(built) == 3 and [*elsewhere.products] == [*changed.products]
 
 
+def forked(*calls):
+    """The exit codes of these calls, in processes side by side."""
+    processes = [multiprocessing.get_context("fork").Process(target=call) for call in calls]
+    for act in ("start", "join"):
+        for process in processes:
+            getattr(process, act)()
+    return [process.exitcode for process in processes]
+
+
 def test_a_build_that_was_killed_is_done_anew(crowd, tmp_path, monkeypatch):
     folder = shutil.copytree(crowd, tmp_path / "data")
 
@@ -90,35 +99,23 @@ def test_a_build_that_was_killed_is_done_anew(crowd, tmp_path, monkeypatch):
         search.Indexer.finish = lambda self, rank: os._exit(9)
         store.open_store(folder, cache=folder)
 
-    process = multiprocessing.get_context("fork").Process(target=killed)
-    process.start()
-    process.join()
-    assert process.exitcode == 9 and len([*folder.glob(".webshop-*/products")]) == 1
+    assert forked(killed) == [9] and len([*folder.glob(".webshop-*/products")]) == 1
     assert len(store.open_store(folder, cache=folder).products) == 300
     assert not [*folder.glob(".webshop-*/products")] and len([*folder.glob("webshop-*")]) == 1
 
 
-def test_two_processes_build_one_store(crowd, tmp_path):
+def test_two_processes_build_one_store(crowd, tmp_path, monkeypatch):
     """Each appends to a file when it builds."""
-    log = tmp_path / "log"
+    log, build = tmp_path / "log", store.build
 
-    def start():
-        build = store.build
+    def told(*args):
+        with open(log, "a") as file:
+            file.write("built\n")
+        build(*args)
 
-        def told(*args):
-            with open(log, "a") as file:
-                file.write("built\n")
-            build(*args)
-
-        store.build = told
-        os._exit(len(store.open_store(crowd, cache=tmp_path).products) % 256)
-
-    processes = [multiprocessing.get_context("fork").Process(target=start) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [300 % 256] * 3 and log.read_text() == "built\n"
+    monkeypatch.setattr(store, "build", told)
+    codes = forked(*[lambda: os._exit(len(store.open_store(crowd, cache=tmp_path).products) % 256)] * 3)
+    assert codes == [300 % 256] * 3 and log.read_text() == "built\n"
 
 
 def test_where_no_store_can_be_written(crowd, tmp_path):
@@ -138,28 +135,13 @@ def test_instructions_off_the_schema_harm_those_who_ask_for_them(crowd, tmp_path
 
 @recorded
 def test_a_kept_store_is_the_shop(tmp_path):
-    shops = engine.Shop(SHARED), engine.Shop(SHARED, cache=tmp_path), engine.Shop(SHARED, cache=tmp_path)
-    for shop in shops[1:]:
-        assert ([*shop.products], [*shop.goals], shop.prices) == (
-            [*shops[0].products],
-            [*shops[0].goals],
-            shops[0].prices,
-        )
-        assert (shop.owners == shops[0].owners).all() and (shop.shares == shops[0].shares).all()
+    first, *others = (engine.Shop(SHARED, cache=cache) for cache in (None, tmp_path, tmp_path))
+    for shop in others:
+        for name in ("products", "goals", "prices"):
+            assert [*getattr(shop, name)] == [*getattr(first, name)]
+        assert (shop.owners == first.owners).all() and (shop.shares == first.shares).all()
         assert [shop.position(product.asin) for product in shop.products] == [*range(1000)]
         assert shop.position("B") is shop.position("") is shop.position("Z") is None
-
-
-@recorded
-def test_contenders_hold_lucenes_top_50_to_the_last_bit(monkeypatch):
-    shop = engine.Shop(SHARED)
-    queries = [*lines("lucene_top50.jsonl.gz")]
-    plain = [shop.index.top(query["query"]) for query in queries]
-    monkeypatch.setattr(search, "FEW", -1)
-    for query, (documents, scores) in zip(queries, plain, strict=True):
-        found = shop.index.top(query["query"])
-        assert found[0].tolist() == documents.tolist() and found[1].tobytes() == scores.tobytes()
-        assert [shop.products[i].asin for i in shop.search(query["query"])] == [asin for asin, _ in query["hits"]]
 
 
 def test_contenders_of_a_crowd_and_of_equal_documents(crowd, monkeypatch):
