@@ -7,6 +7,7 @@ import json
 import pickle
 import random
 from collections import Counter
+from importlib.util import find_spec
 
 import gymnasium
 import numpy as np
@@ -32,6 +33,15 @@ from qlass.messages import uniforms
 from qlass.runs import run_stage
 
 FLAG = "docs.switches:Switches"
+installed = pytest.mark.skipif(find_spec("scienceworld") is None, reason="pip install scienceworld")
+SCIWORLD = pytest.param("sciworld", marks=installed)
+EVERY = ["webshop", "alfworld", SCIWORLD, "frozenlake", FLAG]
+
+
+@pytest.fixture(autouse=True)
+def bundled_games_and_no_class_checked(monkeypatch):
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    monkeypatch.setattr(envs, "CHECKED", set(envs.CHECKED))
 
 
 @pytest.mark.parametrize("reward", [50, -1, 2.5, float("nan"), 0.5])
@@ -44,11 +54,10 @@ def test_a_reward_that_is_no_outcome_is_refused(reward):
 
 
 @pytest.mark.filterwarnings("ignore")  # of gymnasium's checks, on the texts of ScienceWorld
-@pytest.mark.parametrize("name", [*envs.ENVIRONMENTS, FLAG])
-def test_every_environment_keeps_what_envs_promises(name, monkeypatch):
-    if name == "sciworld":
-        pytest.importorskip("scienceworld")
-    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+@pytest.mark.parametrize("name", EVERY)
+def test_every_environment_keeps_what_envs_promises(name, capsys):
+    check.main([name])
+    assert len(capsys.readouterr().out.splitlines()) == 6  # the rules
     env = envs.make(name, max_steps=None)
     with pytest.raises(UserError, match="step before reset"):
         env.step("look")
@@ -84,8 +93,12 @@ def test_every_environment_keeps_what_envs_promises(name, monkeypatch):
     env.instruct("Play.")
     env.reset(options={"task_id": task})
     assert env.fork().instruction == env.instruction == "Play."
-    train, val, test = ({env.subject(task) for task in env.task_ids(split)} for split in ("train", "val", "test"))
-    assert train and val and test and not (train & val or train & test or val & test)
+    subjects = []
+    for split in ("train", "val", "test"):
+        tasks = env.task_ids(split)
+        assert tasks == envs.fair_order(env.split_ids(split), env.task_type) and len(set(tasks)) == len(tasks)
+        subjects.append({env.subject(task) for task in tasks})
+    assert all(subjects) and sum(map(len, subjects)) == len(set.union(*subjects))
     for split, options in (("train", {}), ("test", {"split": "test"})):  # without a task: one to train on
         tasks = env.task_ids(split)
         drawn = [env.reset(seed=seed, options=options)[1]["task_id"] for seed in (0, 1, 2, 3, 0)]
@@ -113,15 +126,12 @@ REFUSED = {  # options of a reset
     [
         ("webshop", ["search[red]", "search[red]]"], ["click[search]", "search[]", "search[a[b]]", "buy"]),
         ("alfworld", ["look", " look ", "help"], ["LOOK", "sing"]),
-        ("sciworld", ["look around", "LOOK  around"], ["sing"]),
+        pytest.param("sciworld", ["look around", "LOOK  around"], ["sing"], marks=installed),
         ("frozenlake", ["left", " Left "], ["jump", ""]),
         (FLAG, ["done", "switch red"], ["Done", ""]),
     ],
 )
-def test_info_says_whether_the_action_was_one_that_the_environment_knows(name, known, unknown, monkeypatch):
-    if name == "sciworld":
-        pytest.importorskip("scienceworld")
-    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+def test_info_says_whether_the_action_was_one_that_the_environment_knows(name, known, unknown):
     env = envs.make(name)
     for action in (*known, *unknown):
         env.reset(options={"index": 0})
@@ -135,17 +145,8 @@ def test_a_class_may_say_itself_which_actions_it_knows():
     assert [env.step(action)[4]["known"] for action in ("hum", "done")] == [True, False]
 
 
-def test_a_batch_through_gymnasium_pays_an_episode_once():
-    env = gymnasium.make("envs:qlass/ALFWorld-v0")
-    _, info = env.reset(options={"split": "test", "index": 0})
-    way = [action for _, action in env.unwrapped.oracle(info["task_id"])]
-    paid = [env.step(action)[1] for action in [*way, "look", "look", *way]]
-    assert sum(paid) == 1 == paid[len(way) - 1]
-
-
 @pytest.mark.parametrize("name", ["webshop", "alfworld", "frozenlake", FLAG])  # sciworld: its own test, of few steps
-def test_actions_of_one_canonical_form_are_the_same_to_the_engine(name, monkeypatch):
-    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+def test_actions_of_one_canonical_form_are_the_same_to_the_engine(name):
     env, merged = envs.make(name, max_steps=None), 0
     task = env.task_ids("train")[0]
     env.reset(options={"task_id": task})
@@ -168,11 +169,9 @@ def test_actions_of_one_canonical_form_are_the_same_to_the_engine(name, monkeypa
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("name", ["WebShop", "ALFWorld", "SciWorld", "FrozenLake"])
-def test_gymnasiums_vector_environments_show_what_each_alone_shows(name, mode, monkeypatch):
-    if name == "SciWorld":
-        pytest.importorskip("scienceworld")
-    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+@pytest.mark.parametrize("name", EVERY[:-1])
+def test_gymnasiums_vector_environments_show_what_each_alone_shows(name, mode):
+    name = {"webshop": "WebShop", "alfworld": "ALFWorld", "sciworld": "SciWorld", "frozenlake": "FrozenLake"}[name]
     alone = [gymnasium.make(f"envs:qlass/{name}-v0") for _ in range(2)]
     both = gymnasium.make_vec(f"envs:qlass/{name}-v0", num_envs=2, vectorization_mode=mode)
     expected = [env.reset(seed=seed) for seed, env in enumerate(alone)]
@@ -204,14 +203,6 @@ def test_every_stretch_holds_each_type_by_its_share(sizes, data):
             assert abs(found[str(kind)] - share * (end - first)) <= bound
 
 
-@pytest.mark.parametrize("name", ["webshop", "alfworld", "frozenlake"])
-def test_the_splits_of_an_environment_are_in_this_order(name):
-    env = envs.make(name)
-    for split in ("train", "val", "test"):
-        tasks = env.task_ids(split)
-        assert tasks == envs.fair_order(env.split_ids(split), env.task_type) and len(set(tasks)) == len(tasks)
-
-
 class Wrapped(Switches):
     """Around a simulator that all forks share and that each episode changes."""
 
@@ -224,15 +215,13 @@ class Wrapped(Switches):
 
 
 def test_an_environment_that_does_not_say_otherwise_has_one_episode_open_at_a_time():
-    def explore(env, task_id):
-        return Explorer(env.fork(), task_id, Rendering(candidates="valid"), 2, max_rollouts=4).explore()
-
     def draw(request):
         noise = uniforms(request.n, *request.key)
         return [Candidate(request.valid[int(u * len(request.valid))], 1, 0.0) for u in noise]
 
     def trees(env):
-        explored = (explore(env, task) for task in env.task_ids("train")[:4])
+        tasks, rendering = env.task_ids("train")[:4], Rendering(candidates="valid")
+        explored = (Explorer(env.fork(), task, rendering, 2, max_rollouts=4).explore() for task in tasks)
         roots = drive_in_order(explored, {Sample: lambda batch: list(map(draw, batch))}, env.side_by_side)
         return [[node.observation for node in root.subtree()] for root in roots]
 
@@ -267,12 +256,7 @@ def reset_as(change):
 
 def info_as(**values):
     """The info that holds these values; without those that are None."""
-
-    def change(self):
-        info = Switches.info(self) | values
-        return {name: value for name, value in info.items() if value is not None}
-
-    return {"info": change}
+    return {"info": lambda self: {name: v for name, v in (Switches.info(self) | values).items() if v is not None}}
 
 
 class Board(Switches):
@@ -281,108 +265,69 @@ class Board(Switches):
     side_by_side = 1
 
     def reset(self, **more):
-        observation, info = super().reset(**more)
+        answer = super().reset(**more)
         self.on = set()
-        return observation, info
-
-    def step(self, action):
-        board = self.on
-        answer = super().step(action)
-        board.symmetric_difference_update(self.on ^ board)
-        self.on = board
         return answer
 
     def snapshot(self):
-        return self.task_id, self.wanted, set(self.on), self.steps
+        return copy.deepcopy(super().snapshot())
 
     def restore(self, snapshot):
-        self.task_id, self.wanted, on, self.steps = snapshot
-        self.on = set(on)
+        super().restore(copy.deepcopy(snapshot))
 
 
-class OneSimulator(Wrapped):
-    """Which ends by the close() of any fork."""
-
-    def reset(self, **more):
-        if self.simulator.get("closed"):
-            raise RuntimeError("the simulator was closed")
-        return super().reset(**more)
-
-    def close(self):
-        self.simulator["closed"] = True
-
-
-def shared_board(self, snapshot):
-    self.task_id, self.wanted, self.on, self.steps = snapshot
-
-
-def without_count(self, snapshot):
-    steps = self.steps
-    Board.restore(self, snapshot)
-    self.steps = steps
-
-
-BROKEN = {  # a class's change of a class that keeps the rules: what is said of it
-    "integers as ids": (Switches, {"split_ids": lambda self, split: [3, 1, 2]}, "has the task id 3, which is no str"),
-    "an id twice": (Switches, {"split_ids": lambda self, split: ["red", "blue", "red"]}, "has a task id twice"),
-    "an own order of ids": (
-        Switches,
-        {"task_ids": lambda self, split: random.sample(self.split_ids(split), 20)},
-        "or other ones at the next call",
-    ),
-    "no tasks": (Switches, {"split_ids": lambda self, split: []}, "train has no tasks"),
-    "no reset": (Switches, {"reset": lambda self, **more: "All off."}, "reset returns str, not (observation, info)"),
-    "an array at first": (Switches, reset_as(lambda self, o, i: (np.zeros(6), i)), "reset is of type ndarray, not str"),
-    "an array": (Switches, step_as(lambda self, a, o, *rest: (np.zeros(6), *rest)), "is of type ndarray, not str"),
-    "old gym": (Switches, step_as(lambda self, a, o, r, d, t, i: (o, r, d, i)), "ValueError: not enough values"),
-    "no action list": (Switches, info_as(valid_actions=None), "info of reset has no valid_actions"),
-    "a tuple": (Switches, info_as(valid_actions=("done",)), "info of reset has no valid_actions, or one that is no l"),
-    "numbers as actions": (Switches, {"valid_actions": lambda self: [0, 1]}, "are no str"),
-    "other actions": (Switches, info_as(valid_actions=["done"]), "or not those of valid_actions()"),
-    "an integer id": (Switches, info_as(task_id=4), "info of reset has no task_id, or one that is no str"),
-    "another id": (Switches, info_as(task_id="4"), "the task_id '4', in task"),
-    "no task": (Switches, info_as(task=None), "info of reset has no task"),
-    "rewards on the way": (Switches, step_as(lambda self, a, o, r, *rest: (o, 0.5, *rest)), "a step earned 0.5"),
-    "not a number": (Switches, step_as(lambda self, a, o, r, *rest: (o, np.float32("nan"), *rest)), "earned nan"),
-    "no reward": (Switches, step_as(lambda self, a, o, r, *rest: (o, None, *rest)), "TypeError: float() argument"),
-    "an idle expert": (Switches, {"expert": lambda self, task_id: iter(())}, "yields no step"),
-    "an expert of actions": (Switches, {"expert": lambda self, task_id: iter(["done"])}, "expert yields 'done', not ("),
-    "a crash of the expert": (Switches, {"expert": lambda self, task_id: iter([None])}, "play: TypeError: "),
-    "a snapshot by reference": (Board, {"snapshot": lambda self: (self.task_id, self.wanted, self.on, self.steps)}, ""),
-    "a restored reference": (Board, {"restore": shared_board}, "and before"),
-    "a hidden reference": (
-        Board,
-        {"log": [], "snapshot": lambda self: (*Board.snapshot(self), self.log.append(0), self.log),
-         "restore": lambda self, snapshot: Board.restore(self, snapshot[:4])},
-        "a snapshot changes while the episode goes on",
-    ),
-    "a count that goes on": (Board, {"restore": without_count}, "gives, as done, ... True, and before ... False"),
-    "nothing restored": (Board, {"restore": lambda self, snapshot: None}, "and before"),
-    "luck": (Switches, reset_as(lambda self, o, i: (f"{o} {random.random()}", i)), "reset gives, as observation, ... "),
-    "an end by close()": (OneSimulator, {}, "reset: RuntimeError: the simulator was closed"),
-    "no end": (
-        Switches,
-        step_as(lambda self, a, o, r, d, t, i: (o, r, d, False, i)),
-        "the episode goes on after step('sing a song') with max_steps = 1",
-    ),
-    "an end of valid actions alone": (
-        Switches,
-        step_as(lambda self, a, o, r, d, t, i: (o, r, d, t and a in i["valid_actions"], i)),
-        "goes on after step('sing a song')",
-    ),
-    "no word for nonsense": (
-        Switches,
-        step_as(lambda self, a, *rest: ({name: rest[0] for name in self.valid_actions()}[a], *rest[1:])),
-        "step('sing a song'): KeyError: 'sing a song' (--debug shows where)",
-    ),
-    "more than one at once": (Wrapped, {"side_by_side": 2}, "with side_by_side above 1, forks share nothing"),
-    "no fork": (Switches, {"fork": lambda self: self}, "with side_by_side above 1, forks share nothing"),
-}  # fmt: skip
+IDLE = {"expert": lambda self, task_id: iter(())}
+SEEN = dict.fromkeys(Switches().valid_actions(), "")
+COUNTS_ON = {"restore": lambda self, snapshot: Board.restore(self, (*snapshot[:3], self.steps))}
+HIDDEN = {"log": [], "snapshot": lambda self: (*Board.snapshot(self), self.log.append(0), self.log)}
+HIDDEN["restore"] = lambda self, snapshot: Board.restore(self, snapshot[:4])
+CLOSED = reset_as(lambda self, *answer: 1 / 0 if "closed" in self.simulator else answer)
+CLOSED["close"] = lambda self: self.simulator.update(closed=True)
+BROKEN = {  # a class that keeps the rules: its changes and what is said of each
+    Switches: [
+        ({"split_ids": lambda self, split: [3, 1, 2]}, "has the task id 3, which is no str"),
+        ({"split_ids": lambda self, split: ["red", "blue", "red"]}, "has a task id twice"),
+        ({"task_ids": lambda self, split: random.sample(self.split_ids(split), 20)}, "or other ones at the next call"),
+        ({"split_ids": lambda self, split: []}, "train has no tasks"),
+        ({"reset": lambda self, **more: "All off."}, "reset returns str, not (observation, info)"),
+        (reset_as(lambda self, o, i: (np.zeros(6), i)), "reset is of type ndarray, not str"),
+        (step_as(lambda self, a, o, *rest: (np.zeros(6), *rest)), "is of type ndarray, not str"),
+        (step_as(lambda self, a, o, r, d, t, i: (o, r, d, i)), "ValueError: not enough values"),  # as of old gym
+        (info_as(valid_actions=None), "info of reset has no valid_actions"),
+        (info_as(valid_actions=("done",)), "info of reset has no valid_actions, or one that is no list"),
+        ({"valid_actions": lambda self: [0, 1]}, "are no str"),
+        (info_as(valid_actions=["done"]), "or not those of valid_actions()"),
+        (info_as(task_id=4), "info of reset has no task_id, or one that is no str"),
+        (info_as(task_id="4"), "the task_id '4', in task"),
+        (info_as(task=None), "info of reset has no task"),
+        (step_as(lambda self, a, o, r, *rest: (o, 0.5, *rest)), "a step earned 0.5"),
+        (step_as(lambda self, a, o, r, *rest: (o, np.float32("nan"), *rest)), "earned nan"),
+        (step_as(lambda self, a, o, r, *rest: (o, None, *rest)), "TypeError: float() argument"),
+        (IDLE, "yields no step"),
+        ({"expert": lambda self, task_id: iter(["done"])}, "expert yields 'done', not ("),
+        ({"expert": lambda self, task_id: iter([None])}, "play: TypeError: "),
+        (reset_as(lambda self, o, i: (f"{o} {random.random()}", i)), "reset gives, as observation, ... "),
+        (step_as(lambda self, a, o, r, d, t, i: (o, r, d, False, i)), "after step('sing a song') with max_steps = 1"),
+        (step_as(lambda self, a, o, r, d, t, i: (o, r, d, t and a in SEEN, i)), "goes on after step('sing a song')"),
+        (step_as(lambda self, a, *rest: (SEEN[a], *rest[1:])), "step('sing a song'): KeyError: 'sing a song' (--de"),
+        ({"fork": lambda self: self}, "with side_by_side above 1, forks share nothing"),
+    ],
+    Board: [
+        ({"snapshot": Switches.snapshot}, "and before"),
+        ({"restore": Switches.restore}, "and before"),
+        ({"restore": lambda self, snapshot: None}, "and before"),
+        (COUNTS_ON, "gives, as done, ... True, and before ... False"),
+        (HIDDEN, "a snapshot changes while the episode goes on"),
+    ],
+    Wrapped: [
+        ({"side_by_side": 2}, "with side_by_side above 1, forks share nothing"),
+        (CLOSED, "reset: ZeroDivisionError"),  # by close() of another fork
+    ],
+}
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_class_that_breaks_a_rule_is_refused_in_one_line(case):
-    base, change, says = BROKEN[case]
+@pytest.mark.parametrize(("base", "change", "says"), [(base, *case) for base in BROKEN for case in BROKEN[base]])
+def test_a_class_that_breaks_a_rule_is_refused_in_one_line(base, change, says):
     env = type("Broken", (base,), {"name": "broken", **change})()
     with pytest.raises(UserError) as refused:
         envs.check(env)
@@ -391,23 +336,15 @@ def test_a_class_that_breaks_a_rule_is_refused_in_one_line(case):
     assert env.max_steps == base.max_steps
 
 
-@pytest.mark.parametrize("name", [*envs.ENVIRONMENTS, FLAG])
-def test_what_comes_along_keeps_the_rules(name, monkeypatch, capsys):
-    if name == "sciworld":
-        pytest.importorskip("scienceworld")
-    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
-    check.main([name])
-    assert len(capsys.readouterr().out.splitlines()) == 6
-
-
 @pytest.mark.parametrize("kind", [Board, Wrapped, FakeEnv])
 def test_a_class_with_changing_parts_may_keep_the_rules(kind):
+    def state():
+        return {name: copy.copy(v) for name, v in vars(env).items() if name not in ("played", "simulator")}
+
     env = kind()
-    before = copy.copy(vars(env))
+    before = state()
     assert len(envs.check(env)) == 6 and len(getattr(env, "played", [])) < 30
-    assert {name: value for name, value in vars(env).items() if name not in ("played", "simulator")} == {
-        name: value for name, value in before.items() if name not in ("played", "simulator")
-    }
+    assert state() == before
 
 
 # ---------------------------------------------------------------------------------------------- one's own: in a run
@@ -441,11 +378,6 @@ class Fragile(Switches):
 def asked(*options, kind="Maze", **more):
     settings = {"run": None, "env": f"test_environments:{kind}", "env_option": list(options)}
     return argparse.Namespace(**settings | more)
-
-
-@pytest.fixture(autouse=True)
-def unchecked(monkeypatch):
-    monkeypatch.setattr(envs, "CHECKED", set(envs.CHECKED))
 
 
 @pytest.mark.parametrize(
@@ -526,33 +458,18 @@ def test_what_has_finished_before_a_crash_is_not_lost():
 
 
 def test_numbers_of_numpy_become_pythons():
-    class Numeric(Switches):
-        def step(self, action):
-            observation, reward, terminated, truncated, info = super().step(action)
-            return observation, np.float32(reward), np.bool_(terminated), np.bool_(truncated), info
-
-    env = Numeric()
+    change = step_as(lambda self, a, o, r, d, t, i: (o, np.float32(r), np.bool_(d), np.bool_(t), i))
+    env = type("Numeric", (Switches,), change)()
     envs.check(env)
     root = next(iter(drive_in_order([Explorer(env, "red", Rendering(), 2, max_rollouts=0).explore({})], {}, 1)))
     json.dumps(build_trees.tree_records(env, "red", root))
 
 
-def test_an_expert_without_a_step_in_some_task_is_named():
-    class Idle(Switches):
-        def expert(self, task_id):
-            return iter(())
-
-    with pytest.raises(UserError, match="idle: expert does nothing in task red"):
-        compare.follow(Idle(), "red", compare.Variant("expert"))
-    with pytest.raises(UserError, match="idle: its expert does nothing in task red"):
-        sft.demonstrate(Idle(), "red")
-
-
-def test_a_players_reward_is_an_outcome_too():
-    class Points(Switches):
-        def step(self, action):
-            observation, reward, *rest = super().step(action)
-            return observation, 100 * reward, *rest
-
-    with pytest.raises(UserError, match="points: a step earned 100"):
-        compare.follow(Points(), "red", compare.Variant("expert"))
+def test_a_player_against_the_rules_in_some_task_is_named():
+    points = step_as(lambda self, a, o, r, *rest: (o, 100 * r, *rest))
+    idle, rich = (type("Own", (Switches,), change)() for change in (IDLE, points))
+    with pytest.raises(UserError, match="own: its expert does nothing in task red"):
+        sft.demonstrate(idle, "red")
+    for env, says in (idle, "expert does nothing in task red"), (rich, "a step earned 100"):
+        with pytest.raises(UserError, match=f"own: {says}"):
+            compare.follow(env, "red", compare.Variant("expert"))
