@@ -1,16 +1,13 @@
-"""ALFWorld: our engine against recorded walks of the original and against TextWorld itself; games, expert, thoughts."""
+"""ALFWorld: our engine against TextWorld itself (for recorded walks see test_originals.py); games, expert, thoughts."""
 
 from __future__ import annotations
 
 import collections
 import copy
-import gzip
 import itertools
 import json
-import os
 import random
 import re
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -22,8 +19,6 @@ from data import make_alfworld
 from environments.alfworld import games as alfworld_data
 from environments.alfworld.env import ALFWorldEnv
 from environments.alfworld.expert import plan, told
-
-SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared")) / "alfworld"
 
 
 @pytest.fixture(scope="session")
@@ -43,30 +38,6 @@ def wins(game, way) -> bool:
         won.append(state.won)
         state, _ = game.step(state, command)
     return state.won and not any(won)
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engine are not here")
-@pytest.mark.parametrize("grammar", ["new", "old"])
-def test_recorded_walks_of_the_original(grammar, tmp_path):
-    """The engine's own text and, in ETO's layout, the one without banner and "You arrive at loc 5."."""
-    with gzip.open(SHARED / "golden.jsonl.gz", "rt") as lines:
-        walks = [walk for walk in map(json.loads, lines) if walk["grammar"] == grammar]
-    wanted = {f"json_2.1.1/{walk['game']}" for walk in walks}
-    with tarfile.open(SHARED / f"games_{grammar}_grammar.tar.xz") as archive:
-        archive.extractall(tmp_path, (member for member in archive if member.name in wanted), filter="data")
-    env, steps = envs.make("alfworld", data=tmp_path, max_steps=None), 0
-    for walk in walks:
-        observation, info = env.reset(options={"task_id": walk["game"].removesuffix("/game.tw-pddl")})
-        assert (info["feedback"], info["admissible_commands"]) == (walk["first"], walk["admissible"]), walk["game"]
-        assert observation == walk["first"].split("\n\n", 1)[1] and f"Your task is to: {info['task']}" in observation
-        for step in walk["steps"]:
-            observation, reward, terminated, _, info = env.step(step["action"])
-            assert info["feedback"].strip() == step["observation"], (walk["game"], step["action"])
-            assert observation == re.sub(r"You arrive at loc \d+\. ", "", step["observation"])
-            assert (reward, terminated, info["won"]) == (step["reward"], step["done"], step["won"])
-            assert info["admissible_commands"] == step["admissible"]
-            steps += 1
-    assert steps == {"new": 1022, "old": 572}[grammar]
 
 
 @pytest.mark.parametrize("kind", [task.folder for task in make_alfworld.TASKS])
@@ -311,6 +282,14 @@ def test_the_expert_acts_on_what_it_was_shown(env, data):
     assert replay.memory.decide() == then
 
 
+def write(folder, **texts):
+    """Training games of these texts, by the names of their trials."""
+    for trial, text in texts.items():
+        path = folder / "json_2.1.1/train/a" / trial / "game.tw-pddl"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+
+
 # As annotators of ALFRED write: of a treatment in other words, of none, and with another one; in the types' own names.
 PEOPLE = ["Put the washed fruit away", "put a apple on the countertop.", "put a hot apple in countertop."]
 
@@ -320,10 +299,8 @@ def test_a_task_in_an_annotators_words_is_played_for_the_goal_and_without_though
     """No thought tells how the goal reads a sentence that does not say it."""
     game = kitchen(APPLE, task=2)
     assert told(game.goal, game.task) and game.goal.kind == "clean"
-    path = tmp_path / "json_2.1.1/train/pick_clean_then_place_in_recep/trial/game.tw-pddl"
-    path.parent.mkdir(parents=True)
     ours = next(p for p in made.rglob("game.tw-pddl") if "pick_clean" in str(p)).read_text()
-    path.write_text(re.sub(r"(?<=Your task is to: )[^\"\\]+", sentence, ours))
+    write(tmp_path, clean=re.sub(r"(?<=Your task is to: )[^\"\\]+", sentence, ours))
     env = envs.make("alfworld", data=tmp_path)
     observation, info = env.reset(options={"task_id": env.task_ids("all")[0]})
     assert info["task"] == sentence and observation.endswith(f"Your task is to: {sentence}")
@@ -333,34 +310,23 @@ def test_a_task_in_an_annotators_words_is_played_for_the_goal_and_without_though
     assert told(game.goal, sentence) == (sentence not in PEOPLE)
 
 
-@pytest.mark.parametrize(("verdict", "words"), [
-    ("", "does not say whether it is solvable"),  # as in files from before alfworld's planner has seen them
-    ('"solvable": null', "does not say whether it is solvable"),
-    ('"solvable": false', "is marked as unsolvable"),
+VERDICT = '"solvable": true'
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda text: text.replace(VERDICT, '"other": true'), "does not say whether it is solvable"),  # not yet planned for
+    (lambda text: text.replace(VERDICT, '"solvable": null'), "does not say whether it is solvable"),
+    (lambda text: text.replace(VERDICT, '"solvable": false'), "is marked as unsolvable"),
+    (lambda text: text[:900], "the file may be truncated"),
 ])  # fmt: skip
-def test_a_game_without_a_verdict_is_skipped_as_by_the_original_and_not_called_unsolvable(
-    made, tmp_path, caplog, verdict, words
-):
+def test_a_broken_game_is_skipped_as_by_the_original_and_not_called_unsolvable(made, tmp_path, caplog, change, words):
     good = next(made.rglob("game.tw-pddl")).read_text()
-    for trial, text in {"good": good, "bad": good.replace('"solvable": true', verdict or '"other": true')}.items():
-        path = tmp_path / "json_2.1.1/train/a" / trial / "game.tw-pddl"
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
+    write(tmp_path, good=good, bad=change(good), cut=good[:900])
     env = envs.make("alfworld", data=tmp_path)
-    assert env.task_ids("all") == ["train/a/good"] and words in caplog.messages[0]
+    assert env.task_ids("all") == ["train/a/good"]
+    assert caplog.messages[0].startswith("skipped 2 of 3 games") and words in caplog.messages[0]
     with pytest.raises(envs.UserError, match=words):
         env.reset(options={"task_id": "train/a/bad"})
-
-
-def test_broken_games_are_reported_and_skipped(made, tmp_path, caplog):
-    good = next(made.rglob("game.tw-pddl")).read_text()
-    bad = {"cut": good[:900], "unsolvable": good.replace('"solvable": true', '"solvable": false')}
-    for trial, text in {"good": good, **bad}.items():
-        path = tmp_path / "json_2.1.1/train/a" / trial / "game.tw-pddl"
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
-    assert envs.make("alfworld", data=tmp_path).task_ids("all") == ["train/a/good"]
-    assert caplog.messages[0].startswith("skipped 2 of 3 games")
 
 
 def test_published_demonstrations_name_their_games(env):

@@ -1,10 +1,8 @@
 """The originals' own classes on our engines: against their recordings, against alfworld itself, and on bundled data."""
 
 import bisect
-import gzip
 import itertools
 import json
-import os
 import random
 import re
 import string
@@ -14,7 +12,9 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+from test_webshop import SHARED, goals_file, lines, real_shop, recorded
 
+import envs
 from data import make_alfworld, make_webshop
 from environments.webshop import catalogue
 from integrations import alfworld, webshop
@@ -22,10 +22,7 @@ from integrations.alfworld import AlfredTWEnv, get_environment
 from integrations.webshop import WebAgentTextEnv
 from qlass import UserError
 
-SHARED = Path(os.environ.get("QLASS_SHARED", Path(__file__).parents[2] / "shared"))
-recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the recordings of the original engines are not here")
-
-
+ALFWORLD = SHARED.parent / "alfworld"
 PAGE = Path(__file__).parents[1] / "docs" / "engines.md"
 NAMES = re.findall(r"^\| `([\w.]+)` \| (`[\w` ]+) \| (`[\w` ]+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
 NAMES = {of: (given.replace("`", "").split(), out.replace("`", "").split()) for of, given, out in NAMES}
@@ -46,11 +43,6 @@ def test_each_public_name_is_given_or_refused(made):
         get_environment("AlfredThorEnv")
     with pytest.raises(AttributeError):
         shop.server.assigned_instruction_text = "i need a red shirt"
-
-
-def lines(name):
-    with gzip.open(SHARED / name, "rt", encoding="utf-8") as file:
-        yield from map(json.loads, file)
 
 
 # --------------------------------------------------------------------------------------------------------- ALFWorld
@@ -87,25 +79,32 @@ def few(made, tmp_path) -> Path:
 
 @recorded
 @pytest.mark.parametrize("grammar", ["new", "old"])
-def test_recorded_walks_through_alfworlds_class(grammar, tmp_path):
-    walks = [walk for walk in lines("alfworld/golden.jsonl.gz") if walk["grammar"] == grammar]
-    with tarfile.open(SHARED / f"alfworld/games_{grammar}_grammar.tar.xz") as archive:
-        wanted = {f"json_2.1.1/{walk['game']}" for walk in walks}
+def test_recorded_walks_through_alfworlds_class_and_ours(grammar, tmp_path):
+    """The engine's own text and, in ETO's layout, the one without banner and "You arrive at loc 5."."""
+    walks = [walk for walk in lines(ALFWORLD / "golden.jsonl.gz") if walk["grammar"] == grammar]
+    wanted = {f"json_2.1.1/{walk['game']}" for walk in walks}
+    with tarfile.open(ALFWORLD / f"games_{grammar}_grammar.tar.xz") as archive:
         archive.extractall(tmp_path, (member for member in archive if member.name in wanted), filter="data")
-    steps = 0
+    ours, steps = envs.make("alfworld", data=tmp_path, max_steps=None), 0
     for walk in walks:
         settings = config(tmp_path)
         settings["dataset"]["data_path"] = f"{tmp_path}/json_2.1.1/{Path(walk['game']).parent}"
-        games = AlfredTWEnv(settings)
-        env = games.init_env(batch_size=1)
+        env = AlfredTWEnv(settings).init_env(batch_size=1)
         (observation,), infos = env.reset()
         assert (observation, infos["admissible_commands"]) == (walk["first"], [walk["admissible"]])
         assert (infos["won"], infos["extra.gamefile"]) == ([False], [f"{tmp_path}/json_2.1.1/{walk['game']}"])
+        text, info = ours.reset(options={"task_id": walk["game"].removesuffix("/game.tw-pddl")})
+        assert (info["feedback"], info["admissible_commands"]) == (walk["first"], walk["admissible"])
+        assert text == walk["first"].split("\n\n", 1)[1] and f"Your task is to: {info['task']}" in text
         for step in walk["steps"]:
             (observation,), scores, dones, infos = env.step([step["action"]])
             assert observation.strip() == step["observation"]
             assert (scores, dones, infos["won"]) == ((step["reward"],), (step["done"],), [step["won"]])
             assert infos["admissible_commands"] == [step["admissible"]]
+            text, reward, terminated, _, info = ours.step(step["action"])
+            assert text == re.sub(r"You arrive at loc \d+\. ", "", step["observation"])
+            assert (info["feedback"], info["admissible_commands"]) == (observation, step["admissible"])
+            assert (reward, terminated, info["won"]) == (step["reward"], step["done"], step["won"])
             steps += 1
     assert steps == {"new": 1022, "old": 572}[grammar]
 
@@ -204,71 +203,67 @@ def test_games_without_the_variable_are_the_bundled_ones(made, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- WebShop
 
 
-def original_shop(human=False, **options):
-    kind, folder = "human" if human else "synthetic", SHARED / "webshop"
-    goals, nouns = folder / f"goals_{kind}_1k_seed0.json.gz", folder / "title_nouns_standin.json.gz"
-    files = {"file_path": folder, "goals": goals, "title_nouns": nouns}
-    return WebAgentTextEnv("text", num_products=1000, human_goals=human, **files, **options)
+def original_shop(human):
+    files = {"goals": goals_file(human), "title_nouns": SHARED / "title_nouns_standin.json.gz"}
+    return WebAgentTextEnv("text", file_path=SHARED, num_products=1000, human_goals=human, **files)
 
 
 @recorded
-def test_recorded_pages_through_webshops_class():
-    shops, pages = {human: original_shop(human) for human in (False, True)}, 0
-    for number, episode in enumerate(lines("webshop/golden.jsonl.gz")):
-        env, goal = shops[episode["human"]], episode["goal"]
+def test_recorded_pages_through_webshops_class_and_ours():
+    shops, pages = {human: (original_shop(human), real_shop(human)) for human in (False, True)}, 0
+    for number, episode in enumerate(lines(SHARED / "golden.jsonl.gz")):
+        (env, other), goal = shops[episode["human"]], episode["goal"]
         env.session_prefix = f"{number}-"
         observation, info = env.reset(session=episode["goal_idx"])
+        text, told = other.reset(options={"task_id": str(episode["goal_idx"])})
+        over = False
+        assert other.goal == goal
         steps = [episode["reset"] | {"action": None}, *episode["steps"]]
         for step in steps:
             reward, done = 0, False
             if step["action"] is not None:
                 observation, reward, done, info = env.step(step["action"])
                 assert (reward, done) == (step["reward"], step["done"])
+                if not over:  # there ours repeats its last answer
+                    text, *answer, told = other.step(step["action"])
+                    assert answer == [reward, done, False]
             assert (observation, info, env.observation) == (step["obs"], None, step["obs"])
+            assert over or (text, told["clickables"]) == (step["obs"], step["clickables"])
             assert env.state["url"].replace(f"/{number}-", "/", 1) == step["url"]
             session = env.server.user_sessions[env.session]
             for key, first in (("options", {}), ("page", None), ("asin", None)):
                 assert session[key] == step.get(f"session_{key}", first)
             if done:
                 assert session["verbose_info"] == pytest.approx(step["reward_info"]) and session["done"]
+                assert over or told["reward_details"].items() >= step["reward_info"].items()
+            over |= done
             available = {"has_search_bar": step["has_search_bar"], "clickables": step["clickables"]}
             assert env.get_available_actions() == available
             if not step["obs"].startswith("Thank you"):
-                heading = env.get_instruction_text().replace(
-                    goal["instruction_text"], f"\n{goal['instruction_text']}\n"
-                )
-                assert heading in step["obs_rich"]
+                words = goal["instruction_text"]
+                assert env.get_instruction_text().replace(words, f"\n{words}\n") in step["obs_rich"]
             pages += 1
         assert env.server.goals[episode["goal_idx"]] == goal | {"weight": pytest.approx(goal["weight"], rel=1e-9)}
         assert session["goal"] == env.server.goals[episode["goal_idx"]]
     assert pages == 359 + 3097
-    for human, env in shops.items():
-        drawn = catalogue.read_json(SHARED / f"webshop/goals_{'human' if human else 'synthetic'}_1k_seed0.json.gz")
-        assert env.server.cum_weights[-1] == drawn["cum_weights_last"]
+    for human, (env, _) in shops.items():
+        assert env.server.cum_weights[-1] == catalogue.read_json(goals_file(human))["cum_weights_last"]
 
 
-@recorded
-def test_fewer_products_are_a_shop_of_their_own(tmp_path):
-    products = catalogue.read_json(SHARED / "webshop/items_shuffle_1000.json.gz")
-    (tmp_path / "items_shuffle_1000.json").write_text(json.dumps(products[:100]))
-    for name in ("items_ins_v2_1000.json.gz", "items_human_ins.json.gz"):
-        (tmp_path / name).symlink_to(SHARED / "webshop" / name)
-    few = WebAgentTextEnv("text", SHARED / "webshop" / "items_shuffle_1000.json.gz", num_products=100)
-    alone = WebAgentTextEnv("text", tmp_path)
-    assert list(few.server.goals) == list(alone.server.goals) and len(few.server.shop.products) == 100
-    for env in (few, alone):
-        env.reset(session=3)
+def test_the_file_of_products_that_is_named_is_read_or_the_first_of_it(tmp_path):
+    made = Path(make_webshop.ensure(0, make_webshop.GENERATED))
+    products = json.loads((made / "items_shuffle.json").read_text())
+    for name, count in (("items_shuffle_1000", 30), ("items_shuffle", 60)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(products[:count]))
+    for name in ("items_ins_v2", "items_human_ins", "items_ins_v2_1000"):
+        (tmp_path / f"{name}.json").symlink_to(made / f"{name.removesuffix('_1000')}.json")
+    whole, few, alone = (
+        WebAgentTextEnv("text", file_path=tmp_path / f"{name}.json", num_products=number)
+        for name, number in (("items_shuffle", None), ("items_shuffle", 30), ("items_shuffle_1000", None))
+    )
+    assert [len(env.server.shop.products) for env in (whole, few, alone)] == [60, 30, 30]
+    assert [*few.server.goals] == [*alone.server.goals] and few.reset(session=3) == alone.reset(session=3)
     assert few.step("search[shirt for men]") == alone.step("search[shirt for men]")
-
-
-def test_the_file_of_products_that_is_named_is_read(tmp_path):
-    products = json.loads(Path(make_webshop.ensure(0, make_webshop.GENERATED), "items_shuffle.json").read_text())
-    for name, count in (("items_shuffle_1000", 30), ("items_shuffle", 60), ("items_ins_v2_1000", 0)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(products[:count] if count else {}))
-    for name in ("items_ins_v2", "items_human_ins"):
-        (tmp_path / f"{name}.json").symlink_to(make_webshop.ensure(0, make_webshop.GENERATED) / f"{name}.json")
-    env = WebAgentTextEnv("text", file_path=f"{tmp_path}/items_shuffle.json")
-    assert len(env.server.shop.products) == 60
     for missing in ("items_shuffle_2.json", "nowhere/items_shuffle.json"):
         with pytest.raises(UserError, match=f"{missing}: found none of"):
             WebAgentTextEnv("text", file_path=tmp_path / missing)
