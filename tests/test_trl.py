@@ -24,10 +24,9 @@ def test_an_episode_through_the_class(monkeypatch):
         one.act("left")
     one.reset(task_id="train1")
     assert one.get_reward() == 0 and not one.over
-    rows = prompts("fake", limit=2)
-    assert [row["task_id"] for row in rows] == ["train0", "train1"] and rows[0]["prompt"][0]["content"].startswith(
-        "walk"
-    )
+    first, other = prompts("fake", limit=2)
+    assert (first["task_id"], other["task_id"]) == ("train0", "train1")
+    assert first["prompt"][0]["content"].startswith("walk")
 
 
 def caller(chat, tokenizer, samples: int = 300):
@@ -61,11 +60,9 @@ def test_two_updates_of_the_real_trainer(tmp_path, monkeypatch):
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     tokenizer.chat_template = qwen3_chat_template
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    played = []
-    step = envs.environment_class("frozenlake").step
-    monkeypatch.setattr(
-        envs.environment_class("frozenlake"), "step", lambda env, action: (played.append(action), step(env, action))[1]
-    )
+    played, lake = [], envs.environment_class("frozenlake")
+    step = lake.step
+    monkeypatch.setattr(lake, "step", lambda env, action: (played.append(action), step(env, action))[1])
     options = {"map": "4x4", "max_steps": 4}
     settings = GRPOConfig(
         output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=8, num_generations=8, learning_rate=1e-2,

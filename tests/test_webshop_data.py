@@ -1,19 +1,14 @@
 """The bundled catalogue (data/make_webshop.py) and the players that shop in it and in the real one."""
 
-import os
 import random
-from pathlib import Path
 from statistics import mean
 
 import pytest
+from test_webshop import SHARED, recorded
 
 import envs
 from data import make_webshop
 from environments.webshop import engine as webshop
-
-ROOT = Path(__file__).parents[1]
-SHARED = Path(os.environ.get("QLASS_SHARED", ROOT.parent / "shared")) / "webshop"
-recorded = pytest.mark.skipif(not SHARED.is_dir(), reason="the real catalogue is not here")
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +65,12 @@ def test_only_the_oracle_acts_on_the_hidden_goal(options):
     env, other = envs.make("webshop", **options), envs.make("webshop", **options)
     folder = options.get("data") or make_webshop.ensure(0)
     other.shop = webshop.Shop(folder, title_nouns=options.get("title_nouns"), page_size=env.shop.page_size)
-    players = ["oracle", "expert", *env.rules()]
+    players, hidden = ["oracle", "expert", *env.rules()], [*other.shop.goals]
     tasks, same = random.Random(0).sample(env.task_ids("all"), 30), dict.fromkeys(players, 0)
-    hidden = [*other.shop.goals]
-    mixed = [*hidden]
+    other.shop.goals = [*hidden]
     for task, stranger in zip(tasks, reversed(tasks), strict=True):
-        sentence = {"instruction_text": env.shop.goals[int(task)]["instruction_text"]}
-        mixed[int(task)] = hidden[int(stranger)] | sentence
-    other.shop.goals = mixed
+        sentence = {"instruction_text": hidden[int(task)]["instruction_text"]}
+        other.shop.goals[int(task)] = hidden[int(stranger)] | sentence
     for task in tasks:
         for player in players:
             actions, others = ([action for action, _ in play(e, task, player)] for e in (env, other))
