@@ -26,10 +26,9 @@ from docs.switches import Switches
 from environments import check
 from experiments import compare, drive_in_order
 from qlass import UserError
-from qlass.batching import Candidate, Sample, drive
+from qlass.batching import Sample, drive
 from qlass.chat import Rendering
 from qlass.files import read_jsonl
-from qlass.messages import uniforms
 from qlass.runs import run_stage
 
 FLAG = "docs.switches:Switches"
@@ -212,20 +211,6 @@ class Wrapped(Switches):
     def __init__(self):
         super().__init__()
         self.simulator = {}
-
-
-def test_an_environment_that_does_not_say_otherwise_has_one_episode_open_at_a_time():
-    def draw(request):
-        noise = uniforms(request.n, *request.key)
-        return [Candidate(request.valid[int(u * len(request.valid))], 1, 0.0) for u in noise]
-
-    def trees(env):
-        tasks, rendering = env.task_ids("train")[:4], Rendering(candidates="valid")
-        explored = (Explorer(env.fork(), task, rendering, 2, max_rollouts=4).explore() for task in tasks)
-        roots = drive_in_order(explored, {Sample: lambda batch: list(map(draw, batch))}, env.side_by_side)
-        return [[node.observation for node in root.subtree()] for root in roots]
-
-    assert trees(Wrapped()) == trees(Switches())
 
 
 def test_one_command_takes_it_through_all_stages(tmp_path, monkeypatch, capsys):
@@ -414,6 +399,8 @@ def test_no_more_episodes_are_open_than_a_class_allows(tmp_path):
     assert envs.from_arguments(asked("size=2", run=tmp_path, in_flight=2)).side_by_side == 2
     with pytest.raises(UserError, match="--in-flight 3: maze may have 2 open at once, its side_by_side"):
         envs.from_arguments(asked("size=2", run=tmp_path, in_flight=3))
+    with pytest.raises(UserError, match="wrapped may have 1 open at once"):  # it does not say
+        envs.from_arguments(asked(kind="Wrapped", run=tmp_path, in_flight=2))
     envs.from_arguments(asked(env="sciworld", run=tmp_path / "other", in_flight=99))
 
 
